@@ -1,0 +1,24 @@
+"""Markers that need hardware are skipped, with the reason, where the hardware is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    import torch
+
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
+    chosen = config.getoption("-m") or ""
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if "slow" in item.keywords and "slow" not in chosen:
+            item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+        if "gds" in item.keywords and "gds" not in chosen:
+            item.add_marker(pytest.mark.skip(reason="needs a proven GPUDirect Storage path: run with -m gds"))
