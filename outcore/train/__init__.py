@@ -1,0 +1,1 @@
+"""Training: configuration, the loop, checkpoints, export, and advice when a tier fills."""
