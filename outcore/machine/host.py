@@ -1,0 +1,156 @@
+"""Operating system, CPU and RAM of this computer, from /proc and /sys; the standard library's answers elsewhere.
+
+Inside a container the memory limit of the control group counts, not what the host has.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from outcore.units import KIB
+
+# Instruction sets that the CPU optimizer and DeepSpeed's CPU Adam can use, as /proc/cpuinfo spells them.
+SIMD_FLAGS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+# A control group v1 without a limit reports the largest multiple of the page size below 2**63.
+_NO_LIMIT_BYTES = 1 << 60
+
+
+@dataclass(frozen=True)
+class OsInfo:
+    family: str
+    name: str
+    kernel: str
+    is_wsl2: bool
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CpuInfo:
+    name: str
+    cores: int
+    threads: int
+    simd: tuple[str, ...]
+    numa_nodes: int
+
+
+@dataclass(frozen=True)
+class RamInfo:
+    total_bytes: int
+    available_bytes: int
+    swap_total_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+def detect_os(root: Path, system: str | None = None) -> OsInfo:
+    """`system` is platform.system() unless a test says otherwise."""
+    system = system or platform.system()
+    if system != "Linux":
+        family = {"Windows": "windows", "Darwin": "macos"}.get(system, system.lower())
+        return OsInfo(family, f"{system} {platform.release()}".strip(), platform.version(), False)
+    version = _text(root / "proc/version").lower()
+    kernel = _text(root / "proc/sys/kernel/osrelease").strip() or platform.release()
+    is_microsoft = "microsoft" in version or "microsoft" in kernel.lower()
+    is_wsl2 = is_microsoft and ("wsl2" in version + kernel.lower() or "microsoft-standard" in version + kernel.lower())
+    notes = ("this is WSL 1, which has no GPU: `wsl --set-version DISTRIBUTION 2` turns it into WSL 2",)
+    return OsInfo("linux", _distribution(root), kernel, is_wsl2, notes if is_microsoft and not is_wsl2 else ())
+
+
+def detect_cpu(root: Path) -> CpuInfo:
+    text = _text(root / "proc/cpuinfo")
+    name = _field(text, "model name") or _field(text, "Model") or platform.processor() or platform.machine()
+    processors = [block for block in text.split("\n\n") if re.search(r"^processor\s*:", block, re.M)]
+    pairs = {(_field(b, "physical id"), _field(b, "core id")) for b in processors if _field(b, "core id")}
+    threads = len(processors) or os.cpu_count() or 1
+    flags = set((_field(text, "flags") or _field(text, "Features") or "").split())
+    nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*")))
+    return CpuInfo(name, len(pairs) or threads, threads, tuple(f for f in SIMD_FLAGS if f in flags), max(nodes, 1))
+
+
+def detect_ram(root: Path) -> RamInfo:
+    text = _text(root / "proc/meminfo")
+    if not text:
+        return _ram_without_proc()
+    sizes = {k: int(v) * KIB for k, v in re.findall(r"^(\w+):\s+(\d+) kB", text, re.M)}
+    total = sizes.get("MemTotal", 0)
+    available = sizes.get("MemAvailable", sizes.get("MemFree", 0))
+    limit, used = _control_group_limit(root)
+    notes: tuple[str, ...] = ()
+    if limit is not None and limit < total:
+        notes = (f"this container may use {limit // (KIB * KIB)} MiB of the host's {total // (KIB * KIB)} MiB",)
+        total, available = limit, min(available, max(limit - used, 0))
+    return RamInfo(total, available, sizes.get("SwapTotal", 0), notes)
+
+
+def memlock_limit_bytes() -> int | None:
+    """RLIMIT_MEMLOCK of this process; None when unlimited or where there is no such thing."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _control_group_limit(root: Path) -> tuple[int | None, int]:
+    """(limit, bytes that count against it and cannot be dropped), for control groups v2 and v1."""
+    groups = dict(re.findall(r"^\d+:([^:]*):(.*)$", _text(root / "proc/self/cgroup"), re.M))
+    v1_path = next((path for names, path in groups.items() if "memory" in names.split(",")), "/")
+    base = root / "sys/fs/cgroup"
+    candidates = [
+        (base / groups.get("", "/").lstrip("/"), "memory.max", "memory.current"),
+        (base, "memory.max", "memory.current"),
+        (base / "memory" / v1_path.lstrip("/"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        (base / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ]
+    best: tuple[int | None, int] = (None, 0)
+    for directory, limit_name, usage_name in candidates:
+        limit, usage = _text(directory / limit_name).strip(), _text(directory / usage_name).strip()
+        if not limit.isdigit() or int(limit) >= _NO_LIMIT_BYTES or (best[0] is not None and int(limit) >= best[0]):
+            continue
+        droppable = re.search(r"^(?:total_)?inactive_file (\d+)", _text(directory / "memory.stat"), re.M)
+        best = (int(limit), max(int(usage or 0) - (int(droppable.group(1)) if droppable else 0), 0))
+    return best
+
+
+def _ram_without_proc() -> RamInfo:
+    if sys.platform == "win32":
+        import ctypes
+
+        class MemoryStatus(ctypes.Structure):
+            _fields_ = [("length", ctypes.c_ulong), ("load", ctypes.c_ulong)] + [
+                (name, ctypes.c_ulonglong)
+                for name in ("total", "available", "page_total", "page_free", "virtual", "virtual_free", "extended")
+            ]
+
+        status = MemoryStatus(length=ctypes.sizeof(MemoryStatus))
+        if ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
+            return RamInfo(status.total, status.available, 0)
+        return RamInfo(0, 0, 0, ("Windows did not tell how much RAM there is",))
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return RamInfo(0, 0, 0, ("the amount of RAM cannot be read on this system",))
+    return RamInfo(total, total, 0, ("available RAM cannot be read on this system: the total is shown",))
+
+
+def _distribution(root: Path) -> str:
+    text = _text(root / "etc/os-release") or _text(root / "usr/lib/os-release")
+    match = re.search(r'^PRETTY_NAME="?([^"\n]+)"?', text, re.M)
+    return match.group(1) if match else "Linux"
+
+
+def _field(text: str, name: str) -> str | None:
+    match = re.search(rf"^{re.escape(name)}\s*:\s*(.+)$", text, re.M)
+    return match.group(1).strip() if match else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
