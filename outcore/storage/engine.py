@@ -1,0 +1,42 @@
+"""What an engine of the storage room is, and `open_engine`, which picks one and says why."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from outcore.storage.block_file import BlockFile
+from outcore.storage.posix_engine import PosixEngine
+from outcore.storage.transfer import Transfer
+
+
+@runtime_checkable
+class StorageEngine(Protocol):
+    """Moves bytes between memory and `BlockFile`s, many requests at a time.
+
+    `submit_*` return at once. The buffer belongs to the engine until the transfer is done. Lower `priority` numbers go
+    first, equal ones in order of submission. `close` finishes what was submitted.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def submit_read(self, file: BlockFile, offset: int, buffer: Any, *, priority: int = 0) -> Transfer: ...
+
+    def submit_write(self, file: BlockFile, offset: int, buffer: Any, *, priority: int = 0) -> Transfer: ...
+
+    def close(self) -> None: ...
+
+
+def open_engine(name: str = "auto", **settings: Any) -> StorageEngine:
+    """An engine by name: "posix", "kvikio", or "auto", which takes posix.
+
+    `settings` go to the engine's constructor. Raises ValueError for an unknown name and RuntimeError, with the reason,
+    for an engine that this machine cannot run.
+    """
+    if name in ("auto", "posix"):
+        return PosixEngine(**settings)
+    if name == "kvikio":
+        from outcore.storage.kvikio_engine import KvikioEngine
+
+        return KvikioEngine(**settings)
+    raise ValueError(f"unknown storage engine {name!r}: choose 'auto', 'posix' or 'kvikio'")
