@@ -1,0 +1,95 @@
+"""What the training loop knows of an engine: seven verbs, and nothing of who moves the bytes.
+
+Every engine trains the same mathematics: AdamW, exact global-norm clipping, and a loss averaged over all unmasked
+tokens of the global batch (all micro-batches of all ranks). The loop owns the schedule and passes the learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+MicroBatch = dict[str, torch.Tensor]
+"""input_ids, labels [B, T] (labels not shifted, -100 = no loss), perhaps position_ids or attention_mask [B, T]."""
+
+
+class EngineError(RuntimeError):
+    """Training cannot go on; the message says what happened, why, and what to do. The last checkpoint is intact."""
+
+
+class NonFiniteLossError(EngineError):
+    """The loss (or, with bf16, a gradient) became NaN or infinite; no state was updated with it."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step reports."""
+
+    loss: float
+    """Mean cross-entropy per unmasked token of the global batch, before the update (nats)."""
+    aux_loss: float
+    """Weighted mixture-of-experts auxiliary loss that was added to it (0 without)."""
+    grad_norm: float
+    """Global L2 norm of the gradients before clipping."""
+    tokens: int
+    """Unmasked label tokens of the global batch."""
+    skipped: bool
+    """True when a non-finite fp16 gradient made the engine skip the update and lower its loss scale."""
+    phase_s: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase: forward, backward, optimizer, stall_nvme, stall_pcie (those the engine can tell)."""
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Mean loss (nats per token) over an evaluation set."""
+
+    loss: float
+    tokens: int
+
+
+class Engine(Protocol):
+    """One training engine. All methods are called on every rank."""
+
+    name: str
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+        """One optimizer step over this rank's micro-batches. ValueError when no token of the global batch counts."""
+        ...
+
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> EvalResult:
+        """Mean loss without updating anything; every rank gives the same number of micro-batches."""
+        ...
+
+    def sample(self, prompt_ids: list[int], max_new_tokens: int, eos_token_id: int | None) -> list[int]:
+        """Greedy continuation of a prompt, for a look at what the model has learned."""
+        ...
+
+    def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:
+        """Write weights and optimizer states as safetensors shards into `folder`; returns the engine's JSON state.
+
+        `on_file(path, crc32)` is called (on rank 0) for each finished file.
+        """
+        ...
+
+    def state_bytes(self) -> int:
+        """Bytes that `save` will write, so that space is checked before it starts."""
+        ...
+
+    def load(self, folder: Path, state: dict) -> None:
+        """Restore exactly what `save` wrote. CheckpointError when it does not fit this model."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write the 16-bit model for `from_pretrained`, shard by shard."""
+        ...
+
+    def close(self) -> None:
+        """Release memory, files and process groups; safe to call twice."""
+        ...

@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO engine: several GPUs, several hosts, and every model shape."""

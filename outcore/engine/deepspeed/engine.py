@@ -1,0 +1,300 @@
+"""The DeepSpeed engine: ZeRO stages none to infinity on one or several ranks, behind the `Engine` protocol.
+
+The loss is a sum over unmasked tokens divided by the token count of the whole global batch, so the result does not
+depend on how tokens fall over micro-batches and ranks; DeepSpeed's own division by accumulation steps is switched off
+and its average over ranks is undone by a factor of world_size. Checkpoints go parameter by parameter through
+`StateAccess`, so that any stage and number of ranks can resume them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.engine.base import EngineError, EvalResult, MicroBatch, NonFiniteLossError, StepResult
+from outcore.engine.deepspeed.state import FAMILIES, MASTER, open_state
+from outcore.engine.shards import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
+from outcore.model.lora import checkpoint_name
+from outcore.model.loss import compute_loss, count_loss_tokens
+
+
+class LossModule(nn.Module):
+    """The model and its loss as one module, so that DeepSpeed's hooks see one forward pass per micro-batch."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+
+    def forward(self, batch: MicroBatch, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sum of token losses, auxiliary loss x this micro-batch's tokens), fp32 scalars."""
+        result = compute_loss(self.model, batch, loss_fn=self.loss_fn)
+        aux = result.aux_loss * tokens if result.aux_loss is not None else torch.zeros_like(result.loss_sum)
+        return result.loss_sum, aux
+
+
+class DeepSpeedEngine:
+    """See the module docstring. Made by `outcore.engine.deepspeed.build.build_engine`."""
+
+    name = "deepspeed"
+
+    def __init__(self, engine: Any, *, config: dict, nvme_state: bool, check_finite: bool) -> None:
+        self.ds = engine
+        self.module: LossModule = engine.module
+        self.config = config
+        self.nvme_state = nvme_state
+        self.check_finite = check_finite
+        self.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        self.world_size = engine.world_size
+        self.device = torch.device(engine.device)
+        self.updates = 0
+        self.state = open_state(engine)
+        self._closed = False
+
+    # --- training
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+        """One optimizer step; see `Engine`."""
+        batches = [self._to_device(batch) for batch in micro_batches]
+        counts = [count_loss_tokens(batch) for batch in batches]
+        total = self._sum_over_ranks(sum(counts))
+        if total == 0:
+            raise ValueError(
+                "no token of this global batch counts for the loss (all labels are masked): check the data's prompt "
+                "and completion columns, or use longer rows (--seq_length)."
+            )
+        for group in self.ds.optimizer.param_groups:
+            group["lr"] = lr
+        self.ds.train()
+        marks = _Marks(self.device)
+        sums = torch.zeros(2, dtype=torch.float32, device=self.device)
+        for batch, tokens in zip(batches, counts, strict=True):
+            marks.start("forward")
+            loss_sum, aux = self.ds(batch, tokens)
+            sums += torch.stack([loss_sum.detach(), aux.detach()])
+            marks.start("backward")
+            self.ds.backward((loss_sum + aux) * (self.world_size / total), scale_wrt_gas=False)
+            marks.start("optimizer")
+            if batch is batches[-1]:
+                loss, aux_loss = self._mean(sums, total)
+            self.ds.step()
+        marks.stop()
+        skipped = not self.ds.was_step_applied()
+        if not skipped:
+            self.updates += 1
+        norm = self.ds.get_global_grad_norm()
+        norm = float("nan") if norm is None else float(norm)
+        return StepResult(loss, aux_loss, norm, total, skipped, marks.seconds())
+
+    def _mean(self, sums: torch.Tensor, total: int) -> tuple[float, float]:
+        """Mean loss and auxiliary loss over all ranks, refused when not finite before any state is updated."""
+        if self.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        loss, aux = (sums / total).tolist()
+        if self.check_finite and not (abs(loss) < float("inf") and abs(aux) < float("inf")):
+            raise NonFiniteLossError(
+                f"the loss became {loss + aux} and no state was updated with it. Resume from the last checkpoint with "
+                "a lower --learning_rate or more --warmup_steps, or look for damaged rows in the data."
+            )
+        return loss, aux
+
+    def _sum_over_ranks(self, count: int) -> int:
+        if self.world_size == 1:
+            return count
+        total = torch.tensor(count, dtype=torch.int64, device=self.device)
+        torch.distributed.all_reduce(total)
+        return int(total)
+
+    def _to_device(self, batch: MicroBatch) -> MicroBatch:
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> EvalResult:
+        """Mean loss over an evaluation set; see `Engine`."""
+        self.ds.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device if self.device.type == "cuda" else "cpu")
+        for cpu_batch in micro_batches:
+            batch = self._to_device(cpu_batch)
+            tokens = count_loss_tokens(batch)
+            loss_sum, _aux = self.ds(batch, tokens)
+            sums += torch.stack(
+                [loss_sum.double(), torch.tensor(float(tokens), dtype=torch.float64).to(loss_sum.device)]
+            )
+        if self.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        loss_sum, tokens = sums.tolist()
+        self.ds.train()
+        return EvalResult(loss_sum / tokens if tokens else float("nan"), int(tokens))
+
+    @torch.no_grad()
+    def sample(self, prompt_ids: list[int], max_new_tokens: int, eos_token_id: int | None) -> list[int]:
+        """Greedy continuation; every rank computes the same."""
+        from outcore.model.generate import generate_tokens
+
+        self.ds.eval()
+        try:
+            return generate_tokens(self.module.model, prompt_ids, max_new_tokens, eos_token_id, device=self.device)
+        finally:
+            self.ds.train()
+
+    # --- checkpoints
+
+    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return [(checkpoint_name(name), p) for name, p in self.module.model.named_parameters() if p.requires_grad]
+
+    def _shape(self, param: Any) -> tuple[int, ...]:
+        return tuple(param.ds_shape) if hasattr(param, "ds_shape") else tuple(param.shape)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        params = {name for name, _ in self.module.model.named_parameters(remove_duplicate=False)}
+        state = self.module.model.state_dict()
+        return {name: t for name, t in state.items() if name not in params and isinstance(t, torch.Tensor)}
+
+    def state_bytes(self) -> int:
+        """Bytes that `save` writes: weights, and unless they live on NVMe the fp32 master and two moments."""
+        per_param = 0 if self.nvme_state else 12
+        return sum(
+            torch.Size(self._shape(p)).numel() * (p.dtype.itemsize + per_param) for _, p in self._trainable()
+        ) + sum(t.numel() * t.dtype.itemsize for t in self._buffers().values())
+
+    def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:
+        """Write shards; see `Engine`. Every rank takes part, rank 0 writes."""
+        trainable = dict(self._trainable())
+        buffers = self._buffers()
+        plans = [TensorPlan(n, p.dtype, self._shape(p)) for n, p in trainable.items()]
+        plans += [TensorPlan(n, t.dtype, tuple(t.shape)) for n, t in buffers.items()]
+
+        def weight(name: str) -> torch.Tensor:
+            return buffers[name] if name in buffers else self.state.get_weight(trainable[name])
+
+        self._write_family(folder, "model", plans, weight, on_file)
+        if not self.nvme_state:
+            for family in FAMILIES:
+                plans = [TensorPlan(n, torch.float32, self._shape(p)) for n, p in trainable.items()]
+                if self.updates == 0:
+                    self.state.prepare(0)
+                self._write_family(folder, family, plans, lambda n, f=family: self.state.get(trainable[n], f), on_file)
+        return {
+            "engine": self.name,
+            "updates": self.updates,
+            "optimizer_state": not self.nvme_state,
+            "loss_scaler": self.state.scaler_state(),
+        }
+
+    def _write_family(
+        self,
+        folder: Path,
+        stem: str,
+        plans: list[TensorPlan],
+        value: Callable[[str], torch.Tensor],
+        on_file: Callable[[Path, int], None] | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> list[tuple[str, list[TensorPlan]]]:
+        shards = plan_shards(plans, stem, max_shard_bytes)
+        for file_name, group in shards:
+            if self.rank == 0:
+                crc = write_shard(folder / file_name, group, value)
+                if on_file:
+                    on_file(folder / file_name, crc)
+            else:
+                for plan in group:  # gathering a partitioned tensor needs every rank
+                    value(plan.name)
+        return shards
+
+    def load(self, folder: Path, state: dict) -> None:
+        """Restore weights, fp32 master, moments, step counter and loss scale; see `Engine`."""
+        if not state["optimizer_state"]:
+            raise CheckpointError(
+                f"{folder}: was saved with optimizer states on NVMe, which stock DeepSpeed cannot restore: it holds "
+                "weights only, and training on from it would silently lose the optimizer's moments. Start a new run "
+                "from its exported model, or train with --zero_stage zero3 (RAM offload), whose checkpoints resume."
+            )
+        if self.nvme_state:
+            raise CheckpointError(
+                f"{folder}: cannot be resumed with optimizer states on NVMe: stock DeepSpeed loses them on load. "
+                "Resume with --zero_stage zero3 (RAM offload)."
+            )
+        trainable = dict(self._trainable())
+        weights = ShardReader(folder, "model")
+        self._check_fit(folder, trainable, weights)
+        self.state.prepare(int(state["updates"]))
+        readers = {family: ShardReader(folder, family) for family in FAMILIES}
+        for name, param in trainable.items():
+            value = weights.read(name).to(self.device)
+            if value.dtype != param.dtype:
+                value = readers[MASTER].read(name).to(self.device, param.dtype)
+            self.state.set_weight(param, value)
+        for family, reader in readers.items():
+            for name, param in trainable.items():
+                self.state.set(param, family, reader.read(name).to(self.device))
+        for name, buffer in self._buffers().items():
+            if name in weights:
+                buffer.copy_(weights.read(name))
+        self.updates = int(state["updates"])
+        self.state.set_scaler_state(state.get("loss_scaler", {}))
+
+    def _check_fit(self, folder: Path, trainable: dict[str, nn.Parameter], weights: ShardReader) -> None:
+        missing = [n for n in trainable if n not in weights]
+        if missing:
+            raise CheckpointError(
+                f"{folder}: is of another model: it holds no {missing[0]}"
+                + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
+                + ". Resume with the model, preset and LoRA settings that it was made with."
+            )
+        for name, param in trainable.items():
+            if weights.shapes[name] != self._shape(param):
+                raise CheckpointError(
+                    f"{folder}: is of another model: {name} has shape {list(weights.shapes[name])} there and "
+                    f"{list(self._shape(param))} here."
+                )
+
+    def gather(self, name_of: dict[str, nn.Parameter]) -> Callable[[str], torch.Tensor]:
+        """A function from a parameter's name to its whole weight, for export."""
+        return lambda name: self.state.get_weight(name_of[name])
+
+    def close(self) -> None:
+        """Destroy the DeepSpeed engine and its process group."""
+        if self._closed:
+            return
+        self._closed = True
+        self.ds.destroy()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+class _Marks:
+    """Seconds by phase: CUDA events on a GPU (no synchronisation inside the step), the clock elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self, phase: str) -> None:
+        self._marks.append((phase, self._now()))
+
+    def stop(self) -> None:
+        self._marks.append(("end", self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        if self._cuda:
+            torch.cuda.synchronize()
+        total: dict[str, float] = {}
+        for (phase, begin), (_next, end) in zip(self._marks, self._marks[1:], strict=False):
+            seconds = begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
+            total[phase] = total.get(phase, 0.0) + seconds
+        return total
+
+
+__all__ = ["DeepSpeedEngine", "EngineError", "LossModule"]

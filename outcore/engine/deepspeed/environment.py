@@ -1,0 +1,62 @@
+"""DeepSpeed is told through environment variables which accelerator it has and who its peers are: set here, once.
+
+Under the `deepspeed` launcher they are there already and are kept; a plain `python train_model.py` becomes a group of
+one. Without a CUDA GPU DeepSpeed's CPU accelerator is used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+
+def extensions_dir() -> Path:
+    """Where set-up builds DeepSpeed's C++ extensions: inside the environment, so that they go with its torch."""
+    return Path(sys.prefix) / "torch_extensions"
+
+
+def free_port() -> int:
+    """A TCP port that is free on the loopback interface now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def prepare_environment(
+    has_cuda: bool, local_rank: int = -1, environ: MutableMapping[str, str] | None = None
+) -> dict[str, str]:
+    """Set what DeepSpeed reads, leaving what a launcher has set; returns what was added.
+
+    TORCH_CUDA_ARCH_LIST entries such as '9.0a' break DeepSpeed's extension builder and lose their letter.
+    """
+    env = os.environ if environ is None else environ
+    wanted = {
+        "RANK": "0",
+        "LOCAL_RANK": str(max(local_rank, 0)),
+        "WORLD_SIZE": "1",
+        "LOCAL_SIZE": env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", "1")),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "",
+    }
+    if not has_cuda:
+        wanted["DS_ACCELERATOR"] = "cpu"
+    if extensions_dir().is_dir():
+        wanted["TORCH_EXTENSIONS_DIR"] = str(extensions_dir())
+    added: dict[str, str] = {}
+    for name, value in wanted.items():
+        if name not in env:
+            added[name] = value or str(free_port())
+    archs = env.get("TORCH_CUDA_ARCH_LIST", "")
+    plain = re.sub(r"(\d)[a-z]\b", r"\1", archs)
+    if plain != archs:
+        added["TORCH_CUDA_ARCH_LIST"] = plain
+    # Extensions are built by ninja and g++ from the environment's own bin folder as well.
+    bin_folder = str(Path(sys.executable).parent)
+    if bin_folder not in env.get("PATH", "").split(os.pathsep):
+        added["PATH"] = bin_folder + os.pathsep + env.get("PATH", "")
+    env.update(added)
+    return added

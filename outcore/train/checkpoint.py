@@ -1,0 +1,200 @@
+"""Checkpoints that survive: written aside, fsynced, renamed; verified on load; rotated without losing the only one.
+
+A checkpoint is `checkpoints/<run>/step-00000123/` with safetensors shards (`model-*` 16-bit weights, `master-*` exact
+fp32 weights, `exp_avg-*` and `exp_avg_sq-*` moments, `rng-*` generator states), `trainer.json` (the loop's state) and
+`manifest.json` (sizes and CRC-32 of every file), which is written last. Tensors go by parameter name, so any engine,
+residency or number of ranks can resume. Cost of a save: one pass over the states; of a load: one for the checksums,
+one to read. Anything incomplete is named so that it is never taken for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outcore.engine.shards import CheckpointError, crc32_of
+from outcore.units import format_gb
+
+MANIFEST = "manifest.json"
+TRAINER = "trainer.json"
+FORMAT_VERSION = 1
+SPACE_MARGIN_BYTES = 256 << 20
+"""Free space that a save leaves on the drive, so that logs can still be written."""
+_STEP_FOLDER = re.compile(r"step-(\d{8,})$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint folder."""
+
+    path: Path
+    step: int
+    manifest: dict[str, Any]
+
+    def trainer_state(self) -> dict[str, Any]:
+        """The loop's state as saved."""
+        return json.loads((self.path / TRAINER).read_text(encoding="utf-8"))
+
+
+def step_folder(step: int) -> str:
+    """Folder name of a step: step-00000123."""
+    return f"step-{step:08d}"
+
+
+def check_space(folder: Path, needed_bytes: int) -> None:
+    """Raise OSError-like CheckpointError when the drive has no room for a save of `needed_bytes`."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes + SPACE_MARGIN_BYTES:
+        raise CheckpointError(
+            f"The drive of {folder} is too full for a checkpoint: it needs {format_gb(needed_bytes)} and a margin of "
+            f"{format_gb(SPACE_MARGIN_BYTES)}, {format_gb(free_bytes)} are free. Earlier checkpoints are intact. "
+            "Free some space, lower --save_total_limit, or point --checkpoint_dir at another drive."
+        )
+
+
+def save_checkpoint(
+    run_folder: Path,
+    step: int,
+    write: Callable[[Path, Callable[[Path, int], None]], dict[str, Any]],
+    *,
+    needed_bytes: int,
+    keep: int,
+    is_writer: bool = True,
+    barrier: Callable[[], None] = lambda: None,
+) -> Path:
+    """Make `run_folder/step-…`: `write(folder, on_file)` fills a folder aside and returns the loop's JSON state.
+
+    `on_file(path, crc32)` tells the checksum of a file just written, so that it need not be read again.
+    Called on every rank; only the writer touches manifest and names. After the rename the oldest checkpoints beyond
+    `keep` are removed. Any failure leaves the earlier checkpoints as they were and removes the half-written folder.
+    """
+    final = run_folder / step_folder(step)
+    aside = run_folder / f".{step_folder(step)}.part"
+    if is_writer:
+        run_folder.mkdir(parents=True, exist_ok=True)
+        sweep_unfinished(run_folder)
+        check_space(run_folder, needed_bytes)
+        aside.mkdir()
+    barrier()
+    checksums: dict[Path, int] = {}
+    try:
+        state = write(aside, checksums.__setitem__)
+        barrier()
+        if is_writer:
+            _write_json(aside / TRAINER, state)
+            _write_manifest(aside, step, checksums)
+            _fsync_folder(aside)
+            if final.exists():  # a run resumed from an older step comes by again
+                os.rename(final, run_folder / f".{step_folder(step)}.old.part")
+            os.rename(aside, final)
+            _fsync_folder(run_folder)
+            sweep_unfinished(run_folder)
+            rotate(run_folder, keep)
+    except BaseException:
+        if is_writer:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+    barrier()
+    return final
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_manifest(folder: Path, step: int, checksums: dict[Path, int]) -> None:
+    files = {
+        str(path.relative_to(folder)): {
+            "bytes": path.stat().st_size,
+            "crc32": checksums[path] if path in checksums else crc32_of(path),
+        }
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    _write_json(folder / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": files})
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sweep_unfinished(run_folder: Path) -> list[Path]:
+    """Remove what an interrupted save left behind; returns the removed folders."""
+    left = [path for path in run_folder.glob(".step-*.part") if path.is_dir()]
+    for path in left:
+        shutil.rmtree(path)
+    return left
+
+
+def list_checkpoints(run_folder: Path) -> list[Path]:
+    """Checkpoint folders of a run that carry a manifest, oldest first."""
+    if not run_folder.is_dir():
+        return []
+    found = [p for p in run_folder.iterdir() if _STEP_FOLDER.match(p.name) and (p / MANIFEST).is_file()]
+    return sorted(found, key=lambda p: int(p.name.split("-")[1]))
+
+
+def rotate(run_folder: Path, keep: int) -> list[Path]:
+    """Remove the oldest checkpoints beyond `keep`; the newest is never removed."""
+    old = list_checkpoints(run_folder)[: -max(keep, 1)]
+    for path in old:
+        # Renamed first: a removal that is interrupted must not leave something that looks like a checkpoint.
+        doomed = path.with_name(f".{path.name}.part")
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+    return old
+
+
+def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
+    """A complete checkpoint, every file's size and CRC-32 checked.
+
+    Raises CheckpointError naming the file that is missing, cut short or damaged.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such checkpoint folder.")
+    manifest_path = path / MANIFEST
+    if not manifest_path.is_file():
+        newest = list_checkpoints(path)
+        hint = f" It holds checkpoints, though: use {newest[-1]}." if newest else ""
+        raise CheckpointError(f"{path}: has no {MANIFEST}, so it is not a complete checkpoint.{hint}")
+    try:
+        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+        files, step, version = manifest["files"], int(manifest["step"]), manifest["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{manifest_path}: damaged ({error}).") from error
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{path}: has format version {version}; this program reads version {FORMAT_VERSION}.")
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file}: missing, though the manifest lists it.")
+        if file.stat().st_size != expected["bytes"]:
+            raise CheckpointError(
+                f"{file}: has {file.stat().st_size} bytes, the manifest says {expected['bytes']}: it was cut short."
+            )
+        if verify and crc32_of(file) != expected["crc32"]:
+            raise CheckpointError(f"{file}: its checksum is wrong: the file was changed or damaged.")
+    return Checkpoint(path, step, manifest)
+
+
+def newest_checkpoint(run_folder: Path, on_bad: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
+    """The newest checkpoint of a run that verifies; damaged ones are reported through `on_bad` and passed over."""
+    for path in reversed(list_checkpoints(run_folder)):
+        try:
+            return open_checkpoint(path)
+        except CheckpointError as error:
+            on_bad(f"passing over a damaged checkpoint: {error}")
+    return None

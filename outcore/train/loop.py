@@ -1,0 +1,267 @@
+"""The training loop: one readable loop in four blocks - step, evaluate, sample, save - over any engine.
+
+Everything the run needs is handed in; the loop owns the schedule, the data position and what is written to disk.
+On Ctrl-C or SIGTERM the step is finished and saved. When a tier fills, the run stops with the tier and the setting.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from outcore.engine.base import Engine, MicroBatch, StepResult
+from outcore.engine.shards import CheckpointError
+from outcore.monitor import MetricsLog, Progress, Sampler, plot_loss
+from outcore.train.checkpoint import Checkpoint, save_checkpoint
+from outcore.train.config import TrainConfig
+from outcore.train.random_state import load_random_state, save_random_state
+from outcore.train.run_folder import RunFolder
+from outcore.train.schedule import LrSchedule
+from outcore.train.stop_request import StopRequest
+
+
+class TrainStream(Protocol):
+    """Endless training micro-batches with an exact position."""
+
+    def __iter__(self) -> Iterator[MicroBatch]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long the run is and what happens when; steps count from 1."""
+
+    total_steps: int
+    eval_steps: int
+    sample_steps: int
+    save_steps: int
+    accumulation: int
+
+    def due(self, step: int, every: int) -> bool:
+        """True at every `every`-th step (0: never) but the last, which has its own turn."""
+        return every > 0 and step % every == 0 and step < self.total_steps
+
+
+@dataclass
+class TrainerParts:
+    """What the loop works with."""
+
+    config: TrainConfig
+    folder: RunFolder
+    engine: Engine
+    stream: TrainStream
+    eval_batches: Callable[[], Iterator[MicroBatch]] | None
+    schedule: LrSchedule
+    length: RunLength
+    sampler: Sampler
+    progress: Progress
+    metrics: MetricsLog | None
+    loggers: Any
+    prompt_ids: list[int]
+    decode: Callable[[list[int]], str]
+    eos_token_id: int | None
+    fingerprint: dict[str, Any]
+    watch: Callable[[], str | None] = lambda: None
+    """Called every step; words when a tier is so full that the run must stop."""
+    sample_tokens: int = 48
+    max_skips: int = 20
+
+
+class Trainer:
+    """Runs `TrainerParts` from a checkpoint, or from the beginning, to the end."""
+
+    def __init__(self, parts: TrainerParts) -> None:
+        self.parts = parts
+        self.step = 0
+        self.tokens_seen = 0
+        self.last_eval: dict[str, float] | None = None
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self.saved_step = -1
+        self.is_main = parts.engine.rank == 0
+        self._skips = 0
+
+    # --- the loop
+
+    def run(self, stop: StopRequest) -> bool:
+        """Train to the end; True when it was reached, False when a signal stopped the run (after saving)."""
+        p = self.parts
+        batches = iter(p.stream)
+        while self.step < p.length.total_steps:
+            self.train_one(batches)
+            if p.length.due(self.step, p.length.eval_steps):
+                self.evaluate()
+            if p.length.due(self.step, p.length.sample_steps):
+                self.sample()
+            stopping = stop.wanted()
+            full = p.watch()
+            if stopping or full or p.length.due(self.step, p.length.save_steps):
+                self.save()
+            if full:
+                from outcore.train.memory_advice import TierFull
+
+                raise TierFull(f"{full} The run was saved at step {self.step} and can be resumed.")
+            if stopping:
+                return False
+        self.evaluate()
+        self.sample()
+        if self.saved_step != self.step:
+            self.save()
+        return True
+
+    def train_one(self, batches: Iterator[MicroBatch]) -> StepResult:
+        """One optimizer step and its line in metrics.jsonl."""
+        p = self.parts
+        started_s = time.perf_counter()
+        micro_batches = [next(batches) for _ in range(p.length.accumulation)]
+        data_s = time.perf_counter() - started_s
+        lr = p.schedule.lr(self.step)
+        result = p.engine.train_step(micro_batches, lr)
+        step_s = time.perf_counter() - started_s
+        self.step += 1
+        self.tokens_seen += result.tokens
+        self._count_skip(result)
+        self.first_loss = result.loss if self.first_loss is None else self.first_loss
+        self.last_loss = result.loss
+        record = {
+            "step": self.step,
+            "loss": result.loss,
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "tokens": self.tokens_seen,
+            "step_tokens": result.tokens,
+            "step_s": step_s,
+            "tokens_per_s": result.tokens / step_s,
+            "skipped": result.skipped,
+            "phase_s": {**result.phase_s, "data": data_s},
+            **p.sampler.snapshot(_gpu_peak_bytes()),
+        }
+        if result.aux_loss:
+            record["aux_loss"] = result.aux_loss
+        if p.metrics is not None:
+            p.metrics.write_step(record)
+        if self.is_main:
+            p.loggers.log_step(record)
+            p.progress.update(record)
+            for words in p.sampler.take_explanations():
+                p.progress.message(f"note: {words}")
+        return result
+
+    def _count_skip(self, result: StepResult) -> None:
+        self._skips = self._skips + 1 if result.skipped else 0
+        if self._skips >= self.parts.max_skips:
+            from outcore.engine.base import NonFiniteLossError
+
+            raise NonFiniteLossError(
+                f"{self._skips} steps in a row had gradients that overflow fp16, down to the smallest loss scale. "
+                "Train in bf16 (--precision bf16) if the GPU has it, or lower --learning_rate."
+            )
+
+    def evaluate(self) -> None:
+        """Loss and perplexity on the evaluation set, into metrics.jsonl and on the screen."""
+        p = self.parts
+        if p.eval_batches is None:
+            return
+        p.progress.activity(f"evaluating at step {self.step}")
+        result = p.engine.evaluate(p.eval_batches())
+        perplexity = math.exp(result.loss) if result.loss < 700 else math.inf
+        self.last_eval = {"eval_loss": result.loss, "eval_perplexity": perplexity}
+        if p.metrics is not None:
+            p.metrics.write_eval({"step": self.step, **self.last_eval, "eval_tokens": result.tokens})
+        if self.is_main:
+            p.loggers.log_eval({"step": self.step, **self.last_eval})
+            p.progress.message(
+                f"step {self.step}: validation loss {result.loss:.4f}, perplexity {perplexity:.2f} "
+                f"({result.tokens} tokens)"
+            )
+
+    def sample(self) -> None:
+        """A short greedy continuation, on the screen and in logs/<run>/samples.txt."""
+        p = self.parts
+        if not p.prompt_ids:
+            return
+        ids = p.engine.sample(p.prompt_ids, p.sample_tokens, p.eos_token_id)
+        if self.is_main:
+            prompt, text = p.decode(p.prompt_ids), p.decode(ids)
+            with open(p.folder.logs / "samples.txt", "a", encoding="utf-8") as file:
+                file.write(f"--- step {self.step}\n{prompt}>>>{text}\n")
+            shown = (prompt[-60:] + ">>>" + text[:120]).replace("\n", "\\n")
+            p.progress.message(f"step {self.step}: sample: {shown}")
+
+    # --- checkpoints
+
+    def save(self) -> Path:
+        """A checkpoint of everything, and the loss curve beside the log."""
+        p = self.parts
+        p.progress.activity(f"saving step {self.step}")
+        path = save_checkpoint(
+            p.folder.checkpoints,
+            self.step,
+            self._write_state,
+            needed_bytes=p.engine.state_bytes(),
+            keep=p.config.save_total_limit,
+            is_writer=self.is_main,
+            barrier=self._barrier,
+        )
+        self.saved_step = self.step
+        self.plot()
+        return path
+
+    def plot(self) -> None:
+        """logs/<run>/loss.png from metrics.jsonl."""
+        if self.is_main and self.parts.metrics is not None:
+            plot_loss(self.parts.folder.metrics, self.parts.folder.logs / "loss.png", title=self.parts.folder.name)
+
+    def _barrier(self) -> None:
+        if self.parts.engine.world_size > 1:
+            torch.distributed.barrier()
+
+    def _write_state(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict[str, Any]:
+        p = self.parts
+        engine_state = p.engine.save(folder, on_file)
+        numbers, path, crc = save_random_state(folder, p.engine.rank)
+        if self.is_main:
+            on_file(path, crc)
+        return {
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "engine": engine_state,
+            "data": p.stream.state_dict(),
+            "random": numbers,
+            "world_size": p.engine.world_size,
+            "fingerprint": p.fingerprint,
+        }
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Restore weights, optimizer, data position and random state; the next step is the one after the save."""
+        p = self.parts
+        state = checkpoint.trainer_state()
+        for key, mine in p.fingerprint.items():
+            theirs = state["fingerprint"].get(key)
+            if theirs != mine:
+                raise CheckpointError(
+                    f"{checkpoint.path}: was made with {key} {theirs!r}, this run has {mine!r}: it would not continue "
+                    f"the same training. Use the same {key}, or start a new run from the exported model."
+                )
+        p.engine.load(checkpoint.path, state["engine"])
+        p.stream.load_state_dict(state["data"])
+        self.step = self.saved_step = int(state["step"])
+        self.tokens_seen = int(state["tokens_seen"])
+        if not load_random_state(checkpoint.path, p.engine.rank, state["random"]):
+            p.progress.message(
+                f"note: the checkpoint was made with {state['world_size']} rank(s): rank {p.engine.rank} draws new "
+                "dropout masks."
+            )
+
+
+def _gpu_peak_bytes() -> int | None:
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None

@@ -1,0 +1,160 @@
+"""Schedules, run folders, stop requests, random state, and words for a full tier."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from outcore.engine.deepspeed.environment import free_port, prepare_environment
+from outcore.engine.shards import CheckpointError, TensorPlan, write_shard
+from outcore.train.arguments import ConfigError
+from outcore.train.checkpoint import save_checkpoint
+from outcore.train.config import TrainConfig
+from outcore.train.memory_advice import explain, ram_advice
+from outcore.train.random_state import load_random_state, save_random_state, seed_everything
+from outcore.train.run_folder import choose_run, default_name
+from outcore.train.schedule import LrSchedule
+from outcore.train.stop_request import StopRequest
+
+
+def test_warmup_decay_is_linear_up_and_down() -> None:
+    schedule = LrSchedule("warmup_decay", 1.0, 4, 12)
+    assert [schedule.lr(s) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert schedule.lr(4) == 1.0 and schedule.lr(8) == 0.5 and schedule.lr(12) == 0.0
+
+
+def test_cosine_and_constant() -> None:
+    cosine = LrSchedule("cosine", 2.0, 0, 10)
+    assert cosine.lr(0) == 2.0 and cosine.lr(10) == pytest.approx(0.2) and cosine.lr(5) == pytest.approx(1.1)
+    assert LrSchedule("constant", 3.0, 1, 10).lr(9) == 3.0
+    with pytest.raises(ValueError, match="unknown learning-rate schedule"):
+        LrSchedule("steps", 1.0, 0, 10).lr(5)
+
+
+def _config(tmp_path: Path, **settings: object) -> TrainConfig:
+    folders = {k: str(tmp_path / k) for k in ("checkpoint_dir", "log_dir", "export_dir")}
+    return TrainConfig(**{**folders, **settings})  # type: ignore[arg-type]
+
+
+def _checkpoint(tmp_path: Path, run: str, step: int) -> Path:
+    def write(folder: Path, on_file: object) -> dict:
+        write_shard(
+            folder / "m-00001-of-00001.safetensors",
+            [TensorPlan("a", torch.uint8, (1,))],
+            lambda n: torch.ones(1, dtype=torch.uint8),
+        )
+        return {}
+
+    return save_checkpoint(tmp_path / "checkpoint_dir" / run, step, write, needed_bytes=1, keep=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, "tiny-embedded"),
+        ({"preset": "llama-1b", "dataset": "/data/my texts/notes.jsonl"}, "llama-1b-notes"),
+        ({"model_name_or_path": "Qwen/Qwen3-4B", "dataset": "C:\\x\\y.txt"}, "Qwen3-4B-y"),
+        ({"model_module": "my.py:build", "lora_r": 4}, "my-embedded-lora"),
+    ],
+)
+def test_default_names(settings: dict, name: str) -> None:
+    assert default_name(TrainConfig(**settings)) == name
+
+
+def test_new_runs_never_write_into_older_ones(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    folder, checkpoint = choose_run(config, print)
+    assert folder.name == "tiny-embedded" and checkpoint is None
+    folder.make()
+    _checkpoint(tmp_path, "tiny-embedded", 3)
+    assert choose_run(config, print)[0].name == "tiny-embedded-2"
+    with pytest.raises(ConfigError, match="is in use"):
+        choose_run(_config(tmp_path, run_name="tiny-embedded"), print)
+
+
+def test_auto_resumes_the_newest_run(tmp_path: Path) -> None:
+    config = _config(tmp_path, resume_from_checkpoint="auto")
+    said: list[str] = []
+    assert choose_run(config, said.append)[1] is None and "no checkpoint yet" in said[0]
+    _checkpoint(tmp_path, "tiny-embedded", 3)
+    path = _checkpoint(tmp_path, "tiny-embedded-2", 5)
+    folder, checkpoint = choose_run(config, said.append)
+    assert folder.name == "tiny-embedded-2" and checkpoint is not None and checkpoint.step == 5
+    (path / "m-00001-of-00001.safetensors").write_bytes(b"")
+    folder, checkpoint = choose_run(config, said.append)
+    assert folder.name == "tiny-embedded" and checkpoint is not None and "damaged" in said[-1]
+    explicit, checkpoint = choose_run(
+        _config(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint_dir/tiny-embedded/step-00000003")), print
+    )
+    assert explicit.name == "tiny-embedded" and checkpoint is not None and checkpoint.step == 3
+
+
+def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
+    path = _checkpoint(tmp_path, "tiny-embedded", 3)
+    (path / "m-00001-of-00001.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="none of them is whole"):
+        choose_run(_config(tmp_path, resume_from_checkpoint="auto"), print)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "log_dir").write_text("a file")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        choose_run(_config(tmp_path), print)[0].make()
+
+
+def test_stop_request_catches_and_restores() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop:
+        assert not stop.wanted() and stop.exit_code == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wanted() and stop.exit_code == 143
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.sigtimedwait([], 0)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_random_state_round_trip(tmp_path: Path) -> None:
+    seed_everything(5)
+    torch.rand(3), np.random.rand(2), random.random()
+    random.gauss(0, 1)
+    numbers, _path, _crc = save_random_state(tmp_path, 0)
+    drawn = torch.rand(4), np.random.rand(4), random.random(), random.gauss(0, 1)
+    seed_everything(6)
+    assert load_random_state(tmp_path, 0, numbers)
+    again = torch.rand(4), np.random.rand(4), random.random(), random.gauss(0, 1)
+    assert torch.equal(drawn[0], again[0]) and (drawn[1] == again[1]).all() and drawn[2:] == again[2:]
+    assert not load_random_state(tmp_path, 1, numbers)
+
+
+def test_words_for_a_full_tier() -> None:
+    config = TrainConfig(zero_stage="zero2", activation_checkpointing=True)
+    oom = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ... of which 1.50 GiB is free.")
+    words = str(explain(oom, config, 4))
+    assert "2.00 GiB more was needed" in words and "--per_device_train_batch_size 2" in words
+    assert "--zero_stage zero3" in str(explain(oom, config, 1))
+    assert "--seq_length 128" in str(explain(oom, TrainConfig(seq_length=256), 1))
+    assert "activation_checkpointing true" in str(explain(oom, TrainConfig(activation_checkpointing=False), 1))
+    full = OSError(errno.ENOSPC, "No space left on device", "/x/y")
+    assert "/x/y" in str(explain(full, config, 1))
+    assert "RAM is full" in str(explain(MemoryError(), config, 1))
+    assert "lora" in ram_advice(TrainConfig(zero_stage="infinity"))
+    assert explain(ValueError("x"), config, 1) is None
+
+
+def test_environment_keeps_what_a_launcher_set() -> None:
+    env = {"RANK": "3", "MASTER_PORT": "1", "TORCH_CUDA_ARCH_LIST": "8.0 9.0a", "PATH": "/bin"}
+    added = prepare_environment(False, 2, env)
+    assert env["RANK"] == "3" and env["MASTER_PORT"] == "1" and env["LOCAL_RANK"] == "2"
+    assert env["DS_ACCELERATOR"] == "cpu" and env["TORCH_CUDA_ARCH_LIST"] == "8.0 9.0" and "RANK" not in added
+    assert 1024 <= free_port() < 65536
+    fresh: dict[str, str] = {}
+    prepare_environment(True, -1, fresh)
+    assert fresh["WORLD_SIZE"] == "1" and "DS_ACCELERATOR" not in fresh and int(fresh["MASTER_PORT"]) > 0
