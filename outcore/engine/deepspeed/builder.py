@@ -1,0 +1,199 @@
+"""The resolved DeepSpeed configuration: nothing left at "auto", no value that DeepSpeed 0.19.8 crashes on.
+
+    built = build_config(user_config, settings, model, run)
+    built.config    dict for deepspeed.initialize / HfDeepSpeedConfig (with the resolved "outcore" block, which DeepSpeed ignores)
+    built.notes     a line per default (with its reason), per changed user value, per fallback
+    built.warnings  those notes that must be shown loudly
+    built.offload   where things really live: stage, optimizer, params ("none"|"cpu"|"nvme"), nvme_path, locked_bytes
+
+`user_config` is the parsed deepspeed_config.json ({} without one) and is never changed; `settings` are the offload flags,
+`model` and `run` the facts of the run (settings.py). Values of the file win over our defaults, except where
+DeepSpeed would crash or corrupt data: those are raised, with a note. Flags win over the file. Contradictions and
+misspelled keys are a ValueError that names the key.
+
+The NVMe folder is created, written to and read back (`nvme_check`), nothing else has side effects. With several ranks on a
+host, let one rank build and broadcast the result, so that all ranks take the same fallback.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from outcore.engine.deepspeed import keys
+from outcore.engine.deepspeed.notes import Notes
+from outcore.engine.deepspeed.offload import NvmeCheck, fall_back, place, usable_for_deepspeed
+from outcore.engine.deepspeed.run_section import batch_section, optimizer_section, precision_section, scheduler_section
+from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, DeepSpeedSettings, ModelFacts, RunFacts
+from outcore.engine.deepspeed.zero_section import aio_section, check_locked_bytes, zero_section
+
+__all__ = ["BuiltConfig", "ChosenOffload", "DeepSpeedSettings", "ModelFacts", "RunFacts", "build_config"]
+
+OUTCORE_DEFAULTS: dict[str, Any] = {
+    "staging_bytes": 8 << 30,
+    "write_combined": "auto",
+    "streams": 4,
+    "engine": "auto",
+    "nvme_path": "",
+    "residency": "auto",
+}
+"""The "outcore" block: ours, ignored by DeepSpeed. "auto" in it is resolved by whoever uses the value."""
+RESOLVED_ELSEWHERE = frozenset({"optimizer", "scheduler", "bf16", "bfloat16", "fp16", "zero_optimization", "aio"})
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+STEPS_PER_PRINT = 10**9
+"""DeepSpeed's own progress lines are off: the training loop prints better ones."""
+
+
+def build_config(
+    user_config: Mapping[str, Any],
+    settings: DeepSpeedSettings,
+    model: ModelFacts,
+    run: RunFacts,
+    *,
+    nvme_check: NvmeCheck = usable_for_deepspeed,
+) -> BuiltConfig:
+    """Resolve `user_config` for this model and run; see the module docstring.
+
+    Raises:
+        ValueError: unknown or contradictory keys, values out of range, an unusable NVMe path under `strict_offload`.
+    """
+    if not isinstance(user_config, Mapping):
+        raise ValueError(f"deepspeed_config.json must hold a JSON object {{...}}, got {type(user_config).__name__}.")
+    keys.check_top_level(user_config)
+    notes = Notes()
+    user: dict[str, Any] = _without_auto(copy.deepcopy(dict(user_config)))
+    outcore = {**OUTCORE_DEFAULTS, **keys.check_block("outcore", user.pop("outcore", {}), keys.OUTCORE)}
+    _check_outcore(outcore)
+    zero = _zero_of(user)
+
+    config: dict[str, Any] = {}
+    config.update(batch_section(user, run, notes))
+    precision, precision_blocks = precision_section(user, run, notes)
+    config.update(precision_blocks)
+    placement = place(zero, outcore, settings, model, run, precision, notes, nvme_check)
+    aio = aio_section(user, settings, notes)
+    zero_block, locked_bytes = zero_section(
+        zero, placement, aio, settings, model, run, precision, outcore["staging_bytes"], notes
+    )
+    if placement.nvme_path is not None:
+        problem = check_locked_bytes(locked_bytes, run)
+        if problem:
+            placement = fall_back(placement, problem, settings, notes)
+            zero_block, locked_bytes = zero_section(
+                zero, placement, aio, settings, model, run, precision, outcore["staging_bytes"], notes
+            )
+    config["zero_optimization"] = zero_block
+    if placement.nvme_path is not None:
+        config["aio"] = aio
+    config.update(optimizer_section(user, placement, run, precision, notes))
+    config.update(scheduler_section(user, run, config["optimizer"]["params"]["lr"], notes))
+    config["gradient_clipping"] = _clipping(user, run, notes)
+    _check_data_types(user, placement.stage, precision)
+    for key, value in user.items():
+        if key not in RESOLVED_ELSEWHERE and key not in BATCH_KEYS and key in keys.TOP_LEVEL:
+            config.setdefault(key, value)
+    config.setdefault("steps_per_print", STEPS_PER_PRINT)
+    config.setdefault("wall_clock_breakdown", False)
+    config["outcore"] = outcore
+    offload = ChosenOffload(placement.stage, placement.optimizer, placement.params, placement.nvme_path, locked_bytes)
+    return BuiltConfig(config, tuple(notes.lines), offload, tuple(notes.warnings))
+
+
+def _without_auto(block: dict[str, Any]) -> dict[str, Any]:
+    """Without the entries whose value is "auto" (Hugging Face's placeholder); the outcore block keeps its own."""
+    return {
+        key: _without_auto(value) if isinstance(value, dict) and key != "outcore" else value
+        for key, value in block.items()
+        if not (isinstance(value, str) and value == "auto")
+    }
+
+
+def _zero_of(user: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's zero_optimization block, checked, in DeepSpeed's current spelling."""
+    block = user.get("zero_optimization", {})
+    if isinstance(block, bool):
+        block = {"stage": int(block)}
+    if isinstance(block, Mapping):
+        for key, feature in keys.REMOVED_ZERO.items():
+            if key in block:
+                raise ValueError(
+                    f"deepspeed_config.json: zero_optimization.{key} was removed from DeepSpeed ({feature}). Delete it."
+                )
+    zero = keys.check_block("zero_optimization", block, keys.ZERO)
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if zero.pop(old, None) and new not in zero:
+            zero[new] = {"device": "cpu"}
+    zero.pop("cpu_offload_use_pin_memory", None)
+    for short in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance", "param_persistence_threshold",
+                  "model_persistence_threshold", "gather_16bit_weights_on_model_save", "module_granularity_threshold",
+                  "use_all_reduce_for_fetch_params", "allgather_sequential"):  # fmt: skip
+        if short in zero:
+            zero.setdefault(f"stage3_{short}", zero[short])
+            del zero[short]
+    if "stage3_gather_fp16_weights_on_model_save" in zero:
+        old = zero.pop("stage3_gather_fp16_weights_on_model_save")
+        zero.setdefault("stage3_gather_16bit_weights_on_model_save", old)
+    for key, known in (("offload_param", keys.OFFLOAD_PARAM), ("offload_optimizer", keys.OFFLOAD_OPTIMIZER)):
+        if key in zero:
+            zero[key] = keys.check_block(f"zero_optimization.{key}", zero[key], known)
+    return zero
+
+
+def _check_outcore(outcore: Mapping[str, Any]) -> None:
+    for key, allowed in (
+        ("write_combined", ("auto", "on", "off", True, False)),
+        ("engine", ("auto", "stream", "deepspeed")),
+        ("residency", ("auto", "ram", "nvme")),
+    ):
+        if outcore[key] not in allowed:
+            raise ValueError(f"deepspeed_config.json: outcore.{key} must be one of {allowed}, got {outcore[key]!r}.")
+    for key in ("staging_bytes", "streams"):
+        value = outcore[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise ValueError(f"deepspeed_config.json: outcore.{key} must be a whole number above 0, got {value!r}.")
+    if outcore["nvme_path"] is not None and not isinstance(outcore["nvme_path"], str):
+        raise ValueError(f"deepspeed_config.json: outcore.nvme_path must be a text, got {outcore['nvme_path']!r}.")
+
+
+def _clipping(user: Mapping[str, Any], run: RunFacts, notes: Notes) -> float:
+    value = run.max_grad_norm
+    if value is None:
+        value = user.get("gradient_clipping")
+        if value is None:
+            value = 1.0
+            notes.chose("gradient_clipping", value, "global norm; the usual choice for language models")
+    elif "gradient_clipping" in user and user["gradient_clipping"] != value:
+        notes.lines.append(
+            f"gradient_clipping = {value}: max_grad_norm wins over the file's {user['gradient_clipping']}"
+        )
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise ValueError(f"gradient_clipping (max_grad_norm) must be 0 (off) or a positive number, got {value!r}.")
+    return float(value)
+
+
+def _check_data_types(user: Mapping[str, Any], stage: int, precision: str) -> None:
+    types = keys.check_block(
+        "data_types",
+        user.get("data_types"),
+        frozenset({"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"}),
+    )
+    grads, params = types.get("grad_accum_dtype"), types.get("param_dtype")
+    if grads is not None and grads not in ("fp32", "fp16", "bf16"):
+        raise ValueError(
+            f"deepspeed_config.json: data_types.grad_accum_dtype must be fp32, fp16 or bf16, got {grads!r}."
+        )
+    if stage == 0 and grads not in (None, precision):
+        raise ValueError(
+            f"deepspeed_config.json: data_types.grad_accum_dtype {grads} needs zero_stage zero1 or higher; with zero_stage "
+            f"none DeepSpeed accumulates gradients in {precision} only. Remove it or choose another stage."
+        )
+    if params not in (None, precision):
+        raise ValueError(
+            f"deepspeed_config.json: data_types.param_dtype {params} contradicts the precision {precision}. Remove it."
+        )
+    if user.get("torch_autocast", {}).get("enabled"):
+        raise ValueError(
+            "deepspeed_config.json: torch_autocast.enabled is not supported; choose the precision with the bf16 or fp16 "
+            "block (or --precision)."
+        )

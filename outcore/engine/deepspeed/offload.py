@@ -1,0 +1,271 @@
+"""Where optimizer states and parameters live: from flags, deepspeed_config.json, the drive's state and free RAM.
+
+Order: what the user set explicitly, then the file, then the default of the stage. An unusable drive means RAM (or an error
+with `strict_offload`); states that do not fit the RAM spill to the drive when there is one (`outcore.residency` auto).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outcore.engine.deepspeed.notes import Notes
+from outcore.engine.deepspeed.nvme import NvmePathError, check_direct_io, resolve_nvme_path, validate_nvme_path
+from outcore.engine.deepspeed.settings import STAGES, DeepSpeedSettings, Device, ModelFacts, Precision, RunFacts
+from outcore.engine.deepspeed.swapping import nvme_bytes
+from outcore.units import GB, format_gb, format_gib
+
+NvmeCheck = Callable[[str, float], tuple[bool, str]]
+"""(path, required GB) -> (usable, message), as `validate_nvme_path`."""
+
+RAM_BYTES_PER_PARAM = 27
+"""Measured with stock DeepSpeed 0.19.8 and everything in RAM: 1.21 B parameters, 32.6 GB resident."""
+RAM_BYTES_PER_PARAM_OPTIMIZER_ON_NVME = 6
+"""16-bit parameters and gradients, and a copy of the gradients while they are written."""
+SPACE_SAFETY = 1.1
+"""On top of the bytes DeepSpeed writes: file-system overhead, padding of shares."""
+
+
+def usable_for_deepspeed(path: str, required_space_gb: float) -> tuple[bool, str]:
+    """`validate_nvme_path` and, since stock DeepSpeed depends on them, direct transfers in steps of 1 KiB."""
+    ok, message = validate_nvme_path(path, required_space_gb)
+    if not ok:
+        return ok, message
+    direct_ok, reason = check_direct_io(path)
+    if not direct_ok:
+        return False, f"{message} But DeepSpeed cannot offload there: {reason}. Choose a folder on a local NVMe drive."
+    return True, message
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The decided stage and homes."""
+
+    stage: int
+    optimizer: Device
+    params: Device
+    nvme_path: str | None
+
+
+def place(
+    zero: Mapping[str, Any],
+    outcore: Mapping[str, Any],
+    settings: DeepSpeedSettings,
+    model: ModelFacts,
+    run: RunFacts,
+    precision: Precision,
+    notes: Notes,
+    nvme_check: NvmeCheck,
+) -> Placement:
+    """Decide the ZeRO stage and the homes of optimizer states and parameters.
+
+    Raises:
+        ValueError: contradictory settings, or an unusable drive under `strict_offload`.
+    """
+    name = _stage_name(zero, settings, outcore, notes)
+    stage = STAGES[name]
+    optimizer, params = _wanted(name, zero, settings, notes)
+    path = _nvme_path(zero, outcore, settings, notes)
+    if stage == 3 and name != "infinity" and path and outcore.get("residency", "auto") == "auto":
+        optimizer, params = _spill(optimizer, params, settings, model, run, notes)
+    if settings.nvme_offload_gradients:
+        _explain_gradients(name, optimizer, notes)
+    if "nvme" not in (optimizer, params):
+        if settings.nvme_offload_path and settings.was_given("nvme_offload_path"):
+            notes.warn(
+                f"nvme_offload_path {settings.nvme_offload_path} is not used: nothing is offloaded to NVMe with "
+                f"zero_stage {name}, offload_optimizer {optimizer}, offload_params {params}."
+            )
+        return Placement(stage, optimizer, params, None)
+    required_gb = SPACE_SAFETY * nvme_bytes(model, precision, optimizer == "nvme", params == "nvme") / GB
+    required_gb *= run.local_ranks / run.world_size
+    usable, message, folder = _check_path(path, required_gb, run, nvme_check)
+    if usable:
+        notes.lines.append(f"NVMe: {message}")
+        return Placement(stage, optimizer, params, str(folder))
+    return fall_back(Placement(stage, optimizer, params, None), message, settings, notes)
+
+
+def fall_back(placement: Placement, reason: str, settings: DeepSpeedSettings, notes: Notes) -> Placement:
+    """RAM instead of the drive, said loudly; ValueError under `strict_offload`."""
+    if settings.strict_offload:
+        raise ValueError(f"strict_offload: offloading to NVMe is not possible. {reason}")
+    moved = [
+        what
+        for what, device in (("optimizer states", placement.optimizer), ("parameters", placement.params))
+        if device == "nvme"
+    ]
+    notes.warn(
+        f"NVMe OFFLOAD IS NOT USED: {reason} Falling back to RAM for {' and '.join(moved)}; "
+        "--strict_offload makes this an error."
+    )
+    return Placement(
+        placement.stage,
+        "cpu" if placement.optimizer == "nvme" else placement.optimizer,
+        "cpu" if placement.params == "nvme" else placement.params,
+        None,
+    )
+
+
+def _stage_name(zero: Mapping[str, Any], settings: DeepSpeedSettings, outcore: Mapping[str, Any], notes: Notes) -> str:
+    in_file = zero.get("stage")
+    if in_file is not None and (isinstance(in_file, bool) or in_file not in (0, 1, 2, 3)):
+        raise ValueError(f"deepspeed_config.json: zero_optimization.stage must be 0, 1, 2 or 3, got {in_file!r}.")
+    name = settings.zero_stage
+    if name is not None:
+        if in_file is not None and STAGES[str(name)] != in_file:
+            notes.lines.append(
+                f"zero_optimization.stage = {STAGES[str(name)]}: zero_stage {name} wins over the file's."
+            )
+        return str(name)
+    if outcore.get("residency", "auto") == "nvme" and in_file in (None, 3):
+        notes.chose("zero_stage", "infinity", "outcore.residency is nvme")
+        return "infinity"
+    if in_file is None:
+        notes.chose("zero_optimization.stage", 3, "neither zero_stage nor the file says; zero3 fits the largest models")
+        return "zero3"
+    return ("none", "zero1", "zero2", "zero3")[in_file]
+
+
+def _wanted(name: str, zero: Mapping[str, Any], settings: DeepSpeedSettings, notes: Notes) -> tuple[Device, Device]:
+    stage = STAGES[name]
+    in_file = {key: _device_of(zero, f"offload_{key}") for key in ("optimizer", "param")}
+    if name == "infinity":
+        wanted: dict[str, Device] = {}
+        for key, flag, choice in (
+            ("optimizer", settings.nvme_offload_optimizer, settings.offload_optimizer),
+            ("param", settings.nvme_offload_params, settings.offload_params),
+        ):
+            if flag and choice == "cpu" or (flag and choice == "none"):
+                raise ValueError(
+                    f"zero_stage infinity puts {key}s on NVMe, but offload_{key}{'s' if key == 'param' else ''} says "
+                    f"{choice}. Add --nvme_offload_{key}{'s' if key == 'param' else ''} false, or leave one of them out."
+                )
+            if flag:
+                wanted[key] = "nvme"
+            elif choice != "auto":
+                wanted[key] = choice
+            else:
+                wanted[key] = in_file[key] if in_file[key] in ("none", "cpu") else "cpu"  # type: ignore[assignment]
+        if "nvme" not in wanted.values():
+            notes.warn(
+                "zero_stage infinity with neither optimizer nor parameters on NVMe is ZeRO-3 with offload to RAM. "
+                "Leave nvme_offload_optimizer or nvme_offload_params on to use the drive."
+            )
+        return wanted["optimizer"], wanted["param"]
+    optimizer = settings.offload_optimizer if settings.offload_optimizer != "auto" else in_file["optimizer"]
+    params = settings.offload_params if settings.offload_params != "auto" else in_file["param"]
+    if stage < 3:
+        if settings.offload_params not in ("auto", "none"):
+            raise ValueError(
+                f"offload_params {settings.offload_params} needs zero_stage zero3 or infinity: only ZeRO-3 partitions "
+                f"parameters; zero_stage is {name}."
+            )
+        if params not in (None, "none"):
+            notes.dropped("zero_optimization.offload_param", f"only ZeRO-3 offloads parameters; zero_stage is {name}")
+        params = "none"
+    if stage == 0:
+        if settings.offload_optimizer not in ("auto", "none"):
+            raise ValueError(
+                f"offload_optimizer {settings.offload_optimizer} needs zero_stage zero1 or higher; zero_stage is none."
+            )
+        if optimizer not in (None, "none"):
+            notes.dropped("zero_optimization.offload_optimizer", "zero_stage is none")
+        optimizer = "none"
+    if stage in (1, 2) and optimizer == "nvme":
+        raise ValueError(
+            f"offload_optimizer nvme needs zero_stage zero3 or infinity: with {name} DeepSpeed would quietly keep the "
+            "states in RAM. Use --offload_optimizer cpu or another stage."
+        )
+    for what, value in (("optimizer states", optimizer), ("parameters", params)):
+        if stage == 3 and value is None:
+            notes.chose(f"home of {what}", "RAM", "default of zero3: it fits larger models than the GPU's memory")
+    default: Device = "cpu" if stage == 3 else "none"
+    return (optimizer or default), (params or default)
+
+
+def _device_of(zero: Mapping[str, Any], key: str) -> Device | None:
+    block = zero.get(key)
+    if block is None:
+        return None
+    device = block.get("device")
+    if device is None:
+        return "none"
+    if device not in ("none", "cpu", "nvme"):
+        raise ValueError(
+            f"deepspeed_config.json: zero_optimization.{key}.device must be none, cpu or nvme, got {device!r}."
+        )
+    return device
+
+
+def _nvme_path(
+    zero: Mapping[str, Any], outcore: Mapping[str, Any], settings: DeepSpeedSettings, notes: Notes
+) -> str | None:
+    if settings.nvme_offload_path:
+        return settings.nvme_offload_path
+    paths = {
+        key: block["nvme_path"]
+        for key in ("offload_optimizer", "offload_param")
+        if (block := zero.get(key)) and block.get("nvme_path")
+    }
+    if len(set(paths.values())) > 1:
+        notes.warn(
+            f"offload_param.nvme_path {paths['offload_param']} and offload_optimizer.nvme_path "
+            f"{paths['offload_optimizer']} differ; both are used as {paths['offload_optimizer']} (space is checked there)."
+        )
+    return next(iter(paths.values()), None) or outcore.get("nvme_path") or None
+
+
+def _spill(
+    optimizer: Device, params: Device, settings: DeepSpeedSettings, model: ModelFacts, run: RunFacts, notes: Notes
+) -> tuple[Device, Device]:
+    """RAM first, the drive when RAM is too small; never against an explicit choice."""
+    if run.ram_available_bytes is None or optimizer != "cpu" or settings.offload_optimizer == "cpu":
+        return optimizer, params
+    local_share = run.local_ranks / run.world_size
+    need_bytes = int(RAM_BYTES_PER_PARAM * model.trainable * local_share)
+    if need_bytes <= run.ram_available_bytes:
+        return optimizer, params
+    rest_bytes = int(RAM_BYTES_PER_PARAM_OPTIMIZER_ON_NVME * model.total_params * local_share)
+    spill_params = params == "cpu" and settings.offload_params != "cpu" and rest_bytes > run.ram_available_bytes
+    notes.warn(
+        f"Spilling to NVMe: all in RAM needs about {format_gib(need_bytes)} ({RAM_BYTES_PER_PARAM} B per parameter with "
+        f"DeepSpeed), {format_gib(run.ram_available_bytes)} are available. Optimizer states go to the drive"
+        f"{' and parameters too' if spill_params else ', parameters stay in RAM'}."
+    )
+    return "nvme", "nvme" if spill_params else params
+
+
+def _explain_gradients(name: str, optimizer: Device, notes: Notes) -> None:
+    if optimizer != "nvme":
+        raise ValueError(
+            "nvme_offload_gradients needs the optimizer on NVMe as well (zero_stage infinity with nvme_offload_optimizer "
+            f"true); zero_stage is {name} and the optimizer states live on {optimizer}."
+        )
+    notes.warn(
+        "nvme_offload_gradients changes nothing in DeepSpeed: it has no such setting. With the optimizer on NVMe its fp32 "
+        "gradients travel to the drive and back in every step anyway, and 2 bytes per parameter of them stay in RAM."
+    )
+
+
+def _check_path(
+    path: str | None, required_gb: float, run: RunFacts, nvme_check: NvmeCheck
+) -> tuple[bool, str, Path | None]:
+    if not path:
+        return (
+            False,
+            "No NVMe path is given (--nvme_offload_path, or outcore.nvme_path in deepspeed_config.json).",
+            None,
+        )
+    try:
+        folder = resolve_nvme_path(path)
+    except NvmePathError as error:
+        return False, str(error), None
+    if run.run_name:
+        folder = folder / run.run_name
+    usable, message = nvme_check(str(folder), required_gb)
+    if usable:
+        message += f" DeepSpeed needs about {format_gb(required_gb * GB)} there."
+    return usable, message, folder

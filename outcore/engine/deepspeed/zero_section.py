@@ -1,0 +1,333 @@
+"""The zero_optimization and aio blocks of the resolved configuration.
+
+Bucket sizes are counted in elements; DeepSpeed's defaults (5e8 = 1 GB of GPU memory each in 16 bit, 1e9 parameters kept
+alive) are made for data-centre GPUs, so smaller ones are chosen here. Sizes that NVMe offload needs come from swapping.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outcore.engine.deepspeed import keys
+from outcore.engine.deepspeed.notes import Notes
+from outcore.engine.deepspeed.nvme import memlock_limit_bytes
+from outcore.engine.deepspeed.offload import Placement
+from outcore.engine.deepspeed.settings import ELEMENT_BYTES, DeepSpeedSettings, ModelFacts, Precision, RunFacts
+from outcore.engine.deepspeed.swapping import (
+    min_optimizer_buffers,
+    min_param_buffers,
+    param_buffer_numel,
+    partition_numel,
+    persistence_cap_numel,
+    size_optimizer_buffers,
+)
+from outcore.units import GB, format_gib
+
+BUCKET_NUMEL = 50_000_000
+"""100 MB of GPU memory per 16-bit bucket; larger gains nothing over one host's links."""
+SUB_GROUP_NUMEL = 100_000_000
+"""Optimizer tile in RAM: 400 MB of fp32 per state."""
+LIVE_NUMEL = 500_000_000
+"""1 GB of 16-bit weights kept on the GPU between uses."""
+PERSISTENCE_NUMEL = 100_000
+"""Norms and biases stay on the GPU."""
+STAGE3_ONLY = (
+    "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+    "stage3_gather_16bit_weights_on_model_save", "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "zero_hpz_partition_size",
+    "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",
+    "memory_efficient_linear", "leaf_module",
+)  # fmt: skip
+
+
+def aio_section(user: Mapping[str, Any], settings: DeepSpeedSettings, notes: Notes) -> dict[str, Any]:
+    """The aio block: flags over file over DeepSpeed's defaults."""
+    in_file = user.get("aio")
+    block = keys.check_block("aio", in_file, keys.AIO, keys.AIO_IGNORED)
+    if isinstance(in_file, Mapping) and "thread_count" in in_file:
+        notes.dropped("aio.thread_count", "DeepSpeed 0.19.8 ignores it; the key is intra_op_parallelism")
+    aio = {
+        "block_size": _flag_or_file(settings, "aio_block_size", block.get("block_size"), "aio.block_size", notes),
+        "queue_depth": _flag_or_file(settings, "aio_queue_depth", block.get("queue_depth"), "aio.queue_depth", notes),
+        "intra_op_parallelism": block.get("intra_op_parallelism", 1),
+        "single_submit": block.get("single_submit", False),
+        "overlap_events": block.get("overlap_events", True),
+        "use_gds": block.get("use_gds", False),
+    }
+    for key in ("block_size", "queue_depth", "intra_op_parallelism"):
+        value = aio[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ValueError(f"deepspeed_config.json: aio.{key} must be a whole number above 0, got {value!r}.")
+    for key in ("single_submit", "overlap_events", "use_gds"):
+        if not isinstance(aio[key], bool):
+            raise ValueError(f"deepspeed_config.json: aio.{key} must be true or false, got {aio[key]!r}.")
+    if aio["block_size"] % 4096:
+        raise ValueError(
+            f"deepspeed_config.json: aio.block_size {aio['block_size']} is not a multiple of 4096 bytes; direct transfers "
+            "of part of a sector fail, and DeepSpeed does not notice. Use a power of two such as 1048576."
+        )
+    if aio["intra_op_parallelism"] & (aio["intra_op_parallelism"] - 1):
+        raise ValueError(
+            f"deepspeed_config.json: aio.intra_op_parallelism {aio['intra_op_parallelism']} is not a power of two; "
+            "DeepSpeed's sizes would not divide into whole sectors. Use 1, 2, 4 or 8."
+        )
+    if aio["use_gds"]:
+        raise ValueError(
+            "deepspeed_config.json: aio.use_gds needs GPUDirect Storage, which outcore uses only where gds_optimizer.py has "
+            "proved a direct path, and not through DeepSpeed. Set it to false."
+        )
+    return aio
+
+
+def zero_section(
+    user_zero: Mapping[str, Any],
+    placement: Placement,
+    aio: Mapping[str, Any],
+    settings: DeepSpeedSettings,
+    model: ModelFacts,
+    run: RunFacts,
+    precision: Precision,
+    swap_budget_bytes: int,
+    notes: Notes,
+) -> tuple[dict[str, Any], int]:
+    """The zero_optimization block, and the bytes that its swap buffers lock per rank."""
+    zero = {
+        key: value for key, value in user_zero.items() if key not in ("stage", "offload_optimizer", "offload_param")
+    }
+    _check_numbers(zero)
+    _refuse(zero, user_zero, placement)
+    zero["stage"] = placement.stage
+    if placement.stage == 0:
+        return {"stage": 0}, 0
+    _default(zero, "contiguous_gradients", True, notes, "no fragmentation while gradients are collected")
+    _default(
+        zero, "overlap_comm", run.world_size > 1 and run.device == "cuda", notes, "reduction beside the backward pass"
+    )
+    _default(zero, "reduce_bucket_size", BUCKET_NUMEL, notes, "100 MB of GPU memory in 16 bit")
+    if placement.stage < 3:
+        _default(zero, "allgather_bucket_size", BUCKET_NUMEL, notes, "100 MB of GPU memory in 16 bit")
+        for key in STAGE3_ONLY:
+            zero.pop(key, None)
+    locked_bytes = 0
+    if placement.stage == 3:
+        locked_bytes += _stage3(zero, placement, aio, model, run, precision, notes)
+        if placement.params != "none":
+            block, locked = _param_block(user_zero, placement, aio, settings, model, run, precision, notes)
+            zero["offload_param"] = block
+            locked_bytes += locked
+    if placement.optimizer != "none":
+        block, locked = _optimizer_block(user_zero, placement, aio, settings, model, run, swap_budget_bytes, notes)
+        zero["offload_optimizer"] = block
+        locked_bytes += locked
+    return zero, locked_bytes
+
+
+def check_locked_bytes(locked_bytes: int, run: RunFacts) -> str | None:
+    """Why the swap buffers cannot be locked, or None. DeepSpeed aborts the process when mlock fails."""
+    limit = run.memlock_limit_bytes if run.memlock_limit_bytes is not None else memlock_limit_bytes()
+    if limit is None or locked_bytes <= limit:
+        return None
+    return (
+        f"DeepSpeed's swap buffers need {format_gib(locked_bytes)} of locked RAM, but this process may lock "
+        f"{format_gib(limit)} (ulimit -l). Raise it: add '* - memlock unlimited' to /etc/security/limits.conf and log in "
+        "again, or start the container with --ulimit memlock=-1."
+    )
+
+
+def _stage3(
+    zero: dict[str, Any], placement: Placement, aio: Mapping[str, Any], model: ModelFacts, run: RunFacts,
+    precision: Precision, notes: Notes,
+) -> int:  # fmt: skip
+    params_on_nvme, optimizer_on_nvme = placement.params == "nvme", placement.optimizer == "nvme"
+    if optimizer_on_nvme:
+        _force(
+            zero, "sub_group_size", 1, notes, "one weight per tile keeps swap buffers small and drive transfers aligned"
+        )
+    else:
+        _default(zero, "sub_group_size", SUB_GROUP_NUMEL, notes, "400 MB per optimizer state and tile")
+        if zero["sub_group_size"] == 0:
+            notes.changed("zero_optimization.sub_group_size", 0, 1, "a tile holds at least one weight")
+            zero["sub_group_size"] = 1
+    persistence = min(PERSISTENCE_NUMEL, 10 * model.hidden_size) if model.hidden_size else PERSISTENCE_NUMEL
+    if params_on_nvme:
+        _force(zero, "stage3_max_live_parameters", 0, notes, "gathering ahead would read one weight into two buffers")
+        _force(zero, "stage3_max_reuse_distance", 0, notes, "a weight kept for reuse would keep its swap buffer")
+        _default(
+            zero, "stage3_prefetch_bucket_size", BUCKET_NUMEL, notes, "on: reads the next weight ahead from the drive"
+        )
+        if zero.get("stage3_allgather_sequential"):
+            notes.dropped("stage3_allgather_sequential", "not with parameters on NVMe")
+            del zero["stage3_allgather_sequential"]
+        cap = persistence_cap_numel(precision, run.world_size, int(aio["block_size"]))
+        _default(
+            zero, "stage3_param_persistence_threshold", min(persistence, cap), notes, "norms and biases stay on the GPU"
+        )
+        if zero["stage3_param_persistence_threshold"] > cap:
+            old = zero["stage3_param_persistence_threshold"]
+            notes.changed(
+                "stage3_param_persistence_threshold", old, cap, "larger ones live on NVMe and would be read all at once"
+            )
+            zero["stage3_param_persistence_threshold"] = cap
+    else:
+        _default(zero, "stage3_max_live_parameters", LIVE_NUMEL, notes, "1 GB of GPU memory in 16 bit")
+        _default(zero, "stage3_max_reuse_distance", LIVE_NUMEL, notes, "1 GB of GPU memory in 16 bit")
+        _default(zero, "stage3_prefetch_bucket_size", BUCKET_NUMEL, notes, "100 MB of weights fetched ahead")
+        _default(zero, "stage3_param_persistence_threshold", persistence, notes, "norms and biases stay on the GPU")
+    _default(zero, "stage3_gather_16bit_weights_on_model_save", False, notes, "export writes shard by shard instead")
+    return 0
+
+
+def _param_block(
+    user_zero: Mapping[str, Any], placement: Placement, aio: Mapping[str, Any], settings: DeepSpeedSettings,
+    model: ModelFacts, run: RunFacts, precision: Precision, notes: Notes,
+) -> tuple[dict[str, Any], int]:  # fmt: skip
+    user = dict(user_zero.get("offload_param") or {})
+    block: dict[str, Any] = {"device": placement.params, "pin_memory": _pin(user, settings, "offload_param", notes)}
+    if placement.params == "cpu":
+        return block, 0
+    need_count = min_param_buffers(model)
+    need_numel = param_buffer_numel(model, run.world_size, precision, int(aio["intra_op_parallelism"]))
+    count = _at_least(user, "buffer_count", need_count, "offload_param", notes, "fewer run out while a module is read")
+    numel = _at_least(user, "buffer_size", need_numel, "offload_param", notes, "the largest weight must fit")
+    element_bytes = ELEMENT_BYTES[precision]
+    max_in_cpu = int(settings.max_in_cpu_gb * GB) // element_bytes
+    if "max_in_cpu" in user and not settings.was_given("max_in_cpu_gb"):
+        max_in_cpu = user["max_in_cpu"]
+    share = partition_numel(model.trainable, run.world_size)
+    if max_in_cpu >= share:
+        notes.warn(
+            f"offload_param.max_in_cpu = {max_in_cpu} elements holds all {share} parameters of a rank, so none of them "
+            "goes to NVMe. Lower --max_in_cpu_gb to use the drive."
+        )
+        max_in_cpu = share
+    block.update(nvme_path=placement.nvme_path, buffer_count=count, buffer_size=numel, max_in_cpu=max_in_cpu)
+    return block, (count * numel + model.largest_weight_numel) * element_bytes
+
+
+def _optimizer_block(
+    user_zero: Mapping[str, Any], placement: Placement, aio: Mapping[str, Any], settings: DeepSpeedSettings,
+    model: ModelFacts, run: RunFacts, swap_budget_bytes: int, notes: Notes,
+) -> tuple[dict[str, Any], int]:  # fmt: skip
+    user = dict(user_zero.get("offload_optimizer") or {})
+    block: dict[str, Any] = {
+        "device": placement.optimizer,
+        "pin_memory": _pin(user, settings, "offload_optimizer", notes),
+    }
+    ratio = user.get("ratio", 1.0)
+    if placement.optimizer == "cpu":
+        if ratio != 1.0:
+            if placement.stage < 3:
+                notes.changed("offload_optimizer.ratio", ratio, 1.0, "partial offload needs ZeRO-3")
+            else:
+                block["ratio"] = ratio
+        return block, 0
+    if ratio != 1.0:
+        notes.changed("offload_optimizer.ratio", ratio, 1.0, "partial offload is for RAM, not for NVMe")
+    if user.get("fast_init"):
+        notes.changed("offload_optimizer.fast_init", True, False, "it needs parameter buffers as large as a whole tile")
+    sized = size_optimizer_buffers(
+        model, run.world_size, run.local_ranks, int(aio["intra_op_parallelism"]), swap_budget_bytes
+    )
+    read = bool(user.get("pipeline_read", sized.pipeline_read))
+    write = bool(user.get("pipeline_write", sized.pipeline_write))
+    if "pipeline_read" not in user and "pipeline_write" not in user:
+        notes.chose(
+            "offload_optimizer.pipeline_read/write", f"{read}/{write}",
+            f"what {format_gib(swap_budget_bytes)} of swap buffers (outcore.staging_bytes) hold",
+        )  # fmt: skip
+    count = _at_least(
+        user, "buffer_count", min_optimizer_buffers(read, write), "offload_optimizer", notes,
+        "four per weight in use, read ahead and written behind",
+    )  # fmt: skip
+    block.update(
+        nvme_path=placement.nvme_path, buffer_count=count, pipeline_read=read, pipeline_write=write, fast_init=False
+    )
+    return block, sized.locked_bytes // sized.buffer_count * count
+
+
+def _pin(user: Mapping[str, Any], settings: DeepSpeedSettings, name: str, notes: Notes) -> bool:
+    value = _flag_or_file(settings, "pin_memory", user.get("pin_memory"), f"{name}.pin_memory", notes)
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"deepspeed_config.json: zero_optimization.{name}.pin_memory must be true or false, got {value!r}."
+        )
+    return value
+
+
+def _flag_or_file(settings: DeepSpeedSettings, flag: str, in_file: Any, key: str, notes: Notes) -> Any:
+    value = getattr(settings, flag)
+    if in_file is None:
+        return value
+    if not settings.was_given(flag):
+        return in_file
+    if in_file != value:
+        notes.lines.append(f"{key} = {value}: --{flag} wins over the file's {in_file}")
+    return value
+
+
+def _at_least(user: Mapping[str, Any], key: str, need: int, block: str, notes: Notes, reason: str) -> int:
+    value = user.get(key)
+    if value is None:
+        notes.chose(f"{block}.{key}", need, reason)
+        return need
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise ValueError(f"deepspeed_config.json: zero_optimization.{block}.{key} must be a number, got {value!r}.")
+    if value < need:
+        notes.changed(f"{block}.{key}", value, need, reason)
+        return need
+    return int(value)
+
+
+def _default(zero: dict[str, Any], key: str, value: Any, notes: Notes, reason: str) -> None:
+    if zero.get(key) is None:
+        zero[key] = value
+        notes.chose(f"zero_optimization.{key}", value, reason)
+
+
+def _force(zero: dict[str, Any], key: str, value: Any, notes: Notes, reason: str) -> None:
+    if zero.get(key) is None:
+        notes.chose(f"zero_optimization.{key}", value, reason)
+    elif zero[key] != value:
+        notes.changed(f"zero_optimization.{key}", zero[key], value, reason)
+    zero[key] = value
+
+
+def _check_numbers(zero: dict[str, Any]) -> None:
+    """Element counts may be written 5e8; whole numbers of 0 or more come out."""
+    for key, value in zero.items():
+        if key.endswith(("_size", "_threshold", "_parameters", "_distance")):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
+                raise ValueError(
+                    f"deepspeed_config.json: zero_optimization.{key} must be a whole number of elements, got {value!r}."
+                )
+            zero[key] = int(value)
+    if zero.get("reduce_bucket_size") == 0:
+        raise ValueError("deepspeed_config.json: zero_optimization.reduce_bucket_size must be above 0.")
+
+
+def _refuse(zero: Mapping[str, Any], user_zero: Mapping[str, Any], placement: Placement) -> None:
+    """Features that crash or are untested together with what was chosen."""
+    if zero.get("zenflow"):
+        raise ValueError("deepspeed_config.json: zero_optimization.zenflow is not supported here. Delete the block.")
+    if (user_zero.get("offload_optimizer") or {}).get("super_offload"):
+        raise ValueError(
+            "deepspeed_config.json: zero_optimization.offload_optimizer.super_offload is for Grace-Hopper machines and not "
+            "supported here. Delete it."
+        )
+    if zero.get("legacy_stage1"):
+        raise ValueError(
+            "deepspeed_config.json: zero_optimization.legacy_stage1 was removed from DeepSpeed. Delete it."
+        )
+    if placement.params == "nvme":
+        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+            if zero.get(key):
+                raise ValueError(
+                    f"deepspeed_config.json: zero_optimization.{key} does not work with parameters on NVMe."
+                )
+        if zero.get("zero_hpz_partition_size", 1) not in (0, 1):
+            raise ValueError(
+                "deepspeed_config.json: zero_optimization.zero_hpz_partition_size above 1 does not work with parameters on "
+                "NVMe. Set it to 1."
+            )
