@@ -1,0 +1,91 @@
+"""What planners and builders need to know of a model, counted without memory (meta device) or on a live model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from outcore.model.initialise import meta_skeleton
+from outcore.model.zero3 import full_numel
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes in numbers of elements, never bytes; shared (tied) parameters counted once."""
+
+    total_params: int
+    trainable_params: int
+    largest_weight_numel: int
+    """Elements of the largest single parameter: no partition buffer may be smaller."""
+    num_tensors: int
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    is_encoder_decoder: bool
+    is_moe: bool
+    tied: bool
+    """True when the output head shares its weight with the input embedding."""
+
+
+def model_class_of(config: Any) -> type[nn.Module]:
+    """The transformers class that trains this config: sequence-to-sequence or causal. ValueError when there is none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+    mapping = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if config.is_encoder_decoder else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in mapping:
+        raise ValueError(
+            f"transformers has no language model that trains a {config.model_type} config. Choose a causal or "
+            "sequence-to-sequence language model."
+        )
+    found = mapping[type(config)]
+    return found[0] if isinstance(found, (tuple, list)) else found
+
+
+def model_facts(model_or_config: Any) -> ModelFacts:
+    """Facts of a live model (also partitioned by ZeRO-3, also with adapters) or of a transformers config."""
+    if isinstance(model_or_config, nn.Module):
+        model, config = model_or_config, getattr(model_or_config, "config", None)
+    else:
+        config = model_or_config
+        model = meta_skeleton(model_class_of(config), config)
+    parameters = list(model.parameters())
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+    counts = [full_numel(p) for p in parameters]
+    return ModelFacts(
+        total_params=sum(counts),
+        trainable_params=sum(n for n, p in zip(counts, parameters, strict=True) if p.requires_grad),
+        largest_weight_numel=max(counts, default=0),
+        num_tensors=len(parameters),
+        hidden_size=int(getattr(text, "hidden_size", 0) or 0),
+        num_layers=_num_layers(model, text),
+        vocab_size=int(getattr(text, "vocab_size", 0) or 0),
+        is_encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
+        is_moe=_is_moe(text),
+        tied=_is_tied(model),
+    )
+
+
+def _num_layers(model: nn.Module, text: Any) -> int:
+    layers = getattr(text, "num_hidden_layers", None)
+    if isinstance(layers, int):
+        decoder_layers = getattr(text, "num_decoder_layers", None)
+        return layers + decoder_layers if isinstance(decoder_layers, int) else layers
+    return max((len(m) for m in model.modules() if isinstance(m, nn.ModuleList)), default=0)
+
+
+def _is_moe(text: Any) -> bool:
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any((getattr(text, name, None) or 0) > 1 for name in names)
+
+
+def _is_tied(model: nn.Module) -> bool:
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        if not callable(getattr(model, name, None)):
+            return False
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    except NotImplementedError:
+        return False
+    return head is not None and getattr(embedding, "weight", None) is getattr(head, "weight", 0)

@@ -1,0 +1,190 @@
+"""Initial weights as a function of seed and parameter name alone, whoever holds the parameters.
+
+transformers draws initial weights from one global stream while it builds the model, so what a parameter gets depends
+on the order of construction, the device and the dtype, and under ZeRO-3 on the rank. Here a skeleton without memory
+(meta device) is walked instead: region by region (a layer at a time) its parameters are made in fp32 on the CPU,
+every module's own `_init_weights` runs with a generator seeded by (seed, module name), and the values are handed out.
+The model's published distribution is kept; the values are the same for every engine, ZeRO stage and world size, and
+memory stays at one layer.
+
+Cost: about 100 M normal numbers a second on one core. Parameters that `_init_weights` leaves alone keep what the
+model's constructor gave them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+Gather = Callable[[list[nn.Parameter]], AbstractContextManager]
+
+
+@dataclass
+class InitRegion:
+    """Parameters that are initialised together: `modules` in the order their init runs, each with its initialiser."""
+
+    modules: list[tuple[str, nn.Module, Callable[[nn.Module], None]]] = field(default_factory=list)
+    holders: list[tuple[str, nn.Module]] = field(default_factory=list)
+
+    def parameter_names(self) -> list[str]:
+        """Full names of the region's parameters; a shared one under each of its names."""
+        return [
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self.holders
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    @torch.no_grad()
+    def generate(self, seed: int) -> dict[str, torch.Tensor]:
+        """Run the initialisers: name -> fp32 CPU tensor. Parameters none of them sets are left out."""
+        made: dict[int, nn.Parameter] = {}
+        swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
+        values: dict[str, torch.Tensor] = {}
+        try:
+            for _, module in self.holders:
+                for name, parameter in module._parameters.items():
+                    if parameter is None:
+                        continue
+                    if id(parameter) not in made:
+                        blank = torch.full(parameter.shape, float("nan"), dtype=torch.float32, device="cpu")
+                        made[id(parameter)] = nn.Parameter(blank, requires_grad=False)
+                    swapped.append((module, name, parameter))
+                    module._parameters[name] = made[id(parameter)]
+            for module_name, module, initialiser in self.modules:
+                with seeded_cpu(seed, module_name):
+                    initialiser(module)
+            for prefix, module in self.holders:
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and not torch.isnan(parameter).any():
+                        values[f"{prefix}.{name}" if prefix else name] = parameter.detach()
+        finally:
+            for module, name, parameter in swapped:
+                module._parameters[name] = parameter
+        return values
+
+
+@contextmanager
+def seeded_cpu(seed: int, name: str) -> Iterator[None]:
+    """The default CPU generator seeded by (seed, name) inside, as it was before outside; no other device is touched."""
+    digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before)
+
+
+def meta_skeleton(model_class: type[nn.Module], config: object) -> nn.Module:
+    """The model without any memory: every parameter and buffer on the meta device."""
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def init_regions(skeleton: nn.Module) -> list[InitRegion]:
+    """Cut a skeleton into regions: each member of a module list alone (a layer), the rest module by module.
+
+    Within a region modules are initialised children first, as transformers does, so that a parent's correction of a
+    child (GPT-2's scaled projections) comes last. A parent above a module list sees its own parameters and those of
+    its childless children, which covers tied embeddings and heads.
+    """
+    regions: list[InitRegion] = []
+    _walk(skeleton, "", _initialiser_of(skeleton, None), regions)
+    return [region for region in regions if region.parameter_names()]
+
+
+def _initialiser_of(module: nn.Module, inherited: Callable[[nn.Module], None] | None) -> Callable[[nn.Module], None]:
+    own = getattr(module, "_init_weights", None)
+    if callable(own):
+        return own
+    return inherited or _torch_reset
+
+
+def _torch_reset(module: nn.Module) -> None:
+    """Plain torch modules: what their own constructor does."""
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _whole_subtree(module: nn.Module, prefix: str, initialiser: Callable, region: InitRegion) -> None:
+    for name, child in module.named_children():
+        _whole_subtree(child, _join(prefix, name), _initialiser_of(child, initialiser), region)
+    region.modules.append((prefix, module, initialiser))
+    region.holders.append((prefix, module))
+
+
+def _holds_list(module: nn.Module) -> bool:
+    return any(isinstance(inner, (nn.ModuleList, nn.ModuleDict)) for inner in module.modules())
+
+
+def _walk(module: nn.Module, prefix: str, initialiser: Callable, regions: list[InitRegion]) -> None:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        for name, child in module.named_children():
+            region = InitRegion()
+            _whole_subtree(child, _join(prefix, name), _initialiser_of(child, initialiser), region)
+            regions.append(region)
+        return
+    own = InitRegion()
+    for name, child in module.named_children():
+        child_init, child_prefix = _initialiser_of(child, initialiser), _join(prefix, name)
+        if _holds_list(child):
+            _walk(child, child_prefix, child_init, regions)
+        elif any(True for _ in child.children()):
+            region = InitRegion()
+            _whole_subtree(child, child_prefix, child_init, region)
+            regions.append(region)
+        else:
+            _whole_subtree(child, child_prefix, child_init, own)
+    own.modules.append((prefix, module, initialiser))
+    own.holders.append((prefix, module))
+    regions.append(own)
+
+
+def iter_initial_weights(skeleton: nn.Module, seed: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Initial weights of a skeleton, a region (one layer, the embedding, the head, ...) at a time, fp32 on the CPU.
+
+    A tied parameter may come again under another of its names; the last value counts.
+    """
+    for region in init_regions(skeleton):
+        yield region.generate(seed)
+
+
+@torch.no_grad()
+def initialise_weights(model: nn.Module, skeleton: nn.Module, seed: int, gather: Gather | None = None) -> list[str]:
+    """Fill `model` with the initial weights of `skeleton` (same architecture), rounding to the model's dtype.
+
+    `gather(parameters)`: context in which partitioned parameters are whole, written back on exit from the first rank
+    (ZeRO-3); every rank calls this function, only the first one draws numbers. Returns the names that no initialiser
+    set and that therefore keep their constructor's values.
+    """
+    from outcore.model.zero3 import is_first_rank
+
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    writer = gather is None or is_first_rank()
+    unset: dict[int, str] = {id(p): name for name, p in parameters.items()}
+    for region in init_regions(skeleton):
+        names = region.parameter_names()
+        missing = [name for name in names if name not in parameters]
+        if missing:
+            raise RuntimeError(f"The skeleton has parameters that the model lacks: {missing[:3]}. Build both from one config.")
+        unique = list({id(parameters[name]): parameters[name] for name in names}.values())
+        values = region.generate(seed) if writer else {}
+        with gather(unique) if gather is not None else nullcontext():
+            for name, value in values.items():
+                target = parameters[name]
+                if target.shape != value.shape:
+                    raise RuntimeError(f"{name} has shape {tuple(target.shape)}, its initial value {tuple(value.shape)}.")
+                target.data.copy_(value)
+                unset.pop(id(target), None)
+    return sorted(unset.values()) if writer else []

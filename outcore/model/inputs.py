@@ -1,0 +1,105 @@
+"""From a micro-batch to the arguments of a model's forward, with packed documents really kept apart.
+
+A packed batch has position_ids that restart at 0 with each document and no attention_mask. transformers builds a
+block-diagonal mask from them when there is no cache and no 2-D mask (isolation "position_ids"). Models whose mask
+comes from elsewhere get an explicit 4-D mask ("mask_4d", T x T bytes per sample). FlashAttention finds documents only
+in a batch of one, so packed batches are laid end to end for it. Which of them holds for a model is found out by
+`outcore.model.check`, numerically, before training.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+Batch = dict[str, torch.Tensor]
+Isolation = Literal["position_ids", "mask_4d"]
+IGNORE = -100
+"""Label value without loss, as everywhere in transformers."""
+
+
+def is_packed(batch: Batch) -> bool:
+    """True when the batch carries restarting positions, that is several documents per row."""
+    return batch.get("position_ids") is not None
+
+
+def count_target_tokens(batch: Batch, encoder_decoder: bool = False) -> int:
+    """Unmasked tokens the loss of this micro-batch sums over; labels are not shifted, so column 0 never counts."""
+    labels = batch["labels"] if encoder_decoder else batch["labels"][:, 1:]
+    return int((labels != IGNORE).sum())
+
+
+def shifted_targets(labels: torch.Tensor) -> torch.Tensor:
+    """labels [B, T] -> what each position predicts [B, T]: the next label, -100 at the end of the row."""
+    targets = torch.full_like(labels, IGNORE)
+    targets[:, :-1] = labels[:, 1:]
+    return targets
+
+
+def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
+    """position_ids [B, T] -> number of the document each token belongs to, from 0 in every row."""
+    starts = torch.ones_like(position_ids)
+    starts[:, 1:] = (position_ids[:, 1:] != position_ids[:, :-1] + 1).to(starts.dtype)
+    return starts.cumsum(-1) - 1
+
+
+def document_mask(position_ids: torch.Tensor, attn_implementation: str, dtype: torch.dtype) -> torch.Tensor:
+    """The causal mask [B, 1, T, T] that keeps documents apart: bool for sdpa, additive in `dtype` otherwise."""
+    documents = document_numbers(position_ids)
+    t = position_ids.shape[-1]
+    causal = torch.ones(t, t, dtype=torch.bool, device=position_ids.device).tril()
+    allowed = (documents[:, :, None] == documents[:, None, :]) & causal
+    allowed = allowed[:, None]
+    if attn_implementation == "sdpa":
+        return allowed
+    zero = torch.zeros((), dtype=dtype, device=allowed.device)
+    return torch.where(allowed, zero, torch.full_like(zero, torch.finfo(dtype).min))
+
+
+def accepted_names(module: nn.Module) -> tuple[set[str], bool]:
+    """The names a module's forward takes, and whether it takes any other by **kwargs."""
+    parameters = inspect.signature(module.forward).parameters
+    names = {p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return names, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def attention_of(model: nn.Module) -> str:
+    """The attention implementation a transformers model was built with ('' for other models)."""
+    return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "")
+
+
+def forward_inputs(model: nn.Module, batch: Batch, isolation: Isolation = "position_ids") -> dict[str, Any]:
+    """Keyword arguments for `model.forward` from a micro-batch (labels are not passed: the loss is computed here).
+
+    `batch`: input_ids [B, T]; position_ids [B, T] when packed; attention_mask [B, T] when padded. Under FlashAttention
+    a packed batch comes back as [1, B*T]; hidden states then have that layout, too. Raises ValueError for a packed
+    batch that also has a mask (padding would switch isolation off without a word) or a model that takes no positions.
+    """
+    names, takes_any = accepted_names(model)
+    inputs: dict[str, Any] = {"input_ids": batch["input_ids"]}
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if positions is not None:
+        if mask is not None:
+            raise ValueError(
+                "A packed micro-batch (position_ids) must not carry an attention_mask: transformers would then ignore the "
+                "documents' borders. Pack without padding, or pad without packing."
+            )
+        if "position_ids" not in names and not takes_any:
+            raise ValueError(f"{type(model).__name__} takes no position_ids, so it cannot train on packed batches. Set packing off.")
+        if attention_of(model).startswith("flash_attention"):
+            inputs = {"input_ids": batch["input_ids"].reshape(1, -1)}
+            positions = positions.reshape(1, -1)
+        inputs["position_ids"] = positions
+        if isolation == "mask_4d":
+            dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+            inputs["attention_mask"] = document_mask(positions, attention_of(model), dtype)
+    elif mask is not None:
+        if "attention_mask" not in names and not takes_any:
+            raise ValueError(f"{type(model).__name__} takes no attention_mask, so padding would be read as text. Use packing.")
+        inputs["attention_mask"] = mask
+    if "use_cache" in names:
+        inputs["use_cache"] = False
+    return inputs

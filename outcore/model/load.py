@@ -1,0 +1,191 @@
+"""`load_model`: from settings to a model that is ready to train, whole or partitioned while it is made.
+
+From scratch: the architecture without values, then our own initial weights (equal for every engine and ZeRO stage).
+Trained weights: transformers' loader (safetensors only), straight into the parameters. Never two copies in RAM: under
+ZeRO-3 each weight is partitioned as soon as it exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.model.check import Abilities, check_abilities
+from outcore.model.facts import ModelFacts, model_class_of, model_facts
+from outcore.model.hook import build_from_module
+from outcore.model.initialise import initialise_weights, meta_skeleton
+from outcore.model.lora import apply_lora
+from outcore.model.loss import LossModule, TokenLoss, UserLoss
+from outcore.model.settings import ModelSettings
+from outcore.model.source import ModelSource, hub_error, resolve_source
+from outcore.model.zero3 import gathered, is_partitioned, partition_while_loading
+
+
+@dataclass
+class LoadedModel:
+    """A model ready for an engine, and what is known about it."""
+
+    model: nn.Module
+    """The transformers model, a PeftModel around it, or the user's module."""
+    config: Any | None
+    """The transformers config; None for a user's module without one."""
+    facts: ModelFacts
+    abilities: Abilities
+    words: str
+    """Where the model came from, for people."""
+    loss_fn: UserLoss | None = None
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+    def token_loss(self, num_chunks: int | None = None) -> TokenLoss:
+        """The loss that fits this model; see `outcore.model.loss`."""
+        return TokenLoss(
+            self.model,
+            loss_fn=self.loss_fn,
+            isolation=self.abilities.isolation or "position_ids",
+            chunked=self.abilities.chunked_head,
+            num_chunks=num_chunks,
+        )
+
+    def loss_module(self, num_chunks: int | None = None) -> LossModule:
+        """Model and loss as one module, for engines that wrap `forward`."""
+        return LossModule(self.model, self.token_loss(num_chunks))
+
+
+def load_model(
+    settings: ModelSettings,
+    *,
+    tokenizer: Any | None = None,
+    zero3_config: dict[str, Any] | None = None,
+    device: torch.device | str = "cpu",
+    progress: Callable[[str], None] = lambda line: None,
+) -> LoadedModel:
+    """Make or read the model. With `zero3_config` (complete DeepSpeed configuration, stage 3) it comes partitioned.
+
+    Weights are in `settings.dtype` on `device` (ZeRO-3: where DeepSpeed keeps them). ValueError for settings that
+    cannot work, RuntimeError when the hub or the files cannot give what was asked; both before memory is spent where
+    possible.
+    """
+    if settings.model_module is not None:
+        return _load_own(settings, tokenizer, device)
+    source = resolve_source(settings, tokenizer)
+    model_class = model_class_of(source.config) if source.path is None else None
+    abilities = check_abilities(source.config, settings.attn_implementation)
+    progress(f"model: {source.words}")
+    with partition_while_loading(zero3_config):
+        if model_class is not None:
+            model = _from_scratch(model_class, source, settings, device, zero3_config is not None)
+        else:
+            model = _from_weights(source, settings, device, zero3_config is not None)
+    gather = gathered if zero3_config is not None else None
+    model.config.use_cache = False
+    if settings.lora is not None:
+        model = apply_lora(model, settings.lora, settings.seed, gather)
+    if settings.gradient_checkpointing:
+        enable_activation_checkpointing(model)
+    model.train()
+    return LoadedModel(model, source.config, model_facts(model), abilities, source.words, None, source.notes)
+
+
+def enable_activation_checkpointing(model: nn.Module) -> None:
+    """Recompute every layer in the backward pass (torch's non-reentrant checkpoint, RNG state kept for dropout).
+
+    Also needed with adapters only: the non-reentrant form lets gradients pass frozen layers. ValueError where the
+    model has no support for it.
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    arguments: dict[str, Any] = {"activation_checkpointing_kwargs": {"use_reentrant": False}}
+    if enable is None:  # transformers before 5.20 and remote code
+        enable = getattr(model, "gradient_checkpointing_enable", None)
+        arguments = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    if enable is None:
+        raise ValueError(
+            f"{type(model).__name__} offers no activation checkpointing. Set --gradient_checkpointing false, or give your "
+            "module a method gradient_checkpointing_enable(gradient_checkpointing_kwargs)."
+        )
+    enable(**arguments)
+    config = getattr(model, "config", None)
+    if config is not None:
+        config.use_cache = False
+
+
+def _from_scratch(
+    model_class: type[nn.Module], source: ModelSource, settings: ModelSettings, device: torch.device | str, zero3: bool
+) -> nn.Module:
+    from transformers.initialization import no_init_weights
+
+    attention = {"attn_implementation": settings.attn_implementation}
+    try:
+        with torch.device("cpu") if zero3 else torch.device(device), no_init_weights():
+            torch.manual_seed(settings.seed)
+            model = model_class._from_config(source.config, dtype=settings.dtype, **attention)  # pyright: ignore
+            model.tie_weights()
+    except ValueError as error:
+        raise _attention_error(error, source, settings) from error
+    skeleton = meta_skeleton(model_class, source.config)
+    initialise_weights(model, skeleton, settings.seed, gathered if zero3 else None)
+    return model
+
+
+def _from_weights(source: ModelSource, settings: ModelSettings, device: torch.device | str, zero3: bool) -> nn.Module:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    auto = AutoModelForSeq2SeqLM if source.is_encoder_decoder else AutoModelForCausalLM
+    assert source.path is not None
+    try:
+        model, report = auto.from_pretrained(
+            source.path,
+            config=source.config,
+            dtype=settings.dtype,
+            attn_implementation=settings.attn_implementation,
+            trust_remote_code=settings.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ImportError, KeyError, RuntimeError) as error:
+        raise hub_error(source.path, error, settings.trust_remote_code) from error
+    except ValueError as error:
+        raise _attention_error(error, source, settings) from error
+    missing, mismatched = sorted(report.get("missing_keys") or ()), sorted(report.get("mismatched_keys") or ())
+    if missing or mismatched:
+        what = f"lacks {len(missing)} weights ({missing[0]}, ...)" if missing else f"has other shapes for {mismatched[:2]}"
+        raise RuntimeError(
+            f"The checkpoint {source.path} {what}: it does not hold a whole {type(model).__name__}. Download it again, or "
+            "check config_overrides."
+        )
+    return model if zero3 else model.to(device)
+
+
+def _load_own(settings: ModelSettings, tokenizer: Any | None, device: torch.device | str) -> LoadedModel:
+    torch.manual_seed(settings.seed)
+    model, loss_fn = build_from_module(settings, tokenizer)
+    model = model.to(device=device, dtype=settings.dtype)
+    config = getattr(model, "config", None)
+    config = config if hasattr(config, "to_dict") else None
+    if settings.lora is not None:
+        model = apply_lora(model, settings.lora, settings.seed)
+    if settings.gradient_checkpointing:
+        enable_activation_checkpointing(model)
+    model.train()
+    abilities = Abilities(False, "an own module runs whole", None, "an own module is not checked for packing")
+    return LoadedModel(model, config, model_facts(model), abilities, f"own model {settings.model_module}", loss_fn)
+
+
+def _attention_error(error: ValueError, source: ModelSource, settings: ModelSettings) -> Exception:
+    text = str(error)
+    if "attention" in text.lower() or "sdpa" in text.lower():
+        return ValueError(
+            f"This {source.config.model_type} model does not run with attn_implementation {settings.attn_implementation!r}: "
+            f"{text.strip().splitlines()[0]} Try --attn_implementation eager."
+        )
+    if source.path is not None:
+        return hub_error(source.path, error, settings.trust_remote_code)
+    return error
+
+
+def partitioned(model: nn.Module) -> bool:
+    """True when ZeRO-3 holds any of the model's parameters."""
+    return any(is_partitioned(p) for p in model.parameters())

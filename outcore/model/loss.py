@@ -1,0 +1,241 @@
+"""The loss of a micro-batch as a sum over its unmasked tokens, so that any split of the global batch adds up.
+
+    objective of the global batch = sum over micro-batches of (CE_sum + n * aux) / N
+
+with n the micro-batch's and N the global batch's unmasked tokens, CE_sum the summed cross-entropy in fp32, and aux the
+micro-batch's mixture-of-experts balancing loss times its coefficient: it counts by the micro-batch's share of tokens.
+
+Logits [B*T, V] are never held whole: the decoder runs once, then the head, chunk by chunk, under a non-reentrant
+checkpoint that recomputes each chunk in the backward pass (about a third more head FLOPs). The number of chunks does
+not depend on the data, so that ranks that gather the head together (ZeRO-3) stay in step. Models that cannot be taken
+apart (encoder-decoders, own modules) run whole, with the cross-entropy alone in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from outcore.model.head import CausalParts, unwrap
+from outcore.model.inputs import IGNORE, Batch, Isolation, forward_inputs, shifted_targets
+from outcore.units import MIB
+
+UserLoss = Callable[[nn.Module, Batch], Any]
+"""loss(model, batch) -> mean over the micro-batch's unmasked tokens, or (sum, number of tokens)."""
+
+LOGITS_CHUNK_BYTES = 256 * MIB
+"""fp32 logits of one chunk; with their gradient and the 16-bit copies about three times as much is alive at once."""
+
+
+@dataclass
+class LossSum:
+    """The loss of one micro-batch."""
+
+    loss_sum: torch.Tensor
+    """fp32 scalar, differentiable: cross-entropy summed over unmasked tokens."""
+    n_tokens: torch.Tensor
+    """int64 scalar on the loss's device: the unmasked tokens."""
+    aux_loss: torch.Tensor | None = None
+    """fp32 scalar, differentiable: auxiliary loss already times its coefficient; None where there is none."""
+
+    def objective(self, global_tokens: int | float | torch.Tensor) -> torch.Tensor:
+        """This micro-batch's part of the global batch's mean loss: what backward runs on."""
+        total = self.loss_sum
+        if self.aux_loss is not None:
+            total = total + self.aux_loss * self.n_tokens
+        return total / global_tokens
+
+
+def _device_of(model: nn.Module) -> torch.device | None:
+    """Where a batch must lie for this model: the device of a parameter (a partitioned one keeps its device)."""
+    return next((p.device for p in model.parameters()), None)
+
+
+def to_device(batch: Batch, device: torch.device | str | None) -> Batch:
+    """The micro-batch on the device; tensors that are there already are not copied."""
+    return {key: value.to(device, non_blocking=True) for key, value in batch.items()} if device is not None else batch
+
+
+def auto_num_chunks(num_tokens: int, vocab_size: int, chunk_bytes: int = LOGITS_CHUNK_BYTES) -> int:
+    """Chunks so that one chunk's fp32 logits stay within `chunk_bytes` (at least 16 tokens a chunk)."""
+    tokens_per_chunk = max(16, chunk_bytes // (4 * max(vocab_size, 1)))
+    return max(1, -(-num_tokens // tokens_per_chunk))
+
+
+def _ce_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE, reduction="sum")
+
+
+def chunked_ce_sum(
+    hidden: torch.Tensor, targets: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor], num_chunks: int
+) -> torch.Tensor:
+    """Summed cross-entropy (fp32 scalar) of hidden [N, H] against targets [N], `num_chunks` chunks at a time.
+
+    `logits_of`: hidden [1, n, H] -> logits [1, n, V]. With gradients on, each chunk is recomputed in the backward.
+    """
+
+    def one_chunk(hidden_chunk: torch.Tensor, target_chunk: torch.Tensor) -> torch.Tensor:
+        return _ce_sum(logits_of(hidden_chunk[None]), target_chunk)
+
+    num_chunks = min(num_chunks, hidden.shape[0])
+    recompute = torch.is_grad_enabled() and num_chunks > 1
+    total: torch.Tensor | None = None
+    for hidden_chunk, target_chunk in zip(hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True):
+        if recompute:
+            part = checkpoint(one_chunk, hidden_chunk, target_chunk, use_reentrant=False)
+        else:
+            part = one_chunk(hidden_chunk, target_chunk)
+        assert isinstance(part, torch.Tensor)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+class TokenLoss:
+    """Computes `LossSum` for a model. Holds settings and the model's parts; no weights of its own."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss_fn: UserLoss | None = None,
+        isolation: Isolation = "position_ids",
+        chunked: bool = True,
+        num_chunks: int | None = None,
+    ):
+        """`model`: transformers, peft or own. `loss_fn`: the user's own loss instead of cross-entropy.
+
+        `chunked`: False runs the model's whole forward (see `outcore.model.check`). `num_chunks`: head chunks per
+        micro-batch; None: from the batch's size and LOGITS_CHUNK_BYTES. Several ranks under ZeRO-3 need equal numbers,
+        so give one there if the micro-batches of the ranks differ in length.
+        """
+        base = unwrap(model)
+        self.config = getattr(base, "config", None)
+        self.encoder_decoder = bool(getattr(self.config, "is_encoder_decoder", False))
+        self.loss_fn = loss_fn
+        self.isolation: Isolation = isolation
+        self.num_chunks = num_chunks
+        self.base = base
+        self.parts: CausalParts | None = None
+        if chunked and loss_fn is None and not self.encoder_decoder and hasattr(self.config, "to_dict"):
+            self.parts = CausalParts(base)
+
+    @property
+    def aux_coefficient(self) -> float:
+        """Weight of the router's balancing loss: the config's, when it asks for router logits; 0 otherwise."""
+        config = self.config
+        if config is None or not hasattr(config, "get_text_config"):
+            return 0.0
+        text = config.get_text_config()
+        if not (getattr(config, "output_router_logits", False) or getattr(text, "output_router_logits", False)):
+            return 0.0
+        return float(getattr(text, "router_aux_loss_coef", None) or getattr(config, "router_aux_loss_coef", None) or 0.0)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
+        """The loss of one micro-batch (moved to the model's device first). Differentiable when gradients are on."""
+        batch = to_device(batch, _device_of(model))
+        if self.loss_fn is not None:
+            return self._user_loss(model, batch)
+        if self.parts is not None:
+            return self._chunked(self.parts, batch)
+        return self._whole(model, batch)
+
+    def _chunked(self, parts: CausalParts, batch: Batch) -> LossSum:
+        targets = shifted_targets(batch["labels"]).reshape(-1)
+        inputs = forward_inputs(parts.decoder, batch, self.isolation)
+        coefficient = self.aux_coefficient
+        if coefficient and torch.is_grad_enabled():
+            inputs["output_router_logits"] = True
+        output = parts.decoder(**inputs)
+        hidden = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
+        aux = None
+        if coefficient and torch.is_grad_enabled():
+            aux = coefficient * parts.router_loss(hidden, output.router_logits, batch.get("attention_mask")).float()
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        num_chunks = self.num_chunks or auto_num_chunks(hidden.shape[0], self._vocab_size())
+        loss_sum = chunked_ce_sum(hidden, targets, parts.logits, num_chunks)
+        return LossSum(loss_sum, (targets != IGNORE).sum(), aux)
+
+    def _whole(self, model: nn.Module, batch: Batch) -> LossSum:
+        labels = batch["labels"]
+        if self.encoder_decoder:
+            inputs: dict[str, Any] = {key: batch[key] for key in ("input_ids", "attention_mask") if batch.get(key) is not None}
+            inputs["decoder_input_ids"] = self.base.prepare_decoder_input_ids_from_labels(labels=labels)  # pyright: ignore[reportCallIssue]
+            inputs["use_cache"] = False
+            targets = labels
+        else:
+            inputs, targets = forward_inputs(self.base, batch, self.isolation), shifted_targets(labels)
+        coefficient = self.aux_coefficient if torch.is_grad_enabled() else 0.0
+        if coefficient and not self.encoder_decoder:
+            inputs["output_router_logits"] = True
+        output = model(**inputs)
+        logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
+        if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
+            raise RuntimeError(
+                f"{type(self.base).__name__} returned {type(output).__name__} without logits [B, T, V]. Return logits, an "
+                "object with .logits, or give your own loss function from the model_module hook."
+            )
+        aux = getattr(output, "aux_loss", None)
+        aux = coefficient * aux.float() if coefficient and aux is not None else None
+        flat, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+        num_chunks = self.num_chunks or auto_num_chunks(flat.shape[0], flat.shape[1])
+        return LossSum(chunked_ce_sum(flat, targets, lambda chunk: chunk, num_chunks), (targets != IGNORE).sum(), aux)
+
+    def _user_loss(self, model: nn.Module, batch: Batch) -> LossSum:
+        assert self.loss_fn is not None
+        labels = batch["labels"] if self.encoder_decoder else batch["labels"][:, 1:]
+        n_tokens = (labels != IGNORE).sum()
+        empty = int(n_tokens) == 0
+        result = self.loss_fn(model, _with_some_target(batch) if empty else batch)
+        if isinstance(result, tuple) and len(result) == 2:
+            loss_sum, own_n = result
+            own_n = torch.as_tensor(own_n, device=n_tokens.device)
+            if not empty and int(own_n) != int(n_tokens):
+                raise RuntimeError(
+                    f"Your loss function counted {int(own_n)} tokens, the batch has {int(n_tokens)} unmasked ones. Labels are "
+                    "not shifted and -100 means no loss; count (labels[:, 1:] != -100)."
+                )
+        else:
+            loss_sum = result * n_tokens if isinstance(result, torch.Tensor) else result
+        if not isinstance(loss_sum, torch.Tensor) or loss_sum.ndim != 0:
+            raise RuntimeError(
+                "Your loss function must return a scalar tensor (the mean over the micro-batch's unmasked tokens) or a pair "
+                f"(sum, number of tokens); it returned {type(result).__name__}"
+                f"{f' of shape {tuple(result.shape)}' if isinstance(result, torch.Tensor) else ''}."
+            )
+        return LossSum(loss_sum.float() * 0.0 if empty else loss_sum.float(), n_tokens)
+
+    def _vocab_size(self) -> int:
+        config = self.config
+        text = config.get_text_config(decoder=True) if config is not None else None
+        return int(getattr(text, "vocab_size", 0) or 32768)
+
+
+def _with_some_target(batch: Batch) -> Batch:
+    """A batch without targets gets some, so that a mean is finite; the caller weighs the result with zero."""
+    return {**batch, "labels": batch["input_ids"].clone() if batch["labels"].shape == batch["input_ids"].shape else batch["labels"].clamp(min=0)}
+
+
+def compute_loss(model: nn.Module, batch: Batch, **settings: Any) -> LossSum:
+    """One-off `TokenLoss(model, **settings)(model, batch)`; make a TokenLoss once where it is called often."""
+    return TokenLoss(model, **settings)(model, batch)
+
+
+class LossModule(nn.Module):
+    """Model and loss as one module, for engines that wrap a module's forward (DeepSpeed): hooks see every call."""
+
+    def __init__(self, network: nn.Module, token_loss: TokenLoss):
+        super().__init__()
+        self.network = network
+        self.token_loss = token_loss
+
+    def forward(self, batch: Batch, global_tokens: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """-> (objective for backward, detached fp32 cross-entropy sum, number of unmasked tokens)."""
+        result = self.token_loss(self.network, batch)
+        return result.objective(global_tokens), result.loss_sum.detach(), result.n_tokens

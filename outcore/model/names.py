@@ -1,0 +1,41 @@
+"""One name per parameter, whatever is wrapped around the model: what checkpoints are keyed by."""
+
+from __future__ import annotations
+
+from torch import nn
+
+WRAPPER_PREFIXES = ("module.", "_orig_mod.", "network.")
+"""DeepSpeed's and DDP's `module`, torch.compile's `_orig_mod`, LossModule's `network`."""
+
+
+def checkpoint_name(name: str) -> str:
+    """The parameter's name without wrappers, as the plain transformers model calls it.
+
+    `network.base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight` (LoRA in a loss module) becomes
+    `model.layers.0.self_attn.q_proj.weight`; the adapter beside it `model.layers.0.self_attn.q_proj.lora_A.weight`.
+    """
+    stripped = True
+    while stripped:
+        stripped = False
+        for prefix in WRAPPER_PREFIXES:
+            if name.startswith(prefix):
+                name, stripped = name[len(prefix) :], True
+    if name.startswith("base_model.model."):
+        name = name[len("base_model.model.") :]
+    parts = [part for part in name.split(".") if part not in ("_orig_mod", "base_layer")]
+    for index, part in enumerate(parts):
+        if part.startswith("lora_") and index + 1 < len(parts) and parts[index + 1] == "default":
+            del parts[index + 1]
+            break
+    return ".".join(parts)
+
+
+def named_checkpoint_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter once by its checkpoint name, in the model's order; two parameters of one name are an error."""
+    named: dict[str, nn.Parameter] = {}
+    for full_name, parameter in model.named_parameters():
+        name = checkpoint_name(full_name)
+        if name in named:
+            raise RuntimeError(f"Two parameters would be saved as {name!r}; the second is {full_name!r}.")
+        named[name] = parameter
+    return named

@@ -1,0 +1,148 @@
+"""Which model to train, at what precision, and how it is adapted: the model's part of the configuration.
+
+Everything that can be judged without touching the disk or the network is judged here, when the settings are made;
+the rest (does the folder hold a model, does the hub answer) by `outcore.model.source` before any weight is read.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+PRECISIONS = ("bf16", "fp16", "fp32")
+ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+LORA_BIAS = ("none", "all", "lora_only")
+
+
+def nearest(word: str, known: list[str] | tuple[str, ...], count: int = 3) -> str:
+    """' Did you mean ...?' with the closest known spellings, or an empty string when nothing is close."""
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.5)
+    return f" Did you mean {', '.join(repr(by_lower[name]) for name in close)}?" if close else ""
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        hint = nearest(str(value), allowed, count=1)
+        raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(allowed)}.{hint}")
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Low-rank adapters through peft: the base weights are frozen, two thin matrices beside each are trained."""
+
+    r: int = 16
+    """Rank of the adapters: each adapted weight [out, in] gets r * (in + out) trainable numbers."""
+    alpha: float = 32.0
+    """The adapter's output is scaled by alpha / r."""
+    dropout: float = 0.0
+    """Dropout on the adapter's input while training."""
+    target_modules: str | tuple[str, ...] = "auto"
+    """"auto" adapts every linear layer but the head; otherwise module names such as ("q_proj", "v_proj")."""
+    bias: str = "none"
+    """Which biases train: none, all, or those of adapted layers only (lora_only)."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.r, int) or isinstance(self.r, bool) or self.r < 1:
+            raise ValueError(f"lora r is {self.r!r}, but the rank must be a whole number of at least 1 (8 to 64 is usual).")
+        if not self.alpha > 0:
+            raise ValueError(f"lora alpha is {self.alpha!r}, but must be above 0 (often twice the rank).")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora dropout is {self.dropout!r}, but must lie in [0, 1).")
+        _one_of("lora bias", self.bias, LORA_BIAS)
+        if isinstance(self.target_modules, str):
+            names = [name.strip() for name in self.target_modules.split(",") if name.strip()]
+            value: str | tuple[str, ...] = "auto" if names in (["auto"], ["all-linear"]) else tuple(names)
+            object.__setattr__(self, "target_modules", value)
+        else:
+            object.__setattr__(self, "target_modules", tuple(self.target_modules))
+        if not self.target_modules:
+            raise ValueError('lora target_modules is empty: name at least one module, or use "auto" for every linear layer.')
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Where the model comes from (exactly one of four sources) and how it is made ready for training."""
+
+    model_name_or_path: str | None = None
+    """A hub id ("Qwen/Qwen3-4B") or a local folder with config.json and safetensors weights."""
+    preset: str | None = None
+    """From scratch by the name of a shape; see `outcore.model.presets`."""
+    config_file: str | None = None
+    """From scratch by a transformers config (JSON or YAML with a model_type)."""
+    model_module: str | None = None
+    """Your own: "file.py:function"; see `outcore.model.hook`."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off unless asked for: it is someone else's program."""
+    precision: str = "bf16"
+    """What weights and activations are computed in: bf16, fp16 or fp32."""
+    attn_implementation: str = "sdpa"
+    """transformers' attention: sdpa (torch's fused kernels), eager, flash_attention_2, ..."""
+    seq_length: int = 2048
+    """Tokens per sample, checked against what the model can tell apart."""
+    vocab_size: int | None = None
+    """The tokenizer's size. Presets made for the embedded tokenizer take it; real shapes only grow to it."""
+    lora: LoraSettings | None = None
+    """Adapters instead of full fine-tuning."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    seed: int = 42
+    """Initial weights from scratch and of adapters are a function of this and of parameter names alone."""
+    config_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the transformers config to replace, e.g. {"num_hidden_layers": 4}."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "config_overrides", MappingProxyType(dict(self.config_overrides)))
+        for name in ("model_name_or_path", "preset", "config_file", "model_module"):
+            value = getattr(self, name)
+            if value is not None and not str(value).strip():
+                raise ValueError(f"{name} is empty. Give a value or leave it out.")
+        given = self.sources_given
+        if len(given) != 1:
+            what = f"got {' and '.join(given)}" if given else "got none"
+            raise ValueError(
+                f"A model needs exactly one source, {what}. Use one of --model_name_or_path (hub id or folder), "
+                "--preset (a shape, from scratch), --config_file (your own shape, from scratch), "
+                "--model_module (file.py:function)."
+            )
+        if self.preset is not None:
+            from outcore.model.presets import check_preset_name
+
+            check_preset_name(self.preset)
+        if self.model_module is not None and ":" not in self.model_module:
+            raise ValueError(
+                f"model_module is {self.model_module!r}, but must be file.py:function, "
+                "for example examples/my_model.py:build."
+            )
+        _one_of("precision", self.precision, PRECISIONS)
+        _one_of("attn_implementation", self.attn_implementation, ATTENTION)
+        if not isinstance(self.seq_length, int) or self.seq_length < 2:
+            raise ValueError(f"seq_length is {self.seq_length!r}, but must be a whole number of at least 2 tokens.")
+        if self.vocab_size is not None and self.vocab_size < 2:
+            raise ValueError(f"vocab_size is {self.vocab_size!r}, but a vocabulary has at least 2 entries.")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed is {self.seed!r}, but must be a whole number of at least 0.")
+
+    @property
+    def sources_given(self) -> list[str]:
+        """The names of the source fields that are set."""
+        names = ("model_name_or_path", "preset", "config_file", "model_module")
+        return [f"{name} {getattr(self, name)!r}" for name in names if getattr(self, name) is not None]
+
+    @property
+    def from_scratch(self) -> bool:
+        """True when no trained weights are read (the model_module hook decides for itself)."""
+        return self.preset is not None or self.config_file is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype of the weights as they are computed with."""
+        import torch
+
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.precision]

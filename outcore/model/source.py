@@ -1,0 +1,267 @@
+"""From the settings to a transformers config and class, with the questions asked that can be asked before any weight.
+
+Folder without a model, a Windows spelling under Linux, a hub that does not answer, a gated repository, a sequence
+longer than the model's positions, a misspelt override: each ends here with words that say what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outcore.model.presets import PRESETS, check_preset_name, preset_config
+from outcore.model.settings import ModelSettings, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+_WINDOWS_DRIVE = re.compile(r"^([A-Za-z]):[\\/](.*)$")
+_WSL_SHARE = re.compile(r"^\\\\(?:wsl\.localhost|wsl\$)\\[^\\]+\\(.*)$", re.IGNORECASE)
+_LOCAL_ADVICE = "a local folder (--model_name_or_path /path/to/folder) or a shape from scratch (--preset tiny)"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What a model will be made from, resolved: `config` is final, `path` is where weights are read from (or None)."""
+
+    config: PreTrainedConfig
+    path: str | None
+    words: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return bool(getattr(self.config, "is_encoder_decoder", False))
+
+
+def windows_path_hint(spelling: str) -> str | None:
+    """For a Windows or UNC spelling used on another system: what it is and how it is spelt here; None for others."""
+    if os.name == "nt":
+        return None
+    if match := _WSL_SHARE.match(spelling):
+        return f"is a Windows network spelling; inside WSL it is /{match[1].replace(chr(92), '/')}"
+    if match := _WINDOWS_DRIVE.match(spelling):
+        rest = match[2].replace("\\", "/")
+        return f"is a Windows spelling; under WSL2 drive {match[1].upper()}: is /mnt/{match[1].lower()}, so try /mnt/{match[1].lower()}/{rest}"
+    if spelling.startswith("\\\\"):
+        return "is a Windows network spelling; mount that share here first and give the mounted folder"
+    if "\\" in spelling:
+        return f"has backslashes; here folders are separated by /, so try {spelling.replace(chr(92), '/')}"
+    return None
+
+
+def resolve_source(settings: ModelSettings, tokenizer: Any | None = None) -> ModelSource:
+    """The final config of a model that transformers builds.
+
+    `tokenizer` (optional): its length and special tokens go into a config from scratch. Raises ValueError for bad
+    settings and RuntimeError when the hub cannot give what was asked. Not for model_module: its hook builds alone.
+    """
+    if settings.model_module is not None:
+        raise ValueError("model_module builds its own model; there is no config to resolve.")
+    vocab_size = settings.vocab_size or (len(tokenizer) if tokenizer is not None else None)
+    if settings.preset is not None:
+        preset = check_preset_name(settings.preset)
+        config = preset_config(settings.preset, vocab_size)
+        source = ModelSource(config, None, f"{settings.preset} from scratch ({preset.summary})")
+    elif settings.config_file is not None:
+        config = _config_from_file(Path(settings.config_file).expanduser())
+        source = ModelSource(config, None, f"{config.model_type} from scratch by {settings.config_file}")
+        if vocab_size is not None and vocab_size > config.vocab_size:
+            source = replace(source, notes=(f"vocabulary grown from {config.vocab_size} to the tokenizer's {vocab_size}",))
+            config.vocab_size = vocab_size
+    else:
+        source = _trained_source(settings)
+    _apply_overrides(source.config, settings)
+    if source.path is None:
+        _apply_tokenizer(source.config, tokenizer)
+    else:
+        _check_vocabulary(source, vocab_size)
+    check_seq_length(source.config, settings.seq_length)
+    return source
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """The longest sequence the config promises, or None where positions are relative and unbounded (T5)."""
+    text_config = config.get_text_config(decoder=True)
+    if getattr(text_config, "relative_attention_num_buckets", None):
+        return None
+    limit = getattr(text_config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def check_seq_length(config: PreTrainedConfig, seq_length: int) -> None:
+    """ValueError when a sample would be longer than the positions the model knows."""
+    limit = max_positions(config)
+    if limit is not None and seq_length > limit:
+        raise ValueError(
+            f"seq_length is {seq_length}, but this {config.model_type} model knows {limit} positions. "
+            f"Set --seq_length {limit} or less, or choose a model with a longer context."
+        )
+
+
+def _config_from_file(path: Path) -> PreTrainedConfig:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if hint := windows_path_hint(str(path)):
+        raise ValueError(f"config_file {str(path)!r} {hint}.")
+    if not path.is_file():
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ValueError(f"config_file {str(path)!r} is not a file.{nearest(path.name, siblings)}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix.lower() in (".yaml", ".yml"):
+            import yaml
+
+            fields = yaml.safe_load(text)
+        else:
+            fields = json.loads(text)
+    except (UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"config_file {str(path)!r} cannot be read as {path.suffix or 'JSON'}: {error}") from error
+    except Exception as error:  # yaml's own error classes; pyyaml may be absent for JSON users
+        raise ValueError(f"config_file {str(path)!r} cannot be read: {error}") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise ValueError(
+            f"config_file {str(path)!r} must be a mapping with a model_type, such as "
+            '{"model_type": "llama", "hidden_size": 512, ...}.'
+        )
+    model_type = fields.pop("model_type")
+    known = sorted(CONFIG_MAPPING.keys())
+    if model_type not in known:
+        raise ValueError(f"config_file {str(path)!r}: transformers knows no model_type {model_type!r}.{nearest(model_type, known)}")
+    try:
+        return AutoConfig.for_model(model_type, **fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config_file {str(path)!r} is not a valid {model_type} config: {error}") from error
+
+
+def _trained_source(settings: ModelSettings) -> ModelSource:
+    name = str(settings.model_name_or_path)
+    expanded = os.path.expanduser(name)
+    if hint := windows_path_hint(name):
+        if not os.path.isdir(name):
+            raise ValueError(f"model_name_or_path {name!r} {hint}.")
+    if os.path.isdir(expanded):
+        _check_folder(Path(expanded))
+        return ModelSource(_read_config(settings, expanded), expanded, f"weights from the folder {expanded}")
+    if os.path.isfile(expanded):
+        raise ValueError(
+            f"model_name_or_path {name!r} is a file. Give the folder that holds config.json and the safetensors weights"
+            f"{'; GGUF files are not read' if expanded.lower().endswith('.gguf') else ''}."
+        )
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_local or not _HUB_ID.match(name):
+        parent = Path(expanded).parent
+        siblings = [p.name for p in parent.iterdir() if p.is_dir()] if parent.is_dir() else []
+        where = "" if parent.is_dir() else f" (nor is there a folder {str(parent)!r})"
+        raise ValueError(
+            f"model_name_or_path {name!r} is not a folder here{where} and no hub id either (those look like "
+            f"name or owner/name).{nearest(Path(expanded).name, siblings)}"
+        )
+    return ModelSource(_read_config(settings, name), name, f"weights of {name} from the hub")
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        inside = [p for p in sorted(folder.iterdir()) if p.is_dir() and (p / "config.json").is_file()]
+        hint = f" Its subfolder {str(inside[0])!r} does: use that." if inside else ""
+        if (folder / "adapter_config.json").is_file():
+            hint = " It holds a LoRA adapter only: merge it into its base model first, or name the base model."
+        raise ValueError(f"The folder {str(folder)!r} holds no config.json, so it is not a transformers model.{hint}")
+    if not any(folder.glob("*.safetensors")):
+        pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+        why = f" It has {pickles[0]}, a pickle, which is not read: convert it to safetensors first." if pickles else ""
+        raise ValueError(f"The folder {str(folder)!r} holds no *.safetensors weights.{why}")
+
+
+def _read_config(settings: ModelSettings, name: str) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise hub_error(name, error, settings.trust_remote_code) from error
+
+
+def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) -> Exception:
+    """What transformers or the hub client raised for model `name`, turned into an error with words and a way out."""
+    chain: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in chain:
+        chain.append(at)
+        at = at.__cause__ or at.__context__
+    kinds = {cls.__name__ for link in chain for cls in type(link).__mro__}
+    text = " ".join(str(link) for link in chain).lower()
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if os.path.isdir(name):
+        if isinstance(error, OSError) or "model type" not in text:
+            return ValueError(f"The model in {name!r} cannot be read: {first_line}")
+    if "GatedRepoError" in kinds or "gated" in text:
+        return RuntimeError(
+            f"{name} is gated: its makers want you to accept their terms on its hub page first. Do that, log in with "
+            f"`hf auth login`, and try again; or use {_LOCAL_ADVICE}."
+        )
+    if "RepositoryNotFoundError" in kinds or "not a valid model identifier" in text:
+        return RuntimeError(
+            f"The hub has no model {name!r}, or it is private and you are not logged in (`hf auth login`). It is no "
+            f"folder here either, and no preset.{nearest(name.split('/')[-1], tuple(PRESETS))} "
+            f"Check the spelling, or use {_LOCAL_ADVICE}."
+        )
+    offline = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError", "TimeoutException", "TimeoutError"}
+    if kinds & offline or "couldn't connect" in text or "connection" in text or "offline" in text:
+        return RuntimeError(
+            f"{name} is not in the local cache and the hub cannot be reached ({first_line}). Check the network or the "
+            f"proxy and try again; without a network use {_LOCAL_ADVICE}."
+        )
+    if "trust_remote_code" in text and not trust_remote_code:
+        return ValueError(
+            f"{name} comes with its own Python code, which is run only when you ask for it. Read that code, then add "
+            "--trust_remote_code true."
+        )
+    if "model type" in text or "model_type" in text:
+        return ValueError(
+            f"{name} has a model type that the installed transformers does not know ({first_line}). It may need a newer "
+            "transformers, or --trust_remote_code true if it brings its own code."
+        )
+    return RuntimeError(f"The model {name} cannot be loaded: {first_line}. Check the name, or use {_LOCAL_ADVICE}.")
+
+
+def _apply_overrides(config: PreTrainedConfig, settings: ModelSettings) -> None:
+    known = sorted(set(config.to_dict()) | set(getattr(config, "attribute_map", {})))
+    for key, value in settings.config_overrides.items():
+        if key not in known:
+            raise ValueError(f"config_overrides: a {config.model_type} config has no field {key!r}.{nearest(key, known)}")
+        setattr(config, key, value)
+    if settings.config_overrides:
+        layers = getattr(config, "num_hidden_layers", None)
+        types = getattr(config, "layer_types", None)
+        if types is not None and layers is not None and "layer_types" not in settings.config_overrides:
+            config.layer_types = (list(types) * -(-layers // len(types)))[:layers]
+
+
+def _apply_tokenizer(config: PreTrainedConfig, tokenizer: Any | None) -> None:
+    """Special tokens of the tokenizer into a config from scratch, so that the exported model starts and stops right."""
+    if tokenizer is None:
+        return
+    for field_name in ("bos_token_id", "eos_token_id"):
+        setattr(config, field_name, getattr(tokenizer, field_name, None))
+    if getattr(config, "is_encoder_decoder", False):
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        config.pad_token_id = pad if pad is not None else 0
+        config.decoder_start_token_id = config.pad_token_id
+    else:
+        # A pad token in the config would zero that embedding's row and its gradient, wrong where pad is also eos.
+        config.pad_token_id = None
+
+
+def _check_vocabulary(source: ModelSource, vocab_size: int | None) -> None:
+    model_vocab = getattr(source.config.get_text_config(decoder=True), "vocab_size", None)
+    if vocab_size is not None and model_vocab is not None and vocab_size > model_vocab:
+        raise ValueError(
+            f"The tokenizer has {vocab_size} entries, but the model has embeddings for {model_vocab}: they do not belong "
+            f"together. Use the tokenizer that comes with {source.path}."
+        )
