@@ -109,42 +109,47 @@ def write_stat(disk: Path, *, read_sectors: int, write_sectors: int, in_flight: 
     disk.joinpath("stat").write_text(f"1 0 {read_sectors} 5 1 0 {write_sectors} 5 {in_flight} 9 {queue_ms} 0 0 0 0\n")
 
 
-def fake_system(root: Path, path: Path, *, disk: str = "nvme0n1") -> tuple[Path, Path, Path]:
-    """A /sys where `path` lies on partition 1 of `disk`, and a /proc; returns (sys, proc, the disk's folder)."""
-    sys_root, proc_root = root / "sys", root / "proc"
-    device = sys_root / "devices" / "pci" / disk
+def fake_system(root: Path, path: Path, *, disk: str = "nvme0n1", filesystem: str = "ext4") -> Path:
+    """A root whose /sys and /proc say that `path` lies on partition 1 of `disk`; returns the disk's folder."""
+    device = root / "sys" / "devices" / "pci" / disk
     partition = device / f"{disk}p1"
     partition.mkdir(parents=True)
     partition.joinpath("partition").write_text("1\n")
     write_stat(device, read_sectors=0, write_sectors=0)
-    number = os.stat(path).st_dev
-    (sys_root / "dev" / "block").mkdir(parents=True)
-    (sys_root / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}").symlink_to(partition)
-    (sys_root / "block").mkdir()
-    (sys_root / "block" / disk).symlink_to(device)
-    hwmon = sys_root / "class" / "nvme" / "nvme0" / "hwmon3"
+    for folder, name, node in (
+        ("dev/block", "259:1", partition),
+        ("class/block", disk, device),
+        ("class/block", partition.name, partition),
+        ("block", disk, device),
+    ):
+        (root / "sys" / folder).mkdir(parents=True, exist_ok=True)
+        (root / "sys" / folder / name).symlink_to(node)
+    hwmon = root / "sys" / "class" / "nvme" / "nvme0" / "hwmon3"
     hwmon.mkdir(parents=True)
     (hwmon / "temp1_input").write_text("47850\n")
-    own = proc_root / str(os.getpid())
+    own, self_ = root / "proc" / str(os.getpid()), root / "proc" / "self"
     own.mkdir(parents=True)
+    self_.mkdir()
     (own / "statm").write_text("9000 1000 10 1 0 5 0\n")
     (own / "status").write_text("Name:\tpython\nVmSwap:\t    2048 kB\n")
-    (proc_root / "meminfo").write_text(
-        "MemTotal: 16777216 kB\nMemAvailable: 4194304 kB\nSwapTotal: 1048576 kB\nSwapFree: 524288 kB\n"
-        "HugePages_Total: 0\n"
+    (root / "proc" / "meminfo").write_text(
+        "MemTotal:       16777216 kB\nMemAvailable:    4194304 kB\nSwapTotal:       1048576 kB\n"
+        "SwapFree:         524288 kB\nHugePages_Total:       0\n"
     )
-    return sys_root, proc_root, device
+    mount_point = os.path.realpath(path).replace(" ", "\\040")
+    (self_ / "mountinfo").write_text(f"30 1 259:1 / {mount_point} rw - {filesystem} /dev/{partition.name} rw\n")
+    return device
 
 
 NO_CHILDREN = SimpleNamespace(Process=lambda pid: SimpleNamespace(children=lambda recursive: []))
 
 
 def make_sampler(tmp_path: Path, nvml: FakeNvml, **settings: object) -> tuple[Sampler, Path]:
-    sys_root, proc_root, device = fake_system(tmp_path / "fake", tmp_path)
+    """A Sampler of the fake machine, and the folder of its disk."""
+    device = fake_system(tmp_path / "fake", tmp_path)
     arguments: dict = {
         "nvml": nvml,
-        "sys_root": sys_root,
-        "proc_root": proc_root,
+        "root": tmp_path / "fake",
         "psutil_module": NO_CHILDREN,
         "run_command": lambda command: json.dumps({"data_units_written": 2_000_000}),
         **settings,

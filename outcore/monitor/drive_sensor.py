@@ -43,6 +43,7 @@ class DriveSensor:
 
     Args:
         board: where missing sensors are noted.
+        root: where `sys` and `proc` are looked for; tests replace it.
         run_command: runs a command and returns its stdout, raising OSError or ValueError; None: subprocess.
     """
 
@@ -50,21 +51,20 @@ class DriveSensor:
         self,
         board: SensorBoard,
         path: Path | str,
-        sys_root: Path | str = "/sys",
-        proc_root: Path | str = "/proc",
+        root: Path | str = "/",
         run_command: Callable[[Sequence[str]], str] | None = None,
     ) -> None:
         self._board = board
         self._path = Path(path)
-        self._sys_root = Path(sys_root)
+        self._sys_root = Path(root) / "sys"
         self._run_command = run_command or run_json_command
         self._temp_at_s = self._lifetime_at_s = float("-inf")
         self._temp_c: float | None = None
         self._lifetime_written_bytes: int | None = None
         self.device: BlockDevice | None = None
         try:
-            self.device = BlockDevice(path, sys_root, proc_root)
-        except (OSError, ValueError, IndexError) as error:
+            self.device = BlockDevice(path, root)
+        except (OSError, ValueError) as error:
             board.switch_off(
                 "nvme_counters",
                 f"No disk counters for {path} ({describe(error)}): nvme_read_bytes, nvme_write_bytes and nvme_temp_c "
@@ -150,7 +150,7 @@ def free_bytes(path: Path | str) -> int:
     try:
         return shutil.disk_usage(path).free
     except FileNotFoundError:
-        return shutil.disk_usage(nearest_existing(Path(path))).free
+        return shutil.disk_usage(nearest_existing(path)).free
 
 
 def run_json_command(command: Sequence[str]) -> str:

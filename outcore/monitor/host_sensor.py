@@ -3,18 +3,21 @@
 Resident bytes are summed from /proc/<pid>/statm (psutil elsewhere); pages that parent and children share count once
 for each, so with forked loader workers the sum is an upper bound. The exact figure (smaps_rollup) walks page tables
 under the process's memory lock and would stall a run with tens of GB resident, so it is not used.
-Cost: three small reads of /proc a sample; the list of children is renewed every 10 s.
+Cost: some ten small reads of /proc and /sys a sample; the list of children is renewed every 10 s.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outcore.machine.host import detect_ram
 from outcore.monitor.sensor import SensorBoard
+from outcore.units import KIB
 
 CHILDREN_REFRESH_S = 10.0
 
@@ -32,35 +35,37 @@ class HostSample:
 
 
 class HostSensor:
-    """RAM and swap of the machine, resident bytes of process `pid` and its children.
+    """RAM and swap of the machine (or of the container, where it has a limit), resident bytes of process `pid`.
 
     Args:
         board: where missing sensors are noted.
-        proc_root: /proc, or a fake one.
-        pid: the process to watch; default: this one.
-        psutil_module: psutil, or a fake one; only children (and non-Linux systems) need it.
+        root: where `proc` and `sys` are looked for; tests replace it.
+        pid: the process to watch, with its children; default: this one.
+        psutil_module: psutil, or a fake one; only children (and systems without /proc) need it.
     """
 
     def __init__(
-        self, board: SensorBoard, proc_root: Path | str = "/proc", pid: int | None = None, psutil_module: Any = None
+        self, board: SensorBoard, root: Path | str = "/", pid: int | None = None, psutil_module: Any = None
     ) -> None:
         self._board = board
-        self._proc_root = Path(proc_root)
+        self._root = Path(root)
         self._pid = os.getpid() if pid is None else pid
         self._psutil = psutil_module
         self._page_bytes = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-        self._has_proc = (self._proc_root / "meminfo").is_file()
+        self._has_proc = (self._root / "proc" / "meminfo").is_file()
         self._children: list[int] = []
         self._children_at_s = float("-inf")
-        self.ram_total_bytes: int | None = board.read("ram_total_bytes", self._read_total, what="RAM size")
+        ram = board.read("ram_total_bytes", lambda: detect_ram(self._root), what="RAM size")
+        self.ram_total_bytes: int | None = None if ram is None else ram.total_bytes
 
     def sample(self) -> HostSample:
         sample = HostSample()
         sample.ram_rss_bytes = self._board.read("ram_rss_bytes", self._read_rss, what="Resident memory")
-        memory = self._board.read("ram_available_bytes", self._read_memory, what="Available RAM")
-        if memory is not None:
-            sample.ram_available_bytes, sample.swap_used_bytes = memory
+        ram = self._board.read("ram_available_bytes", lambda: detect_ram(self._root), what="Available RAM")
+        sample.ram_available_bytes = None if ram is None else ram.available_bytes
         if self._has_proc:
+            swap_used_bytes = lambda: read_swap_used_bytes(self._root)  # noqa: E731
+            sample.swap_used_bytes = self._board.read("swap_used_bytes", swap_used_bytes, what="Swap in use")
             sample.own_swap_bytes = self._board.read("own_swap_bytes", self._read_own_swap, what="Swap of the process")
         return sample
 
@@ -70,18 +75,6 @@ class HostSensor:
 
             self._psutil = psutil
         return self._psutil
-
-    def _read_total(self) -> int:
-        if self._has_proc:
-            return read_meminfo(self._proc_root)["MemTotal"]
-        return int(self._import_psutil().virtual_memory().total)
-
-    def _read_memory(self) -> tuple[int, int]:
-        if self._has_proc:
-            info = read_meminfo(self._proc_root)
-            return info["MemAvailable"], info.get("SwapTotal", 0) - info.get("SwapFree", 0)
-        psutil = self._import_psutil()
-        return int(psutil.virtual_memory().available), int(psutil.swap_memory().used)
 
     def _read_rss(self) -> int:
         total_bytes = self._rss_of(self._pid)
@@ -94,7 +87,7 @@ class HostSensor:
 
     def _rss_of(self, pid: int) -> int:
         if self._has_proc:
-            return int((self._proc_root / str(pid) / "statm").read_text().split()[1]) * self._page_bytes
+            return int((self._root / "proc" / str(pid) / "statm").read_text().split()[1]) * self._page_bytes
         return int(self._import_psutil().Process(pid).memory_info().rss)
 
     def _list_children(self) -> list[int]:
@@ -109,22 +102,17 @@ class HostSensor:
         return [child.pid for child in self._import_psutil().Process(self._pid).children(recursive=True)]
 
     def _read_own_swap(self) -> int:
-        for line in (self._proc_root / str(self._pid) / "status").read_text().splitlines():
-            if line.startswith("VmSwap:"):
-                return int(line.split()[1]) * 1024
-        return 0
+        status = (self._root / "proc" / str(self._pid) / "status").read_text()
+        found = re.search(r"^VmSwap:\s+(\d+) kB", status, re.M)
+        return int(found.group(1)) * KIB if found else 0
 
 
-def read_meminfo(proc_root: Path | str = "/proc") -> dict[str, int]:
-    """/proc/meminfo as bytes by name.
+def read_swap_used_bytes(root: Path | str = "/") -> int:
+    """Swap in use by the whole machine.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: there is no /proc/meminfo.
     """
-    info = {}
-    for line in (Path(proc_root) / "meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if words:
-            info[name] = int(words[0]) * (1024 if words[-1] == "kB" else 1)
-    return info
+    text = (Path(root) / "proc" / "meminfo").read_text()
+    sizes = {name: int(size) for name, size in re.findall(r"^(Swap\w+):\s+(\d+) kB", text, re.M)}
+    return (sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0)) * KIB

@@ -73,7 +73,7 @@ class Sampler:
         gpu: NVML index, UUID or PCI bus id (see GpuSensor); None: no GPU is looked at.
         interval_s: time between samples.
         pinned_bytes: called at each snapshot; returns the bytes of pinned memory held (the pool's leased bytes).
-        nvml, psutil_module, sys_root, proc_root, run_command: fakes for tests.
+        nvml, psutil_module, root (of sys and proc), run_command: fakes for tests.
     """
 
     def __init__(
@@ -85,8 +85,7 @@ class Sampler:
         pinned_bytes: Callable[[], int | None] | None = None,
         nvml: Any = None,
         psutil_module: Any = None,
-        sys_root: Path | str = "/sys",
-        proc_root: Path | str = "/proc",
+        root: Path | str = "/",
         run_command: Callable[..., str] | None = None,
     ) -> None:
         if interval_s <= 0:
@@ -98,8 +97,8 @@ class Sampler:
         self._pinned_bytes = pinned_bytes
         self._gpu = None if gpu is None else GpuSensor(self._board, gpu, nvml)
         self._gpu_opened = False
-        self._host = HostSensor(self._board, proc_root, psutil_module=psutil_module)
-        self._drive = DriveSensor(self._board, nvme_path, sys_root, proc_root, run_command)
+        self._host = HostSensor(self._board, root, psutil_module=psutil_module)
+        self._drive = DriveSensor(self._board, nvme_path, root, run_command)
         self._lock = threading.Lock()
         self._window = _Window()
         self._last: tuple[GpuSample, HostSample, DriveSample] | None = None

@@ -34,7 +34,7 @@ class SensorBoard:
         try:
             return read()
         except Exception as error:  # a sensor must never stop a training run, whatever its driver raises
-            self.switch_off(name, f"{what} is not available ({describe(error)}): {name} is null from now on.")
+            self.switch_off(name, f"{what}: not available ({describe(error)}); {name} is null from now on.")
             return None
 
     def switch_off(self, name: str, sentence: str) -> None:
