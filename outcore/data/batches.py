@@ -1,0 +1,127 @@
+"""Batches of examples on their way to tokens: bounded in characters, encoded in this process or in several, in order.
+
+Fast tokenizers thread by themselves, so one process is the default. Workers are started afresh (spawn), so that neither
+CUDA nor a tokenizer's threads are forked; at most two batches per worker are under way, so that memory stays bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+
+import numpy as np
+
+from outcore.data.encode import DocumentEncoder, cut_text
+from outcore.data.formats import ChatExample, Shape, TextExample
+from outcore.data.records import BadRow, Record, RowError, Where
+
+BATCH_CHARS = 2 * 1024 * 1024
+BATCH_ITEMS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a text document; the last one closes the document."""
+
+    text: str
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An example that is tokenised in one go, and where it came from."""
+
+    example: TextExample | ChatExample
+    where: Where
+
+
+@dataclass
+class Batch:
+    """Items in order, and what they became: tokens with loss bits (pieces: bare ids), or a BadRow."""
+
+    items: list[Piece | Whole | BadRow]
+    encoded: list[np.ndarray | BadRow] = field(default_factory=list)
+
+
+def encode_batch(batch: Batch, encoder: DocumentEncoder) -> Batch:
+    """Fills `encoded`; all pieces go to the tokenizer in one call."""
+    pieces = iter(encoder.encode_pieces([item.text for item in batch.items if isinstance(item, Piece)]))
+    for item in batch.items:
+        if isinstance(item, Piece):
+            batch.encoded.append(next(pieces))
+        elif isinstance(item, BadRow):
+            batch.encoded.append(item)
+        else:
+            try:
+                batch.encoded.append(encoder.encode(item.example))
+            except RowError as error:
+                batch.encoded.append(BadRow(item.where, str(error)))
+    return batch
+
+
+def batches_of(records: Iterator[Record | BadRow], shape: Shape) -> Iterator[Batch]:
+    """Groups records into batches of about 2 Mi characters, cutting long texts into pieces."""
+    items: list[Piece | Whole | BadRow] = []
+    chars = 0
+    for record in records:
+        for item in _items_of(record, shape):
+            items.append(item)
+            chars += _chars(item)
+            if chars >= BATCH_CHARS or len(items) >= BATCH_ITEMS:
+                yield Batch(items)
+                items, chars = [], 0
+    if items:
+        yield Batch(items)
+
+
+def _items_of(record: Record | BadRow, shape: Shape) -> Iterator[Piece | Whole | BadRow]:
+    if isinstance(record, BadRow):
+        yield record
+        return
+    try:
+        example = shape.example(record.row)
+    except RowError as error:
+        yield BadRow(record.where, str(error))
+        return
+    if isinstance(example, ChatExample) or example.prompt is not None:
+        yield Whole(example, record.where)
+        return
+    previous: str | None = None
+    for piece in cut_text(example.text):
+        if previous is not None:
+            yield Piece(previous, is_last=False)
+        previous = piece
+    yield Piece(previous or "", is_last=not record.continued)
+
+
+def _chars(item: Piece | Whole | BadRow) -> int:
+    if isinstance(item, BadRow):
+        return 0
+    if isinstance(item, Piece):
+        return len(item.text)
+    if isinstance(item.example, TextExample):
+        return len(item.example.text) + len(item.example.prompt or "")
+    return sum(len(message["content"]) for message in item.example.messages)
+
+
+def encode_in_order(batches: Iterable[Batch], encoder: DocumentEncoder, num_proc: int) -> Iterator[Batch]:
+    """The batches with their tokens, in the order they came."""
+    if num_proc == 1:
+        for batch in batches:
+            yield encode_batch(batch, encoder)
+        return
+    pending: deque[Future[Batch]] = deque()
+    with ProcessPoolExecutor(num_proc, mp_context=get_context("spawn")) as pool:
+        try:
+            for batch in batches:
+                pending.append(pool.submit(encode_batch, batch, encoder))
+                if len(pending) >= 2 * num_proc:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()

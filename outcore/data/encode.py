@@ -1,0 +1,141 @@
+"""Examples to documents of tokens. A token is a uint32 whose top bit says "no loss" (vocabularies stay below 2**31).
+
+Text is cut into pieces of at most 256 Ki characters before tokenising, preferably behind a line break that is followed
+by a visible character, where the usual pre-tokenizers cut anyway; pieces are tokenised in parallel by fast tokenizers
+and a large file never sits in RAM. A document ends with EOS, and begins with BOS where the tokenizer adds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from outcore.data.chat import ChatEncoder
+from outcore.data.errors import DataError
+from outcore.data.formats import ChatExample, TextExample
+
+NO_LOSS = np.uint32(1 << 31)
+TOKEN = np.uint32(NO_LOSS - np.uint32(1))
+"""Mask of the bits that are the token's id."""
+PIECE_CHARS = 256 * 1024
+
+
+def token_ids(tokens: np.ndarray) -> np.ndarray:
+    """uint32 with loss bits -> int64 ids."""
+    return (tokens & TOKEN).astype(np.int64)
+
+
+def carries_loss(tokens: np.ndarray) -> np.ndarray:
+    """uint32 with loss bits -> bool, True where the token is a target."""
+    return (tokens & NO_LOSS) == 0
+
+
+def cut_text(text: str, piece_chars: int = PIECE_CHARS) -> Iterator[str]:
+    """Pieces of at most `piece_chars` whose concatenation is the text."""
+    start = 0
+    while len(text) - start > piece_chars:
+        end = _cut_position(text, start, start + piece_chars)
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]
+
+
+def _cut_position(text: str, start: int, limit: int) -> int:
+    floor = start + (limit - start) // 2
+    position = text.rfind("\n", floor, limit)
+    while position != -1:
+        if position + 1 < len(text) and not text[position + 1].isspace():
+            return position + 1
+        position = text.rfind("\n", floor, position)
+    for separator in ("\n", " "):
+        if (position := text.rfind(separator, floor, limit)) != -1:
+            return position + (separator == "\n")  # a space belongs to the word behind it
+    return limit
+
+
+@dataclass(frozen=True)
+class DocumentEncoder:
+    """Encodes whole examples; large text documents go piece by piece through `encode_pieces` and `edges`."""
+
+    tokenizer: Any
+    train_on_prompt: bool = False
+    encoder_decoder: bool = False
+
+    def end_token_id(self) -> int:
+        """EOS, or SEP for tokenizers that only have that; DataError when there is neither."""
+        for token_id in (self.tokenizer.eos_token_id, self.tokenizer.sep_token_id):
+            if token_id is not None:
+                return int(token_id)
+        raise DataError(
+            "the tokenizer has no end-of-text token (eos_token), so documents cannot be told apart. Set one, e.g. "
+            "tokenizer.eos_token = '</s>', and save the tokenizer again"
+        )
+
+    def begin_token_id(self) -> int | None:
+        """BOS where the tokenizer puts one before text by itself, else None."""
+        begin = self.tokenizer.bos_token_id
+        if begin is None:
+            return None
+        probe = self.tokenizer("a", verbose=False)["input_ids"]
+        return int(begin) if len(probe) and probe[0] == begin else None
+
+    @cached_property
+    def edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens before a text document, tokens after it)."""
+        begin = self.begin_token_id()
+        before = np.asarray([] if begin is None else [begin], dtype=np.uint32)
+        return before, np.asarray([self.end_token_id()], dtype=np.uint32)
+
+    def encode_pieces(self, pieces: list[str]) -> list[np.ndarray]:
+        """Token ids of each piece, without special tokens; one call, parallel inside for fast tokenizers."""
+        if not pieces:
+            return []
+        encoded = self.tokenizer(
+            pieces,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+        return [_checked(ids) for ids in encoded]
+
+    def encode_text(self, text: str) -> np.ndarray:
+        before, after = self.edges
+        return np.concatenate([before, *self.encode_pieces(list(cut_text(text))), after])
+
+    def encode(self, example: TextExample | ChatExample) -> np.ndarray:
+        """One document's tokens with loss bits; encoder-decoder: source tokens (no loss), then target tokens (loss)."""
+        if isinstance(example, ChatExample):
+            return self._encode_chat(example)
+        if example.prompt is None:
+            return self.encode_text(example.text)
+        before, after = self.edges
+        prompt, completion = self.encode_pieces([example.prompt, example.text])
+        if self.encoder_decoder:
+            source, target = np.concatenate([prompt, after]), np.concatenate([completion, after])
+        else:
+            source, target = np.concatenate([before, prompt]), np.concatenate([completion, after])
+        if not self.train_on_prompt or self.encoder_decoder:
+            source = source | NO_LOSS
+        return np.concatenate([source, target])
+
+    def _encode_chat(self, example: ChatExample) -> np.ndarray:
+        encoder = ChatEncoder(self.tokenizer, self.train_on_prompt)
+        if self.encoder_decoder:
+            after = self.edges[1]
+            source, target = encoder.split_last_turn(example)
+            return np.concatenate([np.concatenate([_checked(source), after]) | NO_LOSS, _checked(target), after])
+        ids, has_loss = encoder.encode(example)
+        return np.where(has_loss, _checked(ids), _checked(ids) | NO_LOSS).astype(np.uint32)
+
+
+def _checked(ids: Any) -> np.ndarray:
+    tokens = np.asarray(ids, dtype=np.int64)
+    if len(tokens) and int(tokens.max()) >= int(NO_LOSS):
+        raise DataError(f"the tokenizer gave token id {int(tokens.max())}; ids from 2**31 on are not supported")
+    return tokens.astype(np.uint32)

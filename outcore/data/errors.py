@@ -1,0 +1,31 @@
+"""What can be wrong with data, in words: every message says what happened, where, why, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DataError(ValueError):
+    """The data, or a setting that describes it, cannot be used; the message names the file and the way out."""
+
+
+class TemplateError(DataError):
+    """The chat template cannot tell which tokens the assistant wrote; a fault of the tokenizer, not of one row."""
+
+
+class CacheError(DataError):
+    """The token cache cannot be written, read or locked (read-only folder, full drive, another process stuck)."""
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """' (nearest: X)' when one of the candidates looks like a misspelling of `name`, else ''."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    found = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.5)
+    return f" (nearest: {by_lower[found[0]]!r})" if found else ""
+
+
+def shorten(text: str, limit: int = 120) -> str:
+    """One line of at most `limit` characters, for quoting bad input in a message."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."

@@ -1,0 +1,287 @@
+"""`prepare_data`: from settings and a tokenizer to training and evaluation rows, a summary and one rendered sample.
+
+source -> documents of tokens on the drive (token_cache) -> split, windows, packing (layout, cached beside) -> RowDataset.
+Several processes may call it at once with the same settings: one builds, the others wait, all get the same rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from outcore.data.arrays import Arrays, ArraysWriter
+from outcore.data.chat import ensure_chat_template
+from outcore.data.dataset import RowDataset, labels_of
+from outcore.data.encode import DocumentEncoder, token_ids
+from outcore.data.errors import DataError
+from outcore.data.layout import (
+    LAYOUT_VERSION,
+    Segments,
+    choose_rows,
+    rows_of,
+    seq2seq_segments,
+    split_documents,
+    supervised_segments,
+    text_windows,
+)
+from outcore.data.lock import open_or_build
+from outcore.data.render import render_sample
+from outcore.data.settings import EMBEDDED, DataSettings
+from outcore.data.source import open_source
+from outcore.data.token_cache import RowLimit, TokenCache, cache_folder, digest_of, open_token_cache
+from outcore.data.tokenizer import tokenizer_hash
+from outcore.units import format_count
+
+EMBEDDED_MAX_EVAL_SAMPLES = 64
+"""Rows that the built-in text is evaluated on unless max_eval_samples says otherwise: seconds, not minutes."""
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """What was read and what became of it; `lines()` for people."""
+
+    source: str
+    shape: str
+    kind: str
+    seq_length: int
+    documents: int
+    tokens: int
+    loss_tokens: int
+    train_rows: int
+    train_tokens: int
+    eval_rows: int
+    padding_share: float
+    bad_rows: int
+    bad_row_examples: list[str]
+    empty_documents: int
+    truncated_documents: int
+    dropped_documents: int
+    cache_hit: bool
+    cache_path: str
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        lines = [
+            f"data: {self.source}: {self.documents:,} documents, {format_count(self.tokens)} tokens "
+            f"({self.loss_tokens / max(1, self.tokens):.0%} carry loss), {self.shape}; "
+            f"{'token cache found' if self.cache_hit else 'tokenised'} in {self.cache_path}",
+            f"rows: {self.train_rows:,} to train on, {self.eval_rows:,} to evaluate, of {self.seq_length} tokens, "
+            f"{self.kind}, {self.padding_share:.1%} padding",
+        ]
+        if self.bad_rows:
+            lines.append(f"left out: {self.bad_rows:,} malformed rows, e.g. {'; '.join(self.bad_row_examples[:2])}")
+        if self.empty_documents:
+            lines.append(f"left out: {self.empty_documents:,} documents without anything to learn from")
+        if self.truncated_documents:
+            lines.append(
+                f"cut off at seq_length: {self.truncated_documents:,} documents (raise seq_length to keep their ends)"
+            )
+        if self.dropped_documents:
+            lines.append(
+                f"left out: {self.dropped_documents:,} documents whose answer begins behind seq_length: raise it"
+            )
+        return lines + self.notes
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """`eval` is None when evaluation is off or the data is too little to share."""
+
+    train: RowDataset
+    eval: RowDataset | None
+    summary: DataSummary
+    sample_text: str
+
+
+def prepare_data(
+    settings: DataSettings,
+    tokenizer: Any,
+    *,
+    encoder_decoder: bool = False,
+    packing_allowed: bool = True,
+    say: Callable[[str], None] | None = None,
+) -> PreparedData:
+    """Reads, tokenises (or finds the cache), splits and packs. `say` gets progress in words (default: the log).
+
+    `packing_allowed`: False for models that cannot keep packed documents apart (see isolation.py). A tokenizer without a
+    chat template is given the default one. Raises DataError (data, settings) and CacheError (folder, drive, lock).
+    """
+    say = say or logging.getLogger(__name__).info
+    kind = _kind(settings, encoder_decoder, packing_allowed)
+    notes: list[str] = []
+    if note := ensure_chat_template(tokenizer):
+        notes.append(note)
+    encoder = DocumentEncoder(tokenizer, settings.train_on_prompt, encoder_decoder)
+    encoder.end_token_id()
+    hashed = tokenizer_hash(tokenizer)
+    source = open_source(settings)
+    cache = open_token_cache(source, settings, encoder, hashed, _limit(settings, kind), say)
+    notes += source.notes()
+    eval_cache = None
+    if settings.eval_dataset is not None or settings.eval_split is not None:
+        eval_source = open_source(settings, evaluation=True)
+        limit = (
+            RowLimit(settings.max_eval_samples, settings.seq_length, kind == "packed")
+            if settings.max_eval_samples
+            else None
+        )
+        eval_cache = open_token_cache(eval_source, settings, encoder, hashed, limit, say)
+    layout, key = _open_layout(cache, eval_cache, settings, kind, say)
+    pad = tokenizer.pad_token_id
+    pad = encoder.end_token_id() if pad is None else int(pad)
+    train = _dataset(cache, layout, "train", settings, kind, pad, key)
+    evaluation = _dataset(eval_cache or cache, layout, "eval", settings, kind, pad, key)
+    if len(train) == 0:
+        raise DataError(
+            f"{source.name} leaves no row to train on: all {cache.documents} documents have their answer behind "
+            f"seq_length {settings.seq_length}. Raise seq_length"
+        )
+    if len(evaluation) == 0 and (settings.eval_fraction > 0 or eval_cache):
+        notes.append("no evaluation: the data is a single row; name an eval_dataset to have one")
+    uses_template = not cache.meta["is_text"] and "prompt_completion" not in cache.meta["shape"]
+    summary = _summary(
+        cache, train, evaluation, layout, kind, settings, notes if uses_template else notes[bool(note) :]
+    )
+    return PreparedData(train, evaluation if len(evaluation) else None, summary, _sample(tokenizer, train))
+
+
+def _kind(settings: DataSettings, encoder_decoder: bool, packing_allowed: bool) -> str:
+    if encoder_decoder:
+        if settings.packing == "on":
+            raise DataError("packing: on does not go with an encoder-decoder model: set packing to auto or off")
+        return "seq2seq"
+    if settings.packing == "on" and not packing_allowed:
+        raise DataError(
+            "packing: on, but this model cannot keep packed documents apart (they would see each other): set packing to "
+            "auto or off"
+        )
+    return "packed" if packing_allowed and settings.packing != "off" else "padded"
+
+
+def _limit(settings: DataSettings, kind: str) -> RowLimit | None:
+    """How much to read when only so many rows are wanted, the evaluation share included."""
+    if settings.max_train_samples is None:
+        return None
+    shared = 0.0 if settings.eval_dataset or settings.eval_split else settings.eval_fraction
+    rows = int(settings.max_train_samples / (1 - shared)) + 1
+    return RowLimit(rows, settings.seq_length, kind == "packed")
+
+
+def _open_layout(
+    cache: TokenCache, eval_cache: TokenCache | None, settings: DataSettings, kind: str, say: Callable[[str], None]
+) -> tuple[Arrays, str]:
+    max_eval = settings.max_eval_samples
+    if max_eval is None and settings.dataset == EMBEDDED and eval_cache is None:
+        max_eval = EMBEDDED_MAX_EVAL_SAMPLES
+    fraction = 0.0 if eval_cache else settings.eval_fraction
+    key = digest_of(
+        [
+            LAYOUT_VERSION,
+            cache.key,
+            eval_cache.key if eval_cache else None,
+            [settings.seq_length, kind, settings.seed, fraction, settings.max_train_samples, max_eval],
+        ]
+    )
+
+    def build(writer: ArraysWriter) -> dict[str, Any]:
+        segments = _split_segments(cache, eval_cache, settings, kind, fraction)
+        meta: dict[str, Any] = {"truncated": 0, "dropped": 0}
+        for part, rows in (("train", settings.max_train_samples), ("eval", max_eval)):
+            placed, row_ends = rows_of(segments[part], settings.seq_length, kind == "packed")
+            placed, row_ends = choose_rows(placed, row_ends, rows, settings.seed)
+            for name, values in (("starts", placed.starts), ("lengths", placed.lengths), ("row_ends", row_ends)):
+                writer.array(f"{part}_{name}", np.int64).append(values)
+            meta["truncated"] += segments[part].truncated
+            meta["dropped"] += segments[part].dropped
+        return meta
+
+    path = cache_folder(settings) / f"layout-{key}"
+    arrays, _ = open_or_build(path, build, timeout_s=settings.lock_timeout_s, say=say, what="the rows")
+    return arrays, key
+
+
+def _split_segments(
+    cache: TokenCache, eval_cache: TokenCache | None, settings: DataSettings, kind: str, fraction: float
+) -> dict[str, Segments]:
+    train_documents, eval_documents = split_documents(cache.documents, fraction, settings.seed)
+    train = _segments(cache, train_documents, settings, kind)
+    evaluation = _segments(eval_cache or cache, eval_documents, settings, kind)
+    if eval_cache:
+        evaluation = _segments(eval_cache, np.arange(eval_cache.documents), settings, kind)
+    elif fraction > 0 and len(eval_documents) == 0 and len(train) > 1:
+        # Fewer documents than would make one for evaluation: the tail of the segments, in document order.
+        kept = len(train) - max(1, int(len(train) * fraction))
+        evaluation = replace(train.take(slice(kept, None)), truncated=0, dropped=0)
+        train = train.take(slice(0, kept))
+    return {"train": train, "eval": evaluation}
+
+
+def _segments(cache: TokenCache, documents: np.ndarray, settings: DataSettings, kind: str) -> Segments:
+    if cache.meta["is_text"]:
+        window = settings.seq_length * (2 if kind == "seq2seq" else 1)
+        return text_windows(cache.offsets, documents, window)
+    cut = seq2seq_segments if kind == "seq2seq" else supervised_segments
+    return cut(cache.offsets, cache.first_loss, documents, settings.seq_length)
+
+
+def _dataset(
+    cache: TokenCache, layout: Arrays, part: str, settings: DataSettings, kind: str, pad_token_id: int, key: str
+) -> RowDataset:
+    return RowDataset(
+        tokens=cache.tokens,
+        starts=layout[f"{part}_starts"],
+        lengths=layout[f"{part}_lengths"],
+        row_ends=layout[f"{part}_row_ends"],
+        seq_length=settings.seq_length,
+        kind=kind,
+        pad_token_id=pad_token_id,
+        fingerprint=f"{key}-{part}",
+        is_text=bool(cache.meta["is_text"]),
+    )
+
+
+def _summary(
+    cache: TokenCache,
+    train: RowDataset,
+    evaluation: RowDataset,
+    layout: Arrays,
+    kind: str,
+    settings: DataSettings,
+    notes: list[str],
+) -> DataSummary:
+    meta = cache.meta
+    return DataSummary(
+        source=meta["source"],
+        shape=meta["shape"],
+        kind=kind,
+        seq_length=settings.seq_length,
+        documents=meta["documents"],
+        tokens=meta["tokens"],
+        loss_tokens=meta["loss_tokens"],
+        train_rows=len(train),
+        train_tokens=train.total_tokens,
+        eval_rows=len(evaluation),
+        padding_share=train.padding_share,
+        bad_rows=meta["bad_rows"],
+        bad_row_examples=list(meta["bad_row_examples"]),
+        empty_documents=meta["empty_documents"],
+        truncated_documents=layout.meta["truncated"],
+        dropped_documents=layout.meta["dropped"],
+        cache_hit=cache.hit,
+        cache_path=str(cache.arrays.path),
+        notes=notes,
+    )
+
+
+def _sample(tokenizer: Any, train: RowDataset) -> str:
+    tokens = train.documents_of(0)[0]
+    if train.kind == "seq2seq":
+        batch = train.batch([0])
+        source = batch["input_ids"][0][batch["attention_mask"][0].bool()].tolist()
+        target = [label for label in batch["labels"][0].tolist() if label >= 0]
+        return render_sample(tokenizer, source + target, [-100] * len(source) + target)
+    return render_sample(tokenizer, token_ids(tokens), labels_of(tokens))

@@ -1,0 +1,250 @@
+"""Readers of single files: text, jsonl, json, csv/tsv, parquet. Each yields records in file order, one row in RAM at a time.
+
+json: an array is parsed element by element from a growing buffer; an object is read whole (it must be small) and its
+one list of rows taken; objects line by line are recognised as jsonl. A malformed row is yielded as BadRow with file and
+line, and reading goes on behind it wherever the format allows that.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from outcore.data.errors import DataError, shorten
+from outcore.data.records import BadRow, Record, Where
+from outcore.data.textfile import BadText, decode, iterate_lines, iterate_text, plain_suffix
+from outcore.units import MIB, format_gib
+
+PARQUET_ROWS = 1024
+MAX_JSON_OBJECT_BYTES = 512 * MIB
+"""A .json file that is one object is parsed whole, at about ten times its size in RAM."""
+MAX_JSON_ELEMENT_CHARS = 64 * MIB
+
+RowsOf = Iterator[Record | BadRow]
+
+
+def read_text(path: Path) -> RowsOf:
+    """The whole file as one document, in blocks."""
+    where = Where(str(path))
+    previous: str | None = None
+    try:
+        for block in iterate_text(path):
+            if previous is not None:
+                yield Record(where, {"text": previous}, continued=True)
+            previous = block
+    except BadText as error:
+        yield BadRow(where, _without_path(error, path))
+        return
+    if previous is not None:
+        yield Record(where, {"text": previous})
+
+
+def read_jsonl(path: Path) -> RowsOf:
+    """One JSON object a line; blank lines are passed over."""
+    for number, offset, line in iterate_lines(path):
+        where = Where(str(path), "line", number)
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(decode(line, path, offset))
+        except BadText as error:
+            yield BadRow(where, _without_path(error, path))
+        except json.JSONDecodeError as error:
+            yield BadRow(where, f"not valid JSON: {error.msg} at column {error.colno}: {shorten(error.doc, 80)!r}")
+        except RecursionError:
+            yield BadRow(where, "JSON nested too deeply")
+        else:
+            yield Record(where, row) if isinstance(row, dict) else BadRow(where, _not_an_object(row))
+
+
+def read_csv(path: Path) -> RowsOf:
+    """Comma-separated (.csv) or tab-separated (.tsv) with a header line; quoted fields may hold line breaks."""
+    delimiter = "\t" if plain_suffix(path) == ".tsv" else ","
+    bad_bytes: list[BadText] = []
+
+    def lines() -> Iterator[str]:
+        for _, offset, line in iterate_lines(path):
+            try:
+                yield decode(line, path, offset) + "\n"
+            except BadText as error:
+                bad_bytes.append(error)
+                yield line.decode("utf-8", errors="replace") + "\n"
+
+    usual_limit = csv.field_size_limit()
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # documents are longer than csv's 128 KiB
+    try:
+        rows = csv.reader(lines(), delimiter=delimiter, strict=True)
+        try:
+            header = next(rows)
+        except StopIteration:
+            return
+        header = [name.strip() for name in header]
+        _check_csv_header(header, delimiter, path)
+        while True:
+            number = rows.line_num + 1
+            where = Where(str(path), "line", number)
+            try:
+                values = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield BadRow(where, f"not valid CSV: {error}")
+                continue
+            if bad_bytes:
+                yield BadRow(where, _without_path(bad_bytes.pop(), path))
+                bad_bytes.clear()
+            elif not values:
+                continue
+            elif len(values) != len(header):
+                yield BadRow(where, f"{len(values)} fields where the header has {len(header)} ({', '.join(header)})")
+            else:
+                yield Record(where, dict(zip(header, values)))
+    finally:
+        csv.field_size_limit(usual_limit)
+
+
+def _check_csv_header(header: list[str], delimiter: str, path: Path) -> None:
+    if len(header) == 1:
+        for other, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
+            if other != delimiter and other in header[0]:
+                raise DataError(
+                    f"{path}, line 1: the columns seem to be separated by {name}: {shorten(header[0], 60)!r}. "
+                    f"Save it with commas (or as .tsv with tabs)"
+                )
+    repeated = sorted({name for name in header if header.count(name) > 1})
+    if repeated:
+        raise DataError(f"{path}, line 1: column name(s) {', '.join(map(repr, repeated))} appear more than once")
+
+
+def read_json(path: Path) -> RowsOf:
+    """An array of objects, or one object that holds such an array, or (seen by its first line) jsonl."""
+    first = b""
+    following = False
+    for _, _, line in iterate_lines(path):
+        if first and line.strip():
+            following = True
+            break
+        first = first or line.strip()
+    if not first:
+        return iter(())
+    if first[:1] == b"[":
+        return _read_json_array(path)
+    if first[:1] != b"{":
+        raise DataError(f"{path}, line 1: expected an array of objects or an object, found {shorten(repr(first), 40)}")
+    if following and _is_whole_json(first):
+        return read_jsonl(path)
+    return _read_json_object(path)
+
+
+def _is_whole_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _read_json_array(path: Path) -> RowsOf:
+    blocks = iterate_text(path, MIB)
+    decoder = json.JSONDecoder()
+    buffer, line, element = next(blocks, ""), 1, 0
+    position = buffer.index("[") + 1
+    line += buffer.count("\n", 0, position)
+    more = True
+    while True:
+        end = position
+        while end < len(buffer) and buffer[end] in " \t\n\r,":
+            end += 1
+        line += buffer.count("\n", position, end)
+        position = end
+        if position < len(buffer) and buffer[position] == "]":
+            return
+        problem = "the array is not closed: the file seems cut short"
+        if position < len(buffer):
+            try:
+                value, end = decoder.raw_decode(buffer, position)
+            except json.JSONDecodeError as error:
+                problem = f"not valid JSON: {error.msg} at line {line + buffer.count(chr(10), position, error.pos)}"
+            else:
+                element += 1
+                where = Where(str(path), "line", line)
+                yield Record(where, value) if isinstance(value, dict) else BadRow(where, _not_an_object(value))
+                line += buffer.count("\n", position, end)
+                position = end
+                continue
+        pending = len(buffer) - position
+        if more and pending < MAX_JSON_ELEMENT_CHARS:
+            # Doubling what is read keeps the repeated parsing of one long element linear.
+            parts = [buffer[position:]]
+            wanted = max(MIB, pending)
+            while wanted > 0 and (block := next(blocks, None)) is not None:
+                parts.append(block)
+                wanted -= len(block)
+            more = wanted <= 0
+            buffer, position = "".join(parts), 0
+            continue
+        yield BadRow(
+            Where(str(path), "line", line), f"{problem} (element {element + 1}); nothing behind it can be read"
+        )
+        return
+
+
+def _read_json_object(path: Path) -> RowsOf:
+    if path.stat().st_size > MAX_JSON_OBJECT_BYTES:
+        raise DataError(
+            f"{path} is one JSON object of {format_gib(path.stat().st_size)}, which would have to be parsed whole. "
+            f"Convert it to jsonl: one object a line"
+        )
+    text = "".join(iterate_text(path))
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}") from error
+    lists = {key: rows for key, rows in value.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)}
+    if len(lists) != 1 or "role" in next(iter(lists.values()))[0] or "from" in next(iter(lists.values()))[0]:
+        yield Record(Where(str(path), "row", 1), value)
+        return
+    key, rows = next(iter(lists.items()))
+    for number, row in enumerate(rows, start=1):
+        where = Where(f"{path} [{key}]", "element", number)
+        yield Record(where, row) if isinstance(row, dict) else BadRow(where, _not_an_object(row))
+
+
+def read_parquet(path: Path) -> RowsOf:
+    """Row groups in slices of 1024 rows."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches(batch_size=PARQUET_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield Record(Where(str(path), "row", number), row)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"{path} is not a readable parquet file (damaged or cut short?): {shorten(str(error))}"
+        ) from error
+
+
+READERS: dict[str, Callable[[Path], RowsOf]] = {
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".parquet": read_parquet,
+}
+
+
+def _not_an_object(value: Any) -> str:
+    return f"expected an object with named columns, found {type(value).__name__}: {shorten(repr(value), 60)}"
+
+
+def _without_path(error: BadText, path: Path) -> str:
+    return str(error).removeprefix(str(path)).lstrip(": ").removeprefix("is ")

@@ -1,0 +1,81 @@
+"""What a source yields: records with the place they came from, or the reason why a row is none.
+
+Sources are iterated once per cache build and hold one row, or one block of a large text, at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from outcore.data.errors import DataError
+
+
+class Where(NamedTuple):
+    """Place of a row: 'data/x.jsonl, line 12'."""
+
+    path: str
+    unit: str = "line"
+    number: int | None = None
+
+    def __str__(self) -> str:
+        return self.path if self.number is None else f"{self.path}, {self.unit} {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One row; `continued` means that the text goes on in the next record (blocks of one large document)."""
+
+    where: Where
+    row: dict[str, Any]
+    continued: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that cannot be used, and what was wrong with it. It ends a document whose blocks came before."""
+
+    where: Where
+    problem: str
+
+    def error(self) -> DataError:
+        return DataError(f"{self.where}: {self.problem}")
+
+
+class RowError(ValueError):
+    """Raised while one row is turned into an example; becomes a BadRow with its place."""
+
+
+@dataclass
+class BadRows:
+    """Applies on_bad_row: raises at once, or counts and keeps the first few for the report."""
+
+    policy: str
+    count: int = 0
+    examples: list[str] = field(default_factory=list)
+    keep: int = 5
+
+    def add(self, bad: BadRow) -> None:
+        if self.policy == "error":
+            raise DataError(f"{bad.error()}. Correct the row, or leave such rows out and count them: on_bad_row: skip")
+        self.count += 1
+        if len(self.examples) < self.keep:
+            self.examples.append(str(bad.error()))
+
+
+class Source(Protocol):
+    """Where rows come from. `is_text`: every record is a document of text in the column "text"."""
+
+    name: str
+    is_text: bool
+
+    def identity(self) -> dict[str, Any]:
+        """JSON-able description that changes when the data changes; part of the cache key."""
+        ...
+
+    def records(self) -> Iterator[Record | BadRow]: ...
+
+    def notes(self) -> list[str]:
+        """What a person should know about how the data was understood."""
+        ...

@@ -1,0 +1,134 @@
+"""From what the person wrote (`dataset`) to a `Source`: file, folder, saved data set, hub id, or the built-in text."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from outcore.data.embedded import EmbeddedSource
+from outcore.data.errors import DataError
+from outcore.data.hub import HubSource, SavedDatasetSource
+from outcore.data.paths import DATA_EXTENSIONS, is_windows_spelling, looks_like_hub_id, missing_file_error, translate
+from outcore.data.readers import READERS, read_text
+from outcore.data.records import BadRow, Record, Source
+from outcore.data.settings import EMBEDDED, DataSettings
+from outcore.data.textfile import plain_suffix
+from outcore.units import MIB, format_gb
+
+HASHED_UP_TO_BYTES = 64 * MIB
+"""Smaller data is identified by content (survives a copy or a checkout), larger by path, size and mtime."""
+
+
+class FilesSource:
+    """One file, or the files of a folder, in the order given."""
+
+    def __init__(self, files: Sequence[Path], root: Path, is_text: bool, notes: Sequence[str] = ()) -> None:
+        self.files, self.root, self.is_text = list(files), root, is_text
+        self.name = str(root)
+        self._notes = list(notes)
+
+    def identity(self) -> dict[str, Any]:
+        stats = [path.stat() for path in self.files]
+        base = self.root if self.root.is_dir() else self.root.parent
+        names = [path.relative_to(base).as_posix() for path in self.files]
+        if sum(stat.st_size for stat in stats) <= HASHED_UP_TO_BYTES:
+            digest = hashlib.blake2b(digest_size=16)
+            for name, path, stat in zip(names, self.files, stats):
+                digest.update(f"{name}\0{stat.st_size}\0".encode())
+                digest.update(path.read_bytes())
+            return {"kind": "files", "files": len(self.files), "content": digest.hexdigest()}
+        listing = [[str(path.absolute()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(self.files, stats)]
+        digest = hashlib.blake2b(repr(listing).encode(), digest_size=16)
+        return {"kind": "files", "files": len(self.files), "path_size_mtime": digest.hexdigest()}
+
+    def records(self) -> Iterator[Record | BadRow]:
+        for path in self.files:
+            yield from (read_text if self.is_text else READERS[plain_suffix(path)])(path)
+
+    def notes(self) -> list[str]:
+        return list(self._notes)
+
+
+def open_source(settings: DataSettings, *, evaluation: bool = False) -> Source:
+    """The training source, or with `evaluation` that of `eval_dataset` / `eval_split`.
+
+    Raises DataError: nothing there (with the nearest name), unknown kind of file, empty folder, hub out of reach.
+    """
+    name = settings.eval_dataset if evaluation and settings.eval_dataset else settings.dataset
+    split = settings.eval_split if evaluation and settings.eval_split else settings.dataset_split
+    if name == EMBEDDED:
+        return EmbeddedSource()
+    path = translate(name)
+    try:
+        exists = path.exists()
+    except OSError as error:  # e.g. a component of the path is longer than the file system allows, or not permitted
+        raise DataError(f"{name!r} cannot be looked at: {error.strerror or error}") from error
+    if exists and path.is_dir():
+        return _folder_source(path, settings, split)
+    if exists:
+        return _file_source(path, settings)
+    if looks_like_hub_id(name) and not is_windows_spelling(name):
+        if difflib.get_close_matches(name.lower(), [EMBEDDED], cutoff=0.8):
+            raise DataError(f"no file or folder is called {name!r} (nearest: {EMBEDDED!r}, the built-in text)")
+        return HubSource(name, settings.dataset_config, split, settings.streaming)
+    raise missing_file_error(name, path)
+
+
+def _file_source(path: Path, settings: DataSettings) -> Source:
+    suffix = plain_suffix(path)
+    if path.stat().st_size == 0:
+        raise DataError(f"{path} is empty: nothing to train on")
+    if suffix in READERS:
+        return FilesSource([path], path, is_text=False)
+    if suffix in settings.text_extensions:
+        return FilesSource([path], path, is_text=True)
+    raise DataError(
+        f"{path}: files named {suffix or '(without extension)'} are not read. Read are {', '.join(DATA_EXTENSIONS)} and "
+        f"text ({', '.join(settings.text_extensions)}); if this one is plain text, add its extension to text_extensions"
+    )
+
+
+def _folder_source(path: Path, settings: DataSettings, split: str) -> Source:
+    if (path / "dataset_dict.json").is_file() or (
+        (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+    ):
+        return SavedDatasetSource(path, split)
+    text, data, others = [], [], Counter()
+    for file in _files_under(path):
+        suffix = plain_suffix(file)
+        if suffix in settings.text_extensions:
+            text.append(file)
+        elif suffix in READERS:
+            data.append(file)
+        else:
+            others[suffix or "(none)"] += 1
+    text, data = [file for file in text if file.stat().st_size], [file for file in data if file.stat().st_size]
+    if not text and not data:
+        seen = ", ".join(f"{count} x {suffix}" for suffix, count in others.most_common(8)) or "nothing"
+        raise DataError(
+            f"folder {path} has no non-empty {', '.join(settings.text_extensions)} or {', '.join(DATA_EXTENSIONS)} file "
+            f"(found: {seen}). To read other files as text, name their extensions in text_extensions"
+        )
+    text_bytes, data_bytes = (sum(file.stat().st_size for file in files) for files in (text, data))
+    chosen, is_text = (text, True) if text_bytes >= data_bytes else (data, False)
+    notes = [f"{len(chosen)} {'text' if is_text else 'data'} files in {path}"]
+    if text and data:
+        left = data if is_text else text
+        notes.append(
+            f"left out: {len(left)} {'data' if is_text else 'text'} files ({format_gb(min(text_bytes, data_bytes))}) of the "
+            f"same folder; a folder is read as text or as data, whichever is more"
+        )
+    return FilesSource(chosen, path, is_text, notes)
+
+
+def _files_under(root: Path) -> list[Path]:
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())

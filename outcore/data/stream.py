@@ -1,0 +1,142 @@
+"""`BatchStream` (endless, for training, resumable) and `EvalStream` (every row once) over a `RowDataset`.
+
+Rows are numbered a = 0, 1, 2, ... over all epochs; number a is row permutation(seed, a // rows)[a % rows]. A global
+micro-batch is the next micro_batch_size * world_size numbers, and rank r takes its r-th part. So the order knows nothing
+of the number of ranks: two ranks see in one step what one rank sees in two. The last batch of an epoch is filled up from
+the next epoch: no row is repeated or left out within an epoch. The state is one number and what it is valid for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from outcore.data.dataset import MicroBatch, RowDataset
+from outcore.data.errors import DataError
+from outcore.data.permutation import Permutation
+
+STATE_VERSION = 1
+
+
+def _check(dataset: RowDataset, micro_batch_size: int, rank: int, world_size: int) -> None:
+    if len(dataset) == 0:
+        raise DataError("the data set has no rows: nothing to iterate over")
+    if micro_batch_size < 1:
+        raise DataError(f"the micro-batch size must be at least 1, got {micro_batch_size}")
+    if not 0 <= rank < world_size:
+        raise DataError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
+
+
+class BatchStream:
+    """Endless iterator over one rank's micro-batches; `state_dict` is the same on every rank and exact."""
+
+    def __init__(
+        self,
+        dataset: RowDataset,
+        micro_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 42,
+        shuffle: bool = True,
+    ) -> None:
+        _check(dataset, micro_batch_size, rank, world_size)
+        self.dataset, self.micro_batch_size = dataset, micro_batch_size
+        self.rank, self.world_size = rank, world_size
+        self.seed, self.shuffle = seed, shuffle
+        self.rows_seen = 0
+        """Rows that all ranks together have taken, over all epochs."""
+        self._permutation = (-1, Permutation(1, 0))
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Micro-batches a rank takes to see every row once (the last one reaches into the next epoch)."""
+        return -(-len(self.dataset) // (self.micro_batch_size * self.world_size))
+
+    @property
+    def epoch(self) -> int:
+        """Whole epochs done."""
+        return self.rows_seen // len(self.dataset)
+
+    @property
+    def epoch_fraction(self) -> float:
+        """Epochs done, e.g. 1.25."""
+        return self.rows_seen / len(self.dataset)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        batch = self.dataset.batch(self.next_rows())
+        self.rows_seen += self.micro_batch_size * self.world_size
+        return batch
+
+    def next_rows(self) -> np.ndarray:
+        """Row numbers of this rank's next micro-batch, int64 [micro_batch_size]; does not advance."""
+        first = self.rows_seen + self.rank * self.micro_batch_size
+        return self._rows(np.arange(first, first + self.micro_batch_size, dtype=np.int64))
+
+    def _rows(self, numbers: np.ndarray) -> np.ndarray:
+        epochs, places = np.divmod(numbers, len(self.dataset))
+        if not self.shuffle:
+            return places
+        rows = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            if self._permutation[0] != epoch:
+                self._permutation = (int(epoch), Permutation(len(self.dataset), self.seed, int(epoch)))
+            chosen = epochs == epoch
+            rows[chosen] = self._permutation[1](places[chosen])
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able; independent of rank, number of ranks and micro-batch size."""
+        return {
+            "version": STATE_VERSION,
+            "rows_seen": self.rows_seen,
+            "rows": len(self.dataset),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "fingerprint": self.dataset.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where `state` was taken; DataError when it belongs to other data, another order or another version."""
+        if state.get("version") != STATE_VERSION:
+            raise DataError(f"the data position was saved in version {state.get('version')!r}; this is {STATE_VERSION}")
+        for key, what in (
+            ("fingerprint", "the data, the tokenizer, seq_length or packing"),
+            ("rows", "the data"),
+            ("seed", "the seed"),
+            ("shuffle", "the order"),
+        ):
+            if state.get(key) != self.state_dict()[key]:
+                raise DataError(
+                    f"the data position cannot be restored: {what} changed since the checkpoint ({key} was "
+                    f"{state.get(key)!r}, is {self.state_dict()[key]!r}). Use the former settings and data, or start a new "
+                    f"run from the checkpoint's weights"
+                )
+        self.rows_seen = int(state["rows_seen"])
+
+
+class EvalStream:
+    """Finite iterator: every row exactly once over all ranks, in order, the same number of micro-batches on each rank.
+
+    Where a rank has no row left in the last global batch, it gets a filler without loss (all labels -100); the last
+    real micro-batch may be short. Can be iterated again and again.
+    """
+
+    def __init__(self, dataset: RowDataset, micro_batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        _check(dataset, micro_batch_size, rank, world_size)
+        self.dataset, self.micro_batch_size = dataset, micro_batch_size
+        self.rank, self.world_size = rank, world_size
+
+    def __len__(self) -> int:
+        """Micro-batches of each rank."""
+        return -(-len(self.dataset) // (self.micro_batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for number in range(len(self)):
+            first = (number * self.world_size + self.rank) * self.micro_batch_size
+            rows = range(first, min(first + self.micro_batch_size, len(self.dataset)))
+            yield self.dataset.batch(rows) if rows else self.dataset.filler(self.dataset.batch([0]))

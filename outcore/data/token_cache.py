@@ -1,0 +1,262 @@
+"""The token cache: every document of a source as tokens on the drive, built once per (data, tokenizer, format).
+
+Arrays: `tokens` uint32 (top bit = no loss), `offsets` int64 [documents + 1], `first_loss` int64 [documents] (position in
+the document of the first token that carries loss, the first token apart; the document's length if none does). The length
+of rows does not enter here but in the layout (layout.py), so that another seq_length does not tokenise again.
+Memory while building: a few MiB, whatever the size of the data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outcore.data.arrays import Arrays, ArraysWriter, ArrayWriter
+from outcore.data.batches import Batch, Piece, batches_of, encode_in_order
+from outcore.data.encode import DocumentEncoder, carries_loss
+from outcore.data.errors import DataError
+from outcore.data.formats import Shape, detect_shape
+from outcore.data.lock import open_or_build
+from outcore.data.paths import translate
+from outcore.data.records import BadRow, BadRows, Record, Source
+from outcore.data.settings import DataSettings
+
+CACHE_VERSION = 1
+"""Part of every key: raise it when what is stored, or how text becomes tokens, changes."""
+DETECT_ROWS = 16
+
+
+@dataclass(frozen=True)
+class RowLimit:
+    """Reading stops when this many rows are certain: `packed` rows of `seq_length` tokens, or documents."""
+
+    rows: int
+    seq_length: int
+    packed: bool
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """Opened cache of one source."""
+
+    arrays: Arrays
+    key: str
+    hit: bool
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.arrays["tokens"]
+
+    @property
+    def offsets(self) -> np.ndarray:
+        return self.arrays["offsets"]
+
+    @property
+    def first_loss(self) -> np.ndarray:
+        return self.arrays["first_loss"]
+
+    @property
+    def documents(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def meta(self) -> Any:
+        return self.arrays.meta
+
+
+def digest_of(value: Any) -> str:
+    """Short hash of a JSON-able value."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=10).hexdigest()
+
+
+def open_token_cache(
+    source: Source,
+    settings: DataSettings,
+    encoder: DocumentEncoder,
+    tokenizer_hash: str,
+    limit: RowLimit | None,
+    say: Callable[[str], None],
+) -> TokenCache:
+    """The cache of `source`, built if it is not there or damaged; only one process builds, the others wait for it.
+
+    Raises DataError (malformed row, no such column, nothing to train on) or CacheError (folder, drive, lock).
+    """
+    description = {
+        "version": CACHE_VERSION,
+        "source": source.identity(),
+        "tokenizer": tokenizer_hash,
+        "format": settings.format,
+        "columns": [settings.text_column, settings.prompt_column, settings.completion_column, settings.messages_column],
+        "on_bad_row": settings.on_bad_row,
+        "train_on_prompt": settings.train_on_prompt,
+        "encoder_decoder": encoder.encoder_decoder,
+        "limit": None if limit is None else [limit.rows, limit.seq_length, limit.packed],
+    }
+    key = digest_of(description)
+    path = cache_folder(settings) / f"tokens-{key}"
+    arrays, hit = open_or_build(
+        path,
+        lambda writer: _build(writer, source, settings, encoder, limit, description, say),
+        timeout_s=settings.lock_timeout_s,
+        say=say,
+        what=f"the tokens of {source.name}",
+    )
+    return TokenCache(arrays, key, hit)
+
+
+def cache_folder(settings: DataSettings) -> Path:
+    """The folder that `cache_dir` means."""
+    return translate(settings.cache_dir)
+
+
+def _build(
+    writer: ArraysWriter,
+    source: Source,
+    settings: DataSettings,
+    encoder: DocumentEncoder,
+    limit: RowLimit | None,
+    description: dict[str, Any],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    bad_rows = BadRows(settings.on_bad_row)
+    shape, records = _shape_and_records(source.records(), source, settings, bad_rows)
+    say(f"tokenising {source.name}" + ("" if source.is_text else f": {shape}"))
+    documents = _Documents(writer, encoder, bad_rows, limit)
+    for batch in encode_in_order(batches_of(records, shape), encoder, settings.num_proc):
+        documents.add(batch)
+        if documents.is_enough:
+            break
+    if documents.count == 0:
+        raise DataError(
+            f"{source.name} has nothing to train on: {documents.empty} empty and {bad_rows.count} malformed documents"
+            + (f", e.g. {bad_rows.examples[0]}" if bad_rows.examples else "")
+        )
+    documents.finish()
+    return {
+        "key": description,
+        "shape": str(shape),
+        "is_text": shape.format == "text",
+        "documents": documents.count,
+        "empty_documents": documents.empty,
+        "tokens": documents.tokens.length,
+        "loss_tokens": documents.loss_tokens,
+        "bad_rows": bad_rows.count,
+        "bad_row_examples": bad_rows.examples,
+        "source": source.name,
+        "stopped_early": documents.is_enough,
+    }
+
+
+def _shape_and_records(
+    records: Iterator[Record | BadRow], source: Source, settings: DataSettings, bad_rows: BadRows
+) -> tuple[Shape, Iterator[Record | BadRow]]:
+    if source.is_text:
+        if settings.format not in ("auto", "text"):
+            raise DataError(
+                f"{source.name} is plain text, but format is {settings.format!r}: set format to text or auto"
+            )
+        for setting in ("text_column", "prompt_column", "messages_column"):
+            if (column := getattr(settings, setting)) is not None:
+                raise DataError(
+                    f"{setting} is {column!r}, but {source.name} is plain text, which has no columns: drop it"
+                )
+        return Shape("text", ("text",)), records
+    head = list(islice(records, DETECT_ROWS))
+    rows = [item.row for item in head if isinstance(item, Record)]
+    while not rows:
+        item = next(records, None)
+        if item is None:
+            if bad := next((item for item in head if isinstance(item, BadRow)), None):
+                bad_rows.add(bad)
+            raise DataError(f"{source.name} is empty: it has no {'usable ' if head else ''}row to train on")
+        head.append(item)
+        rows = [item.row] if isinstance(item, Record) else []
+    return detect_shape(rows, settings, source.name), chain(head, records)
+
+
+class _Documents:
+    """Appends documents to the arrays, joins pieces, counts, and takes back a document whose file breaks half-way."""
+
+    def __init__(
+        self, writer: ArraysWriter, encoder: DocumentEncoder, bad_rows: BadRows, limit: RowLimit | None
+    ) -> None:
+        self.tokens: ArrayWriter = writer.array("tokens", np.uint32)
+        self.offsets: ArrayWriter = writer.array("offsets", np.int64)
+        self.first_loss: ArrayWriter = writer.array("first_loss", np.int64)
+        self.before, self.after = encoder.edges
+        self.bad_rows, self.limit = bad_rows, limit
+        self.count = self.empty = self.loss_tokens = 0
+        self._ends: list[int] = [0]
+        self._first: list[int] = []
+        self._start: int | None = None
+        self._row_tokens = 0
+
+    @property
+    def is_enough(self) -> bool:
+        if self.limit is None:
+            return False
+        return self.count >= self.limit.rows and (
+            not self.limit.packed or self._row_tokens >= self.limit.rows * self.limit.seq_length
+        )
+
+    def add(self, batch: Batch) -> None:
+        for item, encoded in zip(batch.items, batch.encoded, strict=True):
+            if self.is_enough:
+                return
+            if isinstance(encoded, BadRow):
+                self._take_back()
+                self.bad_rows.add(encoded)
+            elif isinstance(item, Piece):
+                self._add_piece(encoded, item.is_last)
+            elif not carries_loss(encoded)[1:].any():
+                self.empty += 1
+            else:
+                has_loss = carries_loss(encoded)
+                self.tokens.append(encoded)
+                self._close(len(encoded), 1 + int(np.argmax(has_loss[1:])), int(has_loss[1:].sum()))
+
+    def _add_piece(self, ids: np.ndarray, is_last: bool) -> None:
+        if self._start is None:
+            self._start = self.tokens.length
+            self.tokens.append(self.before)
+        self.tokens.append(ids)
+        if not is_last:
+            return
+        if self.tokens.length == self._start + len(self.before):
+            self._take_back()
+            self.empty += 1
+            return
+        self.tokens.append(self.after)
+        length = self.tokens.length - self._start
+        self._start = None
+        self._close(length, 1, length - 1)
+
+    def _take_back(self) -> None:
+        if self._start is not None:
+            self.tokens.truncate(self._start)
+            self._start = None
+
+    def _close(self, length: int, first_loss: int, loss_tokens: int) -> None:
+        self.count += 1
+        self.loss_tokens += loss_tokens
+        self._row_tokens += length if self.limit is None else min(length, self.limit.seq_length)
+        self._ends.append(self.tokens.length)
+        self._first.append(first_loss)
+        if len(self._first) >= 65536:
+            self._flush()
+
+    def _flush(self) -> None:
+        self.offsets.append(np.asarray(self._ends, dtype=np.int64))
+        self.first_loss.append(np.asarray(self._first, dtype=np.int64))
+        self._ends, self._first = [], []
+
+    def finish(self) -> None:
+        assert self._start is None, "a document was left open"
+        self._flush()
