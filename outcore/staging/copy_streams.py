@@ -1,0 +1,150 @@
+"""The device's side of a lane: asynchronous copies on streams of the lane's own, and the events that end them.
+
+`CudaStreams` queues cudaMemcpyAsync through torch on its streams and brackets each copy by two events, so that the
+device time of the copy is known. `HostStreams` is the null object for machines without CUDA: a copy is a memcpy that
+is over when the call returns. Both are safe to use from several threads.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+
+class CopyEvent(Protocol):
+    """The end of one copy."""
+
+    @property
+    def is_over(self) -> bool:
+        """True without waiting when the copy is known to have ended."""
+        ...
+
+    def synchronize(self) -> None:
+        """Blocks (without spinning) until the copy has ended; raises what the device reports."""
+        ...
+
+    def copy_s(self) -> float:
+        """Seconds the copy took on the device; only after the end."""
+        ...
+
+
+class CopyStreams(Protocol):
+    """Streams of one device; `count` of them, numbered from 0."""
+
+    @property
+    def count(self) -> int: ...
+
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        """Whether the 1-D uint8 tensor can be copied from and to without a staging slot."""
+        ...
+
+    def now(self) -> Any:
+        """An event for all the work queued so far on the caller's current stream (None on a CPU)."""
+        ...
+
+    def copy(self, index: int, target: torch.Tensor, source: torch.Tensor, after: Any) -> CopyEvent:
+        """Queues `target` <- `source` (1-D uint8, equal sizes) on stream `index`, once the event `after` has passed."""
+        ...
+
+    def hold(self, stream: Any, event: CopyEvent) -> None:
+        """Makes `stream` (None: the caller's current one) wait for the copy, without blocking the host."""
+        ...
+
+
+class FinishedCopy:
+    """A copy that ended before the call returned."""
+
+    is_over = True
+
+    def __init__(self, copy_s: float) -> None:
+        self._copy_s = copy_s
+
+    def synchronize(self) -> None:
+        return
+
+    def copy_s(self) -> float:
+        return self._copy_s
+
+
+class HostStreams:
+    """Copies between CPU tensors, at once."""
+
+    count = 1
+
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        return False
+
+    def now(self) -> None:
+        return None
+
+    def copy(self, index: int, target: torch.Tensor, source: torch.Tensor, after: Any) -> FinishedCopy:
+        begin_s = time.perf_counter()
+        with torch.inference_mode():  # also writes tensors that were made in inference mode
+            target.copy_(source)
+        return FinishedCopy(time.perf_counter() - begin_s)
+
+    def hold(self, stream: Any, event: CopyEvent) -> None:
+        return
+
+
+class CudaCopy:
+    """A copy queued on a CUDA stream."""
+
+    is_over = False
+
+    def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self.begin = begin
+        self.end = end
+
+    def synchronize(self) -> None:
+        self.end.synchronize()
+
+    def copy_s(self) -> float:
+        return self.begin.elapsed_time(self.end) * 1e-3
+
+
+class CudaStreams:
+    """`count` streams on a CUDA device; torch hands them out of its pool of 32 per device."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self.count = count
+        self.device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(count)]
+
+    def is_pinned(self, host: torch.Tensor) -> bool:
+        # Both ends: a view across the end of a pinned region would be copied synchronously, or refused.
+        return bool(host.is_pinned()) and bool(host[-1:].is_pinned())
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def copy(self, index: int, target: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event | None) -> CudaCopy:
+        stream = self._streams[index]
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True, blocking=True)
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            begin.record(stream)
+            target.copy_(source, non_blocking=True)
+            end.record(stream)
+        return CudaCopy(begin, end)
+
+    def hold(self, stream: torch.cuda.Stream | None, event: CopyEvent) -> None:
+        assert isinstance(event, CudaCopy)
+        event.end.wait(stream if stream is not None else torch.cuda.current_stream(self.device))
+
+
+def open_streams(device: torch.device, count: int) -> CopyStreams:
+    """The streams for `device`; ValueError for a device that is neither CUDA nor the CPU."""
+    if count < 1:
+        raise ValueError(f"a lane needs at least one stream, got {count}")
+    if device.type == "cuda":
+        return CudaStreams(device, count)
+    if device.type == "cpu":
+        return HostStreams()
+    raise ValueError(f"lanes serve CUDA devices and the CPU, not {device.type!r}")
