@@ -1,6 +1,7 @@
 """Bytes between host or device memory and drives: aligned files, engines, and a store of named tensors."""
 
-from outcore.storage.block_file import BlockFile, BufferedFallbackWarning
+from outcore.storage.block_file import BlockFile
+from outcore.storage.descriptor import BufferedFallbackWarning
 from outcore.storage.engine import StorageEngine, open_engine
 from outcore.storage.errors import StorageError, describe_errno
 from outcore.storage.host_buffer import aligned_bytes

@@ -9,32 +9,27 @@ flight, about a microsecond.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+
+Held = tuple[int, int, bool]
 
 
 class RangeLocks:
     """Shared and exclusive locks on [start, end) byte ranges. A thread holds one range at a time: no deadlock."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._held: list[tuple[int, int, bool]] = []
+        self._changed = threading.Condition(threading.Lock())
+        self._held: list[Held] = []
 
-    @contextmanager
-    def hold(self, start: int, end: int, *, exclusive: bool) -> Iterator[None]:
-        """Hold [start, end) until the block ends; waits for conflicting holders, whose work the kernel ends."""
-        mine = (start, end, exclusive)
+    def take(self, start: int, end: int, *, exclusive: bool) -> Held:
+        """Wait for conflicting holders (the kernel ends their work), then hold [start, end) until `give_back`."""
         with self._changed:
-            while self._conflicts(mine):
+            while any(start < e and s < end and (exclusive or alone) for s, e, alone in self._held):
                 self._changed.wait()
+            mine = (start, end, exclusive)
             self._held.append(mine)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._held.remove(mine)
-                self._changed.notify_all()
+            return mine
 
-    def _conflicts(self, mine: tuple[int, int, bool]) -> bool:
-        start, end, exclusive = mine
-        return any(start < e and s < end and (exclusive or alone) for s, e, alone in self._held)
+    def give_back(self, mine: Held) -> None:
+        with self._changed:
+            self._held.remove(mine)
+            self._changed.notify_all()

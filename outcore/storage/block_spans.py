@@ -1,0 +1,124 @@
+"""`BlockSpans`: any run of bytes fitted to the whole blocks that direct I/O takes.
+
+A transfer is cut into at most three parts: an edge before the first block boundary, the aligned middle, an edge behind
+the last boundary. The middle goes straight between the drive and the caller's memory. Edges go through a small aligned
+bounce buffer; writing an edge is a read-modify-write of its block, alone in that block (`RangeLocks`), so that
+concurrent writers of other bytes of the same block lose nothing. Memory at an odd address goes through the bounce
+buffer whole, a mebibyte at a time. On a buffered file everything is one part, but writers still announce themselves,
+because a file may fall back to buffered while read-modify-writes are under way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from outcore.storage.descriptor import Descriptor
+from outcore.storage.host_buffer import address_of, aligned_bytes, copy_bytes
+from outcore.storage.range_locks import RangeLocks
+from outcore.units import MIB, round_up
+
+BOUNCE_BYTES = MIB  # one piece of an unaligned transfer; larger gains nothing, the copy is the cost
+
+
+class BlockSpans:
+    """Reads and writes byte ranges of one descriptor. Bounce buffers are kept: one per thread that needed one."""
+
+    def __init__(self, descriptor: Descriptor) -> None:
+        self._descriptor = descriptor
+        self._block_bytes = descriptor.block_bytes
+        self._ranges = RangeLocks()
+        self._bounces: deque[np.ndarray] = deque()
+
+    def read(self, view: np.ndarray, offset: int) -> int:
+        """Fill `view`; returns the bytes read, fewer than asked only where the file ends."""
+        for part, at, aligned in self._parts(view, offset):
+            span_read = self._descriptor.read_span if aligned else self._read_bounced
+            got = span_read(part, at, part.nbytes)
+            if got < part.nbytes:
+                return at - offset + got
+        return view.nbytes
+
+    def write(self, view: np.ndarray, offset: int) -> None:
+        """Write all of `view`. The file must already reach to the end of the last block touched."""
+        for part, at, aligned in self._parts(view, offset):
+            if aligned:
+                held = self._ranges.take(at, at + part.nbytes, exclusive=False)
+                try:
+                    self._descriptor.write_span(part, at)
+                finally:
+                    self._ranges.give_back(held)
+            else:
+                self._write_bounced(part, at)
+
+    def _parts(self, view: np.ndarray, offset: int) -> Iterator[tuple[np.ndarray, int, bool]]:
+        """Split into (bytes, file offset, whether it may go without a bounce)."""
+        if not self._descriptor.direct:
+            yield view, offset, True
+            return
+        end = offset + view.nbytes
+        first, last = round_up(offset, self._block_bytes), end - end % self._block_bytes
+        if first >= last or (address_of(view) + first - offset) % self._descriptor.memory_align_bytes:
+            yield view, offset, False
+            return
+        if first > offset:
+            yield view[: first - offset], offset, False
+        yield view[first - offset : last - offset], first, True
+        if end > last:
+            yield view[last - offset :], last, False
+
+    def _read_bounced(self, part: np.ndarray, at: int, needed: int) -> int:
+        done = 0
+        bounce = self._take_bounce()
+        try:
+            while done < needed:
+                start = at + done
+                skip = start % self._block_bytes
+                take = min(needed - done, bounce.nbytes - skip)
+                span = bounce[: round_up(skip + take, self._block_bytes)]
+                got = min(self._descriptor.read_span(span, start - skip, skip + take) - skip, take)
+                if got > 0:
+                    copy_bytes(part[done : done + got], span[skip : skip + got])
+                    done += got
+                if got < take:
+                    break
+        finally:
+            self._bounces.append(bounce)
+        return done
+
+    def _write_bounced(self, part: np.ndarray, at: int) -> None:
+        done = 0
+        block = self._block_bytes
+        bounce = self._take_bounce()
+        try:
+            while done < part.nbytes:
+                start = at + done
+                skip = start % block
+                # An edge block alone, so that the exclusive hold and the read stay small; whole blocks many at a time.
+                if skip or part.nbytes - done < block:
+                    take = min(part.nbytes - done, block - skip)
+                else:
+                    take = min(part.nbytes - done, bounce.nbytes)
+                    take -= take % block
+                span = bounce[: round_up(skip + take, block)]
+                partial = take < span.nbytes
+                held = self._ranges.take(start - skip, start - skip + span.nbytes, exclusive=partial)
+                try:
+                    if partial:
+                        got = self._descriptor.read_span(span, start - skip, span.nbytes)
+                        span[got:] = 0  # behind the end of the file
+                    copy_bytes(span[skip : skip + take], part[done : done + take])
+                    self._descriptor.write_span(span, start - skip)
+                finally:
+                    self._ranges.give_back(held)
+                done += take
+        finally:
+            self._bounces.append(bounce)
+
+    def _take_bounce(self) -> np.ndarray:
+        try:
+            return self._bounces.pop()
+        except IndexError:
+            return aligned_bytes(max(BOUNCE_BYTES, self._block_bytes))

@@ -1,0 +1,182 @@
+"""`Descriptor`: one open file, direct or buffered, and calls on it that move everything or say why not.
+
+The kernel may move fewer bytes than asked, be interrupted, be short of resources for a moment, or refuse direct I/O
+only at the first transfer. All of that is settled here: the layers above see whole spans or a `StorageError`.
+"""
+
+from __future__ import annotations
+
+import errno as errno_module
+import os
+import stat
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from outcore.storage.errors import StorageError
+from outcore.storage.filesystem import RAM_FILESYSTEMS, direct_limits, filesystem_of
+from outcore.units import GIB, MIB
+
+Mode = Literal["r", "rw", "create"]
+
+MAX_CALL_BYTES = GIB  # Linux moves at most 2 GiB - 4 KiB per call
+MAX_STALLS = 8  # calls in a row that move nothing usable before the transfer counts as failed
+MAX_BUSY_TRIES = 200  # EAGAIN: at most 2 s of waiting
+BUSY_SLEEP_S = 0.01
+_CANNOT_RESERVE = (errno_module.EOPNOTSUPP, errno_module.EINVAL, errno_module.ENOSYS)
+
+
+class BufferedFallbackWarning(UserWarning):
+    """Direct I/O is not possible on this filesystem; transfers go through the page cache."""
+
+
+class Descriptor:
+    """An open file. `direct`: what really happens. `block_bytes`, `memory_align_bytes`: what direct I/O needs."""
+
+    def __init__(self, path: Path, mode: Mode, *, direct: bool) -> None:
+        if not hasattr(os, "preadv"):
+            raise StorageError("open", path=path, reason=f"positional vector I/O is not available on {sys.platform}")
+        self.path = path
+        self._lock = threading.Lock()
+        flags = {"r": os.O_RDONLY, "rw": os.O_RDWR, "create": os.O_RDWR | os.O_CREAT | os.O_TRUNC}[mode]
+        flags |= getattr(os, "O_CLOEXEC", 0)
+        direct_flag = getattr(os, "O_DIRECT", 0) if direct else 0
+        refused = None if direct_flag or not direct else f"{sys.platform} has no O_DIRECT"
+        try:
+            try:
+                self.fd = os.open(path, flags | direct_flag, 0o644)
+            except OSError as error:
+                if not direct_flag or error.errno not in (errno_module.EINVAL, errno_module.EOPNOTSUPP):
+                    raise
+                self.fd = os.open(path, flags, 0o644)
+                direct_flag, refused = 0, "the filesystem refuses O_DIRECT"
+        except OSError as error:
+            raise StorageError("open", path=path, errno=error.errno) from error
+        if not stat.S_ISREG(os.fstat(self.fd).st_mode):
+            os.close(self.fd)
+            raise StorageError("open", path=path, reason="not a regular file")
+        limits = direct_limits(self.fd)
+        self.block_bytes = limits.block_bytes
+        self.memory_align_bytes = limits.memory_align_bytes
+        self.direct = bool(direct_flag)
+        if refused is not None:
+            self._say_buffered(refused)
+        elif self.direct and limits.supported is False:
+            self._fall_back("the kernel reports no direct I/O for this file")
+        elif self.direct and filesystem_of(path)[0] in RAM_FILESYSTEMS:
+            self._fall_back("the filesystem lives in memory")
+
+    def _fall_back(self, reason: str) -> None:
+        """Clear O_DIRECT on the open descriptor: transfers in flight on other threads just go on."""
+        import fcntl
+
+        with self._lock:
+            if not self.direct:
+                return
+            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            self.direct = False
+        self._say_buffered(reason)
+
+    def _say_buffered(self, reason: str) -> None:
+        kind, mount_point = filesystem_of(self.path)
+        # The text names the filesystem, not the file: Python's default filter then shows it once per filesystem.
+        warnings.warn(
+            f"{mount_point} ({kind}): transfers go through the page cache because {reason}; "
+            "expect lower rates than with direct I/O (a local ext4 or xfs drive has it)",
+            BufferedFallbackWarning,
+            stacklevel=1,
+        )
+
+    # ------------------------------------------------------------------ transfers
+
+    def read_span(self, span: np.ndarray, at: int, needed: int) -> int:
+        """Read at least `needed` bytes into `span`, fewer only at the file's end; returns how many.
+
+        In direct mode `span` and `at` must be whole blocks. Raises StorageError.
+        """
+        done = furthest = stalls = busy = 0
+        while done < needed:
+            try:
+                moved = os.preadv(self.fd, [span[done : done + MAX_CALL_BYTES].data], at + done)
+            except OSError as error:
+                busy = self._after_error(error, "read", at + done, span.nbytes - done, busy)
+                continue
+            furthest = max(furthest, done + moved)
+            before = done
+            # Direct I/O goes on from a whole block; the part of a block already there is read once more.
+            done = furthest if furthest >= needed or not self.direct else furthest - furthest % self.block_bytes
+            stalls = 0 if done > before else stalls + 1
+            if moved == 0 or stalls >= MAX_STALLS:
+                break
+        return furthest
+
+    def write_span(self, span: np.ndarray, at: int) -> None:
+        """Write all of `span`. In direct mode `span` and `at` must be whole blocks. Raises StorageError."""
+        done = stalls = busy = 0
+        while done < span.nbytes:
+            try:
+                moved = os.pwritev(self.fd, [span[done : done + MAX_CALL_BYTES].data], at + done)
+            except OSError as error:
+                busy = self._after_error(error, "write", at + done, span.nbytes - done, busy)
+                continue
+            before = done
+            done += moved
+            if self.direct and done < span.nbytes:
+                done -= done % self.block_bytes  # write the broken block again rather than continue unaligned
+            stalls = 0 if done > before else stalls + 1
+            if stalls >= MAX_STALLS:
+                raise StorageError(
+                    "write",
+                    path=self.path,
+                    offset=at,
+                    wanted=span.nbytes,
+                    got=done,
+                    reason="the system took no more bytes and gave no reason",
+                )
+
+    def _after_error(self, error: OSError, action: str, at: int, wanted: int, busy: int) -> int:
+        """Decide whether a failed call is worth repeating; raises StorageError where not. EINTR never arrives here."""
+        if error.errno == errno_module.EAGAIN and busy < MAX_BUSY_TRIES:
+            time.sleep(BUSY_SLEEP_S)
+            return busy + 1
+        if error.errno == errno_module.EINVAL and self.direct:
+            self._fall_back("the filesystem accepts O_DIRECT at open but refuses direct transfers")
+            return busy
+        raise StorageError(action, path=self.path, offset=at, wanted=wanted, got=0, errno=error.errno) from error
+
+    # ------------------------------------------------------------------ size and lifetime
+
+    def size_bytes(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def resize(self, size_bytes: int) -> None:
+        """Set the file's size; raises OSError."""
+        os.ftruncate(self.fd, size_bytes)
+
+    def reserve(self, start: int, end: int) -> None:
+        """Have the filesystem set blocks aside for [start, end), or write zeros where it cannot. Raises OSError."""
+        # Not on the direct descriptor: where the C library emulates the call it writes single bytes.
+        fd = os.open(self.path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+        try:
+            if hasattr(os, "posix_fallocate"):
+                try:
+                    os.posix_fallocate(fd, start, end - start)
+                    return
+                except OSError as error:
+                    if error.errno not in _CANNOT_RESERVE:
+                        raise
+            zeros = bytes(MIB)
+            at = start
+            while at < end:
+                at += os.pwrite(fd, zeros[: end - at], at)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        os.close(self.fd)
