@@ -45,10 +45,7 @@ def drive_of(path: str | os.PathLike[str], *, sys_root: str | Path = "/", usage:
     root = Path(sys_root)
     mounts = read_mounts(root)
     mount = mount_of(str(existing), mounts)
-    if mount is None:
-        drive = _drive_without_mount(str(asked), existing)
-    else:
-        drive = _describe(mount, mounts, root, depth=0)
+    drive = _describe(mount, mounts, root, depth=0) if mount else _drive_without_mount(str(asked), existing)
     return replace(drive, path=str(asked), total_bytes=total_bytes, free_bytes=free_bytes)
 
 

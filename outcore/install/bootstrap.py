@@ -1,0 +1,70 @@
+"""First call of every root script: run in an interpreter that has outcore's dependencies, or say how to get one.
+
+`python train_model.py` started with a bare interpreter runs again inside `.venv` with the same arguments. Written so
+that a Python too old for the rest of outcore still gets as far as the one line that says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+MINIMUM_PYTHON = (3, 11)
+# What makes an environment outcore's: `python setup.py` installs them all (DeepSpeed has no Windows build).
+NEEDED_MODULES = ("torch", "transformers") if os.name == "nt" else ("torch", "transformers", "deepspeed")
+
+
+def ensure_environment(script):
+    # type: (str) -> None
+    """Return when this interpreter can run `script` (its `__file__`); else re-execute it in `.venv` or exit.
+
+    Exits with one line for people when Python is too old, or when there is no environment to change to. Also puts the
+    interpreter's own folder on PATH, because DeepSpeed looks there for `ninja`.
+    """
+    if sys.version_info < MINIMUM_PYTHON:
+        sys.exit(
+            "outcore needs Python 3.11, 3.12 or 3.13, this is {}.{}: start it with a newer one, "
+            "for instance `python3.11 {}`".format(sys.version_info[0], sys.version_info[1], os.path.basename(script))
+        )
+    script = os.path.abspath(script)
+    repository = os.path.dirname(script)
+    missing = [name for name in NEEDED_MODULES if importlib.util.find_spec(name) is None]
+    if not missing:
+        add_to_path(os.path.dirname(sys.executable))
+        return
+    environment = os.path.join(repository, ".venv")
+    python = environment_python(environment)
+    if os.path.exists(python) and os.path.realpath(sys.prefix) != os.path.realpath(environment):
+        _replace_process([python, script, *sys.argv[1:]])
+    sys.exit(
+        "{} is not installed for {}: run `python setup.py` once, in {}".format(
+            " and ".join(missing), sys.executable, repository
+        )
+    )
+
+
+def environment_python(environment):
+    # type: (str) -> str
+    """The interpreter of a virtual environment, on this operating system."""
+    if os.name == "nt":
+        return os.path.join(environment, "Scripts", "python.exe")
+    return os.path.join(environment, "bin", "python")
+
+
+def add_to_path(directory):
+    # type: (str) -> None
+    """Put a folder first on this process's PATH unless it is on it already."""
+    entries = os.environ.get("PATH", "").split(os.pathsep)
+    if directory not in entries:
+        os.environ["PATH"] = os.pathsep.join([directory] + [entry for entry in entries if entry])
+
+
+def _replace_process(command):
+    # type: (list) -> None
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.name == "nt":  # execv returns to the shell at once there
+        sys.exit(subprocess.call(command))
+    os.execv(command[0], command)

@@ -1,0 +1,301 @@
+"""The steps of `python setup.py`, in the order that setup.py calls them; every failure becomes one message and a code.
+
+Second run with nothing to do: detection, a look at the installed versions and the verification, 10-15 s on two cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from outcore.install.doctor import probe_rows
+from outcore.install.environment import Environment, find_environment, make_environment
+from outcore.install.errors import EXIT_INTERRUPTED, EXIT_NOT_READY, EXIT_OK, InstallError, from_os_error
+from outcore.install.extensions import BuildResult, build_all, extension_environment, sanitise_arch_list
+from outcore.install.host_checks import configured_offload_path, host_rows, launcher_row, offload_row
+from outcore.install.options import parse_options
+from outcore.install.pip import Stream, install, stream_command
+from outcore.install.plan import WINDOWS_WORDS, make_plan, print_plan
+from outcore.install.progress import Progress
+from outcore.install.report import make_report, print_plain, print_table, write_report
+from outcore.install.requirement_set import NEEDED_BYTES, RequirementSet, choose_set
+from outcore.install.rows import MISSING, Row
+from outcore.install.shim import write_shim
+from outcore.machine import Machine, detect_machine, drive_of
+from outcore.machine.gpus import Runner, run_command
+from outcore.units import format_gb, format_gib
+
+OUTPUT_FOLDERS = ("checkpoints", "logs", "final_model")
+# Variables of a surrounding launcher or interpreter that would mislead the children.
+DROPPED_VARIABLES = ("PYTHONHOME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+
+
+class Job:
+    """One run of the set-up. Use as a context manager: errors end in `exit_code` and a message, not in a traceback."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        repository: str | Path,
+        *,
+        detect: Callable[[], Machine] = detect_machine,
+        runner: Runner = run_command,
+        stream: Stream = stream_command,
+        call: Callable[..., int] = subprocess.call,
+    ) -> None:
+        self.options = parse_options(argv)
+        self.repository = Path(repository).resolve()
+        self.exit_code = EXIT_OK
+        self.rows: list[Row] = []
+        self.build_results: tuple[BuildResult, ...] = ()
+        self.progress = Progress(sys.stderr if self.options.json else sys.stdout)
+        self._detect, self._runner, self._stream, self._call = detect, runner, stream, call
+        self._machine: Machine | None = None
+        self._environment: Environment | None = None
+        self._chosen: RequirementSet | None = None
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> bool:
+        if error is None:
+            return False
+        if isinstance(error, OSError) and not isinstance(error, BlockingIOError):
+            error = from_os_error(error)
+        if isinstance(error, InstallError):
+            self.exit_code = error.exit_code
+            self.progress.say(f"\nset-up failed: {error}")
+            self._report_error(str(error))
+            return True
+        if isinstance(error, KeyboardInterrupt):
+            self.exit_code = EXIT_INTERRUPTED
+            self.progress.say("\ninterrupted: run `python setup.py` again, it goes on where it stopped")
+            self._report_error("interrupted")
+            return True
+        return False
+
+    @property
+    def machine(self) -> Machine:
+        assert self._machine is not None, "detect() comes first"
+        return self._machine
+
+    @property
+    def environment(self) -> Environment:
+        assert self._environment is not None, "detect() comes first"
+        return self._environment
+
+    @property
+    def chosen(self) -> RequirementSet:
+        assert self._chosen is not None, "detect() comes first"
+        return self._chosen
+
+    def detect(self) -> None:
+        """This machine, the environment to use and the packages that match."""
+        self._machine = machine = self._detect()
+        self._environment = find_environment(self.repository, self.options.venv)
+        gpus = ", ".join(f"{gpu.name} ({format_gib(gpu.vram_bytes)})" for gpu in machine.gpus) or "no CUDA GPU"
+        wsl = " under WSL2" if machine.is_wsl2 else ""
+        self.progress.say(f"machine:     {machine.os_name}{wsl}, {machine.cpu_name}, {machine.cpu_threads} threads, "
+                          f"{format_gib(machine.ram_total_bytes)} RAM, {gpus}")  # fmt: skip
+        if machine.os_family == "windows":
+            self.progress.say(WINDOWS_WORDS)
+        self._chosen = choose_set(machine, self.options.set_name, self.repository, with_tests=self.options.test)
+        self.progress.say(f"packages:    requirements/{self.chosen.file.name} because {self.chosen.reason}")
+        for warning in self.chosen.warnings:
+            self.progress.say(f"warning:     {warning}")
+        self.progress.say(f"environment: {self.environment.prefix} ({self.environment.how})")
+
+    def print_plan(self) -> None:
+        """--dry-run: what would be installed and built. Nothing is touched."""
+        environment, chosen = self.environment, self.chosen
+        directory = Path(self._child_environment()["TORCH_EXTENSIONS_DIR"])
+        plan = make_plan(environment, chosen, self.repository, directory)
+        if self.options.json:
+            print(json.dumps(plan, indent=2))
+        else:
+            print_plan(plan, self.progress)
+
+    def install_packages(self) -> None:
+        """Environment and pip, when anything is missing; the stamp comes last."""
+        for name in OUTPUT_FOLDERS:
+            (self.repository / name).mkdir(exist_ok=True)
+        environment, chosen = self.environment, self.chosen
+        why = environment.needs_install(chosen, self.repository)
+        if why is None:
+            self.progress.say("packages:    all pinned versions are installed")
+            return
+        self.progress.say(f"installing:  {why}")
+        self._check_space()
+        if environment.exists:
+            environment.remove_stamp()
+        make_environment(environment, self._execute)
+        environ = self._child_environment(with_torch=False)
+        log_path = self.repository / "logs" / "setup_pip.log"
+        install(environment, chosen, self.repository, environ, self._stream, self.progress, log_path)
+        unmet = environment.unmet_pins(chosen.pins)
+        if unmet:
+            names = ", ".join(f"{name} ({found or 'not there'})" for name, found in unmet.items())
+            raise InstallError(
+                "pip ended well, yet not every pinned version is installed",
+                names,
+                f"make the environment anew: `rm -rf {environment.prefix} && python setup.py`",
+            )
+        environment.write_stamp({"set": chosen.name, "torch": chosen.pins["torch"], "tests": self.options.test})
+
+    def build_extensions(self) -> None:
+        """DeepSpeed's extensions, those that are not there yet."""
+        if "deepspeed" not in self.chosen.pins:
+            return
+        log_path = self.repository / "logs" / "setup_build.log"
+        environ = self._child_environment()
+        self.build_results = build_all(
+            self.environment, self.chosen.accelerator, environ, self._stream, self.progress, log_path
+        )
+
+    def verify(self) -> None:
+        """Use every part once; a row each."""
+        environment, chosen = self.environment, self.chosen
+        offload = self.options.offload_path or configured_offload_path(self.repository)
+        self.rows = host_rows(self.machine, environment, chosen, self.repository, self._runner)
+        if environment.exists:
+            self.progress.begin("verifying every part")
+            try:
+                environ = self._child_environment()
+                self.rows += probe_rows(environment, chosen, self.repository, environ, offload, self.build_results)
+            finally:
+                self.progress.end(bool(self.rows))
+            if "deepspeed" in chosen.pins:
+                self.rows.append(launcher_row(environment))
+        else:
+            found = f"{environment.prefix} does not exist"
+            self.rows.append(Row("environment", found, "a virtual environment", MISSING, True, "`python setup.py`"))
+        self.rows.append(offload_row(offload))
+
+    def report(self) -> None:
+        """The table (or JSON), logs/setup_report.json, and what to do next."""
+        content = make_report(self.rows, self.machine, self.chosen.name, str(self.environment.prefix))
+        path = self.repository / "logs" / "setup_report.json"
+        write_report(content, path)
+        self.exit_code = EXIT_OK if content["ok"] else EXIT_NOT_READY
+        if self.options.json:
+            print(json.dumps(content, indent=2), flush=True)
+        else:
+            self._print_table(path)
+        broken = [row for row in self.rows if not row.holds]
+        if broken:
+            self.progress.say("\nnot ready: training needs these")
+            for row in broken:
+                self.progress.say(f"  {row.part}: {row.found}\n    fix: {row.fix}")
+            return
+        self.progress.say(f"\nready. The report is in {path.relative_to(self.repository)}.")
+        if not self.options.test and not self.options.run:
+            self._say_how_to_start()
+
+    def follow_up(self) -> None:
+        """--shim, --test, --run; only on a machine that is ready."""
+        if self.exit_code != EXIT_OK:
+            return
+        if self.options.shim:
+            self.progress.say(write_shim(self.environment))
+        if self.options.test:
+            self.exit_code = self._start(["-m", "pytest", *self._pytest_arguments()])
+        if self.options.run:
+            script = self.repository / "train_model.py"
+            if not script.exists():
+                raise InstallError(f"{script} is not there", "the clone is incomplete", "clone the repository again")
+            self.exit_code = self._start([str(script), *self.options.rest])
+
+    def _pytest_arguments(self) -> list[str]:
+        """The whole suite must cover 80 % of the package; a chosen part of it need not."""
+        coverage = ["--cov=outcore", "--cov-report=term"]
+        return [*coverage, *self.options.rest] if self.options.rest else [*coverage, "--cov-fail-under=80"]
+
+    def _start(self, arguments: list[str]) -> int:
+        sys.stdout.flush()
+        out = {"stdout": sys.stderr} if self.options.json else {}
+        command = [str(self.environment.python), *arguments]
+        return self._call(command, cwd=self.repository, env=self._child_environment(), **out)
+
+    def _child_environment(self, with_torch: bool = True) -> dict[str, str]:
+        """What children of the environment's interpreter get."""
+        prefix = self.environment.prefix
+        environ = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
+        environ["VIRTUAL_ENV"] = str(prefix)
+        environ["PATH"] = os.pathsep.join([str(self.environment.bin_dir), environ.get("PATH", "")])
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self.repository), environ.get("PYTHONPATH")]))
+        if "TORCH_CUDA_ARCH_LIST" in environ:
+            environ["TORCH_CUDA_ARCH_LIST"] = sanitise_arch_list(environ["TORCH_CUDA_ARCH_LIST"])
+            if not environ["TORCH_CUDA_ARCH_LIST"]:
+                del environ["TORCH_CUDA_ARCH_LIST"]
+        if with_torch:
+            try:
+                environ |= extension_environment(self.chosen.accelerator, prefix, environ)
+            except RuntimeError:  # no torch yet: the checks will say so, part by part
+                environ["TORCH_EXTENSIONS_DIR"] = str(prefix / "torch_extensions" / "without-torch")
+            environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
+        return environ
+
+    def _execute(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            list(command), capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, env=self._plain()
+        )
+
+    def _plain(self) -> Mapping[str, str]:
+        return {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
+
+    def _check_space(self) -> None:
+        if self.environment.exists and "torch" in self.environment.installed():
+            return  # the big part is there; pip says so when the rest does not fit
+        drive = drive_of(self.environment.prefix)
+        free, needed = drive.free_bytes or 0, NEEDED_BYTES[self.chosen.name]
+        if free < needed:
+            raise InstallError(
+                "not enough space to install",
+                f"{format_gb(free)} free on {drive.mount_point}, the {self.chosen.name} set needs {format_gb(needed)}",
+                "free space there, or put the environment on another drive: `python setup.py --venv DIR`",
+            )
+
+    def _print_table(self, saved: Path) -> None:
+        """By the environment's interpreter when only that one has rich."""
+        self.progress.say()
+        try:
+            import rich  # noqa: F401
+        except ImportError:
+            if self.environment.exists:
+                sys.stdout.flush()
+                command = [str(self.environment.python), "-m", "outcore.install.report", str(saved)]
+                if self._call(command, cwd=self.repository, env=self._child_environment(with_torch=False)) == 0:
+                    return
+            print_plain(self.rows, sys.stdout)
+            return
+        print_table(self.rows, sys.stdout)
+
+    def _say_how_to_start(self) -> None:
+        prefix = self.environment.prefix
+        shown = prefix.relative_to(self.repository) if prefix.is_relative_to(self.repository) else prefix
+        activate = rf"{shown}\Scripts\activate" if os.name == "nt" else f"source {shown}/bin/activate"
+        self.progress.say(f"activate:  {activate}")
+        self.progress.say("train:     deepspeed --num_gpus=1 train_model.py   (python train_model.py does the same)")
+        if os.name != "nt" and not self.options.shim:
+            self.progress.say("without activating: `python setup.py --shim` puts `deepspeed` into ~/.local/bin")
+
+    def _report_error(self, message: str) -> None:
+        """An unfinished set-up leaves a report that says so, instead of an older one that says OK."""
+        if self._machine is None or self.options.dry_run:
+            return
+        set_name = self._chosen.name if self._chosen else "none"
+        prefix = str(self._environment.prefix) if self._environment else ""
+        content = make_report(self.rows, self._machine, set_name, prefix, error=message)
+        try:
+            write_report(content, self.repository / "logs" / "setup_report.json")
+        except OSError as error:
+            self.progress.say(f"the report could not be written: {error}")
+        if self.options.json:
+            print(json.dumps(content, indent=2), flush=True)

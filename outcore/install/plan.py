@@ -1,0 +1,55 @@
+"""What a set-up would do (`--dry-run`), and what native Windows can and cannot do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from outcore.install.environment import Environment
+from outcore.install.extensions import extensions_for, is_built
+from outcore.install.pip import pip_steps
+from outcore.install.progress import Progress
+from outcore.install.requirement_set import NEEDED_BYTES, RequirementSet
+from outcore.units import format_gb
+
+WINDOWS_WORDS = """
+Native Windows. What works here: reports and planning (forecasts of performance_test.py), preparing data.
+What does not: DeepSpeed and its NVMe offload (libaio is Linux only), kvikio and GPUDirect Storage (no Windows wheels,
+no cuFile), and CUDA (the registry's torch wheels for Windows are CPU only). So there is no training here.
+What does all of it: Ubuntu under WSL2 with the NVIDIA driver of Windows (install none inside WSL2):
+  in PowerShell as administrator: wsl --install -d Ubuntu-24.04     then restart
+  inside Ubuntu: sudo apt-get update && sudo apt-get install -y git build-essential python3-venv python3-dev libaio-dev
+  clone this repository inside Ubuntu's own home (not under /mnt/c, which is slow), then: python3 setup.py
+"""
+
+
+def make_plan(environment: Environment, chosen: RequirementSet, repository: Path, extensions: Path) -> dict[str, Any]:
+    """The plan as plain data; `extensions` is the folder where built extensions would be."""
+    why = environment.needs_install(chosen, repository)
+    unmet = environment.unmet_pins(chosen.pins) if environment.exists else dict.fromkeys(chosen.pins, "")
+    commands = [["python", "-m", "pip", "install", *step.arguments] for step in pip_steps(chosen, repository)]
+    wanted = extensions_for(chosen.accelerator) if "deepspeed" in chosen.pins else ()
+    return {
+        "set": chosen.name,
+        "reason": chosen.reason,
+        "environment": str(environment.prefix),
+        "makes_environment": not environment.exists,
+        "why_install": why,
+        "packages": {name: {"wanted": chosen.pins[name], "found": unmet[name]} for name in sorted(unmet)},
+        "pip_commands": [" ".join(command) for command in commands] if why else [],
+        "extensions_to_build": [e.name for e in wanted if not is_built(extensions, e)],
+        "needed_bytes": NEEDED_BYTES[chosen.name] if why else 0,
+    }
+
+
+def print_plan(plan: dict[str, Any], progress: Progress) -> None:
+    if plan["why_install"] is None:
+        progress.say("would install nothing: every pinned package is there")
+    else:
+        progress.say(f"would install (because {plan['why_install']}), needing {format_gb(plan['needed_bytes'])}:")
+        for name, entry in plan["packages"].items():
+            progress.say(f"  {name} {entry['wanted']}" + (f" (there is {entry['found']})" if entry["found"] else ""))
+        for command in plan["pip_commands"]:
+            progress.say(f"  $ {command}")
+    progress.say(f"would build: {', '.join(plan['extensions_to_build']) or 'nothing'}")
+    progress.say("dry run: nothing was changed")

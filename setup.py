@@ -1,0 +1,43 @@
+"""python setup.py: install outcore, build what it needs, verify every part. Not a build script (see pyproject.toml).
+
+  python setup.py              set up this machine; a second run only verifies
+  python setup.py --check      verify only           --json      the report as JSON
+  python setup.py --dry-run    say what would be done --help     everything else
+  python setup.py --run        set up, then train the embedded default
+  python setup.py --test       set up with the test tools, then run the tests
+
+Standard library only, and nothing here that an old Python cannot parse: it must get as far as the line below.
+"""
+
+import os
+import sys
+
+if sys.version_info < (3, 11):
+    sys.exit(
+        "outcore needs Python 3.11, 3.12 or 3.13, this is %d.%d: start it as `python3.11 setup.py`"
+        % sys.version_info[:2]
+    )
+
+REPOSITORY = os.path.dirname(os.path.abspath(__file__))
+
+
+def main():
+    sys.path.insert(0, REPOSITORY)
+    from outcore.install.job import Job
+
+    with Job(sys.argv[1:], REPOSITORY) as job:  # an error ends here, as one message and an exit code
+        job.detect()  # OS, GPU, driver, CUDA -> the matching set of pinned packages
+        if job.options.dry_run:
+            job.print_plan()
+            return job.exit_code
+        if not job.options.check:
+            job.install_packages()  # virtual environment, torch first, then all that depends on it
+            job.build_extensions()  # DeepSpeed's C++ extensions, so that the first training step does not wait
+        job.verify()  # every part used once, for real
+        job.report()  # table, logs/setup_report.json, what to fix
+        job.follow_up()  # --shim, --test, --run
+    return job.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
