@@ -1,18 +1,18 @@
 """The resolved DeepSpeed configuration: nothing left at "auto", no value that DeepSpeed 0.19.8 crashes on.
 
     built = build_config(user_config, settings, model, run)
-    built.config    dict for deepspeed.initialize / HfDeepSpeedConfig (with the resolved "outcore" block, which DeepSpeed ignores)
-    built.notes     a line per default (with its reason), per changed user value, per fallback
+    built.config    dict for deepspeed.initialize / HfDeepSpeedConfig (with the resolved "outcore" block, which
+    DeepSpeed ignores) built.notes     a line per default (with its reason), per changed user value, per fallback
     built.warnings  those notes that must be shown loudly
     built.offload   where things really live: stage, optimizer, params ("none"|"cpu"|"nvme"), nvme_path, locked_bytes
 
-`user_config` is the parsed deepspeed_config.json ({} without one) and is never changed; `settings` are the offload flags,
-`model` and `run` the facts of the run (settings.py). Values of the file win over our defaults, except where
+`user_config` is the parsed deepspeed_config.json ({} without one) and is never changed; `settings` are the offload
+flags, `model` and `run` the facts of the run (settings.py). Values of the file win over our defaults, except where
 DeepSpeed would crash or corrupt data: those are raised, with a note. Flags win over the file. Contradictions and
 misspelled keys are a ValueError that names the key.
 
-The NVMe folder is created, written to and read back (`nvme_check`), nothing else has side effects. With several ranks on a
-host, let one rank build and broadcast the result, so that all ranks take the same fallback.
+The NVMe folder is created, written to and read back (`nvme_check`), nothing else has side effects. With several ranks
+on a host, let one rank build and broadcast the result, so that all ranks take the same fallback.
 """
 
 from __future__ import annotations
@@ -185,7 +185,8 @@ def _check_data_types(user: Mapping[str, Any], stage: int, precision: str) -> No
         )
     if stage == 0 and grads not in (None, precision):
         raise ValueError(
-            f"deepspeed_config.json: data_types.grad_accum_dtype {grads} needs zero_stage zero1 or higher; with zero_stage "
+            f"deepspeed_config.json: data_types.grad_accum_dtype {grads} needs zero_stage zero1 or higher; with "
+            "zero_stage "
             f"none DeepSpeed accumulates gradients in {precision} only. Remove it or choose another stage."
         )
     if params not in (None, precision):
@@ -194,6 +195,7 @@ def _check_data_types(user: Mapping[str, Any], stage: int, precision: str) -> No
         )
     if user.get("torch_autocast", {}).get("enabled"):
         raise ValueError(
-            "deepspeed_config.json: torch_autocast.enabled is not supported; choose the precision with the bf16 or fp16 "
+            "deepspeed_config.json: torch_autocast.enabled is not supported; choose the precision with the bf16 or "
+            "fp16 "
             "block (or --precision)."
         )

@@ -1,7 +1,7 @@
 """The keys DeepSpeed 0.19.8 reads, so that a misspelled one is an error with a hint instead of being ignored.
 
-DeepSpeed itself ignores unknown top-level keys (`gradient_cliping` would silently train without clipping) and fails deep
-inside on unknown nested ones. A test compares these tables with the installed DeepSpeed.
+DeepSpeed itself ignores unknown top-level keys (`gradient_cliping` would silently train without clipping) and fails
+deep inside on unknown nested ones. A test compares these tables with the installed DeepSpeed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-TOP_LEVEL = frozenset(
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+TOP_LEVEL = _words(
     """activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comms_logger communication_data_type compile
     csv_monitor comet data_efficiency data_types dataloader_drop_last datastates_ckpt disable_allgather
     disable_python_gc dump_state expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op
@@ -18,7 +23,7 @@ TOP_LEVEL = frozenset(
     optimizer pipeline prescale_gradients scheduler seq_parallel_communication_data_type sequence_parallel_size
     steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size
     train_micro_batch_size_per_gpu use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb
-    weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization""".split()
+    weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"""
 )
 """Top-level keys, from deepspeed/runtime/config.py and the modules it calls."""
 
@@ -54,7 +59,7 @@ UNSUPPORTED = {
 }
 """Features of DeepSpeed that outcore's training loop does not drive; harmless when absent or disabled."""
 
-ZERO = frozenset(
+ZERO = _words(
     """allgather_bucket_size allgather_partitions allgather_sequential compute_grad_norm contiguous_gradients
     cpu_offload cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint enable_sanity_checks
     gather_16bit_weights_on_model_save ignore_unused_parameters leaf_module legacy_stage1 load_from_fp32_weights
@@ -68,37 +73,35 @@ ZERO = frozenset(
     stage3_param_persistence_threshold stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params
     sub_group_size use_all_reduce_for_fetch_params use_multi_rank_bucket_allreduce zenflow
     zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights
-    zero_quantized_weights""".split()
+    zero_quantized_weights"""
 )
-OFFLOAD_PARAM = frozenset("buffer_count buffer_size device max_in_cpu nvme_path pin_memory".split())
-OFFLOAD_OPTIMIZER = frozenset(
+OFFLOAD_PARAM = _words("buffer_count buffer_size device max_in_cpu nvme_path pin_memory")
+OFFLOAD_OPTIMIZER = _words(
     """buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read pipeline_write ratio
-    super_offload""".split()
+    super_offload"""
 )
-BF16 = frozenset(
-    "bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update".split()
-)
-FP16 = frozenset(
+BF16 = _words("bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled immediate_grad_update")
+FP16 = _words(
     """auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis initial_scale_power
-    loss_scale loss_scale_window min_loss_scale""".split()
+    loss_scale loss_scale_window min_loss_scale"""
 )
-AIO = frozenset("block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds".split())
+AIO = _words("block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds")
 AIO_IGNORED = frozenset({"thread_count"})
 """Older name of intra_op_parallelism; DeepSpeed 0.19.8 ignores it."""
-ADAM = frozenset(
+ADAM = _words(
     """lr betas eps weight_decay torch_adam adam_w_mode bias_correction amsgrad fp32_optimizer_states fused
-    foreach""".split()
+    foreach"""
 )
 SCHEDULES: dict[str, frozenset[str]] = {
-    "WarmupLR": frozenset("warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration".split()),
-    "WarmupDecayLR": frozenset(
-        "total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration".split()
+    "WarmupLR": _words("warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"),
+    "WarmupDecayLR": _words(
+        "total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"
     ),
-    "WarmupCosineLR": frozenset(
-        "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type last_batch_iteration".split()
+    "WarmupCosineLR": _words(
+        "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type last_batch_iteration"
     ),
 }
-OUTCORE = frozenset("staging_bytes write_combined streams engine nvme_path residency ram_budget_gib".split())
+OUTCORE = _words("staging_bytes write_combined streams engine nvme_path residency ram_budget_gib")
 
 
 def hint(name: str, known: Iterable[str]) -> str:

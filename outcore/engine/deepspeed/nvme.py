@@ -1,9 +1,10 @@
 """Is this folder a place to offload to, and how fast is its drive?
 
-`validate_nvme_path` really writes, reads back and removes a test file, checks free space with a reserve and tells what kind
-of drive it is. `check_direct_io` proves the transfers stock DeepSpeed makes (O_DIRECT in multiples of 1 KiB; it never checks
-their result, so that a drive which refuses them would silently corrupt training). `check_nvme_performance` measures
-with `outcore.storage`, bounded in bytes and seconds. Nothing here is left on the drive.
+`validate_nvme_path` really writes, reads back and removes a test file, checks free space with a reserve and tells what
+kind of drive it is. `check_direct_io` proves the transfers stock DeepSpeed makes (O_DIRECT in multiples of 1 KiB; it
+never checks their result, so that a drive which refuses them would silently corrupt training).
+`check_nvme_performance` measures with `outcore.storage`, bounded in bytes and seconds. Nothing here is left on the
+drive.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def validate_nvme_path(path: str | os.PathLike[str], required_space_gb: float) -
         _remove_folders(created)
         return False, (
             f"{folder} ({drive}) has {format_gb(free_bytes)} free; {format_gb(required_bytes)} are needed and "
-            f"{FREE_RESERVE:.0%} of the free space stay in reserve, so {format_gb(required_bytes / (1 - FREE_RESERVE))} "
+            f"{FREE_RESERVE:.0%} of the free space stay in reserve, so "
+            f"{format_gb(required_bytes / (1 - FREE_RESERVE))} "
             "must be free. Free some space, choose another drive with --nvme_offload_path, or offload less."
         )
     what, warnings = describe_drive(folder)
@@ -124,8 +126,10 @@ def describe_drive(folder: Path) -> tuple[str, list[str]]:
     warnings = {
         "hdd": "Warning: this is a rotating disk; offloading to it takes minutes per step. Use an NVMe drive or RAM.",
         "ssd": "Warning: SATA and USB SSDs reach about 0.5 GB/s; expect steps several times longer than on NVMe.",
-        "network": "Warning: this is a network file system; every step would cross the network. Use a local NVMe drive.",
-        "tmpfs": "Warning: this is a RAM disk; offloading to it saves no RAM and is lost at power-off. Use --offload_optimizer cpu.",
+        "network": "Warning: this is a network file system; every step would cross the network. Use a local NVMe "
+        "drive.",
+        "tmpfs": "Warning: this is a RAM disk; offloading to it saves no RAM and is lost at power-off. Use "
+        "--offload_optimizer cpu.",
         "virtual": "Whether an NVMe drive is behind this virtual disk cannot be seen from here; its speed is measured.",
         "unknown": "What kind of drive this is cannot be seen from here; its speed is measured.",
     }
@@ -266,8 +270,10 @@ def _judge(folder: Path, read: float, write: float, direct: bool) -> str:
     slow = [name for name, rate in (("reading", read), ("writing", write)) if rate < MIN_GB_PER_S]
     if slow:
         text += (
-            f" Warning: {' and '.join(slow)} stay{'s' if len(slow) == 1 else ''} below {MIN_GB_PER_S:.0f} GB/s, so a step "
-            "that offloads to this drive will wait for it most of the time. Use a PCIe 4.0 NVMe drive, or keep more in RAM."
+            f" Warning: {' and '.join(slow)} stay{'s' if len(slow) == 1 else ''} below {MIN_GB_PER_S:.0f} GB/s, so a "
+            "step "
+            "that offloads to this drive will wait for it most of the time. Use a PCIe 4.0 NVMe drive, or keep more "
+            "in RAM."
         )
     return text
 

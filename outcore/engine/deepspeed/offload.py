@@ -1,7 +1,8 @@
 """Where optimizer states and parameters live: from flags, deepspeed_config.json, the drive's state and free RAM.
 
-Order: what the user set explicitly, then the file, then the default of the stage. An unusable drive means RAM (or an error
-with `strict_offload`); states that do not fit the RAM spill to the drive when there is one (`outcore.residency` auto).
+Order: what the user set explicitly, then the file, then the default of the stage. An unusable drive means RAM (or an
+error with `strict_offload`); states that do not fit the RAM spill to the drive when there is one (`outcore.residency`
+auto).
 """
 
 from __future__ import annotations
@@ -138,10 +139,11 @@ def _wanted(name: str, zero: Mapping[str, Any], settings: DeepSpeedSettings, not
             ("optimizer", settings.nvme_offload_optimizer, settings.offload_optimizer),
             ("param", settings.nvme_offload_params, settings.offload_params),
         ):
-            if flag and choice == "cpu" or (flag and choice == "none"):
+            if (flag and choice == "cpu") or (flag and choice == "none"):
                 raise ValueError(
                     f"zero_stage infinity puts {key}s on NVMe, but offload_{key}{'s' if key == 'param' else ''} says "
-                    f"{choice}. Add --nvme_offload_{key}{'s' if key == 'param' else ''} false, or leave one of them out."
+                    f"{choice}. Add --nvme_offload_{key}{'s' if key == 'param' else ''} false, or leave one of them "
+                    "out."
                 )
             if flag:
                 wanted[key] = "nvme"
@@ -213,7 +215,8 @@ def _nvme_path(
     if len(set(paths.values())) > 1:
         notes.warn(
             f"offload_param.nvme_path {paths['offload_param']} and offload_optimizer.nvme_path "
-            f"{paths['offload_optimizer']} differ; both are used as {paths['offload_optimizer']} (space is checked there)."
+            f"{paths['offload_optimizer']} differ; both are used as {paths['offload_optimizer']} (space is checked "
+            "there)."
         )
     return next(iter(paths.values()), None) or outcore.get("nvme_path") or None
 
@@ -231,7 +234,8 @@ def _spill(
     rest_bytes = int(RAM_BYTES_PER_PARAM_OPTIMIZER_ON_NVME * model.total_params * local_share)
     spill_params = params == "cpu" and settings.offload_params != "cpu" and rest_bytes > run.ram_available_bytes
     notes.warn(
-        f"Spilling to NVMe: all in RAM needs about {format_gib(need_bytes)} ({RAM_BYTES_PER_PARAM} B per parameter with "
+        f"Spilling to NVMe: all in RAM needs about {format_gib(need_bytes)} ({RAM_BYTES_PER_PARAM} B per parameter "
+        "with "
         f"DeepSpeed), {format_gib(run.ram_available_bytes)} are available. Optimizer states go to the drive"
         f"{' and parameters too' if spill_params else ', parameters stay in RAM'}."
     )
@@ -241,11 +245,13 @@ def _spill(
 def _explain_gradients(name: str, optimizer: Device, notes: Notes) -> None:
     if optimizer != "nvme":
         raise ValueError(
-            "nvme_offload_gradients needs the optimizer on NVMe as well (zero_stage infinity with nvme_offload_optimizer "
+            "nvme_offload_gradients needs the optimizer on NVMe as well (zero_stage infinity with "
+            "nvme_offload_optimizer "
             f"true); zero_stage is {name} and the optimizer states live on {optimizer}."
         )
     notes.warn(
-        "nvme_offload_gradients changes nothing in DeepSpeed: it has no such setting. With the optimizer on NVMe its fp32 "
+        "nvme_offload_gradients changes nothing in DeepSpeed: it has no such setting. With the optimizer on NVMe its "
+        "fp32 "
         "gradients travel to the drive and back in every step anyway, and 2 bytes per parameter of them stay in RAM."
     )
 

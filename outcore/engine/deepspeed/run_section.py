@@ -1,8 +1,8 @@
 """Batch sizes, precision, optimizer and schedule of the resolved configuration.
 
-DeepSpeed's own traps here: train_batch_size must equal micro-batch x accumulation x ranks exactly; "Adam" means AdamW unless
-adam_w_mode says otherwise; AdamW without offload wants a compiled extension unless torch_adam is set; warm-up must be at
-least one step (and is taken as at least two).
+DeepSpeed's own traps here: train_batch_size must equal micro-batch x accumulation x ranks exactly; "Adam" means AdamW
+unless adam_w_mode says otherwise; AdamW without offload wants a compiled extension unless torch_adam is set; warm-up
+must be at least one step (and is taken as at least two).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def batch_section(user: Mapping[str, Any], run: RunFacts, notes: Notes) -> dict[
         known = micro or accumulation or DEFAULT_MICRO_BATCH
         if total % (known * run.world_size):
             raise ValueError(
-                f"deepspeed_config.json: train_batch_size {total} cannot be split into whole micro-batches: it must be a "
+                f"deepspeed_config.json: train_batch_size {total} cannot be split into whole micro-batches: it must "
+                "be a "
                 f"multiple of {known} x {run.world_size} rank(s). Set train_micro_batch_size_per_gpu and "
                 "gradient_accumulation_steps instead."
             )
@@ -57,7 +58,8 @@ def batch_section(user: Mapping[str, Any], run: RunFacts, notes: Notes) -> dict[
         if not flags_given:
             raise ValueError(
                 f"deepspeed_config.json: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x "
-                f"gradient_accumulation_steps {accumulation} x {run.world_size} rank(s) = {product}. Remove one of the three."
+                f"gradient_accumulation_steps {accumulation} x {run.world_size} rank(s) = {product}. Remove one of "
+                "the three."
             )
         notes.changed("train_batch_size", total, product, f"{micro} x {accumulation} x {run.world_size} rank(s)")
     return {
@@ -120,7 +122,8 @@ def optimizer_section(
     params = block.get("params") or {}
     if "max_grad_norm" in params:
         raise ValueError(
-            "deepspeed_config.json: optimizer.params.max_grad_norm is refused by DeepSpeed; write gradient_clipping at the "
+            "deepspeed_config.json: optimizer.params.max_grad_norm is refused by DeepSpeed; write gradient_clipping "
+            "at the "
             "top level instead."
         )
     params = keys.check_block("optimizer.params", params, keys.ADAM)
@@ -166,8 +169,8 @@ def optimizer_section(
 def scheduler_section(user: Mapping[str, Any], run: RunFacts, lr: float, notes: Notes) -> dict[str, Any]:
     """DeepSpeed's scheduler block, or nothing for lr_scheduler_type none.
 
-    DeepSpeed holds the first two optimizer steps at the warm-up's first value (it is set once when the schedule is made and
-    again after step one), so that value is lr / warm-up steps here rather than 0: no step is taken in vain.
+    DeepSpeed holds the first two optimizer steps at the warm-up's first value (it is set once when the schedule is
+    made and again after step one), so that value is lr / warm-up steps here rather than 0: no step is taken in vain.
     """
     block = keys.check_block("scheduler", user.get("scheduler"), frozenset({"type", "params"}))
     if run.lr_scheduler_type == "none":
@@ -204,7 +207,8 @@ def scheduler_section(user: Mapping[str, Any], run: RunFacts, lr: float, notes: 
     resolved: dict[str, Any] = {"warmup_num_steps": warmup, "warmup_type": params.get("warmup_type", "linear")}
     if resolved["warmup_type"] not in ("linear", "log"):
         raise ValueError(
-            f"deepspeed_config.json: scheduler.params.warmup_type must be linear or log, got {resolved['warmup_type']!r}."
+            "deepspeed_config.json: scheduler.params.warmup_type must be linear or log, got "
+            f"{resolved['warmup_type']!r}."
         )
     first_share = 1.0 / max(2, warmup)
     if kind == "WarmupCosineLR":

@@ -1,8 +1,8 @@
 """What the DeepSpeed configuration builder is told and what it gives back: four frozen dataclasses.
 
-`DeepSpeedSettings` are the user's offload flags, `ModelFacts` and `RunFacts` describe the model and the run, `BuiltConfig`
-is the resolved configuration with one note per decision. All checks of single values are here, so that a wrong number
-fails before any work, with the name under which the user gave it.
+`DeepSpeedSettings` are the user's offload flags, `ModelFacts` and `RunFacts` describe the model and the run,
+`BuiltConfig` is the resolved configuration with one note per decision. All checks of single values are here, so that a
+wrong number fails before any work, with the name under which the user gave it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class DeepSpeedSettings:
     nvme_offload_gradients: bool = False
     """With infinity: gradients on the drive (see docs/deepspeed_config.md for what DeepSpeed makes of it)."""
     offload_optimizer: OffloadChoice = "auto"
-    """Below infinity: where optimizer states live. auto: the file's device, else RAM for zero3 and the GPU otherwise."""
+    """Below infinity: where optimizer states live. auto: the file's device, else RAM for zero3 and the GPU
+    otherwise."""
     offload_params: OffloadChoice = "auto"
     """Below infinity: where parameters live (zero3 only). auto: the file's device, else RAM for zero3."""
     aio_block_size: int = 1 << 20

@@ -3,14 +3,15 @@
 What the sizes follow from (deepspeed/runtime/swap_tensor, runtime/zero/partitioned_param_coordinator.py, stage3.py):
 
 - Optimizer. One sub-group in use holds four buffers (fp32 master, two moments, gradient). Reading the next one ahead
-  (`pipeline_read`) and writing the previous one behind (`pipeline_write`) hold four each. Every buffer has the size of the
-  largest sub-group, so the sub-groups are made one weight each (`sub_group_size` 1): the smallest buffers there can be.
-  One weight per sub-group also keeps every gradient at offset 0 of its buffer: at other offsets DeepSpeed hands the
-  kernel memory that is not sector-aligned and never checks whether the transfer failed.
-- Parameters. A weight keeps its buffer from the read until its module released it. `stage3_max_reuse_distance` 0 releases at
-  once, `stage3_max_live_parameters` 0 stops the gather-ahead, whose window reads the same weight twice when its forward and
-  backward use lie close together ("param N already assigned swap buffer id"); what remains is the read-ahead of
-  one weight. With a longer reuse distance every weight of the model can hold a buffer ("Not enough buffers 0").
+  (`pipeline_read`) and writing the previous one behind (`pipeline_write`) hold four each. Every buffer has the size of
+  the largest sub-group, so the sub-groups are made one weight each (`sub_group_size` 1): the smallest buffers there
+  can be. One weight per sub-group also keeps every gradient at offset 0 of its buffer: at other offsets DeepSpeed
+  hands the kernel memory that is not sector-aligned and never checks whether the transfer failed.
+- Parameters. A weight keeps its buffer from the read until its module released it. `stage3_max_reuse_distance` 0
+releases at once, `stage3_max_live_parameters` 0 stops the gather-ahead, whose window reads the same weight twice when
+its forward and backward use lie close together ("param N already assigned swap buffer id"); what remains is the
+read-ahead of one weight. With a longer reuse distance every weight of the model can hold a buffer ("Not enough buffers
+0").
 - A weight that persists on the GPU must not live on NVMe: all of those are read at once after a step.
 """
 
@@ -26,7 +27,8 @@ BUFFERS_PER_SUB_GROUP = 4
 ALIGNED_BYTES = 1024
 """Swap sizes are multiples of this times intra_op_parallelism (AIO_ALIGNED_BYTES)."""
 PARAM_BUFFERS_BASE = 4
-"""Beside what one module reads at once: one weight read ahead, a tied one, one whose release autograd delays, one spare."""
+"""Beside what one module reads at once: one weight read ahead, a tied one, one whose release autograd delays, one
+spare."""
 DEFAULT_SWAP_BUDGET_BYTES = 8 * GIB
 """Locked RAM the optimizer's swap buffers may take per host before pipelining is given up (outcore.staging_bytes)."""
 

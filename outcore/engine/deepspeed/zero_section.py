@@ -1,7 +1,8 @@
 """The zero_optimization and aio blocks of the resolved configuration.
 
 Bucket sizes are counted in elements; DeepSpeed's defaults (5e8 = 1 GB of GPU memory each in 16 bit, 1e9 parameters kept
-alive) are made for data-centre GPUs, so smaller ones are chosen here. Sizes that NVMe offload needs come from swapping.py.
+alive) are made for data-centre GPUs, so smaller ones are chosen here. Sizes that NVMe offload needs come from
+swapping.py.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def aio_section(user: Mapping[str, Any], settings: DeepSpeedSettings, notes: Not
             raise ValueError(f"deepspeed_config.json: aio.{key} must be true or false, got {aio[key]!r}.")
     if aio["block_size"] % 4096:
         raise ValueError(
-            f"deepspeed_config.json: aio.block_size {aio['block_size']} is not a multiple of 4096 bytes; direct transfers "
+            f"deepspeed_config.json: aio.block_size {aio['block_size']} is not a multiple of 4096 bytes; direct "
+            "transfers "
             "of part of a sector fail, and DeepSpeed does not notice. Use a power of two such as 1048576."
         )
     if aio["intra_op_parallelism"] & (aio["intra_op_parallelism"] - 1):
@@ -75,7 +77,8 @@ def aio_section(user: Mapping[str, Any], settings: DeepSpeedSettings, notes: Not
         )
     if aio["use_gds"]:
         raise ValueError(
-            "deepspeed_config.json: aio.use_gds needs GPUDirect Storage, which outcore uses only where gds_optimizer.py has "
+            "deepspeed_config.json: aio.use_gds needs GPUDirect Storage, which outcore uses only where "
+            "gds_optimizer.py has "
             "proved a direct path, and not through DeepSpeed. Set it to false."
         )
     return aio
@@ -131,7 +134,8 @@ def check_locked_bytes(locked_bytes: int, run: RunFacts) -> str | None:
         return None
     return (
         f"DeepSpeed's swap buffers need {format_gib(locked_bytes)} of locked RAM, but this process may lock "
-        f"{format_gib(limit)} (ulimit -l). Raise it: add '* - memlock unlimited' to /etc/security/limits.conf and log in "
+        f"{format_gib(limit)} (ulimit -l). Raise it: add '* - memlock unlimited' to /etc/security/limits.conf and "
+        "log in "
         "again, or start the container with --ulimit memlock=-1."
     )
 
@@ -313,7 +317,8 @@ def _refuse(zero: Mapping[str, Any], user_zero: Mapping[str, Any], placement: Pl
         raise ValueError("deepspeed_config.json: zero_optimization.zenflow is not supported here. Delete the block.")
     if (user_zero.get("offload_optimizer") or {}).get("super_offload"):
         raise ValueError(
-            "deepspeed_config.json: zero_optimization.offload_optimizer.super_offload is for Grace-Hopper machines and not "
+            "deepspeed_config.json: zero_optimization.offload_optimizer.super_offload is for Grace-Hopper machines "
+            "and not "
             "supported here. Delete it."
         )
     if zero.get("legacy_stage1"):
@@ -328,6 +333,7 @@ def _refuse(zero: Mapping[str, Any], user_zero: Mapping[str, Any], placement: Pl
                 )
         if zero.get("zero_hpz_partition_size", 1) not in (0, 1):
             raise ValueError(
-                "deepspeed_config.json: zero_optimization.zero_hpz_partition_size above 1 does not work with parameters on "
+                "deepspeed_config.json: zero_optimization.zero_hpz_partition_size above 1 does not work with "
+                "parameters on "
                 "NVMe. Set it to 1."
             )
