@@ -8,6 +8,7 @@ never touched, so hooks (ZeRO-3), adapters and checkpoints see nothing of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,11 +32,21 @@ class DecoderOutput:
 
 
 class DecoderStub(nn.Module):
-    """Stands where the decoder stands and returns what it was given, whatever it is called with."""
+    """Stands where the decoder stands and returns what it was given, whatever it is called with.
 
-    def __init__(self, output: DecoderOutput):
+    Some models call an inner part of their decoder (OPT: `self.model.decoder(...)`): the decoder's own children are
+    the stub again.
+    """
+
+    def __init__(self, output: DecoderOutput, child_names: Iterable[str] = ()):
         super().__init__()
         self.output = output
+        self.child_names = frozenset(child_names)
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "child_names" and name in self.child_names:
+            return self
+        return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> DecoderOutput:
         return self.output
@@ -89,17 +100,22 @@ class CausalParts:
     def _run_head(self, output: DecoderOutput, **kwargs: Any) -> Any:
         shell = object.__new__(type(self.causal))
         shell.__dict__.update(self.causal.__dict__)
-        shell.__dict__["_modules"] = {**self.causal._modules, self.decoder_name: DecoderStub(output)}
+        stub = DecoderStub(output, self.decoder._modules)
+        shell.__dict__["_modules"] = {**self.causal._modules, self.decoder_name: stub}
         return shell.forward(input_ids=None, use_cache=False, **kwargs)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [1, n, H] -> logits [1, n, V], by the model's own code after its decoder."""
         return self._run_head(DecoderOutput(hidden)).logits
 
-    def router_loss(self, hidden: torch.Tensor, router_logits: Any, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    def router_loss(
+        self, hidden: torch.Tensor, router_logits: Any, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """The model's own load-balancing loss (without its coefficient) from the decoder's router logits."""
         output = DecoderOutput(hidden[:1, :1].detach(), router_logits)
         result = self._run_head(output, output_router_logits=True, attention_mask=attention_mask)
         if getattr(result, "aux_loss", None) is None:
-            raise RuntimeError(f"{type(self.causal).__name__} was asked for router logits, but returned no auxiliary loss.")
+            raise RuntimeError(
+                f"{type(self.causal).__name__} was asked for router logits, but returned no auxiliary loss."
+            )
         return result.aux_loss

@@ -31,7 +31,11 @@ def build_from_module(settings: ModelSettings, tokenizer: Any | None) -> tuple[n
     module = _load_file(file_name, spec)
     function = getattr(module, function_name, None)
     if not callable(function):
-        own = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        own = [
+            name
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
         raise ValueError(
             f"model_module {spec!r}: {file_name} has no function {function_name!r}.{nearest(function_name, own)} "
             f"It defines {', '.join(own) if own else 'no functions'}."
@@ -43,7 +47,10 @@ def build_from_module(settings: ModelSettings, tokenizer: Any | None) -> tuple[n
             f"model_module {spec!r}: {function_name}{inspect.signature(function)} cannot be called as "
             f"{function_name}(config, tokenizer): {error}."
         ) from error
-    config = {**asdict_of(settings), "vocab_size": settings.vocab_size or (len(tokenizer) if tokenizer is not None else None)}
+    config = {
+        **asdict_of(settings),
+        "vocab_size": settings.vocab_size or (len(tokenizer) if tokenizer is not None else None),
+    }
     result = function(config, tokenizer)
     model, loss_fn = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(model, nn.Module):
@@ -68,11 +75,15 @@ def asdict_of(settings: ModelSettings) -> dict[str, Any]:
 
 def _check_loss(loss_fn: Any, spec: str) -> None:
     if not callable(loss_fn):
-        raise ValueError(f"model_module {spec!r}: the second value must be a function loss(model, batch), it is {type(loss_fn).__name__}.")
+        raise ValueError(
+            f"model_module {spec!r}: the second value must be a function loss(model, batch), it is {type(loss_fn).__name__}."
+        )
     try:
         inspect.signature(loss_fn).bind(None, None)
     except TypeError as error:
-        raise ValueError(f"model_module {spec!r}: the loss function cannot be called as loss(model, batch): {error}.") from error
+        raise ValueError(
+            f"model_module {spec!r}: the loss function cannot be called as loss(model, batch): {error}."
+        ) from error
 
 
 def _load_file(file_name: str, spec: str) -> ModuleType:
@@ -91,5 +102,7 @@ def _load_file(file_name: str, spec: str) -> ModuleType:
         loader_spec.loader.exec_module(module)
     except Exception as error:
         sys.modules.pop(loader_spec.name, None)
-        raise ValueError(f"model_module {spec!r}: {file_name} failed while loading: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"model_module {spec!r}: {file_name} failed while loading: {type(error).__name__}: {error}"
+        ) from error
     return module

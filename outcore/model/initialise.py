@@ -177,14 +177,18 @@ def initialise_weights(model: nn.Module, skeleton: nn.Module, seed: int, gather:
         names = region.parameter_names()
         missing = [name for name in names if name not in parameters]
         if missing:
-            raise RuntimeError(f"The skeleton has parameters that the model lacks: {missing[:3]}. Build both from one config.")
+            raise RuntimeError(
+                f"The skeleton has parameters that the model lacks: {missing[:3]}. Build both from one config."
+            )
         unique = list({id(parameters[name]): parameters[name] for name in names}.values())
         values = region.generate(seed) if writer else {}
         with gather(unique) if gather is not None else nullcontext():
             for name, value in values.items():
                 target = parameters[name]
                 if target.shape != value.shape:
-                    raise RuntimeError(f"{name} has shape {tuple(target.shape)}, its initial value {tuple(value.shape)}.")
+                    raise RuntimeError(
+                        f"{name} has shape {tuple(target.shape)}, its initial value {tuple(value.shape)}."
+                    )
                 target.data.copy_(value)
                 unset.pop(id(target), None)
     return sorted(unset.values()) if writer else []

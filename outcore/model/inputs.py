@@ -2,7 +2,8 @@
 
 A packed batch has position_ids that restart at 0 with each document and no attention_mask. transformers builds a
 block-diagonal mask from them when there is no cache and no 2-D mask (isolation "position_ids"). Models whose mask
-comes from elsewhere get an explicit 4-D mask ("mask_4d", T x T bytes per sample). FlashAttention finds documents only
+comes from elsewhere get an explicit 4-D mask ("mask_4d", T x T bytes per sample), or one for each kind of layer
+("mask_map": GPT-OSS, whose own masks overlook the documents). FlashAttention finds documents only
 in a batch of one, so packed batches are laid end to end for it. Which of them holds for a model is found out by
 `outcore.model.check`, numerically, before training.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 Batch = dict[str, torch.Tensor]
-Isolation = Literal["position_ids", "mask_4d"]
+Isolation = Literal["position_ids", "mask_4d", "mask_map"]
 IGNORE = -100
 """Label value without loss, as everywhere in transformers."""
 
@@ -46,17 +47,34 @@ def document_numbers(position_ids: torch.Tensor) -> torch.Tensor:
     return starts.cumsum(-1) - 1
 
 
-def document_mask(position_ids: torch.Tensor, attn_implementation: str, dtype: torch.dtype) -> torch.Tensor:
-    """The causal mask [B, 1, T, T] that keeps documents apart: bool for sdpa, additive in `dtype` otherwise."""
+def document_mask(
+    position_ids: torch.Tensor, attn_implementation: str, dtype: torch.dtype, window: int | None = None
+) -> torch.Tensor:
+    """The causal mask [B, 1, T, T] that keeps documents apart: bool for sdpa, additive in `dtype` otherwise.
+
+    `window`: a token sees itself and the window - 1 tokens before it (sliding attention).
+    """
     documents = document_numbers(position_ids)
-    t = position_ids.shape[-1]
-    causal = torch.ones(t, t, dtype=torch.bool, device=position_ids.device).tril()
-    allowed = (documents[:, :, None] == documents[:, None, :]) & causal
-    allowed = allowed[:, None]
+    index = torch.arange(position_ids.shape[-1], device=position_ids.device)
+    near = index[:, None] >= index[None, :]
+    if window is not None:
+        near &= index[None, :] > index[:, None] - window
+    allowed = ((documents[:, :, None] == documents[:, None, :]) & near)[:, None]
     if attn_implementation == "sdpa":
         return allowed
     zero = torch.zeros((), dtype=dtype, device=allowed.device)
     return torch.where(allowed, zero, torch.full_like(zero, torch.finfo(dtype).min))
+
+
+def document_mask_map(config: Any, position_ids: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A mask for every kind of layer in `config.layer_types`. ValueError for kinds other than full and sliding."""
+    text = config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    windows = {"full_attention": None, "sliding_attention": getattr(text, "sliding_window", None)}
+    if not kinds or not kinds <= set(windows):
+        raise ValueError(f"layers are of kinds {sorted(kinds)}, masks are known for full and sliding attention")
+    attention = str(getattr(text, "_attn_implementation", ""))
+    return {kind: document_mask(position_ids, attention, dtype, windows[kind]) for kind in sorted(kinds)}
 
 
 def accepted_names(module: nn.Module) -> tuple[set[str], bool]:
@@ -88,17 +106,23 @@ def forward_inputs(model: nn.Module, batch: Batch, isolation: Isolation = "posit
                 "documents' borders. Pack without padding, or pad without packing."
             )
         if "position_ids" not in names and not takes_any:
-            raise ValueError(f"{type(model).__name__} takes no position_ids, so it cannot train on packed batches. Set packing off.")
+            raise ValueError(
+                f"{type(model).__name__} takes no position_ids, so it cannot train on packed batches. Set packing off."
+            )
         if attention_of(model).startswith("flash_attention"):
             inputs = {"input_ids": batch["input_ids"].reshape(1, -1)}
             positions = positions.reshape(1, -1)
         inputs["position_ids"] = positions
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         if isolation == "mask_4d":
-            dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
             inputs["attention_mask"] = document_mask(positions, attention_of(model), dtype)
+        elif isolation == "mask_map":
+            inputs["attention_mask"] = document_mask_map(model.config, positions, dtype)
     elif mask is not None:
         if "attention_mask" not in names and not takes_any:
-            raise ValueError(f"{type(model).__name__} takes no attention_mask, so padding would be read as text. Use packing.")
+            raise ValueError(
+                f"{type(model).__name__} takes no attention_mask, so padding would be read as text. Use packing."
+            )
         inputs["attention_mask"] = mask
     if "use_cache" in names:
         inputs["use_cache"] = False

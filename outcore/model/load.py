@@ -73,13 +73,14 @@ def load_model(
         return _load_own(settings, tokenizer, device)
     source = resolve_source(settings, tokenizer)
     model_class = model_class_of(source.config) if source.path is None else None
-    abilities = check_abilities(source.config, settings.attn_implementation)
+    attention, notes = resolve_attention(source.config, settings.attn_implementation)
+    abilities = check_abilities(source.config, attention, settings.trust_remote_code)
     progress(f"model: {source.words}")
     with partition_while_loading(zero3_config):
         if model_class is not None:
-            model = _from_scratch(model_class, source, settings, device, zero3_config is not None)
+            model = _from_scratch(model_class, source, settings, attention, device, zero3_config is not None)
         else:
-            model = _from_weights(source, settings, device, zero3_config is not None)
+            model = _from_weights(source, settings, attention, device, zero3_config is not None)
     gather = gathered if zero3_config is not None else None
     model.config.use_cache = False
     if settings.lora is not None:
@@ -87,7 +88,20 @@ def load_model(
     if settings.gradient_checkpointing:
         enable_activation_checkpointing(model)
     model.train()
-    return LoadedModel(model, source.config, model_facts(model), abilities, source.words, None, source.notes)
+    return LoadedModel(model, source.config, model_facts(model), abilities, source.words, None, source.notes + notes)
+
+
+def resolve_attention(config: Any, wanted: str) -> tuple[str, tuple[str, ...]]:
+    """The attention implementation for a config, and notes for people: auto is sdpa, or eager where that is missing."""
+    if wanted != "auto":
+        return wanted, ()
+    try:
+        model_class = model_class_of(config)
+    except ValueError:  # remote code: its class is known only after it has been loaded
+        return "sdpa", ()
+    if getattr(model_class, "_supports_sdpa", False):
+        return "sdpa", ()
+    return "eager", (f"attention: eager, because {model_class.__name__} does not support torch's fused kernels (sdpa)",)
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:
@@ -113,24 +127,32 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
 
 
 def _from_scratch(
-    model_class: type[nn.Module], source: ModelSource, settings: ModelSettings, device: torch.device | str, zero3: bool
+    model_class: type[nn.Module],
+    source: ModelSource,
+    settings: ModelSettings,
+    attention: str,
+    device: torch.device | str,
+    zero3: bool,
 ) -> nn.Module:
     from transformers.initialization import no_init_weights
 
-    attention = {"attn_implementation": settings.attn_implementation}
     try:
         with torch.device("cpu") if zero3 else torch.device(device), no_init_weights():
             torch.manual_seed(settings.seed)
-            model = model_class._from_config(source.config, dtype=settings.dtype, **attention)  # pyright: ignore
+            model = model_class._from_config(  # pyright: ignore[reportAttributeAccessIssue]
+                source.config, dtype=settings.dtype, attn_implementation=attention
+            )
             model.tie_weights()
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise _attention_error(error, source, settings) from error
     skeleton = meta_skeleton(model_class, source.config)
     initialise_weights(model, skeleton, settings.seed, gathered if zero3 else None)
     return model
 
 
-def _from_weights(source: ModelSource, settings: ModelSettings, device: torch.device | str, zero3: bool) -> nn.Module:
+def _from_weights(
+    source: ModelSource, settings: ModelSettings, attention: str, device: torch.device | str, zero3: bool
+) -> nn.Module:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     auto = AutoModelForSeq2SeqLM if source.is_encoder_decoder else AutoModelForCausalLM
@@ -140,18 +162,20 @@ def _from_weights(source: ModelSource, settings: ModelSettings, device: torch.de
             source.path,
             config=source.config,
             dtype=settings.dtype,
-            attn_implementation=settings.attn_implementation,
+            attn_implementation=attention,
             trust_remote_code=settings.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ImportError, KeyError, RuntimeError) as error:
-        raise hub_error(source.path, error, settings.trust_remote_code) from error
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise _attention_error(error, source, settings) from error
+    except (OSError, KeyError, RuntimeError) as error:
+        raise hub_error(source.path, error, settings.trust_remote_code) from error
     missing, mismatched = sorted(report.get("missing_keys") or ()), sorted(report.get("mismatched_keys") or ())
     if missing or mismatched:
-        what = f"lacks {len(missing)} weights ({missing[0]}, ...)" if missing else f"has other shapes for {mismatched[:2]}"
+        what = (
+            f"lacks {len(missing)} weights ({missing[0]}, ...)" if missing else f"has other shapes for {mismatched[:2]}"
+        )
         raise RuntimeError(
             f"The checkpoint {source.path} {what}: it does not hold a whole {type(model).__name__}. Download it again, or "
             "check config_overrides."
@@ -174,12 +198,12 @@ def _load_own(settings: ModelSettings, tokenizer: Any | None, device: torch.devi
     return LoadedModel(model, config, model_facts(model), abilities, f"own model {settings.model_module}", loss_fn)
 
 
-def _attention_error(error: ValueError, source: ModelSource, settings: ModelSettings) -> Exception:
+def _attention_error(error: ValueError | ImportError, source: ModelSource, settings: ModelSettings) -> Exception:
     text = str(error)
-    if "attention" in text.lower() or "sdpa" in text.lower():
+    if any(word in text.lower() for word in ("attention", "sdpa", "flash")):
         return ValueError(
             f"This {source.config.model_type} model does not run with attn_implementation {settings.attn_implementation!r}: "
-            f"{text.strip().splitlines()[0]} Try --attn_implementation eager."
+            f"{text.strip().splitlines()[0]} Use --attn_implementation auto."
         )
     if source.path is not None:
         return hub_error(source.path, error, settings.trust_remote_code)

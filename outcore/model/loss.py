@@ -69,7 +69,9 @@ def auto_num_chunks(num_tokens: int, vocab_size: int, chunk_bytes: int = LOGITS_
 
 
 def _ce_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(
+        logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE, reduction="sum"
+    )
 
 
 def chunked_ce_sum(
@@ -86,7 +88,9 @@ def chunked_ce_sum(
     num_chunks = min(num_chunks, hidden.shape[0])
     recompute = torch.is_grad_enabled() and num_chunks > 1
     total: torch.Tensor | None = None
-    for hidden_chunk, target_chunk in zip(hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True):
+    for hidden_chunk, target_chunk in zip(
+        hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True
+    ):
         if recompute:
             part = checkpoint(one_chunk, hidden_chunk, target_chunk, use_reentrant=False)
         else:
@@ -135,7 +139,9 @@ class TokenLoss:
         text = config.get_text_config()
         if not (getattr(config, "output_router_logits", False) or getattr(text, "output_router_logits", False)):
             return 0.0
-        return float(getattr(text, "router_aux_loss_coef", None) or getattr(config, "router_aux_loss_coef", None) or 0.0)
+        return float(
+            getattr(text, "router_aux_loss_coef", None) or getattr(config, "router_aux_loss_coef", None) or 0.0
+        )
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
         """The loss of one micro-batch (moved to the model's device first). Differentiable when gradients are on."""
@@ -165,7 +171,9 @@ class TokenLoss:
     def _whole(self, model: nn.Module, batch: Batch) -> LossSum:
         labels = batch["labels"]
         if self.encoder_decoder:
-            inputs: dict[str, Any] = {key: batch[key] for key in ("input_ids", "attention_mask") if batch.get(key) is not None}
+            inputs: dict[str, Any] = {
+                key: batch[key] for key in ("input_ids", "attention_mask") if batch.get(key) is not None
+            }
             inputs["decoder_input_ids"] = self.base.prepare_decoder_input_ids_from_labels(labels=labels)  # pyright: ignore[reportCallIssue]
             inputs["use_cache"] = False
             targets = labels
@@ -219,7 +227,12 @@ class TokenLoss:
 
 def _with_some_target(batch: Batch) -> Batch:
     """A batch without targets gets some, so that a mean is finite; the caller weighs the result with zero."""
-    return {**batch, "labels": batch["input_ids"].clone() if batch["labels"].shape == batch["input_ids"].shape else batch["labels"].clamp(min=0)}
+    return {
+        **batch,
+        "labels": batch["input_ids"].clone()
+        if batch["labels"].shape == batch["input_ids"].shape
+        else batch["labels"].clamp(min=0),
+    }
 
 
 def compute_loss(model: nn.Module, batch: Batch, **settings: Any) -> LossSum:

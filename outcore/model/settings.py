@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 PRECISIONS = ("bf16", "fp16", "fp32")
-ATTENTION = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+ATTENTION = ("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 LORA_BIAS = ("none", "all", "lora_only")
 
 
@@ -50,7 +50,9 @@ class LoraSettings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.r, int) or isinstance(self.r, bool) or self.r < 1:
-            raise ValueError(f"lora r is {self.r!r}, but the rank must be a whole number of at least 1 (8 to 64 is usual).")
+            raise ValueError(
+                f"lora r is {self.r!r}, but the rank must be a whole number of at least 1 (8 to 64 is usual)."
+            )
         if not self.alpha > 0:
             raise ValueError(f"lora alpha is {self.alpha!r}, but must be above 0 (often twice the rank).")
         if not 0 <= self.dropout < 1:
@@ -63,7 +65,9 @@ class LoraSettings:
         else:
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
         if not self.target_modules:
-            raise ValueError('lora target_modules is empty: name at least one module, or use "auto" for every linear layer.')
+            raise ValueError(
+                'lora target_modules is empty: name at least one module, or use "auto" for every linear layer.'
+            )
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,9 @@ class ModelSettings:
     """Run Python code that comes with the model. Off unless asked for: it is someone else's program."""
     precision: str = "bf16"
     """What weights and activations are computed in: bf16, fp16 or fp32."""
-    attn_implementation: str = "sdpa"
-    """transformers' attention: sdpa (torch's fused kernels), eager, flash_attention_2, ..."""
+    attn_implementation: str = "auto"
+    """transformers' attention: sdpa (torch's fused kernels), eager, flash_attention_2, ... auto: sdpa where the model
+    has it, eager otherwise (Gemma 2, GPT-OSS)."""
     seq_length: int = 2048
     """Tokens per sample, checked against what the model can tell apart."""
     vocab_size: int | None = None

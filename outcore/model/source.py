@@ -72,7 +72,9 @@ def resolve_source(settings: ModelSettings, tokenizer: Any | None = None) -> Mod
         config = _config_from_file(Path(settings.config_file).expanduser())
         source = ModelSource(config, None, f"{config.model_type} from scratch by {settings.config_file}")
         if vocab_size is not None and vocab_size > config.vocab_size:
-            source = replace(source, notes=(f"vocabulary grown from {config.vocab_size} to the tokenizer's {vocab_size}",))
+            source = replace(
+                source, notes=(f"vocabulary grown from {config.vocab_size} to the tokenizer's {vocab_size}",)
+            )
             config.vocab_size = vocab_size
     else:
         source = _trained_source(settings)
@@ -132,7 +134,9 @@ def _config_from_file(path: Path) -> PreTrainedConfig:
     model_type = fields.pop("model_type")
     known = sorted(CONFIG_MAPPING.keys())
     if model_type not in known:
-        raise ValueError(f"config_file {str(path)!r}: transformers knows no model_type {model_type!r}.{nearest(model_type, known)}")
+        raise ValueError(
+            f"config_file {str(path)!r}: transformers knows no model_type {model_type!r}.{nearest(model_type, known)}"
+        )
     try:
         return AutoConfig.for_model(model_type, **fields)
     except (TypeError, ValueError) as error:
@@ -211,7 +215,14 @@ def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) 
             f"folder here either, and no preset.{nearest(name.split('/')[-1], tuple(PRESETS))} "
             f"Check the spelling, or use {_LOCAL_ADVICE}."
         )
-    offline = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError", "TimeoutException", "TimeoutError"}
+    offline = {
+        "OfflineModeIsEnabled",
+        "LocalEntryNotFoundError",
+        "ConnectionError",
+        "ConnectError",
+        "TimeoutException",
+        "TimeoutError",
+    }
     if kinds & offline or "couldn't connect" in text or "connection" in text or "offline" in text:
         return RuntimeError(
             f"{name} is not in the local cache and the hub cannot be reached ({first_line}). Check the network or the "
@@ -234,7 +245,9 @@ def _apply_overrides(config: PreTrainedConfig, settings: ModelSettings) -> None:
     known = sorted(set(config.to_dict()) | set(getattr(config, "attribute_map", {})))
     for key, value in settings.config_overrides.items():
         if key not in known:
-            raise ValueError(f"config_overrides: a {config.model_type} config has no field {key!r}.{nearest(key, known)}")
+            raise ValueError(
+                f"config_overrides: a {config.model_type} config has no field {key!r}.{nearest(key, known)}"
+            )
         setattr(config, key, value)
     if settings.config_overrides:
         layers = getattr(config, "num_hidden_layers", None)

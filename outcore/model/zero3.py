@@ -53,7 +53,9 @@ def partition_while_loading(zero3_config: dict[str, Any] | None) -> Iterator[Non
         return
     stage = zero3_config.get("zero_optimization", {}).get("stage")
     if stage != 3:
-        raise ValueError(f"zero3_config has zero_optimization.stage {stage!r}; weights are partitioned while loading at stage 3 only.")
+        raise ValueError(
+            f"zero3_config has zero_optimization.stage {stage!r}; weights are partitioned while loading at stage 3 only."
+        )
     import transformers.integrations.deepspeed as integration
 
     before = integration._hf_deepspeed_config_weak_ref
@@ -65,3 +67,12 @@ def partition_while_loading(zero3_config: dict[str, Any] | None) -> Iterator[Non
     finally:
         integration._hf_deepspeed_config_weak_ref = before
         del keep_alive
+
+
+@contextmanager
+def without_partitioning() -> Iterator[None]:
+    """Inside, transformers builds whole models even while a ZeRO-3 configuration is alive (for small trial models)."""
+    import transformers.integrations.deepspeed as integration
+
+    with patch.object(integration, "_hf_deepspeed_config_weak_ref", None):
+        yield

@@ -1,0 +1,105 @@
+"""Sample text while training: one whole forward per token, no cache, the same on every rank.
+
+Meant for a short look at what the model says, not for serving: cost grows with the square of the length. Works with
+partitioned weights (ZeRO-3): all ranks call it together, run the same number of forwards and draw the same tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.model.head import unwrap
+from outcore.model.inputs import accepted_names
+
+
+@torch.no_grad()
+def generate_tokens(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    seed: int = 0,
+    eos_token_id: int | None = None,
+    context_length: int = 512,
+) -> torch.Tensor:
+    """Continue input_ids [1, T]; returns the new tokens [n], n <= max_new_tokens, the end token included.
+
+    temperature 0: the likeliest token each time; above: drawn with `seed` on the CPU, from the `top_k` likeliest if
+    given. Only the last `context_length` tokens are looked at. After the end token the forwards go on (ranks must stay
+    in step), their tokens are dropped. The model's training mode and RNG streams are left as they were.
+    """
+    if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
+        raise ValueError(
+            f"generate_tokens continues one prompt [1, T] of at least one token, got {list(input_ids.shape)}."
+        )
+    if max_new_tokens < 1 or context_length < 1 or temperature < 0 or top_k < 0:
+        raise ValueError("max_new_tokens and context_length must be at least 1, temperature and top_k at least 0.")
+    base = unwrap(model)
+    config = getattr(base, "config", None)
+    encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    device = next(base.parameters()).device
+    prompt = input_ids.to(device)
+    tokens = torch.full((1, 1), _start_token(config), device=device) if encoder_decoder else prompt
+    generator = torch.Generator().manual_seed(seed)
+    new_tokens: list[int] = []
+    was_training = base.training
+    base.eval()
+    try:
+        for _ in range(max_new_tokens):
+            window = tokens[:, -context_length:]
+            inputs = {"input_ids": prompt, "decoder_input_ids": window} if encoder_decoder else {"input_ids": window}
+            logits = _last_logits(base, inputs)
+            new_tokens.append(_choose(logits.float().cpu(), temperature, top_k, generator))
+            tokens = torch.cat([tokens, torch.full((1, 1), new_tokens[-1], device=device)], dim=1)
+    finally:
+        base.train(was_training)
+    if eos_token_id is not None and eos_token_id in new_tokens:
+        new_tokens = new_tokens[: new_tokens.index(eos_token_id) + 1]
+    return torch.tensor(new_tokens, dtype=torch.long)
+
+
+def generate_text(model: nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int = 64, **settings: Any) -> str:
+    """The continuation of `prompt` as text; `settings` as in generate_tokens. ValueError for a prompt without tokens."""
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if ids.numel() == 0:
+        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        if start is None:
+            raise ValueError(
+                "The sample prompt has no tokens, and the tokenizer has no start token. Give a prompt with text."
+            )
+        ids = torch.tensor([[start]])
+    settings.setdefault("eos_token_id", tokenizer.eos_token_id)
+    new_tokens = generate_tokens(model, ids.long(), max_new_tokens, **settings)
+    return tokenizer.decode(new_tokens.tolist(), skip_special_tokens=True)
+
+
+def _start_token(config: Any) -> int:
+    for name in ("decoder_start_token_id", "pad_token_id", "bos_token_id"):
+        if isinstance(getattr(config, name, None), int):
+            return getattr(config, name)
+    return 0
+
+
+def _last_logits(base: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Logits [V] of the last position: for causal models the head sees that position only."""
+    names, _ = accepted_names(base)
+    if "use_cache" in names:
+        inputs = {**inputs, "use_cache": False}  # pyright: ignore[reportAssignmentType]
+    if "logits_to_keep" in names:
+        inputs = {**inputs, "logits_to_keep": 1}  # pyright: ignore[reportAssignmentType]
+    output = base(**inputs)
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    return logits[0, -1]
+
+
+def _choose(logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if 0 < top_k < logits.numel():
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
+    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
