@@ -1,4 +1,4 @@
-"""What the machine feels, and what the run says about itself: samplers, metrics.jsonl, loggers, progress, plots.
+"""What the machine feels, and what the run says about itself: samplers, metrics.jsonl, loggers, progress, warnings.
 
 Nothing here may stop or slow a run: missing sensors are null and explained once, failing loggers are switched off with
 one sentence; only metrics.jsonl raises (MetricsLogError), because a run without its log should stop cleanly.
@@ -6,10 +6,36 @@ one sentence; only metrics.jsonl raises (MetricsLogError), because a run without
 
 from __future__ import annotations
 
+from outcore.monitor.loggers import Logger, LoggerGroup, NullLogger, check_report_to, make_loggers
 from outcore.monitor.loss_plot import plot_loss
+from outcore.monitor.memory_watch import MemoryWatch
 from outcore.monitor.metrics_log import MetricsLog, MetricsLogError
 from outcore.monitor.metrics_reader import Metrics, read_metrics
+from outcore.monitor.metrics_server import MetricsServer
 from outcore.monitor.progress import Progress
+from outcore.monitor.run_warnings import RunWarnings
 from outcore.monitor.sampler import Sampler
+from outcore.monitor.sleep_hold import SleepHold, hold_off_sleep
+from outcore.monitor.space_watch import SpaceWatch, Verdict
 
-__all__ = ["Metrics", "MetricsLog", "MetricsLogError", "Progress", "Sampler", "plot_loss", "read_metrics"]
+__all__ = [
+    "Logger",
+    "LoggerGroup",
+    "MemoryWatch",
+    "Metrics",
+    "MetricsLog",
+    "MetricsLogError",
+    "MetricsServer",
+    "NullLogger",
+    "Progress",
+    "RunWarnings",
+    "Sampler",
+    "SleepHold",
+    "SpaceWatch",
+    "Verdict",
+    "check_report_to",
+    "hold_off_sleep",
+    "make_loggers",
+    "plot_loss",
+    "read_metrics",
+]

@@ -66,8 +66,14 @@ class HostSensor:
         if self._has_proc:
             swap_used_bytes = lambda: read_swap_used_bytes(self._root)  # noqa: E731
             sample.swap_used_bytes = self._board.read("swap_used_bytes", swap_used_bytes, what="Swap in use")
-            sample.own_swap_bytes = self._board.read("own_swap_bytes", self._read_own_swap, what="Swap of the process")
+            sample.own_swap_bytes = self.read_own_swap_bytes()
         return sample
+
+    def read_own_swap_bytes(self) -> int | None:
+        """Pages of the watched process (without its children) that lie in swap."""
+        if not self._has_proc:
+            return None
+        return self._board.read("own_swap_bytes", self._read_own_swap, what="Swap of the process")
 
     def _import_psutil(self) -> Any:
         if self._psutil is None:

@@ -174,14 +174,20 @@ class Progress:
 
     def _print(self, text: str) -> None:
         try:
-            self._file.write(text + "\n")
+            try:
+                self._file.write(text + "\n")
+            except UnicodeEncodeError:  # a Windows pipe or LANG=C that lacks some character of a sample text
+                encoding = getattr(self._file, "encoding", None) or "ascii"
+                self._file.write(text.encode(encoding, "replace").decode(encoding) + "\n")
             self._file.flush()
         except (OSError, ValueError):
             # The reader of the pipe has gone; a run for days goes on without its spectators (metrics.jsonl has all).
             self._enabled = False
 
     def _is_terminal(self) -> bool:
-        return bool(getattr(self._file, "isatty", lambda: False)())
+        # The bars need block characters, so a terminal with another encoding than UTF gets plain lines.
+        encoding = str(getattr(self._file, "encoding", None) or "").lower()
+        return bool(getattr(self._file, "isatty", lambda: False)()) and encoding.startswith("utf")
 
 
 def _number(value: float, digits: int) -> str:

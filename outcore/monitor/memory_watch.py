@@ -1,0 +1,63 @@
+"""MemoryWatch: is RAM nearly exhausted, is the run being swapped out? Cheap enough for every step (about 0.3 ms).
+
+Available RAM is the kernel's own estimate (page cache that can be dropped counts as available), or what a container's
+limit leaves. Below the reserve the verdict is "full" (save and stop before the kernel kills the run); below twice the
+reserve, or with the run's own pages in swap, it is "low".
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outcore.machine.host import detect_ram
+from outcore.monitor.host_sensor import HostSensor
+from outcore.monitor.sensor import SensorBoard
+from outcore.monitor.space_watch import LOW_FACTOR, Verdict
+from outcore.units import GIB, MIB, format_gib
+
+MAX_DEFAULT_RESERVE_BYTES = 1 * GIB
+SWAPPED_BYTES = 64 * MIB
+"""Pages of the run in swap below this are start-up code that nobody misses."""
+
+
+class MemoryWatch:
+    """Watches the machine's RAM and this process's swap.
+
+    Args:
+        reserve_bytes: available RAM below which the run must stop; default: 3 % of RAM, at most 1 GiB.
+        root: where `proc` and `sys` are looked for; tests replace it.
+
+    Raises:
+        ValueError: a negative reserve.
+    """
+
+    def __init__(self, reserve_bytes: int | None = None, *, root: Path | str = "/") -> None:
+        if reserve_bytes is not None and reserve_bytes < 0:
+            raise ValueError(f"The RAM reserve cannot be negative, got {reserve_bytes} bytes.")
+        self._board = SensorBoard()
+        self._host = HostSensor(self._board, root)
+        self._root = Path(root)
+        total_bytes = self._host.ram_total_bytes or 0
+        default_bytes = min(MAX_DEFAULT_RESERVE_BYTES, total_bytes * 3 // 100)
+        self.reserve_bytes = default_bytes if reserve_bytes is None else reserve_bytes
+
+    def check(self) -> Verdict:
+        """The verdict now; "unknown" where the system does not tell."""
+        ram = self._board.read("ram", lambda: detect_ram(self._root), what="RAM")
+        if ram is None or not ram.total_bytes:
+            reason = " ".join(self._board.explanations()) or "this system does not tell how much RAM there is."
+            return Verdict("unknown", f"RAM is not watched: {reason}")
+        swapped_bytes = self._host.read_own_swap_bytes() or 0
+        words = f"RAM: {format_gib(ram.available_bytes)} of {format_gib(ram.total_bytes)} left"
+        words += f", {format_gib(swapped_bytes)} of the run in swap" if swapped_bytes >= SWAPPED_BYTES else ""
+        level = "ok"
+        if ram.available_bytes < self.reserve_bytes:
+            level = "full"
+            words += f"; below {format_gib(self.reserve_bytes)} the system may kill the run."
+        elif ram.available_bytes < LOW_FACTOR * self.reserve_bytes:
+            level = "low"
+            words += f"; the run saves and stops below {format_gib(self.reserve_bytes)}. Close other programs."
+        elif swapped_bytes >= SWAPPED_BYTES:
+            level = "low"
+            words += "; every swapped page costs a drive access. Close other programs or keep less in RAM."
+        return Verdict(level, words, None, ram.available_bytes, self.reserve_bytes)
