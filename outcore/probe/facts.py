@@ -12,7 +12,6 @@ import json
 import os
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from outcore.probe.gds_child import parse_findings
@@ -249,11 +248,3 @@ def _p2pdma_is_plausible(facts: GdsFacts) -> bool:
     """Whether asking libcufile for P2PDMA is worth a second test: native Linux, new enough, not asked for already."""
     asked = bool((facts.cufile_json.get("properties") or {}).get("use_pci_p2pdma"))
     return not facts.is_wsl2 and not asked and facts.kernel_has_p2pdma is not False and facts.open_kernel_module is True
-
-
-def write_test_pattern(path: Path, size_bytes: int = READ_BYTES) -> None:
-    """Random bytes for the children to read and compare, flushed to the drive so that no page cache answers for it."""
-    with path.open("wb") as file:
-        file.write(os.urandom(size_bytes))
-        file.flush()
-        os.fsync(file.fileno())

@@ -1,0 +1,93 @@
+"""What `gds_optimizer.py` calls: options, the run, what is printed and written, and the exit code."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from outcore.probe.config_file import ConfigError, apply_changes
+from outcore.probe.optimizer import STAGES, Optimizer
+from outcore.probe.options import Options, UsageError, parse_options
+from outcore.probe.plot import save_plot
+from outcore.probe.progress import StageProgress
+from outcore.probe.report import Findings, build_report, measured_machine, to_json, write_text
+from outcore.probe.show import render
+from outcore.probe.test_file import TestPathError
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: unwinds like Ctrl-C, so that test files are removed and children killed."""
+
+
+def main(argv: Sequence[str], root: Path) -> int:
+    """Runs everything; returns the exit code. `root` is the repository."""
+    signal.signal(signal.SIGTERM, _terminate)
+    logging.getLogger("outcore.staging").setLevel(logging.ERROR)  # the pool's notes are among our warnings
+    try:
+        options = parse_options(argv, root)
+        with StageProgress(len(STAGES) + 1) as progress:
+            found = Optimizer(options, progress).run()
+            progress.stage("report")
+            written, text = _write(options, found)
+        out = sys.stderr if options.json else sys.stdout
+        print(render(found), file=out)
+        for line in (*written, *_apply(options, found)):
+            print(line, file=out)
+        if options.json:
+            sys.stdout.write(text)
+        return 0
+    except (UsageError, TestPathError, ConfigError) as error:
+        print(f"gds_optimizer: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except Terminated:
+        print("gds_optimizer: terminated; the test files are removed, no report was written", file=sys.stderr)
+        return EXIT_TERMINATED
+    except KeyboardInterrupt:
+        print("gds_optimizer: interrupted; the test files are removed, no report was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def _write(options: Options, found: Findings) -> tuple[list[str], str]:
+    """Report, picture and machine profile; (lines that say so, the report's text)."""
+    logs = options.logs_dir
+    text = to_json(build_report(found))
+    lines = []
+    targets = {
+        "report": (logs / "gds_report.json", lambda path: write_text(path, text)),
+        "picture": (logs / "gds_report.png", lambda path: save_plot(found, path)),
+        "machine profile": (
+            logs / "machine_profile.json",
+            lambda path: write_text(path, measured_machine(found).to_json() + "\n"),
+        ),
+    }
+    for name, (path, write) in targets.items():
+        try:
+            write(path)
+        except OSError as error:
+            raise UsageError(
+                f"the {name} cannot be written to {path} ({error}): name another place with --logs"
+            ) from error
+        lines.append(f"{name}: {path}")
+    return lines, text
+
+
+def _apply(options: Options, found: Findings) -> list[str]:
+    if not options.apply:
+        return [f"nothing was changed in {options.config_path}; --apply writes these settings into it"]
+    changed = apply_changes(options.config_path, found.settings.changes(), create=options.create)
+    if not changed:
+        return [f"{options.config_path} has these settings already"]
+    kept = f" (the former one is {options.config_path.name}.bak)" if options.config.exists else ""
+    return [f"applied to {options.config_path}{kept}:", *(f"  {line}" for line in changed)]

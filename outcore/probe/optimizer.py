@@ -1,0 +1,299 @@
+"""The run behind `gds_optimizer.py`: the stages in order, each with its share of the time, every one able to be left out.
+
+A stage that cannot run here (no GPU, no kvikio, out of time) leaves a sentence in `skipped`; it never leaves a made-up
+number. The test files are removed when `run` ends, for whatever reason.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+
+from outcore.machine import Machine, detect_machine, drive_of
+from outcore.probe import advice
+from outcore.probe.budget import Budget
+from outcore.probe.device_bench import measure_copies, measure_peers
+from outcore.probe.direct_bench import measure_direct, open_direct_engine
+from outcore.probe.drive_bench import DriveResult, drive_rate, measure_drive
+from outcore.probe.facts import READ_BYTES, GdsFacts, collect_facts
+from outcore.probe.ladder import ladder_rows
+from outcore.probe.lane_bench import StagingSettings, StagingTest, build_pool, choose_write_combined, run_staging_test
+from outcore.probe.latency_bench import SIZES_BYTES, measure_latency
+from outcore.probe.load_sampler import LoadSampler
+from outcore.probe.memory_bench import measure_ram, thread_counts
+from outcore.probe.recommend import best_drive_setting, recommend
+from outcore.probe.report import Findings
+from outcore.probe.system import RealSystem, System
+from outcore.probe.test_file import TestFile
+from outcore.probe.verdict import judge
+from outcore.staging import PinnedPool, UploadLane
+from outcore.storage import BlockFile, BufferedFallbackWarning, PosixEngine, StorageError
+from outcore.units import GIB, MIB, format_gb, format_gib
+
+if TYPE_CHECKING:
+    from outcore.probe.options import Options
+    from outcore.probe.progress import StageProgress
+
+WEIGHTS = {"drive": 42.0, "ram": 4.0, "copies": 14.0, "lanes": 24.0, "latency": 8.0, "direct": 5.0, "peers": 3.0}
+STAGES = ("machine and GPUDirect Storage", "drives", "memory", "staging buffer", "copies", "lanes", "latency", "peers")
+LEAST_STAGE_S = 0.1
+NO_GPU_POOL_BYTES = GIB
+COPY_MEMORY_BYTES = 256 * MIB
+LATENCY_SLOTS = 4
+FALLBACK_BLOCK_BYTES, FALLBACK_DEPTH = 8 * MIB, 8
+
+
+class Optimizer:
+    """One run. `system` and `machine` stand in for this computer in tests."""
+
+    def __init__(
+        self,
+        options: Options,
+        progress: StageProgress,
+        system: System | None = None,
+        machine: Machine | None = None,
+    ) -> None:
+        self.options, self.progress = options, progress
+        self.effort = options.effort
+        self.system = system or RealSystem()
+        self._machine = machine
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.budget = Budget(self.effort.total_s, dict(WEIGHTS))
+        for stage in ("copies", "direct") if self.device.type == "cpu" else ():
+            self.budget.drop(stage)
+        if torch.cuda.device_count() < 2:
+            self.budget.drop("peers")
+
+    def run(self) -> Findings:
+        """All stages; returns what was found. Raises `TestPathError` when a directory cannot be measured."""
+        start_s = time.monotonic()
+        with warnings.catch_warnings(), ExitStack() as stack:
+            warnings.simplefilter("ignore", BufferedFallbackWarning)  # said better by `advice`
+            found, facts = self._ladder()
+            files = self._drives(found, stack)
+            self._ram(found)
+            drive = found.main_drive()
+            file = files.get(drive.target) if drive is not None else None
+            with ExitStack() as pool_stack:
+                pool = self._pool(found, pool_stack)
+                if pool is not None:
+                    self._copies(found, pool)
+                    if file is not None and drive is not None:
+                        self._lanes(found, pool, file, drive, facts)
+            self._peers(found)
+        named = found.main_drive() if self.options.paths_named else None
+        found.settings = recommend(
+            found.verdict, found.main_drive(), found.staging, found.direct_gb_per_s, named.target if named else None
+        )
+        self._warn(found)
+        found.elapsed_s = time.monotonic() - start_s
+        return found
+
+    def _ladder(self) -> tuple[Findings, GdsFacts]:
+        self.progress.stage(STAGES[0])
+        directory = self.options.paths[0]
+        machine = self._machine or detect_machine()
+        with TestFile(directory, READ_BYTES) as test_file:
+            test_file.fill(limit_s=10.0)
+            facts = collect_facts(self.system, str(test_file.path), drive_of(directory))
+        found = Findings(machine, judge(facts), ladder_rows(facts), self.effort.name)
+        found.warnings += self.options.notes
+        if machine.gpus and self.device.type == "cpu":
+            found.warnings.append(
+                f"torch {torch.__version__} cannot use the {machine.gpus[0].name}: nothing of the GPU was measured; "
+                "run `python setup.py` to install the set that matches this machine"
+            )
+        return found, facts
+
+    def _drives(self, found: Findings, stack: ExitStack) -> dict[str, BlockFile]:
+        """Measures every directory and keeps the files open for the stages after it."""
+        self.progress.stage(STAGES[1])
+        files: dict[str, BlockFile] = {}
+        stage_s = self.budget.begin("drive") / len(self.options.paths)
+        for directory in self.options.paths:
+            self.progress.tick(f"writing the test file in {directory}")
+            test_file = stack.enter_context(TestFile(directory, self.effort.file_bytes))
+            start_s = time.monotonic()
+            try:
+                test_file.fill(limit_s=stage_s / 2)
+                file = stack.enter_context(BlockFile(test_file.path, "rw"))
+                left_s = stage_s - (time.monotonic() - start_s)
+                engines = ["posix"]  # host buffers through kvikio run the same system calls with more layers
+                result = measure_drive(file, str(directory), self.effort, left_s, engines, self.progress.tick)
+            except StorageError as error:
+                found.skipped.append(f"drive {directory}: {error}")
+                continue
+            result.written_bytes += test_file.written_bytes
+            if test_file.swept:
+                found.warnings.append(
+                    f"removed {len(test_file.swept)} test file(s) of an earlier, killed run in {directory}"
+                )
+            found.drives.append(result)
+            files[result.target] = file
+        return files
+
+    def _ram(self, found: Findings) -> None:
+        self.progress.stage(STAGES[2])
+        stage_s = self.budget.begin("ram")
+        counts = thread_counts(found.machine.cpu_cores, found.machine.cpu_threads)
+        found.measurements += measure_ram(counts, stage_s, self.effort.cell_s)
+
+    def _pool(self, found: Findings, stack: ExitStack) -> PinnedPool | None:
+        self.progress.stage(STAGES[3])
+        asked = self.options.config.staging
+        limits = [self.effort.staging_cap_bytes, NO_GPU_POOL_BYTES if self.device.type == "cpu" else None]
+        wanted_bytes = min([asked.staging_bytes, *(limit for limit in limits if limit is not None)])
+        if self.device.type == "cpu" and wanted_bytes < asked.staging_bytes:
+            found.skipped.append(
+                f"no GPU: {format_gib(wanted_bytes)} of plain memory stand in for the {format_gib(asked.staging_bytes)} "
+                "of pinned staging memory"
+            )
+        test = StagingTest(wanted_bytes)
+        try:
+            pool = build_pool(StagingSettings(wanted_bytes, asked.write_combined, asked.streams), self.device, test)
+        except RuntimeError as error:
+            found.warnings.append(str(error))
+            return None
+        stack.callback(pool.close)
+        found.staging = test
+        return pool
+
+    def _copies(self, found: Findings, pool: PinnedPool) -> None:
+        self.progress.stage(STAGES[4])
+        assert found.staging is not None
+        if self.device.type == "cpu":
+            found.skipped.append("copies between RAM and GPU: no GPU")
+        else:
+            stage_s = self.budget.begin("copies")
+            with ExitStack() as leases, LoadSampler(self._gpu_id()) as sampler:
+                host = {"pageable": torch.zeros(COPY_MEMORY_BYTES, dtype=torch.uint8)}
+                for kind, combined in (("default", False), ("write-combined", True)):
+                    n_bytes = min(COPY_MEMORY_BYTES, pool.largest_free_bytes(combined) // 2)
+                    if n_bytes and not (combined and not pool.write_combined_bytes):
+                        lease = leases.enter_context(pool.lease(n_bytes, f"probe {kind}", combined))
+                        host[kind] = lease.tensor
+                found.measurements += measure_copies(
+                    self.device, host, self.effort.chunks_bytes, stage_s, self.effort.cell_s, self.progress.tick
+                )
+            found.pcie = sampler.seen
+        asked = self.options.config.staging
+        found.staging.write_combined, found.staging.write_combined_reason = choose_write_combined(
+            asked, found.measurements, self.device
+        )
+
+    def _lanes(self, found: Findings, pool: PinnedPool, file: BlockFile, drive: DriveResult, facts: GdsFacts) -> None:
+        self.progress.stage(STAGES[5])
+        assert found.staging is not None
+        setting = best_drive_setting(drive)
+        block_bytes, depth = (setting.block_bytes, setting.depth) if setting else (FALLBACK_BLOCK_BYTES, FALLBACK_DEPTH)
+        with PosixEngine(num_threads=depth, block_bytes=block_bytes) as engine:
+            stage_s = self.budget.begin("lanes")
+            if stage_s < LEAST_STAGE_S:
+                found.skipped.append("lanes and latency: no time was left (a slow drive took it; try --seconds)")
+                return
+            run_staging_test(
+                pool,
+                engine,
+                self.device,
+                file,
+                found.staging,
+                block_bytes=block_bytes,
+                depth=depth,
+                streams=self.options.config.staging.streams,
+                stage_s=stage_s,
+                most_s=self.effort.cell_s,
+                max_write_bytes=self.effort.write_cell_bytes,
+                quick=self.effort.name == "quick",
+                tick=self.progress.tick,
+            )
+            self._latency(found, pool, engine, file, facts, block_bytes, depth)
+
+    def _latency(
+        self,
+        found: Findings,
+        pool: PinnedPool,
+        engine: PosixEngine,
+        file: BlockFile,
+        facts: GdsFacts,
+        block_bytes: int,
+        depth: int,
+    ) -> None:
+        self.progress.stage(STAGES[6])
+        assert found.staging is not None
+        combined = found.staging.write_combined
+        slot_bytes = min(max(SIZES_BYTES), pool.largest_free_bytes(combined) // LATENCY_SLOTS // 4096 * 4096)
+        with ExitStack() as stack:
+            direct = {}
+            if self.device.type == "cuda":
+                name, opened, reason = open_direct_engine(found.verdict, facts, depth, block_bytes)
+                if opened is None:
+                    found.skipped.append(f"reads into GPU memory without staging: {reason}")
+                    self.budget.drop("direct")
+                else:
+                    stack.callback(opened.close)
+                    direct[name] = opened
+                    rate = measure_direct(
+                        opened, name, file, self.device, block_bytes, depth, self.budget.begin("direct")
+                    )
+                    found.measurements.append(rate)
+                    found.direct_gb_per_s[name] = rate.gb_per_s
+            lane = UploadLane(pool, engine, self.device, slot_bytes, LATENCY_SLOTS, combined, "probe-latency")
+            with lane:
+                found.latency = measure_latency(
+                    file,
+                    self.device,
+                    lane,
+                    self.budget.begin("latency"),
+                    self.effort.latency_repeats,
+                    direct,
+                    self.progress.tick,
+                )
+
+    def _peers(self, found: Findings) -> None:
+        self.progress.stage(STAGES[7])
+        count = torch.cuda.device_count()
+        if count < 2:
+            found.skipped.append(f"links between GPUs: {'one GPU' if count else 'no GPU'}")
+            return
+        stage_s = self.budget.begin("peers")
+        devices = [torch.device("cuda", index) for index in range(count)]
+        limit_s = min(self.effort.cell_s, stage_s / (count * (count - 1)))
+        measured, notes = measure_peers(devices, limit_s)
+        found.measurements += measured
+        found.warnings += notes
+
+    def _warn(self, found: Findings) -> None:
+        measured = {drive.target: drive for drive in found.drives}
+        for directory in self.options.paths:
+            drive = drive_of(directory)
+            result = measured.get(str(directory))
+            found.warnings += advice.drive_warnings(drive, result, found.machine.is_wsl2)
+            link = advice.drive_link_warning(drive, self.system.read_text)
+            found.warnings += [link] if link else []
+            found.skipped += result.notes if result else []
+        found.warnings += advice.gpu_warnings(found.pcie, found.machine)
+        found.warnings += advice.staging_warnings(found.staging, self._cap_said(found))
+
+    def _cap_said(self, found: Findings) -> int | None:
+        cap = self.effort.staging_cap_bytes
+        return cap if self.device.type == "cuda" and found.staging and found.staging.asked_bytes == cap else None
+
+    def _gpu_id(self) -> int | str:
+        """NVML's name for CUDA device 0, which CUDA_VISIBLE_DEVICES does not shift."""
+        uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+        if uuid is None:
+            return 0
+        return str(uuid) if str(uuid).startswith("GPU-") else f"GPU-{uuid}"
+
+
+def written_line(found: Findings) -> str:
+    """How much the run wrote to the drives: measuring is wear."""
+    total = sum(drive.written_bytes for drive in found.drives)
+    rates = ", ".join(f"{drive.target} {drive_rate(drive, 'drive_read'):.2f} GB/s read" for drive in found.drives)
+    return (
+        f"{format_gb(total)} written to the drive(s) by this test; {rates}" if found.drives else "no drive was measured"
+    )

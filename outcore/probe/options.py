@@ -1,0 +1,147 @@
+"""The command line of `gds_optimizer.py`: parsed and checked before anything is measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from outcore.probe.budget import EFFORTS, Effort
+from outcore.probe.config_file import ConfigError, ProbeConfig, read_config
+from outcore.probe.lane_bench import StagingSettings
+from outcore.probe.test_file import TestPathError, check_directory
+from outcore.units import GIB, MIB
+
+DESCRIPTION = """\
+Finds out which path data really takes between drive, RAM and GPU on this machine (GPUDirect Storage or not, and why),
+builds the staging buffer, measures every link, and recommends settings. Writes logs/gds_report.json,
+logs/gds_report.png and logs/machine_profile.json (for the planner)."""
+
+EPILOG = """\
+Exit codes: 0 done, 2 usage or unusable path or configuration, 130 interrupted (Ctrl-C), 143 terminated."""
+
+
+class UsageError(ValueError):
+    """The command line, a path or the configuration cannot be used; the message is for people."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure and where to write."""
+
+    paths: tuple[Path, ...]
+    """Directories on the drives to measure; checked to exist and to be writable."""
+    paths_named: bool
+    """Whether the user named them (then the fastest becomes outcore.nvme_path)."""
+    effort: Effort
+    config_path: Path
+    config: ProbeConfig
+    logs_dir: Path
+    apply: bool = False
+    create: bool = False
+    json: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def parse_options(argv: Sequence[str], root: Path) -> Options:
+    """Options from the command line; `root` is the repository (default places of logs and configuration).
+
+    Raises `UsageError`; argparse itself exits with code 2 for an unknown flag.
+    """
+    args = _parser(root).parse_args(list(argv))
+    config_path = Path(args.config)
+    try:
+        config = read_config(config_path)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+    if args.apply and not config.exists and not args.create:
+        raise UsageError(
+            f"--apply: {config_path} does not exist; name the file with --config, or add --create to make one"
+        )
+    notes = [config.note] if config.note else []
+    paths, named = _paths(args.path, config, notes)
+    for path in paths:
+        try:
+            check_directory(path)
+        except TestPathError as error:
+            raise UsageError(str(error)) from error
+    staging = config.staging
+    if args.staging_gib is not None:
+        staging = StagingSettings(int(args.staging_gib * GIB), staging.write_combined, staging.streams)
+    return Options(
+        paths=tuple(paths),
+        paths_named=named,
+        effort=_effort(args),
+        config_path=config_path,
+        config=replace(config, staging=staging),
+        logs_dir=Path(args.logs),
+        apply=args.apply,
+        create=args.create,
+        json=args.json,
+        notes=tuple(notes),
+    )
+
+
+def _parser(root: Path) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gds_optimizer.py",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    effort = parser.add_mutually_exclusive_group()
+    effort.add_argument("--quick", action="store_true", help="the main figures only, under 20 s")
+    effort.add_argument("--full", action="store_true", help="the whole grid of settings, about 8 minutes")
+    parser.add_argument(
+        "--path",
+        action="append",
+        metavar="DIR",
+        help="directory on a drive to measure; repeat for several (default: nvme_path of the configuration, else here)",
+    )
+    parser.add_argument("--apply", action="store_true", help="write the recommended settings into the configuration")
+    parser.add_argument("--create", action="store_true", help="with --apply: make the configuration if it is missing")
+    parser.add_argument("--json", action="store_true", help="print the report on stdout, everything else on stderr")
+    parser.add_argument(
+        "--config", default=str(root / "deepspeed_config.json"), metavar="FILE", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--logs", default=str(root / "logs"), metavar="DIR", help="where the report goes; default: %(default)s"
+    )
+    parser.add_argument(
+        "--staging-gib", type=_positive, metavar="GIB", help="staging memory to build, instead of the file's"
+    )
+    parser.add_argument("--file-mib", type=_positive, metavar="MIB", help="size of the test file, per directory")
+    parser.add_argument("--seconds", type=_positive, metavar="S", help="time for the measurements")
+    return parser
+
+
+def _paths(named: list[str] | None, config: ProbeConfig, notes: list[str]) -> tuple[list[Path], bool]:
+    if named:
+        unique = list(dict.fromkeys(Path(path).expanduser().absolute() for path in named))
+        return unique, True
+    if config.nvme_path:
+        path = Path(config.nvme_path).expanduser()
+        if path.is_dir():
+            return [path.absolute()], False
+        notes.append(f"the configuration's nvme_path {path} does not exist: measuring {Path.cwd()} instead")
+    return [Path.cwd()], False
+
+
+def _effort(args: argparse.Namespace) -> Effort:
+    effort = EFFORTS["quick" if args.quick else "full" if args.full else "default"]
+    if args.file_mib is not None:
+        effort = replace(effort, file_bytes=max(1, int(args.file_mib)) * MIB)
+    if args.seconds is not None:
+        effort = replace(effort, total_s=float(args.seconds))
+    return effort
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value

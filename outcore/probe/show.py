@@ -1,0 +1,160 @@
+"""The findings as text for a terminal: ladder, verdict, links, staging, latency, settings with reasons, warnings."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from outcore.probe.optimizer import written_line
+from outcore.probe.report import Findings
+from outcore.units import KIB, MIB, format_gib, format_s
+
+LINK_NAMES = {
+    "drive_read": "drive read",
+    "drive_write": "drive write",
+    "drive_mixed": "drive, reads and writes at once (sum)",
+    "h2d": "RAM to GPU, pinned",
+    "d2h": "GPU to RAM, pinned",
+    "both_ways": "RAM and GPU both ways (sum)",
+    "drive_to_gpu": "drive to {device}",
+    "gpu_to_drive": "{device} to drive",
+    "ram": "CPU memory (triad)",
+    "peer": "GPU to GPU",
+}
+STATES = {"yes": "yes", "no": "NO", "unknown": "?", "info": "-"}
+
+
+def render(found: Findings, width: int | None = None) -> str:
+    """The whole report as text, wrapped to the terminal."""
+    width = width or min(140, max(72, shutil.get_terminal_size((110, 24)).columns))
+    parts = [
+        _heading("GPUDirect Storage"),
+        _table([[row.step, STATES[row.state], row.found] for row in found.ladder], width),
+        _verdict(found, width),
+        _heading("Links"),
+        _links(found),
+        *_staging(found, width),
+        *_latency(found),
+        _heading("Recommended settings"),
+        _settings(found, width),
+    ]
+    if found.skipped:
+        parts += [_heading("Left out"), _bullets(found.skipped, width)]
+    parts += [_heading("Warnings"), _bullets(found.warnings or ["none"], width)]
+    parts.append(written_line(found))
+    return "\n".join(parts)
+
+
+def _heading(words: str) -> str:
+    return f"\n{words}\n{'-' * len(words)}"
+
+
+def _bullets(lines: Sequence[str], width: int) -> str:
+    return "\n".join(textwrap.fill(line, width, initial_indent="- ", subsequent_indent="  ") for line in lines)
+
+
+def _table(rows: list[list[str]], width: int) -> str:
+    """Columns aligned, the last one wrapped."""
+    columns = [max(len(row[index]) for row in rows) for index in range(len(rows[0]) - 1)]
+    lead = sum(columns) + 2 * len(columns)
+    lines = []
+    for row in rows:
+        first = "  ".join(cell.ljust(size) for cell, size in zip(row, columns, strict=False)) + "  "
+        lines.append(textwrap.fill(row[-1], max(width, lead + 30), initial_indent=first, subsequent_indent=" " * lead))
+    return "\n".join(lines)
+
+
+def _verdict(found: Findings, width: int) -> str:
+    verdict = found.verdict
+    lines = ["", f"Verdict: {verdict.path}. {verdict.headline}"]
+    notes = [f"because {reason}" for reason in verdict.reasons]
+    notes += [f"not {path}: {'; '.join(reasons)}" for path, reasons in verdict.why_not.items()]
+    notes += [f"what would change it: {change}" for change in verdict.would_change]
+    return "\n".join([*lines, _bullets(notes, width)])
+
+
+def _links(found: Findings) -> str:
+    device = "GPU" if found.machine.gpus else "memory"
+    lines = [
+        f"{LINK_NAMES[link].format(device=device):<40} {rate:8.2f} GB/s"
+        for link, rate in found.link_rates().items()
+        if rate is not None
+    ]
+    for drive in found.drives:
+        lines.append(
+            f"{'4 KiB reads per second, ' + str(drive.iops_depth) + ' at once':<40} {drive.iops_4k:8.0f}  {drive.target}"
+        )
+    if found.pcie is not None and found.pcie.pcie_gen:
+        link = found.pcie
+        lines.append(
+            f"{'PCIe link under load':<40} generation {link.pcie_gen} x{link.pcie_width} "
+            f"(at best {link.pcie_gen_max} x{link.pcie_width_max})"
+        )
+    return "\n".join(lines) or "nothing could be measured"
+
+
+def _staging(found: Findings, width: int) -> list[str]:
+    test = found.staging
+    if test is None:
+        return []
+    kind = "pinned" if test.is_pinned else "plain (nothing is pinned without a GPU)"
+    lines = [
+        f"{format_gib(test.granted_bytes)} of {format_gib(test.asked_bytes)} built in {format_s(test.build_s)}, {kind}, "
+        f"{format_gib(test.write_combined_bytes)} write-combined",
+        f"write-combined upload slots: {'yes' if test.write_combined else 'no'} ({test.write_combined_reason})",
+    ]
+    if test.slot_bytes:
+        device = "GPU" if found.machine.gpus else "memory"
+        slots = f"{test.num_slots} slots of {test.slot_bytes // MIB} MiB"
+        lines += [
+            f"drive to {device} through {slots}: {test.up_gb_per_s:.2f} GB/s, overlap {test.up_overlap:.2f} "
+            f"of the slowest link ({test.up_limit})",
+            f"{device} to drive: {test.down_gb_per_s:.2f} GB/s, overlap {test.down_overlap:.2f} ({test.down_limit})",
+        ]
+        if max(test.up_overlap, test.down_overlap) > 1.05:
+            lines.append("an overlap above 1 means that the drive's own rate changed during the test: run it again")
+    return [_heading("Staging buffer, double-buffered"), _bullets(lines, width)]
+
+
+def _latency(found: Findings) -> list[str]:
+    result = found.latency
+    if result is None:
+        return []
+    sizes = list(result.median_s.get("plain", {}))
+    header = f"{'size':>10}" + "".join(f"{path:>14}" for path in result.median_s)
+    lines = [header]
+    for size in sizes:
+        name = f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+        row = f"{name:>10}"
+        for path, times in result.median_s.items():
+            change = (
+                ""
+                if path == "plain"
+                else f" {100 * (times[size] / times_plain - 1):+4.0f}%"
+                if (times_plain := result.median_s["plain"][size])
+                else ""
+            )
+            row += f"{_microseconds(times[size]) + change:>14}"
+        lines.append(row)
+    return [_heading("Latency of one read from the drive (median)"), "\n".join([*lines, result.verdict()])]
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def _settings(found: Findings, width: int) -> str:
+    rows: list[list[str]] = []
+    for section, values in (("aio", found.settings.aio), ("outcore", found.settings.outcore)):
+        for key, value in values.items():
+            name = f"{section}.{key}"
+            rows.append([name, _value(value), found.settings.why.get(name, "")])
+    return _table(rows, width) if rows else "none: no drive could be measured"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {inner}" for key, inner in value.items())
+    return str(value).lower() if isinstance(value, bool) else str(value)
