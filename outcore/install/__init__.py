@@ -4,8 +4,6 @@ Kept free of imports so that `outcore.install.bootstrap` works in a bare and eve
 below are what the training script needs to find the extensions that the set-up has built.
 """
 
-from __future__ import annotations
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from outcore.install.extensions import extension_environment, extensions_dir
@@ -13,9 +11,9 @@ if TYPE_CHECKING:
 __all__ = ["extension_environment", "extensions_dir"]
 
 
-def __getattr__(name: str):
+def __getattr__(name):  # lazily, see above
     if name in __all__:
         from outcore.install import extensions
 
         return getattr(extensions, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError("module {!r} has no attribute {!r}".format(__name__, name))

@@ -1,12 +1,9 @@
 """First call of every root script: run in an interpreter that has outcore's dependencies, or say how to get one.
 
-`python train_model.py` started with a bare interpreter runs again inside `.venv` with the same arguments. Written so
-that a Python too old for the rest of outcore still gets as far as the one line that says so.
+`python train_model.py` started with a bare interpreter runs again inside `.venv` with the same arguments. Written in
+the syntax of any Python, so that one too old for the rest of outcore gets as far as the one line that says so.
 """
 
-from __future__ import annotations
-
-import importlib.util
 import os
 import subprocess
 import sys
@@ -28,6 +25,8 @@ def ensure_environment(script):
             "outcore needs Python 3.11, 3.12 or 3.13, this is {}.{}: start it with a newer one, "
             "for instance `python3.11 {}`".format(sys.version_info[0], sys.version_info[1], os.path.basename(script))
         )
+    import importlib.util
+
     script = os.path.abspath(script)
     repository = os.path.dirname(script)
     missing = [name for name in NEEDED_MODULES if importlib.util.find_spec(name) is None]
@@ -37,7 +36,9 @@ def ensure_environment(script):
     environment = os.path.join(repository, ".venv")
     python = environment_python(environment)
     if os.path.exists(python) and os.path.realpath(sys.prefix) != os.path.realpath(environment):
-        _replace_process([python, script, *sys.argv[1:]])
+        command = [python, script]
+        command.extend(sys.argv[1:])
+        _replace_process(command)
     sys.exit(
         "{} is not installed for {}: run `python setup.py` once, in {}".format(
             " and ".join(missing), sys.executable, repository
@@ -58,7 +59,7 @@ def add_to_path(directory):
     """Put a folder first on this process's PATH unless it is on it already."""
     entries = os.environ.get("PATH", "").split(os.pathsep)
     if directory not in entries:
-        os.environ["PATH"] = os.pathsep.join([directory] + [entry for entry in entries if entry])
+        os.environ["PATH"] = os.pathsep.join(filter(None, [directory, os.environ.get("PATH")]))
 
 
 def _replace_process(command):

@@ -38,7 +38,7 @@ def make_plan(environment: Environment, chosen: RequirementSet, repository: Path
         "packages": {name: {"wanted": chosen.pins[name], "found": unmet[name]} for name in sorted(unmet)},
         "pip_commands": [" ".join(command) for command in commands] if why else [],
         "extensions_to_build": [e.name for e in wanted if not is_built(extensions, e)],
-        "needed_bytes": NEEDED_BYTES[chosen.name] if why else 0,
+        "needed_bytes": NEEDED_BYTES[chosen.name] if why and "torch" in unmet else 0,
     }
 
 
@@ -46,7 +46,8 @@ def print_plan(plan: dict[str, Any], progress: Progress) -> None:
     if plan["why_install"] is None:
         progress.say("would install nothing: every pinned package is there")
     else:
-        progress.say(f"would install (because {plan['why_install']}), needing {format_gb(plan['needed_bytes'])}:")
+        space = f", needing {format_gb(plan['needed_bytes'])}" if plan["needed_bytes"] else ""
+        progress.say(f"would install (because {plan['why_install']}){space}:")
         for name, entry in plan["packages"].items():
             progress.say(f"  {name} {entry['wanted']}" + (f" (there is {entry['found']})" if entry["found"] else ""))
         for command in plan["pip_commands"]:
