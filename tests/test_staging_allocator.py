@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +41,7 @@ def test_any_mix_of_takes_and_returns_keeps_extents_apart_and_merges_at_the_end(
             position = extent.end_bytes
         assert position == CAPACITY_BYTES
         free = allocator.free_extents
-        assert all(a.end_bytes < b.start_bytes for a, b in zip(free, free[1:]))  # neighbours are merged
+        assert all(a.end_bytes < b.start_bytes for a, b in pairwise(free))  # neighbours are merged
         assert allocator.free_bytes == sum(e.size_bytes for e in free)
         assert allocator.largest_free_bytes == max((e.size_bytes for e in free), default=0)
     for extent in taken:

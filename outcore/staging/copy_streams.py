@@ -8,6 +8,7 @@ is over when the call returns. Both are safe to use from several threads.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +53,10 @@ class CopyStreams(Protocol):
         """Makes `stream` (None: the caller's current one) wait for the copy, without blocking the host."""
         ...
 
+    def ambient(self) -> AbstractContextManager[Any]:
+        """Makes stream 0 the current stream of this thread."""
+        ...
+
 
 class FinishedCopy:
     """A copy that ended before the call returned."""
@@ -87,6 +92,9 @@ class HostStreams:
 
     def hold(self, stream: Any, event: CopyEvent) -> None:
         return
+
+    def ambient(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
 
 class CudaCopy:
@@ -137,6 +145,9 @@ class CudaStreams:
     def hold(self, stream: torch.cuda.Stream | None, event: CopyEvent) -> None:
         assert isinstance(event, CudaCopy)
         event.end.wait(stream if stream is not None else torch.cuda.current_stream(self.device))
+
+    def ambient(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._streams[0])
 
 
 def open_streams(device: torch.device, count: int) -> CopyStreams:

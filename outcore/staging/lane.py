@@ -59,7 +59,7 @@ class Lane:
     - `max_queued`: transfers under way beyond which `submit` blocks (None: it never does).
     - `timeout_s`: limit of every wait that is not given one.
     - `copy_threads`: threads that copy between pageable RAM and slots (None: up to four).
-    - `direct`: file transfers skip the slots; the engine must have `device_buffers` (GPUDirect Storage, proven).
+    - `direct`: file transfers skip the slots; the engine must have been opened with `gds` (proven by the probe).
     - `priority`: handed to the engine; lower goes first.
     - `streams`: other copy streams than the device's own (tests).
     """
@@ -94,7 +94,7 @@ class Lane:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         if write_combined and self.direction == "download":
             raise ValueError("a download lane cannot be write-combined: the CPU reads its slots, at about 2 GB/s then")
-        if direct and not getattr(engine, "device_buffers", False):
+        if direct and not getattr(engine, "gds", False):
             name = getattr(engine, "name", "none")
             raise ValueError(
                 f"direct=True needs a storage engine that moves device memory, and {name!r} does not here: run "
@@ -279,6 +279,7 @@ class Lane:
 
     def _break(self, error: BaseException) -> None:
         logger.error("%s and broke", self.describe(), exc_info=error)
+        atexit.unregister(self._close_at_exit)
         with self._settled:
             self._broken = error
             lost = list(self._outstanding)

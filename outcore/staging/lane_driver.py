@@ -278,7 +278,9 @@ class LaneDriver:
             return
         self._clock.io_begins()
         try:
-            io = (home.fill if self._is_upload else home.drain)(0, device_bytes)
+            # Engines order themselves behind the current stream: that is to be the lane's, not the one that computes.
+            with self._streams.ambient():
+                io = (home.fill if self._is_upload else home.drain)(0, device_bytes)
         except Exception as refused:
             self._clock.io_ends()
             self._end(transfer, 0, refused)

@@ -1,0 +1,426 @@
+"""How much is pinned: the probing child, the fallbacks, the slabs; with a CUDA runtime made of Python."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from outcore.staging import PinnedGrant, PinnedPool, cuda_runtime, host_memory, pinned_grant, probe_pinned
+from outcore.staging import pool as pool_module
+from outcore.staging.copy_streams import CudaStreams
+from outcore.staging.cuda_runtime import CudaRuntime, PinRefused
+from outcore.staging.slab import MappedSlab, build_slabs
+from outcore.units import GIB, MIB
+
+CUDA0 = torch.device("cuda", 0)
+SCRIPT = Path(probe_pinned.__file__)
+
+
+class FakeRuntime:
+    """Pins up to `limit_bytes`, in single pieces of up to `piece_bytes`; speaks the child's dialect."""
+
+    def __init__(self, limit_bytes: int, piece_bytes: int = 1 << 60, write_combined: bool = True) -> None:
+        self.limit_bytes = limit_bytes
+        self.piece_bytes = piece_bytes
+        self.write_combined = write_combined
+        self.pinned: dict[int, int] = {}
+        self.memory: dict[int, Any] = {}
+        self.log: list[str] = []
+
+    def register(self, address: int, n_bytes: int) -> str:
+        assert address % 4096 == 0
+        if n_bytes > self.piece_bytes or sum(self.pinned.values()) + n_bytes > self.limit_bytes:
+            return "out of memory (CUDA error 2)"
+        self.pinned[address] = n_bytes
+        self.log.append("register")
+        return ""
+
+    def unregister(self, address: int) -> str:
+        del self.pinned[address]
+        self.log.append("unregister")
+        return ""
+
+    def alloc_write_combined(self, n_bytes: int) -> tuple[int, str]:
+        if not self.write_combined:
+            return 0, "not supported (CUDA error 801)"
+        buffer = ctypes.create_string_buffer(n_bytes)
+        text = self.register(-(-ctypes.addressof(buffer) // 4096) * 4096, n_bytes)
+        self.memory[ctypes.addressof(buffer)] = buffer
+        return ctypes.addressof(buffer), text
+
+    def free_write_combined(self, address: int) -> str:
+        del self.memory[address]
+        return self.unregister(-(-address // 4096) * 4096)
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+
+class StrictRuntime(FakeRuntime):
+    """The same as `CudaRuntime` behaves: refusals are exceptions."""
+
+    def register(self, address: int, n_bytes: int) -> Any:
+        if text := super().register(address, n_bytes):
+            raise PinRefused(text)
+
+    def alloc_write_combined(self, n_bytes: int) -> Any:
+        if not self.write_combined:
+            raise PinRefused("no write-combined memory")
+        return super().alloc_write_combined(n_bytes)[0]
+
+
+def probe(runtime: FakeRuntime, pinned_bytes: int, combined_bytes: int = 0) -> dict:
+    seen: list[dict] = []
+    probe_pinned.probe(runtime, pinned_bytes, combined_bytes, 1 * MIB, lambda found: seen.append(dict(found)))
+    assert runtime.pinned == {} and runtime.memory == {}  # everything is given back
+    return seen[-1]
+
+
+# ---------------------------------------------------------------------- the child
+
+
+def test_the_probe_gets_all_of_it_when_all_is_granted() -> None:
+    found = probe(FakeRuntime(16 * MIB), 5 * MIB + 4096, 2 * MIB)
+    assert found["granted_bytes"] == 7 * MIB + 4096
+    assert found["pinned_bytes"] == found["largest_piece_bytes"] == 5 * MIB + 4096
+    assert found["write_combined_bytes"] == 2 * MIB and found["reason"] == found["write_combined_reason"] == ""
+
+
+def test_the_probe_stops_at_the_first_refusal_and_scales_both_parts() -> None:
+    found = probe(FakeRuntime(3 * MIB + 5), 6 * MIB, 2 * MIB)
+    assert found["granted_bytes"] == 3 * MIB and "out of memory" in found["reason"]
+    assert found["pinned_bytes"] + found["write_combined_bytes"] == 3 * MIB
+    assert found["write_combined_bytes"] == 768 * 1024
+
+
+def test_the_probe_finds_out_that_only_small_pieces_and_no_write_combined_memory_are_given() -> None:
+    found = probe(FakeRuntime(16 * MIB, piece_bytes=1 * MIB, write_combined=False), 4 * MIB, 1 * MIB)
+    assert found["granted_bytes"] == 5 * MIB and found["pinned_bytes"] == 0
+    assert found["largest_piece_bytes"] == 1 * MIB and "in one piece" in found["reason"]
+    assert found["write_combined_bytes"] == 0 and "801" in found["write_combined_reason"]
+    assert probe(FakeRuntime(0), 4 * MIB)["granted_bytes"] == 0
+
+
+def test_the_child_says_why_cuda_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert probe_pinned.main(["--libcudart", "/no/such/libcudart.so", "--pinned-bytes", "4096"]) == 1
+    assert "/no/such/libcudart.so" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_the_childs_runtime_checks_every_call() -> None:
+    calls: list[str] = []
+
+    class Function:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, *arguments: Any) -> Any:
+            calls.append(self.name)
+            if self.name == "cudaGetErrorString":
+                return b"out of memory"
+            return 2 if self.name in ("cudaHostRegister", "cudaHostAlloc") else 0
+
+    names = "HostRegister HostUnregister HostAlloc FreeHost GetErrorString SetDevice Free GetLastError"
+    lib = SimpleNamespace(**{f"cuda{name}": Function(f"cuda{name}") for name in names.split()})
+    runtime = probe_pinned.Runtime(lib)
+    assert runtime.start(0) == "" and runtime.unregister(0) == "" and runtime.free_write_combined(0) == ""
+    assert runtime.register(0, 1) == "out of memory (CUDA error 2)"
+    assert runtime.alloc_write_combined(1) == (0, "out of memory (CUDA error 2)")
+    assert calls.count("cudaGetLastError") == 2  # the refusal is not left behind for the next kernel launch
+
+
+# ---------------------------------------------------------------------- the parent's reading of it
+
+
+def child(code: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(code)]
+
+
+def test_the_grant_follows_the_childs_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = f"""
+        import sys, json; sys.path.insert(0, {str(SCRIPT.parent)!r})
+        import probe_pinned
+        class R:
+            held = 0
+            def register(self, a, n):
+                if self.held + n > 3 << 20: return "out of memory (CUDA error 2)"
+                self.held += n; return ""
+            def unregister(self, a): self.held = 0; return ""
+        probe_pinned.probe(R(), 8 << 20, 0, 1 << 20, probe_pinned._print)
+    """
+    grant = pinned_grant.probe_pinned_memory(CUDA0, 8 * MIB, 0, command=child(runner))
+    assert grant.pinned_bytes == grant.largest_piece_bytes == 3 * MIB and grant.pageable_bytes == 0
+    assert grant.reasons == ("CUDA pins only 3.00 MiB of 8.00 MiB here: out of memory (CUDA error 2)",)
+
+
+STEP = (
+    '{"granted_bytes": %d, "pinned_bytes": 0, "write_combined_bytes": 0, "largest_piece_bytes": 1048576, '
+    '"reason": "%s", "write_combined_reason": "", "error": ""}'
+)
+
+
+def test_a_child_that_is_killed_still_tells_what_had_been_granted() -> None:
+    code = f"import os; print({STEP % (2 * MIB, '')!r}, flush=True); os.kill(os.getpid(), 9)"
+    grant = pinned_grant.probe_pinned_memory(CUDA0, 8 * MIB, 0, command=child(code))
+    assert grant.pinned_bytes == 2 * MIB and grant.largest_piece_bytes == 1 * MIB
+    assert "ended early, exit status -9" in grant.reasons[0]
+    code = f"import os; print({STEP % (8 * MIB, '')!r}, flush=True); os.kill(os.getpid(), 9)"
+    grant = pinned_grant.probe_pinned_memory(CUDA0, 6 * MIB, 2 * MIB, command=child(code))
+    assert grant.total_bytes == grant.pinned_bytes == 8 * MIB
+    assert "ended early (exit status -9)" in grant.reasons[0] and "it was not tried" in grant.reasons[1]
+
+
+def test_nothing_granted_leaves_pageable_memory() -> None:
+    code = f"print('noise'); print({STEP % (0, 'no')!r}); print('[]')"
+    grant = pinned_grant.probe_pinned_memory(CUDA0, 8 * MIB, 0, command=child(code))
+    assert grant.total_bytes == 0 and grant.pageable_bytes == 8 * MIB and "pins only 0 B" in grant.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (child("raise SystemExit(3)"), r"it said nothing \(exit status 3\)"),
+        (child('print(\'{"error": "CUDA did not start: busy"}\')'), "CUDA did not start: busy"),
+        (["/no/such/python"], "did not start"),
+        (None, "no libcudart is mapped"),
+    ],
+)
+def test_without_a_probe_the_ram_test_stands_alone(command: list[str] | None, said: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(pinned_grant, "find_libcudart", lambda: None)
+    grant = pinned_grant.probe_pinned_memory(CUDA0, 8 * MIB, 4 * MIB, command=command)
+    assert (grant.pinned_bytes, grant.write_combined_bytes) == (8 * MIB, 4 * MIB) and len(grant.reasons) == 1
+    assert re.search(said, grant.reasons[0])
+
+
+def test_the_real_child_is_started_by_path_and_a_hanging_one_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned_grant, "find_libcudart", lambda: Path("/no/such/libcudart.so.13"))
+    grant = pinned_grant.probe_pinned_memory(CUDA0, 8 * MIB, 0)
+    assert grant.pinned_bytes == 8 * MIB and "/no/such/libcudart.so.13" in grant.reasons[0]
+    monkeypatch.setattr(pinned_grant, "PROBE_BASE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(pinned_grant, "PROBE_TIMEOUT_S_PER_GIB", 0.0)
+    code = f"import time; print({STEP % (3 * MIB, '')!r}, flush=True); time.sleep(60)"
+    grant = pinned_grant.probe_pinned_memory(CUDA0, 8 * MIB, 0, command=child(code))
+    assert grant.pinned_bytes in (3 * MIB, 8 * MIB) and "no answer within 0 s" in grant.reasons[0]
+
+
+def test_ram_and_control_groups_limit_the_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_memory.cgroup_left_bytes(tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("5\n")
+    assert host_memory.cgroup_left_bytes(tmp_path) is None
+    (tmp_path / "memory.max").write_text(f"{10 * MIB}\n")
+    (tmp_path / "memory.current").write_text(f"{8 * MIB}\n")
+    assert host_memory.cgroup_left_bytes(tmp_path) == 2 * MIB
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {1 * MIB}\nactive_file {1 * MIB}\n")
+    assert host_memory.available_ram_bytes(tmp_path) == 4 * MIB  # page cache is there for the taking
+    (tmp_path / "memory.stat").write_text("inactive_file many\n")
+    assert host_memory.cgroup_left_bytes(tmp_path) == 2 * MIB
+    assert host_memory.reserve_bytes() >= 1 * GIB
+    monkeypatch.setattr(pinned_grant, "available_ram_bytes", lambda: 0)
+    grant = pinned_grant.probe_pinned_memory(CUDA0, 8 * MIB, 4 * MIB)
+    assert grant.total_bytes == 0 and "only 0 B of RAM" in grant.reasons[0]
+    grant = pinned_grant.fit_into_ram(6 * MIB, 2 * MIB, 4 * MIB)
+    assert (grant.pinned_bytes, grant.write_combined_bytes) == (3 * MIB, 1 * MIB)
+
+
+# ---------------------------------------------------------------------- slabs
+
+
+def build(grant: PinnedGrant, runtime: Any) -> tuple[list, list[str]]:
+    slabs: list = []
+    notes: list[str] = []
+    build_slabs(slabs, notes, grant, runtime)
+    return slabs, notes
+
+
+def test_slabs_as_granted_pinned_and_aligned() -> None:
+    runtime = StrictRuntime(32 * MIB)
+    slabs, notes = build(PinnedGrant(8 * MIB + 4096, 2 * MIB, 16 * MIB), runtime)
+    assert notes == [] and [(s.size_bytes, s.is_write_combined) for s in slabs] == [
+        (2 * MIB, True),
+        (8 * MIB + 4096, False),
+    ]
+    assert sum(runtime.pinned.values()) == 10 * MIB + 4096  # what is held is what was asked
+    mapped = slabs[1]
+    assert mapped.tensor.data_ptr() == mapped.address and mapped.address % (2 * MIB) == 0
+    assert mapped.tensor.numel() == 8 * MIB + 4096 and int(mapped.tensor.sum()) == 0
+    mapped.tensor.fill_(1)
+    for slab in slabs:
+        slab.close()
+        slab.close()
+    assert runtime.pinned == {} and runtime.memory == {}
+
+
+def test_a_refused_slab_is_tried_in_halves_and_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outcore.staging.slab.MIN_SLAB_BYTES", 1 * MIB)
+    slabs, notes = build(PinnedGrant(8 * MIB, 0, 8 * MIB), StrictRuntime(5 * MIB, piece_bytes=2 * MIB))
+    assert [s.size_bytes for s in slabs] == [2 * MIB, 2 * MIB, 1 * MIB]
+    assert notes == ["3.00 MiB less staging memory than planned: out of memory (CUDA error 2)"]
+
+
+def test_refused_write_combined_memory_becomes_default_memory() -> None:
+    slabs, notes = build(PinnedGrant(4 * MIB, 2 * MIB, 6 * MIB), StrictRuntime(32 * MIB, write_combined=False))
+    assert [(s.size_bytes, s.is_write_combined) for s in slabs] == [(6 * MIB, False)]
+    assert "default memory takes its place" in notes[0]
+
+
+def test_pageable_memory_when_nothing_can_be_pinned() -> None:
+    for grant in (PinnedGrant(4 * MIB, 0, 4 * MIB), PinnedGrant(0, 0, 0, pageable_bytes=4 * MIB)):
+        slabs, notes = build(grant, StrictRuntime(0))
+        assert [(s.size_bytes, s.is_pinned) for s in slabs] == [(4 * MIB, False)]
+        assert "could not be pinned" in notes[-1]
+
+
+def test_a_refused_mapping_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MemoryError, match="refused to map"):
+        MappedSlab(1 << 60, None)
+
+
+def test_a_pool_on_a_faked_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = StrictRuntime(64 * MIB)
+    monkeypatch.setattr(pool_module, "CudaRuntime", lambda device: runtime)
+    pool = PinnedPool(8 * MIB, device="cuda", write_combined_bytes=2 * MIB, probe=False)
+    assert pool.is_pinned and pool.write_combined_bytes == 2 * MIB and pool.capacity_bytes == 8 * MIB
+    with pool.lease(4096, "up", write_combined=True) as lease:
+        assert lease.write_combined and lease.is_pinned
+        assert pool.largest_free_bytes(write_combined=True) == 2 * MIB - 4096
+    pool.close()
+    assert runtime.pinned == {} and runtime.log.index("synchronize") < runtime.log.index("unregister")
+    everything = PinnedPool(2 * MIB, device="cuda", write_combined_bytes=2 * MIB, probe=False)
+    with pytest.raises(RuntimeError, match="all of the pool is write-combined"):
+        everything.lease(1, "down")
+    del everything  # forgotten, not closed: collected pools unpin as well
+    assert runtime.pinned == {}
+    refused = StrictRuntime(64 * MIB, write_combined=False)
+    monkeypatch.setattr(pool_module, "CudaRuntime", lambda device: refused)
+    with PinnedPool(2 * MIB, device="cuda", write_combined_bytes=1 * MIB, probe=False) as pool:
+        lease = pool.lease(4096, "up", write_combined=True)
+        assert lease.is_pinned and not lease.write_combined
+        lease.release()
+    earlier = PinnedGrant(4 * MIB, 0, 4 * MIB, ("CUDA pins only 4.00 MiB",))
+    grant = pinned_grant.settle_grant(CUDA0, 6 * MIB, 2 * MIB, earlier)
+    assert (grant.pinned_bytes, grant.write_combined_bytes, grant.reasons) == (4 * MIB, 0, earlier.reasons)
+
+
+# ---------------------------------------------------------------------- calls into CUDA
+
+
+class FakeCudart:
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+
+    def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
+        assert flags == 1
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return self.code
+
+
+def fake_cuda(monkeypatch: pytest.MonkeyPatch, code: int, lib: Any) -> CudaRuntime:
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: True))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(code))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(cuda_runtime, "load_libcudart", lambda: lib)
+    return CudaRuntime(CUDA0)
+
+
+def test_refusals_of_the_runtime_carry_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleared: list[int] = []
+
+    def host_alloc(pointer: Any, n_bytes: int, flags: int) -> int:
+        assert flags == 5
+        pointer._obj.value = 8192 if n_bytes == 1 else None
+        return 0 if n_bytes == 1 else 2
+
+    lib = SimpleNamespace(
+        cudaGetErrorString=lambda code: b"out of memory",
+        cudaGetLastError=lambda: cleared.append(1) or 2,
+        cudaHostAlloc=host_alloc,
+        cudaFreeHost=lambda address: 0 if address == 8192 else 1,
+    )
+    runtime = fake_cuda(monkeypatch, 2, lib)
+    runtime.synchronize()
+    with pytest.raises(PinRefused, match=r"cudaHostRegister of 4096 bytes: out of memory \(CUDA error 2\)"):
+        runtime.register(0, 4096)
+    with pytest.raises(PinRefused, match="cudaHostUnregister"):
+        runtime.unregister(0)
+    assert runtime.alloc_write_combined(1) == 8192
+    with pytest.raises(PinRefused, match="write-combined"):
+        runtime.alloc_write_combined(2)
+    runtime.free_write_combined(8192)
+    with pytest.raises(PinRefused, match="cudaFreeHost"):
+        runtime.free_write_combined(1)
+    assert len(cleared) == 4
+
+
+def test_write_combined_memory_through_cupy_where_no_libcudart_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = fake_cuda(monkeypatch, 3, None)
+    with pytest.raises(PinRefused, match="CUDA error 3"):
+        runtime.register(0, 4096)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(PinRefused, match="cupy-cuda12x or cupy-cuda13x"):
+        runtime.alloc_write_combined(4096)
+    freed: list[int] = []
+    calls = SimpleNamespace(hostAlloc=lambda n_bytes, flags: n_bytes + flags, freeHost=freed.append)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=calls)))
+    assert runtime.alloc_write_combined(4096) == 4101
+    runtime.free_write_combined(4101)
+    assert freed == [4101]
+    calls.hostAlloc = lambda n_bytes, flags: {}["refused"]
+    with pytest.raises(PinRefused, match="refused"):
+        runtime.alloc_write_combined(4096)
+
+
+def test_libcudart_is_looked_for_among_the_mapped_libraries() -> None:
+    assert cuda_runtime.find_libcudart() is None or "libcudart" in str(cuda_runtime.find_libcudart())
+    if cuda_runtime.find_libcudart() is None:
+        assert cuda_runtime.load_libcudart() is None
+
+
+def test_cuda_copies_wait_for_after_and_are_bracketed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, **kind: bool) -> None:
+            self.name = "end" if kind.get("blocking") else "begin" if kind else "now"
+
+        def record(self, stream: Any) -> None:
+            log.append(f"record {self.name}")
+
+        def wait(self, stream: Any) -> None:
+            log.append(f"{stream} waits for {self.name}")
+
+        def synchronize(self) -> None:
+            log.append(f"synchronize {self.name}")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 250.0
+
+    stream = SimpleNamespace(wait_event=lambda event: log.append("wait after"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
+    streams = CudaStreams(CUDA0, 2)
+    target, source = torch.zeros(3, dtype=torch.uint8), torch.ones(3, dtype=torch.uint8)
+    copy = streams.copy(1, target, source, streams.now())
+    assert log == ["record now", "wait after", "record begin", "record end"] and torch.equal(target, source)
+    copy.synchronize()
+    streams.hold(None, copy)
+    streams.hold("mine", copy)  # type: ignore[arg-type]
+    assert log[4:] == ["synchronize end", "current waits for end", "mine waits for end"]
+    assert copy.copy_s() == 0.25 and not copy.is_over and not streams.is_pinned(target)
+    streams.copy(0, target, source, None)
+    assert "wait after" not in log[7:]
