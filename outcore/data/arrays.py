@@ -1,8 +1,8 @@
 """A folder of arrays, written atomically and opened memory-mapped: the form of every cache of this room.
 
-Written aside, fsynced, renamed into place, the manifest last. The manifest has each array's type, length and a CRC-32 per
-16 MiB block. On opening, sizes are always compared, and checksums of all blocks up to 1 GiB, above that of 64 blocks
-spread evenly (first and last included), so that opening a cache of any size takes about a second at most.
+Written aside, fsynced, renamed into place, the manifest last. The manifest has each array's type, length and a
+CRC-32 per 16 MiB block. On opening, sizes are always compared, and checksums of all blocks up to 1 GiB, above that
+of 64 blocks spread evenly (first and last included), so that opening a cache of any size takes about a second at most.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ArrayWriter:
         """Appends a 1-D array; CacheError when the drive is full."""
         if not len(values):
             return
-        data = memoryview(np.ascontiguousarray(values, dtype=self.dtype)).cast("B")
+        data = np.ascontiguousarray(values, dtype=self.dtype).data.cast("B")
         with explained(self.path.parent):
             self.file.write(data)
         self.length += len(values)
@@ -99,8 +99,8 @@ def explained(folder: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(_existing(folder)).free
             raise CacheError(
-                f"no space left for the token cache in {folder} ({format_gb(free)} free). Free some, or set cache_dir to "
-                f"a drive with room (4 bytes a token: about the size of the text)"
+                f"no space left for the token cache in {folder} ({format_gb(free)} free). Free some, or set cache_dir "
+                "to a drive with room (4 bytes a token: about the size of the text)"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise CacheError(
@@ -129,14 +129,17 @@ class ArraysWriter:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._open_files.close()
+        # A full drive shows again when buffers are flushed; the files go anyway.
+        with contextlib.suppress(OSError):
+            self._open_files.close()
         if self.aside.exists():
             shutil.rmtree(self.aside, ignore_errors=True)
 
     def array(self, name: str, dtype: Any) -> ArrayWriter:
         path = self.aside / f"{name}.bin"
         with explained(self.path.parent):
-            file = self._open_files.enter_context(open(path, "wb"))
+            file = open(path, "wb")  # noqa: SIM115
+            self._open_files.callback(file.close)
         writer = ArrayWriter(path, np.dtype(dtype).newbyteorder("<"), file)
         self._writers[name] = writer
         return writer

@@ -2,8 +2,8 @@
 
 Three ways, the first that applies:
 1. The template marks assistant text itself ({% generation %}): transformers returns the mask.
-2. The template is prefix-stable: rendering messages 0..i-1 with the generation prompt, and 0..i, gives beginnings of the
-   whole rendering; the characters between the two are turn i. Checked for every conversation.
+2. The template is prefix-stable: rendering messages 0..i-1 with the generation prompt, and 0..i, gives beginnings of
+   the whole rendering; the characters between the two are turn i. Checked for every conversation.
 3. The template rewrites earlier turns (Qwen3 drops their reasoning): each turn must begin where its generation prompt
    ends, its words must stand right there (but for an emptied reasoning block), and the turn's end token is included.
 Anything else is an error: a guessed mask would train on the user's words. The whole text is tokenised once; a token
@@ -26,14 +26,10 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTIED_REASONING = re.compile(r"\s*(<think>\s*</think>\s*)?")
 
 _CHATML = (
-    "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
-    "{%- if message['role'] == 'assistant' -%}"
-    "{%- generation -%}{{- message['content'] + END -}}{%- endgeneration -%}"
-    "{%- else -%}{{- message['content'] + END -}}{%- endif -%}"
-    "{{- '\\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\\n' -}}{%- if message['role'] == 'assista"
+    "nt' -%}{%- generation -%}{{- message['content'] + END -}}{%- endgeneration -%}{%- else "
+    "-%}{{- message['content'] + END -}}{%- endif -%}{{- '\\n' -}}{%- endfor -%}{%- if add_generation_prompt "
+    "-%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 
 
@@ -44,7 +40,7 @@ def default_template(tokenizer: Any) -> str:
 
 
 def ensure_chat_template(tokenizer: Any) -> str | None:
-    """Gives the tokenizer the default template when it has none (so that an export carries it); returns what to tell."""
+    """Gives a tokenizer without chat template the default one; returns what to tell, None if it had one."""
     if tokenizer.chat_template:
         return None
     tokenizer.chat_template = default_template(tokenizer)
@@ -95,14 +91,17 @@ class ChatEncoder:
 
     def _by_generation_tag(self, example: ChatExample) -> tuple[np.ndarray, np.ndarray]:
         self.render(example.messages, example.tools)  # a refusal by the template is told apart from a missing mask
-        encoded = self.tokenizer.apply_chat_template(
-            example.messages,
-            tools=example.tools,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},
-        )
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                example.messages,
+                tools=example.tools,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs={"verbose": False},
+            )
+        except OverflowError:  # transformers looks for the token of character -1 when a mark at the start is empty
+            encoded = {"input_ids": [], "assistant_masks": []}
         ids = np.asarray(encoded["input_ids"], dtype=np.uint32)
         mask = np.asarray(encoded["assistant_masks"], dtype=bool)
         if not mask.any() and any(_is_spoken(message) for message in example.messages):
@@ -175,7 +174,7 @@ def _is_spoken(message: dict[str, Any]) -> bool:
 
 def _unstable(i: int, why: str) -> TemplateError:
     return TemplateError(
-        f"the tokenizer's chat template does not let the assistant's tokens be told apart (message {i + 1}: {why}). Mark "
-        "them in the template with {% generation %} ... {% endgeneration %}, set train_on_prompt: true to train on "
-        "everything, or use another tokenizer's template"
+        f"the tokenizer's chat template does not let the assistant's tokens be told apart (message {i + 1}: {why}). "
+        f"Mark them in the template with {{% generation %}} ... {{% endgeneration %}}, set train_on_prompt: true to "
+        "train on everything, or use another tokenizer's template"
     )

@@ -48,7 +48,7 @@ class RowDataset:
 
     @property
     def padding_share(self) -> float:
-        """Share of the rows' places that hold no token, every row counted with seq_length places (seq2seq: 0 to 1 alike)."""
+        """Share of the rows' places (seq_length each; source and target of seq2seq) that hold no token."""
         places = len(self) * self.seq_length * (2 if self.kind == "seq2seq" else 1)
         return max(0.0, 1 - self.total_tokens / places) if places else 0.0
 

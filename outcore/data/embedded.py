@@ -1,7 +1,7 @@
 """The built-in text: the running interpreter's own standard library, real prose and code that needs no download.
 
-Every .py file of the library in path order, tests and generated tables left out, up to about 12 MB; a file is a document,
-so that the train/validation split is by file. About 0.1 s to read.
+Every .py file of the library in path order, tests and generated tables left out, up to about 12 MB; a file is a
+document, so that the train/validation split is by file. About 0.1 s to read.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class EmbeddedSource:
     name = "embedded (Python standard library source)"
 
     def __init__(self, root: Path | None = None, total_bytes: int = MAX_TOTAL_BYTES) -> None:
-        """`root`: the library's folder, by default the running interpreter's. DataError when it has hardly any source."""
+        """`root`: by default the running interpreter's library. DataError when it has hardly any source."""
         self.root = root or Path(sysconfig.get_paths()["stdlib"])
         self.files: list[Path] = []
         self.total_bytes = 0
@@ -66,9 +66,9 @@ class EmbeddedSource:
             self.total_bytes += size_bytes
         if self.total_bytes < min(MIN_TOTAL_BYTES, total_bytes // 2):
             raise DataError(
-                f"the built-in text is this Python's own source files, but {self.root} has only {self.total_bytes} bytes "
-                f"of them (a stripped or zipped interpreter). Give another data set: a .txt, .jsonl or .csv file, or a "
-                f"folder of text"
+                f"the built-in text is this Python's own source files, but {self.root} has only {self.total_bytes} "
+                "bytes of them (a stripped or zipped interpreter). Give another data set: a .txt, .jsonl or .csv "
+                "file, or a folder of text"
             )
 
     def identity(self) -> dict[str, Any]:

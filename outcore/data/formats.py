@@ -120,15 +120,16 @@ def detect_shape(rows: Sequence[Mapping[str, Any]], settings: DataSettings, name
     wanted = "no known shape" if settings.format == "auto" else f"not the shape {settings.format!r}"
     raise DataError(
         f"{name}: its columns ({', '.join(columns) or 'none'}) have {wanted}. Name them with text_column, with "
-        f"prompt_column and completion_column, or with messages_column; known without naming: text; prompt + completion; "
-        f"instruction (+ input) + output; conversations [{{from, value}}]; messages [{{role, content}}]"
+        "prompt_column and completion_column, or with messages_column; known without naming: text; prompt + "
+        f"completion; instruction (+ input) + output; conversations [{{from, value}}]; messages [{{role, content}}]"
     )
 
 
 def _existing(column: str, columns: Sequence[str], setting: str, name: str) -> str:
     if column not in columns:
         raise DataError(
-            f"{name} has no column {column!r} ({setting}){nearest(column, columns)}; it has: {', '.join(columns) or 'none'}"
+            f"{name} has no column {column!r} ({setting}){nearest(column, columns)}; it has: "
+            f"{', '.join(columns) or 'none'}"
         )
     return column
 

@@ -93,7 +93,8 @@ class SavedDatasetSource:
             raise DataError(f"{path}: the saved data set cannot be opened: {shorten(str(error))}") from error
         if isinstance(loaded, datasets.DatasetDict):
             if split not in loaded:
-                raise DataError(f"{path} has no split {split!r}{nearest(split, loaded)}; it has: {', '.join(loaded)}")
+                names = [str(name) for name in loaded]
+                raise DataError(f"{path} has no split {split!r}{nearest(split, names)}; it has: {', '.join(names)}")
             loaded = loaded[split]
         self._dataset: Any = loaded
 
@@ -119,13 +120,13 @@ def _explain(error: BaseException, name: str, dataset_id: str) -> DataError:
     what = shorten(str(error), 200)
     if "DatasetNotFoundError" in kinds or "RepositoryNotFoundError" in kinds:
         return DataError(
-            f"{dataset_id!r} is neither a local file or folder nor a data set that the hub shows (misspelt, private, or "
-            f"gated: then log in with `hf auth login`): {what}. What works without the hub: {LOCAL_ALTERNATIVES}"
+            f"{dataset_id!r} is neither a local file or folder nor a data set that the hub shows (misspelt, private, "
+            f"or gated: then log in with `hf auth login`): {what}. What works without the hub: {LOCAL_ALTERNATIVES}"
         )
     if kinds & {"ConnectionError", "ConnectError", "OfflineModeIsEnabled", "Timeout", "TimeoutException", "gaierror"}:
         return DataError(
-            f"the hub cannot be reached for data set {name!r} ({what}). Check the network or proxy and try again, or use "
-            f"what needs no network: {LOCAL_ALTERNATIVES}"
+            f"the hub cannot be reached for data set {name!r} ({what}). Check the network or proxy and try again, or "
+            f"use what needs no network: {LOCAL_ALTERNATIVES}"
         )
     if "config" in what.lower() and isinstance(error, ValueError):
         return DataError(f"hub data set {dataset_id!r}: {what}. Choose one with dataset_config")

@@ -2,8 +2,8 @@
 
 Documents are split into training and evaluation (by a permutation of the documents; the tail of the windows when there
 are fewer documents than a share of them makes sense for), cut into segments, and the segments packed into rows or given
-a row each. Text longer than a row is cut into windows that lose no token; a conversation or completion is cut off at the
-row's end instead, since its later windows would lack their prompt, and dropped (counted) when no loss is left.
+a row each. Text longer than a row is cut into windows that lose no token; a conversation or completion is cut off at
+the row's end instead, since its later windows would lack their prompt, and dropped (counted) when no loss is left.
 """
 
 from __future__ import annotations
@@ -100,5 +100,5 @@ def choose_rows(segments: Segments, row_ends: np.ndarray, rows: int | None, seed
         return segments, row_ends
     chosen = np.sort(Permutation(total, seed, epoch=1)(np.arange(rows)))
     counts = row_ends[chosen + 1] - row_ends[chosen]
-    picked = np.concatenate([np.arange(row_ends[row], row_ends[row + 1]) for row in chosen])
+    picked = np.concatenate([np.arange(int(row_ends[row]), int(row_ends[row + 1])) for row in chosen])
     return segments.take(picked), np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

@@ -1,4 +1,5 @@
-"""One builder at a time, without torch.distributed: a lock file per cache, which the kernel frees when its holder dies."""
+"""One builder at a time, without torch.distributed: a lock file per cache, which the kernel frees when its holder
+dies."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def open_or_build(
 ) -> tuple[Arrays, bool]:
     """(the arrays in `path`, whether they were there already); built under the lock if missing or damaged.
 
-    `build` fills the writer and returns the meta to store. Raises CacheError (folder, drive, lock) and what `build` raises.
+    `build` fills the writer and returns the meta to store. Raises CacheError (folder, drive, lock) and what `build`
+    raises.
     """
     try:
         return open_arrays(path), True
@@ -61,8 +63,8 @@ def build_lock(path: Path, timeout_s: float, say: Callable[[str], None], what: s
         lock = _acquire(lock, timeout_s, say, what)
     except Timeout as error:
         raise CacheError(
-            f"another process has been preparing {what} for more than {format_s(timeout_s)} (lock {path}). If it is still "
-            f"at work wait for it, or raise lock_timeout_s; if none is running, delete the lock file"
+            f"another process has been preparing {what} for more than {format_s(timeout_s)} (lock {path}). If it is "
+            "still at work wait for it, or raise lock_timeout_s; if none is running, delete the lock file"
         ) from error
     try:
         yield

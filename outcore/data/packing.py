@@ -1,8 +1,8 @@
 """Best-fit-decreasing packing of segments into rows of a fixed capacity.
 
 Within a buffer of segments, longest first, each goes where it leaves the least space. Finding that row is a bisection
-over the spaces that occur: about 1 us a segment. A buffer of 65,536 segments keeps memory bounded; its unfilled rows are
-closed with it, which costs less than a part in a thousand.
+over the spaces that occur: about 1 us a segment. A buffer of 65,536 segments keeps memory bounded; its unfilled rows
+are closed with it, which costs less than a part in a thousand.
 """
 
 from __future__ import annotations

@@ -15,7 +15,10 @@ from outcore.data.errors import DataError, nearest
 
 DATA_EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 COMPRESSED_EXTENSIONS = (".gz", ".zst")
-LOCAL_ALTERNATIVES = "a local file (.txt, .jsonl, .json, .csv or .parquet), a folder of text files, or the built-in text (dataset: embedded)"
+LOCAL_ALTERNATIVES = (
+    "a local file (.txt, .jsonl, .json, .csv or .parquet), a folder of text files, or the built-in text "
+    "(dataset: embedded)"
+)
 
 _DRIVE = re.compile(r"^([A-Za-z]):[\\/](.*)$", re.DOTALL)
 _UNC = re.compile(r"^(?:\\\\|//)([^\\/]+)[\\/]+([^\\/]+)[\\/]*(.*)$", re.DOTALL)
@@ -82,7 +85,8 @@ def looks_like_hub_id(text: str) -> bool:
 
 
 def missing_file_error(text: str, path: Path) -> DataError:
-    """The error for a local path that is not there: the nearest name in its folder, or the deepest folder that exists."""
+    """The error for a local path that is not there: the nearest name in its folder, or the deepest folder that
+    exists."""
     parent = path.parent
     if parent.is_dir():
         try:

@@ -1,7 +1,8 @@
 """`prepare_data`: from settings and a tokenizer to training and evaluation rows, a summary and one rendered sample.
 
-source -> documents of tokens on the drive (token_cache) -> split, windows, packing (layout, cached beside) -> RowDataset.
-Several processes may call it at once with the same settings: one builds, the others wait, all get the same rows.
+source -> documents of tokens on the drive (token_cache) -> split, windows, packing (layout, cached beside) ->
+RowDataset. Several processes may call it at once with the same settings: one builds, the others wait, all get the
+same rows.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class DataSummary:
     documents: int
     tokens: int
     loss_tokens: int
+    max_token_id: int
+    """Must be below the vocabulary size of the model."""
     train_rows: int
     train_tokens: int
     eval_rows: int
@@ -107,20 +110,23 @@ def prepare_data(
 ) -> PreparedData:
     """Reads, tokenises (or finds the cache), splits and packs. `say` gets progress in words (default: the log).
 
-    `packing_allowed`: False for models that cannot keep packed documents apart (see isolation.py). A tokenizer without a
-    chat template is given the default one. Raises DataError (data, settings) and CacheError (folder, drive, lock).
+    `packing_allowed`: False for models that cannot keep packed documents apart (see isolation.py). A tokenizer
+    without a chat template is given the default one. Raises DataError (data, settings) and CacheError (folder,
+    drive, lock).
     """
     say = say or logging.getLogger(__name__).info
     kind = _kind(settings, encoder_decoder, packing_allowed)
-    notes: list[str] = []
-    if note := ensure_chat_template(tokenizer):
-        notes.append(note)
+    template_note = ensure_chat_template(tokenizer)
     encoder = DocumentEncoder(tokenizer, settings.train_on_prompt, encoder_decoder)
     encoder.end_token_id()
     hashed = tokenizer_hash(tokenizer)
     source = open_source(settings)
     cache = open_token_cache(source, settings, encoder, hashed, _limit(settings, kind), say)
-    notes += source.notes()
+    notes = source.notes()
+    if template_note and (cache.meta["is_text"] or "prompt_completion" in cache.meta["shape"]):
+        tokenizer.chat_template = None  # not needed here, and an export should not claim one
+    elif template_note:
+        notes.append(template_note)
     eval_cache = None
     if settings.eval_dataset is not None or settings.eval_split is not None:
         eval_source = open_source(settings, evaluation=True)
@@ -142,10 +148,7 @@ def prepare_data(
         )
     if len(evaluation) == 0 and (settings.eval_fraction > 0 or eval_cache):
         notes.append("no evaluation: the data is a single row; name an eval_dataset to have one")
-    uses_template = not cache.meta["is_text"] and "prompt_completion" not in cache.meta["shape"]
-    summary = _summary(
-        cache, train, evaluation, layout, kind, settings, notes if uses_template else notes[bool(note) :]
-    )
+    summary = _summary(cache, train, evaluation, layout, kind, settings, notes)
     return PreparedData(train, evaluation if len(evaluation) else None, summary, _sample(tokenizer, train))
 
 
@@ -156,8 +159,8 @@ def _kind(settings: DataSettings, encoder_decoder: bool, packing_allowed: bool) 
         return "seq2seq"
     if settings.packing == "on" and not packing_allowed:
         raise DataError(
-            "packing: on, but this model cannot keep packed documents apart (they would see each other): set packing to "
-            "auto or off"
+            "packing: on, but this model cannot keep packed documents apart (they would see each other): set packing "
+            "to auto or off"
         )
     return "packed" if packing_allowed and settings.packing != "off" else "padded"
 
@@ -262,6 +265,7 @@ def _summary(
         documents=meta["documents"],
         tokens=meta["tokens"],
         loss_tokens=meta["loss_tokens"],
+        max_token_id=max(meta["max_token_id"], train.pad_token_id),
         train_rows=len(train),
         train_tokens=train.total_tokens,
         eval_rows=len(evaluation),

@@ -1,4 +1,5 @@
-"""Readers of single files: text, jsonl, json, csv/tsv, parquet. Each yields records in file order, one row in RAM at a time.
+"""Readers of single files: text, jsonl, json, csv/tsv, parquet. Each yields records in file order, one row in RAM at
+a time.
 
 json: an array is parsed element by element from a growing buffer; an object is read whole (it must be small) and its
 one list of rows taken; objects line by line are recognised as jsonl. A malformed row is yielded as BadRow with file and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def render_sample(
         return ""
     borders = [0, *(np.flatnonzero(np.diff(has_loss)) + 1).tolist(), len(ids)]
     parts = []
-    for start, end in zip(borders, borders[1:]):
+    for start, end in pairwise(borders):
         text = _shortened(str(tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False)), max_run_chars)
         parts.append(f"{brackets[0]}{text}{brackets[1]}" if has_loss[start] else text)
     return "".join(parts)

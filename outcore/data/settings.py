@@ -25,7 +25,8 @@ class DataSettings:
     """Every field is checked on construction; `DataError` names the field, its value and what is allowed."""
 
     dataset: str = EMBEDDED
-    """A file (.txt .jsonl .json .csv .tsv .parquet, also .gz or .zst of the text ones), a folder, a hub id, or "embedded"."""
+    """A file (.txt .jsonl .json .csv .tsv .parquet, also .gz or .zst of the text ones), a folder, a hub id, or
+    "embedded"."""
     dataset_config: str | None = None
     """Configuration name of a hub data set."""
     dataset_split: str = "train"
@@ -49,7 +50,8 @@ class DataSettings:
     on_bad_row: str = "error"
     """error: stop at the first malformed row; skip: leave it out and count it."""
     streaming: str = "auto"
-    """auto | on | off: a hub data set is read over the network instead of being downloaded first. Files are never held whole."""
+    """auto | on | off: a hub data set is read over the network instead of being downloaded first. Files are never
+    held whole."""
     cache_dir: str = DEFAULT_CACHE_DIR
     """Folder of the token caches and of the embedded tokenizer."""
     seed: int = 42

@@ -88,7 +88,8 @@ def _file_source(path: Path, settings: DataSettings) -> Source:
     if suffix in settings.text_extensions:
         return FilesSource([path], path, is_text=True)
     raise DataError(
-        f"{path}: files named {suffix or '(without extension)'} are not read. Read are {', '.join(DATA_EXTENSIONS)} and "
+        f"{path}: files named {suffix or '(without extension)'} are not read. Read are "
+        f"{', '.join(DATA_EXTENSIONS)} and "
         f"text ({', '.join(settings.text_extensions)}); if this one is plain text, add its extension to text_extensions"
     )
 
@@ -111,7 +112,8 @@ def _folder_source(path: Path, settings: DataSettings, split: str) -> Source:
     if not text and not data:
         seen = ", ".join(f"{count} x {suffix}" for suffix, count in others.most_common(8)) or "nothing"
         raise DataError(
-            f"folder {path} has no non-empty {', '.join(settings.text_extensions)} or {', '.join(DATA_EXTENSIONS)} file "
+            f"folder {path} has no non-empty {', '.join(settings.text_extensions)} or "
+            f"{', '.join(DATA_EXTENSIONS)} file "
             f"(found: {seen}). To read other files as text, name their extensions in text_extensions"
         )
     text_bytes, data_bytes = (sum(file.stat().st_size for file in files) for files in (text, data))
@@ -120,7 +122,8 @@ def _folder_source(path: Path, settings: DataSettings, split: str) -> Source:
     if text and data:
         left = data if is_text else text
         notes.append(
-            f"left out: {len(left)} {'data' if is_text else 'text'} files ({format_gb(min(text_bytes, data_bytes))}) of the "
+            f"left out: {len(left)} {'data' if is_text else 'text'} files "
+            f"({format_gb(min(text_bytes, data_bytes))}) of the "
             f"same folder; a folder is read as text or as data, whichever is more"
         )
     return FilesSource(chosen, path, is_text, notes)

@@ -1,9 +1,10 @@
 """`BatchStream` (endless, for training, resumable) and `EvalStream` (every row once) over a `RowDataset`.
 
 Rows are numbered a = 0, 1, 2, ... over all epochs; number a is row permutation(seed, a // rows)[a % rows]. A global
-micro-batch is the next micro_batch_size * world_size numbers, and rank r takes its r-th part. So the order knows nothing
-of the number of ranks: two ranks see in one step what one rank sees in two. The last batch of an epoch is filled up from
-the next epoch: no row is repeated or left out within an epoch. The state is one number and what it is valid for.
+micro-batch is the next micro_batch_size * world_size numbers, and rank r takes its r-th part. So the order knows
+nothing of the number of ranks: two ranks see in one step what one rank sees in two. The last batch of an epoch is
+filled up from the next epoch: no row is repeated or left out within an epoch. The state is one number and what it is
+valid for.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class BatchStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken; DataError when it belongs to other data, another order or another version."""
+        """Continues where `state` was taken; DataError when it belongs to other data, another order or another
+        version."""
         if state.get("version") != STATE_VERSION:
             raise DataError(f"the data position was saved in version {state.get('version')!r}; this is {STATE_VERSION}")
         for key, what in (
@@ -113,8 +115,8 @@ class BatchStream:
             if state.get(key) != self.state_dict()[key]:
                 raise DataError(
                     f"the data position cannot be restored: {what} changed since the checkpoint ({key} was "
-                    f"{state.get(key)!r}, is {self.state_dict()[key]!r}). Use the former settings and data, or start a new "
-                    f"run from the checkpoint's weights"
+                    f"{state.get(key)!r}, is {self.state_dict()[key]!r}). Use the former settings and data, or start a "
+                    "new run from the checkpoint's weights"
                 )
         self.rows_seen = int(state["rows_seen"])
 
@@ -133,7 +135,8 @@ class EvalStream:
 
     def __len__(self) -> int:
         """Micro-batches of each rank."""
-        return -(-len(self.dataset) // (self.micro_batch_size * self.world_size))
+        global_rows = self.micro_batch_size * self.world_size
+        return (len(self.dataset) + global_rows - 1) // global_rows
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for number in range(len(self)):

@@ -19,6 +19,8 @@ from outcore.data.errors import DataError
 from outcore.units import MIB
 
 BLOCK_BYTES = 4 * MIB
+HEAD_BYTES = 4096
+"""Enough to tell another encoding or a binary file."""
 _BOMS_OF_OTHERS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
@@ -78,8 +80,8 @@ def decode(data: bytes, path: Path, offset: int) -> str:
 def _bad_text(path: Path, offset: int, byte: bytes) -> BadText:
     shown = f" (0x{byte.hex()})" if byte else ""
     return BadText(
-        f"{path}: byte offset {offset}{shown} is not UTF-8. Convert the file first, e.g. "
-        f"iconv -f WINDOWS-1252 -t UTF-8 IN > OUT, or leave such rows out with on_bad_row: skip"
+        f"{path}: byte offset {offset}{shown} is not UTF-8. Convert the file, e.g. "
+        f"iconv -f WINDOWS-1252 -t UTF-8 IN > OUT"
     )
 
 
@@ -93,14 +95,15 @@ def check_head(head: bytes, path: Path) -> None:
 
 
 def iterate_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """(line number from 1, byte offset, bytes of the line without its line end), BOM removed; one line in RAM at a time."""
+    """(line number from 1, byte offset, bytes of the line without its line end), BOM removed; one line in RAM at a
+    time."""
     with open_bytes(path) as file:
         offset = 0
         for number, line in enumerate(file, start=1):
             start = offset
             offset += len(line)
             if number == 1:
-                check_head(line[:4096], path)
+                check_head(line[:HEAD_BYTES], path)
                 if line.startswith(codecs.BOM_UTF8):
                     start += len(codecs.BOM_UTF8)
                     line = line[len(codecs.BOM_UTF8) :]
@@ -113,8 +116,8 @@ def iterate_text(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[str]:
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
     with open_bytes(path) as file:
         consumed = 0
-        block = file.read(block_bytes)
-        check_head(block[:4096], path)
+        block = file.read(HEAD_BYTES)
+        check_head(block, path)
         if block.startswith(codecs.BOM_UTF8):
             consumed = len(codecs.BOM_UTF8)
             block = block[consumed:]

@@ -1,15 +1,16 @@
 """The token cache: every document of a source as tokens on the drive, built once per (data, tokenizer, format).
 
-Arrays: `tokens` uint32 (top bit = no loss), `offsets` int64 [documents + 1], `first_loss` int64 [documents] (position in
-the document of the first token that carries loss, the first token apart; the document's length if none does). The length
-of rows does not enter here but in the layout (layout.py), so that another seq_length does not tokenise again.
-Memory while building: a few MiB, whatever the size of the data.
+Arrays: `tokens` uint32 (top bit = no loss), `offsets` int64 [documents + 1], `first_loss` int64 [documents]
+(position in the document of the first token that carries loss, the first token apart; the document's length if none
+does). The length of rows does not enter here but in the layout (layout.py), so that another seq_length does not
+tokenise again. Memory while building: a few MiB, whatever the size of the data.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -20,17 +21,19 @@ import numpy as np
 
 from outcore.data.arrays import Arrays, ArraysWriter, ArrayWriter
 from outcore.data.batches import Batch, Piece, batches_of, encode_in_order
-from outcore.data.encode import DocumentEncoder, carries_loss
+from outcore.data.encode import TOKEN, DocumentEncoder, carries_loss
 from outcore.data.errors import DataError
 from outcore.data.formats import Shape, detect_shape
 from outcore.data.lock import open_or_build
 from outcore.data.paths import translate
 from outcore.data.records import BadRow, BadRows, Record, Source
 from outcore.data.settings import DataSettings
+from outcore.units import format_count
 
 CACHE_VERSION = 1
 """Part of every key: raise it when what is stored, or how text becomes tokens, changes."""
 DETECT_ROWS = 16
+TELL_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -129,10 +132,14 @@ def _build(
     shape, records = _shape_and_records(source.records(), source, settings, bad_rows)
     say(f"tokenising {source.name}" + ("" if source.is_text else f": {shape}"))
     documents = _Documents(writer, encoder, bad_rows, limit)
+    told_s = time.monotonic()
     for batch in encode_in_order(batches_of(records, shape), encoder, settings.num_proc):
         documents.add(batch)
         if documents.is_enough:
             break
+        if time.monotonic() - told_s >= TELL_EVERY_S:
+            told_s = time.monotonic()
+            say(f"tokenised {documents.count:,} documents, {format_count(documents.tokens.length)} tokens so far")
     if documents.count == 0:
         raise DataError(
             f"{source.name} has nothing to train on: {documents.empty} empty and {bad_rows.count} malformed documents"
@@ -146,6 +153,7 @@ def _build(
         "documents": documents.count,
         "empty_documents": documents.empty,
         "tokens": documents.tokens.length,
+        "max_token_id": documents.max_token_id,
         "loss_tokens": documents.loss_tokens,
         "bad_rows": bad_rows.count,
         "bad_row_examples": bad_rows.examples,
@@ -192,7 +200,7 @@ class _Documents:
         self.first_loss: ArrayWriter = writer.array("first_loss", np.int64)
         self.before, self.after = encoder.edges
         self.bad_rows, self.limit = bad_rows, limit
-        self.count = self.empty = self.loss_tokens = 0
+        self.count = self.empty = self.loss_tokens = self.max_token_id = 0
         self._ends: list[int] = [0]
         self._first: list[int] = []
         self._start: int | None = None
@@ -213,7 +221,10 @@ class _Documents:
             if isinstance(encoded, BadRow):
                 self._take_back()
                 self.bad_rows.add(encoded)
-            elif isinstance(item, Piece):
+                continue
+            if len(encoded):
+                self.max_token_id = max(self.max_token_id, int((encoded & TOKEN).max()))
+            if isinstance(item, Piece):
                 self._add_piece(encoded, item.is_last)
             elif not carries_loss(encoded)[1:].any():
                 self.empty += 1

@@ -1,7 +1,7 @@
 """Tokenizers: loaded through transformers with errors in words, or a byte-level BPE trained once on the data itself.
 
-The trained one splits text like GPT-2 (bytes, so nothing is unknown), has ChatML tokens, and is kept in the cache folder
-under a key of the texts' identity: about 5 s for the built-in text on two cores, then never again.
+The trained one splits text like GPT-2 (bytes, so nothing is unknown), has ChatML tokens, and is kept in the cache
+folder under a key of the texts' identity: about 5 s for the built-in text on two cores, then never again.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> Any:
         raise missing_file_error(name_or_path, path)
     if is_local and path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise DataError(
-            f"folder {path} has no tokenizer in it (none of {', '.join(_TOKENIZER_FILES)}). Copy the files of the model's "
-            f"tokenizer there, or name another tokenizer"
+            f"folder {path} has no tokenizer in it (none of {', '.join(_TOKENIZER_FILES)}). Copy the files of the "
+            "model's tokenizer there, or name another tokenizer"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -60,13 +60,14 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> Any:
         what = shorten(str(error), 240)
         if "trust_remote_code" in str(error):
             raise DataError(
-                f"the tokenizer of {name_or_path!r} runs code of its own. If you trust it, allow it: trust_remote_code: true"
+                f"the tokenizer of {name_or_path!r} runs code of its own. If you trust it, allow it: "
+                f"trust_remote_code: true"
             ) from error
         if is_local:
             raise DataError(f"the tokenizer in {path} cannot be loaded: {type(error).__name__}: {what}") from error
         raise DataError(
-            f"the tokenizer of {name_or_path!r} cannot be loaded from the hub: {type(error).__name__}: {what}. Check the "
-            f"name and the network; a folder with the tokenizer's files works without a network"
+            f"the tokenizer of {name_or_path!r} cannot be loaded from the hub: {type(error).__name__}: {what}. Check "
+            "the name and the network; a folder with the tokenizer's files works without a network"
         ) from error
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -86,7 +87,8 @@ _TOKENIZER_FILES = (
 def train_byte_bpe(texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE, *, max_chars: int = TRAIN_CHARS) -> Any:
     """A PreTrainedTokenizerFast of exactly `vocab_size` tokens at most, trained on the first `max_chars` of `texts`.
 
-    EOS and BOS are <|endoftext|> (never added by itself), PAD is <|pad|>, with ChatML tokens and template. Deterministic.
+    EOS and BOS are <|endoftext|> (never added by itself), PAD is <|pad|>, with ChatML tokens and template.
+    Deterministic.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

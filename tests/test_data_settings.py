@@ -1,0 +1,109 @@
+"""Settings and paths: wrong input is refused at once, in words that name the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outcore.data import DataError, DataSettings
+from outcore.data.paths import is_windows_spelling, looks_like_hub_id, translate
+from outcore.data.source import open_source
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"dataset": ""}, "dataset must be a non-empty text"),
+        ({"format": "mesages"}, "nearest: 'messages'"),
+        ({"packing": "yes"}, "packing must be one of auto, on, off"),
+        ({"on_bad_row": "ignore"}, "on_bad_row must be one of error, skip"),
+        ({"streaming": True}, "streaming must be one of"),
+        ({"seq_length": 4}, "seq_length must be a whole number from 8"),
+        ({"seq_length": 512.0}, "seq_length must be a whole number"),
+        ({"seq_length": True}, "seq_length must be a whole number"),
+        ({"eval_fraction": 0.9}, "from 0 .none. to 0.5"),
+        ({"eval_fraction": "5%"}, "eval_fraction is the share"),
+        ({"max_train_samples": 0}, "max_train_samples must be a whole number from 1"),
+        ({"num_proc": 0}, "num_proc must be a whole number from 1"),
+        ({"lock_timeout_s": 0}, "lock_timeout_s must be positive"),
+        ({"prompt_column": "q"}, "prompt_column and completion_column go together"),
+        ({"text_column": "t", "messages_column": "m"}, "columns of two shapes"),
+        ({"text_column": "t", "format": "messages"}, "those of 'text'"),
+        ({"text_extensions": ","}, "at least one extension"),
+    ],
+)
+def test_wrong_settings_are_refused(values, words):
+    with pytest.raises(DataError, match=words):
+        DataSettings(**values)
+
+
+def test_unknown_key_names_the_nearest():
+    with pytest.raises(DataError, match="nearest: 'seq_length'"):
+        DataSettings.from_dict({"seq_lenght": 128})
+    assert DataSettings.from_dict({"seq_length": 128}).seq_length == 128
+
+
+def test_extensions_are_normalised():
+    assert DataSettings(text_extensions="py, *.C,.h").text_extensions == (".py", ".c", ".h")
+
+
+def test_windows_path_on_plain_linux_is_explained():
+    with pytest.raises(DataError, match=r"Windows path.*/mnt/c/data/x\.jsonl"):
+        translate(r"C:\data\x.jsonl", on_wsl=False)
+
+
+def test_windows_path_on_wsl_is_translated(tmp_path: Path):
+    (tmp_path / "c").mkdir()
+    assert translate(r"C:\my data\x.jsonl", on_wsl=True, mount_root=tmp_path) == tmp_path / "c" / "my data" / "x.jsonl"
+    assert translate("c:/data/x.txt", on_wsl=True, mount_root=tmp_path) == tmp_path / "c" / "data" / "x.txt"
+    with pytest.raises(DataError, match="drive D: is not mounted.*drvfs"):
+        translate(r"D:\x.jsonl", on_wsl=True, mount_root=tmp_path)
+
+
+def test_unc_paths_are_explained_or_translated():
+    with pytest.raises(DataError, match=r"network share.*drvfs.*/mnt/share/a/b\.txt"):
+        translate(r"\\server\share\a\b.txt", on_wsl=True)
+    with pytest.raises(DataError, match="cifs //server/share"):
+        translate(r"\\server\share", on_wsl=False)
+    assert translate(r"\\wsl$\Ubuntu\home\me\x.txt", on_wsl=True) == Path("/home/me/x.txt")
+    with pytest.raises(DataError, match="here it would be /home/me"):
+        translate(r"\\wsl.localhost\Ubuntu\home\me", on_wsl=False)
+
+
+def test_spellings_are_told_apart():
+    assert is_windows_spelling(r"C:\x") and is_windows_spelling(r"\\s\x") and not is_windows_spelling("/c/x")
+    assert looks_like_hub_id("owner/name") and looks_like_hub_id("name")
+    for local in ("data.jsonl", "./name", "a/b/c", "~/x", "owner/name.parquet", "x.txt.gz"):
+        assert not looks_like_hub_id(local)
+
+
+def test_missing_file_names_the_nearest(tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match=r"no such file or folder.*nearest: 'train\.jsonl'"):
+        open_source(DataSettings(dataset=str(tmp_path / "trian.jsonl")))
+    with pytest.raises(DataError, match=f"only {tmp_path} exists"):
+        open_source(DataSettings(dataset=str(tmp_path / "no" / "where.txt")))
+
+
+def test_misspelt_builtin_name():
+    with pytest.raises(DataError, match="nearest: 'embedded'"):
+        open_source(DataSettings(dataset="embeded"))
+
+
+@pytest.mark.parametrize(("name", "words"), [("x.pdf", "named .pdf are not read"), ("x", "without extension")])
+def test_unknown_kind_of_file(tmp_path: Path, name: str, words: str):
+    (tmp_path / name).write_text("x")
+    with pytest.raises(DataError, match=words):
+        open_source(DataSettings(dataset=str(tmp_path / name)))
+
+
+def test_empty_file_and_folder(tmp_path: Path):
+    (tmp_path / "x.jsonl").touch()
+    with pytest.raises(DataError, match="is empty: nothing to train on"):
+        open_source(DataSettings(dataset=str(tmp_path / "x.jsonl")))
+    with pytest.raises(DataError, match="has no non-empty"):
+        open_source(DataSettings(dataset=str(tmp_path)))
+    (tmp_path / "a.bin").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"found: 1 x \.bin"):
+        open_source(DataSettings(dataset=str(tmp_path)))
