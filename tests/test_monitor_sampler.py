@@ -211,3 +211,55 @@ def test_real_gpu_fields(tmp_path: Path) -> None:
     assert 0 < snapshot["gpu_temp_c"] < 120
     assert sampler.describe()["gpu_mem_total_bytes"] > 1 << 30
     sampler.close()
+
+
+def test_resident_bytes_include_children_that_come_and_go(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    import psutil
+
+    from outcore.monitor.host_sensor import HostSensor
+    from outcore.monitor.sensor import SensorBoard
+
+    code = "import sys; held = bytearray(b'x' * (64 << 20)); print('ready', flush=True); sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdin is not None
+    child.stdout.readline()
+    board = SensorBoard()
+    sensor = HostSensor(board)
+    with_child = sensor.sample().ram_rss_bytes
+    child.stdin.close()
+    child.stdout.close()
+    child.wait()
+    without_child = sensor.sample().ram_rss_bytes
+    assert with_child is not None and without_child is not None and with_child - without_child > 48 << 20
+    # A system without /proc asks psutil.
+    foreign = HostSensor(board, tmp_path, psutil_module=psutil)
+    sample = foreign.sample()
+    assert sample.ram_rss_bytes is not None and sample.ram_rss_bytes > 1 << 20
+    assert sample.swap_used_bytes is None and sample.own_swap_bytes is None
+
+
+def test_a_bug_in_sampling_ends_the_thread_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, _ = make_sampler(tmp_path, FakeNvml())
+
+    def fail() -> None:
+        raise KeyError("bug")
+
+    monkeypatch.setattr(sampler, "sample_once", fail)
+    sampler.start()
+    assert sampler._thread is not None
+    sampler._thread.join(20)
+    assert sampler.snapshot()["gpu_temp_c"] is None
+    assert any("sampler stopped (KeyError" in text for text in sampler.explanations())
+    sampler.close()
+
+
+def test_older_drivers_name_throttle_reasons_differently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.delattr(FakeNvml, "nvmlDeviceGetCurrentClocksEventReasons")
+    nvml.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x20  # type: ignore[attr-defined]
+    sampler, _ = make_sampler(tmp_path, nvml)
+    sampler.sample_once()
+    assert sampler.snapshot()["throttle"] == ["thermal (software)"]

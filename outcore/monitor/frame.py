@@ -86,9 +86,7 @@ class RunFrame:
         cells = width - len(head) - len(tail) - 1
         if total is None or cells < 8:
             return Text((head + tail)[:width], no_wrap=True)
-        line = Text(head + " ", style="bold", no_wrap=True)
-        line.append_text(bar(self._last["step"] / total, cells))
-        return line.append(tail, style="default")
+        return Text.assemble((head + " ", "bold"), bar(self._last["step"] / total, cells), tail, no_wrap=True)
 
     def _loss(self, width: int) -> RenderableType:
         losses = [step["loss"] for step in self._metrics.steps if isinstance(step.get("loss"), (int, float))]
@@ -211,4 +209,4 @@ def _rate(gb_per_s: float, limit_gb_per_s: float | None, cells: int) -> Text:
 
 def _bar_and_words(fill: float | None, words: str, cells: int) -> Text:
     text = Text(" " * cells) if fill is None else bar(fill, cells, "red" if fill > 0.95 else "cyan")
-    return text.append(" " + words, style="default")
+    return Text.assemble(text, " " + words)

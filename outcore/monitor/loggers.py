@@ -63,7 +63,7 @@ class TensorBoardLogger:
         # The generated modules fill themselves in at run time, which type checkers cannot follow.
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
-        self._writer = EventFileWriter(str(folder))
+        self._writer = EventFileWriter(str(folder), flush_secs=30)
         if purge_step is not None:
             self._add_event(purge_step, file_version="brain.Event:2")
             self._add_event(purge_step, session_log=self._events.SessionLog(status=self._events.SessionLog.START))

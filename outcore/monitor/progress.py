@@ -148,7 +148,7 @@ class Progress:
         if record.get("tokens_per_s") is not None:
             words.append(f"{format_count(record['tokens_per_s'])} tok/s")
         left_s = self.time_left_s()
-        if left_s is not None:
+        if left_s:
             words.append(f"{format_s(left_s)} left")
         if record.get("lr") is not None:
             words.append(f"lr {record['lr']:.3g}")

@@ -58,10 +58,7 @@ class LiveDisplay:
         bar_width = width - len(step_words) - len(tail) - 1
         if bar_width < 8:
             return Text(f"{step_words} {percent}"[:width])
-        text = Text(step_words + " ", style="bold")
-        text.append_text(bar(done, bar_width))
-        text.append(tail, style="default")
-        return text
+        return Text.assemble((step_words + " ", "bold"), bar(done, bar_width), tail)
 
 
 def bar(fraction: float, width: int, style: str = "cyan") -> Text:
