@@ -4,16 +4,25 @@ from outcore.storage.block_file import BlockFile
 from outcore.storage.descriptor import BufferedFallbackWarning
 from outcore.storage.engine import StorageEngine, open_engine
 from outcore.storage.errors import StorageError, describe_errno
+from outcore.storage.faulty_engine import FaultyEngine
 from outcore.storage.host_buffer import aligned_bytes
+from outcore.storage.kvikio_engine import KvikioEngine
 from outcore.storage.posix_engine import PosixEngine
+from outcore.storage.tensor_spec import Extent, TensorSpec
+from outcore.storage.tensor_store import TensorStore
 from outcore.storage.transfer import Transfer, gather
 
 __all__ = [
     "BlockFile",
     "BufferedFallbackWarning",
+    "Extent",
+    "FaultyEngine",
+    "KvikioEngine",
     "PosixEngine",
     "StorageEngine",
     "StorageError",
+    "TensorSpec",
+    "TensorStore",
     "Transfer",
     "aligned_bytes",
     "describe_errno",

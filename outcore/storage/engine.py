@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from outcore.storage.block_file import BlockFile
+from outcore.storage.kvikio_engine import KvikioEngine
 from outcore.storage.posix_engine import PosixEngine
 from outcore.storage.transfer import Transfer
 
@@ -36,7 +37,5 @@ def open_engine(name: str = "auto", **settings: Any) -> StorageEngine:
     if name in ("auto", "posix"):
         return PosixEngine(**settings)
     if name == "kvikio":
-        from outcore.storage.kvikio_engine import KvikioEngine
-
         return KvikioEngine(**settings)
     raise ValueError(f"unknown storage engine {name!r}: choose 'auto', 'posix' or 'kvikio'")

@@ -65,6 +65,10 @@ class Transfer:
         self._error_seen = True
         return self._error
 
+    def failure(self) -> BaseException | None:
+        """As `error`, for bookkeeping: it does not count as somebody having seen it."""
+        return self._error
+
     def add_done_callback(self, fn: Callable[[Transfer], object]) -> None:
         """Call `fn(transfer)` when it ends, on the thread that ended it, or now if it has ended. `fn` must not block;
         an exception in it is logged, the transfer's own outcome stays."""

@@ -1,0 +1,153 @@
+"""`StoreTraffic`: the reads and writes of a tensor store under way, and which writes have failed since.
+
+A request for a tensor becomes one engine request per stripe (one in all with one drive and no checksums). With
+checksums it is cut into sections of 8 MiB, so that several threads sum one tensor. Commits ask here whether everything
+written has really been written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from outcore.storage.block_file import BlockFile
+from outcore.storage.checksums import Checksums
+from outcore.storage.engine import StorageEngine
+from outcore.storage.manifest import Entry
+from outcore.storage.request_queue import Kind
+from outcore.storage.stripe_layout import StripeLayout
+from outcore.storage.transfer import Transfer, gather
+from outcore.units import MIB
+
+SECTION_BYTES = 8 * MIB  # what one thread sums at a time; a multiple of checksums.CHUNK_BYTES
+
+
+class StoreTraffic:
+    """Submits byte ranges of tensors to the engine and counts what is under way."""
+
+    def __init__(self, files: Sequence[BlockFile], layout: StripeLayout, engine: StorageEngine) -> None:
+        self.files = files
+        self.layout = layout
+        self.engine = engine
+        self._idle = threading.Condition()
+        self._pending = 0
+        self._writes_held = False
+        self._closed = False
+        self._failed: dict[tuple[str, int, int], BaseException] = {}
+
+    def submit(
+        self, kind: Kind, entry: Entry, flat: Any, start: int, priority: int, checksums: Checksums | None
+    ) -> Transfer:
+        """Move `flat` from or to byte `start` of the entry's tensor. Raises RuntimeError when closed or committing."""
+        name, stop = entry.spec.name, start + flat.nbytes
+        with self._idle:
+            if self._closed:
+                raise RuntimeError("the tensor store is closed")
+            if kind == "write" and self._writes_held:
+                raise RuntimeError(f"write to {name!r} during commit(): submit it before or after")
+            self._pending += 1
+        try:
+            if checksums is None:
+                transfer = self._submit_range(kind, entry, flat, start, priority)
+            else:
+                if kind == "write":
+                    checksums.mark(start, stop)
+                after = checksums.written if kind == "write" else checksums.verify
+                transfer = self._submit_sections(kind, entry, flat, start, priority, after)
+        except BaseException as error:
+            self._ended(kind, name, start, stop, error)
+            raise
+        transfer.add_done_callback(lambda done: self._ended(kind, name, start, stop, done.failure()))
+        return transfer
+
+    def _submit_sections(
+        self, kind: Kind, entry: Entry, flat: Any, start: int, priority: int, after: Callable[[np.ndarray, int], None]
+    ) -> Transfer:
+        sections: list[Transfer] = []
+        steps: list[Callable[[], object]] = []
+        done = 0
+        try:
+            while done < flat.nbytes:
+                at = start + done
+                take = min(SECTION_BYTES - at % SECTION_BYTES, flat.nbytes - done)
+                view = flat[done : done + take]
+                sections.append(self._submit_range(kind, entry, view, at, priority))
+                steps.append(lambda view=view, at=at: after(_on_host(view), at))
+                done += take
+        except BaseException:
+            _settle(sections)
+            raise
+        return gather(sections, f"{kind} of {entry.spec.name!r}", steps)
+
+    def _submit_range(self, kind: Kind, entry: Entry, flat: Any, start: int, priority: int) -> Transfer:
+        submit = self.engine.submit_read if kind == "read" else self.engine.submit_write
+        parts: list[Transfer] = []
+        done = 0
+        try:
+            for number, offset, n_bytes in self.layout.pieces(entry.start + start, flat.nbytes):
+                parts.append(submit(self.files[number], offset, flat[done : done + n_bytes], priority=priority))
+                done += n_bytes
+        except BaseException:
+            _settle(parts)
+            raise
+        return parts[0] if len(parts) == 1 else gather(parts, f"{kind} of {entry.spec.name!r}")
+
+    def read_now(self, entry: Entry, flat: np.ndarray, start: int) -> None:
+        """Blocking and unverified, for the store's own use during a commit. Raises StorageError."""
+        self._submit_range("read", entry, flat, start, priority=0).wait()
+
+    def _ended(self, kind: Kind, name: str, start: int, stop: int, error: BaseException | None) -> None:
+        with self._idle:
+            if kind == "write":
+                if error is not None:
+                    self._failed[name, start, stop] = error
+                else:  # a repeated write heals a failed one that it covers
+                    for key in [key for key in self._failed if key[0] == name and start <= key[1] and key[2] <= stop]:
+                        del self._failed[key]
+            self._pending -= 1
+            if not self._pending:
+                self._idle.notify_all()
+
+    def hold_writes(self) -> None:
+        """Refuse new writes until `allow_writes`, and wait for those under way. RuntimeError when held already."""
+        with self._idle:
+            if self._closed:
+                raise RuntimeError("the tensor store is closed")
+            if self._writes_held:
+                raise RuntimeError("commit() is already running on another thread")
+            self._writes_held = True
+            while self._pending:
+                self._idle.wait()
+
+    def allow_writes(self) -> None:
+        with self._idle:
+            self._writes_held = False
+
+    def failed_writes(self) -> dict[tuple[str, int, int], BaseException]:
+        """(tensor, first byte, end byte) -> what went wrong, of writes that no later write has made good."""
+        with self._idle:
+            return dict(self._failed)
+
+    def close(self) -> bool:
+        """Refuse new requests and wait for those under way; False when closed already."""
+        with self._idle:
+            was_open = not self._closed
+            self._closed = True
+            while self._pending:
+                self._idle.wait()
+            return was_open
+
+
+def _on_host(view: Any) -> np.ndarray:
+    return view if isinstance(view, np.ndarray) else view.cpu().numpy()
+
+
+def _settle(parts: Sequence[Transfer]) -> None:
+    """Submission failed half way: let the parts under way end, because nobody else will wait for the buffer."""
+    for part in parts:
+        with contextlib.suppress(Exception):
+            part.wait()
