@@ -42,6 +42,8 @@ def format_s(seconds: float) -> str:
         return "unknown"
     if seconds < 0:
         return "-" + format_s(-seconds)
+    if seconds == 0:
+        return "0 s"
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 0.9995:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -86,8 +86,8 @@ class Engine(Protocol):
         """Restore exactly what `save` wrote. CheckpointError when it does not fit this model."""
         ...
 
-    def export(self, folder: Path) -> None:
-        """Write the 16-bit model for `from_pretrained`, shard by shard."""
+    def export(self, folder: Path, tokenizer: Any = None, adapter_only: bool = False) -> None:
+        """Write the 16-bit model for `from_pretrained`, shard by shard; with LoRA merged, or the adapter alone."""
         ...
 
     def close(self) -> None:

@@ -114,7 +114,7 @@ def write_shard(
                         f"{plan.name}: planned as {plan.dtype} {plan.shape}, got {tensor.dtype} {tuple(tensor.shape)}"
                     )
                 if tensor.numel():
-                    data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+                    data = tensor.reshape(-1).view(torch.uint8).numpy().data
                     file.write(data)
                     crc = zlib.crc32(data, crc)
             file.flush()

@@ -152,15 +152,14 @@ def build_parser(prog: str = "train_model.py") -> argparse.ArgumentParser:
     for field in dataclasses.fields(TrainConfig):
         section = sections.setdefault(groups[field.name], parser.add_argument_group(groups[field.name]))
         annotation = hints[field.name]
+        is_switch = annotation is bool or bool in get_args(annotation)
         flags = [f"--{field.name}"]
         for alias, target in FIELD_ALIASES.items():
             if target == field.name:
                 flags.append(f"--{alias}")
-        shown = (
-            "" if field.default is None else f" [{str(field.default).lower() if annotation is bool else field.default}]"
-        )
+        shown = "" if field.default is None else f" [{str(field.default).lower() if is_switch else field.default}]"
         help_text = (docs[field.name] + shown).replace("%", "%%")
-        if annotation is bool:
+        if is_switch:
             section.add_argument(*flags, dest=field.name, nargs="?", const="true", metavar="BOOL", help=help_text)
             off = [f"--no_{flag.removeprefix('--')}" for flag in flags]
             section.add_argument(*off, dest=field.name, action="store_const", const="false", help=argparse.SUPPRESS)

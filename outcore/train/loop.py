@@ -20,6 +20,7 @@ from outcore.engine.shards import CheckpointError
 from outcore.monitor import MetricsLog, Progress, Sampler, plot_loss
 from outcore.train.checkpoint import Checkpoint, save_checkpoint
 from outcore.train.config import TrainConfig
+from outcore.train.memory_advice import TierFull
 from outcore.train.random_state import load_random_state, save_random_state
 from outcore.train.run_folder import RunFolder
 from outcore.train.schedule import LrSchedule
@@ -70,8 +71,10 @@ class TrainerParts:
     decode: Callable[[list[int]], str]
     eos_token_id: int | None
     fingerprint: dict[str, Any]
-    watch: Callable[[], str | None] = lambda: None
-    """Called every step; words when a tier is so full that the run must stop."""
+    warnings: Any
+    """Turns a step's metrics into words for people, each once (`outcore.monitor.run_warnings`)."""
+    watches: tuple[Any, ...] = ()
+    """Free space and memory, looked at every step; a verdict that says so stops the run after a save."""
     sample_tokens: int = 48
     max_skips: int = 20
 
@@ -89,6 +92,7 @@ class Trainer:
         self.saved_step = -1
         self.is_main = parts.engine.rank == 0
         self._skips = 0
+        self._verdicts: list[Any] = []
 
     # --- the loop
 
@@ -102,13 +106,11 @@ class Trainer:
                 self.evaluate()
             if p.length.due(self.step, p.length.sample_steps):
                 self.sample()
+            full = self._full_tier()
             stopping = stop.wanted()
-            full = p.watch()
             if stopping or full or p.length.due(self.step, p.length.save_steps):
                 self.save()
             if full:
-                from outcore.train.memory_advice import TierFull
-
                 raise TierFull(f"{full} The run was saved at step {self.step} and can be resumed.")
             if stopping:
                 return False
@@ -154,7 +156,19 @@ class Trainer:
             p.progress.update(record)
             for words in p.sampler.take_explanations():
                 p.progress.message(f"note: {words}")
+            for words in p.warnings.check(record, self._verdicts):
+                p.progress.message(f"WARNING: {words}")
         return result
+
+    def _full_tier(self) -> str | None:
+        """Words of a watch that says stop; on several ranks all of them learn of it."""
+        self._verdicts = [watch.check() for watch in self.parts.watches]
+        words = [verdict.words for verdict in self._verdicts if verdict.must_stop]
+        if self.parts.engine.world_size > 1:
+            flag = torch.tensor(len(words), device=self.parts.engine.device)
+            torch.distributed.all_reduce(flag)
+            words = words or (["A drive or the RAM of another rank is full."] if int(flag) else [])
+        return words[0] if words else None
 
     def _count_skip(self, result: StepResult) -> None:
         self._skips = self._skips + 1 if result.skipped else 0

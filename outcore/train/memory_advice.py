@@ -35,7 +35,7 @@ def _vram_setting(config: object, micro_batch: int) -> str:
             f"Use --per_device_train_batch_size {micro_batch // 2} (and twice the gradient_accumulation_steps: "
             "the result is the same)."
         )
-    if not getattr(config, "activation_checkpointing", True):
+    if getattr(config, "activation_checkpointing", True) is False:
         return "Use --activation_checkpointing true."
     if stage in ("none", "zero1", "zero2"):
         return "Use --zero_stage zero3, which keeps parameters in RAM."

@@ -90,8 +90,8 @@ def choose_run(config: TrainConfig, say: Callable[[str], None]) -> tuple[RunFold
         folder = folder_of(config, config.run_name)
         if _in_use(folder) and wanted is None:
             raise ConfigError(
-                f"run_name {config.run_name} is in use. Continue that run with --resume_from_checkpoint auto, or choose "
-                "another --run_name."
+                f"run_name {config.run_name} is in use. Continue that run with --resume_from_checkpoint auto, or "
+                "choose another --run_name."
             )
         return folder, None
     number = 1

@@ -1,7 +1,7 @@
 """Learning-rate schedules as pure functions of the step, so that both engines and a resumed run agree exactly.
 
 `warmup_decay` is DeepSpeed's WarmupDecayLR with linear warm-up: up to the peak over `warmup_steps`, then linearly to 0
-at `total_steps`. `cosine` ends at a tenth of the peak (Hoffmann et al. 2022, section 3). `constant` stays after warm-up.
+at `total_steps`. `cosine` ends at a tenth of the peak (Hoffmann et al. 2022). `constant` stays after warm-up.
 """
 
 from __future__ import annotations

@@ -16,26 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.engine.base import EngineError, EvalResult, MicroBatch, NonFiniteLossError, StepResult
+from outcore.engine.base import EvalResult, MicroBatch, NonFiniteLossError, StepResult
 from outcore.engine.deepspeed.state import FAMILIES, MASTER, open_state
+from outcore.engine.export import export_model
 from outcore.engine.shards import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
-from outcore.model.lora import checkpoint_name
-from outcore.model.loss import compute_loss, count_loss_tokens
-
-
-class LossModule(nn.Module):
-    """The model and its loss as one module, so that DeepSpeed's hooks see one forward pass per micro-batch."""
-
-    def __init__(self, model: nn.Module, loss_fn: Callable | None = None) -> None:
-        super().__init__()
-        self.model = model
-        self.loss_fn = loss_fn
-
-    def forward(self, batch: MicroBatch, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sum of token losses, auxiliary loss x this micro-batch's tokens), fp32 scalars."""
-        result = compute_loss(self.model, batch, loss_fn=self.loss_fn)
-        aux = result.aux_loss * tokens if result.aux_loss is not None else torch.zeros_like(result.loss_sum)
-        return result.loss_sum, aux
+from outcore.model.inputs import count_target_tokens
+from outcore.model.load import LoadedModel
+from outcore.model.names import checkpoint_name
 
 
 class DeepSpeedEngine:
@@ -43,9 +30,10 @@ class DeepSpeedEngine:
 
     name = "deepspeed"
 
-    def __init__(self, engine: Any, *, config: dict, nvme_state: bool, check_finite: bool) -> None:
+    def __init__(self, engine: Any, loaded: LoadedModel, *, config: dict, nvme_state: bool, check_finite: bool) -> None:
         self.ds = engine
-        self.module: LossModule = engine.module
+        self.loaded = loaded
+        self.network: nn.Module = engine.module.network
         self.config = config
         self.nvme_state = nvme_state
         self.check_finite = check_finite
@@ -61,8 +49,9 @@ class DeepSpeedEngine:
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """One optimizer step; see `Engine`."""
         batches = [self._to_device(batch) for batch in micro_batches]
-        counts = [count_loss_tokens(batch) for batch in batches]
-        total = self._sum_over_ranks(sum(counts))
+        total = self._sum_over_ranks(
+            sum(count_target_tokens(batch, self.loaded.facts.is_encoder_decoder) for batch in micro_batches)
+        )
         if total == 0:
             raise ValueError(
                 "no token of this global batch counts for the loss (all labels are masked): check the data's prompt "
@@ -73,16 +62,17 @@ class DeepSpeedEngine:
         self.ds.train()
         marks = _Marks(self.device)
         sums = torch.zeros(2, dtype=torch.float32, device=self.device)
-        for batch, tokens in zip(batches, counts, strict=True):
+        for batch in batches:
             marks.start("forward")
-            loss_sum, aux = self.ds(batch, tokens)
-            sums += torch.stack([loss_sum.detach(), aux.detach()])
+            objective, loss_sum, _tokens = self.ds(batch, float(total))
+            sums += torch.stack([loss_sum, objective.detach() * total - loss_sum])
             marks.start("backward")
-            self.ds.backward((loss_sum + aux) * (self.world_size / total), scale_wrt_gas=False)
+            self.ds.backward(objective * self.world_size, scale_wrt_gas=False)
             marks.start("optimizer")
-            if batch is batches[-1]:
-                loss, aux_loss = self._mean(sums, total)
-            self.ds.step()
+            if batch is not batches[-1]:
+                self.ds.step()  # counts the micro-batch
+        loss, aux_loss = self._mean(sums, total)
+        self.ds.step()
         marks.stop()
         skipped = not self.ds.was_step_applied()
         if not skipped:
@@ -117,42 +107,35 @@ class DeepSpeedEngine:
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> EvalResult:
         """Mean loss over an evaluation set; see `Engine`."""
         self.ds.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device if self.device.type == "cuda" else "cpu")
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for cpu_batch in micro_batches:
-            batch = self._to_device(cpu_batch)
-            tokens = count_loss_tokens(batch)
-            loss_sum, _aux = self.ds(batch, tokens)
-            sums += torch.stack(
-                [loss_sum.double(), torch.tensor(float(tokens), dtype=torch.float64).to(loss_sum.device)]
-            )
+            _objective, loss_sum, tokens = self.ds(self._to_device(cpu_batch), 1.0)
+            sums += torch.stack([loss_sum.double(), tokens.double()])
         if self.world_size > 1:
             torch.distributed.all_reduce(sums)
-        loss_sum, tokens = sums.tolist()
+        total_loss, total_tokens = sums.tolist()
         self.ds.train()
-        return EvalResult(loss_sum / tokens if tokens else float("nan"), int(tokens))
+        return EvalResult(total_loss / total_tokens if total_tokens else float("nan"), int(total_tokens))
 
     @torch.no_grad()
     def sample(self, prompt_ids: list[int], max_new_tokens: int, eos_token_id: int | None) -> list[int]:
         """Greedy continuation; every rank computes the same."""
         from outcore.model.generate import generate_tokens
 
-        self.ds.eval()
-        try:
-            return generate_tokens(self.module.model, prompt_ids, max_new_tokens, eos_token_id, device=self.device)
-        finally:
-            self.ds.train()
+        ids = torch.tensor([prompt_ids], dtype=torch.long)
+        return generate_tokens(self.network, ids, max_new_tokens, eos_token_id=eos_token_id).tolist()
 
     # --- checkpoints
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
-        return [(checkpoint_name(name), p) for name, p in self.module.model.named_parameters() if p.requires_grad]
+        return [(checkpoint_name(name), p) for name, p in self.network.named_parameters() if p.requires_grad]
 
     def _shape(self, param: Any) -> tuple[int, ...]:
         return tuple(param.ds_shape) if hasattr(param, "ds_shape") else tuple(param.shape)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        params = {name for name, _ in self.module.model.named_parameters(remove_duplicate=False)}
-        state = self.module.model.state_dict()
+        params = {name for name, _ in self.network.named_parameters(remove_duplicate=False)}
+        state = self.network.state_dict()
         return {name: t for name, t in state.items() if name not in params and isinstance(t, torch.Tensor)}
 
     def state_bytes(self) -> int:
@@ -253,9 +236,14 @@ class DeepSpeedEngine:
                     f"{list(self._shape(param))} here."
                 )
 
-    def gather(self, name_of: dict[str, nn.Parameter]) -> Callable[[str], torch.Tensor]:
-        """A function from a parameter's name to its whole weight, for export."""
-        return lambda name: self.state.get_weight(name_of[name])
+    def export(self, folder: Path, tokenizer: Any = None, adapter_only: bool = False) -> None:
+        """Write the 16-bit model for `from_pretrained`; see `outcore.engine.export`."""
+        export_model(
+            folder, self.network, self._whole_weight, tokenizer=tokenizer, rank=self.rank, adapter_only=adapter_only
+        )
+
+    def _whole_weight(self, param: nn.Parameter) -> torch.Tensor:
+        return self.state.get_weight(param)
 
     def close(self) -> None:
         """Destroy the DeepSpeed engine and its process group."""
@@ -295,6 +283,3 @@ class _Marks:
             seconds = begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
             total[phase] = total.get(phase, 0.0) + seconds
         return total
-
-
-__all__ = ["DeepSpeedEngine", "EngineError", "LossModule"]

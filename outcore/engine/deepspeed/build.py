@@ -1,0 +1,138 @@
+"""From settings to a running DeepSpeed engine: resolve the configuration, load partitioned, initialize."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.engine.base import EngineError
+from outcore.engine.deepspeed.builder import build_config
+from outcore.engine.deepspeed.engine import DeepSpeedEngine
+from outcore.engine.deepspeed.environment import prepare_environment
+from outcore.engine.deepspeed.settings import BuiltConfig, DeepSpeedSettings, ModelFacts, RunFacts
+from outcore.model.facts import model_class_of, model_facts
+from outcore.model.initialise import meta_skeleton
+from outcore.model.load import LoadedModel, load_model
+from outcore.model.settings import ModelSettings
+from outcore.model.source import resolve_source
+from outcore.model.zero3 import full_numel
+from outcore.units import MIB
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A DeepSpeed configuration with everything decided, and the facts it was decided from."""
+
+    built: BuiltConfig
+    model: ModelFacts
+    run: RunFacts
+
+
+def read_user_config(path: str | Path) -> dict[str, Any]:
+    """The user's deepspeed_config.json. ValueError with file, line and reason when it is not usable."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(
+            f"--deepspeed_config {path}: no such file. The repository ships deepspeed_config.json at its root."
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}.") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected a JSON object with DeepSpeed's settings, got {type(config).__name__}.")
+    return config
+
+
+def facts_for_builder(model: Any) -> ModelFacts:
+    """Sizes the builder needs, from a live model or a meta-device skeleton."""
+    facts = model_facts(model)
+    big = [sum(1 for p in module.parameters(recurse=False) if full_numel(p) * 2 >= MIB) for module in model.modules()]
+    return ModelFacts(
+        total_params=facts.total_params,
+        largest_weight_numel=facts.largest_weight_numel,
+        num_tensors=facts.num_tensors,
+        hidden_size=facts.hidden_size,
+        trainable_params=facts.trainable_params or None,
+        max_tensors_per_module=max(1, *big),
+    )
+
+
+def resolve(
+    user_config: dict[str, Any],
+    settings: DeepSpeedSettings,
+    model_settings: ModelSettings,
+    run: RunFacts,
+    tokenizer: Any,
+) -> tuple[Resolved, LoadedModel | None]:
+    """Decide the whole configuration before memory is spent; a model_module's own model is built on the way."""
+    loaded: LoadedModel | None = None
+    if model_settings.model_module is not None:
+        loaded = load_model(model_settings, tokenizer=tokenizer)
+        facts = facts_for_builder(loaded.model)
+    else:
+        source = resolve_source(model_settings, tokenizer)
+        facts = facts_for_builder(meta_skeleton(model_class_of(source.config), source.config))
+    return Resolved(build_config(user_config, settings, facts, run), facts, run), loaded
+
+
+def init_process_group(has_cuda: bool, local_rank: int) -> None:
+    """Join this run's ranks (a group of one without a launcher). Must come before anything of DeepSpeed's."""
+    prepare_environment(has_cuda, local_rank)
+    # DeepSpeed's INFO lines and torch's notes on collectives that DeepSpeed still calls by their old names.
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    import deepspeed
+
+    deepspeed.logger.setLevel(logging.ERROR)
+    if has_cuda:
+        torch.cuda.set_device(max(local_rank, 0))
+    if not torch.distributed.is_initialized():
+        deepspeed.init_distributed(verbose=False)
+
+
+def build_engine(
+    resolved: Resolved,
+    model_settings: ModelSettings,
+    tokenizer: Any,
+    loaded: LoadedModel | None = None,
+    *,
+    say: Callable[[str], None] = lambda line: None,
+) -> DeepSpeedEngine:
+    """Load the model (partitioned under ZeRO-3) and make the engine. The process group must be there already."""
+    import deepspeed
+
+    config = resolved.built.config
+    stage3 = resolved.built.offload.stage == 3
+    if loaded is None:
+        device = "cpu" if resolved.run.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+        loaded = load_model(
+            model_settings, tokenizer=tokenizer, zero3_config=config if stage3 else None, device=device
+        )
+    for note in loaded.notes:
+        say(f"model: {note}")
+    module = loaded.loss_module()
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    if not trainable:
+        raise EngineError("the model has no trainable parameter: check requires_grad in your model_module.")
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        model_parameters=trainable,  # pyright: ignore[reportArgumentType]  # annotated as a Module there
+        config=config,
+    )
+    return DeepSpeedEngine(
+        engine,
+        loaded,
+        config=config,
+        nvme_state=resolved.built.offload.optimizer == "nvme",
+        check_finite=resolved.run.precision != "fp16",
+    )

@@ -1,0 +1,321 @@
+"""The main job end to end on the CPU accelerator: train, stop, resume bit for bit, export, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outcore.train.run import main
+
+TEXT = "the quick brown fox jumps over the lazy dog and runs away from the {} {} bears\n"
+FAST = ["--seq_length", "32", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
+FAST += ["--sample_steps", "0", "--report_to", "none", "--logging_steps", "100"]
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each run gets a free port, as each process would."""
+    for name in ("MASTER_PORT", "MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(REPOSITORY)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("my data") / "a text.txt"
+    path.write_text("\n\n".join(TEXT.format(i, i * i) * 12 for i in range(60)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+def flags(root: Path, corpus: Path, *extra: str) -> list[str]:
+    folders = [f"--{name}_dir={root / name}" for name in ("checkpoint", "log", "export")]
+    return [*FAST, "--dataset", str(corpus), *folders, f"--data_cache_dir={corpus.parent / 'cache'}", *extra]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("model*.safetensors"))
+    assert files, folder
+    return {k: v for file in files for k, v in load_file(file).items()}
+
+
+def states(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for family in ("model", "master", "exp_avg", "exp_avg_sq"):
+        for file in sorted(folder.glob(f"{family}-*.safetensors")):
+            found.update({f"{family}:{k}": v for k, v in load_file(file).items()})
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def metrics(root: Path, run: str = "r") -> list[dict]:
+    return [json.loads(line) for line in (root / "log" / run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def straight(shared: Path, corpus: Path) -> Path:
+    """Six steps without interruption, bf16 with fp32 masters in RAM."""
+    os.chdir(REPOSITORY)
+    argv = flags(shared, corpus, "--run_name", "r", "--max_steps", "6", "--save_steps", "2", "--precision", "bf16")
+    assert main([*argv, "--save_total_limit", "9", "--eval_steps", "3"]) == 0
+    return shared
+
+
+def test_a_run_leaves_what_it_promises(straight: Path, corpus: Path) -> None:
+    lines = metrics(straight)
+    assert lines[0]["event"] == "header" and lines[0]["versions"]["deepspeed"] and lines[0]["model"]["total_params"]
+    steps = [line for line in lines if "event" not in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    wanted = (
+        "loss lr grad_norm tokens step_s tokens_per_s phase_s gpu_mem_bytes gpu_util_pct ram_rss_bytes pinned_bytes"
+    )
+    wanted += (
+        " nvme_read_bytes nvme_write_bytes nvme_free_bytes nvme_temp_c throttle pcie_rx_gb_per_s gpu_mem_peak_bytes"
+    )
+    assert set(wanted.split()) <= set(steps[0])
+    assert steps[-1]["loss"] < steps[0]["loss"] and steps[0]["grad_norm"] > 0
+    assert {line["step"] for line in lines if line.get("event") == "eval"} == {3, 6}
+    assert (straight / "log/r/loss.png").stat().st_size > 10_000
+    plan = json.loads((straight / "log/r/plan.json").read_text())
+    assert plan["deepspeed"]["zero_optimization"]["stage"] == 3 and plan["notes"]
+    assert sorted(p.name for p in (straight / "checkpoint/r").iterdir()) == [f"step-0000000{i}" for i in (2, 4, 6)]
+    state = states(straight / "checkpoint/r/step-00000006")
+    assert {k.split(":")[0] for k in state} == {"model", "master", "exp_avg", "exp_avg_sq"}
+
+
+def test_the_export_loads_and_says_the_same(straight: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = straight / "export/r"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    state = states(straight / "checkpoint/r/step-00000006")
+    for name, value in model.named_parameters():
+        assert torch.equal(value.detach().to(torch.bfloat16), state[f"model:{name}"]), name
+    model = model.float()
+    ids = tokenizer("the quick brown fox", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        logits = model(ids).logits
+        reference = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+        reference.load_state_dict(
+            {k.split(":")[1]: v.float() for k, v in state.items() if k.startswith("model:")}, strict=False
+        )
+        reference.tie_weights()
+        assert torch.equal(reference.eval()(ids).logits, logits)
+
+
+def test_masters_round_to_the_weights(straight: Path) -> None:
+    state = states(straight / "checkpoint/r/step-00000006")
+    for key, value in state.items():
+        if key.startswith("master:"):
+            assert torch.equal(value.to(torch.bfloat16), state["model:" + key[7:]])
+
+
+@pytest.mark.parametrize("stage", ["zero3", "zero1", "zero2", "none"])
+def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight: Path, stage: str) -> None:
+    """Stopped after step 2 and resumed to 6 equals six steps at once; for each ZeRO stage."""
+    reference = straight
+    extra = ["--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--zero_stage", stage, "--no_export"]
+    if stage != "zero3":
+        reference = tmp_path / "whole"
+        assert main(flags(reference, corpus, *extra, "--save_steps", "0", "--eval_steps", "0")) == 0
+    argv = flags(tmp_path, corpus, *extra, "--save_steps", "2", "--eval_steps", "3")
+
+    class Killed(Exception):
+        pass
+
+    from outcore.train.loop import Trainer
+
+    original = Trainer.train_one
+
+    def dies(self: Trainer, batches: object):  # noqa: ANN202
+        if self.step == 3:
+            raise Killed
+        return original(self, batches)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train_one", dies)
+        with pytest.raises(Killed):
+            main(argv)
+    torch.manual_seed(999)
+    assert main([*argv, "--resume_from_checkpoint", "auto"]) == 0
+    got = states(tmp_path / "checkpoint/r/step-00000006")
+    assert same(got, states(reference / "checkpoint/r/step-00000006"))
+    assert [line["step"] for line in metrics(tmp_path) if "event" not in line] == [1, 2, 3, 4, 5, 6]
+    whole = {line["step"]: line["loss"] for line in metrics(reference) if "event" not in line}
+    parts = {line["step"]: line["loss"] for line in metrics(tmp_path) if "event" not in line}
+    assert parts == whole
+
+
+def test_a_checkpoint_resumes_in_another_stage(tmp_path: Path, corpus: Path, straight: Path) -> None:
+    """Checkpoints know nothing of the ZeRO stage: the restored states are the same numbers."""
+    start = straight / "checkpoint/r/step-00000004"
+    for stage in ("none", "zero2"):
+        root = tmp_path / stage
+        argv = flags(root, corpus, "--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--no_export")
+        argv += [
+            "--zero_stage",
+            stage,
+            "--resume_from_checkpoint",
+            str(start),
+            "--save_steps",
+            "1",
+            "--eval_steps",
+            "0",
+        ]
+        assert main([*argv, "--save_total_limit", "9"]) == 0
+        got, want = states(root / "checkpoint/r/step-00000006"), states(straight / "checkpoint/r/step-00000006")
+        for key in want:
+            torch.testing.assert_close(got[key].float(), want[key].float(), rtol=0.1, atol=3e-3, msg=key)
+
+
+def test_signal_saves_and_says_how_to_resume(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from outcore.train.loop import Trainer
+
+    original = Trainer.train_one
+
+    def signalled(self: Trainer, batches: object):  # noqa: ANN202
+        result = original(self, batches)  # type: ignore[arg-type]
+        if self.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "train_one", signalled)
+        argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "5", "--eval_steps", "0", "--save_steps", "0")
+        assert main(argv) == 130
+    out = capsys.readouterr()
+    assert "--resume_from_checkpoint auto" in out.out and "SIGINT: finishing this step" in out.err
+    assert [p.name for p in (tmp_path / "checkpoint/r").iterdir()] == ["step-00000002"]
+
+
+def test_kill_at_random_moments_then_resume(tmp_path: Path, corpus: Path, straight: Path) -> None:
+    """SIGKILL in a step, in a save, and between; each time the command is repeated; the end is the same."""
+    argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--save_steps", "2")
+    argv += ["--save_total_limit", "9", "--eval_steps", "3", "--resume_from_checkpoint", "auto"]
+    log = tmp_path / "log/r/metrics.jsonl"
+    saves = tmp_path / "checkpoint/r"
+    moments = [
+        lambda: log.exists() and sum('"loss"' in line for line in log.read_text().splitlines()) >= 1,
+        lambda: any(saves.glob(".step-*.part")),
+        lambda: (saves / "step-00000004").exists(),
+    ]
+    for moment in moments:
+        child = subprocess.Popen(
+            [sys.executable, "train_model.py", *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        until_s = time.monotonic() + 120
+        while not moment() and child.poll() is None and time.monotonic() < until_s:
+            time.sleep(0.002)
+        child.send_signal(signal.SIGKILL)
+        output = child.communicate()[0].decode()
+        assert child.returncode == -signal.SIGKILL, output
+    assert main(argv) == 0
+    assert same(states(saves / "step-00000006"), states(straight / "checkpoint/r/step-00000006"))
+    assert same(weights(tmp_path / "export/r"), weights(straight / "export/r"))
+
+
+def test_lora_trains_resumes_and_merges(tmp_path: Path, corpus: Path, straight: Path) -> None:
+    base = straight / "export/r"
+    common = ["--model_name_or_path", str(base), "--lora_r", "4", "--precision", "fp32", "--eval_steps", "0"]
+    argv = flags(tmp_path, corpus, *common, "--run_name", "r", "--max_steps", "4", "--save_steps", "2", "--lr", "5e-3")
+    assert main(argv) == 0
+    state = states(tmp_path / "checkpoint/r/step-00000004")
+    assert all("lora_" in key for key in state), "a LoRA checkpoint holds the adapters only"
+    merged, before = weights(tmp_path / "export/r"), weights(base)
+    assert merged.keys() == before.keys()
+    changed = [k for k in merged if not torch.equal(merged[k].float(), before[k].float())]
+    assert changed and all("proj" in k for k in changed)
+    resumed = flags(tmp_path / "again", corpus, *common, "--run_name", "r", "--max_steps", "4", "--lr", "5e-3")
+    start = str(tmp_path / "checkpoint/r/step-00000002")
+    assert main([*resumed, "--resume_from_checkpoint", start, "--lora_export", "adapter"]) == 0
+    assert same(states(tmp_path / "again/checkpoint/r/step-00000004"), state)
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with_adapter = PeftModel.from_pretrained(plain, str(tmp_path / "again/export/r")).merge_and_unload()
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "export/r", dtype=torch.float32)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(with_adapter(ids).logits, whole(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("preset", ["tiny-moe", "tiny-t5"])
+def test_other_shapes_train_and_export(tmp_path: Path, corpus: Path, preset: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    argv = flags(tmp_path, corpus, "--preset", preset, "--run_name", "r", "--max_steps", "3", "--eval_steps", "0")
+    assert main(argv) == 0
+    losses = [line["loss"] for line in metrics(tmp_path) if "event" not in line]
+    assert losses[-1] < losses[0]
+    auto = AutoModelForSeq2SeqLM if "t5" in preset else AutoModelForCausalLM
+    model, report = auto.from_pretrained(tmp_path / "export/r", output_loading_info=True)
+    assert not report["missing_keys"] and not report["mismatched_keys"]
+    state = states(tmp_path / "checkpoint/r/step-00000003")
+    for name, value in model.named_parameters():
+        assert torch.equal(value.detach(), state[f"model:{name}"]), name
+
+
+def test_own_model_and_loss(tmp_path: Path, corpus: Path) -> None:
+    argv = flags(
+        tmp_path, corpus, "--model_module", "examples/my_model.py:build", "--run_name", "r", "--max_steps", "3"
+    )
+    assert main([*argv, "--eval_steps", "0", "--packing", "off"]) == 0
+    losses = [line["loss"] for line in metrics(tmp_path) if "event" not in line]
+    assert losses[-1] < losses[0]
+    assert weights(tmp_path / "export/r")
+
+
+def test_accumulation_does_not_change_the_loss(tmp_path: Path, corpus: Path) -> None:
+    """1 x 4 and 4 x 1 micro-batches of a padded batch with unequal lengths: the same loss and gradient norm."""
+    results = []
+    for micro, accumulation in (("1", "4"), ("4", "1")):
+        root = tmp_path / micro
+        argv = flags(root, corpus, "--run_name", "r", "--max_steps", "2", "--eval_steps", "0", "--packing", "off")
+        argv += ["--per_device_train_batch_size", micro, "--gradient_accumulation_steps", accumulation, "--no_export"]
+        assert main([*argv, "--precision", "fp32"]) == 0
+        results.append([(line["loss"], line["grad_norm"]) for line in metrics(root) if "event" not in line])
+    for (loss_a, norm_a), (loss_b, norm_b) in zip(*results, strict=True):
+        assert loss_a == pytest.approx(loss_b, rel=1e-5) and norm_a == pytest.approx(norm_b, rel=1e-3)
+
+
+def test_two_ranks_equal_one(tmp_path: Path, corpus: Path) -> None:
+    """The deepspeed launcher with two processes and half the accumulation sees the same losses as one process."""
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    common = ["--run_name", "r", "--max_steps", "3", "--eval_steps", "3", "--precision", "fp32", "--no_export"]
+    two = flags(tmp_path / "two", corpus, *common, "--gradient_accumulation_steps", "1", "--save_steps", "0")
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators=2", "--master_port=29617", "train_model.py", *two],
+        env=env, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert main(flags(tmp_path / "one", corpus, *common, "--save_steps", "0")) == 0
+    for a, b in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
+        for key in ("loss", "grad_norm", "eval_loss"):
+            if key in b:
+                assert a[key] == pytest.approx(b[key], rel=1e-4), (key, b.get("step"))
+    two_states = states(tmp_path / "two/checkpoint/r/step-00000003")
+    for key, value in states(tmp_path / "one/checkpoint/r/step-00000003").items():
+        torch.testing.assert_close(two_states[key], value, rtol=2e-3, atol=1e-5, msg=key)
