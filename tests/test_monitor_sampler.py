@@ -241,6 +241,11 @@ def test_resident_bytes_include_children_that_come_and_go(tmp_path: Path) -> Non
     assert sample.swap_used_bytes is None and sample.own_swap_bytes is None
 
 
+def test_the_header_gets_the_gpus_facts_right_after_start(tmp_path: Path) -> None:
+    with make_sampler(tmp_path, FakeNvml())[0] as sampler:
+        assert sampler.describe()["gpu_name"] == "Fake GPU"
+
+
 def test_a_bug_in_sampling_ends_the_thread_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler, _ = make_sampler(tmp_path, FakeNvml())
 

@@ -24,6 +24,8 @@ from outcore.monitor.sensor import SensorBoard
 STALE_INTERVALS = 10
 """A thread that has not sampled for so many intervals (at least 10 s) hangs in a driver: its fields become null."""
 
+FIRST_SAMPLE_WAIT_S = 2.0
+
 
 class _Mean:
     def __init__(self) -> None:
@@ -106,6 +108,8 @@ class Sampler:
         self._counters: BlockCounters | None = self._drive.read_counters()
         self._counters_at_s = time.monotonic()
         self._stop = threading.Event()
+        self._has_sampled = threading.Event()
+        self._waited_for_first = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> Sampler:
@@ -150,6 +154,7 @@ class Sampler:
             self._last = (gpu, host, drive)
             self._last_at_s = time.monotonic()
             self.cpu_s += time.thread_time() - started_s
+        self._has_sampled.set()
 
     def snapshot(self, gpu_mem_peak_bytes: int | None = None) -> dict[str, Any]:
         """The machine's fields of one metrics.jsonl line, for the time since the last snapshot.
@@ -194,7 +199,13 @@ class Sampler:
         }
 
     def describe(self) -> dict[str, Any]:
-        """What does not change: sizes and names for the header of metrics.jsonl (GPU facts once the thread has run)."""
+        """What does not change: sizes and names for the header of metrics.jsonl.
+
+        The GPU's facts come with the first sample: right after `start()` the first call waits for it, 2 s at most.
+        """
+        if self._thread is not None and not self._waited_for_first:
+            self._waited_for_first = True
+            self._has_sampled.wait(FIRST_SAMPLE_WAIT_S)
         facts = None if self._gpu is None else self._gpu.facts
         return {
             "gpu_name": facts and facts.name,
