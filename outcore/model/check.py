@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,16 +80,7 @@ def supports_packing(model_or_config: Any, attn_implementation: str | None = Non
 
 def _tiny_model(config: Any, attention: str, trust_remote_code: bool) -> nn.Module:
     tiny = shrink_config(config)
-    try:
-        build: Callable[..., nn.Module] = model_class_of(tiny)._from_config  # pyright: ignore[reportAttributeAccessIssue]
-    except ValueError:
-        if not trust_remote_code:
-            raise
-        from transformers import AutoModelForCausalLM
-
-        def build(config: Any, **kwargs: Any) -> nn.Module:
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=True, **kwargs)
-
+    build = _builder(tiny, trust_remote_code)
     with torch.device("meta"):
         size = sum(p.numel() for p in build(tiny, dtype=torch.float32, attn_implementation=attention).parameters())
     if size > MAX_TRIAL_PARAMS:
@@ -101,6 +93,18 @@ def _tiny_model(config: Any, attention: str, trust_remote_code: bool) -> nn.Modu
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
+
+
+def _builder(config: Any, trust_remote_code: bool) -> Callable[..., nn.Module]:
+    """What makes a model from a config: its transformers class, or the code that comes with it."""
+    try:
+        return model_class_of(config)._from_config  # pyright: ignore[reportAttributeAccessIssue]
+    except ValueError:
+        if not trust_remote_code:
+            raise
+    from transformers import AutoModelForCausalLM
+
+    return partial(AutoModelForCausalLM.from_config, trust_remote_code=True)
 
 
 def _first_line(error: BaseException) -> str:

@@ -39,7 +39,7 @@ def model_class_of(config: Any) -> type[nn.Module]:
             f"transformers has no language model that trains a {config.model_type} config. Choose a causal or "
             "sequence-to-sequence language model."
         )
-    found = mapping[type(config)]
+    found: Any = mapping[type(config)]
     return found[0] if isinstance(found, (tuple, list)) else found
 
 
@@ -51,7 +51,7 @@ def model_facts(model_or_config: Any) -> ModelFacts:
         config = model_or_config
         model = meta_skeleton(model_class_of(config), config)
     parameters = list(model.parameters())
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+    text = config.get_text_config(decoder=True) if config is not None and hasattr(config, "to_dict") else None
     counts = [full_numel(p) for p in parameters]
     return ModelFacts(
         total_params=sum(counts),

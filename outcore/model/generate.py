@@ -13,6 +13,7 @@ from torch import nn
 
 from outcore.model.head import unwrap
 from outcore.model.inputs import accepted_names
+from outcore.model.loss import LossModule
 
 
 @torch.no_grad()
@@ -39,7 +40,7 @@ def generate_tokens(
         )
     if max_new_tokens < 1 or context_length < 1 or temperature < 0 or top_k < 0:
         raise ValueError("max_new_tokens and context_length must be at least 1, temperature and top_k at least 0.")
-    base = unwrap(model)
+    base, root = unwrap(model), _root(model)
     config = getattr(base, "config", None)
     encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
     device = next(base.parameters()).device
@@ -53,7 +54,7 @@ def generate_tokens(
         for _ in range(max_new_tokens):
             window = tokens[:, -context_length:]
             inputs = {"input_ids": prompt, "decoder_input_ids": window} if encoder_decoder else {"input_ids": window}
-            logits = _last_logits(base, inputs)
+            logits = _last_logits(base, root, inputs)
             new_tokens.append(_choose(logits.float().cpu(), temperature, top_k, generator))
             tokens = torch.cat([tokens, torch.full((1, 1), new_tokens[-1], device=device)], dim=1)
     finally:
@@ -64,7 +65,7 @@ def generate_tokens(
 
 
 def generate_text(model: nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int = 64, **settings: Any) -> str:
-    """The continuation of `prompt` as text; `settings` as in generate_tokens. ValueError for a prompt without tokens."""
+    """The continuation of `prompt` as text; `settings` as in generate_tokens. ValueError for no tokens."""
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     if ids.numel() == 0:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -85,14 +86,20 @@ def _start_token(config: Any) -> int:
     return 0
 
 
-def _last_logits(base: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def _root(model: nn.Module) -> nn.Module:
+    """The outermost module below an engine: ZeRO-3 starts a new round of its bookkeeping where that is called."""
+    inner = model._modules.get("module")
+    return inner if type(model).__name__ == "DeepSpeedEngine" and inner is not None else model
+
+
+def _last_logits(base: nn.Module, root: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
     """Logits [V] of the last position: for causal models the head sees that position only."""
     names, _ = accepted_names(base)
     if "use_cache" in names:
-        inputs = {**inputs, "use_cache": False}  # pyright: ignore[reportAssignmentType]
+        inputs = {**inputs, "use_cache": False}
     if "logits_to_keep" in names:
-        inputs = {**inputs, "logits_to_keep": 1}  # pyright: ignore[reportAssignmentType]
-    output = base(**inputs)
+        inputs = {**inputs, "logits_to_keep": 1}
+    output = root(inputs) if isinstance(root, LossModule) else root(**inputs)
     logits = output if isinstance(output, torch.Tensor) else output.logits
     return logits[0, -1]
 

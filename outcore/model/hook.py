@@ -76,7 +76,8 @@ def asdict_of(settings: ModelSettings) -> dict[str, Any]:
 def _check_loss(loss_fn: Any, spec: str) -> None:
     if not callable(loss_fn):
         raise ValueError(
-            f"model_module {spec!r}: the second value must be a function loss(model, batch), it is {type(loss_fn).__name__}."
+            f"model_module {spec!r}: the second value must be a function loss(model, batch), "
+            f"it is {type(loss_fn).__name__}."
         )
     try:
         inspect.signature(loss_fn).bind(None, None)

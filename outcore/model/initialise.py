@@ -17,6 +17,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -100,10 +101,8 @@ def init_regions(skeleton: nn.Module) -> list[InitRegion]:
 
 
 def _initialiser_of(module: nn.Module, inherited: Callable[[nn.Module], None] | None) -> Callable[[nn.Module], None]:
-    own = getattr(module, "_init_weights", None)
-    if callable(own):
-        return own
-    return inherited or _torch_reset
+    own: Any = getattr(module, "_init_weights", None)
+    return own if own is not None else (inherited or _torch_reset)
 
 
 def _torch_reset(module: nn.Module) -> None:

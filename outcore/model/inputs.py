@@ -102,8 +102,8 @@ def forward_inputs(model: nn.Module, batch: Batch, isolation: Isolation = "posit
     if positions is not None:
         if mask is not None:
             raise ValueError(
-                "A packed micro-batch (position_ids) must not carry an attention_mask: transformers would then ignore the "
-                "documents' borders. Pack without padding, or pad without packing."
+                "A packed micro-batch (position_ids) must not carry an attention_mask: transformers would then "
+                "ignore the documents' borders. Pack without padding, or pad without packing."
             )
         if "position_ids" not in names and not takes_any:
             raise ValueError(

@@ -78,7 +78,7 @@ def load_model(
     progress(f"model: {source.words}")
     with partition_while_loading(zero3_config):
         if model_class is not None:
-            model = _from_scratch(model_class, source, settings, attention, device, zero3_config is not None)
+            model: Any = _from_scratch(model_class, source, settings, attention, device, zero3_config is not None)
         else:
             model = _from_weights(source, settings, attention, device, zero3_config is not None)
     gather = gathered if zero3_config is not None else None
@@ -117,8 +117,8 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
         arguments = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
     if enable is None:
         raise ValueError(
-            f"{type(model).__name__} offers no activation checkpointing. Set --gradient_checkpointing false, or give your "
-            "module a method gradient_checkpointing_enable(gradient_checkpointing_kwargs)."
+            f"{type(model).__name__} offers no activation checkpointing. Set --gradient_checkpointing false, or give "
+            "your module a method gradient_checkpointing_enable(gradient_checkpointing_kwargs)."
         )
     enable(**arguments)
     config = getattr(model, "config", None)
@@ -158,7 +158,7 @@ def _from_weights(
     auto = AutoModelForSeq2SeqLM if source.is_encoder_decoder else AutoModelForCausalLM
     assert source.path is not None
     try:
-        model, report = auto.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             source.path,
             config=source.config,
             dtype=settings.dtype,
@@ -167,6 +167,7 @@ def _from_weights(
             use_safetensors=True,
             output_loading_info=True,
         )
+        model, report = loaded
     except (ValueError, ImportError) as error:
         raise _attention_error(error, source, settings) from error
     except (OSError, KeyError, RuntimeError) as error:
@@ -177,8 +178,8 @@ def _from_weights(
             f"lacks {len(missing)} weights ({missing[0]}, ...)" if missing else f"has other shapes for {mismatched[:2]}"
         )
         raise RuntimeError(
-            f"The checkpoint {source.path} {what}: it does not hold a whole {type(model).__name__}. Download it again, or "
-            "check config_overrides."
+            f"The checkpoint {source.path} {what}: it does not hold a whole {type(model).__name__}. Download it again, "
+            "or check config_overrides."
         )
     return model if zero3 else model.to(device)
 
@@ -202,8 +203,8 @@ def _attention_error(error: ValueError | ImportError, source: ModelSource, setti
     text = str(error)
     if any(word in text.lower() for word in ("attention", "sdpa", "flash")):
         return ValueError(
-            f"This {source.config.model_type} model does not run with attn_implementation {settings.attn_implementation!r}: "
-            f"{text.strip().splitlines()[0]} Use --attn_implementation auto."
+            f"This {source.config.model_type} model does not run with attn_implementation "
+            f"{settings.attn_implementation!r}: {text.strip().splitlines()[0]} Use --attn_implementation auto."
         )
     if source.path is not None:
         return hub_error(source.path, error, settings.trust_remote_code)

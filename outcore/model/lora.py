@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,8 @@ def save_adapter(model: nn.Module, folder: Path | str, gather: Gather | None = N
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
-    config = model.peft_config["default"]  # pyright: ignore[reportIndexIssue]
+    configs: Any = model.peft_config
+    config = configs["default"]
     inference, config.inference_mode = config.inference_mode, True
     try:
         config.save_pretrained(str(folder))

@@ -186,8 +186,8 @@ class TokenLoss:
         logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
             raise RuntimeError(
-                f"{type(self.base).__name__} returned {type(output).__name__} without logits [B, T, V]. Return logits, an "
-                "object with .logits, or give your own loss function from the model_module hook."
+                f"{type(self.base).__name__} returned {type(output).__name__} without logits [B, T, V]. Return logits, "
+                "an object with .logits, or give your own loss function from the model_module hook."
             )
         aux = getattr(output, "aux_loss", None)
         aux = coefficient * aux.float() if coefficient and aux is not None else None
@@ -206,15 +206,15 @@ class TokenLoss:
             own_n = torch.as_tensor(own_n, device=n_tokens.device)
             if not empty and int(own_n) != int(n_tokens):
                 raise RuntimeError(
-                    f"Your loss function counted {int(own_n)} tokens, the batch has {int(n_tokens)} unmasked ones. Labels are "
-                    "not shifted and -100 means no loss; count (labels[:, 1:] != -100)."
+                    f"Your loss function counted {int(own_n)} tokens, the batch has {int(n_tokens)} unmasked ones. "
+                    "Labels are not shifted and -100 means no loss; count (labels[:, 1:] != -100)."
                 )
         else:
             loss_sum = result * n_tokens if isinstance(result, torch.Tensor) else result
         if not isinstance(loss_sum, torch.Tensor) or loss_sum.ndim != 0:
             raise RuntimeError(
-                "Your loss function must return a scalar tensor (the mean over the micro-batch's unmasked tokens) or a pair "
-                f"(sum, number of tokens); it returned {type(result).__name__}"
+                "Your loss function must return a scalar tensor (the mean over the micro-batch's unmasked tokens) or "
+                f"a pair (sum, number of tokens); it returned {type(result).__name__}"
                 f"{f' of shape {tuple(result.shape)}' if isinstance(result, torch.Tensor) else ''}."
             )
         return LossSum(loss_sum.float() * 0.0 if empty else loss_sum.float(), n_tokens)
@@ -248,7 +248,13 @@ class LossModule(nn.Module):
         self.network = network
         self.token_loss = token_loss
 
-    def forward(self, batch: Batch, global_tokens: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """-> (objective for backward, detached fp32 cross-entropy sum, number of unmasked tokens)."""
+    def forward(self, batch: Batch, global_tokens: float = 1.0) -> Any:
+        """-> (objective for backward, detached fp32 cross-entropy sum, number of unmasked tokens).
+
+        A "batch" without labels is taken as arguments of the network's own forward, which is run and its output
+        returned: sampling goes through the same root module as training, as ZeRO-3's bookkeeping wants it.
+        """
+        if "labels" not in batch:
+            return self.network(**batch)
         result = self.token_loss(self.network, batch)
         return result.objective(global_tokens), result.loss_sum.detach(), result.n_tokens

@@ -47,7 +47,8 @@ def windows_path_hint(spelling: str) -> str | None:
         return f"is a Windows network spelling; inside WSL it is /{match[1].replace(chr(92), '/')}"
     if match := _WINDOWS_DRIVE.match(spelling):
         rest = match[2].replace("\\", "/")
-        return f"is a Windows spelling; under WSL2 drive {match[1].upper()}: is /mnt/{match[1].lower()}, so try /mnt/{match[1].lower()}/{rest}"
+        drive, mounted = match[1].upper(), f"/mnt/{match[1].lower()}"
+        return f"is a Windows spelling; under WSL2 drive {drive}: is {mounted}, so try {mounted}/{rest}"
     if spelling.startswith("\\\\"):
         return "is a Windows network spelling; mount that share here first and give the mounted folder"
     if "\\" in spelling:
@@ -146,9 +147,8 @@ def _config_from_file(path: Path) -> PreTrainedConfig:
 def _trained_source(settings: ModelSettings) -> ModelSource:
     name = str(settings.model_name_or_path)
     expanded = os.path.expanduser(name)
-    if hint := windows_path_hint(name):
-        if not os.path.isdir(name):
-            raise ValueError(f"model_name_or_path {name!r} {hint}.")
+    if (hint := windows_path_hint(name)) and not os.path.isdir(name):
+        raise ValueError(f"model_name_or_path {name!r} {hint}.")
     if os.path.isdir(expanded):
         _check_folder(Path(expanded))
         return ModelSource(_read_config(settings, expanded), expanded, f"weights from the folder {expanded}")
@@ -201,9 +201,8 @@ def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) 
     kinds = {cls.__name__ for link in chain for cls in type(link).__mro__}
     text = " ".join(str(link) for link in chain).lower()
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if os.path.isdir(name):
-        if isinstance(error, OSError) or "model type" not in text:
-            return ValueError(f"The model in {name!r} cannot be read: {first_line}")
+    if os.path.isdir(name) and (isinstance(error, OSError) or "model type" not in text):
+        return ValueError(f"The model in {name!r} cannot be read: {first_line}")
     if "GatedRepoError" in kinds or "gated" in text:
         return RuntimeError(
             f"{name} is gated: its makers want you to accept their terms on its hub page first. Do that, log in with "
@@ -235,8 +234,8 @@ def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) 
         )
     if "model type" in text or "model_type" in text:
         return ValueError(
-            f"{name} has a model type that the installed transformers does not know ({first_line}). It may need a newer "
-            "transformers, or --trust_remote_code true if it brings its own code."
+            f"{name} has a model type that the installed transformers does not know ({first_line}). It may need a "
+            "newer transformers, or --trust_remote_code true if it brings its own code."
         )
     return RuntimeError(f"The model {name} cannot be loaded: {first_line}. Check the name, or use {_LOCAL_ADVICE}.")
 
@@ -275,6 +274,6 @@ def _check_vocabulary(source: ModelSource, vocab_size: int | None) -> None:
     model_vocab = getattr(source.config.get_text_config(decoder=True), "vocab_size", None)
     if vocab_size is not None and model_vocab is not None and vocab_size > model_vocab:
         raise ValueError(
-            f"The tokenizer has {vocab_size} entries, but the model has embeddings for {model_vocab}: they do not belong "
-            f"together. Use the tokenizer that comes with {source.path}."
+            f"The tokenizer has {vocab_size} entries, but the model has embeddings for {model_vocab}: they do not "
+            f"belong together. Use the tokenizer that comes with {source.path}."
         )

@@ -54,7 +54,8 @@ def partition_while_loading(zero3_config: dict[str, Any] | None) -> Iterator[Non
     stage = zero3_config.get("zero_optimization", {}).get("stage")
     if stage != 3:
         raise ValueError(
-            f"zero3_config has zero_optimization.stage {stage!r}; weights are partitioned while loading at stage 3 only."
+            f"zero3_config has zero_optimization.stage {stage!r}; weights are partitioned while loading at "
+            "stage 3 only."
         )
     import transformers.integrations.deepspeed as integration
 
