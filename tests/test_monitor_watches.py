@@ -263,7 +263,7 @@ def write_run(folder: Path, num_steps: int = 30, **header: Any) -> Path:
     with MetricsLog(folder / "metrics.jsonl") as log:
         links = {"h2d_gb_per_s": 12.5, "drive_read_gb_per_s": 6.0}
         sampler = {"gpu_mem_total_bytes": 8 << 30, "ram_total_bytes": 64 << 30}
-        log.write_header({"model": {"name": "llama-8b"}, "sampler": sampler, "machine": {"links": links}, **header})
+        log.write_header({"model": {"name": "llama-8b"}, "machine": {**sampler, "links": links}, **header})
         for step in range(1, num_steps + 1):
             log.write_step(
                 quiet(
@@ -302,7 +302,7 @@ def test_frames_fit(tmp_path: Path, width: int) -> None:
 
 
 def test_finished_stopped_and_empty_runs(tmp_path: Path) -> None:
-    assert "finished" in shown(write_run(tmp_path / "done", total_steps=30))
+    assert "finished" in shown(write_run(tmp_path / "done", plan={"total_steps": 30}))
     stopped = write_run(tmp_path / "stopped", total_steps=100)
     os.utime(stopped / "metrics.jsonl", (1, 1))
     assert "no new step for" in shown(stopped)

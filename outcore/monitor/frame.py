@@ -42,7 +42,7 @@ class RunFrame:
         self._idle_s = idle_s
         self._recent = metrics.steps[-RECENT_STEPS:]
         self._last: dict[str, Any] = metrics.steps[-1] if metrics.steps else {}
-        self._limits: dict[str, Any] = metrics.header.get("sampler") or {}
+        self._limits: dict[str, Any] = metrics.machine
 
     def render(self, width: int) -> RenderableType:
         """The frame for `width` columns."""
@@ -54,16 +54,12 @@ class RunFrame:
 
     def state(self) -> str:
         """'finished', 'running', or 'no new step for ...' when it should have had one."""
-        total = self.total_steps()
+        total = self._metrics.total_steps
         if total is not None and self._last.get("step", 0) >= total:
             return "finished"
         if self._idle_s > max(60.0, 5 * (self.step_s() or 0.0)):
             return f"no new step for {format_s(self._idle_s)}: stopped, or saving"
         return "running"
-
-    def total_steps(self) -> int | None:
-        total = self._metrics.header.get("total_steps")
-        return total if isinstance(total, int) and total > 0 else None
 
     def step_s(self) -> float | None:
         """Median seconds per step of late."""
@@ -71,16 +67,14 @@ class RunFrame:
         return statistics.median(known) if known else None
 
     def time_left_s(self) -> float | None:
-        total, step_s = self.total_steps(), self.step_s()
+        total, step_s = self._metrics.total_steps, self.step_s()
         return None if total is None or step_s is None else max(0, total - self._last["step"]) * step_s
 
     def _title(self) -> str:
-        model = self._metrics.header.get("model")
-        model = model.get("name") if isinstance(model, dict) else model
-        return " · ".join(str(part) for part in (self._name, model, self.state()) if part)
+        return " · ".join(part for part in (self._name, self._metrics.model_name, self.state()) if part)
 
     def _progress_line(self, width: int) -> Text:
-        total, left_s = self.total_steps(), self.time_left_s()
+        total, left_s = self._metrics.total_steps, self.time_left_s()
         head = f"step {self._last['step']:,}" + ("" if total is None else f" of {total:,}")
         tail = "" if left_s is None or self.state() == "finished" else f"  {format_s(left_s)} left"
         cells = width - len(head) - len(tail) - 1
@@ -150,7 +144,7 @@ class RunFrame:
         return [(phase, _bar_and_words(share, f"{share * 100:.0f} %", cells)) for phase, share in shares.items()]
 
     def _link_rows(self, cells: int) -> list[tuple[str, Text]]:
-        links = ((self._metrics.header.get("machine") or {}).get("links")) or {}
+        links = self._metrics.machine.get("links") or {}
         rows = []
         for name, field, limit in (
             ("PCIe in", "pcie_rx_gb_per_s", "h2d_gb_per_s"),

@@ -174,10 +174,7 @@ def _line(points: list[tuple[int, float]]) -> tuple[list[float], list[float]]:
 
 
 def _title(metrics: Metrics) -> str:
-    model = metrics.header.get("model")
-    if isinstance(model, dict):
-        model = model.get("name")
-    parts = [metrics.header.get("run"), model]
+    parts = [metrics.header.get("run"), metrics.model_name]
     return " · ".join(str(part) for part in parts if part) or "Training loss"
 
 

@@ -36,6 +36,27 @@ class Metrics:
         self._offset = 0
         self._identity: tuple[int, int] | None = None
 
+    @property
+    def total_steps(self) -> int | None:
+        """The last step of the run, from the header (top level or its plan)."""
+        plan = self.header.get("plan")
+        total = self.header.get("total_steps") or (plan.get("total_steps") if isinstance(plan, dict) else None)
+        return total if isinstance(total, int) and total > 0 else None
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """The header's machine: sizes of the tiers (`Sampler.describe()`), `links` where they were measured."""
+        machine = self.header.get("machine")
+        return machine if isinstance(machine, dict) else {}
+
+    @property
+    def model_name(self) -> str | None:
+        """The model in words."""
+        model = self.header.get("model")
+        if isinstance(model, dict):
+            model = model.get("name") or model.get("words")
+        return None if model is None else str(model)
+
     def poll(self) -> bool:
         """Read what is new; True if anything was."""
         try:
