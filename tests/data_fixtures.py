@@ -9,26 +9,8 @@ from pathlib import Path
 
 from outcore.data import train_byte_bpe
 
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "wizards",
-    "quietly",
-    "boil",
-    "jars",
-    "of",
-    "hazelnut",
-    "cream",
-]
+SAYING = "the quick brown fox jumps over a lazy dog while seven wizards quietly boil jars of hazelnut cream"
+WORDS = SAYING.split()
 
 
 def sentence(number: int, words: int = 12) -> str:

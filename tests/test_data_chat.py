@@ -40,7 +40,7 @@ REASONING = (
 def learned(tokenizer, ids, mask) -> list[str]:
     """The runs of tokens that carry loss, decoded."""
     runs, run = [], []
-    for token, has_loss in zip(ids.tolist() + [0], mask.tolist() + [False]):
+    for token, has_loss in zip([*ids.tolist(), 0], [*mask.tolist(), False]):
         if has_loss:
             run.append(token)
         elif run:
@@ -300,7 +300,8 @@ def test_a_tokenizer_without_end_token_is_refused():
 
 
 @pytest.mark.parametrize(
-    "text", ["line one\nline two\n\n  indented\n" * 40, "no breaks at all " * 60, "x" * 999, "", "\n" * 500]
+    "text",
+    ["line one\nline two\n\n  indented\n" * 40, "no breaks at all " * 60, "x" * 999, "", "\n" * 500],
 )
 @pytest.mark.parametrize("piece_chars", [16, 64, 333, 10_000])
 def test_cut_text_loses_nothing(text: str, piece_chars: int):

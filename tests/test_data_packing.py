@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -51,14 +53,14 @@ def dataset_of(lengths: list[int], seq_length: int, kind: str, first_loss: list[
 def test_pack_places_every_segment_once(lengths, capacity, buffer_segments):
     order, row_ends = pack(np.asarray(lengths, dtype=np.int64), capacity, buffer_segments)
     assert sorted(order.tolist()) == list(range(len(lengths)))
-    sums = [sum(lengths[s] for s in order[a:b]) for a, b in zip(row_ends, row_ends[1:])]
+    sums = [sum(lengths[s] for s in order[a:b]) for a, b in pairwise(row_ends)]
     assert all(0 < total <= capacity for total in sums) and row_ends[-1] == len(lengths)
 
 
 def test_pack_is_best_fit_decreasing():
     # 7 leaves 3, 6 leaves 4: the 3 goes where it leaves nothing, then the 4.
     order, row_ends = pack(np.asarray([3, 6, 4, 7]), 10)
-    rows = [sorted(order[a:b].tolist()) for a, b in zip(row_ends, row_ends[1:])]
+    rows = [sorted(order[a:b].tolist()) for a, b in pairwise(row_ends)]
     assert sorted(rows) == [[0, 3], [1, 2]]
 
 
@@ -208,10 +210,10 @@ def test_split_by_documents(documents, fraction, seed):
 
 
 def test_choose_rows_keeps_rows_whole():
-    tokens, offsets = corpus([5, 9, 3, 8, 4, 7, 6])
+    _, offsets = corpus([5, 9, 3, 8, 4, 7, 6])
     segments, row_ends = rows_of(text_windows(offsets, np.arange(7), 16), 16, packed=True)
-    whole = {tuple(segments.starts[a:b]) for a, b in zip(row_ends, row_ends[1:])}
+    whole = {tuple(segments.starts[a:b]) for a, b in pairwise(row_ends)}
     few, few_ends = choose_rows(segments, row_ends, 2, seed=1)
-    picked = [tuple(few.starts[a:b]) for a, b in zip(few_ends, few_ends[1:])]
+    picked = [tuple(few.starts[a:b]) for a, b in pairwise(few_ends)]
     assert len(picked) == 2 and set(picked) < whole
     assert choose_rows(segments, row_ends, 100, seed=1) == (segments, row_ends)
