@@ -1,8 +1,8 @@
 """What benchmarks/lanes.py measures of outcore itself: the drive, the link, and the lanes between them.
 
 Every measure is a function that moves a known number of bytes and returns bytes per second; the caller interleaves
-them. The test file is moved in pieces of `piece_bytes`, the device side is a small set of tensors used in turn, so that a GPU
-of 8 GB can measure files of any size.
+them. The test file is moved in pieces of `piece_bytes`, the device side is a small set of tensors used in turn, so that
+a GPU of 8 GB can measure files of any size.
 """
 
 from __future__ import annotations

@@ -328,6 +328,7 @@ class FakeCudart:
 
 def fake_cuda(monkeypatch: pytest.MonkeyPatch, code: int, lib: Any) -> CudaRuntime:
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: True))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(code))
@@ -381,6 +382,27 @@ def test_write_combined_memory_through_cupy_where_no_libcudart_is_mapped(monkeyp
     calls.hostAlloc = lambda n_bytes, flags: {}["refused"]
     with pytest.raises(PinRefused, match="refused"):
         runtime.alloc_write_combined(4096)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_cuda_pool_without_cuda_says_so() -> None:
+    with pytest.raises(RuntimeError, match="sees none"):
+        PinnedPool(1 * MIB, device="cuda")
+
+
+def test_a_device_that_is_lost_does_not_hide_the_first_error(
+    caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    runtime = StrictRuntime(64 * MIB)
+    monkeypatch.setattr(pool_module, "CudaRuntime", lambda device: runtime)
+    pool = PinnedPool(2 * MIB, device="cuda", probe=False)
+
+    def lost() -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    runtime.synchronize = lost  # type: ignore[method-assign]
+    pool.close()
+    assert "could not be unpinned: CUDA error: unspecified launch failure" in caplog.text
 
 
 def test_libcudart_is_looked_for_among_the_mapped_libraries() -> None:

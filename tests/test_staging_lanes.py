@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from staging_fakes import LateEvent, LateStreams, TroubledEngine, content_of, file_with, random_bytes
 
 from outcore.staging import AT_ONCE, DownloadLane, LaneClosed, PinnedPool, PinnedPoolFull, UploadLane
-from outcore.storage import BlockFile, PosixEngine, StorageError
+from outcore.storage import BlockFile, PosixEngine, StorageError, TensorSpec, TensorStore
 from outcore.units import KIB, MIB
 
 SLOT_BYTES = 64 * KIB
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[PinnedPool]:
-    with PinnedPool(8 * MIB, device=CPU, write_combined_bytes=1 * MIB) as pool:
+    with PinnedPool(12 * MIB, device=CPU, write_combined_bytes=1 * MIB) as pool:
         yield pool
         assert pool.leased_bytes == 0  # every lane of these tests gave its slots back
 
@@ -352,6 +352,45 @@ def test_device_direct_transfers_use_no_slot_and_wait_for_the_device_first(pool,
     assert torch.equal(content_of(tmp_path / "f")[:500_000], content[1000:501_000])
 
 
+@pytest.mark.parametrize("checksum", [False, True])
+def test_tensors_of_a_store_striped_over_drives(pool, tmp_path: Path, checksum: bool) -> None:
+    weights, moments = torch.randn(1000, 1700), torch.randn(777).to(torch.bfloat16)
+    specs = [TensorSpec("w", torch.float32, (1000, 1700)), TensorSpec("m", torch.bfloat16, (777,))]
+    with (
+        TensorStore.create([tmp_path / "a", tmp_path / "b"], specs, checksum, stripe_bytes=64 * KIB) as store,
+        UploadLane(pool, None, CPU, 2 * MIB, 2, streams=LateStreams()) as up,
+        DownloadLane(pool, None, CPU, 2 * MIB, 2, streams=LateStreams()) as down,
+    ):
+        for transfer in [down.submit_stored(weights, store, "w"), down.submit_stored(moments, store, "m")]:
+            transfer.wait(60)
+        store.commit()
+        out, part = torch.zeros_like(weights), torch.zeros(100, dtype=torch.uint8)
+        up.submit_stored(store, "w", out).wait(60)
+        up.submit_stored(store, "m", part, 1001).wait(60)
+        assert torch.equal(out, weights)
+        assert torch.equal(part, moments.view(torch.uint8)[1001:1101])
+        for call, message in (
+            (lambda: up.submit_stored(store, "x", out), "no tensor 'x'"),
+            (lambda: up.submit_stored(store, "w", out, 4), "do not fit into 'w'"),
+            (lambda: up.submit_stored(store, "w", out.double()), "holds torch.float32"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+        if checksum:
+            piece = store.extent("w")[20]
+            with open(piece.path, "r+b") as damaged:
+                damaged.seek(piece.offset + 5)
+                damaged.write(b"damage")
+            with pytest.raises(StorageError, match="checksum"):
+                up.submit_stored(store, "w", out).wait(60)
+            for lease in up._leases:
+                lease.write_combined = True
+            with pytest.raises(ValueError, match="the CPU would read the write-combined slots"):
+                up.submit_stored(store, "w", out)
+            with UploadLane(pool, None, CPU, SLOT_BYTES) as small, pytest.raises(ValueError, match="at least 2097152"):
+                small.submit_stored(store, "w", out)
+
+
 def test_a_fault_of_the_lane_itself_reaches_everyone(tmp_path: Path, engine) -> None:
     pool = PinnedPool(1 * MIB, device=CPU)
     out = torch.zeros(100, dtype=torch.uint8)
@@ -421,7 +460,7 @@ def test_unsuitable_arguments_fail_before_anything_moves(pool, engine, tmp_path:
     with pytest.raises(ValueError, match="cannot be write-combined"):
         DownloadLane(pool, engine, CPU, SLOT_BYTES, write_combined=True)
     before_bytes = pool.leased_bytes
-    with pytest.raises(PinnedPoolFull, match="'upload slot 4'"):
+    with pytest.raises(PinnedPoolFull, match="'upload slot 6'"):
         UploadLane(pool, engine, CPU, 2 * MIB, 8)
     assert pool.leased_bytes == before_bytes  # the slots it had got are back
     with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file, UploadLane(pool, engine, CPU, SLOT_BYTES) as up:

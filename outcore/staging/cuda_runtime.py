@@ -51,9 +51,14 @@ def load_libcudart() -> ctypes.CDLL | None:
 
 
 class CudaRuntime:
-    """Pinned-memory calls on one device; made once per pool. RuntimeError from torch when CUDA cannot start."""
+    """Pinned-memory calls on one device; made once per pool. RuntimeError when there is no CUDA to start."""
 
     def __init__(self, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                f"pinned memory for {device} needs a CUDA GPU, and torch {torch.__version__} sees none: look at "
+                "nvidia-smi and at torch.version.cuda, or use device='cpu' for plain staging memory"
+            )
         torch.cuda.init()
         self.device = device
         self._cudart: Any = torch.cuda.cudart()

@@ -1,4 +1,4 @@
-"""Homes: where the bytes of a lane's transfer live when they are not on the device, a file or ordinary RAM.
+"""Homes: where the bytes of a lane's transfer live when they are not on the device: a file, a store, ordinary RAM.
 
 A lane only asks a home to `fill` a slot from it or to `drain` a slot into it; both return a storage `Transfer`.
 `HostCopier` does it for RAM: a few threads with memcpy, which lets Python run meanwhile and writes sequentially, as
@@ -17,7 +17,9 @@ from typing import Protocol
 import torch
 
 from outcore.storage.block_file import BlockFile
+from outcore.storage.checksums import CHUNK_BYTES
 from outcore.storage.engine import StorageEngine
+from outcore.storage.tensor_store import TensorStore
 from outcore.storage.transfer import Transfer
 from outcore.units import MIB
 
@@ -29,8 +31,14 @@ MIN_COPY_BYTES = 2 * MIB
 class Home(Protocol):
     """The far end of a transfer; positions count from the transfer's first byte."""
 
-    def phase_bytes(self, start_bytes: int) -> int:
-        """Position modulo the block size that a slot should start at, so that direct I/O needs no bounce."""
+    @property
+    def grain_bytes(self) -> int:
+        """Chunks end at multiples of this position in the home, except the last one."""
+        ...
+
+    def position_bytes(self, start_bytes: int) -> int:
+        """Where that byte lies in the home; slots start at the same position modulo 4 KiB, so that direct I/O needs
+        no bounce."""
         ...
 
     def fill(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
@@ -45,14 +53,16 @@ class Home(Protocol):
 class FileHome:
     """A range of a `BlockFile`, moved by a storage engine."""
 
+    grain_bytes = BLOCK_BYTES
+
     def __init__(self, engine: StorageEngine, file: BlockFile, offset: int, priority: int) -> None:
         self._engine = engine
         self._file = file
         self._offset = offset
         self._priority = priority
 
-    def phase_bytes(self, start_bytes: int) -> int:
-        return (self._offset + start_bytes) % BLOCK_BYTES
+    def position_bytes(self, start_bytes: int) -> int:
+        return self._offset + start_bytes
 
     def fill(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
         return self._engine.submit_read(self._file, self._offset + start_bytes, slot, priority=self._priority)
@@ -61,15 +71,45 @@ class FileHome:
         return self._engine.submit_write(self._file, self._offset + start_bytes, slot, priority=self._priority)
 
 
+class StoreHome:
+    """A byte range of a tensor in a `TensorStore`, which stripes it over its drives and verifies its checksums."""
+
+    def __init__(self, store: TensorStore, name: str, offset_bytes: int, tensor: torch.Tensor, priority: int) -> None:
+        spec = store.spec(name)
+        if tensor.dtype not in (spec.dtype, torch.uint8):
+            raise ValueError(f"{name!r} holds {spec.dtype}, the tensor given has {tensor.dtype}")
+        if not 0 <= offset_bytes <= spec.n_bytes - tensor.nbytes:
+            raise ValueError(
+                f"{tensor.nbytes} bytes at offset_bytes={offset_bytes} do not fit into {name!r} of {spec.n_bytes} bytes"
+            )
+        self._store = store
+        self._name = name
+        self._offset_bytes = offset_bytes
+        self._priority = priority
+        # Only whole checksum chunks are verified.
+        self.grain_bytes = CHUNK_BYTES if store.has_checksums else BLOCK_BYTES
+
+    def position_bytes(self, start_bytes: int) -> int:
+        return self._offset_bytes + start_bytes  # extents start on blocks
+
+    def fill(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
+        return self._store.submit_read(self._name, slot, self.position_bytes(start_bytes), priority=self._priority)
+
+    def drain(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
+        return self._store.submit_write(self._name, slot, self.position_bytes(start_bytes), priority=self._priority)
+
+
 class RamHome:
     """Pageable RAM: a 1-D uint8 CPU tensor."""
+
+    grain_bytes = BLOCK_BYTES
 
     def __init__(self, copier: HostCopier, memory: torch.Tensor) -> None:
         self._copier = copier
         self._memory = memory
 
-    def phase_bytes(self, start_bytes: int) -> int:
-        return 0
+    def position_bytes(self, start_bytes: int) -> int:
+        return start_bytes
 
     def fill(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
         return self._copier.submit(slot, self._memory[start_bytes : start_bytes + slot.numel()])

@@ -10,6 +10,7 @@ Ordering: `after` says when the device memory is ready: None for "when all the w
 current stream is done" (always right, but a prefetch then waits behind the compute that is queued), an event, or
 `AT_ONCE`. Reads from the drive do not wait for it, only the copies do. Lifetime: the lane keeps both ends alive until
 the transfer has ended; their contents must be left alone until `wait`, or in stream order after `wait_stream`.
+Transfers are not ordered among each other: where two touch the same bytes, wait for the first.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 
 from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.staging.copy_streams import CopyStreams, open_streams
-from outcore.staging.homes import FileHome, HostCopier, RamHome
+from outcore.staging.homes import FileHome, HostCopier, RamHome, StoreHome
 from outcore.staging.lane_driver import LaneDriver
 from outcore.staging.lane_stats import LaneClock, LaneStats
 from outcore.staging.lane_transfer import LaneClosed, LaneTransfer
@@ -33,6 +34,7 @@ from outcore.staging.pool import PinnedPool
 from outcore.staging.slots import SlotRing
 from outcore.storage.block_file import BlockFile
 from outcore.storage.engine import StorageEngine
+from outcore.storage.tensor_store import TensorStore
 from outcore.units import MIB, format_gib, format_s
 
 logger = logging.getLogger(__name__)
@@ -195,6 +197,27 @@ class Lane:
         transfer = LaneTransfer(self, what, flat, home, self._event(after))
         self._register(transfer)
         self._driver.accept(transfer, direct=self.direct)
+        return transfer
+
+    def _submit_stored(
+        self, device_tensor: torch.Tensor, store: TensorStore, name: str, offset_bytes: int, after: After
+    ) -> LaneTransfer:
+        flat = self._flat(device_tensor)
+        home = StoreHome(store, name, offset_bytes, device_tensor, self._priority)
+        if store.has_checksums and self.write_combined:
+            raise ValueError(
+                f"{name!r} lies in a store with checksums, for which the CPU would read the write-combined slots of "
+                f"lane {self.owner!r} at about 2 GB/s: use a lane with default memory"
+            )
+        if self.slot_bytes < 2 * home.grain_bytes and store.has_checksums:
+            raise ValueError(
+                f"a store with checksums needs slots of at least {2 * home.grain_bytes} bytes, "
+                f"lane {self.owner!r} has {self.slot_bytes}: smaller pieces could not be verified"
+            )
+        what = f"{self.direction} of {format_gib(flat.numel())} ({name!r} in {store!r})"
+        transfer = LaneTransfer(self, what, flat, home, self._event(after))
+        self._register(transfer)
+        self._driver.accept(transfer, direct=self.direct and getattr(store.engine, "gds", False))
         return transfer
 
     def _submit_host(self, device_tensor: torch.Tensor, host_tensor: torch.Tensor, after: After) -> LaneTransfer:

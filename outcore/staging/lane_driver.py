@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from outcore.staging.copy_streams import CopyEvent, CopyStreams
-from outcore.staging.homes import Home
+from outcore.staging.homes import BLOCK_BYTES, Home
 from outcore.staging.lane_stats import LaneClock
 from outcore.staging.lane_transfer import LaneTransfer
 from outcore.staging.slots import Place, SlotRing
@@ -175,8 +175,11 @@ class LaneDriver:
             home, device_bytes = transfer.home, transfer.device_bytes
             assert home is not None and device_bytes is not None
             start_bytes = transfer.next_bytes
-            phase_bytes = home.phase_bytes(start_bytes)
+            position_bytes = home.position_bytes(start_bytes)
+            phase_bytes = position_bytes % BLOCK_BYTES
             n_bytes = min(self._ring.slot_bytes - phase_bytes, transfer.n_bytes - start_bytes)
+            if start_bytes + n_bytes < transfer.n_bytes:
+                n_bytes -= (position_bytes + n_bytes) % home.grain_bytes
             place = self._ring.place(n_bytes, phase_bytes)
             self._clock.starved(place is None)
             if place is None:

@@ -7,6 +7,7 @@ import torch
 from outcore.staging.lane import After, Lane
 from outcore.staging.lane_transfer import LaneTransfer
 from outcore.storage.block_file import BlockFile
+from outcore.storage.tensor_store import TensorStore
 
 
 class UploadLane(Lane):
@@ -20,6 +21,16 @@ class UploadLane(Lane):
         Returns at once. Raises ValueError for unsuitable arguments; I/O errors (StorageError) come from the transfer.
         """
         return self._submit_file(out, file, offset, after)
+
+    def submit_stored(
+        self, store: TensorStore, name: str, out: torch.Tensor, offset_bytes: int = 0, *, after: After = None
+    ) -> LaneTransfer:
+        """Fills `out` from byte `offset_bytes` of the tensor `name`, over all drives of the store.
+
+        ValueError for an unknown name, a range that does not fit, another dtype (uint8 always fits), and for a store
+        with checksums on a lane that is write-combined (the CPU would read it) or has slots below 2 MiB.
+        """
+        return self._submit_stored(out, store, name, offset_bytes, after)
 
     def submit_host(self, src: torch.Tensor, out: torch.Tensor, *, after: After = None) -> LaneTransfer:
         """Fills `out` from `src`, a contiguous CPU tensor of as many bytes, pinned (direct) or pageable (slots)."""
@@ -38,6 +49,15 @@ class DownloadLane(Lane):
         (durable after the file's `sync`).
         """
         return self._submit_file(src, file, offset, after)
+
+    def submit_stored(
+        self, src: torch.Tensor, store: TensorStore, name: str, offset_bytes: int = 0, *, after: After = None
+    ) -> LaneTransfer:
+        """Writes `src` to byte `offset_bytes` of the tensor `name`; durable after the store's `commit`.
+
+        ValueError as for `UploadLane.submit_stored`.
+        """
+        return self._submit_stored(src, store, name, offset_bytes, after)
 
     def submit_host(self, src: torch.Tensor, dst: torch.Tensor, *, after: After = None) -> LaneTransfer:
         """Writes `src` into `dst`, a contiguous CPU tensor of as many bytes, pinned (direct) or pageable (slots)."""

@@ -124,7 +124,7 @@ class PinnedPool:
 
         Without `timeout_s` a pool that is too full raises PinnedPoolFull at once; with it the call waits that long for
         releases, served in the order of asking. A write-combined lease comes from default memory where the machine gave
-        no write-combined memory (`Lease.write_combined` tells). ValueError when it could never be granted.
+        no write-combined memory (`Lease.write_combined` tells). What could never be granted is refused without waiting.
         """
         if n_bytes <= 0:
             raise ValueError(f"{owner!r} asked the staging pool for {n_bytes} bytes; a lease needs at least one")
@@ -252,7 +252,12 @@ class PinnedPool:
 
 def _close_slabs(slabs: list[Slab], runtime: CudaRuntime | None) -> None:
     """Runs at close, when the pool is collected, or at exit while CUDA still lives (atexit): idle, unpin, unmap."""
-    if runtime is not None and slabs:
-        runtime.synchronize()
-    while slabs:
-        slabs.pop().close()
+    try:
+        if runtime is not None and slabs:
+            runtime.synchronize()
+        while slabs:
+            slabs[-1].close()
+            slabs.pop()
+    except RuntimeError as error:  # after a fatal CUDA error nothing can be unpinned any more; the process is to end
+        slabs.clear()
+        logger.warning("the staging pool could not be unpinned: %s", error)

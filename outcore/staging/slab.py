@@ -5,6 +5,8 @@ threads and then, on a CUDA machine, pinned in place by cudaHostRegister: what i
 (torch's own pin_memory rounds up to a power of two). `WriteCombinedSlab` comes from cudaHostAlloc. Both give a 1-D
 uint8 torch tensor over the memory. Cost: about 0.3-0.5 s per GiB, once. Without CUDA the mapping is left pageable.
 
+A forked child does not inherit the mapping (a DataLoader worker must not touch staging memory).
+
 Lifetime: pinning ends at `close()`. The mapping itself goes when the last tensor over it is gone, so that a stray
 tensor never points at nothing; write-combined memory belongs to the CUDA runtime and is freed at `close()`.
 """
@@ -61,6 +63,10 @@ class MappedSlab:
         base_address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         start_bytes = -base_address % HUGE_PAGE_BYTES if slack_bytes else 0
         self.address = base_address + start_bytes
+        if hasattr(mmap, "MADV_DONTFORK"):
+            # A fork would make these pages copy-on-write, and a transfer under way would land in the wrong copy (see
+            # O_DIRECT in open(2)); child processes have no business here.
+            mapping.madvise(mmap.MADV_DONTFORK)
         # Only whole huge pages: the tail stays on small pages, so that no byte more than asked is held.
         whole_bytes = size_bytes - size_bytes % HUGE_PAGE_BYTES
         if slack_bytes and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -197,6 +197,11 @@ class TensorStore:
         """Bytes on all drives together, headers and padding included."""
         return sum(self._manifest.file_sizes)
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether reads are verified, which means that the CPU reads every buffer."""
+        return self._manifest.checksum_chunk_bytes is not None
+
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
