@@ -4,9 +4,9 @@
 
 Every repeat runs all measures one after the other, each time in another order, because drives, virtual ones above
 all, change their rate from minute to minute. A ratio is taken within each repeat; the table shows medians of rates,
-and each acceptance line the median of the ratios with their range. PASS: the median reaches the target. TIE: it does not, but
-is within 3 % of it and some repeats reach it (rivals limited by the same drive). Without a GPU the script runs on the
-CPU as a dry run: the same transfers through plain memory, no verdicts.
+and each acceptance line the median of the ratios with their range. PASS: the median reaches the target. TIE: it does
+not, but is within 3 % of it and some repeats reach it (rivals limited by the same drive).
+Without a GPU the script runs on the CPU as a dry run: the same transfers through plain memory, no verdicts.
 Exit code: 0, also with FAIL lines unless --strict (then 1); 2 when data came out wrong or a measure failed.
 """
 

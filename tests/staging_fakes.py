@@ -77,7 +77,7 @@ class LateStreams:
         self._queues[index].put((target, source, after, event))
         return event
 
-    def hold(self, stream: Any, event: LateEvent) -> None:
+    def hold(self, stream: Any, event: Any) -> None:
         self.held.append((stream, event))
 
     def ambient(self) -> contextlib.AbstractContextManager[None]:

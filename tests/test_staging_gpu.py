@@ -14,7 +14,7 @@ from test_staging_lanes import leave_without_closing
 
 from outcore.staging import AT_ONCE, DownloadLane, PinnedPool, UploadLane, probe_pinned_memory
 from outcore.staging.cuda_runtime import CudaRuntime, find_libcudart
-from outcore.storage import BlockFile, FaultyEngine, PosixEngine, StorageError
+from outcore.storage import BlockFile, FaultyEngine, PosixEngine, StorageEngine, StorageError
 from outcore.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ def pool() -> Iterator[PinnedPool]:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[PosixEngine]:
+def engine() -> Iterator[StorageEngine]:
     with PosixEngine() as engine:
         yield engine
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from staging_fakes import LateEvent, LateStreams, TroubledEngine, content_of, file_with, random_bytes
 
 from outcore.staging import AT_ONCE, DownloadLane, LaneClosed, PinnedPool, PinnedPoolFull, UploadLane
-from outcore.storage import BlockFile, PosixEngine, StorageError, TensorSpec, TensorStore
+from outcore.storage import BlockFile, PosixEngine, StorageEngine, StorageError, TensorSpec, TensorStore
 from outcore.units import KIB, MIB
 
 SLOT_BYTES = 64 * KIB
@@ -31,7 +31,7 @@ def pool() -> Iterator[PinnedPool]:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[PosixEngine]:
+def engine() -> Iterator[StorageEngine]:
     with PosixEngine(num_threads=4) as engine:
         yield engine
 
