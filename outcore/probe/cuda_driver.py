@@ -143,4 +143,6 @@ def _load_library() -> Any:
     try:
         return ctypes.CDLL(name)
     except OSError as error:
-        raise CudaUnavailable(f"no NVIDIA driver: {name} cannot be loaded ({error})") from error
+        missing = "No such file" in str(error) or "could not find" in str(error).lower()
+        why = "is not on this machine" if missing else f"cannot be loaded ({error})"
+        raise CudaUnavailable(f"no NVIDIA driver: {name} {why}") from error

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,6 +27,8 @@ REFERENCE_BLOCK_BYTES = 8 * MIB
 BATCH_BYTES = 64 * MIB
 KINDS = ("drive_read", "drive_write", "drive_mixed")
 IOPS_BLOCK_BYTES = 4 * KIB
+LEAST_GOOD_BLOCK_BYTES = MIB
+FINALISTS, FINAL_ROUNDS = 3, 1
 
 
 @dataclass
@@ -39,6 +41,8 @@ class DriveResult:
     iops_4k: float = 0.0
     iops_depth: int = 0
     written_bytes: int = 0
+    line_rate_gb_per_s: float | None = None
+    """What its PCIe link carries at most; None where that is not known (virtual disks)."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -50,88 +54,124 @@ def measure_drive(
     engines: Sequence[str] = ("posix",),
     tick: Callable[[str], None] = lambda label: None,
 ) -> DriveResult:
-    """Measures `file` (open "rw", filled with data) through each engine. `tick` is told what is being measured."""
+    """Measures `file` (open "rw", filled with data). `tick` is told what is being measured.
+
+    The first engine is swept over blocks and depths; the others are compared with it at its best setting and at 8 MiB
+    (the whole grid with a full-grid effort). The best settings then run again, so that one lucky cell decides nothing.
+    """
     result = DriveResult(target=target, is_direct=file.direct)
-    cell_s = cell_time_s(stage_s, _cells(effort) * len(engines) + 2, effort.cell_s)
-    for engine in engines:
-        reads = _sweep(file, "drive_read", engine, effort, cell_s, result, tick)
-        chosen = smallest_good_enough(reads)
-        if chosen is None:
-            continue
-        depths = effort.depths if effort.full_grid else (chosen.depth,)
-        for kind in ("drive_write", "drive_mixed"):
-            for depth in depths:
-                for block_bytes in effort.blocks_bytes:
-                    tick(f"{kind} {engine} {block_bytes // KIB} KiB x {depth}")
-                    _add_cell(file, kind, engine, block_bytes, depth, cell_s, effort, result)
+    cells = _Cells(file, effort, cell_time_s(stage_s, _cell_count(effort, engines), effort.cell_s), result, tick)
+    for index, engine in enumerate(engines):
+        if index and not effort.full_grid:
+            chosen = recommended(result)
+            settings = {(chosen.block_bytes, chosen.depth)} if chosen else set()
+            for block_bytes, depth in sorted(settings | {(REFERENCE_BLOCK_BYTES, max(effort.depths))}):
+                for kind in KINDS:
+                    cells.add(kind, engine, block_bytes, depth)
+        else:
+            cells.sweep(engine)
+    for finalist in finalists(result):
+        for _ in range(FINAL_ROUNDS):
+            cells.add(finalist.link, finalist.engine, finalist.block_bytes, finalist.depth)
     tick("requests per second at 4 KiB")
     result.iops_depth = max(effort.depths)
-    result.iops_4k = measure_iops(file, result.iops_depth, cell_s)
+    result.iops_4k = measure_iops(file, result.iops_depth, cells.cell_s)
     return result
 
 
-def _cells(effort: Effort) -> int:
+def finalists(result: DriveResult) -> list[Measurement]:
+    """The fastest settings on reads and writes at once, which is what training does."""
+    mixed = [m for m in result.measurements if m.link == "drive_mixed"]
+    return sorted(mixed, key=lambda m: -m.gb_per_s)[:FINALISTS]
+
+
+def recommended(result: DriveResult) -> Measurement | None:
+    """The setting to use: of those within 3 % of the fastest the one with the fewest bytes in flight; None without any.
+
+    Judged on reads and writes at once where that was measured, else on reads; blocks under 1 MiB only where nothing
+    else was measured, because each request costs some 20-50 us of Python, a core's worth at 6 GB/s in 256 KiB blocks.
+    """
+    for link in ("drive_mixed", "drive_read"):
+        known = [m for m in result.measurements if m.link == link]
+        large = [m for m in known if m.block_bytes >= LEAST_GOOD_BLOCK_BYTES] or known
+        if large:
+            return smallest_good_enough(large)
+    return None
+
+
+def _cell_count(effort: Effort, engines: Sequence[str]) -> int:
     blocks, depths = len(effort.blocks_bytes), len(effort.depths)
-    return 3 * blocks * depths if effort.full_grid else depths + 3 * blocks
+    swept = 3 * blocks * depths if effort.full_grid else depths + 3 * blocks
+    others = swept if effort.full_grid else 2 * len(KINDS)
+    return swept + others * (len(engines) - 1) + FINALISTS * FINAL_ROUNDS + 1
 
 
-def _sweep(
-    file: BlockFile,
-    kind: str,
-    engine: str,
-    effort: Effort,
-    cell_s: float,
-    result: DriveResult,
-    tick: Callable[[str], None],
-) -> list[Measurement]:
-    """All depths at the reference block, then all blocks at the best depth (or the whole grid)."""
-    if effort.full_grid:
-        plan = [(block, depth) for depth in effort.depths for block in effort.blocks_bytes]
-    else:
-        reference = min(REFERENCE_BLOCK_BYTES, max(effort.blocks_bytes))
-        plan = [(reference, depth) for depth in effort.depths]
-    for block_bytes, depth in plan:
-        tick(f"{kind} {engine} {block_bytes // KIB} KiB x {depth}")
-        if not _add_cell(file, kind, engine, block_bytes, depth, cell_s, effort, result):
-            return []
-    found = [m for m in result.measurements if m.engine == engine and m.link == kind]
-    if not effort.full_grid:
-        fastest = smallest_good_enough(found)
-        done = {m.block_bytes for m in found}
-        for block_bytes in (b for b in effort.blocks_bytes if fastest is not None and b not in done):
-            assert fastest is not None
-            tick(f"{kind} {engine} {block_bytes // KIB} KiB x {fastest.depth}")
-            _add_cell(file, kind, engine, block_bytes, fastest.depth, cell_s, effort, result)
-    return [m for m in result.measurements if m.engine == engine and m.link == kind]
+class _Cells:
+    """Measures cells into one result."""
+
+    def __init__(
+        self, file: BlockFile, effort: Effort, cell_s: float, result: DriveResult, tick: Callable[[str], None]
+    ) -> None:
+        self.file, self.effort, self.cell_s, self.result, self.tick = file, effort, cell_s, result, tick
+        self._broken: set[str] = set()
+
+    def sweep(self, engine: str) -> None:
+        """Reads at all depths (reference block), then at all blocks (best depth); writes and both at that depth.
+
+        With a full-grid effort every block at every depth.
+        """
+        effort = self.effort
+        if effort.full_grid:
+            for kind in KINDS:
+                for depth in effort.depths:
+                    for block_bytes in effort.blocks_bytes:
+                        self.add(kind, engine, block_bytes, depth)
+            return
+        fitting = [b for b in effort.blocks_bytes if 2 * b <= self.file.size_bytes]
+        reference = max((b for b in fitting if b <= REFERENCE_BLOCK_BYTES), default=min(effort.blocks_bytes))
+        for depth in effort.depths:
+            self.add("drive_read", engine, reference, depth)
+        fastest = smallest_good_enough(m for m in self.result.measurements if m.engine == engine)
+        if fastest is None:
+            return
+        for kind in KINDS:
+            for block_bytes in effort.blocks_bytes:
+                if kind != "drive_read" or block_bytes != reference:
+                    self.add(kind, engine, block_bytes, fastest.depth)
+
+    def add(self, kind: str, engine_name: str, block_bytes: int, depth: int) -> None:
+        """Measures one cell; a second measurement of the same setting is pooled with the first."""
+        if block_bytes * 2 > self.file.size_bytes or engine_name in self._broken:
+            return  # a file too small for this block says nothing about it
+        self.tick(f"{kind.replace('_', ' ')}, {engine_name}, {block_bytes // KIB} KiB x {depth}")
+        try:
+            engine = open_bench_engine(engine_name, block_bytes, depth)
+        except RuntimeError as error:
+            self._broken.add(engine_name)
+            self.result.notes.append(f"engine {engine_name} left out: {error}")
+            return
+        try:
+            cap_bytes = None if kind == "drive_read" else self.effort.write_cell_bytes
+            target = self.result.target
+            found = measure_cell(self.file, engine, kind, block_bytes, depth, self.cell_s, cap_bytes, target)
+        finally:
+            engine.close()
+        if kind != "drive_read":
+            self.result.written_bytes += found.moved_bytes // (2 if kind == "drive_mixed" else 1)
+        known = self.result.measurements
+        for index, old in enumerate(known):
+            if (old.link, old.engine, old.block_bytes, old.depth) == (kind, found.engine, block_bytes, depth):
+                moved_bytes, elapsed_s = old.moved_bytes + found.moved_bytes, old.elapsed_s + found.elapsed_s
+                known[index] = replace(old, moved_bytes=moved_bytes, elapsed_s=elapsed_s)
+                return
+        known.append(found)
 
 
-def _add_cell(
-    file: BlockFile,
-    kind: str,
-    engine_name: str,
-    block_bytes: int,
-    depth: int,
-    cell_s: float,
-    effort: Effort,
-    result: DriveResult,
-) -> bool:
-    """Measures one cell into `result`; False (with a note) when the engine does not run here."""
-    if block_bytes * 2 > file.size_bytes:
-        return True  # the file is too small for this block: nothing to say about it
-    try:
-        engine = open_engine(engine_name, num_threads=depth, block_bytes=block_bytes)
-    except (RuntimeError, ImportError) as error:
-        result.notes.append(f"engine {engine_name} left out: {error}")
-        return False
-    try:
-        cap_bytes = None if kind == "drive_read" else effort.write_cell_bytes
-        measurement = measure_cell(file, engine, kind, block_bytes, depth, cell_s, cap_bytes, result.target)
-    finally:
-        engine.close()
-    result.measurements.append(measurement)
-    if kind != "drive_read":
-        result.written_bytes += measurement.moved_bytes // (2 if kind == "drive_mixed" else 1)
-    return True
+def open_bench_engine(name: str, block_bytes: int, depth: int) -> StorageEngine:
+    """An engine with `depth` requests of `block_bytes` in flight. RuntimeError where it does not run here."""
+    if name == "kvikio":
+        return open_engine(name, num_threads=depth, task_bytes=block_bytes)
+    return open_engine(name, num_threads=depth, block_bytes=block_bytes)
 
 
 def measure_cell(

@@ -176,9 +176,13 @@ def run_staging_test(
         lane, drive = statistics.median(lanes), statistics.median(drives)
         memory = kind if direction == "up" else "default"
         with pool.lease(min(TRANSFER_BYTES, room_bytes), "link measurement", memory == "write-combined") as lease:
-            copies = measure_copies(device, {memory: lease.tensor}, (chunk_bytes,), 2 * cell_s, cell_s)
-        copy = max((m.gb_per_s for m in copies if m.link == copy_link), default=0.0)
-        limits = {"drive": drive, "copy": copy}
+            copies = [
+                m.gb_per_s
+                for _ in range(2)  # a copy is only ever disturbed downwards: the better one counts
+                for m in measure_copies(device, {memory: lease.tensor}, (chunk_bytes,), cell_s, cell_s / 2)
+                if m.link == copy_link
+            ]
+        limits = {"drive": drive, "copy": max(copies, default=0.0)}
         slowest = min((name for name, rate in limits.items() if rate > 0), key=lambda name: limits[name], default="")
         overlap = lane / limits[slowest] if slowest else 0.0
         limit = f"{slowest} {limits[slowest]:.2f} GB/s" if slowest else "unknown"

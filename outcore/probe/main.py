@@ -33,7 +33,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     logging.getLogger("outcore.staging").setLevel(logging.ERROR)  # the pool's notes are among our warnings
     try:
         options = parse_options(argv, root)
-        with StageProgress(len(STAGES) + 1) as progress:
+        with StageProgress((*STAGES, "report")) as progress:
             found = Optimizer(options, progress).run()
             progress.stage("report")
             written, text = _write(options, found)

@@ -24,8 +24,9 @@ def thread_counts(cores: int, threads: int) -> list[int]:
     return sorted(counts)
 
 
-def measure_ram(counts: list[int], stage_s: float, most_s: float, array_bytes: int = ARRAY_BYTES) -> list[Measurement]:
+def measure_ram(counts: list[int], stage_s: float, most_s: float, array_bytes: int | None = None) -> list[Measurement]:
     """One triad per thread count. torch's thread count is as before afterwards."""
+    array_bytes = array_bytes or ARRAY_BYTES
     n_elements = array_bytes // 4
     b, c = torch.full((n_elements,), 1.0), torch.full((n_elements,), 2.0)
     out = torch.empty(n_elements)

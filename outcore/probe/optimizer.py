@@ -1,4 +1,4 @@
-"""The run behind `gds_optimizer.py`: the stages in order, each with its share of the time, every one able to be left out.
+"""The run behind `gds_optimizer.py`: the stages in order, each with its share of the time, each able to be left out.
 
 A stage that cannot run here (no GPU, no kvikio, out of time) leaves a sentence in `skipped`; it never leaves a made-up
 number. The test files are removed when `run` ends, for whatever reason.
@@ -9,29 +9,30 @@ from __future__ import annotations
 import time
 import warnings
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from outcore.machine import Machine, detect_machine, drive_of
+from outcore.machine import Machine, detect_machine, drive_of, pcie_gb_per_s
 from outcore.probe import advice
 from outcore.probe.budget import Budget
 from outcore.probe.device_bench import measure_copies, measure_peers
 from outcore.probe.direct_bench import measure_direct, open_direct_engine
-from outcore.probe.drive_bench import DriveResult, drive_rate, measure_drive
+from outcore.probe.drive_bench import DriveResult, drive_rate, measure_drive, recommended
 from outcore.probe.facts import READ_BYTES, GdsFacts, collect_facts
 from outcore.probe.ladder import ladder_rows
 from outcore.probe.lane_bench import StagingSettings, StagingTest, build_pool, choose_write_combined, run_staging_test
 from outcore.probe.latency_bench import SIZES_BYTES, measure_latency
 from outcore.probe.load_sampler import LoadSampler
 from outcore.probe.memory_bench import measure_ram, thread_counts
-from outcore.probe.recommend import best_drive_setting, recommend
+from outcore.probe.recommend import recommend
 from outcore.probe.report import Findings
 from outcore.probe.system import RealSystem, System
 from outcore.probe.test_file import TestFile
 from outcore.probe.verdict import judge
 from outcore.staging import PinnedPool, UploadLane
-from outcore.storage import BlockFile, BufferedFallbackWarning, PosixEngine, StorageError
+from outcore.storage import BlockFile, BufferedFallbackWarning, PosixEngine, StorageEngine, StorageError
 from outcore.units import GIB, MIB, format_gb, format_gib
 
 if TYPE_CHECKING:
@@ -62,8 +63,9 @@ class Optimizer:
         self.system = system or RealSystem()
         self._machine = machine
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.has_gpu = self.device.type == "cuda"
         self.budget = Budget(self.effort.total_s, dict(WEIGHTS))
-        for stage in ("copies", "direct") if self.device.type == "cpu" else ():
+        for stage in () if self.has_gpu else ("copies", "direct"):
             self.budget.drop(stage)
         if torch.cuda.device_count() < 2:
             self.budget.drop("peers")
@@ -74,7 +76,7 @@ class Optimizer:
         with warnings.catch_warnings(), ExitStack() as stack:
             warnings.simplefilter("ignore", BufferedFallbackWarning)  # said better by `advice`
             found, facts = self._ladder()
-            files = self._drives(found, stack)
+            files = self._drives(found, facts, stack)
             self._ram(found)
             drive = found.main_drive()
             file = files.get(drive.target) if drive is not None else None
@@ -102,14 +104,18 @@ class Optimizer:
             facts = collect_facts(self.system, str(test_file.path), drive_of(directory))
         found = Findings(machine, judge(facts), ladder_rows(facts), self.effort.name)
         found.warnings += self.options.notes
-        if machine.gpus and self.device.type == "cpu":
+        if machine.gpus and not self.has_gpu:
             found.warnings.append(
                 f"torch {torch.__version__} cannot use the {machine.gpus[0].name}: nothing of the GPU was measured; "
                 "run `python setup.py` to install the set that matches this machine"
             )
         return found, facts
 
-    def _drives(self, found: Findings, stack: ExitStack) -> dict[str, BlockFile]:
+    def _engines(self, facts: GdsFacts) -> list[str]:
+        """Engines for host buffers; kvikio works only beside a GPU."""
+        return ["posix", "kvikio"] if self.has_gpu and facts.auto.status == "ok" else ["posix"]
+
+    def _drives(self, found: Findings, facts: GdsFacts, stack: ExitStack) -> dict[str, BlockFile]:
         """Measures every directory and keeps the files open for the stages after it."""
         self.progress.stage(STAGES[1])
         files: dict[str, BlockFile] = {}
@@ -122,8 +128,10 @@ class Optimizer:
                 test_file.fill(limit_s=stage_s / 2)
                 file = stack.enter_context(BlockFile(test_file.path, "rw"))
                 left_s = stage_s - (time.monotonic() - start_s)
-                engines = ["posix"]  # host buffers through kvikio run the same system calls with more layers
-                result = measure_drive(file, str(directory), self.effort, left_s, engines, self.progress.tick)
+                result = measure_drive(
+                    file, str(directory), self.effort, left_s, self._engines(facts), self.progress.tick
+                )
+                result.line_rate_gb_per_s = _line_rate(directory)
             except StorageError as error:
                 found.skipped.append(f"drive {directory}: {error}")
                 continue
@@ -145,13 +153,11 @@ class Optimizer:
     def _pool(self, found: Findings, stack: ExitStack) -> PinnedPool | None:
         self.progress.stage(STAGES[3])
         asked = self.options.config.staging
-        limits = [self.effort.staging_cap_bytes, NO_GPU_POOL_BYTES if self.device.type == "cpu" else None]
+        limits = [self.effort.staging_cap_bytes, None if self.has_gpu else NO_GPU_POOL_BYTES]
         wanted_bytes = min([asked.staging_bytes, *(limit for limit in limits if limit is not None)])
-        if self.device.type == "cpu" and wanted_bytes < asked.staging_bytes:
-            found.skipped.append(
-                f"no GPU: {format_gib(wanted_bytes)} of plain memory stand in for the {format_gib(asked.staging_bytes)} "
-                "of pinned staging memory"
-            )
+        if not self.has_gpu and wanted_bytes < asked.staging_bytes:
+            built, configured = format_gib(wanted_bytes), format_gib(asked.staging_bytes)
+            found.skipped.append(f"no GPU: {built} of plain memory stand in for {configured} of pinned staging memory")
         test = StagingTest(wanted_bytes)
         try:
             pool = build_pool(StagingSettings(wanted_bytes, asked.write_combined, asked.streams), self.device, test)
@@ -165,7 +171,7 @@ class Optimizer:
     def _copies(self, found: Findings, pool: PinnedPool) -> None:
         self.progress.stage(STAGES[4])
         assert found.staging is not None
-        if self.device.type == "cpu":
+        if not self.has_gpu:
             found.skipped.append("copies between RAM and GPU: no GPU")
         else:
             stage_s = self.budget.begin("copies")
@@ -188,7 +194,7 @@ class Optimizer:
     def _lanes(self, found: Findings, pool: PinnedPool, file: BlockFile, drive: DriveResult, facts: GdsFacts) -> None:
         self.progress.stage(STAGES[5])
         assert found.staging is not None
-        setting = best_drive_setting(drive)
+        setting = recommended(drive)
         block_bytes, depth = (setting.block_bytes, setting.depth) if setting else (FALLBACK_BLOCK_BYTES, FALLBACK_DEPTH)
         with PosixEngine(num_threads=depth, block_bytes=block_bytes) as engine:
             stage_s = self.budget.begin("lanes")
@@ -210,48 +216,39 @@ class Optimizer:
                 quick=self.effort.name == "quick",
                 tick=self.progress.tick,
             )
-            self._latency(found, pool, engine, file, facts, block_bytes, depth)
+            self._latency(found, pool, engine, file, facts)
 
     def _latency(
-        self,
-        found: Findings,
-        pool: PinnedPool,
-        engine: PosixEngine,
-        file: BlockFile,
-        facts: GdsFacts,
-        block_bytes: int,
-        depth: int,
+        self, found: Findings, pool: PinnedPool, engine: StorageEngine, file: BlockFile, facts: GdsFacts
     ) -> None:
         self.progress.stage(STAGES[6])
         assert found.staging is not None
         combined = found.staging.write_combined
         slot_bytes = min(max(SIZES_BYTES), pool.largest_free_bytes(combined) // LATENCY_SLOTS // 4096 * 4096)
         with ExitStack() as stack:
-            direct = {}
-            if self.device.type == "cuda":
-                name, opened, reason = open_direct_engine(found.verdict, facts, depth, block_bytes)
-                if opened is None:
-                    found.skipped.append(f"reads into GPU memory without staging: {reason}")
-                    self.budget.drop("direct")
-                else:
-                    stack.callback(opened.close)
-                    direct[name] = opened
-                    rate = measure_direct(
-                        opened, name, file, self.device, block_bytes, depth, self.budget.begin("direct")
-                    )
-                    found.measurements.append(rate)
-                    found.direct_gb_per_s[name] = rate.gb_per_s
+            direct = self._direct(found, file, facts, stack) if self.has_gpu else {}
+            stage_s, repeats = self.budget.begin("latency"), self.effort.latency_repeats
             lane = UploadLane(pool, engine, self.device, slot_bytes, LATENCY_SLOTS, combined, "probe-latency")
             with lane:
-                found.latency = measure_latency(
-                    file,
-                    self.device,
-                    lane,
-                    self.budget.begin("latency"),
-                    self.effort.latency_repeats,
-                    direct,
-                    self.progress.tick,
-                )
+                found.latency = measure_latency(file, self.device, lane, stage_s, repeats, direct, self.progress.tick)
+
+    def _direct(self, found: Findings, file: BlockFile, facts: GdsFacts, stack: ExitStack) -> dict[str, StorageEngine]:
+        """Reads into GPU memory without our staging; the engine stays open for the latency test."""
+        name, engine, reason = open_direct_engine(found.verdict, facts)
+        if engine is None:
+            found.skipped.append(f"reads into GPU memory through kvikio: {reason}")
+            self.budget.drop("direct")
+            return {}
+        stack.callback(engine.close)
+        self.progress.tick(f"drive to GPU through {name}")
+        try:
+            rate = measure_direct(engine, name, file, self.device, min(1.0, self.budget.begin("direct")))
+        except StorageError as error:
+            found.warnings.append(f"reads into GPU memory through {name} failed: {error}")
+            return {}
+        found.measurements.append(rate)
+        found.direct_gb_per_s[name] = rate.gb_per_s
+        return {name: engine}
 
     def _peers(self, found: Findings) -> None:
         self.progress.stage(STAGES[7])
@@ -280,7 +277,7 @@ class Optimizer:
 
     def _cap_said(self, found: Findings) -> int | None:
         cap = self.effort.staging_cap_bytes
-        return cap if self.device.type == "cuda" and found.staging and found.staging.asked_bytes == cap else None
+        return cap if self.has_gpu and found.staging and found.staging.asked_bytes == cap else None
 
     def _gpu_id(self) -> int | str:
         """NVML's name for CUDA device 0, which CUDA_VISIBLE_DEVICES does not shift."""
@@ -288,6 +285,11 @@ class Optimizer:
         if uuid is None:
             return 0
         return str(uuid) if str(uuid).startswith("GPU-") else f"GPU-{uuid}"
+
+
+def _line_rate(directory: Path) -> float | None:
+    drive = drive_of(directory)
+    return pcie_gb_per_s(drive.pcie_gen, drive.pcie_width)
 
 
 def written_line(found: Findings) -> str:

@@ -72,6 +72,10 @@ def _draw_drive(axes: Axes, findings: Findings) -> None:
         if points:
             axes.plot(list(points), list(points.values()), color=color, marker=marker, label=label, markersize=6)
             top = max(top, *points.values())
+    if main is not None and main.line_rate_gb_per_s:
+        rate = main.line_rate_gb_per_s
+        axes.axhline(rate, color="black", linestyle=":", linewidth=1.4, label=f"PCIe link of the drive: {rate:.1f}")
+        top = max(top, rate)
     staging = findings.staging
     for rate, label, color in (
         (staging.up_gb_per_s if staging else 0.0, _lane_label("drive to GPU", findings), GREEN),
@@ -113,7 +117,7 @@ def _draw_ram(axes: Axes, findings: Findings) -> None:
         _say(axes, "not measured")
         return
     names = [f"{count} thread{'s' if count > 1 else ''}" for count in points]
-    bars = axes.bar(names, list(points.values()), color=BLUE, width=0.55)
+    bars = axes.bar(names, list(points.values()), color=BLUE, width=0.4)
     axes.bar_label(bars, fmt="%.1f", padding=3)
     axes.set_ylim(0, 1.18 * max(points.values()))
     axes.set_ylabel("GB/s")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TextIO
 
 
 class StageProgress:
-    """`stage` begins one of `total` stages, `tick` says what it is doing right now. A context manager."""
+    """`stage` begins one of `stages`, `tick` says what it is doing right now. A context manager."""
 
-    def __init__(self, total: int, stream: TextIO | None = None) -> None:
+    def __init__(self, stages: Sequence[str], stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
-        self._total, self._done = total, 0
+        self._stages = list(stages)
         self._start_s = time.monotonic()
         self._bar = self._task = None
         if self._stream.isatty():
@@ -27,17 +28,17 @@ class StageProgress:
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=Console(file=self._stream), transient=True)
-        self._task = self._bar.add_task("starting", total=self._total)
+        self._task = self._bar.add_task("starting", total=len(self._stages))
         self._bar.start()
 
     def stage(self, name: str) -> None:
-        """The stage before is done, this one begins."""
-        self._done += 1
+        """Those before it are done (or left out), this one begins. ValueError for an unknown name."""
+        number = self._stages.index(name) + 1
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._done - 1, description=name)
+            self._bar.update(self._task, completed=number - 1, description=name)
         else:
             elapsed_s = time.monotonic() - self._start_s
-            print(f"[{self._done}/{self._total}] {elapsed_s:5.1f} s  {name}", file=self._stream, flush=True)
+            print(f"[{number}/{len(self._stages)}] {elapsed_s:5.1f} s  {name}", file=self._stream, flush=True)
 
     def tick(self, what: str) -> None:
         """What is being measured now; shown on a terminal only."""

@@ -1,7 +1,6 @@
 """Turning measurements into settings: DeepSpeed's `aio` section and outcore's block, each with its reason.
 
-Rule for blocks and depths: of all settings within 3 % of the fastest the one that keeps the fewest bytes in flight,
-judged on reads and writes at once where that was measured (training does both), else on reads.
+The rule for blocks and depths is `drive_bench.recommended`. Pure functions; `config_file` writes what they give.
 """
 
 from __future__ import annotations
@@ -9,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from outcore.probe.drive_bench import DriveResult
+from outcore.probe.drive_bench import DriveResult, recommended
 from outcore.probe.lane_bench import StagingTest
-from outcore.probe.measurement import Measurement, best, smallest_good_enough
+from outcore.probe.measurement import Measurement
 from outcore.probe.verdict import Verdict
 from outcore.units import KIB, MIB, format_gib
 
@@ -32,15 +31,6 @@ class Recommendation:
         return {name: values for name, values in (("aio", self.aio), ("outcore", self.outcore)) if values}
 
 
-def best_drive_setting(drive: DriveResult) -> Measurement | None:
-    """Engine, block and depth for this drive."""
-    fastest = best(drive.measurements, link="drive_mixed") or best(drive.measurements, link="drive_read")
-    if fastest is None:
-        return None
-    same = [m for m in drive.measurements if m.link == fastest.link and m.engine == fastest.engine]
-    return smallest_good_enough(same)
-
-
 def recommend(
     verdict: Verdict,
     drive: DriveResult | None,
@@ -55,7 +45,7 @@ def recommend(
     """
     found = Recommendation()
     use_gds, gds_reason = _use_gds(verdict, staging, direct_gb_per_s)
-    if drive is not None and (setting := best_drive_setting(drive)) is not None:
+    if drive is not None and (setting := recommended(drive)) is not None:
         _recommend_io(found, setting, use_gds)
         found.why["aio.use_gds"] = gds_reason
     if staging is not None and staging.granted_bytes:

@@ -221,6 +221,7 @@ def _drive(drive: DriveResult) -> dict[str, Any]:
         "mixed_gb_per_s": round(drive_rate(drive, "drive_mixed"), 3),
         "iops_4k": round(drive.iops_4k),
         "iops_depth": drive.iops_depth,
+        "line_rate_gb_per_s": drive.line_rate_gb_per_s,
         "written_bytes": drive.written_bytes,
         "notes": drive.notes,
     }

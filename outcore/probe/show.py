@@ -70,7 +70,10 @@ def _verdict(found: Findings, width: int) -> str:
     verdict = found.verdict
     lines = ["", f"Verdict: {verdict.path}. {verdict.headline}"]
     notes = [f"because {reason}" for reason in verdict.reasons]
-    notes += [f"not {path}: {'; '.join(reasons)}" for path, reasons in verdict.why_not.items()]
+    by_reasons: dict[tuple[str, ...], list[str]] = {}
+    for path, reasons in verdict.why_not.items():
+        by_reasons.setdefault(reasons, []).append(path)
+    notes += [f"not {' or '.join(paths)}: {'; '.join(reasons)}" for reasons, paths in by_reasons.items()]
     notes += [f"what would change it: {change}" for change in verdict.would_change]
     return "\n".join([*lines, _bullets(notes, width)])
 
@@ -83,9 +86,8 @@ def _links(found: Findings) -> str:
         if rate is not None
     ]
     for drive in found.drives:
-        lines.append(
-            f"{'4 KiB reads per second, ' + str(drive.iops_depth) + ' at once':<40} {drive.iops_4k:8.0f}  {drive.target}"
-        )
+        name = f"4 KiB reads per second, {drive.iops_depth} at once"
+        lines.append(f"{name:<40} {drive.iops_4k:8.0f}  {drive.target}")
     if found.pcie is not None and found.pcie.pcie_gen:
         link = found.pcie
         lines.append(
@@ -101,7 +103,7 @@ def _staging(found: Findings, width: int) -> list[str]:
         return []
     kind = "pinned" if test.is_pinned else "plain (nothing is pinned without a GPU)"
     lines = [
-        f"{format_gib(test.granted_bytes)} of {format_gib(test.asked_bytes)} built in {format_s(test.build_s)}, {kind}, "
+        f"{format_gib(test.granted_bytes)} of {format_gib(test.asked_bytes)} in {format_s(test.build_s)}, {kind}, "
         f"{format_gib(test.write_combined_bytes)} write-combined",
         f"write-combined upload slots: {'yes' if test.write_combined else 'no'} ({test.write_combined_reason})",
     ]
@@ -122,21 +124,13 @@ def _latency(found: Findings) -> list[str]:
     result = found.latency
     if result is None:
         return []
-    sizes = list(result.median_s.get("plain", {}))
-    header = f"{'size':>10}" + "".join(f"{path:>14}" for path in result.median_s)
-    lines = [header]
-    for size in sizes:
-        name = f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
-        row = f"{name:>10}"
+    lines = [f"{'size':>10}" + "".join(f"{path:>18}" for path in result.median_s)]
+    for size, plain_s in result.median_s.get("plain", {}).items():
+        row = f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+        row = f"{row:>10}"
         for path, times in result.median_s.items():
-            change = (
-                ""
-                if path == "plain"
-                else f" {100 * (times[size] / times_plain - 1):+4.0f}%"
-                if (times_plain := result.median_s["plain"][size])
-                else ""
-            )
-            row += f"{_microseconds(times[size]) + change:>14}"
+            change = "" if path == "plain" else f" {100 * (times[size] / plain_s - 1):+5.0f} %"
+            row += f"{_microseconds(times[size]) + change:>18}"
         lines.append(row)
     return [_heading("Latency of one read from the drive (median)"), "\n".join([*lines, result.verdict()])]
 
@@ -146,12 +140,12 @@ def _microseconds(seconds: float) -> str:
 
 
 def _settings(found: Findings, width: int) -> str:
-    rows: list[list[str]] = []
+    lines = []
     for section, values in (("aio", found.settings.aio), ("outcore", found.settings.outcore)):
         for key, value in values.items():
             name = f"{section}.{key}"
-            rows.append([name, _value(value), found.settings.why.get(name, "")])
-    return _table(rows, width) if rows else "none: no drive could be measured"
+            lines.append(f"{name} = {_value(value)}: {found.settings.why.get(name, '')}")
+    return _bullets(lines, width) if lines else "none: no drive could be measured"
 
 
 def _value(value: Any) -> str:
