@@ -504,3 +504,49 @@ def leave_without_closing(path: Path, device: str) -> None:
 def test_a_program_that_closes_nothing_ends_cleanly(tmp_path: Path) -> None:
     file_with(tmp_path / "f", random_bytes(3 * MIB)).close()
     leave_without_closing(tmp_path / "f", "cpu")
+
+
+@pytest.mark.slow
+def test_soak_random_traffic_of_several_threads_through_shared_lanes(tmp_path: Path) -> None:
+    """Each thread owns a range of the file and knows what is in it; a tenth of the requests hit a bad byte."""
+    range_bytes, until_s = 1 * MIB, time.monotonic() + 60
+    engine = TroubledEngine(delay_s=0.002, bad_offset=4 * range_bytes + 500_000)
+    wrong: list[str] = []
+    with (
+        PinnedPool(2 * MIB, device=CPU) as pool,
+        file_with(tmp_path / "f", random_bytes(5 * range_bytes)) as file,
+        UploadLane(pool, engine, CPU, SLOT_BYTES, 4, streams=LateStreams(2), max_queued=32) as up,
+        DownloadLane(pool, engine, CPU, SLOT_BYTES, 4, streams=LateStreams(2), max_queued=32) as down,
+    ):
+        first = random_bytes(5 * range_bytes)
+
+        def work(number: int) -> None:
+            base, chance = number * range_bytes, torch.Generator().manual_seed(number)
+            model = first[base : base + range_bytes].clone()
+            rounds = 0
+            while time.monotonic() < until_s:
+                rounds += 1
+                start, size = (int(torch.randint(0, range_bytes // 2, (1,), generator=chance)) for _ in range(2))
+                part = model[start : start + size]
+                if rounds % 3 == 0:
+                    part.copy_(random_bytes(size, seed=rounds * 7 + number))
+                    down.submit(part.clone(), file, base + start).wait(60)
+                else:
+                    outs = [torch.zeros(size, dtype=torch.uint8) for _ in range(3)]
+                    for transfer in [up.submit(file, base + start, out) for out in outs]:
+                        transfer.wait(60)
+                    if not all(torch.equal(out, part) for out in outs):
+                        wrong.append(f"thread {number} round {rounds}: {size} bytes at {start}")
+                if rounds % 10 == 0:
+                    with pytest.raises(StorageError):
+                        up.submit(file, 4 * range_bytes, torch.zeros(range_bytes, dtype=torch.uint8)).wait(60)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert wrong == [] and up.stats().failed > 5 and not any(thread.is_alive() for thread in threads)
+        assert up.stats().transfers > 100 and down.stats().transfers > 50
+    engine.close()
+    assert torch.equal(content_of(tmp_path / "f")[4 * range_bytes :], first[4 * range_bytes :])
