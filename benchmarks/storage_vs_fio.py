@@ -4,7 +4,8 @@
 
 Both sides move the same file with the same block size and the same number of blocks in flight, past the page cache.
 Rounds alternate (ours first in one, fio first in the next) and each round gives one ratio, because drives, virtual ones
-above all, change their rate from second to second; the table shows medians of rates and the median of the ratios.
+above all, change their rate from second to second; the table shows medians of the rates, their ratio, and the median
+of the per-round ratios ("paired"), which noise moves less.
 "mixed" reads and writes alternating blocks (half of the bytes each). The target is a ratio of 0.95.
 Exit code: 0 when every ratio reaches --target, 1 when one does not, 2 when fio is missing.
 """
@@ -180,7 +181,7 @@ def main() -> int:
             "rows": rows,
         }
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    worst = min(max(row["ratio_of_medians"], row["median_of_ratios"]) for row in rows)
+    worst = min(row["ratio_of_medians"] for row in rows)
     print(f"lowest ratio {worst:.3f}, target {arguments.target}")
     return 0 if worst >= arguments.target else 1
 
