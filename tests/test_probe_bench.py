@@ -15,15 +15,8 @@ from outcore.probe import direct_bench, test_file
 from outcore.probe.budget import EFFORTS, Budget, cell_time_s
 from outcore.probe.device_bench import measure_copies, measure_peers
 from outcore.probe.direct_bench import measure_direct, open_direct_engine
-from outcore.probe.drive_bench import (
-    KINDS,
-    DriveResult,
-    drive_rate,
-    measure_cell,
-    measure_drive,
-    measure_iops,
-    recommended,
-)
+from outcore.probe.drive_bench import DriveResult, drive_rate, measure_drive, recommended
+from outcore.probe.drive_cell import KINDS, batch_limit_bytes, measure_cell, measure_iops
 from outcore.probe.facts import GdsFacts, ReadTest
 from outcore.probe.lane_bench import (
     StagingSettings,
@@ -112,6 +105,9 @@ def test_budget_hands_time_on() -> None:
     now[0] = 40.0  # a took longer than it was given
     assert budget.begin("b") == pytest.approx(60.0)
     assert budget.remaining_s == pytest.approx(60.0)
+    late = Budget(1.0, {"a": 1.0}, clock=lambda: now[0])
+    now[0] = 99.0
+    assert late.begin("a", least_s=0.5) == 0.5
     assert cell_time_s(10.0, 5, 1.0) == 1.0
     assert cell_time_s(0.0, 5, 1.0) > 0
     with pytest.raises(KeyError):
@@ -177,6 +173,12 @@ def test_a_full_drive_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(TestPathError, match="cannot be made"):
         TestFile(tmp_path, 4 * MIB)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_batches_fit_the_drive() -> None:
+    assert batch_limit_bytes(0.1, 0.2) == 4 * MIB
+    assert batch_limit_bytes(0.5, 0.5) == 59 * MIB
+    assert batch_limit_bytes(7.0, 0.5) == 64 * MIB
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -155,6 +155,11 @@ def test_less_memory_than_asked_is_written_down() -> None:
     assert recommend(judge(GdsFacts()), None, None, {}, None).changes() == {}
 
 
+def test_what_was_not_measured_is_not_recommended() -> None:
+    unmeasured = staging_test(up_gb_per_s=0.0, slot_bytes=0, num_slots=0)
+    assert "transfer_path" not in recommend(judge(GdsFacts()), drive_result(), unmeasured, {}, None).outcore
+
+
 def nvme(**changes: Any) -> Drive:
     values = {
         "path": "/data",

@@ -187,11 +187,11 @@ def test_no_staging_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monk
     assert any("no staging memory" in warning for warning in found.warnings)
 
 
-def test_when_the_time_is_up_lanes_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_time_is_up_lanes_are_measured_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = optimizer(tmp_path, monkeypatch)
     run.budget.total_s = 0.0  # a slow drive took it all
     found = run.run()
-    assert found.drives and any("no time was left" in line for line in found.skipped)
+    assert found.link_rates()["drive_to_gpu"] and found.latency is not None
 
 
 @pytest.mark.parametrize("kvikio_works", [True, False])

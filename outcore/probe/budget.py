@@ -99,10 +99,10 @@ class Budget:
     def remaining_s(self) -> float:
         return max(0.0, self.total_s - (self.clock() - self._start_s))
 
-    def begin(self, stage: str) -> float:
-        """Seconds for this stage; it is then no longer waited for. KeyError for a stage without a weight."""
+    def begin(self, stage: str, least_s: float = 0.0) -> float:
+        """Seconds for this stage, `least_s` even when the time is up; KeyError for a stage without a weight."""
         total_weight = sum(self._left.values())
-        return self.remaining_s * self._left.pop(stage) / total_weight
+        return max(least_s, self.remaining_s * self._left.pop(stage) / total_weight)
 
     def drop(self, stage: str) -> None:
         """This machine does not need the stage: its time goes to the others."""

@@ -19,7 +19,7 @@ import torch
 
 from outcore.probe.budget import cell_time_s
 from outcore.probe.device_bench import measure_copies
-from outcore.probe.drive_bench import measure_cell
+from outcore.probe.drive_cell import measure_cell
 from outcore.probe.measurement import Measurement, timed
 from outcore.staging import AT_ONCE, DownloadLane, PinnedPool, UploadLane
 from outcore.storage import BlockFile, StorageEngine
@@ -126,6 +126,7 @@ def run_staging_test(
     most_s: float,
     max_write_bytes: int,
     quick: bool,
+    transfer_bytes: int = TRANSFER_BYTES,
     tick: Callable[[str], None] = lambda label: None,
 ) -> StagingTest:
     """Fills the rates of `test`. `engine` runs `depth` threads of `block_bytes` (it is the caller's and stays open)."""
@@ -153,9 +154,14 @@ def run_staging_test(
             cell_s,
             max_bytes,
             target,
+            transfer_bytes,
         )
         test.measurements.append(found)
         return found
+
+    def drive_limit(drive_link: str, cap_bytes: int | None) -> float:
+        found = measure_cell(file, engine, drive_link, block_bytes, depth, cell_s, cap_bytes, target, transfer_bytes)
+        return found.gb_per_s
 
     ups = [lane_rate("up", slot_bytes, slots) for slot_bytes, slots in plans]
     chosen = max(range(len(plans)), key=lambda i: ups[i].gb_per_s)
@@ -168,11 +174,9 @@ def run_staging_test(
         lanes, drives = [], []
         for _ in range(rounds):  # in turns, since a drive's rate wanders from second to second
             tick(f"limits of the {direction} lane")
-            drives.append(
-                measure_cell(file, engine, drive_link, block_bytes, depth, cell_s, cap_bytes, target).gb_per_s
-            )
+            drives.append(drive_limit(drive_link, cap_bytes))
             lanes.append(lane_rate(direction, test.slot_bytes, test.num_slots).gb_per_s)
-        drives.append(measure_cell(file, engine, drive_link, block_bytes, depth, cell_s, cap_bytes, target).gb_per_s)
+        drives.append(drive_limit(drive_link, cap_bytes))
         lane, drive = statistics.median(lanes), statistics.median(drives)
         memory = kind if direction == "up" else "default"
         with pool.lease(min(TRANSFER_BYTES, room_bytes), "link measurement", memory == "write-combined") as lease:
@@ -206,9 +210,10 @@ def measure_lane(
     limit_s: float,
     max_bytes: int | None,
     target: str,
+    transfer_bytes: int = TRANSFER_BYTES,
 ) -> Measurement:
     """drive_to_gpu ('up') or gpu_to_drive ('down') through a lane, two transfers always under way."""
-    transfer_bytes = min(TRANSFER_BYTES, file.size_bytes // 2 // MIB * MIB or file.size_bytes)
+    transfer_bytes = min(transfer_bytes, file.size_bytes // 2 // MIB * MIB or file.size_bytes)
     tensors = [torch.zeros(transfer_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     if direction == "down":
         for tensor in tensors:

@@ -20,6 +20,7 @@ from outcore.probe.budget import Budget
 from outcore.probe.device_bench import measure_copies, measure_peers
 from outcore.probe.direct_bench import measure_direct, open_direct_engine
 from outcore.probe.drive_bench import DriveResult, drive_rate, measure_drive, recommended
+from outcore.probe.drive_cell import batch_limit_bytes
 from outcore.probe.facts import READ_BYTES, GdsFacts, collect_facts
 from outcore.probe.ladder import ladder_rows
 from outcore.probe.lane_bench import StagingSettings, StagingTest, build_pool, choose_write_combined, run_staging_test
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = {"drive": 42.0, "ram": 4.0, "copies": 14.0, "lanes": 24.0, "latency": 8.0, "direct": 5.0, "peers": 3.0}
 STAGES = ("machine and GPUDirect Storage", "drives", "memory", "staging buffer", "copies", "lanes", "latency", "peers")
-LEAST_STAGE_S = 0.1
+LEAST_STAGE_S = 0.5  # lanes and latency are measured in any case, in short cells when the time is up
 NO_GPU_POOL_BYTES = GIB
 COPY_MEMORY_BYTES = 256 * MIB
 LATENCY_SLOTS = 4
@@ -129,7 +130,13 @@ class Optimizer:
                 file = stack.enter_context(BlockFile(test_file.path, "rw"))
                 left_s = stage_s - (time.monotonic() - start_s)
                 result = measure_drive(
-                    file, str(directory), self.effort, left_s, self._engines(facts), self.progress.tick
+                    file,
+                    str(directory),
+                    self.effort,
+                    left_s,
+                    self._engines(facts),
+                    self.progress.tick,
+                    expected_gb_per_s=test_file.fill_gb_per_s,
                 )
                 result.line_rate_gb_per_s = _line_rate(directory)
             except StorageError as error:
@@ -197,10 +204,7 @@ class Optimizer:
         setting = recommended(drive)
         block_bytes, depth = (setting.block_bytes, setting.depth) if setting else (FALLBACK_BLOCK_BYTES, FALLBACK_DEPTH)
         with PosixEngine(num_threads=depth, block_bytes=block_bytes) as engine:
-            stage_s = self.budget.begin("lanes")
-            if stage_s < LEAST_STAGE_S:
-                found.skipped.append("lanes and latency: no time was left (a slow drive took it; try --seconds)")
-                return
+            stage_s = self.budget.begin("lanes", LEAST_STAGE_S)
             run_staging_test(
                 pool,
                 engine,
@@ -213,6 +217,7 @@ class Optimizer:
                 stage_s=stage_s,
                 most_s=self.effort.cell_s,
                 max_write_bytes=self.effort.write_cell_bytes,
+                transfer_bytes=batch_limit_bytes(drive_rate(drive, "drive_read"), self.effort.cell_s),
                 quick=self.effort.name == "quick",
                 tick=self.progress.tick,
             )
@@ -227,7 +232,7 @@ class Optimizer:
         slot_bytes = min(max(SIZES_BYTES), pool.largest_free_bytes(combined) // LATENCY_SLOTS // 4096 * 4096)
         with ExitStack() as stack:
             direct = self._direct(found, file, facts, stack) if self.has_gpu else {}
-            stage_s, repeats = self.budget.begin("latency"), self.effort.latency_repeats
+            stage_s, repeats = self.budget.begin("latency", LEAST_STAGE_S), self.effort.latency_repeats
             lane = UploadLane(pool, engine, self.device, slot_bytes, LATENCY_SLOTS, combined, "probe-latency")
             with lane:
                 found.latency = measure_latency(file, self.device, lane, stage_s, repeats, direct, self.progress.tick)

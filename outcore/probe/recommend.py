@@ -110,6 +110,8 @@ def _recommend_staging(
             f"{staging.num_slots} slots of {staging.slot_bytes // MIB} MiB: {staging.up_gb_per_s:.2f} GB/s, "
             f"{100 * staging.up_overlap:.0f} % of the slowest link ({staging.up_limit})"
         )
+    if staging.up_gb_per_s <= 0.0:
+        return
     candidates = {"staged": staging.up_gb_per_s, **{k: v for k, v in rates.items() if k != "gds" or verdict.is_direct}}
     path = "gds" if use_gds else "staged"
     found.outcore["transfer_path"] = path
