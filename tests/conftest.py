@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
+
+from outcore.install.bootstrap import add_to_path
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # The environment's own ninja checks DeepSpeed's extensions; another version would compile them all again.
+    add_to_path(os.path.dirname(sys.executable))
     import torch
 
     torch.set_num_threads(min(2, torch.get_num_threads()))

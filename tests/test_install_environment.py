@@ -158,6 +158,21 @@ def test_os_errors_in_words(number: int, why: str) -> None:
     assert "logs/x" in error.what and why in error.why and error.fix
 
 
+def test_too_new_python_makes_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 14, 0))
+    execute = FakeExecute()
+    with pytest.raises(InstallError, match=r"3\.14"):
+        make_environment(Environment(tmp_path / "v", ""), execute)
+    assert execute.commands == []
+
+
+def test_python_of_an_environment(tmp_path: Path) -> None:
+    environment = fake_environment(tmp_path / "v")
+    assert environment.python_version == ""
+    (tmp_path / "v/pyvenv.cfg").write_text("home = /usr/bin\nversion = 3.12.4\n")
+    assert environment.python_version == "3.12.4"
+
+
 def test_shim(tmp_path: Path) -> None:
     environment = fake_environment(tmp_path / "my venv")
     told = write_shim(environment, tmp_path, path="/usr/bin")
@@ -181,7 +196,11 @@ def test_bootstrap_stays_in_a_complete_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bootstrap, "NEEDED_MODULES", ("json",))
     monkeypatch.setenv("PATH", "/usr/bin")
     bootstrap.ensure_environment(str(tmp_path / "train.py"))
-    assert os.environ["PATH"] == f"{os.path.dirname(sys.executable)}{os.pathsep}/usr/bin"
+    first = os.path.dirname(sys.executable)
+    assert os.environ["PATH"] == f"{first}:/usr/bin"
+    monkeypatch.setenv("PATH", f"/usr/bin:{first}")
+    bootstrap.ensure_environment(str(tmp_path / "train.py"))
+    assert os.environ["PATH"] == f"{first}:/usr/bin"
 
 
 def test_bootstrap_changes_into_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -56,14 +56,17 @@ def environment_python(environment):
 
 def add_to_path(directory):
     # type: (str) -> None
-    """Put a folder first on this process's PATH unless it is on it already."""
+    """Make a folder the first of this process's PATH.
+
+    First, not just somewhere: DeepSpeed's extensions are checked by the `ninja` that PATH finds, and another version
+    than the one that built them takes them for outdated and compiles for minutes.
+    """
     entries = os.environ.get("PATH", "").split(os.pathsep)
-    if directory not in entries:
-        os.environ["PATH"] = os.pathsep.join(filter(None, [directory, os.environ.get("PATH")]))
+    os.environ["PATH"] = os.pathsep.join([directory] + [e for e in entries if e and e != directory])
 
 
 def _replace_process(command):
-    # type: (list) -> None
+    # type: (list[str]) -> None
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":  # execv returns to the shell at once there

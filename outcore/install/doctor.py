@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from outcore.install.environment import Environment
-from outcore.install.extensions import PROBE, BuildResult, extensions_for, is_built, missing_prerequisite
+from outcore.install.extensions import PROBE, BuildResult, build_key, extensions_for, is_built, missing_prerequisite
 from outcore.install.host_checks import extension_fix
 from outcore.install.requirement_set import RequirementSet, normalise
 from outcore.install.rows import DEGRADED, MISSING, OK, Row
+from outcore.units import format_s
 
 # part -> (package whose pin it must have, required). cupy and kvikio serve GPUDirect Storage: staging works without.
 PACKAGE_PARTS = {
@@ -60,7 +61,7 @@ class RunningProbe:
             ended = "" if code == 0 else _how_it_ended(code, self._tail())
         except subprocess.TimeoutExpired:
             self.stop()
-            ended = f"no answer within {timeout_s:.0f} s"
+            ended = f"no answer within {format_s(timeout_s)}"
         self._output.close()
         return read_findings(self._results, ended), ended
 
@@ -104,7 +105,8 @@ def probe_rows(
     directory = Path(environ["TORCH_EXTENSIONS_DIR"])
     accelerator = chosen.accelerator
     with_deepspeed = "deepspeed" in chosen.pins
-    built = [e.name for e in extensions_for(accelerator) if is_built(directory, e)] if with_deepspeed else []
+    key = build_key(environment, accelerator)
+    built = [e.name for e in extensions_for(accelerator) if is_built(directory, e, key)] if with_deepspeed else []
     python = str(environment.python)
     with tempfile.TemporaryDirectory() as folder:
         packages_file, deepspeed_file = Path(folder) / "packages", Path(folder) / "deepspeed"
@@ -126,7 +128,7 @@ def probe_rows(
     rows = package_rows(outcomes[0][0], outcomes[0][1], environment, chosen)
     if with_deepspeed:
         rows += deepspeed_rows(outcomes[1][0], outcomes[1][1], environment, chosen)
-        rows += extension_rows(outcomes[1][0], outcomes[1][1], chosen, built, build_results)
+        rows += extension_rows(outcomes[1][0], outcomes[1][1], chosen, built, build_results, directory)
     else:
         rows.append(
             Row("deepspeed", "not installed", chosen_needed("deepspeed", chosen), MISSING, True, "train inside WSL2")
@@ -164,14 +166,15 @@ def extension_rows(
     chosen: RequirementSet,
     built: Sequence[str],
     build_results: Sequence[BuildResult],
+    directory: Path,
 ) -> list[Row]:
     reasons = {result.name: result.reason for result in build_results if not result.built}
     rows = []
     for extension in extensions_for(chosen.accelerator):
         if extension.name in built:
-            rows.append(
-                _row(extension.name, findings.get(extension.name), extension.what_for, extension.required, ended)
-            )
+            anew = f"`rm -rf {directory / extension.name} && python setup.py`"
+            finding = findings.get(extension.name)
+            rows.append(_row(extension.name, finding, extension.what_for, extension.required, ended, fix=anew))
             continue
         reason = reasons.get(extension.name) or missing_prerequisite(extension, chosen.accelerator) or "not built yet"
         status = MISSING if extension.required else DEGRADED
@@ -192,8 +195,8 @@ def _row(
     required: bool,
     ended: str,
     wrong_version: str | None = None,
+    fix: str = "`python setup.py`",
 ) -> Row:
-    fix = "`python setup.py`"
     if finding is None:
         return Row(part, f"not tried: {ended or 'the check did not reach it'}", needed, MISSING, required, fix)
     if not finding["ok"]:

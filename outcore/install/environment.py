@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,16 @@ class Environment:
         if os.name == "nt":
             return [self.prefix / "Lib" / "site-packages"]
         return sorted((self.prefix / "lib").glob("python3.*/site-packages"))
+
+    @property
+    def python_version(self) -> str:
+        """'3.11.7' as pyvenv.cfg records it; '' when it does not (a conda environment, or none)."""
+        try:
+            text = (self.prefix / "pyvenv.cfg").read_text(encoding="utf-8")
+        except OSError:
+            return ""
+        match = re.search(r"^version(?:_info)?\s*=\s*(\d+\.\d+(?:\.\d+)?)", text, re.M)
+        return match.group(1) if match else ""
 
     def installed(self) -> dict[str, Distribution]:
         """Packages in it by normalised name, without starting its interpreter."""
@@ -150,6 +161,7 @@ def make_environment(environment: Environment, execute: Execute) -> None:
                 "it holds other files and no pyvenv.cfg",
                 "give another folder with --venv, or empty this one",
             )
+        check_python(f"{sys.version_info[0]}.{sys.version_info[1]}", sys.executable)
         done = execute([sys.executable, "-m", "venv", str(environment.prefix)])
         if done.returncode != 0:
             raise _venv_failure(environment, (done.stdout or "") + (done.stderr or ""))

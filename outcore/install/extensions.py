@@ -1,13 +1,13 @@
 """DeepSpeed's C++ extensions, built now so that training does not stall for minutes at its first step.
 
-They are cached in the environment, in a folder per Python, torch and accelerator (torch does not tell them apart there
-by itself), and DeepSpeed finds them through its own TORCH_EXTENSIONS_DIR. Each is built by a child process of the
-environment's interpreter: about 20 s per source file of torch headers, 4-5 min in all on two cores.
+They are cached in the environment (`<prefix>/torch_extensions`), where DeepSpeed finds them through its own
+TORCH_EXTENSIONS_DIR; a key beside each says which Python, torch, DeepSpeed and CPU it was built for. Each is built by a
+child of the environment's interpreter: about 20 s per source file of torch headers, 4-5 min in all on two cores.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -20,12 +20,13 @@ from pathlib import Path
 from outcore.install.environment import Environment
 from outcore.install.pip import Stream
 from outcore.install.progress import Progress
-from outcore.machine.host import detect_ram
+from outcore.machine.host import detect_cpu, detect_ram
 from outcore.units import GIB
 
-# A compiler on torch's headers takes up to 1.5 GiB (M).
+# A compiler on torch's headers takes up to 2.0 GB (M).
 RAM_PER_COMPILE_BYTES = 2 * GIB
 PROBE = "outcore.install.probe"
+KEY_NAME = "built-for.json"
 
 
 @dataclass(frozen=True)
@@ -60,61 +61,49 @@ def extensions_for(accelerator: str) -> tuple[Extension, ...]:
     return (adam, *common)
 
 
-def extensions_dir(accelerator: str | None = None, prefix: str | Path | None = None) -> Path:
-    """Where the built extensions of an environment are: `<prefix>/torch_extensions/<python>-<torch>-<accelerator>`.
-
-    Defaults: this interpreter's environment, and 'cuda' where an NVIDIA device is present, else 'cpu'. RuntimeError
-    when torch is not installed there. An interpreter whose folder is not writable gets ~/.cache/outcore instead.
-    """
-    if prefix is not None:
-        root, version, python = Path(prefix), _torch_version(Path(prefix)), _python_tag(Path(prefix))
-    else:
-        root, python = Path(sys.prefix), f"cp{sys.version_info[0]}{sys.version_info[1]}"
-        try:
-            version = importlib.metadata.version("torch")
-        except importlib.metadata.PackageNotFoundError as error:
-            raise RuntimeError(f"torch is not installed in {root}: run `python setup.py`") from error
-        if not os.access(root, os.W_OK):  # a system interpreter: training may still have to build something
-            root = Path.home() / ".cache" / "outcore"
-    return root / "torch_extensions" / f"{python}-torch{version}-{accelerator or default_accelerator()}"
-
-
-def default_accelerator(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> str:
-    """'cuda' or 'cpu', without importing torch: DeepSpeed's own override first, then the device files."""
-    chosen = environ.get("DS_ACCELERATOR")
-    if chosen:
-        return chosen
-    hidden = environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and hidden.strip() in ("", "-1"):
-        return "cpu"
-    has_device = any((dev / name).exists() for name in ("nvidiactl", "nvidia0", "dxg"))
-    return "cuda" if has_device and shutil.which("nvidia-smi") else "cpu"
+def extensions_dir(prefix: str | Path | None = None) -> Path:
+    """Where an environment's built extensions are, this interpreter's by default: `<prefix>/torch_extensions`."""
+    return Path(prefix if prefix is not None else sys.prefix) / "torch_extensions"
 
 
 def extension_environment(
-    accelerator: str | None = None,
+    accelerator: str,
     prefix: str | Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """Variables a process needs to load (or build) the extensions: update `os.environ` with them before DeepSpeed.
 
     TORCH_EXTENSIONS_DIR unless the user set it, PATH with the environment's `ninja`, MAX_JOBS by RAM, DS_ACCELERATOR
-    on a machine without a GPU, and a TORCH_CUDA_ARCH_LIST that DeepSpeed's builder can parse.
+    on a machine without a GPU ('cpu'), and a TORCH_CUDA_ARCH_LIST that DeepSpeed's builder can parse.
     """
     root = Path(prefix if prefix is not None else sys.prefix)
-    chosen = accelerator or default_accelerator(environ)
     scripts = str(root / ("Scripts" if os.name == "nt" else "bin"))
-    path = environ.get("PATH", "").split(os.pathsep)
+    path = [entry for entry in environ.get("PATH", "").split(os.pathsep) if entry and entry != scripts]
     variables = {
-        "TORCH_EXTENSIONS_DIR": environ.get("TORCH_EXTENSIONS_DIR") or str(extensions_dir(chosen, prefix)),
-        "PATH": os.pathsep.join(path if scripts in path else [scripts, *path]),
+        "TORCH_EXTENSIONS_DIR": environ.get("TORCH_EXTENSIONS_DIR") or str(extensions_dir(root)),
+        "PATH": os.pathsep.join([scripts, *path]),  # another version of ninja would build everything again
         "MAX_JOBS": environ.get("MAX_JOBS") or str(compile_jobs()),
     }
-    if chosen == "cpu":
+    if accelerator == "cpu":
         variables["DS_ACCELERATOR"] = "cpu"
     if environ.get("TORCH_CUDA_ARCH_LIST"):
         variables["TORCH_CUDA_ARCH_LIST"] = sanitise_arch_list(environ["TORCH_CUDA_ARCH_LIST"])
     return variables
+
+
+def build_key(environment: Environment, accelerator: str, root: str | Path = "/") -> dict[str, str]:
+    """What a built extension depends on; when any of it changes, it is built again.
+
+    The CPU belongs to it because DeepSpeed compiles for exactly this one (-march=native).
+    """
+    installed = environment.installed()
+    cpu = detect_cpu(Path(root))
+    return {
+        "accelerator": accelerator,
+        "python": environment.python_version,
+        "cpu": f"{cpu.name} {' '.join(cpu.simd)}",
+        **{name: installed[name].version if name in installed else "" for name in ("torch", "deepspeed")},
+    }
 
 
 def sanitise_arch_list(text: str) -> str:
@@ -134,10 +123,11 @@ def compile_jobs(root: str | Path = "/") -> int:
     return int(max(1, min(os.cpu_count() or 1, by_ram)))
 
 
-def is_built(directory: Path, extension: Extension) -> bool:
-    """Whether the shared object is there and no half-finished build is."""
+def is_built(directory: Path, extension: Extension, key: Mapping[str, str]) -> bool:
+    """Whether the shared object is there, made for this `key`, and no half-finished build is."""
     folder = directory / extension.name
-    return any(folder.glob(f"{extension.name}*.so")) and not (folder / "lock").exists()
+    has_object = any(folder.glob(f"{extension.name}*.so"))
+    return has_object and not (folder / "lock").exists() and _built_for(folder) == dict(key)
 
 
 def remove_stale_lock(directory: Path, name: str, proc: Path = Path("/proc")) -> bool:
@@ -205,12 +195,12 @@ def build_all(
     log_path: Path,
 ) -> tuple[BuildResult, ...]:
     """Build what is not built yet, one after the other. A failure is a result with its reason, not an exception."""
-    directory = Path(environ["TORCH_EXTENSIONS_DIR"])
+    directory, key = Path(environ["TORCH_EXTENSIONS_DIR"]), build_key(environment, accelerator)
     results = []
     for extension in extensions_for(accelerator):
         if remove_stale_lock(directory, extension.name):
             progress.say(f"{extension.name}: removed the lock of a build that was interrupted")
-        if is_built(directory, extension):
+        if is_built(directory, extension, key):
             results.append(BuildResult(extension.name, True))
             continue
         reason = missing_prerequisite(extension, accelerator)
@@ -218,8 +208,23 @@ def build_all(
             progress.say(f"{extension.name}: not built, {reason}")
             results.append(BuildResult(extension.name, False, reason))
             continue
-        results.append(_build(environment, extension, environ, stream, progress, log_path))
+        folder = directory / extension.name
+        if _built_for(folder) not in ({}, key):  # for another CPU, torch or Python: ninja would not notice the CPU
+            shutil.rmtree(folder)
+        result = _build(environment, extension, environ, stream, progress, log_path)
+        if result.built:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / KEY_NAME).write_text(json.dumps(key, indent=2) + "\n", encoding="utf-8")
+        results.append(result)
     return tuple(results)
+
+
+def _built_for(folder: Path) -> dict[str, str]:
+    try:
+        key = json.loads((folder / KEY_NAME).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return {}
+    return key if isinstance(key, dict) else {}
 
 
 def _build(
@@ -265,17 +270,3 @@ def explain_build(output: str, log_path: Path) -> str:
     error = re.search(r"^.*?(?:fatal )?error: .*$", output, re.M)
     last = [line for line in output.splitlines() if line.strip()]
     return f"{(error.group(0) if error else (last or ['no message'])[-1]).strip()[:160]} (all of it in {log_path})"
-
-
-def _torch_version(root: Path) -> str:
-    folders = [root / "Lib" / "site-packages", *sorted((root / "lib").glob("python3.*/site-packages"))]
-    for dist in importlib.metadata.distributions(name="torch", path=[str(folder) for folder in folders]):
-        return dist.version
-    raise RuntimeError(f"torch is not installed in {root}: run `python setup.py`")
-
-
-def _python_tag(root: Path) -> str:
-    folders = sorted((root / "lib").glob("python3.*/site-packages"))
-    if not folders:  # Windows keeps one Python per environment
-        return f"cp{sys.version_info[0]}{sys.version_info[1]}"
-    return "cp" + folders[0].parent.name.removeprefix("python").replace(".", "")

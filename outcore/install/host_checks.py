@@ -19,7 +19,7 @@ from outcore.machine import Drive, Machine, drive_of
 from outcore.machine.gpus import Runner
 from outcore.units import GB, GIB, MIB, format_gb, format_gib
 
-# The smallest RAM in which the embedded default trains (M: peak 3.1 GiB with DeepSpeed, transformers and torch).
+# Below this torch, DeepSpeed and one of its compilers (2 GiB each) leave no room for a model.
 MIN_RAM_BYTES = 4 * GIB
 COMFORTABLE_RAM_BYTES = 16 * GIB
 MIN_FREE_BYTES = 2 * GB
@@ -34,7 +34,7 @@ def host_rows(
 ) -> list[Row]:
     """Everything that can be told before a package is imported."""
     rows = [
-        python_row(machine.python_version, environment),
+        python_row(environment.python_version or machine.python_version, environment),
         system_row(machine),
         disk_row(repository),
         ram_row(machine),
@@ -173,7 +173,7 @@ def libaio_fix() -> str:
 
 
 def extension_fix(name: str, reason: str, chosen: RequirementSet) -> str:
-    """What to do about an extension that was not built for `reason`."""
+    """What to do about an extension that was not built, for this `reason`."""
     if "compiler" in reason:
         return "`sudo apt-get install -y build-essential`, then `python setup.py`"
     if "Python's headers" in reason:

@@ -18,7 +18,7 @@ from outcore.install.environment import Environment, find_environment, make_envi
 from outcore.install.errors import EXIT_INTERRUPTED, EXIT_NOT_READY, EXIT_OK, InstallError, from_os_error
 from outcore.install.extensions import BuildResult, build_all, extension_environment, sanitise_arch_list
 from outcore.install.host_checks import configured_offload_path, host_rows, launcher_row, offload_row
-from outcore.install.options import parse_options
+from outcore.install.options import SET_NAMES, parse_options
 from outcore.install.pip import Stream, install, stream_command
 from outcore.install.plan import WINDOWS_WORDS, make_plan, print_plan
 from outcore.install.progress import Progress
@@ -106,7 +106,11 @@ class Job:
                           f"{format_gib(machine.ram_total_bytes)} RAM, {gpus}")  # fmt: skip
         if machine.os_family == "windows":
             self.progress.say(WINDOWS_WORDS)
-        self._chosen = choose_set(machine, self.options.set_name, self.repository, with_tests=self.options.test)
+        requested = self.options.set_name
+        stamped = self.environment.read_stamp().get("set")
+        if self.options.check and requested == "auto" and stamped in SET_NAMES:
+            requested = str(stamped)  # verify what is installed, whatever would be chosen today
+        self._chosen = choose_set(machine, requested, self.repository, with_tests=self.options.test)
         self.progress.say(f"packages:    requirements/{self.chosen.file.name} because {self.chosen.reason}")
         for warning in self.chosen.warnings:
             self.progress.say(f"warning:     {warning}")
@@ -136,7 +140,7 @@ class Job:
         if environment.exists:
             environment.remove_stamp()
         make_environment(environment, self._execute)
-        environ = self._child_environment(with_torch=False)
+        environ = self._child_environment(for_deepspeed=False)
         log_path = self.repository / "logs" / "setup_pip.log"
         install(environment, chosen, self.repository, environ, self._stream, self.progress, log_path)
         unmet = environment.unmet_pins(chosen.pins)
@@ -223,7 +227,7 @@ class Job:
         command = [str(self.environment.python), *arguments]
         return self._call(command, cwd=self.repository, env=self._child_environment(), **out)
 
-    def _child_environment(self, with_torch: bool = True) -> dict[str, str]:
+    def _child_environment(self, for_deepspeed: bool = True) -> dict[str, str]:
         """What children of the environment's interpreter get."""
         prefix = self.environment.prefix
         environ = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
@@ -234,11 +238,8 @@ class Job:
             environ["TORCH_CUDA_ARCH_LIST"] = sanitise_arch_list(environ["TORCH_CUDA_ARCH_LIST"])
             if not environ["TORCH_CUDA_ARCH_LIST"]:
                 del environ["TORCH_CUDA_ARCH_LIST"]
-        if with_torch:
-            try:
-                environ |= extension_environment(self.chosen.accelerator, prefix, environ)
-            except RuntimeError:  # no torch yet: the checks will say so, part by part
-                environ["TORCH_EXTENSIONS_DIR"] = str(prefix / "torch_extensions" / "without-torch")
+        if for_deepspeed:
+            environ |= extension_environment(self.chosen.accelerator, prefix, environ)
             environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
         return environ
 
@@ -271,7 +272,7 @@ class Job:
             if self.environment.exists:
                 sys.stdout.flush()
                 command = [str(self.environment.python), "-m", "outcore.install.report", str(saved)]
-                if self._call(command, cwd=self.repository, env=self._child_environment(with_torch=False)) == 0:
+                if self._call(command, cwd=self.repository, env=self._child_environment(for_deepspeed=False)) == 0:
                     return
             print_plain(self.rows, sys.stdout)
             return

@@ -80,7 +80,7 @@ def install(
             def heard(line: str, lines: list[str] = lines) -> None:
                 lines.append(line)
                 log.write(line + "\n")
-                if _SHOWN.match(line):
+                if _SHOWN.match(line) and "finished with status" not in line:
                     progress.detail(_short(line))
 
             try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.install.environment import Environment
-from outcore.install.extensions import extensions_for, is_built
+from outcore.install.extensions import build_key, extensions_for, is_built
 from outcore.install.pip import pip_steps
 from outcore.install.progress import Progress
 from outcore.install.requirement_set import NEEDED_BYTES, RequirementSet
@@ -29,6 +29,7 @@ def make_plan(environment: Environment, chosen: RequirementSet, repository: Path
     unmet = environment.unmet_pins(chosen.pins) if environment.exists else dict.fromkeys(chosen.pins, "")
     commands = [["python", "-m", "pip", "install", *step.arguments] for step in pip_steps(chosen, repository)]
     wanted = extensions_for(chosen.accelerator) if "deepspeed" in chosen.pins else ()
+    key = build_key(environment, chosen.accelerator)
     return {
         "set": chosen.name,
         "reason": chosen.reason,
@@ -37,7 +38,7 @@ def make_plan(environment: Environment, chosen: RequirementSet, repository: Path
         "why_install": why,
         "packages": {name: {"wanted": chosen.pins[name], "found": unmet[name]} for name in sorted(unmet)},
         "pip_commands": [" ".join(command) for command in commands] if why else [],
-        "extensions_to_build": [e.name for e in wanted if not is_built(extensions, e)],
+        "extensions_to_build": [e.name for e in wanted if not is_built(extensions, e, key)],
         "needed_bytes": NEEDED_BYTES[chosen.name] if why and "torch" in unmet else 0,
     }
 

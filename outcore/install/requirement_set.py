@@ -14,8 +14,8 @@ from outcore.install.errors import InstallError
 from outcore.machine import Machine
 from outcore.units import GB
 
-# Free space the set needs while pip unpacks: measured environment sizes, rounded up (torch's ordinary wheel brings the
-# CUDA libraries along even where there is no GPU; kvikio brings cupy[ctk], about 2.5 GB).
+# Free space each set needs while pip unpacks (D, from the sizes of the wheels: torch's ordinary wheel brings the CUDA
+# libraries along even where there is no GPU, 5-6 GB unpacked; kvikio brings cupy[ctk], about 2.5 GB more).
 NEEDED_BYTES = {"cpu": 9 * GB, "cuda12": 16 * GB, "cuda13": 16 * GB, "windows": 3 * GB}
 CUDA13_MIN_CAPABILITY = (7, 5)
 WSL2_HOWTO = "in PowerShell as administrator: `wsl --install -d Ubuntu-24.04`, restart, then clone and set up inside it"
@@ -106,7 +106,7 @@ def _choose(machine: Machine, requested: str) -> tuple[str, str, list[str]]:
         raise InstallError("the windows set is for native Windows", f"this is {machine.os_name}", "leave --set out")
     if requested != "auto":
         _check_wanted(machine, requested)
-        return requested, "asked for with --set", warnings
+        return requested, "it was asked for or is what the environment holds", warnings
     if not machine.gpus:
         why = "; ".join(machine.notes) if machine.driver_version else "no NVIDIA GPU with a driver found"
         return "cpu", f"{why}: trains on DeepSpeed's CPU accelerator", warnings
