@@ -72,9 +72,6 @@ class FakeSettings:
 class FakeDriver:
     status = 0
 
-    def __init__(self, name: str) -> None:
-        assert name == "libcuda.so.1"
-
     def cuInit(self, flags: int) -> int:
         return type(self).status
 
@@ -91,12 +88,13 @@ def kvikio(monkeypatch: pytest.MonkeyPatch) -> Any:
     fake.CuFile = CuFile
     fake.CompatMode = types.SimpleNamespace(ON="ON", OFF="OFF")
     fake.settings = []
-    fake.defaults = types.ModuleType("kvikio.defaults")
-    fake.defaults.set = lambda values: FakeSettings(fake.settings, values)
+    defaults: Any = types.ModuleType("kvikio.defaults")
+    defaults.set = lambda values: FakeSettings(fake.settings, values)
+    fake.defaults = defaults
     fake.driver = Driver
     monkeypatch.setitem(sys.modules, "kvikio", fake)
     monkeypatch.setitem(sys.modules, "kvikio.defaults", fake.defaults)
-    monkeypatch.setattr(kvikio_engine.ctypes, "CDLL", Driver)
+    monkeypatch.setattr(kvikio_engine, "load_driver", Driver)
     return fake
 
 
@@ -111,12 +109,20 @@ def test_without_kvikio_driver_or_gpu_it_refuses_with_the_reason(kvikio: Any, mo
     with pytest.raises(RuntimeError, match=r"cuInit fails with CUDA error 100.*posix engine"):
         KvikioEngine()
 
-    def no_driver(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
+    def no_driver() -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(kvikio_engine.ctypes, "CDLL", no_driver)
+    monkeypatch.setattr(kvikio_engine, "load_driver", no_driver)
     with pytest.raises(RuntimeError, match=r"libcuda.so.1 cannot be loaded.*posix engine"):
         open_engine("kvikio")
+
+    def broken(name: str) -> None:  # as kvikio's own loader when libcufile is missing
+        raise RuntimeError("libcufile.so.0 not found")
+
+    monkeypatch.setattr(kvikio_engine.importlib, "import_module", broken)
+    with pytest.raises(RuntimeError, match=r"needs the kvikio package \(libcufile"):
+        open_engine("kvikio")
+    monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "kvikio", None)
     with pytest.raises(RuntimeError, match=r"needs the kvikio package.*setup.py"):
         open_engine("kvikio")
@@ -130,14 +136,15 @@ def test_settings_are_always_given_and_restored(kvikio: Any):
         "task_size": MIB,
         "auto_direct_io_read": True,
         "auto_direct_io_write": True,
-        "gds_threshold": MIB,
     }
     engine.close()
     engine.close()
     assert kvikio.settings[1:] == ["restored"]
     KvikioEngine(gds=True).close()
     assert kvikio.settings[2]["compat_mode"] == "OFF"
-    for bad in ({"num_threads": 0}, {"task_bytes": 100}, {"num_requests": 0}):
+    assert kvikio.settings[2]["gds_threshold"] == 1
+    bad_settings: list[dict[str, Any]] = [{"num_threads": 0}, {"task_bytes": 100}, {"num_requests": 0}]
+    for bad in bad_settings:
         with pytest.raises(ValueError, match="must be"):
             KvikioEngine(**bad)
 
@@ -168,15 +175,14 @@ def test_whole_blocks_go_through_kvikio_and_edges_through_the_block_file(kvikio:
 
 
 def test_closing_the_file_or_the_engine_closes_the_handle(kvikio: Any, tmp_path: Path):
+    first, second = (BlockFile(tmp_path / name, "create", 8192) for name in ("first", "second"))
     with KvikioEngine() as engine:
-        for number in range(2):
-            file = BlockFile(tmp_path / str(number), "create", 8192)
+        for file in (first, second):
             engine.submit_write(file, 0, aligned_bytes(4096)).wait(WAIT_S)
-            if number == 0:
-                file.close()
+        first.close()
         assert [handle.closed for handle in kvikio.CuFile.opened] == [True, False]
     assert [handle.closed for handle in kvikio.CuFile.opened] == [True, True]
-    file.close()
+    second.close()
 
 
 @pytest.mark.parametrize("action", ["read", "write"])

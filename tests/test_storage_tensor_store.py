@@ -517,7 +517,7 @@ def test_data_overwritten_but_not_committed_is_refused(tmp_path: Path, engine: P
 def test_lock_files_of_a_deleted_store_do_not_confuse(tmp_path: Path, engine: PosixEngine):
     for _ in range(2):
         store = TensorStore.create([tmp_path], SPECS, engine=engine)
+        assert "5 tensors" in repr(store)
         assert (tmp_path / LOCK_NAME).exists()
         store.delete()
         assert not (tmp_path / LOCK_NAME).exists()
-    assert "tensors" in repr(store)

@@ -34,18 +34,23 @@ from outcore.units import MIB, round_up
 BLOCK_BYTES = 4096  # cuFile's and kvikio's alignment for direct transfers
 
 
+def load_driver() -> Any:
+    """The CUDA driver library; raises OSError where there is none."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def load_kvikio() -> Any:
     """The kvikio module, ready for I/O on this machine. Raises RuntimeError with the reason and the remedy."""
     try:
         kvikio = importlib.import_module("kvikio")
         importlib.import_module("kvikio.defaults")
-    except ImportError as error:
+    except Exception as error:  # its loader raises errors of its own where a library is missing
         raise RuntimeError(
             f"the kvikio engine needs the kvikio package ({error}): run `python setup.py` on a Linux machine with an "
             "NVIDIA GPU, or use the posix engine"
         ) from error
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = load_driver()
     except OSError as error:
         raise RuntimeError(
             f"the kvikio engine needs the NVIDIA driver, and libcuda.so.1 cannot be loaded ({error}): "
@@ -175,16 +180,16 @@ class KvikioEngine(WorkerEngine):
         self.gds = gds
         self.kvikio_threads = num_threads
         self.task_bytes = task_bytes
-        self._settings = kvikio.defaults.set(
-            {
-                "compat_mode": kvikio.CompatMode.OFF if gds else kvikio.CompatMode.ON,
-                "num_threads": num_threads,
-                "task_size": task_bytes,
-                "auto_direct_io_read": True,
-                "auto_direct_io_write": True,
-                "gds_threshold": 1 if gds else MIB,  # with gds small requests take no detour either
-            }
-        )
+        settings = {
+            "compat_mode": kvikio.CompatMode.OFF if gds else kvikio.CompatMode.ON,
+            "num_threads": num_threads,
+            "task_size": task_bytes,
+            "auto_direct_io_read": True,
+            "auto_direct_io_write": True,
+        }
+        if gds:
+            settings["gds_threshold"] = 1  # small requests take no detour either
+        self._settings = kvikio.defaults.set(settings)
         self._kvikio_mover = KvikioMover(kvikio, task_bytes)
         super().__init__(
             self._kvikio_mover,
