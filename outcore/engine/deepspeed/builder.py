@@ -22,11 +22,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from outcore.engine.deepspeed import keys
+from outcore.engine.deepspeed.aio_section import aio_section
 from outcore.engine.deepspeed.notes import Notes
-from outcore.engine.deepspeed.offload import NvmeCheck, fall_back, place, usable_for_deepspeed
+from outcore.engine.deepspeed.offload import NvmeCheck, Placement, fall_back, place, usable_for_deepspeed
 from outcore.engine.deepspeed.run_section import batch_section, optimizer_section, precision_section, scheduler_section
 from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, DeepSpeedSettings, ModelFacts, RunFacts
-from outcore.engine.deepspeed.zero_section import aio_section, check_locked_bytes, zero_section
+from outcore.engine.deepspeed.zero_section import check_locked_bytes, zero_section
 
 __all__ = ["BuiltConfig", "ChosenOffload", "DeepSpeedSettings", "ModelFacts", "RunFacts", "build_config"]
 
@@ -89,7 +90,7 @@ def build_config(
     config.update(optimizer_section(user, placement, run, precision, notes))
     config.update(scheduler_section(user, run, config["optimizer"]["params"]["lr"], notes))
     config["gradient_clipping"] = _clipping(user, run, notes)
-    _check_data_types(user, placement.stage, precision)
+    _check_combinations(user, placement, precision)
     for key, value in user.items():
         if key not in RESOLVED_ELSEWHERE and key not in BATCH_KEYS and key in keys.TOP_LEVEL:
             config.setdefault(key, value)
@@ -172,30 +173,46 @@ def _clipping(user: Mapping[str, Any], run: RunFacts, notes: Notes) -> float:
     return float(value)
 
 
-def _check_data_types(user: Mapping[str, Any], stage: int, precision: str) -> None:
-    types = keys.check_block(
-        "data_types",
-        user.get("data_types"),
-        frozenset({"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"}),
-    )
+def _check_combinations(user: Mapping[str, Any], placement: Placement, precision: str) -> None:
+    """Keys outside zero_optimization on which DeepSpeed fails for this stage, precision or offload."""
+    where = "deepspeed_config.json: "
+    types = keys.check_block("data_types", user.get("data_types"), keys.DATA_TYPES)
     grads, params = types.get("grad_accum_dtype"), types.get("param_dtype")
     if grads is not None and grads not in ("fp32", "fp16", "bf16"):
+        raise ValueError(f"{where}data_types.grad_accum_dtype must be fp32, fp16 or bf16, got {grads!r}.")
+    if placement.stage == 0 and grads not in (None, precision):
         raise ValueError(
-            f"deepspeed_config.json: data_types.grad_accum_dtype must be fp32, fp16 or bf16, got {grads!r}."
-        )
-    if stage == 0 and grads not in (None, precision):
-        raise ValueError(
-            f"deepspeed_config.json: data_types.grad_accum_dtype {grads} needs zero_stage zero1 or higher; with "
-            "zero_stage "
-            f"none DeepSpeed accumulates gradients in {precision} only. Remove it or choose another stage."
+            f"{where}data_types.grad_accum_dtype {grads} needs zero_stage zero1 or higher; with zero_stage none DeepSpeed "
+            f"accumulates gradients in {precision} only. Remove it or choose another stage."
         )
     if params not in (None, precision):
+        raise ValueError(f"{where}data_types.param_dtype {params} contradicts the precision {precision}. Remove it.")
+    for block, key in (("torch_autocast", "enabled"), ("compile", "deepcompile")):
+        value = user.get(block)
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{where}{block!r} must be a JSON object {{...}}, got {value!r}.")
+        if value and value.get(key):
+            raise ValueError(f"{where}{block}.{key} is not supported here. Set it to false, or delete the block.")
+    sixteen_bit = user.get(precision) or {}
+    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states", "fp16_master_weights_and_grads"):
+        if sixteen_bit.get(key) and (placement.stage < 3 or placement.optimizer != "cpu"):
+            raise ValueError(
+                f"{where}{precision}.{key} needs ZeRO-3 with optimizer states in RAM; here they are on "
+                f"{placement.optimizer.replace('none', 'the GPU')} with stage {placement.stage}. Set it to false."
+            )
+    if placement.stage == 3 and (user.get("prescale_gradients") or user.get("gradient_predivide_factor", 1.0) != 1.0):
         raise ValueError(
-            f"deepspeed_config.json: data_types.param_dtype {params} contradicts the precision {precision}. Remove it."
+            f"{where}prescale_gradients and gradient_predivide_factor do not work with ZeRO-3. Remove them."
         )
-    if user.get("torch_autocast", {}).get("enabled"):
+    if user.get("gradient_allreduce_op", "mean") != "mean":
         raise ValueError(
-            "deepspeed_config.json: torch_autocast.enabled is not supported; choose the precision with the bf16 or "
-            "fp16 "
-            "block (or --precision)."
+            f"{where}gradient_allreduce_op must be mean: outcore averages the loss over all tokens itself."
+        )
+    if user.get("managed_gradient_accumulation", True) is not True:
+        raise ValueError(f"{where}managed_gradient_accumulation false is not supported here. Delete it.")
+    if user.get("sequence_parallel_size", 1) != 1:
+        raise ValueError(f"{where}sequence_parallel_size must be 1: outcore's DeepSpeed engine is data parallel.")
+    if user.get("communication_data_type", "fp32") not in ("fp32", "fp16", "bf16"):
+        raise ValueError(
+            f"{where}communication_data_type must be fp32, fp16 or bf16, got {user['communication_data_type']!r}."
         )

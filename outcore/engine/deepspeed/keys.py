@@ -101,6 +101,7 @@ SCHEDULES: dict[str, frozenset[str]] = {
         "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type last_batch_iteration"
     ),
 }
+DATA_TYPES = _words("grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules")
 OUTCORE = _words("staging_bytes write_combined streams engine nvme_path residency ram_budget_gib")
 
 

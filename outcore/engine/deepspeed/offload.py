@@ -14,7 +14,15 @@ from typing import Any
 
 from outcore.engine.deepspeed.notes import Notes
 from outcore.engine.deepspeed.nvme import NvmePathError, check_direct_io, resolve_nvme_path, validate_nvme_path
-from outcore.engine.deepspeed.settings import STAGES, DeepSpeedSettings, Device, ModelFacts, Precision, RunFacts
+from outcore.engine.deepspeed.settings import (
+    STAGES,
+    DeepSpeedSettings,
+    Device,
+    ModelFacts,
+    OffloadChoice,
+    Precision,
+    RunFacts,
+)
 from outcore.engine.deepspeed.swapping import nvme_bytes
 from outcore.units import GB, format_gb, format_gib
 
@@ -68,6 +76,13 @@ def place(
     name = _stage_name(zero, settings, outcore, notes)
     stage = STAGES[name]
     optimizer, params = _wanted(name, zero, settings, notes)
+    flags_say_nvme = name == "infinity" or "nvme" in (settings.offload_optimizer, settings.offload_params)
+    if "nvme" in (optimizer, params) and not flags_say_nvme and outcore.get("residency") == "ram":
+        raise ValueError(
+            "deepspeed_config.json: outcore.residency ram contradicts the device nvme in zero_optimization. Set "
+            "residency "
+            "to auto or nvme, or the device to cpu."
+        )
     path = _nvme_path(zero, outcore, settings, notes)
     if stage == 3 and name != "infinity" and path and outcore.get("residency", "auto") == "auto":
         optimizer, params = _spill(optimizer, params, settings, model, run, notes)
@@ -131,34 +146,11 @@ def _stage_name(zero: Mapping[str, Any], settings: DeepSpeedSettings, outcore: M
 
 
 def _wanted(name: str, zero: Mapping[str, Any], settings: DeepSpeedSettings, notes: Notes) -> tuple[Device, Device]:
-    stage = STAGES[name]
-    in_file = {key: _device_of(zero, f"offload_{key}") for key in ("optimizer", "param")}
     if name == "infinity":
-        wanted: dict[str, Device] = {}
-        for key, flag, choice in (
-            ("optimizer", settings.nvme_offload_optimizer, settings.offload_optimizer),
-            ("param", settings.nvme_offload_params, settings.offload_params),
-        ):
-            if (flag and choice == "cpu") or (flag and choice == "none"):
-                raise ValueError(
-                    f"zero_stage infinity puts {key}s on NVMe, but offload_{key}{'s' if key == 'param' else ''} says "
-                    f"{choice}. Add --nvme_offload_{key}{'s' if key == 'param' else ''} false, or leave one of them "
-                    "out."
-                )
-            if flag:
-                wanted[key] = "nvme"
-            elif choice != "auto":
-                wanted[key] = choice
-            else:
-                wanted[key] = in_file[key] if in_file[key] in ("none", "cpu") else "cpu"  # type: ignore[assignment]
-        if "nvme" not in wanted.values():
-            notes.warn(
-                "zero_stage infinity with neither optimizer nor parameters on NVMe is ZeRO-3 with offload to RAM. "
-                "Leave nvme_offload_optimizer or nvme_offload_params on to use the drive."
-            )
-        return wanted["optimizer"], wanted["param"]
-    optimizer = settings.offload_optimizer if settings.offload_optimizer != "auto" else in_file["optimizer"]
-    params = settings.offload_params if settings.offload_params != "auto" else in_file["param"]
+        return _wanted_by_infinity(zero, settings, notes)
+    stage = STAGES[name]
+    optimizer = _chosen_or(settings.offload_optimizer, _device_of(zero, "offload_optimizer"))
+    params = _chosen_or(settings.offload_params, _device_of(zero, "offload_param"))
     if stage < 3:
         if settings.offload_params not in ("auto", "none"):
             raise ValueError(
@@ -181,11 +173,44 @@ def _wanted(name: str, zero: Mapping[str, Any], settings: DeepSpeedSettings, not
             f"offload_optimizer nvme needs zero_stage zero3 or infinity: with {name} DeepSpeed would quietly keep the "
             "states in RAM. Use --offload_optimizer cpu or another stage."
         )
+    default: Device = "cpu" if stage == 3 else "none"
     for what, value in (("optimizer states", optimizer), ("parameters", params)):
         if stage == 3 and value is None:
             notes.chose(f"home of {what}", "RAM", "default of zero3: it fits larger models than the GPU's memory")
-    default: Device = "cpu" if stage == 3 else "none"
-    return (optimizer or default), (params or default)
+    return optimizer or default, params or default
+
+
+def _wanted_by_infinity(zero: Mapping[str, Any], settings: DeepSpeedSettings, notes: Notes) -> tuple[Device, Device]:
+    homes: list[Device] = []
+    parts: tuple[tuple[str, str, bool, OffloadChoice], ...] = (
+        ("optimizer", "offload_optimizer", settings.nvme_offload_optimizer, settings.offload_optimizer),
+        ("params", "offload_param", settings.nvme_offload_params, settings.offload_params),
+    )
+    for suffix, key, on_nvme, choice in parts:
+        if on_nvme and choice in ("none", "cpu"):
+            raise ValueError(
+                f"zero_stage infinity with nvme_offload_{suffix} and offload_{suffix} {choice} contradict each other. "
+                f"Add --nvme_offload_{suffix} false, or leave offload_{suffix} out."
+            )
+        if not on_nvme and choice == "nvme":
+            raise ValueError(
+                f"nvme_offload_{suffix} false and offload_{suffix} nvme contradict each other. Leave one of them out."
+            )
+        in_file = _device_of(zero, key)
+        if on_nvme:
+            homes.append("nvme")
+        else:
+            homes.append(_chosen_or(choice, "none" if in_file == "none" else "cpu") or "cpu")
+    if "nvme" not in homes:
+        notes.warn(
+            "zero_stage infinity with neither optimizer nor parameters on NVMe is ZeRO-3 with offload to RAM. "
+            "Leave nvme_offload_optimizer or nvme_offload_params on to use the drive."
+        )
+    return homes[0], homes[1]
+
+
+def _chosen_or(choice: OffloadChoice, otherwise: Device | None) -> Device | None:
+    return otherwise if choice == "auto" else choice
 
 
 def _device_of(zero: Mapping[str, Any], key: str) -> Device | None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from outcore.engine.deepspeed import keys
 from outcore.engine.deepspeed.notes import Notes
 from outcore.engine.deepspeed.offload import Placement
@@ -95,6 +97,11 @@ def precision_section(user: Mapping[str, Any], run: RunFacts, notes: Notes) -> t
         notes.chose("bf16.enabled", True, "same range as fp32, no loss scaling")
     elif in_file is not None and precision != in_file:
         notes.lines.append(f"precision {precision} wins over the file's {in_file}")
+    if precision == "fp16" and run.device == "cpu" and not _cpu_has_fp16():
+        raise ValueError(
+            "fp16 needs a GPU: this CPU has no fp16 arithmetic. Use --precision bf16 or fp32 (fp16.enabled false in "
+            "deepspeed_config.json)."
+        )
     if precision == "bf16":
         return precision, {"bf16": {**bf16, "enabled": True}}
     if precision == "fp16":
@@ -175,7 +182,7 @@ def scheduler_section(user: Mapping[str, Any], run: RunFacts, lr: float, notes: 
     block = keys.check_block("scheduler", user.get("scheduler"), frozenset({"type", "params"}))
     if run.lr_scheduler_type == "none":
         if block:
-            notes.dropped("scheduler", "the training loop sets the learning rate itself")
+            notes.lines.append("scheduler left out: the training loop sets the learning rate itself")
         return {}
     kind = SCHEDULE_TYPES[run.lr_scheduler_type] if run.lr_scheduler_type else block.get("type")
     if kind is None:
@@ -224,6 +231,14 @@ def scheduler_section(user: Mapping[str, Any], run: RunFacts, lr: float, notes: 
     if needs_total:
         resolved["total_num_steps"] = total
     return {"scheduler": {"type": kind, "params": resolved}}
+
+
+def _cpu_has_fp16() -> bool:
+    """As DeepSpeed's CPU accelerator asks."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    except (AttributeError, RuntimeError):
+        return False
 
 
 def _torch_adam(params: Mapping[str, Any], run: RunFacts, notes: Notes) -> dict[str, Any]:

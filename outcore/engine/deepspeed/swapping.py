@@ -3,16 +3,18 @@
 What the sizes follow from (deepspeed/runtime/swap_tensor, runtime/zero/partitioned_param_coordinator.py, stage3.py):
 
 - Optimizer. One sub-group in use holds four buffers (fp32 master, two moments, gradient). Reading the next one ahead
-  (`pipeline_read`) and writing the previous one behind (`pipeline_write`) hold four each. Every buffer has the size of
-  the largest sub-group, so the sub-groups are made one weight each (`sub_group_size` 1): the smallest buffers there
-  can be. One weight per sub-group also keeps every gradient at offset 0 of its buffer: at other offsets DeepSpeed
-  hands the kernel memory that is not sector-aligned and never checks whether the transfer failed.
+  (`pipeline_read`) and writing the previous one behind (`pipeline_write`) hold four each: one buffer less than 12, 8 or 4
+  fails. Every buffer has the size of the largest sub-group, so the sub-groups are made one weight each
+  (`sub_group_size` 1): the smallest buffers there can be. That also keeps every gradient at offset 0 of its buffer. At an
+  offset that is no multiple of 512 bytes DeepSpeed hands the kernel unaligned memory, the read fails, and nothing
+  checks it: a model of width 516 trained with wrong gradients, silently, at `sub_group_size` 1e8 and exactly at 1.
 - Parameters. A weight keeps its buffer from the read until its module released it. `stage3_max_reuse_distance` 0
-releases at once, `stage3_max_live_parameters` 0 stops the gather-ahead, whose window reads the same weight twice when
-its forward and backward use lie close together ("param N already assigned swap buffer id"); what remains is the
-read-ahead of one weight. With a longer reuse distance every weight of the model can hold a buffer ("Not enough buffers
-0").
-- A weight that persists on the GPU must not live on NVMe: all of those are read at once after a step.
+  releases at once (with 1e9 and 5 buffers: "Not enough buffers 0 for swapping 1"). `stage3_max_live_parameters` 0 stops
+  the gather-ahead; with it, the read-ahead takes one weight twice when its forward and backward use lie close together
+  ("param 21 already assigned swap buffer id 33", with any number of buffers). The read-ahead of one weight remains.
+- A weight that persists on the GPU must not live on NVMe: all of those are read at once after a step. Nor may
+  `stage3_module_granularity_threshold` group modules: the group is read at once.
+All of this was tried with a small model on the CPU accelerator; tests/test_dsconfig_training.py repeats the good half.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The zero_optimization and aio blocks of the resolved configuration.
+"""The zero_optimization block of the resolved configuration.
 
 Bucket sizes are counted in elements; DeepSpeed's defaults (5e8 = 1 GB of GPU memory each in 16 bit, 1e9 parameters kept
 alive) are made for data-centre GPUs, so smaller ones are chosen here. Sizes that NVMe offload needs come from
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outcore.engine.deepspeed import keys
+from outcore.engine.deepspeed.aio_section import flag_or_file
 from outcore.engine.deepspeed.notes import Notes
 from outcore.engine.deepspeed.nvme import memlock_limit_bytes
 from outcore.engine.deepspeed.offload import Placement
@@ -43,47 +43,6 @@ STAGE3_ONLY = (
 )  # fmt: skip
 
 
-def aio_section(user: Mapping[str, Any], settings: DeepSpeedSettings, notes: Notes) -> dict[str, Any]:
-    """The aio block: flags over file over DeepSpeed's defaults."""
-    in_file = user.get("aio")
-    block = keys.check_block("aio", in_file, keys.AIO, keys.AIO_IGNORED)
-    if isinstance(in_file, Mapping) and "thread_count" in in_file:
-        notes.dropped("aio.thread_count", "DeepSpeed 0.19.8 ignores it; the key is intra_op_parallelism")
-    aio = {
-        "block_size": _flag_or_file(settings, "aio_block_size", block.get("block_size"), "aio.block_size", notes),
-        "queue_depth": _flag_or_file(settings, "aio_queue_depth", block.get("queue_depth"), "aio.queue_depth", notes),
-        "intra_op_parallelism": block.get("intra_op_parallelism", 1),
-        "single_submit": block.get("single_submit", False),
-        "overlap_events": block.get("overlap_events", True),
-        "use_gds": block.get("use_gds", False),
-    }
-    for key in ("block_size", "queue_depth", "intra_op_parallelism"):
-        value = aio[key]
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ValueError(f"deepspeed_config.json: aio.{key} must be a whole number above 0, got {value!r}.")
-    for key in ("single_submit", "overlap_events", "use_gds"):
-        if not isinstance(aio[key], bool):
-            raise ValueError(f"deepspeed_config.json: aio.{key} must be true or false, got {aio[key]!r}.")
-    if aio["block_size"] % 4096:
-        raise ValueError(
-            f"deepspeed_config.json: aio.block_size {aio['block_size']} is not a multiple of 4096 bytes; direct "
-            "transfers "
-            "of part of a sector fail, and DeepSpeed does not notice. Use a power of two such as 1048576."
-        )
-    if aio["intra_op_parallelism"] & (aio["intra_op_parallelism"] - 1):
-        raise ValueError(
-            f"deepspeed_config.json: aio.intra_op_parallelism {aio['intra_op_parallelism']} is not a power of two; "
-            "DeepSpeed's sizes would not divide into whole sectors. Use 1, 2, 4 or 8."
-        )
-    if aio["use_gds"]:
-        raise ValueError(
-            "deepspeed_config.json: aio.use_gds needs GPUDirect Storage, which outcore uses only where "
-            "gds_optimizer.py has "
-            "proved a direct path, and not through DeepSpeed. Set it to false."
-        )
-    return aio
-
-
 def zero_section(
     user_zero: Mapping[str, Any],
     placement: Placement,
@@ -100,7 +59,7 @@ def zero_section(
         key: value for key, value in user_zero.items() if key not in ("stage", "offload_optimizer", "offload_param")
     }
     _check_numbers(zero)
-    _refuse(zero, user_zero, placement)
+    _refuse(zero, user_zero, placement, run, notes)
     zero["stage"] = placement.stage
     if placement.stage == 0:
         return {"stage": 0}, 0
@@ -115,7 +74,7 @@ def zero_section(
             zero.pop(key, None)
     locked_bytes = 0
     if placement.stage == 3:
-        locked_bytes += _stage3(zero, placement, aio, model, run, precision, notes)
+        _stage3(zero, placement, aio, model, run, precision, notes)
         if placement.params != "none":
             block, locked = _param_block(user_zero, placement, aio, settings, model, run, precision, notes)
             zero["offload_param"] = block
@@ -143,7 +102,7 @@ def check_locked_bytes(locked_bytes: int, run: RunFacts) -> str | None:
 def _stage3(
     zero: dict[str, Any], placement: Placement, aio: Mapping[str, Any], model: ModelFacts, run: RunFacts,
     precision: Precision, notes: Notes,
-) -> int:  # fmt: skip
+) -> None:  # fmt: skip
     params_on_nvme, optimizer_on_nvme = placement.params == "nvme", placement.optimizer == "nvme"
     if optimizer_on_nvme:
         _force(
@@ -180,7 +139,6 @@ def _stage3(
         _default(zero, "stage3_prefetch_bucket_size", BUCKET_NUMEL, notes, "100 MB of weights fetched ahead")
         _default(zero, "stage3_param_persistence_threshold", persistence, notes, "norms and biases stay on the GPU")
     _default(zero, "stage3_gather_16bit_weights_on_model_save", False, notes, "export writes shard by shard instead")
-    return 0
 
 
 def _param_block(
@@ -252,22 +210,11 @@ def _optimizer_block(
 
 
 def _pin(user: Mapping[str, Any], settings: DeepSpeedSettings, name: str, notes: Notes) -> bool:
-    value = _flag_or_file(settings, "pin_memory", user.get("pin_memory"), f"{name}.pin_memory", notes)
+    value = flag_or_file(settings, "pin_memory", user.get("pin_memory"), f"{name}.pin_memory", notes)
     if not isinstance(value, bool):
         raise ValueError(
             f"deepspeed_config.json: zero_optimization.{name}.pin_memory must be true or false, got {value!r}."
         )
-    return value
-
-
-def _flag_or_file(settings: DeepSpeedSettings, flag: str, in_file: Any, key: str, notes: Notes) -> Any:
-    value = getattr(settings, flag)
-    if in_file is None:
-        return value
-    if not settings.was_given(flag):
-        return in_file
-    if in_file != value:
-        notes.lines.append(f"{key} = {value}: --{flag} wins over the file's {in_file}")
     return value
 
 
@@ -311,29 +258,34 @@ def _check_numbers(zero: dict[str, Any]) -> None:
         raise ValueError("deepspeed_config.json: zero_optimization.reduce_bucket_size must be above 0.")
 
 
-def _refuse(zero: Mapping[str, Any], user_zero: Mapping[str, Any], placement: Placement) -> None:
+def _refuse(
+    zero: dict[str, Any], user_zero: Mapping[str, Any], placement: Placement, run: RunFacts, notes: Notes
+) -> None:
     """Features that crash or are untested together with what was chosen."""
+    where = "deepspeed_config.json: zero_optimization."
     if zero.get("zenflow"):
-        raise ValueError("deepspeed_config.json: zero_optimization.zenflow is not supported here. Delete the block.")
+        raise ValueError(f"{where}zenflow is not supported here. Delete the block.")
     if (user_zero.get("offload_optimizer") or {}).get("super_offload"):
         raise ValueError(
-            "deepspeed_config.json: zero_optimization.offload_optimizer.super_offload is for Grace-Hopper machines "
-            "and not "
-            "supported here. Delete it."
+            f"{where}offload_optimizer.super_offload is for Grace-Hopper machines and not supported here. Delete it."
         )
     if zero.get("legacy_stage1"):
+        raise ValueError(f"{where}legacy_stage1 was removed from DeepSpeed. Delete it.")
+    if zero.get("compute_grad_norm") is False:
+        notes.dropped("zero_optimization.compute_grad_norm false", "clipping and the metrics need the gradient norm")
+    zero.pop("compute_grad_norm", None)
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if zero.get(key) and (placement.params == "nvme" or run.device == "cpu"):
+            raise ValueError(f"{where}{key} works on GPUs only and not with parameters on NVMe. Set it to false.")
+    hpz = zero.get("zero_hpz_partition_size", 1)
+    if hpz > 1 and (placement.params == "nvme" or run.world_size % hpz):
         raise ValueError(
-            "deepspeed_config.json: zero_optimization.legacy_stage1 was removed from DeepSpeed. Delete it."
+            f"{where}zero_hpz_partition_size {hpz} must divide the {run.world_size} rank(s) of the run and does not work "
+            "with parameters on NVMe. Set it to 1."
         )
-    if placement.params == "nvme":
-        for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
-            if zero.get(key):
-                raise ValueError(
-                    f"deepspeed_config.json: zero_optimization.{key} does not work with parameters on NVMe."
-                )
-        if zero.get("zero_hpz_partition_size", 1) not in (0, 1):
-            raise ValueError(
-                "deepspeed_config.json: zero_optimization.zero_hpz_partition_size above 1 does not work with "
-                "parameters on "
-                "NVMe. Set it to 1."
-            )
+    if placement.params == "nvme" and zero.get("stage3_module_granularity_threshold"):
+        notes.changed(
+            "zero_optimization.stage3_module_granularity_threshold", zero["stage3_module_granularity_threshold"], 0,
+            "it reads whole groups of modules at once, more than there are swap buffers",
+        )  # fmt: skip
+        zero["stage3_module_granularity_threshold"] = 0
