@@ -105,11 +105,12 @@ def test_lock_of_a_killed_build_goes_and_of_a_running_one_stays(tmp_path: Path) 
     (proc / "13").mkdir()
     add_built(tmp_path / "x", "cpu_adam", {})
     lock = tmp_path / "x/cpu_adam/lock"
-    assert not remove_stale_lock(tmp_path / "x", "cpu_adam", proc)
+    assert not remove_stale_lock(tmp_path / "x", "cpu_adam", proc=proc)
     lock.touch()
-    assert not remove_stale_lock(tmp_path / "x", "cpu_adam", proc) and lock.exists()
+    assert not remove_stale_lock(tmp_path / "x", "cpu_adam", proc=proc) and lock.exists()
     (proc / "12" / "cwd").unlink()
-    assert remove_stale_lock(tmp_path / "x", "cpu_adam", proc) and not lock.exists()
+    assert not remove_stale_lock(tmp_path / "x", "cpu_adam", min_age_s=3600, proc=proc)
+    assert remove_stale_lock(tmp_path / "x", "cpu_adam", proc=proc) and not lock.exists()
 
 
 def test_prerequisites(monkeypatch: pytest.MonkeyPatch) -> None:

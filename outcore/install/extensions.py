@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import sysconfig
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,14 +131,20 @@ def is_built(directory: Path, extension: Extension, key: Mapping[str, str]) -> b
     return has_object and not (folder / "lock").exists() and _built_for(folder) == dict(key)
 
 
-def remove_stale_lock(directory: Path, name: str, proc: Path = Path("/proc")) -> bool:
+def remove_stale_lock(directory: Path, name: str, min_age_s: float = 0.0, proc: Path = Path("/proc")) -> bool:
     """Remove the lock of a build that was killed (torch would wait for it for ever); True when one was removed.
 
-    A build in progress has its `ninja` and compilers working in the extension's folder: then the lock stays.
+    A build in progress has its `ninja` and compilers working in the extension's folder: then the lock stays. Where
+    several processes may load at the same time, give a `min_age_s` of a minute: between taking the lock and starting
+    ninja a process looks dead.
     """
     folder = directory / name
     lock = folder / "lock"
-    if not lock.exists():
+    try:
+        age_s = time.time() - lock.stat().st_mtime
+    except OSError:
+        return False
+    if age_s < min_age_s:
         return False
     for cwd in proc.glob("[0-9]*/cwd"):
         try:
