@@ -141,3 +141,26 @@ def test_evaluation_sees_every_row_once_and_ranks_stay_in_step(count, micro_batc
 def test_filler_has_no_loss():
     batches = list(EvalStream(rows(1), 2, 1, 2))
     assert len(batches) == 1 and (batches[0]["labels"] == -100).all() and (batches[0]["input_ids"] >= 0).all()
+
+
+def test_resume_is_hindered_only_by_what_changes_the_training_rows(tmp_path):
+    from dataclasses import replace
+
+    from data_fixtures import text_rows, tiny_tokenizer, write_jsonl
+
+    from outcore.data import DataSettings, prepare_data
+
+    path = write_jsonl(tmp_path / "x.jsonl", text_rows(60))
+    settings = DataSettings(dataset=str(path), seq_length=32, cache_dir=str(tmp_path / "cache"), eval_fraction=0.2)
+    stream = BatchStream(prepare_data(settings, tiny_tokenizer()).train, 2)
+    next(stream)
+    state = stream.state_dict()
+    expected = next(stream)
+    for harmless in ({"max_eval_samples": 2}, {"on_bad_row": "skip"}, {"cache_dir": str(tmp_path / "elsewhere")}):
+        resumed = BatchStream(prepare_data(replace(settings, **harmless), tiny_tokenizer()).train, 2)
+        resumed.load_state_dict(state)
+        assert equal(next(resumed), expected)
+    for other in ({"seq_length": 64}, {"packing": "off"}, {"seed": 1}, {"eval_fraction": 0.1}):
+        resumed = BatchStream(prepare_data(replace(settings, **other), tiny_tokenizer()).train, 2)
+        with pytest.raises(DataError, match="changed since the checkpoint"):
+            resumed.load_state_dict(state)

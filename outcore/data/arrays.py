@@ -83,6 +83,8 @@ class Arrays:
     path: Path
     arrays: Mapping[str, np.ndarray]
     meta: Mapping[str, Any]
+    checksums: Mapping[str, Any]
+    """Length and block checksums of each array: its content in short."""
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.arrays[name]
@@ -172,7 +174,8 @@ def open_arrays(path: Path) -> Arrays:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         listing, block_bytes = manifest["arrays"], int(manifest["block_bytes"])
         arrays = {name: _open_array(path / f"{name}.bin", entry, block_bytes) for name, entry in listing.items()}
-        return Arrays(path, arrays, manifest["meta"])
+        checksums = {name: [entry["length"], entry["crc32"]] for name, entry in listing.items()}
+        return Arrays(path, arrays, manifest["meta"], checksums)
     except PermissionError as error:
         raise CacheError(f"the token cache {path} cannot be read: permission denied. Set another cache_dir") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

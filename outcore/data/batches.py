@@ -18,7 +18,7 @@ from outcore.data.encode import DocumentEncoder, cut_text
 from outcore.data.formats import ChatExample, Shape, TextExample
 from outcore.data.records import BadRow, Record, RowError, Where
 
-BATCH_CHARS = 2 * 1024 * 1024
+BATCH_CHARS = 1024 * 1024
 BATCH_ITEMS = 512
 
 
@@ -63,7 +63,7 @@ def encode_batch(batch: Batch, encoder: DocumentEncoder) -> Batch:
 
 
 def batches_of(records: Iterator[Record | BadRow], shape: Shape) -> Iterator[Batch]:
-    """Groups records into batches of about 2 Mi characters, cutting long texts into pieces."""
+    """Groups records into batches of about 1 Mi characters, cutting long texts into pieces."""
     items: list[Piece | Whole | BadRow] = []
     chars = 0
     for record in records:

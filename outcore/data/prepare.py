@@ -136,11 +136,11 @@ def prepare_data(
             else None
         )
         eval_cache = open_token_cache(eval_source, settings, encoder, hashed, limit, say)
-    layout, key = _open_layout(cache, eval_cache, settings, kind, say)
+    layout = _open_layout(cache, eval_cache, settings, kind, say)
     pad = tokenizer.pad_token_id
     pad = encoder.end_token_id() if pad is None else int(pad)
-    train = _dataset(cache, layout, "train", settings, kind, pad, key)
-    evaluation = _dataset(eval_cache or cache, layout, "eval", settings, kind, pad, key)
+    train = _dataset(cache, layout, "train", settings, kind, pad)
+    evaluation = _dataset(eval_cache or cache, layout, "eval", settings, kind, pad)
     if len(train) == 0:
         raise DataError(
             f"{source.name} leaves no row to train on: all {cache.documents} documents have their answer behind "
@@ -176,7 +176,7 @@ def _limit(settings: DataSettings, kind: str) -> RowLimit | None:
 
 def _open_layout(
     cache: TokenCache, eval_cache: TokenCache | None, settings: DataSettings, kind: str, say: Callable[[str], None]
-) -> tuple[Arrays, str]:
+) -> Arrays:
     max_eval = settings.max_eval_samples
     if max_eval is None and settings.dataset == EMBEDDED and eval_cache is None:
         max_eval = EMBEDDED_MAX_EVAL_SAMPLES
@@ -204,7 +204,7 @@ def _open_layout(
 
     path = cache_folder(settings) / f"layout-{key}"
     arrays, _ = open_or_build(path, build, timeout_s=settings.lock_timeout_s, say=say, what="the rows")
-    return arrays, key
+    return arrays
 
 
 def _split_segments(
@@ -232,8 +232,10 @@ def _segments(cache: TokenCache, documents: np.ndarray, settings: DataSettings, 
 
 
 def _dataset(
-    cache: TokenCache, layout: Arrays, part: str, settings: DataSettings, kind: str, pad_token_id: int, key: str
+    cache: TokenCache, layout: Arrays, part: str, settings: DataSettings, kind: str, pad_token_id: int
 ) -> RowDataset:
+    names = [f"{part}_{name}" for name in ("starts", "lengths", "row_ends")]
+    content = [cache.arrays.checksums["tokens"], *(layout.checksums[name] for name in names)]
     return RowDataset(
         tokens=cache.tokens,
         starts=layout[f"{part}_starts"],
@@ -242,7 +244,8 @@ def _dataset(
         seq_length=settings.seq_length,
         kind=kind,
         pad_token_id=pad_token_id,
-        fingerprint=f"{key}-{part}",
+        # Of the content, not of the settings: what does not change the training rows does not hinder a resume.
+        fingerprint=digest_of([content, settings.seq_length, kind]),
         is_text=bool(cache.meta["is_text"]),
     )
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from outcore.data.errors import DataError, shorten
 from outcore.data.records import BadRow, Record, Where
-from outcore.data.textfile import BadText, decode, iterate_lines, iterate_text, plain_suffix
+from outcore.data.textfile import HEAD_BYTES, BadText, decode, iterate_lines, iterate_text, plain_suffix
 from outcore.units import MIB, format_gib
 
 PARQUET_ROWS = 1024
@@ -123,20 +123,15 @@ def _check_csv_header(header: list[str], delimiter: str, path: Path) -> None:
 
 def read_json(path: Path) -> RowsOf:
     """An array of objects, or one object that holds such an array, or (seen by its first line) jsonl."""
-    first = b""
-    following = False
-    for _, _, line in iterate_lines(path):
-        if first and line.strip():
-            following = True
-            break
-        first = first or line.strip()
-    if not first:
+    head = next((block for block in iterate_text(path, HEAD_BYTES) if block.strip()), "").lstrip()
+    if not head:
         return iter(())
-    if first[:1] == b"[":
+    if head[0] == "[":
         return _read_json_array(path)
-    if first[:1] != b"{":
-        raise DataError(f"{path}, line 1: expected an array of objects or an object, found {shorten(repr(first), 40)}")
-    if following and _is_whole_json(first):
+    if head[0] != "{":
+        raise DataError(f"{path}, line 1: expected an array of objects or an object, found {shorten(head, 40)!r}")
+    lines = (line for _, _, line in iterate_lines(path) if line.strip())
+    if _is_whole_json(next(lines)) and next(lines, None) is not None:
         return read_jsonl(path)
     return _read_json_object(path)
 
@@ -152,7 +147,7 @@ def _is_whole_json(line: bytes) -> bool:
 def _read_json_array(path: Path) -> RowsOf:
     blocks = iterate_text(path, MIB)
     decoder = json.JSONDecoder()
-    buffer, line, element = next(blocks, ""), 1, 0
+    buffer, line, element = next(block for block in blocks if "[" in block), 1, 0
     position = buffer.index("[") + 1
     line += buffer.count("\n", 0, position)
     more = True
