@@ -174,6 +174,24 @@ def test_padding_of_the_last_block_is_never_readable(tmp_path: Path, kind: str):
             file.read_into(bytearray(10), 695)
 
 
+def test_sync_during_a_write_of_the_last_block_leaves_the_exact_size(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    with make(tmp_path / "data.bin", kind) as file:
+        file.write_from(b"x" * 1000, 0)  # padded on the drive in direct mode
+        real = os.pwritev
+
+        def syncing(fd: int, buffers: list, offset: int) -> int:
+            monkeypatch.setattr(os, "pwritev", real)
+            file.sync()
+            return real(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "pwritev", syncing)
+        file.write_from(b"y" * 10, 990)
+        assert os.pwritev is real
+    assert (tmp_path / "data.bin").read_bytes() == b"x" * 990 + b"y" * 10
+
+
 def test_a_file_that_another_process_made_longer_can_be_read(tmp_path: Path, kind: str):
     path = tmp_path / "data.bin"
     path.write_bytes(b"a" * 100)

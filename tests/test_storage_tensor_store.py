@@ -277,6 +277,19 @@ def test_debris_of_an_unfinished_creation_is_replaced(paths: list[Path], engine:
         assert_holds(store, values())
 
 
+def test_a_part_of_another_store_is_not_overwritten(tmp_path: Path, engine: PosixEngine):
+    one, two = tmp_path / "one", tmp_path / "two"
+    with TensorStore.create([one, two], SPECS, engine=engine) as store:
+        write_all(store, values())
+        store.commit()
+    with pytest.raises(StorageError, match=r"holds file 2 of 2 of store .* manifest is elsewhere"):
+        TensorStore.create([two], SPECS, engine=engine)
+    with TensorStore.open([one, two], engine=engine) as store:
+        assert_holds(store, values())
+    (one / MANIFEST).unlink()
+    TensorStore.create([one], SPECS, engine=engine).close()  # its first file without a manifest is debris
+
+
 def test_a_failed_creation_leaves_nothing(paths: list[Path], monkeypatch: pytest.MonkeyPatch):
     def refuse(fd: int, offset: int, length: int) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")

@@ -163,9 +163,10 @@ class BlockFile:
             self.leave()
 
     def _make_room(self, end: int, offset: int, n_bytes: int) -> bool:
-        """Make the file long enough for a write up to `end`; True when the write changes the logical size."""
+        """Make the file long enough for a write up to `end`; True when the write touches the padding behind the end,
+        which must then not be trimmed meanwhile."""
         need = round_up(end, self.block_bytes) if self.direct else end
-        if end <= self._size_bytes and need <= self._disk_bytes:
+        if need <= self._size_bytes:
             return False
         with self._state:
             if need > self._disk_bytes:

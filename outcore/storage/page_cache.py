@@ -26,16 +26,20 @@ class WriteBehind:
         self._lock = threading.Lock()
         self._ranges: deque[tuple[int, int]] = deque()
         self._bytes = 0
+        self._works = True
 
     def after_write(self, fd: int, offset: int, n_bytes: int) -> None:
         """Call after each write. Raises OSError when writing the older pages back failed."""
+        if not self._works:
+            return
         try:
-            if not start_writeback(fd, offset, n_bytes):
-                return
+            self._works = start_writeback(fd, offset, n_bytes)
         except OSError as error:
-            if error.errno in _NO_CONTROL:
-                return  # no page cache control here (a RAM filesystem for instance): nothing to keep small
-            raise
+            if error.errno not in _NO_CONTROL:
+                raise
+            self._works = False  # no page cache control on this filesystem
+        if not self._works:
+            return
         with self._lock:
             self._ranges.append((offset, n_bytes))
             self._bytes += n_bytes

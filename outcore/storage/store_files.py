@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno as errno_module
 import json
 import os
+import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,9 +33,12 @@ class DirectoryLock:
     """An flock on a directory's lock file. Raises StorageError when another process or store object holds it."""
 
     def __init__(self, directory: Path, *, exclusive: bool) -> None:
-        import fcntl
-
         self.path = directory / LOCK_NAME
+        try:
+            import fcntl
+        except ImportError as error:
+            reason = f"file locks are not available on {sys.platform}: use Linux or WSL2"
+            raise StorageError("lock of the store", path=self.path, reason=reason) from error
         how = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB
         while True:
             try:
@@ -81,6 +85,22 @@ def lock_directories(directories: Sequence[Path], *, exclusive: bool) -> list[Di
             lock.release()
         raise
     return locks
+
+
+def check_vacant(directories: Sequence[Path]) -> None:
+    """Raise StorageError where a store, or a part of one whose manifest lies on another drive, would be overwritten."""
+    for directory in directories:
+        if (directory / MANIFEST_NAME).exists():
+            reason = "a store is here already: open it, delete it, or choose another directory"
+            raise StorageError("creation of the store", path=directory, reason=reason)
+        header = _read_header(directory / DATA_NAME) if (directory / DATA_NAME).exists() else None
+        # File 1 of a store without its manifest beside it was never finished, and may go. Any other may be in use.
+        if header is not None and header["file"] != 0:
+            reason = (
+                f"this directory holds file {header['file'] + 1} of {header['files']} of store {header['store_id']}, "
+                f"whose manifest is elsewhere: choose another directory, or remove {DATA_NAME} if that store is gone"
+            )
+            raise StorageError("creation of the store", path=directory, reason=reason)
 
 
 def check_space(directories: Sequence[Path], file_sizes: Sequence[int]) -> None:
@@ -166,14 +186,21 @@ def _header(store_id: str, number: int, count: int) -> memoryview:
     return header.data
 
 
-def _check_header(file: BlockFile, store_id: str, number: int, count: int) -> None:
-    header = aligned_bytes(HEADER_TEXT_BYTES)
-    file.read_into(header, 0)
-    line = header.tobytes().split(b"\n", 1)[0]
+def _read_header(path: Path) -> dict | None:
+    """The header of a data file, None when it has none that is whole."""
+    try:
+        with open(path, "rb") as file:
+            line = file.read(HEADER_TEXT_BYTES).split(b"\n", 1)[0]
+    except OSError as error:
+        raise StorageError("read of a store's header", path=path, errno=error.errno) from error
     checksum, _, text = line.partition(b" ")
-    if checksum != f"{zlib.crc32(text):08x}".encode():
+    return json.loads(text) if checksum == f"{zlib.crc32(text):08x}".encode() else None
+
+
+def _check_header(file: BlockFile, store_id: str, number: int, count: int) -> None:
+    found = _read_header(file.path)
+    if found is None:
         raise StorageError("open of the store", path=file.path, reason="the header of the data file is damaged")
-    found = json.loads(text)
     if found["store_id"] != store_id:
         reason = f"the data file belongs to store {found['store_id']}, the manifest to {store_id}"
         raise StorageError("open of the store", path=file.path, reason=reason)

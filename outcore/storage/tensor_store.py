@@ -37,6 +37,7 @@ from outcore.storage.store_files import (
     HEADER_BYTES,
     DirectoryLock,
     check_space,
+    check_vacant,
     create_files,
     lock_directories,
     open_files,
@@ -120,10 +121,7 @@ class TensorStore:
         locks = lock_directories(directories, exclusive=True)
         created = False
         try:
-            for directory in directories:
-                if (directory / MANIFEST_NAME).exists():
-                    reason = "a store is here already: open it, delete it, or choose another directory"
-                    raise StorageError("creation of the store", path=directory, reason=reason)
+            check_vacant(directories)
             created = True
             check_space(directories, file_sizes)
             files = create_files(directories, file_sizes, store_id, direct)

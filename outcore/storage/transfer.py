@@ -113,7 +113,7 @@ def gather(
     `after_each[i]` runs on the thread that finished part i, if that went well and before the whole counts as done: the
     place for checksums. What it raises fails the whole.
     """
-    total = Transfer(sum(part.n_bytes for part in parts), what)
+    total = Transfer(sum(part.n_bytes for part in parts), what, parts[-1]._is_alive if parts else None)
     if not parts:
         total.finish()
         return total
