@@ -111,7 +111,7 @@ def test_special_tokens_of_the_tokenizer_reach_the_config():
 
 
 def test_sequence_longer_than_the_model():
-    with pytest.raises(ValueError, match="knows 1024 positions.*--seq_length 1024"):
+    with pytest.raises(ValueError, match=r"knows 1024 positions.*--seq_length 1024"):
         resolve_source(ModelSettings(preset="gpt2", seq_length=2048))
     assert max_positions(preset_config("t5-small")) is None
     check_seq_length(preset_config("t5-small"), 100_000)
@@ -165,9 +165,9 @@ def test_bad_yaml_and_a_missing_config_file(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         resolve_source(ModelSettings(config_file=str(path)))
     write_config(tmp_path, model_type="llama")
-    with pytest.raises(ValueError, match="Did you mean 'shape.json'"):
+    with pytest.raises(ValueError, match=r"Did you mean 'shape\.json'"):
         resolve_source(ModelSettings(config_file=str(tmp_path / "shap.json")))
-    with pytest.raises(ValueError, match="/mnt/c/shape.json"):
+    with pytest.raises(ValueError, match=r"/mnt/c/shape\.json"):
         resolve_source(ModelSettings(config_file="C:\\shape.json"))
 
 

@@ -150,13 +150,41 @@ def _walk(module: nn.Module, prefix: str, initialiser: Callable, regions: list[I
     regions.append(own)
 
 
+class InitPlan:
+    """The regions of a skeleton in order, and which of them hands out each parameter.
+
+    A shared (tied) parameter is handed out once, under its first name, by the last region that has it: as in
+    transformers the last initialiser wins. Until then its value is kept.
+    """
+
+    def __init__(self, skeleton: nn.Module):
+        self.regions = init_regions(skeleton)
+        self.canonical = {id(parameter): name for name, parameter in skeleton.named_parameters()}
+        by_name = dict(skeleton.named_parameters(remove_duplicate=False))
+        self._ids = {name: id(parameter) for name, parameter in by_name.items()}
+        self._last: dict[int, int] = {}
+        for index, region in enumerate(self.regions):
+            self._last.update({self._ids[name]: index for name in region.parameter_names()})
+
+    def names(self, index: int) -> list[str]:
+        """First names of the parameters that region `index` hands out."""
+        return [self.canonical[key] for key, last in self._last.items() if last == index]
+
+    def values(self, seed: int) -> Iterator[dict[str, torch.Tensor]]:
+        """For each region: first name -> fp32 CPU tensor; parameters that nobody sets are left out."""
+        kept: dict[int, torch.Tensor] = {}
+        for index, region in enumerate(self.regions):
+            kept.update({self._ids[name]: value for name, value in region.generate(seed).items()})
+            ready = [key for key in kept if self._last[key] == index]
+            yield {self.canonical[key]: kept.pop(key) for key in ready}
+
+
 def iter_initial_weights(skeleton: nn.Module, seed: int) -> Iterator[dict[str, torch.Tensor]]:
     """Initial weights of a skeleton, a region (one layer, the embedding, the head, ...) at a time, fp32 on the CPU.
 
-    A tied parameter may come again under another of its names; the last value counts.
+    Every parameter comes once, a shared one under its first name. For engines that put weights away as they come.
     """
-    for region in init_regions(skeleton):
-        yield region.generate(seed)
+    return InitPlan(skeleton).values(seed)
 
 
 @torch.no_grad()
@@ -170,24 +198,27 @@ def initialise_weights(model: nn.Module, skeleton: nn.Module, seed: int, gather:
     from outcore.model.zero3 import is_first_rank
 
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    plan = InitPlan(skeleton)
+    missing = [name for name in plan.canonical.values() if name not in parameters]
+    if missing:
+        raise RuntimeError(
+            f"The skeleton has parameters that the model lacks: {missing[:3]}. Build both from one config."
+        )
     writer = gather is None or is_first_rank()
-    unset: dict[int, str] = {id(p): name for name, p in parameters.items()}
-    for region in init_regions(skeleton):
-        names = region.parameter_names()
-        missing = [name for name in names if name not in parameters]
-        if missing:
-            raise RuntimeError(
-                f"The skeleton has parameters that the model lacks: {missing[:3]}. Build both from one config."
-            )
-        unique = list({id(parameters[name]): parameters[name] for name in names}.values())
-        values = region.generate(seed) if writer else {}
-        with gather(unique) if gather is not None else nullcontext():
-            for name, value in values.items():
-                target = parameters[name]
-                if target.shape != value.shape:
-                    raise RuntimeError(
-                        f"{name} has shape {tuple(target.shape)}, its initial value {tuple(value.shape)}."
-                    )
-                target.data.copy_(value)
-                unset.pop(id(target), None)
-    return sorted(unset.values()) if writer else []
+    values_of = plan.values(seed) if writer else None
+    unset: list[str] = []
+    for index in range(len(plan.regions)):
+        names = plan.names(index)
+        values = next(values_of) if values_of is not None else {}
+        for name in names:  # one at a time: offloaded parameters are gathered through few buffers
+            with gather([parameters[name]]) if gather is not None else nullcontext():
+                if name in values:
+                    _write(name, parameters[name], values[name])
+        unset += [name for name in names if writer and name not in values]
+    return sorted(unset)
+
+
+def _write(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+    if target.shape != value.shape:
+        raise RuntimeError(f"{name} has shape {tuple(target.shape)}, its initial value {tuple(value.shape)}.")
+    target.data.copy_(value)

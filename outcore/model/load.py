@@ -29,8 +29,8 @@ from outcore.model.zero3 import gathered, is_partitioned, partition_while_loadin
 class LoadedModel:
     """A model ready for an engine, and what is known about it."""
 
-    model: nn.Module
-    """The transformers model, a PeftModel around it, or the user's module."""
+    model: Any
+    """An nn.Module: the transformers model, a PeftModel around it, or the user's module."""
     config: Any | None
     """The transformers config; None for a user's module without one."""
     facts: ModelFacts
@@ -153,6 +153,7 @@ def _from_scratch(
 def _from_weights(
     source: ModelSource, settings: ModelSettings, attention: str, device: torch.device | str, zero3: bool
 ) -> nn.Module:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     auto = AutoModelForSeq2SeqLM if source.is_encoder_decoder else AutoModelForCausalLM
@@ -170,7 +171,7 @@ def _from_weights(
         model, report = loaded
     except (ValueError, ImportError) as error:
         raise _attention_error(error, source, settings) from error
-    except (OSError, KeyError, RuntimeError) as error:
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise hub_error(source.path, error, settings.trust_remote_code) from error
     missing, mismatched = sorted(report.get("missing_keys") or ()), sorted(report.get("mismatched_keys") or ())
     if missing or mismatched:

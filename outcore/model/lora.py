@@ -84,7 +84,7 @@ def iter_weights(
 
     Of an adapted model the base's weights, with the adapters merged in (base + alpha / r * B A, summed in fp32 and
     rounded to the base's dtype) unless `merge` is off; adapters themselves are left out. At most one weight is held
-    twice. `gather`: as in `initialise_weights`, for partitioned parameters; every rank iterates together.
+    twice. `gather`: `outcore.model.zero3.gathered_for_reading` for partitioned parameters; all ranks iterate together.
     """
     adapted = {}
     if merge and is_lora(model):

@@ -201,6 +201,10 @@ def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) 
     kinds = {cls.__name__ for link in chain for cls in type(link).__mro__}
     text = " ".join(str(link) for link in chain).lower()
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if "SafetensorError" in kinds:
+        return RuntimeError(
+            f"The weights of {name} are damaged or cut short ({first_line}). Copy or download them again."
+        )
     if os.path.isdir(name) and (isinstance(error, OSError) or "model type" not in text):
         return ValueError(f"The model in {name!r} cannot be read: {first_line}")
     if "GatedRepoError" in kinds or "gated" in text:

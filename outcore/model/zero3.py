@@ -35,11 +35,29 @@ def is_first_rank() -> bool:
     return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
-def gathered(parameters: list[nn.Parameter], write: bool = True) -> AbstractContextManager:
-    """Partitioned parameters whole inside; with `write`, rank 0's values are shared out on exit."""
+def gathered(parameters: list[nn.Parameter]) -> AbstractContextManager:
+    """Partitioned parameters whole inside, to be written: rank 0's values are shared out on exit."""
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if write else None)
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+
+
+def gathered_for_reading(parameters: list[nn.Parameter]) -> AbstractContextManager:
+    """Partitioned parameters whole inside, to be read only: nothing is written back."""
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)
+
+
+def settle(engine: Any) -> None:
+    """After evaluation or sampling with a DeepSpeed engine, before anything is gathered by hand (saving, export).
+
+    A forward without backward leaves prefetched parameters in flight, and gathering those fails with "Cannot partition
+    a param in flight". Every rank calls it; nothing happens without ZeRO-3.
+    """
+    release = getattr(getattr(engine, "optimizer", None), "empty_partition_cache", None)
+    if release is not None:
+        release()
 
 
 @contextmanager

@@ -1,0 +1,526 @@
+"""Loading: initial weights by seed and name, trained weights, an own module, LoRA, sampling."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from outcore.model.facts import model_class_of, model_facts
+from outcore.model.generate import generate_text, generate_tokens
+from outcore.model.head import CausalParts, find_decoder, unwrap
+from outcore.model.hook import build_from_module
+from outcore.model.initialise import init_regions, initialise_weights, iter_initial_weights, meta_skeleton
+from outcore.model.load import enable_activation_checkpointing, load_model, resolve_attention
+from outcore.model.lora import iter_weights, save_adapter
+from outcore.model.loss import LossModule, TokenLoss, auto_num_chunks, compute_loss
+from outcore.model.names import checkpoint_name, named_checkpoint_parameters
+from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.model.shrink import shrink_config
+from outcore.model.zero3 import partition_while_loading
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "my_model.py"
+
+
+def tiny_settings(preset: str = "tiny", **fields) -> ModelSettings:
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96} if preset == "tiny" else {}
+    defaults = {"precision": "fp32", "seq_length": 32, "vocab_size": 128, "config_overrides": small}
+    return ModelSettings(preset=preset, **{**defaults, **fields})
+
+
+def batch_of(rows: int = 2, length: int = 16, seed: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, 128, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+# Initial weights -----------------------------------------------------------------------------------------------------
+
+
+def test_initial_weights_depend_on_seed_and_name_alone():
+    first = weights(load_model(tiny_settings()).model)
+    torch.manual_seed(99)
+    again = weights(load_model(tiny_settings()).model)
+    other = weights(load_model(tiny_settings(seed=1)).model)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    q = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(first[q], other[q])
+    deeper = weights(
+        load_model(
+            tiny_settings(config_overrides={"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96})
+        ).model
+    )
+    assert torch.equal(deeper[q], first[q]), "a layer's weights must not depend on what else the model has"
+
+
+def test_16_bit_weights_are_the_rounded_fp32_ones():
+    exact, rounded = (
+        weights(load_model(tiny_settings()).model),
+        weights(load_model(tiny_settings(precision="bf16")).model),
+    )
+    assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "t5", "mixtral", "gemma3_text", "gpt_neox", "phi"])
+def test_initial_weights_follow_the_models_own_distribution(model_type):
+    config = shrink_config(transformers.AutoConfig.for_model(model_type))
+    model_class = model_class_of(config)
+    torch.manual_seed(0)
+    own, ours = model_class(config), model_class(config)
+    assert initialise_weights(ours, meta_skeleton(model_class, config), seed=3) == []
+    reference = weights(own)
+    for name, value in weights(ours).items():
+        std, expected = float(value.std()), float(reference[name].std())
+        assert torch.isfinite(value).all()
+        if expected == 0:
+            assert torch.equal(value, reference[name]), name
+        else:
+            assert math.isclose(std, expected, rel_tol=0.35), (name, std, expected)
+            assert not torch.equal(value, reference[name])
+
+
+def test_streamed_initial_weights_equal_those_of_the_model():
+    model = load_model(tiny_settings("tiny-moe")).model
+    skeleton = meta_skeleton(type(model), model.config)
+    assert all(p.is_meta for p in skeleton.parameters())
+    streamed: dict[str, torch.Tensor] = {}
+    largest = 0
+    for region in iter_initial_weights(skeleton, seed=42):
+        streamed.update(region)
+        largest = max(largest, sum(value.numel() for value in region.values()))
+    assert all(p.is_meta for p in skeleton.parameters()), "the skeleton must be left as it was"
+    for name, parameter in model.named_parameters():
+        assert torch.equal(streamed[name], parameter), name
+    assert largest < 0.6 * model_facts(model).total_params
+    assert len(init_regions(skeleton)) >= 3
+
+
+def test_parameters_without_initialiser_keep_their_constructors_values():
+    class Plain(nn.Module):
+        def __init__(self, config=None):
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((3,), 7.0))
+            self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+    model = Plain()
+    assert initialise_weights(model, meta_skeleton(Plain, None), seed=0) == ["scale"]
+    assert model.scale.tolist() == [7.0, 7.0, 7.0]
+    with pytest.raises(RuntimeError, match="lacks"):
+        initialise_weights(nn.Linear(2, 2), meta_skeleton(Plain, None), seed=0)
+
+
+def test_initialising_leaves_the_random_stream_alone():
+    config = shrink_config(transformers.AutoConfig.for_model("gpt2"))
+    model = model_class_of(config)(config)
+    before = torch.get_rng_state()
+    initialise_weights(model, meta_skeleton(type(model), config), seed=0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# Trained weights -----------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_model_comes_back(tmp_path):
+    loaded = load_model(tiny_settings())
+    folder = tmp_path / "my model"
+    loaded.model.save_pretrained(folder)
+    again = load_model(ModelSettings(model_name_or_path=str(folder), precision="fp32", seq_length=32))
+    assert "folder" in again.words and again.facts == loaded.facts
+    first, second = weights(loaded.model), weights(again.model)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(ValueError, match="do not belong together"):
+        load_model(ModelSettings(model_name_or_path=str(folder), vocab_size=129, seq_length=32))
+
+
+def test_an_incomplete_checkpoint_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    loaded = load_model(tiny_settings())
+    loaded.model.save_pretrained(tmp_path)
+    path = str(tmp_path / "model.safetensors")
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match="lacks 1 weights"):
+        load_model(ModelSettings(model_name_or_path=str(tmp_path), seq_length=32))
+    Path(path).write_bytes(b"\0" * 100)
+    with pytest.raises(RuntimeError, match="damaged or cut short"):
+        load_model(ModelSettings(model_name_or_path=str(tmp_path), seq_length=32))
+
+
+def test_attention_is_chosen_or_refused_in_words():
+    gemma = shrink_config(transformers.AutoConfig.for_model("gemma2"))
+    assert resolve_attention(gemma, "auto")[0] == "eager"
+    assert resolve_attention(gemma, "eager") == ("eager", ())
+    assert resolve_attention(transformers.AutoConfig.for_model("llama"), "auto") == ("sdpa", ())
+    with pytest.raises(ValueError, match=r"flash_attention_2.*--attn_implementation auto"):
+        load_model(tiny_settings(attn_implementation="flash_attention_2"))
+
+
+def test_zero3_configuration_of_another_stage_is_refused():
+    with pytest.raises(ValueError, match="stage 3 only"), partition_while_loading({"zero_optimization": {"stage": 2}}):
+        pass
+
+
+# The loss ------------------------------------------------------------------------------------------------------------
+
+
+def test_any_split_of_the_batch_gives_the_same_gradients():
+    loaded = load_model(tiny_settings("tiny-moe", config_overrides={"output_router_logits": False}))
+    model, loss = loaded.model, loaded.token_loss(num_chunks=2)
+    batch = batch_of(4)
+    batch["labels"][0, :11] = -100
+    total = int((batch["labels"][:, 1:] != -100).sum())
+    loss(model, batch).objective(total).backward()
+    whole = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    for rows in (slice(0, 1), slice(1, 4)):
+        loss(model, {key: value[rows] for key, value in batch.items()}).objective(total).backward()
+    for name, parameter in model.named_parameters():
+        if name in whole:
+            torch.testing.assert_close(parameter.grad, whole[name], rtol=1e-4, atol=1e-7)
+
+
+def test_the_router_loss_counts_by_the_share_of_tokens():
+    loaded = load_model(tiny_settings("tiny-moe"))
+    result = loaded.token_loss()(loaded.model, batch_of())
+    assert result.aux_loss is not None and result.aux_loss.item() > 0
+    expected = (result.loss_sum + result.aux_loss * 30) / 60
+    torch.testing.assert_close(result.objective(60), expected)
+    with torch.no_grad():
+        assert loaded.token_loss()(loaded.model, batch_of()).aux_loss is None, "evaluation is cross-entropy alone"
+
+
+def test_the_whole_path_equals_the_chunked_one():
+    loaded = load_model(tiny_settings("tiny-moe"))
+    chunked = loaded.token_loss(num_chunks=4)(loaded.model, batch_of())
+    whole = TokenLoss(loaded.model, chunked=False, num_chunks=2)(loaded.model, batch_of())
+    torch.testing.assert_close(chunked.loss_sum, whole.loss_sum)
+    torch.testing.assert_close(chunked.aux_loss, whole.aux_loss)
+
+
+def test_an_encoder_decoder_equals_its_own_loss():
+    loaded = load_model(tiny_settings("tiny-t5"))
+    batch = {**batch_of(), "labels": batch_of(seed=1)["labels"]}
+    batch["labels"][0, 4:] = -100
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    loaded.model.eval()
+    result = loaded.token_loss(num_chunks=3)(loaded.model, batch)
+    assert int(result.n_tokens) == 20
+    torch.testing.assert_close(result.objective(20), loaded.model(**batch).loss)
+    assert not loaded.abilities.packing and "encoder-decoder" in loaded.abilities.packing_reason
+
+
+def test_a_micro_batch_without_targets_weighs_nothing():
+    loaded = load_model(tiny_settings())
+    batch = batch_of()
+    batch["labels"].fill_(-100)
+    result = loaded.token_loss(num_chunks=3)(loaded.model, batch)
+    assert result.loss_sum.item() == 0 and int(result.n_tokens) == 0
+    result.objective(5).backward()
+    assert all(p.grad is None or not p.grad.any() for p in loaded.model.parameters())
+
+
+def test_a_users_mean_is_weighted_by_tokens_and_survives_an_empty_micro_batch():
+    loaded = load_model(tiny_settings())
+
+    def mean_loss(model, batch):
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    batch = batch_of()
+    own = TokenLoss(loaded.model, loss_fn=mean_loss)(loaded.model, batch)
+    torch.testing.assert_close(own.loss_sum, loaded.token_loss()(loaded.model, batch).loss_sum)
+    batch["labels"].fill_(-100)
+    empty = TokenLoss(loaded.model, loss_fn=mean_loss)(loaded.model, batch)
+    assert empty.loss_sum.item() == 0
+    empty.objective(1).backward()
+    assert all(torch.isfinite(p.grad).all() for p in loaded.model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (1.5, "it returned float"),
+        (torch.zeros(3), r"of shape \(3,\)"),
+        ((torch.zeros(()), 4), "counted 4 tokens, the batch has 30"),
+    ],
+)
+def test_a_users_loss_that_breaks_the_contract(returned, words):
+    loaded = load_model(tiny_settings())
+    with pytest.raises(RuntimeError, match=words):
+        compute_loss(loaded.model, batch_of(), loss_fn=lambda model, batch: returned)
+
+
+def test_a_model_without_logits_is_refused():
+    class NoLogits(nn.Linear):
+        def forward(self, input_ids):  # pyright: ignore[reportIncompatibleMethodOverride]
+            return {"x": input_ids}
+
+    with pytest.raises(RuntimeError, match="without logits"):
+        compute_loss(NoLogits(2, 2), batch_of())
+
+
+def test_the_number_of_chunks_follows_the_vocabulary():
+    assert auto_num_chunks(2048, 4096) == 1
+    assert auto_num_chunks(4096, 128256) == -(-4096 // (256 * 2**20 // (4 * 128256)))
+    assert auto_num_chunks(64, 10**9) == 4
+
+
+def test_taking_a_model_apart_leaves_it_alone():
+    model = load_model(tiny_settings()).model
+    modules, children = list(model.modules()), dict(model._modules)
+    parts = CausalParts(model)
+    parts.logits(torch.zeros(1, 3, 64))
+    assert list(model.modules()) == modules and dict(model._modules) == children
+    assert find_decoder(nn.Linear(2, 2)) is None
+    with pytest.raises(ValueError, match="no single child"):
+        CausalParts(nn.Linear(2, 2))
+
+
+def test_the_loss_module_is_found_through():
+    loaded = load_model(tiny_settings())
+    module = loaded.loss_module()
+    assert isinstance(module, LossModule) and unwrap(module) is loaded.model
+    objective, loss_sum, n_tokens = module(batch_of(), 30.0)
+    torch.testing.assert_close(objective, loss_sum / n_tokens)
+    assert module({"input_ids": batch_of()["input_ids"]}).logits.shape == (2, 16, 128)
+    assert unwrap(torch.compile(loaded.model)) is loaded.model  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("module.network.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("network.base_model.model.model.norm.weight", "model.norm.weight"),
+        ("base_model.model.transformer.h.0.attn.c_attn.base_layer.weight", "transformer.h.0.attn.c_attn.weight"),
+        ("base_model.model.a.q_proj.lora_A.default.weight", "a.q_proj.lora_A.weight"),
+        ("_orig_mod.model.layers.0._orig_mod.norm.weight", "model.layers.0.norm.weight"),
+        ("embedding.weight", "embedding.weight"),
+    ],
+)
+def test_checkpoint_names(name, expected):
+    assert checkpoint_name(name) == expected
+
+
+def test_two_parameters_of_one_name_are_an_error():
+    clash = nn.Module()
+    clash.module, clash.x = nn.Module(), nn.Parameter(torch.zeros(1))
+    clash.module.x = nn.Parameter(torch.zeros(1))
+    with pytest.raises(RuntimeError, match="Two parameters"):
+        named_checkpoint_parameters(clash)
+
+
+# Own modules ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_learns():
+    settings = ModelSettings(
+        model_module=f"{EXAMPLE}:build", precision="fp32", vocab_size=64, config_overrides={"width": 32, "depth": 2}
+    )
+    loaded = load_model(settings)
+    assert loaded.loss_fn is not None and not loaded.abilities.packing and loaded.config is None
+    assert loaded.facts.total_params == sum(p.numel() for p in loaded.model.parameters())
+    loss = loaded.token_loss()
+    ids = torch.arange(160).reshape(1, -1) % 64
+    batch = {"input_ids": ids, "labels": ids}
+    optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        objective = loss(loaded.model, batch).objective(159)
+        objective.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(objective.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+    assert len(generate_tokens(loaded.model, ids[:, :4], 3)) == 3
+
+
+def test_the_example_is_causal_and_carries_state_over_blocks():
+    settings = ModelSettings(
+        model_module=f"{EXAMPLE}:build", precision="fp32", vocab_size=64, config_overrides={"width": 32, "depth": 2}
+    )
+    model = load_model(settings).model
+    ids = torch.randint(0, 64, (1, 150))
+    changed = ids.clone()
+    changed[0, 100] = (changed[0, 100] + 1) % 64
+    with torch.no_grad():
+        a, b = model(ids), model(changed)
+    assert torch.equal(a[:, :100], b[:, :100])
+    assert not torch.allclose(a[0, 130], b[0, 130], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("source", "function", "words"),
+    [
+        ("def make(config, tokenizer): pass", "build", "It defines make"),
+        ("def biuld(config, tokenizer): pass", "build", "Did you mean 'biuld'"),
+        ("x = 1", "build", "It defines no functions"),
+        ("def build(config): pass", "build", "cannot be called as build"),
+        ("def build(config, tokenizer): return 3", "build", "it returned int"),
+        ("import torch\ndef build(c, t): return torch.nn.Linear(1, 1), 3", "build", "must be a function"),
+        ("import torch\ndef build(c, t): return torch.nn.Linear(1, 1), lambda: 0", "build", "cannot be called as loss"),
+        ("import torch\ndef build(c, t): return torch.nn.ReLU()", "build", "no parameter that trains"),
+        ("1 / 0", "build", "ZeroDivisionError"),
+        ("def build(:", "build", "SyntaxError"),
+    ],
+)
+def test_modules_that_break_the_contract(tmp_path, source, function, words):
+    path = tmp_path / "own.py"
+    path.write_text(source)
+    with pytest.raises(ValueError) as caught:
+        build_from_module(ModelSettings(model_module=f"{path}:{function}"), None)
+    assert words in str(caught.value)
+
+
+def test_a_module_file_that_is_missing(tmp_path):
+    (tmp_path / "own.py").write_text("")
+    with pytest.raises(ValueError, match=r"Did you mean 'own\.py'"):
+        load_model(ModelSettings(model_module=f"{tmp_path / 'owm.py'}:build"))
+    with pytest.raises(ValueError, match=r"/mnt/c/own\.py"):
+        load_model(ModelSettings(model_module="C:\\own.py:build"))
+    (tmp_path / "own.txt").write_text("")
+    with pytest.raises(ValueError, match=r"must end in \.py"):
+        load_model(ModelSettings(model_module=f"{tmp_path / 'own.txt'}:build"))
+
+
+def test_activation_checkpointing_needs_support():
+    with pytest.raises(ValueError, match="no activation checkpointing"):
+        enable_activation_checkpointing(nn.Linear(1, 1))
+    loaded = load_model(tiny_settings(gradient_checkpointing=True))
+    assert loaded.model.is_activation_checkpointing and not loaded.config.use_cache
+
+
+# LoRA ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["tiny", "gpt2"])
+def test_lora_trains_adapters_only_and_merges(preset, tmp_path):
+    small = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 128, "n_positions": 64}
+    fields = {"config_overrides": small} if preset == "gpt2" else {}
+    base = load_model(tiny_settings(preset, **fields))
+    loaded = load_model(tiny_settings(preset, lora=LoraSettings(r=4, alpha=8), gradient_checkpointing=True, **fields))
+    assert loaded.facts.trainable_params < loaded.facts.total_params / 4
+    assert all("lora_" in name for name, p in loaded.model.named_parameters() if p.requires_grad)
+    loss, batch = loaded.token_loss(num_chunks=2), batch_of()
+    base.model.eval(), loaded.model.eval()
+    torch.testing.assert_close(loss(loaded.model, batch).loss_sum, base.token_loss()(base.model, batch).loss_sum)
+    before = {name: value for name, value in weights(loaded.model).items() if "lora_" not in name}
+    loaded.model.train()
+    optimizer = torch.optim.SGD([p for p in loaded.model.parameters() if p.requires_grad], lr=0.5)
+    for _ in range(2):
+        loss(loaded.model, batch).objective(30).backward()
+        optimizer.step()
+    assert all(torch.equal(value, dict(loaded.model.named_parameters())[name]) for name, value in before.items())
+    loaded.model.eval()
+    with torch.no_grad():
+        wanted = loaded.model(input_ids=batch["input_ids"]).logits
+    merged = dict(iter_weights(loaded.model))
+    base.model.load_state_dict(merged, strict=False)
+    assert merged.keys() == {name for name, _ in base.model.named_parameters()}
+    with torch.no_grad():
+        torch.testing.assert_close(base.model.eval()(input_ids=batch["input_ids"]).logits, wanted, rtol=1e-4, atol=1e-5)
+    save_adapter(loaded.model, tmp_path / "adapter")
+    from peft import PeftModel
+
+    plain = load_model(tiny_settings(preset, **fields)).model
+    revived = PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()  # pyright: ignore[reportArgumentType]
+    with torch.no_grad():
+        torch.testing.assert_close(revived(input_ids=batch["input_ids"]).logits, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_start_the_same_and_keep_names():
+    settings = tiny_settings(lora=LoraSettings(r=4, target_modules=("q_proj",)))
+    first, again = load_model(settings).model, load_model(settings).model
+    named = named_checkpoint_parameters(first)
+    assert "model.layers.0.self_attn.q_proj.lora_A.weight" in named
+    for name, parameter in named_checkpoint_parameters(again).items():
+        assert torch.equal(named[name], parameter)
+    a = [p for name, p in named.items() if "lora_A" in name]
+    assert not torch.equal(a[0], a[1])
+    unmerged = dict(iter_weights(first, merge=False))
+    assert torch.equal(
+        unmerged["model.layers.0.self_attn.q_proj.weight"], named["model.layers.0.self_attn.q_proj.weight"]
+    )
+
+
+def test_lora_on_modules_that_are_not_there():
+    with pytest.raises(ValueError, match="Did you mean 'q_proj'"):
+        load_model(tiny_settings(lora=LoraSettings(target_modules=("query_proj",))))
+    with pytest.raises(ValueError, match="needs a model with LoRA"):
+        save_adapter(nn.Linear(1, 1), "nowhere")
+
+
+def test_exported_weights_are_the_models():
+    model = load_model(tiny_settings(precision="bf16")).model
+    exported = dict(iter_weights(model))
+    assert exported.keys() == dict(model.named_parameters()).keys()
+    assert all(value.dtype == torch.bfloat16 for value in exported.values())
+
+
+# Sampling ------------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_sampling_equals_the_librarys():
+    loaded = load_model(tiny_settings())
+    ids = batch_of(rows=1)["input_ids"]
+    ours = generate_tokens(loaded.model, ids, 8)
+    loaded.model.eval()
+    theirs = loaded.model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert ours.tolist() == theirs[0, 16:].tolist()
+    loaded.model.train()
+    assert generate_tokens(loaded.loss_module(), ids, 8).tolist() == ours.tolist()
+    assert loaded.model.training
+    stopped = generate_tokens(loaded.model, ids, 8, eos_token_id=int(ours[3]))
+    assert stopped.tolist() == ours[: ours.tolist().index(int(ours[3])) + 1].tolist()
+
+
+def test_drawn_samples_follow_the_seed_and_leave_the_stream_alone():
+    loaded = load_model(tiny_settings())
+    ids = batch_of(rows=1)["input_ids"]
+    before = torch.get_rng_state()
+    a, b, c = (generate_tokens(loaded.model, ids, 12, temperature=1.0, top_k=50, seed=s).tolist() for s in (0, 0, 1))
+    assert a == b != c
+    assert torch.equal(before, torch.get_rng_state())
+    assert generate_tokens(loaded.model, ids, 2, context_length=4).shape == (2,)
+    with pytest.raises(ValueError, match="at least one token"):
+        generate_tokens(loaded.model, ids[:, :0], 2)
+    with pytest.raises(ValueError, match="at least 1"):
+        generate_tokens(loaded.model, ids, 0)
+
+
+def test_sample_text():
+    class Bytes:
+        bos_token_id, eos_token_id = None, 1
+
+        def __call__(self, text, return_tensors):
+            return {"input_ids": torch.tensor([list(text.encode())])}
+
+        def decode(self, ids, skip_special_tokens):
+            return f"{len(ids)} tokens"
+
+    loaded = load_model(tiny_settings())
+    assert generate_text(loaded.model, Bytes(), "def", 5, eos_token_id=None) == "5 tokens"
+    assert generate_text(loaded.model, Bytes(), "", 5, eos_token_id=None) == "5 tokens"
+    encoder_decoder = load_model(tiny_settings("tiny-t5"))
+    assert generate_text(encoder_decoder.model, Bytes(), "def", 2, eos_token_id=None) == "2 tokens"
+    Bytes.eos_token_id = None
+    with pytest.raises(ValueError, match="no tokens"):
+        generate_text(loaded.model, Bytes(), "")
