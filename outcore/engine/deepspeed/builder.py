@@ -64,6 +64,8 @@ def build_config(
     keys.check_top_level(user_config)
     notes = Notes()
     user: dict[str, Any] = _without_auto(copy.deepcopy(dict(user_config)))
+    if "bfloat16" in user and "bf16" not in user:
+        user["bf16"] = user.pop("bfloat16")
     outcore = {**OUTCORE_DEFAULTS, **keys.check_block("outcore", user.pop("outcore", {}), keys.OUTCORE)}
     _check_outcore(outcore)
     zero = _zero_of(user)
@@ -182,7 +184,8 @@ def _check_combinations(user: Mapping[str, Any], placement: Placement, precision
         raise ValueError(f"{where}data_types.grad_accum_dtype must be fp32, fp16 or bf16, got {grads!r}.")
     if placement.stage == 0 and grads not in (None, precision):
         raise ValueError(
-            f"{where}data_types.grad_accum_dtype {grads} needs zero_stage zero1 or higher; with zero_stage none DeepSpeed "
+            f"{where}data_types.grad_accum_dtype {grads} needs zero_stage zero1 or higher; with zero_stage none "
+            "DeepSpeed "
             f"accumulates gradients in {precision} only. Remove it or choose another stage."
         )
     if params not in (None, precision):

@@ -22,13 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from outcore.engine.deepspeed.builder import build_config
-from outcore.engine.deepspeed.nvme import (
-    NvmePathError,
-    NvmePerformance,
-    check_nvme_performance,
-    resolve_nvme_path,
-    validate_nvme_path,
-)
+from outcore.engine.deepspeed.nvme import NvmePathError, resolve_nvme_path, validate_nvme_path
+from outcore.engine.deepspeed.nvme_speed import NvmePerformance, check_nvme_performance
 from outcore.engine.deepspeed.settings import DeepSpeedSettings, ModelFacts, RunFacts
 from outcore.units import GB
 

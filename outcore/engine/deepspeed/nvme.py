@@ -1,9 +1,8 @@
-"""Is this folder a place to offload to, and how fast is its drive?
+"""Is this folder a place to offload to?
 
 `validate_nvme_path` really writes, reads back and removes a test file, checks free space with a reserve and tells what
-kind of drive it is. `check_direct_io` proves the transfers stock DeepSpeed makes (O_DIRECT in multiples of 1 KiB; it
-never checks their result, so that a drive which refuses them would silently corrupt training).
-`check_nvme_performance` measures with `outcore.storage`, bounded in bytes and seconds. Nothing here is left on the
+kind of drive it is. `check_direct_io` proves the transfers stock DeepSpeed makes: O_DIRECT in multiples of 1 KiB, whose
+result it never checks, so that a drive which refuses them would silently corrupt training. Nothing is left on the
 drive.
 """
 
@@ -19,20 +18,13 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
-
-import torch
 
 from outcore.machine import Drive, drive_of
-from outcore.storage import BlockFile, PosixEngine
-from outcore.units import GB, MIB, format_gb, format_rate
+from outcore.units import GB, MIB, format_gb
 
 FREE_RESERVE = 0.20
 """Share of the free space that stays free: drives slow down and wear out faster when they are full."""
-MIN_GB_PER_S = 2.0
-"""Below this rate offloading to the drive dominates every step (the product's threshold)."""
 TEST_FILE_BYTES = 4 * MIB
 DEEPSPEED_IO_STEP_BYTES = 1024
 """DeepSpeed's transfer sizes are multiples of this (AIO_ALIGNED_BYTES in deepspeed/runtime/swap_tensor/utils.py)."""
@@ -149,7 +141,7 @@ def check_direct_io(path: str | os.PathLike[str], step_bytes: int = DEEPSPEED_IO
     if flag is None:
         return False, "this operating system has no O_DIRECT, which DeepSpeed's drive transfers need"
     n_bytes = 4096 + step_bytes
-    with _test_file(folder) as file, mmap.mmap(-1, 8192) as page_aligned:
+    with temporary_file(folder) as file, mmap.mmap(-1, 8192) as page_aligned:
         page_aligned[:n_bytes] = secrets.token_bytes(n_bytes)
         written = bytes(page_aligned[:n_bytes])
         view = memoryview(page_aligned)
@@ -175,75 +167,6 @@ def check_direct_io(path: str | os.PathLike[str], step_bytes: int = DEEPSPEED_IO
     return True, ""
 
 
-@dataclass(frozen=True)
-class NvmePerformance:
-    """Measured sequential rates of a drive, in decimal GB/s."""
-
-    read_gb_per_s: float
-    write_gb_per_s: float
-    test_bytes: int
-    direct: bool
-    """True when the page cache was really bypassed; otherwise the read rate may be RAM's."""
-    ok: bool
-    """Both rates reach `MIN_GB_PER_S`."""
-    message: str
-
-
-def check_nvme_performance(
-    path: str | os.PathLike[str], *, test_bytes: int = 1024 * MIB, max_s: float = 10.0, num_threads: int = 4
-) -> NvmePerformance:
-    """Measure write, then read, of one file in `path`; the file is removed.
-
-    Stops writing after half of `max_s` (the file is then smaller) and never takes more than a quarter of the free
-    space; blocks of 8 MiB over `num_threads` threads, the pattern of the training's own transfers.
-
-    Raises:
-        OSError: the folder cannot be written or read; ValueError: sizes or times out of range, unusable path.
-    """
-    chunk_bytes = 8 * MIB * num_threads
-    if test_bytes < 8 * MIB or max_s <= 0 or num_threads < 1:
-        raise ValueError(
-            f"check_nvme_performance needs test_bytes >= {8 * MIB}, max_s > 0 and num_threads >= 1; "
-            f"got {test_bytes}, {max_s}, {num_threads}."
-        )
-    folder = resolve_nvme_path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    allowed_bytes = shutil.disk_usage(folder).free // 4
-    if allowed_bytes < 8 * MIB:
-        raise OSError(errno.ENOSPC, f"less than {format_gb(32 * MIB)} free, too little to measure", str(folder))
-    test_bytes = min(test_bytes, allowed_bytes) // (8 * MIB) * (8 * MIB)
-    chunk_bytes = min(chunk_bytes, test_bytes)
-    buffer = torch.randint(0, 256, (chunk_bytes,), dtype=torch.uint8)
-    engine = PosixEngine(num_threads=num_threads, block_bytes=8 * MIB)
-    try:
-        with _test_file(folder) as file:
-            with BlockFile(file, mode="create", size_bytes=test_bytes) as block_file:
-                direct = block_file.direct
-                began_s = perf_counter()
-                done_bytes = 0
-                while done_bytes < test_bytes and (done_bytes == 0 or perf_counter() - began_s < max_s / 2):
-                    part = buffer[: min(chunk_bytes, test_bytes - done_bytes)]
-                    engine.submit_write(block_file, done_bytes, part).wait()
-                    done_bytes += part.numel()
-                block_file.sync()
-                write_s = perf_counter() - began_s
-            with BlockFile(file, mode="r") as block_file:
-                direct = direct and block_file.direct
-                began_s = perf_counter()
-                read_bytes = 0
-                while read_bytes < done_bytes and (read_bytes == 0 or perf_counter() - began_s < max_s / 2):
-                    part = buffer[: min(chunk_bytes, done_bytes - read_bytes)]
-                    engine.submit_read(block_file, read_bytes, part).wait()
-                    read_bytes += part.numel()
-                read_s = perf_counter() - began_s
-    finally:
-        engine.close()
-    read, write = read_bytes / GB / read_s, done_bytes / GB / write_s
-    return NvmePerformance(
-        read, write, done_bytes, direct, min(read, write) >= MIN_GB_PER_S, _judge(folder, read, write, direct)
-    )
-
-
 def memlock_limit_bytes() -> int | None:
     """Bytes this process may lock in RAM; None when there is no limit (or on systems without one)."""
     try:
@@ -262,22 +185,6 @@ def memlock_limit_bytes() -> int | None:
     return soft
 
 
-def _judge(folder: Path, read: float, write: float, direct: bool) -> str:
-    rates = f"{folder}: reads {format_rate(read * GB)}, writes {format_rate(write * GB)}"
-    text = f"{rates}, measured {'past' if direct else 'through'} the page cache."
-    if not direct:
-        text += " The file system refused direct transfers, so the read rate may be RAM's, not the drive's."
-    slow = [name for name, rate in (("reading", read), ("writing", write)) if rate < MIN_GB_PER_S]
-    if slow:
-        text += (
-            f" Warning: {' and '.join(slow)} stay{'s' if len(slow) == 1 else ''} below {MIN_GB_PER_S:.0f} GB/s, so a "
-            "step "
-            "that offloads to this drive will wait for it most of the time. Use a PCIe 4.0 NVMe drive, or keep more "
-            "in RAM."
-        )
-    return text
-
-
 def _make_folder(folder: Path) -> list[Path]:
     """Create the folder; the parts that were created, innermost first."""
     if folder.exists() and not folder.is_dir():
@@ -294,7 +201,8 @@ def _remove_folders(created: list[Path]) -> None:
 
 
 @contextlib.contextmanager
-def _test_file(folder: Path) -> Iterator[Path]:
+def temporary_file(folder: Path) -> Iterator[Path]:
+    """An empty file in `folder` that is removed again whatever happens."""
     fd, name = tempfile.mkstemp(prefix=_TEST_PREFIX, dir=folder)
     os.close(fd)
     try:
@@ -305,7 +213,7 @@ def _test_file(folder: Path) -> Iterator[Path]:
 
 def _write_and_read_back(folder: Path) -> None:
     data = secrets.token_bytes(TEST_FILE_BYTES)
-    with _test_file(folder) as file:
+    with temporary_file(folder) as file:
         with open(file, "wb") as handle:
             handle.write(data)
             handle.flush()

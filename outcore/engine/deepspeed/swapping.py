@@ -3,10 +3,10 @@
 What the sizes follow from (deepspeed/runtime/swap_tensor, runtime/zero/partitioned_param_coordinator.py, stage3.py):
 
 - Optimizer. One sub-group in use holds four buffers (fp32 master, two moments, gradient). Reading the next one ahead
-  (`pipeline_read`) and writing the previous one behind (`pipeline_write`) hold four each: one buffer less than 12, 8 or 4
-  fails. Every buffer has the size of the largest sub-group, so the sub-groups are made one weight each
-  (`sub_group_size` 1): the smallest buffers there can be. That also keeps every gradient at offset 0 of its buffer. At an
-  offset that is no multiple of 512 bytes DeepSpeed hands the kernel unaligned memory, the read fails, and nothing
+  (`pipeline_read`) and writing the previous one behind (`pipeline_write`) hold four each: one buffer less than 12, 8
+  or 4 fails. Every buffer has the size of the largest sub-group, so the sub-groups are made one weight each
+  (`sub_group_size` 1): the smallest buffers there can be. That also keeps every gradient at offset 0 of its buffer. At
+  an offset that is no multiple of 512 bytes DeepSpeed hands the kernel unaligned memory, the read fails, and nothing
   checks it: a model of width 516 trained with wrong gradients, silently, at `sub_group_size` 1e8 and exactly at 1.
 - Parameters. A weight keeps its buffer from the read until its module released it. `stage3_max_reuse_distance` 0
   releases at once (with 1e9 and 5 buffers: "Not enough buffers 0 for swapping 1"). `stage3_max_live_parameters` 0 stops

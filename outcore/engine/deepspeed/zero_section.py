@@ -280,7 +280,8 @@ def _refuse(
     hpz = zero.get("zero_hpz_partition_size", 1)
     if hpz > 1 and (placement.params == "nvme" or run.world_size % hpz):
         raise ValueError(
-            f"{where}zero_hpz_partition_size {hpz} must divide the {run.world_size} rank(s) of the run and does not work "
+            f"{where}zero_hpz_partition_size {hpz} must divide the {run.world_size} rank(s) of the run and does not "
+            "work "
             "with parameters on NVMe. Set it to 1."
         )
     if placement.params == "nvme" and zero.get("stage3_module_granularity_threshold"):
