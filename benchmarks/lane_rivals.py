@@ -6,7 +6,6 @@ pair of measures (drive -> GPU, GPU -> drive) in bytes per second.
 
 from __future__ import annotations
 
-import ctypes
 import resource
 import time
 from collections.abc import Callable
@@ -144,10 +143,6 @@ def deepspeed_measures(bench: Bench, block_bytes: int = MIB, depth: int = 32, th
 
 
 def _open_handle(block_bytes: int, depth: int, threads: int) -> tuple[Any, str]:
-    try:
-        ctypes.CDLL("libaio.so.1")
-    except OSError as error:
-        raise CannotRun(f"DeepSpeed's async_io needs libaio ({error}): apt-get install libaio-dev") from error
     try:
         from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-not-found]
         from deepspeed.ops.op_builder.cpu.async_io import AsyncIOBuilder as CpuAsyncIOBuilder

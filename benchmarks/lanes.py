@@ -68,7 +68,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slot-mib", type=int, default=64)
     parser.add_argument("--num-slots", type=int, default=8)
     parser.add_argument("--piece-mib", type=int, default=64, help="size of one transfer")
-    parser.add_argument("--io-threads", type=int, default=8)
+    parser.add_argument("--io-threads", type=int, default=16)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--strict", action="store_true", help="exit code 1 when an acceptance line fails")
     args = parser.parse_args(arguments)

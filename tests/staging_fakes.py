@@ -77,6 +77,13 @@ class LateStreams:
         self._queues[index].put((target, source, after, event))
         return event
 
+    def copy_pieces(self, index: int, pieces: Any, after: Any) -> LateEvent:
+        events = [
+            self.copy(index, target, source, after if number == 0 else None)
+            for number, (target, source) in enumerate(pieces)
+        ]
+        return events[-1]
+
     def hold(self, stream: Any, event: Any) -> None:
         self.held.append((stream, event))
 

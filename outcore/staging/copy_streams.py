@@ -8,10 +8,14 @@ is over when the call returns. Both are safe to use from several threads.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
+
+Pieces = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""(target, source) pairs of 1-D uint8 tensors of equal sizes."""
 
 
 class CopyEvent(Protocol):
@@ -47,6 +51,10 @@ class CopyStreams(Protocol):
 
     def copy(self, index: int, target: torch.Tensor, source: torch.Tensor, after: Any) -> CopyEvent:
         """Queues `target` <- `source` (1-D uint8, equal sizes) on stream `index`, once the event `after` has passed."""
+        ...
+
+    def copy_pieces(self, index: int, pieces: Pieces, after: Any) -> CopyEvent:
+        """Queues several copies (target, source) back to back as one: nothing between them slows the link."""
         ...
 
     def hold(self, stream: Any, event: CopyEvent) -> None:
@@ -85,9 +93,13 @@ class HostStreams:
         return None
 
     def copy(self, index: int, target: torch.Tensor, source: torch.Tensor, after: Any) -> FinishedCopy:
+        return self.copy_pieces(index, [(target, source)], after)
+
+    def copy_pieces(self, index: int, pieces: Pieces, after: Any) -> FinishedCopy:
         begin_s = time.perf_counter()
         with torch.inference_mode():  # also writes tensors that were made in inference mode
-            target.copy_(source)
+            for target, source in pieces:
+                target.copy_(source)
         return FinishedCopy(time.perf_counter() - begin_s)
 
     def hold(self, stream: Any, event: CopyEvent) -> None:
@@ -131,6 +143,10 @@ class CudaStreams:
         return event
 
     def copy(self, index: int, target: torch.Tensor, source: torch.Tensor, after: torch.cuda.Event | None) -> CudaCopy:
+        return self.copy_pieces(index, [(target, source)], after)
+
+    def copy_pieces(self, index: int, pieces: Pieces, after: torch.cuda.Event | None) -> CudaCopy:
+        # Two events around all of them: a pair around each 16 MiB cost 3.5 % of PCIe 5.0 x16 (measured).
         stream = self._streams[index]
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -138,7 +154,8 @@ class CudaStreams:
             if after is not None:
                 stream.wait_event(after)
             begin.record(stream)
-            target.copy_(source, non_blocking=True)
+            for target, source in pieces:
+                target.copy_(source, non_blocking=True)
             end.record(stream)
         return CudaCopy(begin, end)
 

@@ -241,19 +241,24 @@ class Lane:
 
     def _copy_pinned(self, transfer: LaneTransfer, flat: torch.Tensor, memory: torch.Tensor) -> None:
         """Pinned RAM needs no slot: the copies are queued here and now, on the caller's thread."""
+        shares: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(self.streams.count)]
         for number, start_bytes in enumerate(range(0, flat.numel(), HOME_COPY_BYTES)):
-            index = number % self.streams.count
             device_part = flat[start_bytes : start_bytes + HOME_COPY_BYTES]
             home_part = memory[start_bytes : start_bytes + HOME_COPY_BYTES]
             ends = (device_part, home_part) if self.direction == "upload" else (home_part, device_part)
+            shares[number % self.streams.count].append(ends)
+        for index, pieces in enumerate(shares):
+            if not pieces:
+                continue
+            n_bytes = sum(target.numel() for target, _ in pieces)
             transfer.begin_chunk()
             try:
-                copy = self.streams.copy(index, *ends, transfer.after_for(index))
+                copy = self.streams.copy_pieces(index, pieces, transfer.after_for(index))
             except Exception as error:
                 self._driver.lose(transfer, error)
                 return
-            transfer.note_issued(device_part.numel(), index, copy)
-            self._driver.watch(index, copy, transfer, device_part.numel(), memory)
+            transfer.note_issued(n_bytes, index, copy)
+            self._driver.watch(index, copy, transfer, n_bytes, memory)
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device != self.device:
