@@ -212,6 +212,11 @@ def test_a_file_truncated_under_us_is_an_error_on_read_and_on_sync(tmp_path: Pat
         assert MIB <= caught.value.got <= MIB + 100  # type: ignore[operator]
         with pytest.raises(StorageError, match="truncated while in use"):
             file.read_into(aligned_bytes(2 * MIB)[1 : MIB + 400], 77)
+        for left_bytes, got in ((305, 5), (300, 0), (100, 0)):  # the end lies in the block that is bounced
+            os.truncate(file.path, left_bytes)
+            with pytest.raises(StorageError, match="truncated while in use") as caught:
+                file.read_into(bytearray(10), 300)
+            assert (caught.value.wanted, caught.value.got) == (10, got)
         with pytest.raises(StorageError, match="truncated while in use"):
             file.sync()
 
