@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from outcore.probe.budget import EFFORTS, Budget, cell_time_s
 from outcore.probe.device_bench import measure_copies, measure_peers
 from outcore.probe.direct_bench import measure_direct, open_direct_engine
 from outcore.probe.drive_bench import DriveResult, drive_rate, measure_drive, recommended
-from outcore.probe.drive_cell import KINDS, batch_limit_bytes, measure_cell, measure_iops
+from outcore.probe.drive_cell import KINDS, batch_limit_bytes, bench_memory, measure_cell, measure_iops
 from outcore.probe.facts import GdsFacts, ReadTest
 from outcore.probe.lane_bench import (
     StagingSettings,
@@ -184,14 +185,24 @@ def test_batches_fit_the_drive() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cell_moves_bytes(open_file: BlockFile, kind: str) -> None:
     with PosixEngine(num_threads=2, block_bytes=256 * KIB) as engine:
-        found = measure_cell(open_file, engine, kind, 256 * KIB, 2, 0.01, 4 * MIB, "here")
+        found = measure_cell(open_file, engine, kind, 256 * KIB, 2, 0.01, 4 * MIB, "here", bench_memory(4 * MIB))
     assert (found.link, found.engine, found.block_bytes, found.depth) == (kind, "posix", 256 * KIB, 2)
     assert found.moved_bytes % (256 * KIB) == 0 and found.gb_per_s > 0
 
 
 def test_unknown_kind(open_file: BlockFile) -> None:
     with PosixEngine(num_threads=1) as engine, pytest.raises(ValueError, match="unknown kind"):
-        measure_cell(open_file, engine, "drive_seek", MIB, 1, 0.01, None, "x")
+        measure_cell(open_file, engine, "drive_seek", MIB, 1, 0.01, None, "x", bench_memory(4 * MIB))
+    with PosixEngine(num_threads=1) as engine, pytest.raises(ValueError, match="needs 4194304 bytes"):
+        measure_cell(open_file, engine, "drive_read", MIB, 1, 0.01, None, "x", bench_memory(MIB))
+
+
+def test_memory_for_cells_is_random_and_the_callers_where_given() -> None:
+    mine = np.zeros(3 * MIB, dtype=np.uint8)
+    memory = bench_memory(2 * MIB + 5, mine)
+    assert memory.nbytes == 2 * MIB + 5 and np.shares_memory(memory, mine)
+    assert len(set(memory[:4096].tolist())) > 200 and memory[-3:].any()
+    assert bench_memory(4096).ctypes.data % 4096 == 0
 
 
 def test_a_drive_is_measured(open_file: BlockFile) -> None:

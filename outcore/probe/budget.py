@@ -42,7 +42,7 @@ class Effort:
 EFFORTS = {
     "quick": Effort(
         name="quick",
-        total_s=11.0,
+        total_s=10.0,
         cell_s=0.2,
         file_bytes=256 * MIB,
         blocks_bytes=(256 * KIB, MIB, 8 * MIB),

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from outcore.probe.budget import cell_time_s
@@ -31,6 +32,13 @@ class DeviceClock:
 
     def on_stream(self, index: int) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(self._streams[index]) if self.is_cuda else contextlib.nullcontext()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queues a copy on the current stream; on the CPU it is done at once, on this thread alone."""
+        if self.is_cuda:
+            target.copy_(source, non_blocking=True)
+        else:  # torch's own copy waits for its whole thread pool, which a busy machine delays
+            np.copyto(target.numpy(), source.numpy())
 
     def wait(self) -> None:
         if self.is_cuda:
@@ -91,7 +99,7 @@ def _one_way(
     def step() -> int:
         with clock.on_stream(0):
             for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+                clock.copy(target, source)
         clock.wait()
         return len(pairs) * chunk_bytes
 
@@ -107,9 +115,9 @@ def _both_ways(
 
     def step() -> int:
         with clock.on_stream(0):
-            device_memory[:half].copy_(host[:half], non_blocking=True)
+            clock.copy(device_memory[:half], host[:half])
         with clock.on_stream(1):
-            host[half : 2 * half].copy_(device_memory[half : 2 * half], non_blocking=True)
+            clock.copy(host[half : 2 * half], device_memory[half : 2 * half])
         clock.wait()
         return 2 * half
 

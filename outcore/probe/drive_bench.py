@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from outcore.probe.budget import Effort, cell_time_s
-from outcore.probe.drive_cell import KINDS, batch_limit_bytes, measure_cell, measure_iops
+from outcore.probe.drive_cell import KINDS, batch_limit_bytes, bench_memory, measure_cell, measure_iops
 from outcore.probe.measurement import Measurement, best, smallest_good_enough
 from outcore.storage import BlockFile, StorageEngine, open_engine
 from outcore.units import KIB, MIB
@@ -43,16 +45,19 @@ def measure_drive(
     engines: Sequence[str] = ("posix",),
     tick: Callable[[str], None] = lambda label: None,
     expected_gb_per_s: float = 1.0,
+    memory: np.ndarray | None = None,
 ) -> DriveResult:
     """Measures `file` (open "rw", filled with data). `tick` is told what is being measured.
 
     The first engine is swept over blocks and depths; the others are compared with it at its best setting and at 8 MiB
     (the whole grid with a full-grid effort). The best settings then run again, so that one lucky cell decides nothing.
     `expected_gb_per_s` (from filling the file) keeps batches small on a slow disk.
+    `memory`: staging memory to read into and write from (see `bench_memory`); blocks of which fewer than four fit are
+    left out.
     """
     result = DriveResult(target=target, is_direct=file.direct)
     cell_s = cell_time_s(stage_s, _cell_count(effort, engines), effort.cell_s)
-    cells = _Cells(file, effort, cell_s, result, tick, batch_limit_bytes(expected_gb_per_s, cell_s))
+    cells = _Cells(file, effort, cell_s, result, tick, batch_limit_bytes(expected_gb_per_s, cell_s), memory)
     for index, engine in enumerate(engines):
         if index and not effort.full_grid:
             chosen = recommended(result)
@@ -109,9 +114,12 @@ class _Cells:
         result: DriveResult,
         tick: Callable[[str], None],
         batch_bytes: int,
+        memory: np.ndarray | None,
     ) -> None:
         self.file, self.effort, self.cell_s, self.result, self.tick = file, effort, cell_s, result, tick
         self.batch_bytes = batch_bytes
+        most_bytes = 4 * max(batch_bytes, max(effort.blocks_bytes))
+        self.memory = bench_memory(min(most_bytes, 2 * file.size_bytes), memory)
         self._broken: set[str] = set()
 
     def sweep(self, engine: str) -> None:
@@ -126,7 +134,7 @@ class _Cells:
                     for block_bytes in effort.blocks_bytes:
                         self.add(kind, engine, block_bytes, depth)
             return
-        fitting = [b for b in effort.blocks_bytes if 2 * b <= self.file.size_bytes]
+        fitting = [b for b in effort.blocks_bytes if self._fits(b)]
         reference = max((b for b in fitting if b <= REFERENCE_BLOCK_BYTES), default=min(effort.blocks_bytes))
         for depth in effort.depths:
             self.add("drive_read", engine, reference, depth)
@@ -138,10 +146,14 @@ class _Cells:
                 if kind != "drive_read" or block_bytes != reference:
                     self.add(kind, engine, block_bytes, fastest.depth)
 
+    def _fits(self, block_bytes: int) -> bool:
+        """A file or memory too small for this block would say nothing about it."""
+        return 2 * block_bytes <= self.file.size_bytes and 4 * block_bytes <= self.memory.nbytes
+
     def add(self, kind: str, engine_name: str, block_bytes: int, depth: int) -> None:
         """Measures one cell; a second measurement of the same setting is pooled with the first."""
-        if block_bytes * 2 > self.file.size_bytes or engine_name in self._broken:
-            return  # a file too small for this block says nothing about it
+        if engine_name in self._broken or not self._fits(block_bytes):
+            return
         self.tick(f"{kind.replace('_', ' ')}, {engine_name}, {block_bytes // KIB} KiB x {depth}")
         try:
             engine = open_bench_engine(engine_name, block_bytes, depth)
@@ -151,9 +163,17 @@ class _Cells:
             return
         try:
             cap_bytes = None if kind == "drive_read" else self.effort.write_cell_bytes
-            target = self.result.target
             found = measure_cell(
-                self.file, engine, kind, block_bytes, depth, self.cell_s, cap_bytes, target, self.batch_bytes
+                self.file,
+                engine,
+                kind,
+                block_bytes,
+                depth,
+                self.cell_s,
+                cap_bytes,
+                self.result.target,
+                self.memory,
+                self.batch_bytes,
             )
         finally:
             engine.close()

@@ -8,6 +8,7 @@ GiB) and eight to ten cells.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections import deque
@@ -19,7 +20,7 @@ import torch
 
 from outcore.probe.budget import cell_time_s
 from outcore.probe.device_bench import measure_copies
-from outcore.probe.drive_cell import measure_cell
+from outcore.probe.drive_cell import bench_memory, measure_cell
 from outcore.probe.measurement import Measurement, timed
 from outcore.staging import AT_ONCE, DownloadLane, PinnedPool, UploadLane
 from outcore.storage import BlockFile, StorageEngine
@@ -160,7 +161,15 @@ def run_staging_test(
         return found
 
     def drive_limit(drive_link: str, cap_bytes: int | None) -> float:
-        found = measure_cell(file, engine, drive_link, block_bytes, depth, cell_s, cap_bytes, target, transfer_bytes)
+        n_bytes = max(4 * block_bytes, min(2 * TRANSFER_BYTES, pool.largest_free_bytes()))
+        with contextlib.ExitStack() as stack:
+            memory = None
+            if n_bytes <= pool.largest_free_bytes():
+                memory = stack.enter_context(pool.lease(n_bytes, "drive measurement")).tensor.numpy()
+            memory = bench_memory(n_bytes, memory)
+            found = measure_cell(
+                file, engine, drive_link, block_bytes, depth, cell_s, cap_bytes, target, memory, transfer_bytes
+            )
         return found.gb_per_s
 
     ups = [lane_rate("up", slot_bytes, slots) for slot_bytes, slots in plans]

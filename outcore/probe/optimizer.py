@@ -34,17 +34,18 @@ from outcore.probe.test_file import TestFile
 from outcore.probe.verdict import judge
 from outcore.staging import PinnedPool, UploadLane
 from outcore.storage import BlockFile, BufferedFallbackWarning, PosixEngine, StorageEngine, StorageError
-from outcore.units import GIB, MIB, format_gb, format_gib
+from outcore.units import GIB, MIB, format_gib
 
 if TYPE_CHECKING:
     from outcore.probe.options import Options
     from outcore.probe.progress import StageProgress
 
 WEIGHTS = {"drive": 42.0, "ram": 4.0, "copies": 14.0, "lanes": 24.0, "latency": 8.0, "direct": 5.0, "peers": 3.0}
-STAGES = ("machine and GPUDirect Storage", "drives", "memory", "staging buffer", "copies", "lanes", "latency", "peers")
+STAGES = ("machine and GPUDirect Storage", "staging buffer", "drives", "memory", "copies", "lanes", "latency", "peers")
 LEAST_STAGE_S = 0.5  # lanes and latency are measured in any case, in short cells when the time is up
 NO_GPU_POOL_BYTES = GIB
 COPY_MEMORY_BYTES = 256 * MIB
+DRIVE_MEMORY_BYTES = 256 * MIB
 LATENCY_SLOTS = 4
 FALLBACK_BLOCK_BYTES, FALLBACK_DEPTH = 8 * MIB, 8
 
@@ -77,16 +78,15 @@ class Optimizer:
         with warnings.catch_warnings(), ExitStack() as stack:
             warnings.simplefilter("ignore", BufferedFallbackWarning)  # said better by `advice`
             found, facts = self._ladder()
-            files = self._drives(found, facts, stack)
+            pool = self._pool(found, stack)
+            files = self._drives(found, facts, pool, stack)
             self._ram(found)
             drive = found.main_drive()
             file = files.get(drive.target) if drive is not None else None
-            with ExitStack() as pool_stack:
-                pool = self._pool(found, pool_stack)
-                if pool is not None:
-                    self._copies(found, pool)
-                    if file is not None and drive is not None:
-                        self._lanes(found, pool, file, drive, facts)
+            if pool is not None:
+                self._copies(found, pool)
+                if file is not None and drive is not None:
+                    self._lanes(found, pool, file, drive, facts)
             self._peers(found)
         named = found.main_drive() if self.options.paths_named else None
         found.settings = recommend(
@@ -97,7 +97,7 @@ class Optimizer:
         return found
 
     def _ladder(self) -> tuple[Findings, GdsFacts]:
-        self.progress.stage(STAGES[0])
+        self.progress.stage("machine and GPUDirect Storage")
         directory = self.options.paths[0]
         machine = self._machine or detect_machine()
         with TestFile(directory, READ_BYTES) as test_file:
@@ -116,11 +116,18 @@ class Optimizer:
         """Engines for host buffers; kvikio works only beside a GPU."""
         return ["posix", "kvikio"] if self.has_gpu and facts.auto.status == "ok" else ["posix"]
 
-    def _drives(self, found: Findings, facts: GdsFacts, stack: ExitStack) -> dict[str, BlockFile]:
+    def _drives(
+        self, found: Findings, facts: GdsFacts, pool: PinnedPool | None, stack: ExitStack
+    ) -> dict[str, BlockFile]:
         """Measures every directory and keeps the files open for the stages after it."""
-        self.progress.stage(STAGES[1])
+        self.progress.stage("drives")
         files: dict[str, BlockFile] = {}
         stage_s = self.budget.begin("drive") / len(self.options.paths)
+        memory = None
+        leases = stack.enter_context(ExitStack())
+        if pool is not None:
+            n_bytes = min(DRIVE_MEMORY_BYTES, pool.largest_free_bytes())
+            memory = leases.enter_context(pool.lease(n_bytes, "drive measurement")).tensor.numpy()
         for directory in self.options.paths:
             self.progress.tick(f"writing the test file in {directory}")
             test_file = stack.enter_context(TestFile(directory, self.effort.file_bytes))
@@ -137,6 +144,7 @@ class Optimizer:
                     self._engines(facts),
                     self.progress.tick,
                     expected_gb_per_s=test_file.fill_gb_per_s,
+                    memory=memory,
                 )
                 result.line_rate_gb_per_s = _line_rate(directory)
             except StorageError as error:
@@ -149,16 +157,17 @@ class Optimizer:
                 )
             found.drives.append(result)
             files[result.target] = file
+        leases.close()
         return files
 
     def _ram(self, found: Findings) -> None:
-        self.progress.stage(STAGES[2])
+        self.progress.stage("memory")
         stage_s = self.budget.begin("ram")
         counts = thread_counts(found.machine.cpu_cores, found.machine.cpu_threads)
         found.measurements += measure_ram(counts, stage_s, self.effort.cell_s)
 
     def _pool(self, found: Findings, stack: ExitStack) -> PinnedPool | None:
-        self.progress.stage(STAGES[3])
+        self.progress.stage("staging buffer")
         asked = self.options.config.staging
         limits = [self.effort.staging_cap_bytes, None if self.has_gpu else NO_GPU_POOL_BYTES]
         wanted_bytes = min([asked.staging_bytes, *(limit for limit in limits if limit is not None)])
@@ -176,7 +185,7 @@ class Optimizer:
         return pool
 
     def _copies(self, found: Findings, pool: PinnedPool) -> None:
-        self.progress.stage(STAGES[4])
+        self.progress.stage("copies")
         assert found.staging is not None
         if not self.has_gpu:
             found.skipped.append("copies between RAM and GPU: no GPU")
@@ -199,7 +208,7 @@ class Optimizer:
         )
 
     def _lanes(self, found: Findings, pool: PinnedPool, file: BlockFile, drive: DriveResult, facts: GdsFacts) -> None:
-        self.progress.stage(STAGES[5])
+        self.progress.stage("lanes")
         assert found.staging is not None
         setting = recommended(drive)
         block_bytes, depth = (setting.block_bytes, setting.depth) if setting else (FALLBACK_BLOCK_BYTES, FALLBACK_DEPTH)
@@ -226,7 +235,7 @@ class Optimizer:
     def _latency(
         self, found: Findings, pool: PinnedPool, engine: StorageEngine, file: BlockFile, facts: GdsFacts
     ) -> None:
-        self.progress.stage(STAGES[6])
+        self.progress.stage("latency")
         assert found.staging is not None
         combined = found.staging.write_combined
         slot_bytes = min(max(SIZES_BYTES), pool.largest_free_bytes(combined) // LATENCY_SLOTS // 4096 * 4096)
@@ -256,7 +265,7 @@ class Optimizer:
         return {name: engine}
 
     def _peers(self, found: Findings) -> None:
-        self.progress.stage(STAGES[7])
+        self.progress.stage("peers")
         count = torch.cuda.device_count()
         if count < 2:
             found.skipped.append(f"links between GPUs: {'one GPU' if count else 'no GPU'}")
@@ -295,12 +304,3 @@ class Optimizer:
 def _line_rate(directory: Path) -> float | None:
     drive = drive_of(directory)
     return pcie_gb_per_s(drive.pcie_gen, drive.pcie_width)
-
-
-def written_line(found: Findings) -> str:
-    """How much the run wrote to the drives: measuring is wear."""
-    total = sum(drive.written_bytes for drive in found.drives)
-    rates = ", ".join(f"{drive.target} {drive_rate(drive, 'drive_read'):.2f} GB/s read" for drive in found.drives)
-    return (
-        f"{format_gb(total)} written to the drive(s) by this test; {rates}" if found.drives else "no drive was measured"
-    )

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from outcore.probe.optimizer import written_line
+from outcore.probe.drive_bench import drive_rate
 from outcore.probe.report import Findings
-from outcore.units import KIB, MIB, format_gib, format_s
+from outcore.units import KIB, MIB, format_gb, format_gib, format_s
 
 LINK_NAMES = {
     "drive_read": "drive read",
@@ -43,8 +43,17 @@ def render(found: Findings, width: int | None = None) -> str:
     if found.skipped:
         parts += [_heading("Left out"), _bullets(found.skipped, width)]
     parts += [_heading("Warnings"), _bullets(found.warnings or ["none"], width)]
-    parts.append(written_line(found))
+    parts.append(_written(found))
     return "\n".join(parts)
+
+
+def _written(found: Findings) -> str:
+    """How much the run wrote to the drives: measuring is wear."""
+    total = sum(drive.written_bytes for drive in found.drives)
+    rates = ", ".join(f"{drive.target} {drive_rate(drive, 'drive_read'):.2f} GB/s read" for drive in found.drives)
+    return (
+        f"{format_gb(total)} written to the drive(s) by this test; {rates}" if found.drives else "no drive was measured"
+    )
 
 
 def _heading(words: str) -> str:
@@ -116,7 +125,7 @@ def _staging(found: Findings, width: int) -> list[str]:
             f"{device} to drive: {test.down_gb_per_s:.2f} GB/s, overlap {test.down_overlap:.2f} ({test.down_limit})",
         ]
         if max(test.up_overlap, test.down_overlap) > 1.05:
-            lines.append("an overlap above 1 means that the drive's own rate changed during the test: run it again")
+            lines.append("above 1: a link's own rate changed meanwhile (is the machine busy?), run it again")
     return [_heading("Staging buffer, double-buffered"), _bullets(lines, width)]
 
 
