@@ -131,8 +131,14 @@ def build_infinity_config(
     config["zero_optimization"] = built.config["zero_optimization"]
     if "aio" in built.config:
         config["aio"] = built.config["aio"]
-    if isinstance(config.get("optimizer"), Mapping):
-        config["optimizer"] = built.config["optimizer"]
+    params = (config.get("optimizer") or {}).get("params")
+    if params and built.offload.optimizer != "none":
+        for key in (
+            "torch_adam",
+            "fused",
+            "foreach",
+        ):  # torch's own AdamW; offloaded states need DeepSpeed's for the CPU
+            params.pop(key, None)
     return config
 
 
