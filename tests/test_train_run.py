@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,14 +23,14 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
-def _own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each run gets a free port, as each process would."""
-    for name in ("MASTER_PORT", "MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+
+
+def fresh_env(**more: str) -> dict[str, str]:
+    """The environment without this process's own ranks and port, for child processes."""
+    ours = ("MASTER_PORT", "MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    return {**{k: v for k, v in os.environ.items() if k not in ours}, **more}
 
 
 @pytest.fixture(scope="session")
@@ -149,7 +148,7 @@ def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight: Path, s
 
     original = Trainer.train_one
 
-    def dies(self: Trainer, batches: object):  # noqa: ANN202
+    def dies(self: Trainer, batches: object):
         if self.step == 3:
             raise Killed
         return original(self, batches)  # type: ignore[arg-type]
@@ -195,7 +194,7 @@ def test_signal_saves_and_says_how_to_resume(tmp_path: Path, corpus: Path, capsy
 
     original = Trainer.train_one
 
-    def signalled(self: Trainer, batches: object):  # noqa: ANN202
+    def signalled(self: Trainer, batches: object):
         result = original(self, batches)  # type: ignore[arg-type]
         if self.step == 2:
             os.kill(os.getpid(), signal.SIGINT)
@@ -223,7 +222,10 @@ def test_kill_at_random_moments_then_resume(tmp_path: Path, corpus: Path, straig
     ]
     for moment in moments:
         child = subprocess.Popen(
-            [sys.executable, "train_model.py", *argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [sys.executable, "train_model.py", *argv],
+            env=fresh_env(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         until_s = time.monotonic() + 120
         while not moment() and child.poll() is None and time.monotonic() < until_s:
@@ -303,7 +305,7 @@ def test_accumulation_does_not_change_the_loss(tmp_path: Path, corpus: Path) -> 
 
 def test_two_ranks_equal_one(tmp_path: Path, corpus: Path) -> None:
     """The deepspeed launcher with two processes and half the accumulation sees the same losses as one process."""
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    env = fresh_env(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     common = ["--run_name", "r", "--max_steps", "3", "--eval_steps", "3", "--precision", "fp32", "--no_export"]
     two = flags(tmp_path / "two", corpus, *common, "--gradient_accumulation_steps", "1", "--save_steps", "0")
     done = subprocess.run(

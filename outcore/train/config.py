@@ -117,7 +117,8 @@ class TrainConfig:
     precision: Precision = "auto"
     """Compute precision; auto: bf16 where the GPU (or CPU) has it, else fp16 with loss scaling, else fp32."""
     activation_checkpointing: bool | None = None
-    """Recompute activations in the backward pass instead of keeping them. Default: on, but for the tiny presets."""
+    """Recompute activations in the backward pass instead of keeping them. Default: on, but for the tiny presets
+    and models of your own."""
     seed: int = 42
     """Seeds weights, data order and dropout."""
     deterministic: bool = False

@@ -232,8 +232,12 @@ class Trainer:
 
     def plot(self) -> None:
         """logs/<run>/loss.png from metrics.jsonl."""
-        if self.is_main and self.parts.metrics is not None:
+        if not self.is_main or self.parts.metrics is None:
+            return
+        try:
             plot_loss(self.parts.folder.metrics, self.parts.folder.logs / "loss.png", title=self.parts.folder.name)
+        except OSError as error:  # the run and its checkpoints are worth more than its picture
+            self.parts.progress.message(f"WARNING: loss.png could not be written: {error}")
 
     def _barrier(self) -> None:
         if self.parts.engine.world_size > 1:
@@ -278,4 +282,9 @@ class Trainer:
 
 
 def _gpu_peak_bytes() -> int | None:
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    """The allocator's peak since the last call."""
+    if not torch.cuda.is_available():
+        return None
+    peak_bytes = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak_bytes

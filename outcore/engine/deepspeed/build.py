@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import warnings
@@ -86,7 +87,10 @@ def resolve(
 
 
 def init_process_group(has_cuda: bool, local_rank: int) -> None:
-    """Join this run's ranks (a group of one without a launcher). Must come before anything of DeepSpeed's."""
+    """Join this run's ranks (a group of one without a launcher). Must come before anything of DeepSpeed's.
+
+    The group lives as long as the process: DeepSpeed keeps references to it that a new group would not replace.
+    """
     prepare_environment(has_cuda, local_rank)
     # DeepSpeed's INFO lines and torch's notes on collectives that DeepSpeed still calls by their old names.
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -98,6 +102,12 @@ def init_process_group(has_cuda: bool, local_rank: int) -> None:
         torch.cuda.set_device(max(local_rank, 0))
     if not torch.distributed.is_initialized():
         deepspeed.init_distributed(verbose=False)
+        atexit.register(_leave_process_group)
+
+
+def _leave_process_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def build_engine(
@@ -115,9 +125,7 @@ def build_engine(
     stage3 = resolved.built.offload.stage == 3
     if loaded is None:
         device = "cpu" if resolved.run.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
-        loaded = load_model(
-            model_settings, tokenizer=tokenizer, zero3_config=config if stage3 else None, device=device
-        )
+        loaded = load_model(model_settings, tokenizer=tokenizer, zero3_config=config if stage3 else None, device=device)
     for note in loaded.notes:
         say(f"model: {note}")
     module = loaded.loss_module()

@@ -42,6 +42,8 @@ class DeepSpeedEngine:
         self.device = torch.device(engine.device)
         self.updates = 0
         self.state = open_state(engine)
+        if not nvme_state:
+            self.state.prepare(0)  # stage none takes a step of its own when it is made, and would count from 1
         self._closed = False
 
     # --- training
@@ -159,8 +161,6 @@ class DeepSpeedEngine:
         if not self.nvme_state:
             for family in FAMILIES:
                 plans = [TensorPlan(n, torch.float32, self._shape(p)) for n, p in trainable.items()]
-                if self.updates == 0:
-                    self.state.prepare(0)
                 self._write_family(folder, family, plans, lambda n, f=family: self.state.get(trainable[n], f), on_file)
         return {
             "engine": self.name,
@@ -246,13 +246,11 @@ class DeepSpeedEngine:
         return self.state.get_weight(param)
 
     def close(self) -> None:
-        """Destroy the DeepSpeed engine and its process group."""
+        """Release what DeepSpeed holds; the process group stays until the process ends."""
         if self._closed:
             return
         self._closed = True
         self.ds.destroy()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 class _Marks:

@@ -36,6 +36,25 @@ class StateAccess:
                 if key not in state:
                     state[key] = torch.zeros_like(fp32, memory_format=torch.preserve_format)
             state["step"] = self._step_value(fp32, step)
+        self._replay_cpu_adam(step)
+
+    def _replay_cpu_adam(self, step: int) -> None:
+        """Bring DeepSpeedCPUAdam's hidden powers of beta to where `step` updates leave them.
+
+        Its C++ object keeps beta**step as a running fp32 product (and as pow() when several flat buffers share a step,
+        csrc/includes/cpu_adam.h, IncrementStep), which a resumed process would not have: the same calls are made again
+        on a buffer of one element. With several buffers only the last step matters.
+        """
+        if type(self.inner).__name__ != "DeepSpeedCPUAdam":
+            return
+        group = self.inner.param_groups[0]
+        buffers = len(self._flat_fp32())
+        dummy = [torch.zeros(1) for _ in range(4)]
+        for past in range(1 if buffers == 1 else max(1, step - 1), step + 1):
+            for _ in range(buffers):
+                self.inner.ds_opt_adam.adam_update(
+                    self.inner.opt_id, past, 0.0, *group["betas"], group["eps"], 0.0, True, *dummy
+                )
 
     def _step_value(self, fp32: torch.Tensor, step: int) -> Any:
         """The step counter in the type the optimizer keeps: DeepSpeedCPUAdam an int, torch's AdamW a tensor."""
