@@ -47,7 +47,7 @@ def test_home_and_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     "path, said",
     [
         ("", "is empty"), ("  ", "is empty"), ("a\0b", "NUL"), ("C:\\Users\\me\\nvme", "/mnt/c/Users/me/nvme"),
-        ("d:/nvme", "/mnt/d/nvme"), ("\\\\server\\share", "that share is mounted"), 
+        ("d:/nvme", "/mnt/d/nvme"), ("\\\\server\\share", "that share is mounted"),
         ("//server/share", "Windows spelling"),
     ],
 )  # fmt: skip

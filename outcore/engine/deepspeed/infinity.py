@@ -104,8 +104,8 @@ def build_infinity_config(
 ) -> dict[str, Any]:
     """`base_config` with ZeRO-3 and NVMe offload, as a new dict; `base_config` is never changed.
 
-    Only the blocks that offloading concerns (zero_optimization, aio, and AdamW for the CPU) are replaced; everything
-    else is copied as it is. Without `model` the swap buffers are made for weights of up to 600 M elements, which costs
+    Only what offloading concerns is replaced (zero_optimization, aio, torch's own AdamW); everything else is copied as
+    it is. Without `model` the swap buffers are made for weights of up to 600 M elements, which costs
     locked RAM; give the facts of your model for tight ones. The path is not touched; `validate_nvme_path` checks it.
 
     Raises:
