@@ -6,7 +6,8 @@ Both sides move the same file with the same block size and the same number of bl
 Rounds alternate (ours first in one, fio first in the next) and each round gives one ratio, because drives, virtual ones
 above all, change their rate from second to second; the table shows medians of the rates, their ratio, and the median
 of the per-round ratios ("paired"), which noise moves less.
-"mixed" reads and writes alternating blocks (half of the bytes each). The target is a ratio of 0.95.
+"mixed" is fio's rw: a sequential read stream and a sequential write stream, half of the bytes each. The target is a
+ratio of 0.95.
 Exit code: 0 when every ratio reaches --target, 1 when one does not, 2 when fio is missing.
 """
 
@@ -68,7 +69,8 @@ def ours_gb_per_s(engine: StorageEngine, file: BlockFile, mode: str, block_bytes
             pending.popleft().wait()
         writes = mode == "write" or (mode == "mixed" and index % 2 == 1)
         submit = engine.submit_write if writes else engine.submit_read
-        pending.append(submit(file, index * block_bytes, buffers[index % len(buffers)]))
+        block = index // 2 if mode == "mixed" else index  # fio's rw: reads and writes each run from the start on
+        pending.append(submit(file, block * block_bytes, buffers[index % len(buffers)]))
     for transfer in pending:
         transfer.wait()
     return file.size_bytes / (time.perf_counter() - begin_s) / GB

@@ -29,7 +29,10 @@ class StorageEngine(Protocol):
 
 
 def open_engine(name: str = "auto", **settings: Any) -> StorageEngine:
-    """An engine by name: "posix", "kvikio", or "auto", which takes posix.
+    """An engine by name: "posix", "kvikio", or "auto".
+
+    "auto" takes posix: it moves what fio moves (benchmarks/storage_vs_fio.py), needs no package and no GPU, and reads
+    straight into pinned memory. kvikio is for a proven direct path to device memory, or where a measurement favours it.
 
     `settings` go to the engine's constructor. Raises ValueError for an unknown name and RuntimeError, with the reason,
     for an engine that this machine cannot run.
