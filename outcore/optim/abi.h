@@ -1,0 +1,93 @@
+// What Python and the C++ sources agree on: formats, types, structures. Change OUTCORE_ABI with any of them.
+// Everything here is `static inline` or data: kernels.cpp includes it with AVX-512 switched on, and a shared inline function
+// compiled so could be the copy that the linker keeps for the others.
+#pragma once
+#include <stdint.h>
+
+#define OUTCORE_ABI 1
+
+namespace outcore {
+
+// Bit 0: master split into 16-bit parameter and residual. Bit 1: 8-bit moments.
+enum Format : int32_t { kFp32 = 0, kSplit = 1, kFp32Moments8 = 2, kSplit8 = 3 };
+static inline bool is_split(int32_t format) { return format & 1; }
+static inline bool has_moments8(int32_t format) { return format & 2; }
+
+enum Dtype : int32_t { kNone = 0, kFloat32 = 1, kBfloat16 = 2, kFloat16 = 3 };
+enum Variant : int32_t { kAuto = -1, kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
+
+constexpr int64_t kBlock = 256;       // elements per 8-bit block, and per tile of the kernels
+constexpr int64_t kSumBlock = 4096;   // elements per partial sum of squares: 64 rows of 64 lanes
+constexpr int64_t kRegionBytes = 64;  // alignment of each state inside a chunk
+constexpr int64_t kChunkBytes = 4096; // a chunk's size is a multiple of it: direct I/O
+
+struct Job {  // one chunk
+  void* state;
+  void* param;
+  const void* grad;
+  int64_t numel;
+  int64_t element_offset;  // of the chunk's first element in the model; a multiple of kBlock
+};
+
+struct Hyper {  // all derived in double precision and rounded once, in hyper.py
+  float grad_scale;
+  float lerp_coefficient;
+  float beta2;
+  float one_minus_beta2;
+  float bias_correction2_sqrt;
+  float eps;
+  float negative_step_size;
+  float decay;
+  int32_t lerp_from_grad;  // 1: m = g + coefficient * (g - m), which torch takes when 1 - beta1 >= 0.5
+  int32_t padding;
+  uint64_t seed;
+  int64_t step;
+};
+
+struct Types {
+  int32_t format;
+  int32_t grad_dtype;
+  int32_t param_dtype;
+  int32_t padding;
+};
+
+struct Layout {  // byte offsets inside a chunk; -1 where the format has no such state
+  int64_t master;
+  int64_t exp_avg;
+  int64_t exp_avg_sq;
+  int64_t exp_avg_scale;
+  int64_t exp_avg_sq_scale;
+  int64_t total;
+};
+
+static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+static inline Layout layout_of(int32_t format, int64_t numel) {
+  Layout at{};
+  int64_t end = 0;
+  auto place = [&end](int64_t bytes) {
+    int64_t start = round_up(end, kRegionBytes);
+    end = start + bytes;
+    return start;
+  };
+  const int64_t moment_bytes = has_moments8(format) ? 1 : 4;
+  at.master = place(numel * (is_split(format) ? 2 : 4));
+  at.exp_avg = place(numel * moment_bytes);
+  at.exp_avg_sq = place(numel * moment_bytes);
+  const int64_t scale_bytes = 4 * (round_up(numel, kBlock) / kBlock);
+  at.exp_avg_scale = has_moments8(format) ? place(scale_bytes) : -1;
+  at.exp_avg_sq_scale = has_moments8(format) ? place(scale_bytes) : -1;
+  at.total = round_up(end, kChunkBytes);
+  return at;
+}
+
+// The work of one core on one range of a chunk; one table per instruction set.
+struct Kernels {
+  // Elements [start, stop) of the chunk; start is a multiple of kBlock.
+  void (*update)(const Types&, const Job&, const Hyper&, int64_t start, int64_t stop);
+  // partial[i] = sum of squares of the i-th kSumBlock elements from start on (start is a multiple of kSumBlock).
+  // Returns the bit pattern of the largest magnitude: 0x7f800000 and above when something is not finite.
+  uint32_t (*sum_squares)(int32_t dtype, const void* grad, int64_t start, int64_t stop, double* partial);
+};
+
+}  // namespace outcore

@@ -1,0 +1,110 @@
+"""What an implementation of the optimizer offers: the C++ extension and torch are two of them, with the same bits.
+
+`open_backend("auto")` takes the extension, building it when it is not built, and torch where it cannot be had, saying
+why. A pool asks its backend for a queue with workers (`WorkQueue`); everything that waits is in `OptimizerPool`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from outcore.optim.build import ExtensionUnavailable
+from outcore.optim.formats import StateFormat
+from outcore.optim.hyper import AdamWHyper
+from outcore.optim.jobs import ChunkJob, JobBatch
+
+logger = logging.getLogger(__name__)
+
+Work = Literal["update", "guarded_update", "sum_squares"]
+Status = Literal["done", "skipped", "cancelled", "failed"]
+BackendName = Literal["auto", "extension", "torch"]
+
+
+class GradStats(NamedTuple):
+    """Of one gradient or of a unit's."""
+
+    sumsq: float
+    """Sum of squares in double precision, in an order that no number of threads changes; NaN when not all finite."""
+    all_finite: bool
+
+
+@dataclass(frozen=True)
+class FinishedUnit:
+    """What a queue reports of a unit; times are those of time.perf_counter."""
+
+    ticket_id: int
+    status: Status
+    stats: GradStats | None
+    started_s: float
+    finished_s: float
+    busy_s: float
+    error: BaseException | None = None
+
+
+class FinishedChunk(NamedTuple):
+    ticket_id: int
+    chunk_index: int
+    status: Status
+    finished_s: float
+
+
+class WorkQueue(Protocol):
+    """Workers and units in order of need. All methods may be called from any thread; only the waits block."""
+
+    def submit(
+        self, priority: int, batch: JobBatch, hyper: AdamWHyper | None, work: Work, notify_chunks: bool
+    ) -> int: ...
+    def reprioritise(self, ticket_id: int, priority: int) -> bool: ...
+    def wait_finished(self, seen: int, timeout_s: float) -> int: ...
+    def reap(self) -> list[FinishedUnit]: ...
+    def next_chunk(self, timeout_s: float) -> FinishedChunk | None: ...
+    def stop(self) -> None: ...
+    def delete(self) -> None: ...
+
+
+class Backend(Protocol):
+    """An implementation."""
+
+    name: str
+    """'extension (avx512)', 'torch', ..."""
+
+    def update(self, state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper) -> None:
+        """AdamW on one chunk on the calling thread."""
+        ...
+
+    def grad_sumsq_and_finite(self, grad: torch.Tensor, num_threads: int = 1) -> GradStats: ...
+
+    def new_queue(self, num_threads: int, cpus: Sequence[int] | None, task_numel: int) -> WorkQueue: ...
+
+
+def open_backend(name: BackendName = "auto") -> Backend:
+    """The named implementation. ExtensionUnavailable when "extension" cannot be had; "auto" then logs it."""
+    if name not in ("auto", "extension", "torch"):
+        raise ValueError(f"the optimizer's backend is 'auto', 'extension' or 'torch', not {name!r}")
+    from outcore.optim.torch_backend import TorchBackend  # both import this module
+
+    if name == "torch":
+        return TorchBackend()
+    from outcore.optim.extension import ExtensionBackend
+
+    try:
+        return ExtensionBackend()
+    except (ExtensionUnavailable, TimeoutError) as error:
+        if name == "extension":
+            raise
+        logger.warning("the CPU optimizer runs in torch, several times slower: %s", error)
+        return TorchBackend()
+
+
+def grad_sumsq_and_finite(grad: torch.Tensor, num_threads: int = 1, backend: Backend | None = None) -> GradStats:
+    """(sum of squares in double precision, whether every element is finite) of a bf16, fp16 or fp32 gradient.
+
+    The sum is of blocks of 4096 in a fixed order, so it depends neither on threads nor on the processor. Give `backend`
+    when calling often: opening one takes some milliseconds. ValueError for a tensor that is not dense on the CPU.
+    """
+    return (backend or open_backend()).grad_sumsq_and_finite(grad, num_threads)

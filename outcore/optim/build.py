@@ -1,0 +1,213 @@
+"""Builds the C++ extension with the compiler of the machine, once per source, flags and compiler.
+
+    python -m outcore.optim
+
+The result is `<cache>/<key of source and flags>-<key of compiler>/outcore_optim.so`, where the cache is
+`<environment>/torch_extensions/outcore_optim`, or ~/.cache/outcore/torch_extensions/outcore_optim for an environment
+that cannot be written. Five small files without torch's headers: about 4 s of one core, once. Built aside and renamed
+into place, under a lock that the kernel frees when its holder dies, so any number of processes may call it at once.
+
+No -march=native and no fast-math: the kernels are compiled once per instruction set and chosen at run time, so the file
+works on any processor of the architecture, and neither rounding nor NaN are optimised away. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from outcore.units import format_s
+
+logger = logging.getLogger(__name__)
+
+SOURCE_DIR = Path(__file__).parent
+SOURCES = ("abi.h", "threads.h", "pool.h", "kernels.cpp", "pool.cpp", "api.cpp")
+LIBRARY_NAME = "outcore_optim.so"
+COMPILERS = ("g++", "clang++", "c++")
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",  # the same roundings with and without fused multiply-add
+    "-fno-math-errno",  # sqrt as an instruction; changes no value
+    "-fno-trapping-math",  # both sides of a choice may be computed; changes no value
+)
+LINK_FLAGS = ("-shared", "-pthread")
+VARIANTS_X86: dict[str, tuple[str, ...]] = {
+    "baseline": (),
+    "avx2": ("-mavx2",),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"),
+}
+VARIANTS_OTHER: dict[str, tuple[str, ...]] = {"baseline": ()}
+BUILD_COMMAND = f"{sys.executable} -m outcore.optim"
+COMMAND_TIMEOUT_S = 300.0
+LOCK_TIMEOUT_S = 600.0
+LOCK_POLL_S = 0.1
+
+
+class ExtensionUnavailable(RuntimeError):
+    """The CPU optimizer's C++ extension cannot be had here; the message says why and what to do."""
+
+
+class CompilerMissing(ExtensionUnavailable):
+    """There is no C++ compiler."""
+
+
+class BuildFailed(ExtensionUnavailable):
+    """The compiler refused."""
+
+
+def build_extension(
+    prefix: str | Path | None = None, compiler: str | None = None, lock_timeout_s: float = LOCK_TIMEOUT_S
+) -> Path:
+    """The built library's path; builds it when this source, these flags and this compiler have not been built yet.
+
+    - `prefix`: root of the environment (default: this interpreter's).
+    - `compiler`: name or path (default: the first of g++, clang++, c++ on PATH).
+
+    Without a compiler a library built earlier from the same source and flags is taken. Raises CompilerMissing,
+    BuildFailed (both ExtensionUnavailable), or TimeoutError when another process builds for longer than
+    `lock_timeout_s`.
+    """
+    cache = cache_dir(prefix)
+    source_key = _source_key()
+    found = find_compiler(compiler)
+    if found is None:
+        for library in sorted(cache.glob(f"{source_key}-*/{LIBRARY_NAME}")):
+            return library
+        raise CompilerMissing(
+            f"no C++ compiler ({compiler or ', '.join(COMPILERS)}) on PATH, so the CPU optimizer cannot be built and "
+            f"would run in torch, several times slower. Install one (Ubuntu, Debian, WSL2: sudo apt install g++; "
+            f"Fedora: sudo dnf install gcc-c++; conda: conda install gxx), then run: {BUILD_COMMAND}"
+        )
+    folder = cache / f"{source_key}-{_digest(_compiler_version(found))[:8]}"
+    library = folder / LIBRARY_NAME
+    if library.exists():
+        return library
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BuildFailed(f"cannot make the folder {cache} for the CPU optimizer: {error}") from error
+    with _lock(cache / f"{folder.name}.lock", lock_timeout_s):
+        if not library.exists():  # another process may have built it while this one waited
+            _build_into(folder, found)
+    return library
+
+
+def find_compiler(compiler: str | None = None) -> str | None:
+    """Full path of the compiler to use, or None."""
+    for name in (compiler,) if compiler else COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    return None
+
+
+def cache_dir(prefix: str | Path | None = None) -> Path:
+    """Where built libraries are kept."""
+    root = Path(prefix if prefix is not None else sys.prefix)
+    if not os.access(root, os.W_OK):  # a system interpreter
+        root = Path.home() / ".cache" / "outcore"
+    return root / "torch_extensions" / "outcore_optim"
+
+
+def variants(machine: str | None = None) -> dict[str, tuple[str, ...]]:
+    """Name -> compiler flags of the instruction sets built on this architecture."""
+    return VARIANTS_X86 if (machine or platform.machine()).lower() in ("x86_64", "amd64") else VARIANTS_OTHER
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _source_key() -> str:
+    texts = [(SOURCE_DIR / name).read_text() for name in SOURCES]
+    return _digest(platform.machine(), repr((FLAGS, LINK_FLAGS, variants())), *texts)[:16]
+
+
+def _compiler_version(compiler: str) -> str:
+    return _run([compiler, "--version"]).splitlines()[0]
+
+
+def _build_into(folder: Path, compiler: str) -> None:
+    """Compile beside `folder`, then rename: the folder exists only complete."""
+    began_s = time.monotonic()
+    logger.info("building the CPU optimizer with %s (once)", compiler)
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        objects: list[str] = []
+        units = [("kernels.cpp", name, (*flags, f"-DOUTCORE_VARIANT={name}")) for name, flags in variants().items()]
+        units += [("pool.cpp", "pool", ()), ("api.cpp", "api", ())]
+        for source, name, flags in units:
+            objects.append(str(aside / f"{name}.o"))
+            _run([compiler, *FLAGS, *flags, "-c", str(SOURCE_DIR / source), "-o", objects[-1]])
+        _run([compiler, *LINK_FLAGS, "-o", str(aside / LIBRARY_NAME), *objects])
+        for path in objects:
+            os.unlink(path)
+        os.rename(aside, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    logger.info("built %s in %s", folder / LIBRARY_NAME, format_s(time.monotonic() - began_s))
+
+
+def _run(command: Sequence[str]) -> str:
+    environment = {**os.environ, "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=COMMAND_TIMEOUT_S, env=environment
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BuildFailed(f"{' '.join(command)} did not end within {format_s(COMMAND_TIMEOUT_S)}") from error
+    except OSError as error:
+        raise BuildFailed(f"cannot run {command[0]}: {error}") from error
+    if done.returncode == 0:
+        return done.stdout
+    output = done.stderr + done.stdout
+    complaint = re.search(r"^.*(?:error|undefined reference).*$", output, re.M)
+    lines = output.strip().splitlines() or [f"exit code {done.returncode}"]
+    raise BuildFailed(
+        f"the CPU optimizer does not compile here: {(complaint.group(0) if complaint else lines[-1]).strip()}\n"
+        f"command: {' '.join(command)}\nIt needs g++ 9 or clang++ 9 or later with its C++ headers (Ubuntu, Debian: "
+        f"sudo apt install g++); then run: {BUILD_COMMAND}"
+    )
+
+
+@contextlib.contextmanager
+def _lock(path: Path, timeout_s: float) -> Iterator[None]:
+    try:
+        import fcntl
+    except ImportError as error:
+        raise ExtensionUnavailable(
+            "the CPU optimizer's extension is built on Linux (WSL2 on Windows); elsewhere it runs in torch"
+        ) from error
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        handle = path.open("w")
+    except OSError as error:
+        raise BuildFailed(f"cannot write to {path.parent}: {error}") from error
+    with handle:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(
+                        f"another process has been building the CPU optimizer for {format_s(timeout_s)} (it holds the "
+                        f"lock on {path}); wait for it to end, or end it"
+                    ) from None
+                time.sleep(LOCK_POLL_S)
+        yield

@@ -1,0 +1,154 @@
+"""What one call hands to the optimizer: the chunks of a unit, checked once, as the array the C++ side reads.
+
+A `JobBatch` may be submitted many times; `with_grads` gives one with other gradients (a ring of gradient slots) without
+checking the states again. The batch keeps its tensors alive; a pool keeps the batch until its unit has finished.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outcore.optim.formats import BLOCK_NUMEL, GRAD_DTYPES, StateFormat, check_buffer
+
+DTYPE_CODES: dict[torch.dtype | None, int] = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+"""As in abi.h."""
+
+
+class CJob(ctypes.Structure):
+    """abi.h: Job."""
+
+    _fields_ = (
+        ("state", ctypes.c_void_p),
+        ("param", ctypes.c_void_p),
+        ("grad", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("element_offset", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True)
+class ChunkJob:
+    """One chunk of n parameters: where its gradient, states and parameter are. All on the CPU and contiguous."""
+
+    grad: torch.Tensor
+    """bf16, fp16 or fp32, n elements."""
+    state: torch.Tensor
+    """uint8, [>= chunk_bytes(n)], updated in place."""
+    param: torch.Tensor | None = None
+    """bf16, fp16 or fp32, n elements, written (split formats: bf16, read too); None: no copy (fp32 master formats)."""
+    element_offset: int = 0
+    """Index of the first parameter in the model, a multiple of 256: the key of stochastic rounding."""
+
+
+class JobBatch:
+    """The chunks of one unit, all of one format, gradient type and parameter type. ValueError when something is off."""
+
+    def __init__(self, state_format: StateFormat, jobs: Sequence[ChunkJob]) -> None:
+        if not jobs:
+            raise ValueError("a unit needs at least one chunk")
+        first = jobs[0]
+        self.state_format: StateFormat | None = state_format
+        self.grad_dtype = first.grad.dtype
+        self.param_dtype = None if first.param is None else first.param.dtype
+        state_format.check_param_dtype(self.param_dtype)
+        self.array = (CJob * len(jobs))()
+        for index, job in enumerate(jobs):
+            try:
+                self._check(job)
+            except ValueError as error:
+                raise ValueError(f"chunk {index} of {len(jobs)}: {error}") from None
+            self.array[index] = CJob(
+                job.state.data_ptr(),
+                0 if job.param is None else job.param.data_ptr(),
+                job.grad.data_ptr(),
+                job.grad.numel(),
+                job.element_offset,
+            )
+        self.jobs: tuple[ChunkJob, ...] = tuple(jobs)
+        self.grads: tuple[torch.Tensor, ...] = tuple(job.grad for job in jobs)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @property
+    def numel(self) -> int:
+        return sum(grad.numel() for grad in self.grads)
+
+    @classmethod
+    def of_grads(cls, grads: Sequence[torch.Tensor]) -> JobBatch:
+        """Gradients without states, for their sum of squares."""
+        if not grads:
+            raise ValueError("a sum of squares needs at least one gradient")
+        batch = cls.__new__(cls)
+        batch.state_format = batch.param_dtype = None
+        batch.grad_dtype = grads[0].dtype
+        batch.jobs = ()
+        batch.grads = tuple(grads)
+        batch.array = (CJob * len(grads))()
+        for index, grad in enumerate(grads):
+            check_grad(grad)
+            if grad.dtype != batch.grad_dtype:
+                raise ValueError(
+                    f"gradient {index} is {grad.dtype}, the first one {batch.grad_dtype}: one type per unit"
+                )
+            batch.array[index] = CJob(0, 0, grad.data_ptr(), grad.numel(), 0)
+        return batch
+
+    def with_grads(self, grads: Sequence[torch.Tensor]) -> JobBatch:
+        """The same chunks with other gradients of the same sizes; their type may differ from before."""
+        if len(grads) != len(self):
+            raise ValueError(f"this unit has {len(self)} chunks, got {len(grads)} gradients")
+        batch = JobBatch.__new__(JobBatch)
+        batch.state_format, batch.param_dtype, batch.grad_dtype = self.state_format, self.param_dtype, grads[0].dtype
+        batch.array = type(self.array).from_buffer_copy(self.array)
+        for index, (grad, before) in enumerate(zip(grads, self.grads)):
+            check_grad(grad)
+            if grad.numel() != before.numel() or grad.dtype != batch.grad_dtype:
+                raise ValueError(
+                    f"gradient {index} has {grad.numel()} elements of {grad.dtype}; this chunk has {before.numel()} "
+                    f"parameters and the first gradient is {batch.grad_dtype}"
+                )
+            batch.array[index].grad = grad.data_ptr()
+        batch.grads = tuple(grads)
+        batch.jobs = tuple(
+            ChunkJob(grad, job.state, job.param, job.element_offset) for grad, job in zip(grads, self.jobs)
+        )
+        return batch
+
+    def _check(self, job: ChunkJob) -> None:
+        assert self.state_format is not None
+        check_grad(job.grad)
+        if job.grad.dtype != self.grad_dtype:
+            raise ValueError(f"its gradient is {job.grad.dtype}, that of the first chunk {self.grad_dtype}")
+        dtype = None if job.param is None else job.param.dtype
+        if dtype != self.param_dtype:
+            raise ValueError(f"its parameter is {dtype}, that of the first chunk {self.param_dtype}")
+        if job.param is not None:
+            _check_dense(job.param, "parameter")
+            if job.param.numel() != job.grad.numel():
+                raise ValueError(f"{job.param.numel()} parameters but {job.grad.numel()} gradients")
+        check_buffer(job.state, self.state_format.chunk_bytes(job.grad.numel()))
+        if job.element_offset < 0 or job.element_offset % BLOCK_NUMEL:
+            raise ValueError(
+                f"element_offset must be a multiple of {BLOCK_NUMEL} from 0 on, so that blocks do not depend on how "
+                f"the model is cut into chunks; got {job.element_offset}"
+            )
+
+
+def check_grad(grad: torch.Tensor) -> None:
+    """ValueError unless `grad` is one the kernels read."""
+    _check_dense(grad, "gradient")
+    if grad.dtype not in GRAD_DTYPES:
+        raise ValueError(f"gradients must be bf16, fp16 or fp32, not {grad.dtype}")
+
+
+def _check_dense(tensor: torch.Tensor, what: str) -> None:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
+        raise ValueError(
+            f"a {what} must be a contiguous tensor on the CPU with at least one element, got {list(tensor.shape)} on "
+            f"{tensor.device}, contiguous: {tensor.is_contiguous()}"
+        )

@@ -1,0 +1,264 @@
+// AdamW on one range of a chunk. Compiled once per instruction set, with OUTCORE_VARIANT naming the table.
+//
+// Every result is defined by IEEE operations in the written order (no contraction, correctly rounded division and
+// square root), so the variants differ in speed only. Nothing of the C++ library is used here: a template of it,
+// instantiated with AVX-512, could be the copy that the linker keeps for the other objects.
+//
+// A tile of 256 elements passes through L1: gradient -> fp32, states in place or unpacked, AdamW, states packed.
+#include "abi.h"
+
+#ifndef OUTCORE_VARIANT
+#error "compile with -DOUTCORE_VARIANT=<name>"
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+namespace outcore {
+namespace {
+
+constexpr int32_t kInfinityBits = 0x7f800000;
+constexpr int32_t kNanBits = 0x7fc00000;
+constexpr int32_t kSmallestNormalBits = 0x00800000;  // 2^-126: below it, moments become zero
+// 8-bit moments: the smallest code of a block must stay a normal fp32, so that a checkpoint in fp32 is exact.
+constexpr int32_t kSmallestExpAvg8Bits = (127 - 112) << 23;   // 2^-112
+constexpr int32_t kSmallestExpAvgSq8Bits = (127 - 93) << 23;  // 2^-93
+constexpr float kLevels = 127.f * 127.f, kInverseLevels = 1.f / kLevels;
+constexpr float kRootLevels = 255.f * 255.f, kInverseRootLevels = 1.f / kRootLevels;
+
+INLINE uint32_t bits_of(float x) { uint32_t u; __builtin_memcpy(&u, &x, 4); return u; }
+INLINE float float_of(uint32_t u) { float x; __builtin_memcpy(&x, &u, 4); return x; }
+INLINE int32_t magnitude_bits(float x) { return (int32_t)(bits_of(x) & 0x7fffffffu); }
+
+// One quiet NaN for all of them: which payload survives depends on the order of operands a compiler picks.
+INLINE uint32_t one_nan(uint32_t u) { return (int32_t)(u & 0x7fffffffu) > kInfinityBits ? (uint32_t)kNanBits : u; }
+// Moments below `smallest` become +0: a moment that decays for ever would end as a denormal, which many processors
+// handle a hundred times slower.
+INLINE float tidy(float x, int32_t smallest) {
+  const uint32_t u = bits_of(x);
+  return float_of(magnitude_bits(x) < smallest ? 0u : one_nan(u));
+}
+
+INLINE float from_half(uint32_t h) {
+  const uint32_t em = h & 0x7fffu;
+  uint32_t u = (em << 13) + (112u << 23);
+  u = em >= 0x7c00u ? u + (112u << 23) : u;
+  const float subnormal = (float)(int32_t)em * 5.9604644775390625e-8f;  // 2^-24
+  u = em < 0x400u ? bits_of(subnormal) : u;
+  return float_of(u | (h & 0x8000u) << 16);
+}
+
+INLINE uint16_t to_half(float x) {  // to nearest, ties to even
+  const uint32_t u = bits_of(x), a = u & 0x7fffffffu;
+  const uint32_t normal = (a + 0xfffu + ((a >> 13) & 1u) - (112u << 23)) >> 13;
+  const uint32_t subnormal = bits_of(float_of(a) + 0.5f) - 0x3f000000u;  // the addition rounds to 2^-24
+  uint32_t h = (int32_t)a < 0x38800000 ? subnormal : normal;
+  h = (int32_t)a >= 0x47800000 ? 0x7c00u : h;
+  h = (int32_t)a > kInfinityBits ? 0x7e00u : h | ((u >> 16) & 0x8000u);
+  return (uint16_t)h;
+}
+
+INLINE uint16_t to_bfloat16(float x) {  // to nearest, ties to even; x is no NaN but the canonical one
+  const uint32_t u = bits_of(x);
+  return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+INLINE void load_as_float(float* __restrict out, int32_t dtype, const void* data, int64_t at, int64_t n) {
+  if (dtype == kFloat32) {
+    const float* __restrict x = (const float*)data + at;
+    for (int64_t i = 0; i < n; i++) out[i] = x[i];
+  } else if (dtype == kBfloat16) {
+    const uint16_t* __restrict x = (const uint16_t*)data + at;
+    for (int64_t i = 0; i < n; i++) out[i] = float_of((uint32_t)x[i] << 16);
+  } else {
+    const uint16_t* __restrict x = (const uint16_t*)data + at;
+    for (int64_t i = 0; i < n; i++) out[i] = from_half(x[i]);
+  }
+}
+
+INLINE void store_param(int32_t dtype, void* param, int64_t at, const float* __restrict w, int64_t n) {
+  if (dtype == kBfloat16) {
+    uint16_t* __restrict p = (uint16_t*)param + at;
+    for (int64_t i = 0; i < n; i++) p[i] = to_bfloat16(w[i]);
+  } else if (dtype == kFloat16) {
+    uint16_t* __restrict p = (uint16_t*)param + at;
+    for (int64_t i = 0; i < n; i++) p[i] = to_half(w[i]);
+  } else if (dtype == kFloat32) {
+    float* __restrict p = (float*)param + at;
+    for (int64_t i = 0; i < n; i++) p[i] = w[i];
+  }
+}
+
+// master <-> (parameter, residual): the parameter is the master rounded half up in its bit pattern, the residual its
+// low 16 bits. The carry into the parameter is the residual's top bit, so the pair determines all 2^32 patterns.
+INLINE void join(float* __restrict w, const uint16_t* __restrict p, const uint16_t* __restrict residual, int64_t n) {
+  for (int64_t i = 0; i < n; i++)
+    w[i] = float_of(((uint32_t)p[i] << 16) + (uint32_t)(int32_t)(int16_t)residual[i]);
+}
+INLINE void split(uint16_t* __restrict p, uint16_t* __restrict residual, const float* __restrict w, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t u = bits_of(w[i]);
+    p[i] = (uint16_t)((u + 0x8000u) >> 16);
+    residual[i] = (uint16_t)u;
+  }
+}
+
+// g, m, v, w -> m, v (its square root when `root`), w. The order of operations is torch.optim.AdamW's, see hyper.py.
+template <bool root>
+INLINE void adamw(float* __restrict w, float* __restrict m, float* __restrict v, const float* __restrict g, int64_t n,
+                  const Hyper& h, int32_t smallest_m, int32_t smallest_v) {
+  const float scale = h.grad_scale, coefficient = h.lerp_coefficient, beta2 = h.beta2, rest2 = h.one_minus_beta2;
+  const float correction = h.bias_correction2_sqrt, eps = h.eps, step = h.negative_step_size, decay = h.decay;
+  const uint32_t from_grad = h.lerp_from_grad ? ~0u : 0u;
+  for (int64_t i = 0; i < n; i++) {
+    const float gi = g[i] * scale;
+    const float base = float_of((bits_of(gi) & from_grad) | (bits_of(m[i]) & ~from_grad));
+    const float mi = tidy(base + coefficient * (gi - m[i]), smallest_m);
+    const float vi = tidy(v[i] * beta2 + (rest2 * gi) * gi, smallest_v);
+    const float si = __builtin_sqrtf(vi);
+    const float wi = w[i] * decay + (step * mi) / (si / correction + eps);
+    m[i] = mi;
+    v[i] = root ? si : vi;
+    w[i] = float_of(one_nan(bits_of(wi)));
+  }
+}
+
+INLINE uint64_t mix(uint64_t x) {  // splitmix64's finalizer
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+
+INLINE int32_t largest_magnitude(const float* __restrict x, int64_t n) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const int32_t a = magnitude_bits(x[i]);
+    largest = a > largest ? a : largest;
+  }
+  return largest;
+}
+
+// Codes: m = scale * (q/127)|q/127|, sqrt(v) = scale * (q/255)^2. Rounding is stochastic and unbiased in m and in v;
+// the largest of a block is exact, and a v above zero never becomes zero (it divides).
+INLINE void unpack(float* __restrict m, float* __restrict v, const int8_t* __restrict q, const uint8_t* __restrict r,
+                   float scale_m, float scale_s, int64_t n) {
+  for (int64_t i = 0; i < n; i++) {
+    const int32_t a = q[i], b = r[i];
+    m[i] = scale_m * ((float)(a * (a < 0 ? -a : a)) * kInverseLevels);
+    const float s = scale_s * ((float)(b * b) * kInverseRootLevels);
+    v[i] = s * s;
+  }
+}
+
+INLINE void pack(int8_t* __restrict q, uint8_t* __restrict r, float* scale_m, float* scale_s,
+                 const float* __restrict m, const float* __restrict s, int64_t n, uint64_t key) {
+  const int32_t top_m = largest_magnitude(m, n), top_s = largest_magnitude(s, n);
+  if (top_m >= kInfinityBits || top_s >= kInfinityBits) {  // shows, and stays
+    *scale_m = *scale_s = float_of(kNanBits);
+    for (int64_t i = 0; i < n; i++) q[i] = 0, r[i] = 0;
+    return;
+  }
+  *scale_m = float_of((uint32_t)top_m);
+  *scale_s = float_of((uint32_t)top_s);
+  const float inverse_m = top_m ? 1.f / *scale_m : 0.f, inverse_s = top_s ? 1.f / *scale_s : 0.f;
+  const uint32_t key_low = (uint32_t)key, key_high = (uint32_t)(key >> 32);
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t x = (uint32_t)i * 0x9e3779b9u + key_low;
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x ^= key_high;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    x ^= x >> 16;
+    const float random_m = (float)(int32_t)(x & 0xffffu) * (1.f / 65536), random_s = (float)(int32_t)(x >> 16) * (1.f / 65536);
+    const int32_t bits_m = magnitude_bits(m[i]), bits_s = magnitude_bits(s[i]);
+
+    const float y = (float_of((uint32_t)bits_m) * inverse_m) * kLevels;
+    int32_t a = (int32_t)__builtin_sqrtf(y);
+    const float low = (float)a;
+    a += random_m * (low + low + 1.f) < y - low * low ? 1 : 0;
+    a = a > 127 || bits_m == top_m ? 127 : a;
+    a = bits_m == 0 ? 0 : a;
+    q[i] = (int8_t)(m[i] < 0.f ? -a : a);
+
+    const float z = (s[i] * inverse_s) * kRootLevels;
+    int32_t b = (int32_t)__builtin_sqrtf(z);
+    const float below = (float)(b * b), above = (float)((b + 1) * (b + 1));
+    b += random_s * ((above - below) * (above + below)) < (z - below) * (z + below) ? 1 : 0;
+    b = b > 255 || bits_s == top_s ? 255 : b;
+    b = b < 1 ? 1 : b;
+    r[i] = (uint8_t)(bits_s == 0 ? 0 : b);
+  }
+}
+
+INLINE void update_tile(const Types& types, const Job& job, const Layout& at, const Hyper& h, uint64_t key,
+                        int64_t start, int64_t n) {
+  alignas(64) float grad[kBlock], master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock];
+  char* state = (char*)job.state;
+  uint16_t* residual = (uint16_t*)(state + at.master) + start;
+  uint16_t* param16 = (uint16_t*)job.param + start;
+  load_as_float(grad, types.grad_dtype, job.grad, start, n);
+  float* w = is_split(types.format) ? master : (float*)(state + at.master) + start;
+  if (is_split(types.format)) join(master, param16, residual, n);
+  if (has_moments8(types.format)) {
+    int8_t* q = (int8_t*)(state + at.exp_avg) + start;
+    uint8_t* r = (uint8_t*)(state + at.exp_avg_sq) + start;
+    float* scale_m = (float*)(state + at.exp_avg_scale) + start / kBlock;
+    float* scale_s = (float*)(state + at.exp_avg_sq_scale) + start / kBlock;
+    unpack(exp_avg, exp_avg_sq, q, r, *scale_m, *scale_s, n);
+    adamw<true>(w, exp_avg, exp_avg_sq, grad, n, h, kSmallestExpAvg8Bits, kSmallestExpAvgSq8Bits);
+    const uint64_t block = (uint64_t)((job.element_offset + start) / kBlock);
+    pack(q, r, scale_m, scale_s, exp_avg, exp_avg_sq, n, mix(key + block * 0x9e3779b97f4a7c15ull));
+  } else {
+    adamw<false>(w, (float*)(state + at.exp_avg) + start, (float*)(state + at.exp_avg_sq) + start, grad, n, h,
+                 kSmallestNormalBits, kSmallestNormalBits);
+  }
+  if (is_split(types.format)) split(param16, residual, master, n);
+  else store_param(types.param_dtype, job.param, start, w, n);
+}
+
+void update(const Types& types, const Job& job, const Hyper& h, int64_t start, int64_t stop) {
+  const Layout at = layout_of(types.format, job.numel);
+  const uint64_t key = mix(mix(h.seed + 0x9e3779b97f4a7c15ull) ^ (uint64_t)h.step);
+  for (; start + kBlock <= stop; start += kBlock) update_tile(types, job, at, h, key, start, kBlock);
+  if (start < stop) update_tile(types, job, at, h, key, start, stop - start);
+}
+
+typedef float Float8 __attribute__((vector_size(32)));
+typedef double Double8 __attribute__((vector_size(64)));
+
+// 64 lanes, each the sum of 64 squares one after the other, then halves added until one is left. The products are
+// exact in double precision.
+INLINE double sum_block(const float* x) {
+  Double8 lane[8] = {};
+  for (int row = 0; row < 64; row++)
+    for (int j = 0; j < 8; j++) {
+      Float8 f;
+      __builtin_memcpy(&f, x + 64 * row + 8 * j, sizeof f);
+      const Double8 d = __builtin_convertvector(f, Double8);
+      lane[j] += d * d;
+    }
+  double flat[64];
+  __builtin_memcpy(flat, lane, sizeof flat);
+  for (int half = 32; half >= 1; half /= 2)
+    for (int j = 0; j < half; j++) flat[j] += flat[j + half];
+  return flat[0];
+}
+
+uint32_t sum_squares(int32_t dtype, const void* grad, int64_t start, int64_t stop, double* partial) {
+  alignas(64) float tile[kSumBlock];
+  int32_t largest = 0;
+  for (; start < stop; start += kSumBlock) {
+    const int64_t n = stop - start < kSumBlock ? stop - start : kSumBlock;
+    load_as_float(tile, dtype, grad, start, n);
+    for (int64_t i = n; i < kSumBlock; i++) tile[i] = 0.f;
+    const int32_t top = largest_magnitude(tile, kSumBlock);
+    largest = top > largest ? top : largest;
+    *partial++ = sum_block(tile);
+  }
+  return (uint32_t)largest;
+}
+
+}  // namespace
+
+#define TABLE_NAME(variant) kernels_##variant
+#define TABLE(variant) extern const Kernels TABLE_NAME(variant); const Kernels TABLE_NAME(variant) = {update, sum_squares};
+TABLE(OUTCORE_VARIANT)
+
+}  // namespace outcore

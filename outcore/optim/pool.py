@@ -1,0 +1,360 @@
+"""Optimizer threads: one call submits a unit (a layer's chunks); they are worked off in order of need without the GIL.
+
+Order: lowest `priority` first (the layer that the next forward needs soonest), then order of submission. Work is cut
+into tasks of at most `task_numel` elements, so that a unit needed sooner gets the threads within milliseconds and one
+large chunk uses all of them. Results do not depend on threads, order or task size.
+
+    with OptimizerPool(num_threads=14) as pool:
+        ticket = pool.submit("layer 3", 3, JobBatch(SPLIT, jobs), hyper)
+        ...
+        pool.wait(ticket, timeout_s=60)
+
+States on NVMe: submit with `notify_chunks=True` and write each chunk back as `next_chunk` returns it. Guarded updates
+first look at every gradient of the unit and skip the whole unit when one is not finite (or above 2^60, whose square
+overflows): a bad gradient never reaches the states. Tensors are kept alive until their unit has finished; until then
+their contents belong to the pool. Every wait is bounded. Without a compiler the same class works with torch on Python
+threads, with the same bits.
+
+Undoing an update (to apply it before the clipping factor is known) was looked at and is not built. It is not
+invertible in place: m and v are contractions that merge neighbouring numbers, and w rounds. Copies of the old states
+until the norm is known would double the states of all units; recomputing them from the new ones needs a residual of a
+few bits per state and a second pass over DRAM whenever clipping bites. Deferring the update under the next forward
+costs neither.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from outcore.optim.backend import (
+    Backend,
+    BackendName,
+    FinishedUnit,
+    GradStats,
+    Status,
+    Work,
+    WorkQueue,
+    open_backend,
+)
+from outcore.optim.hyper import AdamWHyper
+from outcore.optim.jobs import JobBatch
+from outcore.units import format_s
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Longest wait for a unit: a layer takes well under a second, so more means that something hangs."""
+DEFAULT_TASK_NUMEL = 1 << 18
+"""2^18 parameters are 7 MB of traffic: under 2 ms of a thread, against a microsecond to hand it out."""
+SUM_BLOCK_NUMEL = 4096
+SIGNAL_SLICE_S = 0.2
+"""Waits return to Python this often, so that Ctrl-C works."""
+
+
+class UpdateFailed(RuntimeError):
+    """A unit's update raised; its states are partly updated and must be restored from a checkpoint."""
+
+
+class PoolClosed(RuntimeError):
+    """The pool was closed before this."""
+
+
+@dataclass(frozen=True)
+class UnitResult:
+    """What became of a unit."""
+
+    unit_id: Hashable
+    status: Status
+    """'done'; 'skipped': guarded and a gradient was not finite, nothing was changed; 'cancelled' by close."""
+    stats: GradStats | None
+    """Of the unit's gradients, for guarded updates and sums of squares."""
+    started_s: float
+    """First task's start and last one's end, on the clock of time.perf_counter (for a trace)."""
+    finished_s: float
+    busy_s: float
+    """Summed over the threads."""
+
+
+class Ticket:
+    """A submitted unit; `result` is set once it was waited for or seen to be done."""
+
+    def __init__(self, ticket_id: int, unit_id: Hashable, work: Work) -> None:
+        self.ticket_id = ticket_id
+        self.unit_id = unit_id
+        self.work: Work = work
+        self.result: UnitResult | None = None
+        self.error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        state = "pending" if self.result is None else self.result.status
+        return f"Ticket({self.ticket_id}, unit {self.unit_id!r}, {self.work}, {state})"
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """A chunk whose states and parameters may be written back now (or were left alone: 'skipped')."""
+
+    ticket: Ticket
+    chunk_index: int
+    status: Status
+    finished_s: float
+
+
+@dataclass
+class _Live:
+    """A ticket with what it keeps alive."""
+
+    ticket: Ticket
+    batch: JobBatch | None
+    chunks_left: int
+
+
+def default_num_threads() -> int:
+    """All cores this process may use but two, for I/O and the training thread; at least one."""
+    return max(1, len(os.sched_getaffinity(0)) - 2) if hasattr(os, "sched_getaffinity") else 1
+
+
+class OptimizerPool:
+    """See the module's docstring. Methods may be called from any thread.
+
+    - `num_threads`: workers (default: all cores but two). DRAM is saturated by fewer: `benchmarks/optim_rate.py`.
+    - `backend`: "auto", "extension", "torch", or an opened `Backend`.
+    - `cpus`: one CPU number per worker to pin it to (extension only); default: the system's scheduler decides.
+    - `task_numel`: elements per task, a multiple of 4096.
+
+    Raises ValueError for settings, ExtensionUnavailable, RuntimeError when threads cannot be started.
+    """
+
+    def __init__(
+        self,
+        num_threads: int | None = None,
+        *,
+        backend: BackendName | Backend = "auto",
+        cpus: Sequence[int] | None = None,
+        task_numel: int = DEFAULT_TASK_NUMEL,
+    ) -> None:
+        self.num_threads = default_num_threads() if num_threads is None else num_threads
+        if not 1 <= self.num_threads <= 1024:
+            raise ValueError(f"an optimizer pool needs 1 to 1024 threads, got {self.num_threads}")
+        if task_numel <= 0 or task_numel % SUM_BLOCK_NUMEL:
+            raise ValueError(f"task_numel must be a positive multiple of {SUM_BLOCK_NUMEL}, got {task_numel}")
+        if cpus is not None:
+            _check_cpus(cpus, self.num_threads)
+        self.backend: Backend = open_backend(backend) if isinstance(backend, str) else backend
+        self._queue: WorkQueue = self.backend.new_queue(self.num_threads, cpus, task_numel)
+        self._lock = threading.Lock()
+        self._live: dict[int, _Live] = {}
+        self._pending: dict[int, _Live] = {}
+        self._num_reaped = 0
+        self._closed = False
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _dispose, self._queue, self._pid)
+
+    def submit(
+        self,
+        unit_id: Hashable,
+        priority: int,
+        jobs: JobBatch,
+        hyper: AdamWHyper,
+        *,
+        guard: bool = False,
+        notify_chunks: bool = False,
+    ) -> Ticket:
+        """Queue AdamW on a unit's chunks; returns at once.
+
+        `guard`: skip the unit when a gradient is not finite. `notify_chunks`: each chunk is reported by `next_chunk`,
+        and someone must take those reports.
+        """
+        if jobs.state_format is None:
+            raise ValueError("these jobs have gradients only; an update needs JobBatch(format, jobs)")
+        return self._submit(unit_id, priority, jobs, hyper, "guarded_update" if guard else "update", notify_chunks)
+
+    def submit_sumsq(self, unit_id: Hashable, priority: int, grads: Sequence[torch.Tensor]) -> Ticket:
+        """Queue the sum of squares and finiteness of a unit's gradients; the result's `stats` has them.
+
+        The sum is that of `grad_sumsq_and_finite` of each gradient, added in order.
+        """
+        return self._submit(unit_id, priority, JobBatch.of_grads(grads), None, "sum_squares", False)
+
+    def wait(self, ticket: Ticket, timeout_s: float = DEFAULT_TIMEOUT_S) -> UnitResult:
+        """Its result. TimeoutError, UpdateFailed, or PoolClosed when the pool was closed before it had finished."""
+        self.wait_any([ticket], timeout_s)
+        assert ticket.result is not None
+        if ticket.error is not None:
+            raise UpdateFailed(
+                f"the update of unit {ticket.unit_id!r} failed ({type(ticket.error).__name__}: {ticket.error}); its "
+                "states may be partly updated: resume from the last checkpoint"
+            ) from ticket.error
+        if ticket.result.status == "cancelled":
+            raise PoolClosed(f"the optimizer pool was closed before unit {ticket.unit_id!r} had finished")
+        return ticket.result
+
+    def done(self, ticket: Ticket) -> bool:
+        """Whether it has finished in whatever way; does not block."""
+        if ticket.result is None:
+            self._reap()
+        return ticket.result is not None
+
+    def wait_any(self, tickets: Sequence[Ticket], timeout_s: float = DEFAULT_TIMEOUT_S) -> Ticket:
+        """The first of `tickets` (in their order) that has finished in whatever way; TimeoutError."""
+        if not tickets:
+            raise ValueError("wait_any needs at least one ticket")
+        found: list[Ticket] = []
+
+        def one_is_done() -> bool:
+            found.extend(ticket for ticket in tickets if ticket.result is not None)
+            return bool(found)
+
+        self._wait_for(one_is_done, timeout_s, f"one of {len(tickets)} units, the first {tickets[0].unit_id!r}")
+        return found[0]
+
+    def drain(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Wait until everything submitted so far has finished; TimeoutError. Failures stay with their tickets."""
+        self._reap()
+        with self._lock:
+            waited = list(self._pending.values())
+        self._wait_for(
+            lambda: all(live.ticket.result is not None for live in waited), timeout_s, f"{len(waited)} units to drain"
+        )
+
+    def next_chunk(self, timeout_s: float) -> ChunkResult | None:
+        """The next chunk of a unit submitted with `notify_chunks`, in order of completion; None after the timeout."""
+        deadline_s = time.perf_counter() + timeout_s
+        while True:
+            self._check_process()
+            left_s = deadline_s - time.perf_counter()
+            chunk = self._queue.next_chunk(max(0.0, min(SIGNAL_SLICE_S, left_s)))
+            if chunk is not None:
+                break
+            if left_s <= 0 or self._closed:
+                return None
+        with self._lock:
+            live = self._live[chunk.ticket_id]
+            live.chunks_left -= 1
+            self._forget_if_over(live)
+        return ChunkResult(live.ticket, chunk.chunk_index, chunk.status, chunk.finished_s)
+
+    def reprioritise(self, ticket: Ticket, priority: int) -> bool:
+        """Move a unit in the queue; False when it has no tasks left to hand out."""
+        self._check_open()
+        return self._queue.reprioritise(ticket.ticket_id, priority)
+
+    @property
+    def num_pending(self) -> int:
+        """Units submitted and not finished."""
+        self._reap()
+        return len(self._pending)
+
+    def close(self, timeout_s: float = DEFAULT_TIMEOUT_S, *, cancel: bool = False) -> None:
+        """End the threads: after everything submitted (TimeoutError), or with `cancel` after the tasks they are at.
+
+        A cancelled unit may be partly updated. Calling it again does nothing.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        if not cancel:
+            self.drain(timeout_s)
+        self._closed = True
+        self._queue.stop()
+        self._reap()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(cancel=kind is not None)
+
+    def _submit(
+        self,
+        unit_id: Hashable,
+        priority: int,
+        batch: JobBatch,
+        hyper: AdamWHyper | None,
+        work: Work,
+        notify_chunks: bool,
+    ) -> Ticket:
+        self._check_open()
+        with self._lock:  # a chunk's report may come before this returns: next_chunk looks it up under the lock
+            ticket_id = self._queue.submit(priority, batch, hyper, work, notify_chunks)
+            ticket = Ticket(ticket_id, unit_id, work)
+            live = _Live(ticket, batch, len(batch) if notify_chunks else 0)
+            self._live[ticket_id] = self._pending[ticket_id] = live
+        self._reap()
+        return ticket
+
+    def _reap(self) -> int:
+        """Take over what has finished; the number of units finished so far."""
+        with self._lock:
+            for finished in self._queue.reap():
+                self._num_reaped += 1
+                live = self._pending.pop(finished.ticket_id)
+                self._finish(live, finished)
+            return self._num_reaped
+
+    def _finish(self, live: _Live, finished: FinishedUnit) -> None:
+        live.batch = None
+        live.ticket.error = finished.error
+        live.ticket.result = UnitResult(
+            live.ticket.unit_id,
+            finished.status,
+            finished.stats,
+            finished.started_s,
+            finished.finished_s,
+            finished.busy_s,
+        )
+        self._forget_if_over(live)
+
+    def _forget_if_over(self, live: _Live) -> None:
+        if live.chunks_left == 0 and live.ticket.result is not None:
+            self._live.pop(live.ticket.ticket_id, None)
+
+    def _wait_for(self, condition, timeout_s: float, what: str) -> None:
+        deadline_s = time.perf_counter() + timeout_s
+        while True:
+            seen = self._reap()
+            if condition():
+                return
+            if self._closed:
+                raise PoolClosed(f"the optimizer pool was closed while {what} had not finished")
+            self._check_process()
+            left_s = deadline_s - time.perf_counter()
+            if left_s <= 0:
+                raise TimeoutError(
+                    f"the optimizer did not finish {what} within {format_s(timeout_s)}: {len(self._pending)} units are "
+                    f"pending on {self.num_threads} threads ({self.backend.name}); the machine is overloaded or out of "
+                    "RAM, or a gradient was submitted that is still far from its turn"
+                )
+            self._queue.wait_finished(seen, min(SIGNAL_SLICE_S, left_s))
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError("this optimizer pool belongs to the process that forked this one; make one here")
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise PoolClosed("the optimizer pool is closed")
+
+
+def _dispose(queue: WorkQueue, pid: int) -> None:
+    if os.getpid() == pid:  # threads do not survive a fork
+        queue.stop()
+        queue.delete()
+
+
+def _check_cpus(cpus: Sequence[int], num_threads: int) -> None:
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    if len(cpus) != num_threads or not set(cpus) <= allowed:
+        raise ValueError(
+            f"cpus must name one of {sorted(allowed)} for each of {num_threads} threads, got {list(cpus)}; leave it "
+            "out to let the system decide"
+        )

@@ -1,0 +1,157 @@
+"""The optimizer in torch: the same bits as the C++ extension, slower. Used where there is no compiler, and to test it.
+
+Only element-wise torch operations that round once are used (multiply, add, subtract, divide, compare); not `lerp` and
+`addcmul`, which fuse where the processor can, and not fp32 `sqrt`, which is off by an ulp for one number in six with
+the vector library of torch's x86 wheels (M, 2.13). Casts to bf16 are done on the bit patterns: torch's own give
+different NaN on different processors. Cost: about 40 passes over a slice of 2^18 elements, which stays in the cache.
+
+It needs denormals: a process that flushes them (torch.set_flush_denormal(True)) gets other bits; the extension does
+not.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from outcore.optim.formats import BLOCK_NUMEL, StateFormat
+from outcore.optim.hyper import AdamWHyper, AdamWScalars
+from outcore.optim.jobs import ChunkJob
+from outcore.optim.moments8 import (
+    SMALLEST_EXP_AVG,
+    SMALLEST_EXP_AVG_SQ,
+    Codes,
+    exact_sqrt,
+    pack_stochastic,
+    unpack,
+)
+from outcore.optim.split import join_master, split_master
+
+SLICE_NUMEL = 1 << 18
+SUM_BLOCK_NUMEL = 4096
+SUM_LANES = 64
+SMALLEST_NORMAL = 2.0**-126
+LARGEST_GRAD = 2.0**60
+"""Scaled gradients above it are refused like infinity: their square would overflow the second moment."""
+
+
+def update_chunk(state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper) -> None:
+    """AdamW on one chunk, in place; the arguments are those of a checked `JobBatch`."""
+    numel = job.grad.numel()
+    views = state_format.views(job.state, numel)
+    grad = job.grad.detach().reshape(-1)
+    param = None if job.param is None else job.param.detach().view(-1)
+    scalars = hyper.scalars()
+    for start in range(0, numel, SLICE_NUMEL):
+        at = slice(start, min(start + SLICE_NUMEL, numel))
+        blocks = slice(start // BLOCK_NUMEL, -(-at.stop // BLOCK_NUMEL))
+        part = {name: view[blocks if name.endswith("_scale") else at] for name, view in views.items()}
+        first_block = (job.element_offset + start) // BLOCK_NUMEL
+        _update_slice(state_format, part, None if param is None else param[at], grad[at], hyper, scalars, first_block)
+
+
+def _update_slice(
+    state_format: StateFormat,
+    part: dict[str, torch.Tensor],
+    param: torch.Tensor | None,
+    grad: torch.Tensor,
+    hyper: AdamWHyper,
+    scalars: AdamWScalars,
+    first_block: int,
+) -> None:
+    if state_format.split_master:
+        assert param is not None
+        master = join_master(param, part["residual"])
+    else:
+        master = part["master"]
+    if state_format.moments8:
+        codes = Codes(*(part[name] for name in Codes._fields))
+        exp_avg, exp_avg_sq = unpack(codes)
+        master, exp_avg, _, root = adamw(
+            master, exp_avg, exp_avg_sq, grad, scalars, SMALLEST_EXP_AVG, SMALLEST_EXP_AVG_SQ
+        )
+        packed = pack_stochastic(exp_avg, root, seed=hyper.seed, step=hyper.step, first_block=first_block)
+        for target, value in zip(codes, packed):
+            target.copy_(value)
+    else:
+        master, exp_avg, exp_avg_sq, _ = adamw(
+            master, part["exp_avg"], part["exp_avg_sq"], grad, scalars, SMALLEST_NORMAL, SMALLEST_NORMAL
+        )
+        part["exp_avg"].copy_(exp_avg)
+        part["exp_avg_sq"].copy_(exp_avg_sq)
+    if state_format.split_master:
+        assert param is not None
+        high, residual = split_master(master)
+        param.copy_(high)
+        part["residual"].copy_(residual)
+    else:
+        part["master"].copy_(master)
+        if param is not None:
+            param.copy_(cast_param(master, param.dtype))
+
+
+def adamw(
+    master: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    scalars: AdamWScalars,
+    smallest_exp_avg: float,
+    smallest_exp_avg_sq: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(w, m, v, sqrt(v)) after the update, fp32 [n] each; the formula is in `hyper.py`."""
+    g = grad.float() * scalars.grad_scale
+    base = g if scalars.lerp_from_grad else exp_avg
+    m = _tidy(base + (g - exp_avg) * scalars.lerp_coefficient, smallest_exp_avg)
+    v = _tidy(exp_avg_sq * scalars.beta2 + (g * scalars.one_minus_beta2) * g, smallest_exp_avg_sq)
+    root = exact_sqrt(v)
+    denominator = root / scalars.bias_correction2_sqrt + scalars.eps
+    w = master * scalars.decay + (m * scalars.negative_step_size) / denominator
+    return _one_nan(w), m, v, root
+
+
+def cast_param(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 [n] rounded to nearest, ties to even, to a parameter type; the only NaN in it may be the canonical one."""
+    if dtype == torch.float16:
+        return torch.where(master.isnan(), float("nan"), master).to(torch.float16)
+    if dtype == torch.bfloat16:
+        bits = master.contiguous().view(torch.int32).to(torch.int64)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(torch.int16).view(torch.bfloat16)
+    return master.to(dtype)
+
+
+def sum_squares(grad: torch.Tensor) -> tuple[float, bool, float]:
+    """(sum of squares, all finite, largest magnitude) of a gradient; NaN as sum when something is not finite."""
+    flat = grad.detach().reshape(-1)
+    total, largest = 0.0, 0.0
+    for start in range(0, flat.numel(), SLICE_NUMEL):
+        part = flat[start : start + SLICE_NUMEL].float()
+        top = float(part.abs().max())
+        if not math.isfinite(top):
+            return math.nan, False, math.inf
+        largest = max(largest, top)
+        for partial in _block_sums(part):
+            total += partial
+    return total, True, largest
+
+
+def _block_sums(part: torch.Tensor) -> list[float]:
+    """Per 4096 elements: 64 lanes that each add 64 squares one after the other, then halves added until one is left."""
+    padded = torch.nn.functional.pad(part, (0, -part.numel() % SUM_BLOCK_NUMEL))
+    squares = padded.double().square_().view(-1, SUM_BLOCK_NUMEL // SUM_LANES, SUM_LANES)  # [blocks, rows, lanes]
+    lanes = squares[:, 0].clone()
+    for row in range(1, squares.shape[1]):
+        lanes += squares[:, row]
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0].tolist()
+
+
+def _one_nan(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.isnan(), float("nan"), x)
+
+
+def _tidy(x: torch.Tensor, smallest: float) -> torch.Tensor:
+    return _one_nan(torch.where(x.abs() < smallest, 0.0, x))

@@ -1,0 +1,110 @@
+// Threads, locks and floating-point mode, on POSIX threads directly: std::condition_variable and std::thread would tie
+// the library to the newest libstdc++ of the machine that built it, while Python may run with an older one.
+#pragma once
+#include <errno.h>
+#include <math.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <time.h>
+
+namespace outcore {
+
+// IEEE rounding to nearest without flushing of denormals on this thread, and the caller's mode back afterwards: other
+// libraries in the process switch flushing on for the thread that loads them, and new threads inherit it.
+#if defined(__x86_64__)
+class FloatMode {
+ public:
+  FloatMode() : before_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(0x1f80); }
+  ~FloatMode() { __builtin_ia32_ldmxcsr(before_); }
+ private:
+  uint32_t before_;
+};
+#elif defined(__aarch64__)
+class FloatMode {
+ public:
+  FloatMode() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" : : "r"(uint64_t{0}));
+  }
+  ~FloatMode() { asm volatile("msr fpcr, %0" : : "r"(before_)); }
+ private:
+  uint64_t before_;
+};
+#else
+class FloatMode {
+ public:
+  FloatMode() {}
+  ~FloatMode() {}
+};
+#endif
+
+inline double monotonic_s() {  // the clock of Python's time.perf_counter
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+class Mutex {
+ public:
+  Mutex() { pthread_mutex_init(&mutex_, nullptr); }
+  ~Mutex() { pthread_mutex_destroy(&mutex_); }
+  Mutex(const Mutex&) = delete;
+  Mutex& operator=(const Mutex&) = delete;
+  void lock() { pthread_mutex_lock(&mutex_); }
+  void unlock() { pthread_mutex_unlock(&mutex_); }
+
+ private:
+  friend class Condition;
+  pthread_mutex_t mutex_;
+};
+
+class Guard {
+ public:
+  explicit Guard(Mutex& mutex) : mutex_(mutex) { mutex_.lock(); }
+  ~Guard() { mutex_.unlock(); }
+  Guard(const Guard&) = delete;
+  Guard& operator=(const Guard&) = delete;
+
+ private:
+  Mutex& mutex_;
+};
+
+class Condition {
+ public:
+  Condition() {
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&condition_, &attributes);
+    pthread_condattr_destroy(&attributes);
+  }
+  ~Condition() { pthread_cond_destroy(&condition_); }
+  Condition(const Condition&) = delete;
+  Condition& operator=(const Condition&) = delete;
+  void wait(Mutex& mutex) { pthread_cond_wait(&condition_, &mutex.mutex_); }
+  // False when `deadline_s` (of monotonic_s) has passed.
+  bool wait_until(Mutex& mutex, double deadline_s) {
+    const double whole = floor(deadline_s);
+    timespec at;
+    at.tv_sec = (time_t)whole;
+    at.tv_nsec = (long)((deadline_s - whole) * 1e9);
+    return pthread_cond_timedwait(&condition_, &mutex.mutex_, &at) != ETIMEDOUT;
+  }
+  void wake_all() { pthread_cond_broadcast(&condition_); }
+
+ private:
+  pthread_cond_t condition_;
+};
+
+// Starts a thread that never handles signals: Python's handlers belong to its main thread. 0 or an errno.
+inline int start_thread(pthread_t* thread, void* (*body)(void*), void* argument) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const int code = pthread_create(thread, nullptr, body, argument);
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return code;
+}
+
+}  // namespace outcore
