@@ -15,11 +15,12 @@ from outcore.model.head import CausalParts, find_decoder, unwrap
 from outcore.model.hook import build_from_module
 from outcore.model.initialise import init_regions, initialise_weights, iter_initial_weights, meta_skeleton
 from outcore.model.load import enable_activation_checkpointing, load_model, resolve_attention
-from outcore.model.lora import iter_weights, save_adapter
+from outcore.model.lora import save_adapter
 from outcore.model.loss import LossModule, TokenLoss, auto_num_chunks, compute_loss
 from outcore.model.names import checkpoint_name, named_checkpoint_parameters
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.model.shrink import shrink_config
+from outcore.model.weights import iter_export_weights, iter_weights, save_config
 from outcore.model.zero3 import partition_while_loading
 
 transformers = pytest.importorskip("transformers")
@@ -420,7 +421,8 @@ def test_lora_trains_adapters_only_and_merges(preset, tmp_path):
     assert loaded.facts.trainable_params < loaded.facts.total_params / 4
     assert all("lora_" in name for name, p in loaded.model.named_parameters() if p.requires_grad)
     loss, batch = loaded.token_loss(num_chunks=2), batch_of()
-    base.model.eval(), loaded.model.eval()
+    base.model.eval()
+    loaded.model.eval()
     torch.testing.assert_close(loss(loaded.model, batch).loss_sum, base.token_loss()(base.model, batch).loss_sum)
     before = {name: value for name, value in weights(loaded.model).items() if "lora_" not in name}
     loaded.model.train()
@@ -475,6 +477,42 @@ def test_exported_weights_are_the_models():
     assert all(value.dtype == torch.bfloat16 for value in exported.values())
 
 
+@pytest.mark.parametrize("preset", ["tiny", "tiny-moe", "tiny-t5"])
+def test_an_export_is_what_the_library_loads(preset, tmp_path):
+    from safetensors.torch import save_file
+
+    lora = LoraSettings(r=2) if preset == "tiny" else None
+    loaded = load_model(tiny_settings(preset, lora=lora, precision="bf16"))
+    exported = dict(iter_export_weights(loaded.model))
+    if preset == "tiny-moe":
+        assert "model.layers.0.mlp.experts.3.gate_proj.weight" in exported, "experts apart, as they are published"
+    save_file(exported, str(tmp_path / "model.safetensors"), metadata={"format": "pt"})
+    save_config(loaded.model, tmp_path)
+    auto = transformers.AutoModelForSeq2SeqLM if preset == "tiny-t5" else transformers.AutoModelForCausalLM
+    revived, report = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert revived.config.use_cache and next(revived.parameters()).dtype == torch.bfloat16
+    batch = {"input_ids": batch_of()["input_ids"]}
+    if preset == "tiny-t5":
+        batch["decoder_input_ids"] = batch["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(revived(**batch).logits, loaded.model.eval()(**batch).logits)
+
+
+def test_exports_keep_persistent_buffers_and_modules_without_config(tmp_path):
+    class WithBuffer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+            self.register_buffer("table", torch.arange(3.0))
+            self.register_buffer("scratch", torch.zeros(9), persistent=False)
+
+    exported = dict(iter_export_weights(WithBuffer()))
+    assert list(exported) == ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias", "table"]
+    save_config(WithBuffer(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 # Sampling ------------------------------------------------------------------------------------------------------------
 
 
@@ -508,7 +546,8 @@ def test_drawn_samples_follow_the_seed_and_leave_the_stream_alone():
 
 def test_sample_text():
     class Bytes:
-        bos_token_id, eos_token_id = None, 1
+        bos_token_id: int | None = None
+        eos_token_id: int | None = 1
 
         def __call__(self, text, return_tensors):
             return {"input_ids": torch.tensor([list(text.encode())])}

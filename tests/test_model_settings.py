@@ -221,7 +221,7 @@ def test_windows_spellings_are_explained(spelling, words):
     assert windows_path_hint("owner/name") is None
 
 
-def raised(kind: str, text: str, cause: str | None = None) -> OSError:
+def raised(kind: str, text: str, cause: str | None = None) -> Exception:
     error = OSError(text)
     error.__cause__ = type(cause, (Exception,), {})("x") if cause else None
     return error if kind == "OSError" else type(kind, (ValueError,), {})(text)

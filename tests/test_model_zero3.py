@@ -86,8 +86,8 @@ def child(folder: str) -> None:
 
     from outcore.model.generate import generate_tokens
     from outcore.model.load import load_model
-    from outcore.model.lora import iter_weights
     from outcore.model.settings import LoraSettings, ModelSettings
+    from outcore.model.weights import iter_weights
     from outcore.model.zero3 import gathered_for_reading, is_partitioned, settle
 
     torch.set_num_threads(1)
@@ -200,7 +200,8 @@ def child(folder: str) -> None:
             engine.step()
             with torch.no_grad():
                 batch = {"input_ids": ids[rank], "labels": labels[rank]}
-                same = torch.allclose(engine.module(batch)[1], loss(plain.model, batch).loss_sum, rtol=1e-4)
+                root: torch.nn.Module = engine.module  # pyright: ignore[reportAssignmentType]
+                same = torch.allclose(root(batch)[1], loss(plain.model, batch).loss_sum, rtol=1e-4)
             wanted = generate_tokens(plain.model, ids[0, :1, :6], 2)
             same = same and generate_tokens(engine, ids[0, :1, :6], 2).tolist() == wanted.tolist()
             settle(engine)

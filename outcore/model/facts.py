@@ -29,7 +29,7 @@ class ModelFacts:
     """True when the output head shares its weight with the input embedding."""
 
 
-def model_class_of(config: Any) -> type[nn.Module]:
+def model_class_of(config: Any) -> type[Any]:
     """The transformers class that trains this config: sequence-to-sequence or causal. ValueError when there is none."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 

@@ -31,7 +31,7 @@ class LoadedModel:
 
     model: Any
     """An nn.Module: the transformers model, a PeftModel around it, or the user's module."""
-    config: Any | None
+    config: Any
     """The transformers config; None for a user's module without one."""
     facts: ModelFacts
     abilities: Abilities
@@ -127,7 +127,7 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
 
 
 def _from_scratch(
-    model_class: type[nn.Module],
+    model_class: type[Any],
     source: ModelSource,
     settings: ModelSettings,
     attention: str,
@@ -139,9 +139,7 @@ def _from_scratch(
     try:
         with torch.device("cpu") if zero3 else torch.device(device), no_init_weights():
             torch.manual_seed(settings.seed)
-            model = model_class._from_config(  # pyright: ignore[reportAttributeAccessIssue]
-                source.config, dtype=settings.dtype, attn_implementation=attention
-            )
+            model = model_class._from_config(source.config, dtype=settings.dtype, attn_implementation=attention)
             model.tie_weights()
     except (ValueError, ImportError) as error:
         raise _attention_error(error, source, settings) from error

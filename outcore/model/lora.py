@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -71,40 +70,6 @@ def is_lora(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def _whole(parameters: list[nn.Parameter], gather: Gather | None) -> Any:
-    partitioned = [p for p in parameters if hasattr(p, "ds_id")]
-    return gather(partitioned) if gather is not None and partitioned else nullcontext()
-
-
-@torch.no_grad()
-def iter_weights(
-    model: nn.Module, *, merge: bool = True, gather: Gather | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights to export, one at a time on the CPU under their checkpoint names; shared ones once.
-
-    Of an adapted model the base's weights, with the adapters merged in (base + alpha / r * B A, summed in fp32 and
-    rounded to the base's dtype) unless `merge` is off; adapters themselves are left out. At most one weight is held
-    twice. `gather`: `outcore.model.zero3.gathered_for_reading` for partitioned parameters; all ranks iterate together.
-    """
-    adapted = {}
-    if merge and is_lora(model):
-        for name, module in model.named_modules():
-            if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer"):
-                adapted[f"{name}.base_layer.weight"] = module
-    for full_name, parameter in model.named_parameters():
-        if "lora_" in full_name:
-            continue
-        module = adapted.get(full_name)
-        own = [parameter] if module is None else [parameter, *(p for n, p in module.named_parameters() if "lora_" in n)]
-        with _whole(own, gather):
-            value = parameter.detach()
-            if module is not None:
-                delta = sum(module.get_delta_weight(name).float() for name in module.active_adapters)
-                value = (value.float() + delta).to(value.dtype)
-            value = value.to("cpu", copy=True).contiguous()
-        yield checkpoint_name(full_name), value
-
-
 @torch.no_grad()
 def save_adapter(model: nn.Module, folder: Path | str, gather: Gather | None = None, write: bool = True) -> None:
     """adapter_model.safetensors and adapter_config.json in `folder`, as peft's from_pretrained reads them.
@@ -113,12 +78,14 @@ def save_adapter(model: nn.Module, folder: Path | str, gather: Gather | None = N
     """
     from safetensors.torch import save_file
 
+    from outcore.model.weights import whole
+
     if not is_lora(model):
         raise ValueError("save_adapter needs a model with LoRA adapters. Set lora, or export the merged model.")
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         if "lora_" in name or (parameter.requires_grad and name.endswith(".bias")):
-            with _whole([parameter], gather):
+            with whole([parameter], gather):
                 tensors[name.replace(".default.", ".").replace(".base_layer.", ".")] = parameter.detach().cpu().clone()
     if not write:
         return
