@@ -181,6 +181,9 @@ def test_a_model_without_config_is_not_packed():
     assert not allowed and "config" in reason
     model = tiny_model("llama")
     assert supports_packing(model) == (True, "")
+    assert check_abilities(transformers.AutoConfig.for_model("gemma2")).packing, (
+        "auto takes eager where sdpa is missing"
+    )
 
 
 def test_the_trial_leaves_random_numbers_alone():

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from outcore.model.facts import model_class_of, model_facts
+from outcore.model.facts import model_class_of, model_facts, resolve_attention
 from outcore.model.generate import generate_text, generate_tokens
 from outcore.model.head import CausalParts, find_decoder, unwrap
 from outcore.model.hook import build_from_module
 from outcore.model.initialise import init_regions, initialise_weights, iter_initial_weights, meta_skeleton
-from outcore.model.load import enable_activation_checkpointing, load_model, resolve_attention
+from outcore.model.load import enable_activation_checkpointing, load_model
 from outcore.model.lora import save_adapter
 from outcore.model.loss import LossModule, TokenLoss, auto_num_chunks, compute_loss
 from outcore.model.names import checkpoint_name, named_checkpoint_parameters

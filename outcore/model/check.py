@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.model.facts import model_class_of
+from outcore.model.facts import model_class_of, resolve_attention
 from outcore.model.head import CausalParts, unwrap
 from outcore.model.initialise import seeded_cpu
 from outcore.model.inputs import Isolation, forward_inputs
@@ -47,13 +47,15 @@ class Abilities:
         return self.isolation is not None
 
 
-def check_abilities(config: Any, attn_implementation: str = "sdpa", trust_remote_code: bool = False) -> Abilities:
+def check_abilities(config: Any, attn_implementation: str = "auto", trust_remote_code: bool = False) -> Abilities:
     """Try a tiny copy of a transformers config. Never raises for the model's sake: what fails is answered no."""
     if getattr(config, "is_encoder_decoder", False):
         reason = "an encoder-decoder runs whole and one sample per row"
         return Abilities(False, reason, None, reason)
     # FlashAttention needs a GPU; it is fed one flat row whose borders it reads from the same position_ids.
-    trial_attention = attn_implementation if attn_implementation in ("sdpa", "eager") else "sdpa"
+    trial_attention, _ = resolve_attention(config, attn_implementation)
+    if trial_attention not in ("sdpa", "eager"):
+        trial_attention = "sdpa"
     try:
         with without_partitioning(), seeded_cpu(0, "trial"):
             model = _tiny_model(config, trial_attention, trust_remote_code)
@@ -73,7 +75,7 @@ def supports_packing(model_or_config: Any, attn_implementation: str | None = Non
         config = getattr(unwrap(model_or_config), "config", None)
         if not hasattr(config, "to_dict"):
             return False, "a module without a transformers config is not checked for packing"
-    attention = attn_implementation or getattr(config, "_attn_implementation", None) or "sdpa"
+    attention = attn_implementation or getattr(config, "_attn_implementation", None) or "auto"
     abilities = check_abilities(config, attention)
     return abilities.packing, abilities.packing_reason
 

@@ -43,6 +43,19 @@ def model_class_of(config: Any) -> type[Any]:
     return found[0] if isinstance(found, (tuple, list)) else found
 
 
+def resolve_attention(config: Any, wanted: str) -> tuple[str, tuple[str, ...]]:
+    """The attention implementation for a config, and notes for people: auto is sdpa, or eager where that is missing."""
+    if wanted != "auto":
+        return wanted, ()
+    try:
+        model_class = model_class_of(config)
+    except ValueError:  # remote code: its class is known only after it has been loaded
+        return "sdpa", ()
+    if getattr(model_class, "_supports_sdpa", False):
+        return "sdpa", ()
+    return "eager", (f"attention: eager, because {model_class.__name__} does not support torch's fused kernels (sdpa)",)
+
+
 def model_facts(model_or_config: Any) -> ModelFacts:
     """Facts of a live model (also partitioned by ZeRO-3, also with adapters) or of a transformers config."""
     if isinstance(model_or_config, nn.Module):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from outcore.model.check import Abilities, check_abilities
-from outcore.model.facts import ModelFacts, model_class_of, model_facts
+from outcore.model.facts import ModelFacts, model_class_of, model_facts, resolve_attention
 from outcore.model.hook import build_from_module
 from outcore.model.initialise import initialise_weights, meta_skeleton
 from outcore.model.lora import apply_lora
@@ -89,19 +89,6 @@ def load_model(
         enable_activation_checkpointing(model)
     model.train()
     return LoadedModel(model, source.config, model_facts(model), abilities, source.words, None, source.notes + notes)
-
-
-def resolve_attention(config: Any, wanted: str) -> tuple[str, tuple[str, ...]]:
-    """The attention implementation for a config, and notes for people: auto is sdpa, or eager where that is missing."""
-    if wanted != "auto":
-        return wanted, ()
-    try:
-        model_class = model_class_of(config)
-    except ValueError:  # remote code: its class is known only after it has been loaded
-        return "sdpa", ()
-    if getattr(model_class, "_supports_sdpa", False):
-        return "sdpa", ()
-    return "eager", (f"attention: eager, because {model_class.__name__} does not support torch's fused kernels (sdpa)",)
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:
