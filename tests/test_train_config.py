@@ -70,7 +70,7 @@ def test_spellings(argv: list[str], name: str, value: object) -> None:
         (["--run_name", "a/b"], "plain folder name"),
         (["tiny"], "every setting is a flag"),
         (["--config", "/nowhere/x.yaml"], "no such file"),
-        (["--learning_rate"], "expected one argument"),
+        (["--learning_rate"], "--learning_rate needs a value"),
         (["--max_in_cpu_gb", "-1"], "must not be below 0"),
     ],
 )

@@ -10,6 +10,8 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import math
+import re
 import sys
 import types
 import typing
@@ -18,6 +20,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 
 import yaml
 
+from outcore.monitor.loggers import check_report_to
 from outcore.train.config import FIELD_ALIASES, SCHEDULE_ALIASES, ZERO_STAGE_ALIASES, TrainConfig
 
 
@@ -53,9 +56,10 @@ def field_groups(cls: type) -> dict[str, str]:
 
 
 def nearest(word: str, known: typing.Iterable[str]) -> str:
-    """A hint naming the closest known word, or an empty string."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {matches[0]}?" if matches else ""
+    """A hint naming the closest known word, or an empty string; leading dashes do not count as likeness."""
+    by_name = {name.lstrip("-"): name for name in known}
+    matches = difflib.get_close_matches(word.lstrip("-"), list(by_name), n=1, cutoff=0.54)
+    return f" Did you mean {by_name[matches[0]]}?" if matches else ""
 
 
 def convert(name: str, value: Any, annotation: Any) -> Any:
@@ -65,7 +69,9 @@ def convert(name: str, value: Any, annotation: Any) -> Any:
     """
     if get_origin(annotation) in (Union, types.UnionType):
         inner = [a for a in get_args(annotation) if a is not type(None)]
-        if value is None or (isinstance(value, str) and value.lower() in ("none", "null", "") and name != "zero_stage"):
+        is_name = inner[0] is str or get_origin(inner[0]) is Literal  # "none" may be a run's name or a choice
+        unset = ("null", "") if is_name else ("none", "null", "")
+        if value is None or (isinstance(value, str) and value.lower() in unset):
             return None
         return convert(name, value, inner[0])
     if get_origin(annotation) is Literal:
@@ -112,13 +118,26 @@ def load_yaml(path: str) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError(f"--config {path}: no such file. Give the path of a YAML file with training settings.")
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: not readable as YAML: {error}") from error
+        text = file.read_text(encoding="utf-8")
+        data = yaml.safe_load(text)
+        repeated = _repeated_key(yaml.compose(text, Loader=yaml.SafeLoader))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path}: not UTF-8 (byte {error.start}). Save the file as UTF-8.") from error
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(
+            f"--config {path}{where}: not readable as YAML: {what}. Settings are written as `name: value`, one a line."
+        ) from error
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"--config {path}: expected `name: value` lines, got a {type(data).__name__}.")
+    if repeated is not None:
+        raise ConfigError(f"--config {path}, line {repeated[1]}: {repeated[0]} is given twice. Keep one of the lines.")
     known = {f.name for f in dataclasses.fields(TrainConfig)}
     settings: dict[str, Any] = {}
     for key, value in data.items():
@@ -131,10 +150,23 @@ def load_yaml(path: str) -> dict[str, Any]:
     return settings
 
 
+def _repeated_key(node: yaml.Node | None) -> tuple[str, int] | None:
+    """(key, line) of a top-level key that comes a second time, which YAML readers pass over in silence."""
+    seen: set[str] = set()
+    for key, _value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if key.value in seen:
+            return str(key.value), key.start_mark.line + 1
+        seen.add(key.value)
+    return None
+
+
 class _Parser(argparse.ArgumentParser):
-    """argparse that reports wrong input as ConfigError, with the nearest right flag."""
+    """argparse that reports wrong input as ConfigError, with what the flag wants."""
 
     def error(self, message: str) -> NoReturn:
+        flag = re.match(r"argument (--\w+)[^:]*: expected one argument$", message)
+        if flag:
+            message = f"{flag.group(1)} needs a value ({flag.group(1)} VALUE); --help says which ones it takes."
         raise ConfigError(message)
 
 
@@ -198,7 +230,7 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
         word = unknown[0].split("=")[0]
         if not word.startswith("--"):
             raise ConfigError(f"unexpected argument {word!r}: every setting is a flag (--name value).")
-        raise ConfigError(f"unknown flag {word}.{nearest(word, known)}")
+        raise ConfigError(f"unknown flag {word}.{nearest(word, known) or ' --help lists all flags.'}")
     flags = {k: v for k, v in vars(namespace).items() if v is not None and k != "config"}
     raw = {**(load_yaml(namespace.config) if namespace.config else {}), **flags}
     hints = get_type_hints(TrainConfig)
@@ -217,12 +249,21 @@ def check_config(config: TrainConfig) -> None:
     positive += ("aio_block_size", "aio_queue_depth", "max_train_samples", "max_eval_samples", "adam_epsilon")
     for name in positive:
         value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name}: must be above 0, got {value}.")
-    for name in ("warmup_steps", "eval_steps", "sample_steps", "save_steps", "lora_r", "max_grad_norm", "weight_decay"):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name}: must be above 0 and finite, got {value}.")
+    for name in (
+        "warmup_steps",
+        "eval_steps",
+        "sample_steps",
+        "save_steps",
+        "lora_r",
+        "max_grad_norm",
+        "weight_decay",
+        "sample_tokens",
+    ):
         value = getattr(config, name)
-        if value is not None and not value >= 0:
-            raise ConfigError(f"{name}: must not be below 0, got {value}.")
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"{name}: must not be below 0 or infinite, got {value}.")
     for name in ("adam_beta1", "adam_beta2", "lora_dropout", "eval_fraction"):
         value = getattr(config, name)
         if value is not None and not 0 <= value < 1:
@@ -230,9 +271,16 @@ def check_config(config: TrainConfig) -> None:
     if config.max_steps == 0 or config.max_steps < -1:
         raise ConfigError(f"max_steps: must be above 0 (or -1: follow num_train_epochs), got {config.max_steps}.")
     if config.max_steps > 0 and config.warmup_steps is not None and config.warmup_steps > config.max_steps:
-        raise ConfigError(f"warmup_steps ({config.warmup_steps}) is more than max_steps ({config.max_steps}).")
-    if config.max_in_cpu_gb < 0:
-        raise ConfigError(f"max_in_cpu_gb: must not be below 0, got {config.max_in_cpu_gb}.")
+        raise ConfigError(
+            f"warmup_steps ({config.warmup_steps}) is more than max_steps ({config.max_steps}): the learning rate "
+            "would never reach its peak. Lower warmup_steps, or raise max_steps."
+        )
+    if not 0 <= config.max_in_cpu_gb < math.inf:
+        raise ConfigError(f"max_in_cpu_gb: must not be below 0 or infinite, got {config.max_in_cpu_gb}.")
+    try:
+        check_report_to(config.report_to)
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from error
     if config.run_name and (Path(config.run_name).name != config.run_name or config.run_name in (".", "..")):
         raise ConfigError(f"run_name: must be a plain folder name without slashes, got {config.run_name!r}.")
     if config.engine == "stream" and config.zero_stage in ("none", "zero1", "zero2"):

@@ -190,6 +190,42 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     return Checkpoint(path, step, manifest)
 
 
+def check_same_run(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
+    """Raise CheckpointError when the checkpoint's run had other settings than `fingerprint` (nested by one level)."""
+    theirs, mine = (_flat(f) for f in (checkpoint.trainer_state()["fingerprint"], fingerprint))
+    for name, value in mine.items():
+        was = theirs.get(name)
+        if was == value:
+            continue
+        if name == "parameters":
+            raise CheckpointError(
+                f"{checkpoint.path}: is of another model: it has {was or 0:,} parameters, this run's model {value:,}. "
+                "Resume with the model, preset and LoRA settings that it was made with."
+            )
+        raise CheckpointError(
+            f"{checkpoint.path}: was made with {name} {was!r}, this run has {value!r}: it would not continue the same "
+            f"training. Use the same {_FLAGS_OF.get(name, '--' + name)}, or start a new run from the exported model "
+            "(--model_name_or_path)."
+        )
+
+
+_FLAGS_OF = {
+    "train_batch_size": "--per_device_train_batch_size x --gradient_accumulation_steps x processes",
+    "schedule kind": "--lr_scheduler_type",
+    "schedule peak_lr": "--learning_rate",
+    "schedule warmup_steps": "--warmup_steps",
+    "schedule total_steps": "--max_steps or --num_train_epochs",
+}
+
+
+def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """{'schedule': {'total_steps': 5}} as {'schedule total_steps': 5}."""
+    flat: dict[str, Any] = {}
+    for name, value in fingerprint.items():
+        flat.update({f"{name} {k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value})
+    return flat
+
+
 def newest_checkpoint(run_folder: Path, on_bad: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
     """The newest checkpoint of a run that verifies; damaged ones are reported through `on_bad` and passed over."""
     for path in reversed(list_checkpoints(run_folder)):

@@ -63,6 +63,8 @@ class TrainConfig:
     """Share of documents held out for evaluation when there is no eval_dataset."""
     data_format: Literal["auto", "text", "prompt_completion", "alpaca", "sharegpt", "messages"] = "auto"
     """Shape of the rows; auto tells them apart."""
+    text_extensions: str | None = None
+    """Comma-separated: which files are text. Default: .txt,.text,.md,.rst."""
     text_column: str | None = None
     """Column that holds the text."""
     prompt_column: str | None = None
@@ -144,11 +146,15 @@ class TrainConfig:
     sample_steps: int | None = None
     """Write a sample every so many steps; 0 only at the end. Default: as eval_steps."""
     sample_prompt: str | None = None
-    """Prompt of the samples. Default: the first words of the evaluation data."""
+    """Prompt of the samples. Default: "def "."""
+    sample_tokens: int = 48
+    """Tokens of a sample; 0: no samples."""
     logging_steps: int = 1
     """Print a line every so many steps; metrics.jsonl has every step."""
     save_steps: int | None = None
     """Save a checkpoint every so many steps; 0 only at the end. Default: a fifth of the run."""
+    save_strategy: Literal["steps", "no"] = "steps"
+    """no: never write a checkpoint, not even at the end or when stopped (for measurements)."""
     save_total_limit: int = 2
     """Keep this many checkpoints; the newest complete one is never removed."""
     resume_from_checkpoint: str | None = None

@@ -16,9 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from outcore.engine.base import Engine, MicroBatch, StepResult
-from outcore.engine.shards import CheckpointError
 from outcore.monitor import MetricsLog, Progress, Sampler, plot_loss
-from outcore.train.checkpoint import Checkpoint, save_checkpoint
+from outcore.train.checkpoint import Checkpoint, check_same_run, save_checkpoint
 from outcore.train.config import TrainConfig
 from outcore.train.memory_advice import TierFull
 from outcore.train.random_state import load_random_state, save_random_state
@@ -75,7 +74,6 @@ class TrainerParts:
     """Turns a step's metrics into words for people, each once (`outcore.monitor.run_warnings`)."""
     watches: tuple[Any, ...] = ()
     """Free space and memory, looked at every step; a verdict that says so stops the run after a save."""
-    sample_tokens: int = 48
     max_skips: int = 20
 
 
@@ -111,7 +109,10 @@ class Trainer:
             if stopping or full or p.length.due(self.step, p.length.save_steps):
                 self.save()
             if full:
-                raise TierFull(f"{full} The run was saved at step {self.step} and can be resumed.")
+                saved = f"The run was saved at step {self.step} and can be resumed."
+                raise TierFull(
+                    f"{full} {saved if self.saved_step == self.step else 'save_strategy is no: nothing is saved.'}"
+                )
             if stopping:
                 return False
         self.evaluate()
@@ -201,9 +202,9 @@ class Trainer:
     def sample(self) -> None:
         """A short greedy continuation, on the screen and in logs/<run>/samples.txt."""
         p = self.parts
-        if not p.prompt_ids:
+        if not p.prompt_ids or p.config.sample_tokens == 0:
             return
-        ids = p.engine.sample(p.prompt_ids, p.sample_tokens, p.eos_token_id)
+        ids = p.engine.sample(p.prompt_ids, p.config.sample_tokens, p.eos_token_id)
         if self.is_main:
             prompt, text = p.decode(p.prompt_ids), p.decode(ids)
             with open(p.folder.logs / "samples.txt", "a", encoding="utf-8") as file:
@@ -213,11 +214,13 @@ class Trainer:
 
     # --- checkpoints
 
-    def save(self) -> Path:
+    def save(self) -> None:
         """A checkpoint of everything, and the loss curve beside the log."""
         p = self.parts
+        if p.config.save_strategy == "no":
+            return
         p.progress.activity(f"saving step {self.step}")
-        path = save_checkpoint(
+        save_checkpoint(
             p.folder.checkpoints,
             self.step,
             self._write_state,
@@ -228,7 +231,6 @@ class Trainer:
         )
         self.saved_step = self.step
         self.plot()
-        return path
 
     def plot(self) -> None:
         """logs/<run>/loss.png from metrics.jsonl."""
@@ -263,13 +265,7 @@ class Trainer:
         """Restore weights, optimizer, data position and random state; the next step is the one after the save."""
         p = self.parts
         state = checkpoint.trainer_state()
-        for key, mine in p.fingerprint.items():
-            theirs = state["fingerprint"].get(key)
-            if theirs != mine:
-                raise CheckpointError(
-                    f"{checkpoint.path}: was made with {key} {theirs!r}, this run has {mine!r}: it would not continue "
-                    f"the same training. Use the same {key}, or start a new run from the exported model."
-                )
+        check_same_run(checkpoint, p.fingerprint)
         p.engine.load(checkpoint.path, state["engine"])
         p.stream.load_state_dict(state["data"])
         self.step = self.saved_step = int(state["step"])

@@ -31,7 +31,7 @@ from outcore.monitor.memory_watch import MemoryWatch
 from outcore.monitor.run_warnings import RunWarnings
 from outcore.monitor.space_watch import SpaceWatch
 from outcore.train.arguments import ConfigError, parse_config
-from outcore.train.checkpoint import SPACE_MARGIN_BYTES, Checkpoint
+from outcore.train.checkpoint import SPACE_MARGIN_BYTES, Checkpoint, check_same_run
 from outcore.train.config import TrainConfig
 from outcore.train.loop import RunLength, Trainer, TrainerParts
 from outcore.train.memory_advice import explain
@@ -77,6 +77,10 @@ class Run:
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.is_main = rank == 0
         self.say(f"device: {self.hardware.reason}; {world_size} process{'es' if world_size > 1 else ''}")
+        seq_length = config.seq_length or self._default_seq_length()
+        settings = model_settings_of(config, self.hardware.precision, seq_length)
+        if settings.model_module is None:
+            resolve_source(settings)  # a wrong name or folder is told before anything is made, read or built
         folder, checkpoint = choose_run(config, self.say)
         if self.is_main:
             folder.make()
@@ -84,19 +88,18 @@ class Run:
         if config.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
 
-        seq_length = config.seq_length or self._default_seq_length()
-        settings = model_settings_of(config, self.hardware.precision, seq_length)
         tokenizer = self._tokenizer(settings)
-        data = self._data(settings, tokenizer, seq_length)
-
-        resolved, loaded = self._resolve(user_config, settings, tokenizer, world_size)
+        resolved, loaded = self._resolve(user_config, settings, tokenizer, world_size, folder.name)
         built = resolved.built
+        data = self._data(settings, tokenizer, seq_length)
         length = run_length(
             config,
             self._batches_per_epoch(data.train, built.config, world_size),
             built.config["gradient_accumulation_steps"],
         )
         schedule = schedule_of(config, user_config, built.config["optimizer"]["params"]["lr"], length.total_steps)
+        if checkpoint is not None:
+            check_same_run(checkpoint, self._fingerprint(schedule, built.config))
         engine = build_engine(resolved, settings, tokenizer, loaded, say=self.say)
         parts = self._parts(
             folder, engine, data, tokenizer, schedule, length, built.config, checkpoint, built.offload.nvme_path
@@ -165,7 +168,7 @@ class Run:
         return math.ceil(len(train) / (built["train_micro_batch_size_per_gpu"] * world_size))
 
     def _resolve(
-        self, user_config: dict[str, Any], settings: ModelSettings, tokenizer: Any, world_size: int
+        self, user_config: dict[str, Any], settings: ModelSettings, tokenizer: Any, world_size: int, run_name: str
     ) -> tuple[Resolved, LoadedModel | None]:
         """Rank 0 decides (free space and drives are looked at once); the others follow."""
         config = self.config
@@ -187,6 +190,7 @@ class Run:
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
             lr_scheduler_type="none",
+            run_name=run_name,
             ram_available_bytes=psutil.virtual_memory().available,
         )
         resolved, loaded = resolve(user_config, deepspeed_settings_of(config), settings, run, tokenizer)
@@ -264,13 +268,15 @@ class Run:
             prompt_ids=tokenizer(config.sample_prompt or DEFAULT_PROMPT)["input_ids"],
             decode=lambda ids: tokenizer.decode(ids),
             eos_token_id=tokenizer.eos_token_id,
-            fingerprint=self._fingerprint(engine, schedule, built),
+            fingerprint={
+                "parameters": engine.loaded.facts.total_params,
+                **self._fingerprint(schedule, built),
+            },
         )
 
-    def _fingerprint(self, engine: DeepSpeedEngine, schedule: LrSchedule, built: dict[str, Any]) -> dict[str, Any]:
-        """What must be the same for a resumed run to be the same run."""
+    def _fingerprint(self, schedule: LrSchedule, built: dict[str, Any]) -> dict[str, Any]:
+        """What must be the same for a resumed run to be the same run, and is known before the model is loaded."""
         return {
-            "parameters": engine.loaded.facts.total_params,
             "precision": self.hardware.precision,
             "train_batch_size": built["train_batch_size"],
             "lora_r": self.config.lora_r,
@@ -329,10 +335,10 @@ class Run:
                 raise full from error
         parts.progress.close()
         if not finished:
-            self.say(
-                f"stopped at step {trainer.step} of {parts.length.total_steps} and saved. Go on with the same command "
-                "and --resume_from_checkpoint auto"
-            )
+            saved = "saved. Go on with the same command and --resume_from_checkpoint auto"
+            if trainer.saved_step != trainer.step:
+                saved = "not saved (save_strategy no)"
+            self.say(f"stopped at step {trainer.step} of {parts.length.total_steps} and {saved}")
             return stop.exit_code
         if self.config.export:
             parts.engine.export(folder.export, tokenizer, adapter_only=self.config.lora_export == "adapter")

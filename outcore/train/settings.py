@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from outcore.data import DataSettings
+from outcore.data.settings import DEFAULT_TEXT_EXTENSIONS
 from outcore.engine.deepspeed.settings import DeepSpeedSettings
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.train.arguments import ConfigError
@@ -111,6 +112,7 @@ def data_settings_of(config: TrainConfig, seq_length: int, packing: str) -> Data
         max_train_samples=config.max_train_samples,
         max_eval_samples=config.max_eval_samples,
         train_on_prompt=config.train_on_prompt,
+        text_extensions=tuple(config.text_extensions.split(",")) if config.text_extensions else DEFAULT_TEXT_EXTENSIONS,
     )
 
 

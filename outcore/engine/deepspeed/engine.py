@@ -74,14 +74,21 @@ class DeepSpeedEngine:
             if batch is not batches[-1]:
                 self.ds.step()  # counts the micro-batch
         loss, aux_loss = self._mean(sums, total)
+        norm = self._whole_grad_norm()
         self.ds.step()
         marks.stop()
         skipped = not self.ds.was_step_applied()
         if not skipped:
             self.updates += 1
-        norm = self.ds.get_global_grad_norm()
-        norm = float("nan") if norm is None else float(norm)
+        norm = float(self.ds.get_global_grad_norm()) if norm is None else norm
         return StepResult(loss, aux_loss, norm, total, skipped, marks.seconds())
+
+    def _whole_grad_norm(self) -> float | None:
+        """The global norm where DeepSpeed keeps none (fp32, stage none: plain torch AdamW, clipped while it steps)."""
+        if not isinstance(self.ds.optimizer, torch.optim.Optimizer):
+            return None
+        grads = [p.grad for p in self.network.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads))
 
     def _mean(self, sums: torch.Tensor, total: int) -> tuple[float, float]:
         """Mean loss and auxiliary loss over all ranks, refused when not finite before any state is updated."""

@@ -55,8 +55,9 @@ def prepare_environment(
     if plain != archs:
         added["TORCH_CUDA_ARCH_LIST"] = plain
     # Extensions are built by ninja and g++ from the environment's own bin folder as well.
+    # It must come first: two versions of ninja see each other's builds as outdated and compile for minutes.
     bin_folder = str(Path(sys.executable).parent)
-    if bin_folder not in env.get("PATH", "").split(os.pathsep):
+    if env.get("PATH", "").split(os.pathsep)[0] != bin_folder:
         added["PATH"] = bin_folder + os.pathsep + env.get("PATH", "")
     env.update(added)
     return added
