@@ -1,0 +1,239 @@
+"""Running one unit on one micro-batch with weights from a device slab: forward, and backward with recomputation.
+
+Layers, embedding and head run by the model's own code with the slab's views bound in place of its parameters. Backward
+recomputes the unit from its saved input and asks autograd for the gradients of exactly its inputs and parameters. The
+head goes through its logits chunk by chunk, with the gradient of each chunk at once, so nothing is recomputed and the
+logits of one chunk are all that is ever held. The balancing loss of a mixture of experts mixes all layers, so its
+gradient with respect to each layer's router logits is taken at the head and joined in when that layer runs backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from outcore.engine.stream.accumulator import GradAccumulator
+from outcore.engine.stream.shell import CallLog, LayerCall, StreamUnsupported, bound
+from outcore.engine.stream.units import Unit, Units
+from outcore.model.inputs import IGNORE, shifted_targets
+from outcore.model.loss import LOGITS_CHUNK_BYTES, auto_num_chunks
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass
+class HeadResult:
+    """What the head makes of one micro-batch."""
+
+    ce_sum: torch.Tensor
+    """fp32 scalar: cross-entropy summed over unmasked tokens."""
+    n_tokens: torch.Tensor
+    aux_loss: torch.Tensor | None = None
+    """fp32 scalar, already times its coefficient."""
+    grad_of_hidden: torch.Tensor | None = None
+    grad_routers: list[torch.Tensor] = field(default_factory=list)
+    """Gradient of the objective with respect to every router's logits, in order."""
+
+    @property
+    def grad_hidden(self) -> torch.Tensor:
+        """Gradient of the objective with respect to the last layer's output; there after a run with `grad_scale`."""
+        assert self.grad_of_hidden is not None
+        return self.grad_of_hidden
+
+
+class UnitRunner:
+    """See the module docstring. `aux_coefficient` 0 switches the balancing loss off."""
+
+    def __init__(
+        self,
+        units: Units,
+        *,
+        vocab_size: int,
+        aux_coefficient: float = 0.0,
+        logits_chunk_bytes: int = LOGITS_CHUNK_BYTES,
+    ) -> None:
+        self.units = units
+        self.vocab_size = vocab_size
+        self.aux_coefficient = aux_coefficient
+        self.logits_chunk_bytes = logits_chunk_bytes
+        self._routers = [_router_modules(units, layer) for layer in units.layers] if aux_coefficient else []
+        if aux_coefficient and not any(self._routers):
+            raise StreamUnsupported("it has a balancing loss, but does not tell which modules are its routers")
+
+    def num_routers(self, layer: int) -> int:
+        """Router logits that this layer gives."""
+        return len(self._routers[layer]) if self.aux_coefficient else 0
+
+    # --- embedding
+
+    @torch.no_grad()
+    def embed(self, slab: torch.Tensor, batch: Batch) -> CallLog:
+        """The first layer's input, and the other arguments of every layer."""
+        with _weights(self.units.embed, self.units.embed.layout.views(slab)):
+            log = self.units.record(batch)
+        log.first = log.hidden.detach()
+        return log
+
+    def embed_backward(self, slab: torch.Tensor, batch: Batch, grad: torch.Tensor, into: GradAccumulator) -> None:
+        """Add the gradients of the embedding's parameters for `grad` of its output."""
+        leaves, trainable = _leaves(self.units.embed, slab)
+        with torch.enable_grad(), _weights(self.units.embed, leaves):
+            hidden = self.units.record(batch).hidden
+        into.add(torch.autograd.grad(hidden, trainable, grad, allow_unused=True))
+
+    # --- layers
+
+    @torch.no_grad()
+    def layer(
+        self, index: int, slab: torch.Tensor, hidden: torch.Tensor, call: LayerCall
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(output, router logits) of layer `index`."""
+        unit = self.units.layer_units[index]
+        return self._run_layer(index, unit.layout.views(slab), hidden, call)
+
+    def layer_backward(
+        self,
+        index: int,
+        slab: torch.Tensor,
+        hidden: torch.Tensor,
+        call: LayerCall,
+        grad: torch.Tensor,
+        grad_routers: Sequence[torch.Tensor],
+        into: GradAccumulator,
+    ) -> torch.Tensor:
+        """Gradient of the layer's input; those of its parameters are added to `into`."""
+        leaves, trainable = _leaves(self.units.layer_units[index], slab)
+        x = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            output, routers = self._run_layer(index, leaves, x, call)
+        outputs, grads = [output], [grad]
+        for logits, grad_logits in zip(routers, grad_routers, strict=True):
+            if logits.requires_grad:
+                outputs.append(logits)
+                grads.append(grad_logits)
+        grad_x, *grad_params = torch.autograd.grad(outputs, [x, *trainable], grads, allow_unused=True)
+        into.add(grad_params)
+        return grad_x
+
+    def _run_layer(
+        self, index: int, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, call: LayerCall
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        routers: list[torch.Tensor] = []
+        with _weights(self.units.layer_units[index], tensors), self._router_logits(index, routers):
+            output = self.units.layers[index](hidden, *call.args, **call.kwargs)
+        return (output if isinstance(output, torch.Tensor) else output[0]), routers
+
+    @contextmanager
+    def _router_logits(self, index: int, found: list[torch.Tensor]) -> Iterator[None]:
+        hooks = []
+        for module, item in self._routers[index] if self.aux_coefficient else ():
+            hooks.append(
+                module.register_forward_hook(
+                    lambda _m, _a, out, i=item: found.append(out if isinstance(out, torch.Tensor) else out[i])
+                )
+            )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    # --- head
+
+    def head(
+        self,
+        slab: torch.Tensor,
+        hidden: torch.Tensor,
+        batch: Batch,
+        log: CallLog,
+        routers: Sequence[torch.Tensor] = (),
+        *,
+        grad_scale: float | None = None,
+        into: GradAccumulator | None = None,
+    ) -> HeadResult:
+        """Loss of one micro-batch; with `grad_scale` (loss scale / tokens of the global batch) its gradients, too."""
+        train = grad_scale is not None
+        leaves, trainable = _leaves(self.units.head, slab)
+        targets = shifted_targets(batch["labels"]).reshape(-1)
+        n_tokens = (targets != IGNORE).sum()
+        x = hidden.detach().requires_grad_(train)
+        with torch.set_grad_enabled(train), _weights(self.units.head, leaves):
+            final = self.units.finish(x, batch, log)
+            flat = final.reshape(-1, final.shape[-1])
+            grad_flat = torch.empty_like(flat) if train else None
+            ce_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
+            num_chunks = min(flat.shape[0], auto_num_chunks(flat.shape[0], self.vocab_size, self.logits_chunk_bytes))
+            start = 0
+            for target in targets.tensor_split(num_chunks):
+                piece = flat[start : start + len(target)].detach().requires_grad_(train)
+                logits = self.units.parts.logits(piece[None])
+                part = F.cross_entropy(
+                    logits.float().reshape(-1, logits.shape[-1]), target, ignore_index=IGNORE, reduction="sum"
+                )
+                ce_sum += part.detach()
+                if train and grad_flat is not None and into is not None:
+                    grad_piece, *grads = torch.autograd.grad(part * grad_scale, [piece, *trainable], allow_unused=True)
+                    grad_flat[start : start + len(target)] = grad_piece
+                    into.add(grads)
+                del logits, part
+                start += len(target)
+            result = HeadResult(ce_sum, n_tokens)
+            if train and into is not None:
+                if routers:
+                    self._router_loss(result, final.detach(), batch, routers, grad_scale or 0.0)
+                assert grad_flat is not None
+                result.grad_of_hidden, *grads = torch.autograd.grad(flat, [x, *trainable], grad_flat, allow_unused=True)
+                into.add(grads)
+        return result
+
+    def _router_loss(
+        self, result: HeadResult, final: torch.Tensor, batch: Batch, routers: Sequence[torch.Tensor], grad_scale: float
+    ) -> None:
+        leaves = [logits.detach().requires_grad_() for logits in routers]
+        raw = self.units.parts.router_loss(final, tuple(leaves), batch.get("attention_mask")).float()
+        aux = self.aux_coefficient * raw
+        result.aux_loss = aux.detach()
+        result.grad_routers = list(torch.autograd.grad(aux * (result.n_tokens * grad_scale), leaves))
+
+    @torch.no_grad()
+    def next_logits(self, slab: torch.Tensor, hidden: torch.Tensor, batch: Batch, log: CallLog) -> torch.Tensor:
+        """fp32 logits [V] of the token after the last position of the first row."""
+        with _weights(self.units.head, self.units.head.layout.views(slab)):
+            final = self.units.finish(hidden, batch, log)
+            return self.units.parts.logits(final[:1, -1:])[0, -1].float()
+
+
+def _weights(unit: Unit, tensors: Sequence[torch.Tensor]) -> Any:
+    return bound(unit.owners, tensors)
+
+
+def _leaves(unit: Unit, slab: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(all parameters as views of the slab, those of them that want a gradient)."""
+    leaves = [
+        view.detach().requires_grad_(slot.trainable)
+        for slot, view in zip(unit.layout.slots, unit.layout.views(slab), strict=True)
+    ]
+    return leaves, [leaf for leaf in leaves if leaf.requires_grad]
+
+
+def _router_modules(units: Units, layer: nn.Module) -> list[tuple[nn.Module, int]]:
+    """(module, index of the logits in its output) for each router within a layer, by what the model says of itself."""
+    found: list[tuple[nn.Module, int]] = []
+    for holder in (units.parts.decoder, units.parts.causal):
+        recorders = (getattr(holder, "_can_record_outputs", None) or {}).get("router_logits")
+        if recorders is None:
+            continue
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+            target = getattr(recorder, "target_class", recorder)
+            name = getattr(recorder, "layer_name", None)
+            for path, module in layer.named_modules():
+                if isinstance(target, type) and isinstance(module, target) and (not name or name in path.split(".")):
+                    found.append((module, int(getattr(recorder, "index", 0))))
+        break
+    return found

@@ -1,0 +1,193 @@
+"""Running parts of a decoder by its own code: everything before its layers, or everything after them.
+
+A *shell* is a second module object that shares all weights and submodules with the first, but has some submodules
+replaced; the model itself is never touched. Before the layers: each layer is a `Recorder`, which notes what the decoder
+calls it with (masks by kind of layer, rotary tables, positions: whatever the model's own code makes) and passes the
+hidden states on; the last one ends the run. After the layers: each layer is a `Relay` that returns the given hidden
+states, and the modules of the embedding are `Blank`, so that their weights need not be on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class StreamUnsupported(ValueError):
+    """This model cannot be streamed layer by layer; the message says why. DeepSpeed's engine trains it."""
+
+
+class LayersReached(Exception):
+    """Ends a decoder's forward when its last layer is called; never leaves this package."""
+
+
+@dataclass
+class LayerCall:
+    """What the decoder calls a layer with, hidden states apart."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class CallLog:
+    """One recording of a decoder's forward."""
+
+    first: torch.Tensor | None = None
+    calls: list[LayerCall] = field(default_factory=list)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    """Output shape of each embedding module, for `Blank`."""
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """What the first layer gets: the embedding unit's output."""
+        assert self.first is not None, "the decoder has not called its first layer yet"
+        return self.first
+
+
+@dataclass(frozen=True)
+class ReturnForm:
+    """How the layers give back their hidden states: bare, or first in a tuple of `length`."""
+
+    length: int | None
+
+    @classmethod
+    def of(cls, output: Any) -> ReturnForm:
+        """StreamUnsupported when `output` is neither a tensor nor a tuple that begins with one."""
+        if isinstance(output, torch.Tensor):
+            return cls(None)
+        if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
+            return cls(len(output))
+        raise StreamUnsupported(f"its layers return {type(output).__name__}, not hidden states")
+
+    def wrap(self, hidden: torch.Tensor) -> Any:
+        return hidden if self.length is None else (hidden, *(None for _ in range(self.length - 1)))
+
+
+def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, LayerCall]:
+    """(hidden states, the rest) of a layer's arguments."""
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0], LayerCall(args[1:], kwargs)
+    hidden = kwargs.get("hidden_states")
+    if not isinstance(hidden, torch.Tensor):
+        raise StreamUnsupported("its layers do not take the hidden states as their first argument")
+    return hidden, LayerCall(args, {k: v for k, v in kwargs.items() if k != "hidden_states"})
+
+
+class _Stand(nn.Module):
+    """Stands for a module and answers for its attributes (a decoder may ask a layer for its kind of attention)."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_original"] = original  # not a submodule: its weights are not the stand's
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_original"], name)
+
+
+class Recorder(_Stand):
+    """Notes the call of layer `index` and passes the hidden states on."""
+
+    def __init__(self, layer: nn.Module, index: int, num_layers: int, log: CallLog, form: ReturnForm | None) -> None:
+        super().__init__(layer)
+        self.__dict__.update(_index=index, _num_layers=num_layers, _log=log, _form=form)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        index, log, form = (self.__dict__[key] for key in ("_index", "_log", "_form"))
+        hidden, call = split_call(args, kwargs)
+        if index != len(log.calls):
+            raise StreamUnsupported(
+                f"its layers are not called once each in their order (layer {index} came as number {len(log.calls)}): "
+                "layers are skipped at random (layerdrop) or shared"
+            )
+        if index == 0:
+            log.first = hidden
+        elif hidden is not log.hidden:
+            raise StreamUnsupported(f"it computes on the hidden states between layers {index - 1} and {index}")
+        log.calls.append(call)
+        if form is None or index == self.__dict__["_num_layers"] - 1:
+            raise LayersReached
+        return form.wrap(hidden)
+
+
+class Relay(_Stand):
+    """Returns the given hidden states, whatever it is called with."""
+
+    def __init__(self, layer: nn.Module, hidden: torch.Tensor, form: ReturnForm) -> None:
+        super().__init__(layer)
+        self.__dict__.update(_hidden=hidden, _form=form)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_form"].wrap(self.__dict__["_hidden"])
+
+
+class ShapeNote(_Stand):
+    """Runs an embedding module and notes the shape it returns."""
+
+    def __init__(self, original: nn.Module, path: str, log: CallLog) -> None:
+        super().__init__(original)
+        self.__dict__.update(_path=path, _log=log)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.__dict__["_original"](*args, **kwargs)
+        if not isinstance(output, torch.Tensor):
+            raise StreamUnsupported(f"{self.__dict__['_path']} in its embedding returns {type(output).__name__}")
+        self.__dict__["_log"].shapes[self.__dict__["_path"]] = output.shape
+        return output
+
+
+class Blank(_Stand):
+    """Returns zeros of the shape that the embedding module returned; they reach nothing that is used."""
+
+    def __init__(self, original: nn.Module, shape: torch.Size, like: torch.Tensor) -> None:
+        super().__init__(original)
+        self.__dict__.update(_shape=shape, _zero=torch.zeros((), dtype=like.dtype, device=like.device))
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.__dict__["_zero"].expand(self.__dict__["_shape"])
+
+
+def shell_of(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
+    """A module that shares everything with `module` but the submodules at the paths in `replaced`."""
+    if "" in replaced:
+        return replaced[""]
+    inner: dict[str, dict[str, nn.Module]] = {}
+    for path, substitute in replaced.items():
+        head, _, rest = path.partition(".")
+        inner.setdefault(head, {})[rest] = substitute
+    shell = object.__new__(type(module))
+    shell.__dict__.update(module.__dict__)
+    children = dict(module._modules)
+    for name, substitutes in inner.items():
+        child = children[name]
+        assert child is not None
+        children[name] = shell_of(child, substitutes)
+    shell.__dict__["_modules"] = children
+    return shell
+
+
+Owner = tuple[nn.Module, str]
+"""A module and the attribute under which it holds a parameter."""
+
+
+@contextmanager
+def bound(owners: Sequence[Sequence[Owner]], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, each parameter (under all its owners) is the given tensor; outside, it is what it was."""
+    before: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for places, tensor in zip(owners, tensors, strict=True):
+            for module, attribute in places:
+                before.append((module, attribute, module._parameters[attribute]))
+                module._parameters[attribute] = tensor  # pyright: ignore[reportArgumentType]
+        yield
+    finally:
+        for module, attribute, parameter in reversed(before):
+            module._parameters[attribute] = parameter
