@@ -1,0 +1,40 @@
+"""Before a run: where every byte lives, how long a step takes, what limits it and what to change.
+
+    shape = resolve_shape("llama-8b")                       # preset, folder, config file or hub id; no weights
+    hardware = load_hardware("rtx4070-laptop")              # or None: this machine as gds_optimizer.py measured it
+    answer = choose_or_change(shape, RunRequest(), hardware)
+    answer.plan.fits, answer.plan.time.step_s, answer.plan.to_dict()
+
+Pure functions of (model shape, run settings, machine); every constant has its source in `outcore.plan.constants`. All
+times are forecasts.
+"""
+
+from __future__ import annotations
+
+from outcore.plan.choose import Answer, Change, choose, choose_or_change
+from outcore.plan.hardware import Hardware, Overrides, ProfileError, hardware_of
+from outcore.plan.profile import load_hardware
+from outcore.plan.record import Part, Plan, StepTime, TierUse
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import ModelShape, preset_shape
+from outcore.plan.shape_source import resolve_shape
+
+__all__ = [
+    "Answer",
+    "Change",
+    "Hardware",
+    "ModelShape",
+    "Overrides",
+    "Part",
+    "Plan",
+    "ProfileError",
+    "RunRequest",
+    "StepTime",
+    "TierUse",
+    "choose",
+    "choose_or_change",
+    "hardware_of",
+    "load_hardware",
+    "preset_shape",
+    "resolve_shape",
+]

@@ -1,0 +1,247 @@
+"""Choosing what the user leaves open, and saying so when nothing fits.
+
+Every layout worth considering is planned (a few hundred, microseconds each) and the fastest that fits is taken; of
+plans within a few per cent the one that writes less to the drive. When none fits, the one that is short by least is
+shown, and requests are changed one at a time, mildest first, until one fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from outcore.plan import constants as k
+from outcore.plan.deepspeed import OFFLOADS, DeepSpeedLayout, plan_deepspeed
+from outcore.plan.hardware import Hardware
+from outcore.plan.record import Plan
+from outcore.plan.request import STAGES, RunRequest
+from outcore.plan.shape import ModelShape
+from outcore.plan.stream import StreamLayout, plan_stream
+
+TILES = (1, 2, 4, 8, 16)
+MICRO_BATCHES = (8, 4, 2, 1)
+NO_REASON_TO_SPILL = 1.05
+"""A plan that is slower by less than this and writes less to the drive is preferred."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A request changed in one thing, and the plan it leads to."""
+
+    words: str
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `choose` found."""
+
+    plan: Plan
+    """The recommendation; when it does not fit, the one that is short by least."""
+    reason: str
+    stages: dict[str, Plan]
+    """Best plan of each ZeRO stage of DeepSpeed (`none` ... `infinity`)."""
+    stream: Plan | None
+    """Best plan of the streaming engine; None where it cannot be used."""
+    smallest_change: Change | None = None
+    """When nothing fits: the mildest change that does, if any."""
+
+
+def choose(shape: ModelShape, request: RunRequest, hardware: Hardware) -> Answer:
+    """Plan every engine and stage that the request leaves open and recommend one. ValueError for contradictions."""
+    seq_length = seq_length_of(shape, request)
+    refusal = stream_refusal(shape, request, hardware)
+    if request.engine == "stream" and refusal:
+        raise ValueError(f"engine stream cannot be used: {refusal}. Use engine deepspeed or auto.")
+    stages = {stage: best_stage(shape, request, hardware, seq_length, stage) for stage in STAGES}
+    stream = best_stream(shape, request, hardware, seq_length) if not refusal else None
+    open_plans = [plan for stage, plan in stages.items() if request.zero_stage in (None, stage)]
+    if request.engine == "stream" or (request.engine == "auto" and request.zero_stage in ("zero3", "infinity")):
+        open_plans = [] if stream else open_plans
+    if request.engine != "deepspeed" and stream is not None:
+        open_plans.append(stream)
+    best = _best(open_plans)
+    if request.engine == "auto" and request.zero_stage is None and stages["none"].fits:
+        best = stages["none"]  # nothing has to leave the GPU
+    return Answer(best, _reason(best, stages, stream, request, refusal), stages, stream)
+
+
+def choose_or_change(shape: ModelShape, request: RunRequest, hardware: Hardware) -> Answer:
+    """`choose`, and when nothing fits the smallest change that does."""
+    answer = choose(shape, request, hardware)
+    if answer.plan.fits:
+        return answer
+    for words, changed_shape, changed in mild_changes(shape, request):
+        try:
+            plan = choose(changed_shape, changed, hardware).plan
+        except ValueError:  # the change contradicts an explicit setting
+            continue
+        if plan.fits:
+            return dataclasses.replace(answer, smallest_change=Change(words, plan))
+    return answer
+
+
+def mild_changes(shape: ModelShape, request: RunRequest) -> Iterator[tuple[str, ModelShape, RunRequest]]:
+    """Requests changed in one thing (the last: in several), mildest first: words, shape, request."""
+    replace = dataclasses.replace
+    if not request.checkpoints_elsewhere:
+        if request.save_total_limit > 1:
+            yield "keep one checkpoint: --save_total_limit 1", shape, replace(request, save_total_limit=1)
+        yield "checkpoints on another drive: --checkpoint_dir", shape, replace(request, checkpoints_elsewhere=True)
+    if (request.micro_batch or 0) > 1:
+        yield "micro-batch of one: --per_device_train_batch_size 1", shape, replace(request, micro_batch=1)
+    if not request.activation_checkpointing:
+        yield (
+            "recompute activations: --activation_checkpointing true",
+            shape,
+            replace(request, activation_checkpointing=True),
+        )
+    if request.state_format is None and request.precision == "bf16" and not shape.lora_r:
+        yield "8-bit moments (opt-in): --state_format split8", shape, replace(request, state_format="split8")
+    if request.clips and not shape.lora_r:
+        yield (
+            "no clipping, so gradients need not be kept: --max_grad_norm 0",
+            shape,
+            replace(request, max_grad_norm=0.0),
+        )
+    seq_length = seq_length_of(shape, request)
+    for divisor in (2, 4, 8):
+        if seq_length // divisor >= 128:
+            shorter = seq_length // divisor
+            yield f"shorter rows: --seq_length {shorter}", shape, replace(request, seq_length=shorter)
+    if not shape.lora_r and shape.lora_dims:
+        adapted = shape.with_lora(16)
+        yield "adapters instead of full training: --lora_r 16", adapted, replace(request, state_format=None)
+        yield (
+            "adapters, rows of 256 and checkpoints on another drive: --lora_r 16 --seq_length 256 --checkpoint_dir",
+            adapted,
+            replace(request, state_format=None, seq_length=min(256, seq_length), checkpoints_elsewhere=True),
+        )
+    for words, smaller in _smaller_models(shape):
+        yield words, smaller, request
+
+
+def _smaller_models(shape: ModelShape) -> Iterator[tuple[str, ModelShape]]:
+    from outcore.model.presets import PRESETS
+    from outcore.plan.shape import preset_shape
+
+    known = sorted(PRESETS.values(), key=lambda preset: -preset.num_parameters)
+    for preset in known:
+        if preset.num_parameters < shape.base_params and preset.model_type == shape.model_type:
+            smaller = preset_shape(preset.name)
+            yield f"a smaller model: {preset.name}", smaller.with_lora(shape.lora_r) if shape.lora_r else smaller
+
+
+def seq_length_of(shape: ModelShape, request: RunRequest) -> int:
+    """The rows' length, checked against the model's positions."""
+    if request.seq_length is None:
+        return min(k.DEFAULT_SEQ_LENGTH, shape.max_positions or k.DEFAULT_SEQ_LENGTH)
+    if shape.max_positions is not None and request.seq_length > shape.max_positions:
+        raise ValueError(
+            f"seq_length is {request.seq_length}, but {shape.name} knows {shape.max_positions} positions. "
+            f"Set --seq_length {shape.max_positions} or less."
+        )
+    return request.seq_length
+
+
+def stream_refusal(shape: ModelShape, request: RunRequest, hardware: Hardware) -> str | None:
+    """Why the streaming engine cannot take this run, or None."""
+    if shape.is_encoder_decoder:
+        return f"{shape.name} is an encoder-decoder, and it streams decoder-only models"
+    if hardware.num_gpus > 1:
+        return f"it drives one GPU, {hardware.num_gpus} were asked for"
+    if request.zero_stage in ("none", "zero1", "zero2"):
+        return f"zero_stage {request.zero_stage} was asked for"
+    return None
+
+
+def batches(request: RunRequest) -> list[tuple[int, int]]:
+    """(micro-batch, accumulation) pairs to try; the global batch is kept when one of them was left open."""
+    if request.micro_batch and request.accumulation:
+        return [(request.micro_batch, request.accumulation)]
+    if request.micro_batch:
+        return [(request.micro_batch, -(-k.DEFAULT_GLOBAL_BATCH // request.micro_batch))]
+    if request.accumulation:
+        return [(micro, request.accumulation) for micro in MICRO_BATCHES if micro <= k.DEFAULT_MICRO_BATCH]
+    return [(micro, k.DEFAULT_GLOBAL_BATCH // micro) for micro in MICRO_BATCHES]
+
+
+def best_stage(shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, stage: str) -> Plan:
+    """The best plan of one ZeRO stage: least offload and largest micro-batch that fit, whatever is faster."""
+    return _best(
+        [
+            plan_deepspeed(
+                shape, request, hardware, seq_length, DeepSpeedLayout(stage, optimizer, params, micro, accumulation)
+            )
+            for optimizer, params in OFFLOADS[stage]
+            for micro, accumulation in batches(request)
+        ]
+    )
+
+
+def best_stream(shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int) -> Plan:
+    """The best plan of the streaming engine."""
+    return _best(
+        [
+            plan_stream(shape, request, hardware, seq_length, StreamLayout(micro, accumulation, tiles, home))
+            for micro, accumulation in batches(request)
+            for home in ("vram", "ram", "nvme")
+            for tiles in TILES
+        ]
+    )
+
+
+def _best(plans: list[Plan]) -> Plan:
+    """The fastest that fits (first of equals); nearly as fast and easier on the drive wins. None fits: least short."""
+    fitting = [plan for plan in plans if plan.fits]
+    if not fitting:
+        return min(plans, key=lambda plan: (plan.shortage, plan.time.step_s))
+    fastest = min(fitting, key=lambda plan: plan.time.step_s / plan.tokens_per_step)
+    limit = NO_REASON_TO_SPILL * fastest.time.step_s / fastest.tokens_per_step
+    near = [plan for plan in fitting if plan.time.step_s / plan.tokens_per_step <= limit]
+    return min(near, key=lambda plan: (plan.drive_written_bytes_per_step, _moved_from_default(plan), plan.time.step_s))
+
+
+def _moved_from_default(plan: Plan) -> tuple[int, int]:
+    """Plain before offloaded, deepspeed_config.json's micro-batch before others."""
+    offloaded = sum(home != "VRAM" for home in plan.homes.values())
+    return offloaded, abs(plan.micro_batch - k.DEFAULT_MICRO_BATCH)
+
+
+def _reason(best: Plan, stages: dict[str, Plan], stream: Plan | None, request: RunRequest, refusal: str | None) -> str:
+    if not best.fits:
+        return "Nothing that was left open fits this machine."
+    if request.zero_stage is not None or request.engine != "auto":
+        asked = " and ".join(
+            f"{name} {value}"
+            for name, value in (("engine", request.engine), ("zero_stage", request.zero_stage))
+            if value not in ("auto", None)
+        )
+        return f"{asked} as asked."
+    if refusal and best.engine == "deepspeed":
+        words = f"The fastest that fits; the streaming engine is out: {refusal}."
+    elif best.zero_stage == "none":
+        words = ""
+    else:
+        rivals = [plan for plan in stages.values() if plan.fits and plan is not best]
+        rival = max(rivals, key=lambda plan: plan.tokens_per_s, default=None)
+        words = "The fastest that fits"
+        if best.engine == "stream" and rival is None:
+            words += "; no ZeRO stage of DeepSpeed does"
+        elif best.engine == "stream" and rival is not None:
+            words += f", by forecast {best.tokens_per_s / rival.tokens_per_s:.1f} x the speed of {rival.title}"
+        words += "."
+    return f"{_no_infinity(stages)} {words}".strip()
+
+
+def _no_infinity(stages: dict[str, Plan]) -> str:
+    """Whether a stage below 3 would do; empty when none does."""
+    simple = next((stages[s] for s in ("none", "zero1", "zero2") if stages[s].fits), None)
+    if simple is None:
+        return ""
+    if simple.zero_stage == "none":
+        return "You do not need Infinity for this model: it fits on the GPU without any ZeRO."
+    if simple.homes["optimizer states"] == "RAM":
+        return f"You do not need Infinity for this model: {simple.zero_stage} with the optimizer in RAM fits."
+    return f"You do not need Infinity for this model: {simple.zero_stage} fits."

@@ -1,0 +1,135 @@
+"""Every number the planner did not get from the machine, with its source beside it.
+
+Measured means: on a server with one H200 (989 TFLOPS dense bf16, PCIe 5.0 x16 at 55 GB/s, STREAM triad 180 GB/s, drive
+3.4-4.8 GB/s mixed), Llama of 1.21 B parameters (hidden 2048, 24 layers, vocabulary 32,000), sequences of 1,024, unless
+said otherwise. "Prototype" is a throw-away layer-streaming trainer that was raced there against stock DeepSpeed 0.19.8.
+What was measured on that one server and is scaled to another machine is a forecast, and shown as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from outcore.units import GIB, MIB
+
+# --- bytes per parameter
+
+BYTES_16BIT = 2
+STATE_FORMATS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {"fp32": (4, 8), "split": (2, 8), "fp32_m8": (4, 2 + 8 / 256), "split8": (2, 2 + 8 / 256)}
+)
+"""Format of the CPU optimizer -> bytes per parameter of (master, moments); outcore/optim/formats.py. A split master is
+a 16-bit residual beside the bf16 parameter (lossless); 8-bit moments carry two fp32 scales per 256 parameters."""
+CHECKPOINT_BYTES_PER_TRAINABLE = 14
+"""16-bit weight 2, exact fp32 master 4, fp32 moments 8: checkpoints are engine-neutral whatever the run's format."""
+
+# --- framework
+
+VRAM_OVERHEAD_BYTES = int(1.5 * GIB)
+"""CUDA context, libraries, desktop, allocator slack: an 8 GiB card is planned with 6.5 GiB of tensors, the cap under
+which the streaming engine is accepted."""
+STREAM_RAM_OVERHEAD_BYTES = int(2.5 * GIB)
+"""Interpreter, torch, CUDA libraries. Prototype, measured: 20.5 GiB resident with 16 B per parameter of states
+(18.0 GiB) and 11.4 GiB with 8 (9.1 GiB)."""
+PAGE_CACHE_RESERVE_BYTES = 2 * GIB
+"""Left to data files and to checkpoints being written back; with it a laptop of 64 GB gives a run 56 GiB."""
+MIN_STAGING_BYTES = 512 * MIB
+"""Two lanes of two 64 MiB slots each way: measured 4.2 of the 4.6 GB/s that eight-slot rings reach."""
+STAGING_SLOT_BYTES = 64 * MIB
+DEFAULT_STAGING_BYTES = 8 * GIB
+"""outcore.staging_bytes of deepspeed_config.json."""
+WSL2_PINNED_BYTES = 512 * MIB
+"""Reports of what WSL2 lets a process pin range from 0.5 to 5 GB; the least of them."""
+
+# --- batch
+
+DEFAULT_MICRO_BATCH = 2
+DEFAULT_GLOBAL_BATCH = 8
+"""Sequences per step and GPU: deepspeed_config.json's micro-batch 2 x accumulation 4."""
+DEFAULT_SEQ_LENGTH = 1024
+LOGITS_CHUNK_BYTES = 256 * MIB
+"""fp32 logits of one chunk (outcore/model/loss.py)."""
+LOGITS_ALIVE = 3.0
+"""Chunks' worth alive at once: fp32 logits, their fp32 gradient and the 16-bit copies (outcore/model/loss.py)."""
+
+# --- rates
+
+GPU_TFLOPS: Mapping[str, tuple[float, float, str]] = MappingProxyType(
+    {
+        "h200": (989.0, 0.546, "peak: NVIDIA data sheet; share: measured, 0.290 s for 158 TFLOP"),
+        "h100 pcie": (756.0, 0.546, "peak: NVIDIA data sheet; share: as measured on an H200"),
+        "h100": (989.0, 0.546, "peak: NVIDIA data sheet; share: as measured on an H200"),
+        "a100": (312.0, 0.546, "peak: NVIDIA data sheet; share: as measured on an H200"),
+        "l40s": (362.0, 0.546, "peak: NVIDIA data sheet; share: as measured on an H200"),
+        "rtx 6000 ada": (364.0, 0.546, "peak: NVIDIA data sheet; share: as measured on an H200"),
+        "rtx 5090": (209.5, 0.87, "peak: NVIDIA architecture paper, fp32 accumulation; share: assumed as on Ada"),
+        "rtx 4090": (165.2, 0.87, "peak: NVIDIA architecture paper; share: LoHan reports 155.8 TFLOPS on this card"),
+        "rtx 4080": (97.5, 0.87, "peak: NVIDIA architecture paper; share: assumed as on the RTX 4090"),
+        "rtx 4070 laptop": (
+            40.1,
+            0.87,
+            "peak: 36 SM x 512 flop x 2.175 GHz; share: the project's planning figure of 35 TFLOPS, not measured",
+        ),
+        "rtx 3090": (71.0, 0.87, "peak: NVIDIA architecture paper; share: assumed as on the RTX 4090"),
+        "rtx a6000": (154.8, 0.546, "peak: NVIDIA data sheet; share: as measured on an H200"),
+    }
+)
+"""Part of a GPU's name, lower case -> dense bf16 TFLOPS with fp32 accumulation, the share that compiled layers reach,
+and where both come from. A name with "laptop", "ti" or "super" in it is another chip and matches only its own row."""
+EAGER_SLOWDOWN = 1.5
+"""Eager against compiled layers. Prototype, measured: 0.482 s against 0.324 s a step."""
+DRAM_SHARE = 0.78
+"""Of the triad rate that the CPU optimizer reaches. Prototype, measured: 5 Gparam/s at 28 B and 10 Gparam/s at 14 B
+per parameter, both 140 of 180 GB/s."""
+OPTIMIZER_DRAM_BYTES: Mapping[str, float] = MappingProxyType({"fp32": 28, "split": 26, "fp32_m8": 16.1, "split8": 14.1})
+"""DRAM bytes per parameter of one update: gradient 2 read, parameter 2 (split: 2 + 2), each state read and written."""
+STREAM_DRIVE_SHARE = 0.89
+"""Of the mixed drive rate. Prototype, measured: 86-92 %."""
+OVERLAP_RESIDUE = 0.14
+"""What the second longest term adds to the longest although they overlap. Fitted to the prototype's six runs with
+states in RAM (16,384 and 4,096 tokens, fp32 and compact, with and without clipping); worst error of the fit 16 %."""
+
+DEEPSPEED_OPTIMIZER_DRAM_BYTES = 104
+"""180 GB/s x 1.21 B parameters / 2.1e9: DeepSpeed's optimizer phase with states in RAM, gradients' copies and clipping
+included. Measured: 0.99 s a step with one micro-batch and 1.87 s with four leave 0.70 s, i.e. 1.73 Gparam/s."""
+DEEPSPEED_HOST_S_PER_LAYER = 0.0134
+"""Python hooks of ZeRO-3 per layer and micro-batch (forward, recomputation, backward). Measured: 1.29 s without any
+offload = 4 micro-batches x 24 layers, far above the GPU's own work. It hides under a slower GPU's compute."""
+DEEPSPEED_DRIVE_SHARE = 0.67
+"""Of the mixed drive rate. Measured: 32 B per parameter in 14 s of optimizer phase, 2.8 of about 4.1 GB/s."""
+DEEPSPEED_RAM_BYTES_PER_PARAM = 25.5
+"""With everything in RAM. Measured: 32.6 GiB resident at 1.21 B parameters and 71 GiB at 2.83 B: a straight line of
+25.5 B per parameter (16 would do) above 3.9 GiB."""
+DEEPSPEED_RAM_OVERHEAD_BYTES = int(3.9 * GIB)
+DEEPSPEED_NVME_RAM_BYTES_PER_PARAM = 8.6
+"""RAM with the optimizer (or all) on NVMe, swap buffers not counted. Measured: 17.9 GiB at 1.21 B and 34 GiB at
+2.83 B, less the buffers of those runs and 2.5 GiB: 7.2 and 8.6 B per parameter; the larger."""
+DEEPSPEED_BUCKET_NUMEL = 50_000_000
+DEEPSPEED_LIVE_NUMEL = 500_000_000
+"""Sizes that outcore/engine/deepspeed/zero_section.py chooses."""
+DEEPSPEED_SWAP_BUDGET_BYTES = 8 * GIB
+DEEPSPEED_OPTIMIZER_BUFFERS = (12, 8, 4)
+DEEPSPEED_PARAM_BUFFERS = 6
+"""outcore/engine/deepspeed/swapping.py: 4 buffers of the largest weight per sub-group in use; parameters' buffers."""
+
+# --- drive
+
+SPACE_SAFETY = 1.5
+SPACE_RESERVE = 0.2
+"""Parts on the drive x 1.5 must fit what is free once a fifth of it is left alone (mission row 12)."""
+RATED_WRITES_PER_BYTE = 600
+"""Bytes a consumer NVMe drive is rated to take per byte of capacity (600 TB per TB; a 4 TB drive: 2.4 PB)."""
+
+# --- nominal rates, used only when asked for
+
+NOMINAL_PCIE_SHARE = 0.8
+"""Usable of a PCIe link's line rate for copies: 12-13 of 15.75 GB/s at 4.0 x8."""
+NOMINAL_DRIVE_READ_SHARE, NOMINAL_DRIVE_WRITE_SHARE = 0.83, 0.70
+"""Data sheets of PCIe 4.0 x4 NVMe drives: 6-7 GB/s read, 5-6 written, of 7.88."""
+NOMINAL_DRIVE_GB_PER_S: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {"ssd": (0.55, 0.5), "hdd": (0.2, 0.2), "nvme": (3.0, 2.0)}
+)
+"""(read, write) by kind where the drive's link is not known: SATA 3, a disk, an NVMe drive on PCIe 3.0 x4."""
+NOMINAL_RAM_GB_PER_S = 40.0
+"""Dual-channel DDR4-3200: 51.2 GB/s by data sheet, about 0.78 of it by triad."""

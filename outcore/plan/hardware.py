@@ -1,0 +1,241 @@
+"""The numbers of a machine that a plan is computed from: capacities in bytes, links in GB/s (10**9), each sourced.
+
+Made from a `Machine` (outcore/machine) and its links: measured by the probe, or nominal from data sheets where the
+caller allows that. Overrides win over both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+
+from outcore.machine import Drive, LinkRates, Machine, pcie_gb_per_s
+from outcore.plan import constants as k
+from outcore.units import GB, GIB, format_gb, format_gib
+
+LINKS = (
+    "h2d_gb_per_s",
+    "d2h_gb_per_s",
+    "drive_read_gb_per_s",
+    "drive_write_gb_per_s",
+    "ram_gb_per_s",
+)
+"""Links that a plan cannot do without; `drive_mixed_gb_per_s` is used where it was measured."""
+
+
+class ProfileError(ValueError):
+    """The machine profile is missing, of another machine, damaged or incomplete; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Capacities and rates of one machine, as a plan uses them."""
+
+    name: str
+    vram_bytes: int
+    """Of one GPU."""
+    ram_bytes: int
+    """That the run may take: what is available, not what is built in."""
+    pinned_bytes: int
+    """Most that can be page-locked."""
+    nvme_free_bytes: int
+    nvme_total_bytes: int
+    h2d_gb_per_s: float
+    d2h_gb_per_s: float
+    drive_read_gb_per_s: float
+    drive_write_gb_per_s: float
+    ram_gb_per_s: float
+    drive_mixed_gb_per_s: float | None = None
+    compute_tflops: float | None = None
+    """That compiled layers reach; None: not known, and step times are lower bounds."""
+    num_gpus: int = 1
+    homes_pageable: bool = False
+    """True where little memory can be pinned (WSL2): what lives in RAM passes a pinned ring by CPU copies."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Where each rate comes from, by its name."""
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vram_bytes", "ram_bytes", "pinned_bytes", "nvme_free_bytes", "nvme_total_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, but an amount of memory cannot be negative.")
+        for name in (*LINKS, "drive_mixed_gb_per_s", "compute_tflops"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}, but a rate must be above 0. Measure it again: gds_optimizer.py")
+
+    def drive_s(self, read_bytes: float, written_bytes: float) -> float:
+        """Seconds the drive needs for both: by its mixed rate when measured, else one after the other."""
+        if self.drive_mixed_gb_per_s and read_bytes and written_bytes:
+            # Reads and writes share the drive; the mixed rate was measured with equal parts of both.
+            both = 2 * min(read_bytes, written_bytes)
+            rest_read, rest_written = read_bytes - both / 2, written_bytes - both / 2
+            return both / (self.drive_mixed_gb_per_s * GB) + self._alone_s(rest_read, rest_written)
+        return self._alone_s(read_bytes, written_bytes)
+
+    def _alone_s(self, read_bytes: float, written_bytes: float) -> float:
+        return read_bytes / (self.drive_read_gb_per_s * GB) + written_bytes / (self.drive_write_gb_per_s * GB)
+
+    @property
+    def rated_write_bytes(self) -> int:
+        """What the drive is rated to take in its life, by the usual rating of its size."""
+        return self.nvme_total_bytes * k.RATED_WRITES_PER_BYTE
+
+    def words(self) -> str:
+        """The machine in a line."""
+        gpus = f"{self.num_gpus} x " if self.num_gpus > 1 else ""
+        return (
+            f"{self.name}: {gpus}{format_gib(self.vram_bytes)} VRAM, {format_gib(self.ram_bytes)} RAM for the run, "
+            f"{format_gb(self.nvme_free_bytes)} free on the drive"
+        )
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the user says of the machine; None: as the profile says."""
+
+    vram_gib: float | None = None
+    ram_gib: float | None = None
+    pinned_gib: float | None = None
+    nvme_free_gb: float | None = None
+    tflops: float | None = None
+    num_gpus: int = 1
+
+
+def hardware_of(
+    machine: Machine, name: str, overrides: Overrides | None = None, *, allow_nominal: bool = False
+) -> Hardware:
+    """The numbers of `machine`.
+
+    allow_nominal: links nobody measured get data-sheet rates, noted one by one; otherwise they are an error.
+
+    Raises:
+        ProfileError: no GPU, fewer GPUs than asked for, or links that were never measured.
+    """
+    overrides = overrides or Overrides()
+    if not machine.gpus and overrides.vram_gib is None:
+        raise ProfileError(
+            f"The machine {name} has no GPU, so there is nothing to plan for. Name another with --machine "
+            "(for example rtx4070-laptop), or give the GPU's memory with --vram_gib."
+        )
+    if machine.gpus and overrides.num_gpus > len(machine.gpus):
+        raise ProfileError(
+            f"{overrides.num_gpus} GPUs were asked for, the machine {name} has {len(machine.gpus)}. Lower --num_gpus."
+        )
+    notes: list[str] = list(machine.notes)
+    drive = planning_drive(machine)
+    if drive is None:
+        notes.append(f"{name} has no local drive in its profile: nothing can be planned on NVMe")
+    rates, sources = _rates(machine, name, drive, allow_nominal, notes)
+    tflops, source = _tflops(machine, overrides.tflops)
+    sources["compute_tflops"] = source
+    if tflops is None:
+        notes.append(
+            f"the compute rate of {machine.gpus[0].name if machine.gpus else 'this machine'} is not known: step times "
+            "are lower bounds; give --tflops"
+        )
+    pinned_bytes = k.WSL2_PINNED_BYTES if machine.is_wsl2 else machine.ram_available_bytes // 2
+    if machine.is_wsl2 and overrides.pinned_gib is None:
+        notes.append(
+            f"WSL2 lets a process pin little memory: planned with {format_gib(pinned_bytes)}; gds_optimizer.py tells "
+            "how much, give it with --pinned_gib"
+        )
+    if overrides.pinned_gib is not None:
+        pinned_bytes = int(overrides.pinned_gib * GIB)
+    free_bytes = (drive.free_bytes or 0) if drive else 0
+    return Hardware(
+        name=name,
+        vram_bytes=_bytes_or(overrides.vram_gib, machine.gpus[0].vram_bytes if machine.gpus else 0),
+        ram_bytes=_bytes_or(overrides.ram_gib, machine.ram_available_bytes),
+        pinned_bytes=pinned_bytes,
+        nvme_free_bytes=int(overrides.nvme_free_gb * GB) if overrides.nvme_free_gb is not None else free_bytes,
+        nvme_total_bytes=(drive.total_bytes or 0) if drive else 0,
+        drive_mixed_gb_per_s=machine.links.drive_mixed_gb_per_s if machine.links else None,
+        compute_tflops=tflops,
+        num_gpus=overrides.num_gpus,
+        homes_pageable=machine.is_wsl2,
+        sources=sources,
+        notes=tuple(notes),
+        **rates,
+    )
+
+
+def planning_drive(machine: Machine) -> Drive | None:
+    """The drive that states would live on: NVMe before others, then the one with most free space."""
+    local = [d for d in machine.drives if d.kind not in ("network", "tmpfs") and not d.is_read_only]
+    return max(local, key=lambda d: (d.is_nvme, d.free_bytes or 0), default=None)
+
+
+def nominal_links(machine: Machine) -> LinkRates:
+    """Data-sheet rates of a machine nobody measured; the fractions and their sources are in `constants`."""
+    gpu_link = machine.gpus[0].pcie_max_gb_per_s if machine.gpus else None
+    drive = planning_drive(machine)
+    drive_link = pcie_gb_per_s(drive.pcie_gen, drive.pcie_width) if drive else None
+    if drive_link:
+        read, write = k.NOMINAL_DRIVE_READ_SHARE * drive_link, k.NOMINAL_DRIVE_WRITE_SHARE * drive_link
+    else:
+        read, write = k.NOMINAL_DRIVE_GB_PER_S.get(drive.kind if drive else "ssd", k.NOMINAL_DRIVE_GB_PER_S["ssd"])
+    copy = k.NOMINAL_PCIE_SHARE * (gpu_link or pcie_gb_per_s(3, 8) or 0.0)
+    return LinkRates(
+        source="nominal",
+        h2d_gb_per_s=round(copy, 2),
+        d2h_gb_per_s=round(copy, 2),
+        drive_read_gb_per_s=round(read, 2),
+        drive_write_gb_per_s=round(write, 2),
+        ram_gb_per_s=k.NOMINAL_RAM_GB_PER_S,
+    )
+
+
+def _rates(
+    machine: Machine, name: str, drive: Drive | None, allow_nominal: bool, notes: list[str]
+) -> tuple[dict[str, float], dict[str, str]]:
+    links = machine.links
+    rates, sources = {}, {}
+    missing = [link for link in LINKS if links is None or getattr(links, link) is None]
+    if missing and not allow_nominal:
+        what = "no link of it was measured" if len(missing) == len(LINKS) else f"not measured: {', '.join(missing)}"
+        raise ProfileError(
+            f"The profile of {name} is incomplete ({what}). Run python gds_optimizer.py on that machine, or add "
+            "--nominal to plan with data-sheet rates."
+        )
+    fallback = nominal_links(machine) if missing else None
+    for link in LINKS:
+        if link in missing:
+            assert fallback is not None
+            rates[link], sources[link] = getattr(fallback, link), "nominal"
+            notes.append(f"{link} was not measured: planned with the nominal {rates[link]:g}")
+        else:
+            assert links is not None
+            rates[link], sources[link] = getattr(links, link), links.source
+    return rates, sources
+
+
+def _tflops(machine: Machine, given: float | None) -> tuple[float | None, str]:
+    if given is not None:
+        return given, "given"
+    if not machine.gpus:
+        return None, "not known"
+    found = tflops_of(machine.gpus[0].name)
+    if found is None:
+        return None, "not known"
+    peak, share, source = found
+    return round(peak * share, 1), f"{peak:g} TFLOPS x {share:g} ({source})"
+
+
+def tflops_of(gpu_name: str) -> tuple[float, float, str] | None:
+    """(peak dense bf16 TFLOPS, share that compiled layers reach, source) of a GPU by its name, or None."""
+    name = gpu_name.lower()
+    for key, row in sorted(k.GPU_TFLOPS.items(), key=lambda item: -len(item[0])):
+        if re.search(rf"\b{re.escape(key)}(?! ?(super|ti\b|laptop))", name):
+            return row
+    return None
+
+
+def with_ram(hardware: Hardware, ram_bytes: int) -> Hardware:
+    """The same machine with another amount of RAM for the run."""
+    return dataclasses.replace(hardware, ram_bytes=ram_bytes)
+
+
+def _bytes_or(gib: float | None, otherwise: int) -> int:
+    return otherwise if gib is None else int(gib * GIB)

@@ -1,0 +1,94 @@
+"""Which machine to plan for: a named profile or file, else this computer as the probe measured it.
+
+A profile that is missing, of another machine, damaged or incomplete is an error with words; data-sheet rates are used
+only when the user says so (`--nominal`), and then every fallback is noted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from outcore.machine import Machine, detect_machine
+from outcore.plan.hardware import Hardware, Overrides, ProfileError, hardware_of
+
+MEASURED_PROFILE = Path("logs/machine_profile.json")
+"""Where gds_optimizer.py leaves what it measured."""
+RAM_TOLERANCE = 0.05
+"""Firmware and kernels take different amounts of the same memory."""
+
+
+def load_hardware(
+    machine: str | None = None,
+    overrides: Overrides | None = None,
+    *,
+    allow_nominal: bool = False,
+    measured: Path = MEASURED_PROFILE,
+    detect: Callable[[], Machine] = detect_machine,
+) -> Hardware:
+    """The machine called `machine` (shipped profile or file), or this one when None.
+
+    Raises:
+        ProfileError: see the module docstring.
+    """
+    if machine is not None:
+        try:
+            profile = Machine.load(machine)
+        except ValueError as error:
+            raise ProfileError(f"--machine: {error}") from error
+        except OSError as error:
+            raise ProfileError(f"--machine {machine}: the profile cannot be read ({error}).") from error
+        return hardware_of(profile, _name(machine), overrides, allow_nominal=allow_nominal)
+    here = detect()
+    profile, note = _measured_here(here, measured, allow_nominal)
+    if profile is None:
+        found = hardware_of(here, "this machine", overrides, allow_nominal=True)
+        return dataclasses.replace(found, notes=(note, *found.notes))
+    # Capacities are those of now, rates those that were measured then.
+    now = dataclasses.replace(here, links=profile.links)
+    return hardware_of(now, "this machine", overrides, allow_nominal=allow_nominal)
+
+
+def _measured_here(here: Machine, measured: Path, allow_nominal: bool) -> tuple[Machine | None, str]:
+    """The measured profile of this machine, or (None, why nominal rates are used); ProfileError unless allowed."""
+    if not measured.is_file():
+        problem = f"This machine was never measured ({measured} is not there)."
+    else:
+        try:
+            profile = Machine.load(measured)
+        except (ValueError, OSError) as error:
+            problem = f"The machine profile is damaged: {error}"
+        else:
+            differences = differs(here, profile)
+            if not differences:
+                return profile, ""
+            problem = f"{measured} was measured on another machine: {'; '.join(differences)}."
+    if not allow_nominal:
+        raise ProfileError(
+            f"{problem} Run python gds_optimizer.py to measure this one, add --nominal to plan with data-sheet rates, "
+            "or name a machine: --machine rtx4070-laptop."
+        )
+    return None, f"{problem} Planned with nominal rates, as asked."
+
+
+def differs(here: Machine, saved: Machine) -> list[str]:
+    """How a saved profile's machine differs from this one, in words; empty when it is the same."""
+    found = []
+    gpus_here, gpus_saved = ([g.name for g in m.gpus] for m in (here, saved))
+    if gpus_here != gpus_saved:
+        found.append(f"its GPU is {', '.join(gpus_saved) or 'none'}, here it is {', '.join(gpus_here) or 'none'}")
+    if here.cpu_name != saved.cpu_name:
+        found.append(f"its CPU is {saved.cpu_name}, here it is {here.cpu_name}")
+    larger = max(here.ram_total_bytes, saved.ram_total_bytes, 1)
+    if abs(here.ram_total_bytes - saved.ram_total_bytes) > RAM_TOLERANCE * larger:
+        found.append(
+            f"it has {saved.ram_total_bytes / 2**30:.0f} GiB of RAM, here are {here.ram_total_bytes / 2**30:.0f}"
+        )
+    if here.is_wsl2 != saved.is_wsl2:
+        found.append("it ran under WSL2" if saved.is_wsl2 else "it did not run under WSL2")
+    return found
+
+
+def _name(machine: str) -> str:
+    return Path(machine).stem

@@ -1,0 +1,134 @@
+"""From what the user calls a model (preset, folder, config file, hub id) to a `ModelShape`; weights are never read.
+
+Presets are counted by hand (no torch). Everything else goes through transformers on the meta device: a hub id fetches
+its config.json, nothing more. Layers are discovered by structure: the longest module list whose members share a class.
+Cost: 2-4 s of imports, then about 0.2 s for 70 B parameters, no memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from outcore.plan.shape import ModelShape, preset_shape
+
+
+def resolve_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
+    """The shape of a model by preset name, config file, folder or hub id.
+
+    Raises:
+        ValueError: no such model here, or not a language model that can be trained.
+        RuntimeError: the hub cannot give its configuration.
+    """
+    from outcore.model.presets import PRESETS, check_preset_name
+
+    if model in PRESETS:
+        return preset_shape(model)
+    path = Path(model).expanduser()
+    if not path.exists() and "/" not in model and "\\" not in model:
+        check_preset_name(model)  # raises, with the nearest names
+    from outcore.model.settings import ModelSettings
+    from outcore.model.source import resolve_source
+
+    if path.is_file():
+        settings = ModelSettings(config_file=model, seq_length=2)
+    else:
+        settings = ModelSettings(model_name_or_path=model, trust_remote_code=trust_remote_code, seq_length=2)
+    name = path.name if path.exists() else model
+    return shape_from_config(name, resolve_source(settings).config)
+
+
+def shape_from_config(name: str, config: Any) -> ModelShape:
+    """Count a transformers config on the meta device. ValueError when its layers cannot be found."""
+    from outcore.model.facts import model_class_of, model_facts
+    from outcore.model.initialise import meta_skeleton
+    from outcore.model.source import max_positions
+
+    model_class = model_class_of(config)
+    model = meta_skeleton(model_class, config)
+    facts = model_facts(model)
+    text = config.get_text_config(decoder=True)
+    stacks = _layer_stacks(model)
+    if not stacks:
+        raise ValueError(f"{name}: no stack of layers was found in {model_class.__name__}, so it cannot be planned.")
+    layers = [layer for stack in stacks for layer in stack]
+    layer_params = tuple(_numel(layer) for layer in layers)
+    embedding = _embedding_params(model, facts.vocab_size * facts.hidden_size)
+    experts = sum(p.numel() for layer in layers for n, p in layer.named_parameters() if "experts" in n.split("."))
+    top_k = int(_first(text, "num_experts_per_tok", "num_experts_per_token", "moe_top_k") or 0) if facts.is_moe else 0
+    num_experts = int(_first(text, "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") or 1)
+    heads = int(_first(text, "num_attention_heads", "num_heads") or 1)
+    head_dim = int(_first(text, "head_dim", "d_kv") or facts.hidden_size // heads)
+    ffn = int(_first(text, "intermediate_size", "ffn_dim", "d_ff", "n_inner") or 4 * facts.hidden_size)
+    if top_k:
+        ffn = top_k * int(_first(text, "moe_intermediate_size") or ffn)
+    return ModelShape(
+        name=name,
+        model_type=config.model_type,
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
+        embedding_params=embedding,
+        layer_params=layer_params,
+        head_params=facts.total_params - embedding - sum(layer_params),
+        active_layer_params=sum(layer_params) - (experts * (num_experts - top_k) // num_experts if top_k else 0),
+        largest_weight_numel=facts.largest_weight_numel,
+        num_heads=heads,
+        num_kv_heads=int(_first(text, "num_key_value_heads") or heads),
+        head_dim=head_dim,
+        ffn_width=ffn,
+        gated_ffn=any("gate" in n.split(".")[-1] or "gate_proj" in n for n, _ in layers[0].named_modules())
+        or bool(top_k),
+        experts_per_token=top_k,
+        fused_attention=bool(getattr(model_class, "_supports_sdpa", False)),
+        tied=facts.tied,
+        is_encoder_decoder=facts.is_encoder_decoder,
+        max_positions=max_positions(config),
+        lora_dims=_lora_dims(model),
+    )
+
+
+def _layer_stacks(model: Any) -> list[Any]:
+    """Outermost module lists of one class each: the decoder's layers, or encoder's and decoder's."""
+    from torch import nn
+
+    found: list[tuple[str, Any]] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or not len(module) or len({type(m) for m in module}) != 1:
+            continue
+        if any(name.startswith(f"{outer}.") for outer, _ in found):
+            continue
+        found.append((name, module))
+    longest = max((len(stack) for _, stack in found), default=0)
+    return [stack for _, stack in found if len(stack) == longest or len(found) <= 2]
+
+
+def _embedding_params(model: Any, otherwise: int) -> int:
+    """Token embedding and learned positions (top-level embeddings), shared ones once."""
+    from torch import nn
+
+    inside = [layer for stack in _layer_stacks(model) for layer in stack]
+    in_layers = {id(p) for layer in inside for p in layer.parameters()}
+    numels = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
+    return sum(n for key, n in numels.items() if key not in in_layers) or otherwise
+
+
+def _numel(module: Any) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((v for n in names if (v := getattr(config, n, None)) is not None), None)
+
+
+def _lora_dims(model: Any) -> int:
+    """As peft's "all-linear": every nn.Linear (and GPT-2's Conv1D) but the output head."""
+    from torch import nn
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    total = 0
+    for module in model.modules():
+        if module is head:
+            continue
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+            total += sum(module.weight.shape)
+    return total

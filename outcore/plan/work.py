@@ -1,0 +1,76 @@
+"""What a micro-batch costs in memory and arithmetic: activations of a layer, logits, FLOPs. Shared by both engines.
+
+Notation: T tokens of a micro-batch, h hidden width, q / kv widths of queries / keys, f feed-forward width that one
+token goes through, e bytes of an element. Attention is fused (no T x T scores) unless the shape says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outcore.plan import constants as k
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Of one step on one GPU."""
+
+    forward: float
+    backward: float
+    """Recomputation included."""
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def step_flops(shape: ModelShape, request: RunRequest, seq_length: int, tokens: int) -> Flops:
+    """Matrix products of a step over `tokens` tokens of this GPU.
+
+    Forward: 2 FLOPs per active parameter and token, and causal attention 2 * seq * q per layer. Backward: twice that
+    for full training, once with adapters only (no gradients of frozen weights). Recomputation: the layers once more.
+    """
+    attention = 2 * seq_length * shape.num_heads * shape.head_dim * shape.num_layers
+    layers = 2 * (shape.active_layer_params + shape.adapter_params) + attention
+    head = 2 * shape.head_weight_numel
+    gradient_passes = 1 if shape.lora_r else 2
+    recompute = layers if request.activation_checkpointing else 0
+    return Flops(
+        forward=tokens * float(layers + head), backward=tokens * float(gradient_passes * (layers + head) + recompute)
+    )
+
+
+def layer_activation_bytes(shape: ModelShape, request: RunRequest, seq_length: int, tokens: int) -> int:
+    """What autograd keeps of one layer, and the gradients alive at the peak of its backward pass.
+
+    Per token: two norms (fp32 copy, normed, output: 4h + 2eh each), the residual stream (2eh), queries before and after
+    rotation, attention output twice (4eq), keys and values (3e kv), gated feed-forward (gate, its activation, up,
+    product: 4ef; plain: 3ef), copies for experts (2eh each); in flight: 2ef + 2eh.
+    """
+    e, h, f = request.element_bytes, shape.hidden_size, shape.ffn_width
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    per_token = 2 * (4 * h + 2 * e * h) + 2 * e * h + e * (4 * q + 3 * kv)
+    per_token += e * f * (4 if shape.gated_ffn else 3) + 2 * e * h * shape.experts_per_token
+    per_token += 2 * e * (f + h)
+    if not shape.fused_attention:
+        per_token += shape.num_heads * seq_length * (e + 4)
+    return tokens * per_token
+
+
+def checkpoint_bytes(shape: ModelShape, request: RunRequest, tokens: int) -> int:
+    """Activation checkpoints: the input of every layer, and the last one's output."""
+    return tokens * shape.hidden_size * request.element_bytes * (shape.num_layers + 1)
+
+
+def logits_bytes(shape: ModelShape, tokens: int) -> int:
+    """Alive at once for one chunk of the loss; [chunk, vocabulary] in fp32, LOGITS_ALIVE times."""
+    chunk_tokens = min(tokens, max(16, k.LOGITS_CHUNK_BYTES // (4 * max(shape.vocab_size, 1))))
+    return int(k.LOGITS_ALIVE * 4 * chunk_tokens * shape.vocab_size)
+
+
+def overlapped_s(*terms_s: float) -> float:
+    """Wall clock of terms that run at the same time: the longest, and a residue of the second longest."""
+    first, second, *_ = [*sorted(terms_s, reverse=True), 0.0, 0.0]
+    return first + k.OVERLAP_RESIDUE * second
