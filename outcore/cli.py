@@ -1,12 +1,49 @@
-"""`outcore`: the console command; each subcommand is one room's door."""
+"""`outcore`: the console command; each subcommand is one room's door, opened only when it is called."""
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+
+COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "plan": ("outcore.plan.main", "will a model fit this machine, how fast, what to change"),
+        "watch": ("outcore.monitor.watch", "a running or finished run, live in the terminal"),
+    }
+)
+"""Name -> (module with `main(argv) -> int`, what it is for)."""
+
+
+def usage() -> str:
+    """The list of subcommands."""
+    lines = ["usage: outcore COMMAND [...]", "", "commands:"]
+    lines += [f"  {name:<8} {words}" for name, (_, words) in COMMANDS.items()]
+    lines += ["", "outcore COMMAND --help tells more.", "Training: python train_model.py --help"]
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return its exit code."""
+    """Run one subcommand and return its exit code; 2 for an unknown one."""
     args = sys.argv[1:] if argv is None else argv
-    print(f"outcore: unknown command {args[:1]}", file=sys.stderr)
-    return 2
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage(), file=sys.stdout if args else sys.stderr)
+        return 0 if args else 2
+    if args[0] == "--version":
+        from outcore import __version__
+
+        print(f"outcore {__version__}")
+        return 0
+    name = args[0]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name.lower(), list(COMMANDS), n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        print(f"outcore: unknown command {name!r}.{hint} Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    return int(importlib.import_module(COMMANDS[name][0]).main(args[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""`outcore plan`: will this model fit, how fast will it be, what limits it. Weights are never loaded.
+
+    outcore plan --model llama-8b --machine rtx4070-laptop
+    outcore plan --model Qwen/Qwen3-4B --lora_r 16 --json
+    outcore plan --guide            (writes the tables of docs/planning.md)
+
+Exit code: 0 the plan fits, 1 it does not, 2 wrong usage or a missing, stale or damaged profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from outcore.plan.advice import advise
+from outcore.plan.choose import choose_or_change
+from outcore.plan.hardware import Overrides
+from outcore.plan.profile import load_hardware
+from outcore.plan.request import ENGINES, PRECISIONS, STAGES, RunRequest
+from outcore.plan.shape_source import resolve_shape
+from outcore.units import GIB
+
+STAGE_WORDS = {"0": "none", "1": "zero1", "2": "zero2", "3": "zero3"}
+SHORT_NAMES = {
+    "1b": "llama-1b",
+    "3b": "llama-3b",
+    "8b": "llama-8b",
+    "14b": "qwen3-14b",
+    "30b": "qwen3-32b",
+    "32b": "qwen3-32b",
+    "llama-30b": "qwen3-32b",
+    "70b": "llama-70b",
+}
+"""Sizes people ask for -> the preset that stands for them."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The subcommand's arguments; names are train_model.py's where it has them."""
+    p = argparse.ArgumentParser(prog="outcore plan", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--model", help="preset, folder, config file or hub id (its config.json only)")
+    p.add_argument("--machine", help="profile name or file; default: this machine as gds_optimizer.py measured it")
+    p.add_argument("--nominal", action="store_true", help="data-sheet rates where nothing was measured")
+    run = p.add_argument_group("the run (what is left out is chosen)")
+    run.add_argument("--seq_length", type=int)
+    run.add_argument("--per_device_train_batch_size", "--micro_batch_size", type=int, dest="micro_batch")
+    run.add_argument("--gradient_accumulation_steps", type=int, dest="accumulation")
+    run.add_argument("--engine", choices=ENGINES, default="auto")
+    run.add_argument("--zero_stage", choices=(*STAGES, *STAGE_WORDS))
+    run.add_argument("--state_format", help="fp32, split (lossless), fp32_m8, split8 (8-bit moments); engine stream")
+    run.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    run.add_argument("--activation_checkpointing", choices=("true", "false"), default="true")
+    run.add_argument("--max_grad_norm", type=float, default=1.0)
+    run.add_argument("--lora_r", type=int, default=0)
+    run.add_argument("--staging_gib", type=float)
+    run.add_argument("--save_total_limit", type=int, default=2)
+    run.add_argument("--checkpoints_elsewhere", action="store_true", help="checkpoints go to another drive")
+    run.add_argument("--trust_remote_code", action="store_true")
+    hw = p.add_argument_group("the machine (instead of what its profile says)")
+    hw.add_argument("--vram_gib", type=float)
+    hw.add_argument("--ram_gib", type=float, help="RAM that the run may take")
+    hw.add_argument("--pinned_gib", type=float)
+    hw.add_argument("--nvme_free_gb", type=float)
+    hw.add_argument("--tflops", type=float, help="that the GPU reaches with compiled layers")
+    hw.add_argument("--num_gpus", type=int, default=1)
+    out = p.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="the answer as JSON on stdout")
+    out.add_argument("--png", type=Path, metavar="FILE", help="stacked bars per tier against capacity")
+    out.add_argument("--paper_png", type=Path, metavar="FILE", help="the ZeRO-Infinity paper's efficiency curves")
+    out.add_argument("--guide", nargs="?", type=Path, const=Path("docs/planning.md"), metavar="FILE")
+    out.add_argument("--check", action="store_true", help="with --guide: compare, write nothing")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The subcommand; returns its exit code."""
+    cli = parser()
+    args = cli.parse_args(argv)
+    try:
+        if args.guide is not None:
+            return _guide(args.guide, args.check)
+        if args.paper_png is not None:
+            from outcore.plan.figures import save_paper_curves
+
+            save_paper_curves(args.paper_png)
+            print(f"written: {args.paper_png}", file=sys.stderr)
+            if args.model is None:
+                return 0
+        return _plan(args)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"outcore plan: {error}", file=sys.stderr)
+        return 2
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from outcore.plan.show import show, to_json
+
+    if args.model is None:
+        from outcore.model.presets import PRESETS
+
+        raise ValueError(
+            f"Name a model: --model with a folder, a hub id, a config file or one of {', '.join(PRESETS)}."
+        )
+    request = _request(args)
+    overrides = Overrides(
+        vram_gib=args.vram_gib,
+        ram_gib=args.ram_gib,
+        pinned_gib=args.pinned_gib,
+        nvme_free_gb=args.nvme_free_gb,
+        tflops=args.tflops,
+        num_gpus=args.num_gpus,
+    )
+    hardware = load_hardware(args.machine, overrides, allow_nominal=args.nominal)
+    shape = resolve_shape(SHORT_NAMES.get(args.model.lower(), args.model), trust_remote_code=args.trust_remote_code)
+    if args.lora_r:
+        shape = shape.with_lora(args.lora_r)
+    answer = choose_or_change(shape, request, hardware)
+    advice = advise(shape, request, hardware, answer.plan)
+    if args.png is not None:
+        from outcore.plan.figures import save_bars
+
+        save_bars(answer, hardware, args.png)
+    if args.json:
+        print(json.dumps(to_json(answer, advice, hardware), indent=2))
+    else:
+        show(answer, advice, hardware)
+        if args.png is not None:
+            print(f"picture: {args.png}")
+    return 0 if answer.plan.fits else 1
+
+
+def _request(args: argparse.Namespace) -> RunRequest:
+    return RunRequest(
+        seq_length=args.seq_length,
+        micro_batch=args.micro_batch,
+        accumulation=args.accumulation,
+        engine=args.engine,
+        zero_stage=STAGE_WORDS.get(args.zero_stage, args.zero_stage) if args.zero_stage else None,
+        state_format=args.state_format,
+        precision=args.precision,
+        activation_checkpointing=args.activation_checkpointing == "true",
+        max_grad_norm=args.max_grad_norm,
+        staging_bytes=int(args.staging_gib * GIB) if args.staging_gib is not None else None,
+        save_total_limit=args.save_total_limit,
+        checkpoints_elsewhere=args.checkpoints_elsewhere,
+    )
+
+
+def _guide(path: Path, check: bool) -> int:
+    from outcore.plan.guide import guide_state
+
+    state = guide_state(path)
+    if check:
+        if state.is_current:
+            return 0
+        print(f"{path} is not what the planner says now: run outcore plan --guide {path}", file=sys.stderr)
+        return 1
+    path.write_text(state.text, encoding="utf-8")
+    print(f"written: {path}" if not state.is_current else f"already current: {path}")
+    return 0
