@@ -32,9 +32,8 @@ INLINE int32_t magnitude_bits(float x) { return (int32_t)(bits_of(x) & 0x7ffffff
 INLINE uint32_t one_nan(uint32_t u) { return (int32_t)(u & 0x7fffffffu) > kInfinityBits ? (uint32_t)kNanBits : u; }
 // Moments below `smallest` become +0: a moment that decays for ever would end as a denormal, which many processors
 // handle a hundred times slower.
-INLINE float tidy(float x, int32_t smallest) {
-  const uint32_t u = bits_of(x);
-  return float_of(magnitude_bits(x) < smallest ? 0u : one_nan(u));
+INLINE float without_tiny(float x, int32_t smallest) {
+  return float_of(bits_of(x) & (uint32_t)-(int32_t)(magnitude_bits(x) >= smallest));
 }
 
 INLINE float from_half(uint32_t h) {
@@ -111,12 +110,12 @@ INLINE void adamw(float* __restrict w, float* __restrict m, float* __restrict v,
   for (int64_t i = 0; i < n; i++) {
     const float gi = g[i] * scale;
     const float base = float_of((bits_of(gi) & from_grad) | (bits_of(m[i]) & ~from_grad));
-    const float mi = tidy(base + coefficient * (gi - m[i]), smallest_m);
-    const float vi = tidy(v[i] * beta2 + (rest2 * gi) * gi, smallest_v);
+    const float mi = without_tiny(base + coefficient * (gi - m[i]), smallest_m);
+    const float vi = without_tiny(v[i] * beta2 + (rest2 * gi) * gi, smallest_v);
     const float si = __builtin_sqrtf(vi);
     const float wi = w[i] * decay + (step * mi) / (si / correction + eps);
-    m[i] = mi;
-    v[i] = root ? si : vi;
+    m[i] = root ? mi : float_of(one_nan(bits_of(mi)));  // 8-bit moments show it in their scales
+    v[i] = root ? si : float_of(one_nan(bits_of(vi)));
     w[i] = float_of(one_nan(bits_of(wi)));
   }
 }
@@ -136,16 +135,32 @@ INLINE int32_t largest_magnitude(const float* __restrict x, int64_t n) {
   return largest;
 }
 
-// Codes: m = scale * (q/127)|q/127|, sqrt(v) = scale * (q/255)^2. Rounding is stochastic and unbiased in m and in v;
-// the largest of a block is exact, and a v above zero never becomes zero (it divides).
+// Codes: m = scale * (q/127)|q/127|, sqrt(v) = scale * (r/255)^2. Rounding is stochastic and unbiased in m and in
+// sqrt(v); the largest of a block is exact, and no v of a block with one above zero becomes zero (it divides).
 INLINE void unpack(float* __restrict m, float* __restrict v, const int8_t* __restrict q, const uint8_t* __restrict r,
                    float scale_m, float scale_s, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
-    const int32_t a = q[i], b = r[i];
-    m[i] = scale_m * ((float)(a * (a < 0 ? -a : a)) * kInverseLevels);
-    const float s = scale_s * ((float)(b * b) * kInverseRootLevels);
+    const float code = (float)q[i];
+    m[i] = scale_m * ((code * float_of((uint32_t)magnitude_bits(code))) * kInverseLevels);
+  }
+  for (int64_t i = 0; i < n; i++) {
+    const float code = (float)r[i];
+    const float s = scale_s * ((code * code) * kInverseRootLevels);
     v[i] = s * s;
   }
+}
+
+// One of the two whole numbers around sqrt(x), at random so that its square is x on average: the upper one if
+// uniform * (high^2 - low^2) < x - low^2. `twice` is twice the uniform number in [0, 1).
+INLINE int32_t round_root(float x, float twice) {
+  const int32_t floor = (int32_t)__builtin_sqrtf(x);
+  const float low = (float)floor;
+  return floor + (int32_t)(twice * (low + 0.5f) < x - low * low);
+}
+
+// Maps the largest magnitude of a block to `levels`, or by rounding a hair above it, never below.
+INLINE float to_levels(int32_t top, float levels) {
+  return top == 0 ? 0.f : (levels / float_of((uint32_t)top)) * 1.0000002384185791015625f;  // 1 + 2^-22
 }
 
 INLINE void pack(int8_t* __restrict q, uint8_t* __restrict r, float* scale_m, float* scale_s,
@@ -158,33 +173,35 @@ INLINE void pack(int8_t* __restrict q, uint8_t* __restrict r, float* scale_m, fl
   }
   *scale_m = float_of((uint32_t)top_m);
   *scale_s = float_of((uint32_t)top_s);
-  const float inverse_m = top_m ? 1.f / *scale_m : 0.f, inverse_s = top_s ? 1.f / *scale_s : 0.f;
-  const uint32_t key_low = (uint32_t)key, key_high = (uint32_t)(key >> 32);
+  const float factor_m = to_levels(top_m, kLevels), factor_s = to_levels(top_s, kRootLevels);
+  const int32_t most_m = (int32_t)bits_of(kLevels), most_s = (int32_t)bits_of(kRootLevels);
+  const int32_t least_s = top_s == 0 ? 0 : (int32_t)bits_of(1.f);
+  const uint32_t key_high = (uint32_t)(key >> 32);
+  uint32_t counter = (uint32_t)key;
+  // Numbers of 32 bits first, narrowed afterwards: a loop that stores bytes works on four times the registers at once.
+  alignas(64) int32_t code_m[kBlock], code_s[kBlock];
   for (int64_t i = 0; i < n; i++) {
-    uint32_t x = (uint32_t)i * 0x9e3779b9u + key_low;
+    uint32_t x = counter;
+    counter += 0x9e3779b9u;
     x = (x ^ (x >> 16)) * 0x7feb352du;
     x ^= key_high;
     x = (x ^ (x >> 15)) * 0x846ca68bu;
     x ^= x >> 16;
-    const float random_m = (float)(int32_t)(x & 0xffffu) * (1.f / 65536), random_s = (float)(int32_t)(x >> 16) * (1.f / 65536);
-    const int32_t bits_m = magnitude_bits(m[i]), bits_s = magnitude_bits(s[i]);
+    const float twice_m = (float)(int32_t)(x & 0xffffu) * (1.f / 32768);
+    const float twice_s = (float)(int32_t)(x >> 16) * (1.f / 32768);
 
-    const float y = (float_of((uint32_t)bits_m) * inverse_m) * kLevels;
-    int32_t a = (int32_t)__builtin_sqrtf(y);
-    const float low = (float)a;
-    a += random_m * (low + low + 1.f) < y - low * low ? 1 : 0;
-    a = a > 127 || bits_m == top_m ? 127 : a;
-    a = bits_m == 0 ? 0 : a;
-    q[i] = (int8_t)(m[i] < 0.f ? -a : a);
+    int32_t y = (int32_t)bits_of(float_of((uint32_t)magnitude_bits(m[i])) * factor_m);
+    y = y > most_m ? most_m : y;
+    const int32_t sign = (int32_t)bits_of(m[i]) >> 31;
+    code_m[i] = (round_root(float_of((uint32_t)y), twice_m) ^ sign) - sign;
 
-    const float z = (s[i] * inverse_s) * kRootLevels;
-    int32_t b = (int32_t)__builtin_sqrtf(z);
-    const float below = (float)(b * b), above = (float)((b + 1) * (b + 1));
-    b += random_s * ((above - below) * (above + below)) < (z - below) * (z + below) ? 1 : 0;
-    b = b > 255 || bits_s == top_s ? 255 : b;
-    b = b < 1 ? 1 : b;
-    r[i] = (uint8_t)(bits_s == 0 ? 0 : b);
+    int32_t z = (int32_t)bits_of(s[i] * factor_s);
+    z = z > most_s ? most_s : z;
+    z = z < least_s ? least_s : z;
+    code_s[i] = round_root(float_of((uint32_t)z), twice_s);
   }
+  for (int64_t i = 0; i < n; i++) q[i] = (int8_t)code_m[i];
+  for (int64_t i = 0; i < n; i++) r[i] = (uint8_t)code_s[i];
 }
 
 INLINE void update_tile(const Types& types, const Job& job, const Layout& at, const Hyper& h, uint64_t key,

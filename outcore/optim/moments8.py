@@ -5,9 +5,10 @@ Blocks of 256 parameters share two fp32 scales, their largest |m| and largest sq
     m = scale * (q/127)|q/127|,  q int8          sqrt(v) = scale * (r/255)^2,  r uint8
 
 Squaring puts more levels near zero: |m| is resolved down to 1/16129 of the largest, v down to 2.4e-10. Updates round
-stochastically, unbiased in m and in v: an average that moves by less than a level per step still moves. The random
-bits are a hash of (seed, step, block, place in the block), so they depend on neither chunks nor scheduling. The
-largest of a block is exact, and a v above zero never rounds to zero, since the update divides by its root.
+stochastically, unbiased in m and in sqrt(v): an average that moves by less than a level per step still moves. The
+random bits are a hash of (seed, step, block, place in the block), so they depend on neither chunks nor scheduling. The
+largest of a block is exact. In a block with a v above zero none is stored as zero (at least code 1), since the update
+divides by its root; a parameter whose m is zero is not touched by that.
 
 States below 2^-112 (m) and 2^-93 (v) are stored as zero, so that even the smallest code stands for a normal fp32: then
 `nearest(unpack(codes)) == codes` for all codes a block can hold, and checkpoints in fp32 lose nothing.
@@ -54,8 +55,8 @@ def unpack(codes: Codes) -> tuple[torch.Tensor, torch.Tensor]:
 
 def pack_stochastic(exp_avg: torch.Tensor, root: torch.Tensor, *, seed: int, step: int, first_block: int) -> Codes:
     """Codes of m and sqrt(v), fp32 [n] each; first_block: index in the model of the first one here."""
-    random_m, random_v = _random(seed, step, first_block, -(-exp_avg.numel() // BLOCK_NUMEL))
-    return _pack(exp_avg, root, random_m, random_v)
+    uniform_m, uniform_s = _random(seed, step, first_block, -(-exp_avg.numel() // BLOCK_NUMEL))
+    return _pack(exp_avg, root, 2 * uniform_m, 2 * uniform_s)
 
 
 def pack_nearest(exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> Codes:
@@ -81,29 +82,17 @@ def exact_sqrt(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pack(
-    exp_avg: torch.Tensor, root: torch.Tensor, random_m: torch.Tensor | None, random_v: torch.Tensor | None
+    exp_avg: torch.Tensor, root: torch.Tensor, twice_m: torch.Tensor | None, twice_s: torch.Tensor | None
 ) -> Codes:
     n = exp_avg.numel()
     m, s = _blocks(exp_avg), _blocks(root)  # [b, 256]
-    top_m, top_s = m.abs().amax(1, keepdim=True), s.amax(1, keepdim=True)
+    top_m, top_s = m.abs().amax(1, keepdim=True), s.amax(1, keepdim=True)  # [b, 1]
     broken = ~(torch.isfinite(m).all(1, keepdim=True) & torch.isfinite(s).all(1, keepdim=True))  # [b, 1]
     m, s = torch.where(broken, 0.0, m), torch.where(broken, 0.0, s)
-
-    y = (m.abs() * _inverse(top_m, broken)) * LEVELS
-    low = exact_sqrt(y).trunc() if random_m is not None else exact_sqrt(y).round()
-    if random_m is not None:
-        low = low + (random_m * (low + low + 1.0) < y - low * low)
-    q = torch.where((low > 127) | (m.abs() == top_m), 127.0, low)
-    q = torch.where(m == 0, 0.0, q) * torch.where(m < 0, -1.0, 1.0)
-
-    z = (s * _inverse(top_s, broken)) * ROOT_LEVELS
-    low = exact_sqrt(z).trunc() if random_v is not None else exact_sqrt(z).round()
-    if random_v is not None:
-        below, above = low * low, (low + 1.0) * (low + 1.0)
-        low = low + (random_v * ((above - below) * (above + below)) < (z - below) * (z + below))
-    r = torch.where((low > 255) | (s == top_s), 255.0, low).clamp_min(1.0)
-    r = torch.where(s == 0, 0.0, r)
-
+    y = (m.abs() * _to_levels(top_m, LEVELS)).clamp_max(LEVELS)
+    q = _round_root(y, twice_m) * torch.where(m < 0, -1.0, 1.0)
+    z = torch.maximum((s * _to_levels(top_s, ROOT_LEVELS)).clamp_max(ROOT_LEVELS), (top_s != 0).float())
+    r = torch.where(broken, 0.0, _round_root(z, twice_s))
     nan = float("nan")
     return Codes(
         q.to(torch.int8).flatten()[:n],
@@ -113,8 +102,19 @@ def _pack(
     )
 
 
-def _inverse(top: torch.Tensor, broken: torch.Tensor) -> torch.Tensor:
-    return torch.where((top == 0) | broken, 0.0, 1.0 / top)
+def _round_root(x: torch.Tensor, twice: torch.Tensor | None) -> torch.Tensor:
+    """A whole number next to sqrt(x): at random so that its square is x on average, or the nearest."""
+    root = exact_sqrt(x)
+    if twice is None:
+        return root.round()
+    low = root.trunc()
+    return low + (twice * (low + 0.5) < x - low * low)
+
+
+def _to_levels(top: torch.Tensor, levels: float) -> torch.Tensor:
+    """Maps the largest magnitude of a block to `levels`, or by rounding a hair above it, never below."""
+    factor = (torch.full_like(top, levels) / top) * (1 + 2.0**-22)
+    return torch.where((top == 0) | ~torch.isfinite(top), 0.0, factor)
 
 
 def _without_tiny_blocks(x: torch.Tensor, smallest: float) -> torch.Tensor:
