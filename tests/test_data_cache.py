@@ -151,7 +151,7 @@ def test_cache_folder_that_cannot_be_written(tmp_path: Path, data: DataSettings)
     from dataclasses import replace
 
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(CacheError, match=r"cannot be written in .*file.*Set cache_dir to a writable folder"):
+    with pytest.raises(CacheError, match=r"cannot be written in .*file.*Set --data_cache_dir to a writable folder"):
         prepare_data(replace(data, cache_dir=str(tmp_path / "file" / "cache")), tiny_tokenizer())
 
 
@@ -160,7 +160,7 @@ def test_read_only_cache_folder(monkeypatch, data: DataSettings):
     Path(data.cache_dir).chmod(0o555)
     if os.geteuid() == 0:  # root writes anywhere; ask what another user would be told
         monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    with pytest.raises(CacheError, match=r"Permission denied. Set cache_dir to a writable folder"):
+    with pytest.raises(CacheError, match=r"Permission denied. Set --data_cache_dir to a writable folder"):
         prepare_data(data, tiny_tokenizer())
     Path(data.cache_dir).chmod(0o755)
 

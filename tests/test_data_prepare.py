@@ -143,7 +143,7 @@ def test_long_conversations_are_cut_off_and_counted(tmp_path: Path):
 
 def test_bad_rows_stop_or_are_counted(tmp_path: Path):
     path = write_jsonl(tmp_path / "x.jsonl", [*text_rows(5), "{broken", {"text": None}, {"txt": "a"}, {"text": ""}])
-    with pytest.raises(DataError, match=r"x\.jsonl, line 6: not valid JSON.*on_bad_row: skip"):
+    with pytest.raises(DataError, match=r"x\.jsonl, line 6: not valid JSON.*--on_bad_row skip"):
         prepare_data(settings_for(tmp_path, path), tiny_tokenizer())
     prepared = prepare_data(settings_for(tmp_path, path, on_bad_row="skip"), tiny_tokenizer())
     assert (prepared.summary.documents, prepared.summary.bad_rows, prepared.summary.empty_documents) == (5, 3, 1)
@@ -157,7 +157,7 @@ def test_bad_rows_stop_or_are_counted(tmp_path: Path):
 @pytest.mark.parametrize(
     ("lines", "policy", "words"),
     [
-        (["{broken"] * 3, "skip", "is empty: it has no usable row"),
+        (["{broken"] * 3, "skip", "has no usable row"),
         (["{broken"] * 40, "error", "line 1: not valid JSON"),
         ([{"text": ""}] * 3, "error", "nothing to train on: 3 empty and 0 malformed"),
         ([""], "error", "it has no row to train on"),
@@ -178,7 +178,7 @@ def test_plain_text_has_no_columns(tmp_path: Path):
     (tmp_path / "x.txt").write_text("a dog")
     with pytest.raises(DataError, match="plain text, which has no columns"):
         prepare_data(settings_for(tmp_path, tmp_path / "x.txt", text_column="text"), tiny_tokenizer())
-    with pytest.raises(DataError, match="is plain text, but format is 'alpaca'"):
+    with pytest.raises(DataError, match="is plain text, but the format is 'alpaca'"):
         prepare_data(settings_for(tmp_path, tmp_path / "x.txt", format="alpaca"), tiny_tokenizer())
 
 

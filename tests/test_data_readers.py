@@ -79,7 +79,7 @@ def test_bad_rows_policy():
     from outcore.data.records import Where
 
     bad = BadRow(Where("f.jsonl", "line", 3), "broken")
-    with pytest.raises(DataError, match=r"f\.jsonl, line 3: broken.*on_bad_row: skip"):
+    with pytest.raises(DataError, match=r"f\.jsonl, line 3: broken.*--on_bad_row skip"):
         BadRows("error").add(bad)
     counted = BadRows("skip")
     for _ in range(9):

@@ -91,7 +91,7 @@ def test_folders_that_hold_no_tokenizer(tmp_path: Path):
     ("raised", "words"),
     [
         (OSError("no connection"), "cannot be loaded from the hub.*a folder with the tokenizer's files"),
-        (ValueError("... set `trust_remote_code=True` ..."), "runs code of its own.*trust_remote_code: true"),
+        (ValueError("... set `trust_remote_code=True` ..."), "runs code of its own.*--trust_remote_code true"),
     ],
 )
 def test_hub_tokenizer_errors(monkeypatch, raised, words):

@@ -101,12 +101,13 @@ def explained(folder: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(_existing(folder)).free
             raise CacheError(
-                f"no space left for the token cache in {folder} ({format_gb(free)} free). Free some, or set cache_dir "
-                "to a drive with room (4 bytes a token: about the size of the text)"
+                f"no space left for the token cache in {folder} ({format_gb(free)} free). Free some, or set "
+                "--data_cache_dir to a drive with room (4 bytes a token: about the size of the text)"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise CacheError(
-                f"the token cache cannot be written in {folder}: {error.strerror}. Set cache_dir to a writable folder"
+                f"the token cache cannot be written in {folder}: {error.strerror}. Set --data_cache_dir to a "
+                "writable folder"
             ) from error
         raise CacheError(f"writing the token cache in {folder} failed: {error.strerror or error}") from error
 
@@ -177,7 +178,9 @@ def open_arrays(path: Path) -> Arrays:
         checksums = {name: [entry["length"], entry["crc32"]] for name, entry in listing.items()}
         return Arrays(path, arrays, manifest["meta"], checksums)
     except PermissionError as error:
-        raise CacheError(f"the token cache {path} cannot be read: permission denied. Set another cache_dir") from error
+        raise CacheError(
+            f"the token cache {path} cannot be read: permission denied. Set another --data_cache_dir"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedArrays(f"{path}: {type(error).__name__}: {error}") from error
 

@@ -129,7 +129,7 @@ def _explain(error: BaseException, name: str, dataset_id: str) -> DataError:
             f"use what needs no network: {LOCAL_ALTERNATIVES}"
         )
     if "config" in what.lower() and isinstance(error, ValueError):
-        return DataError(f"hub data set {dataset_id!r}: {what}. Choose one with dataset_config")
+        return DataError(f"hub data set {dataset_id!r}: {what}. Choose one with --dataset_config")
     return DataError(
         f"hub data set {name!r} cannot be loaded: {type(error).__name__}: {what}. What works without the hub: "
         f"{LOCAL_ALTERNATIVES}"

@@ -17,7 +17,7 @@ DATA_EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 COMPRESSED_EXTENSIONS = (".gz", ".zst")
 LOCAL_ALTERNATIVES = (
     "a local file (.txt, .jsonl, .json, .csv or .parquet), a folder of text files, or the built-in text "
-    "(dataset: embedded)"
+    "(--dataset embedded)"
 )
 
 _DRIVE = re.compile(r"^([A-Za-z]):[\\/](.*)$", re.DOTALL)
@@ -49,12 +49,12 @@ def translate(text: str, *, on_wsl: bool | None = None, mount_root: Path = Path(
         translated = mount_root / letter / rest
         if not on_wsl:
             raise DataError(
-                f"{text!r} is a Windows path, but this is Linux: give the path where that drive is mounted here "
+                f"'{text}' is a Windows path, but this is Linux: give the path where that drive is mounted here "
                 f"(under WSL2 it would be {translated}), or copy the data over"
             )
         if not (mount_root / letter).is_dir():
             raise DataError(
-                f"{text!r} means {translated} under WSL2, but drive {letter.upper()}: is not mounted at "
+                f"'{text}' means {translated} under WSL2, but drive {letter.upper()}: is not mounted at "
                 f"{mount_root / letter}. Mount it: sudo mkdir -p {mount_root / letter} && "
                 f"sudo mount -t drvfs {letter.upper()}: {mount_root / letter}"
             )
@@ -64,7 +64,7 @@ def translate(text: str, *, on_wsl: bool | None = None, mount_root: Path = Path(
         if host.lower() in _WSL_HOSTS:
             if on_wsl:
                 return Path("/") / rest
-            raise DataError(f"{text!r} is how Windows sees a WSL file; here it would be /{rest}")
+            raise DataError(f"'{text}' is how Windows sees a WSL file; here it would be /{rest}")
         mounted = mount_root / share
         how = (
             f"sudo mkdir -p {mounted} && sudo mount -t drvfs '\\\\{host}\\{share}' {mounted}"
@@ -72,7 +72,7 @@ def translate(text: str, *, on_wsl: bool | None = None, mount_root: Path = Path(
             else f"sudo mkdir -p {mounted} && sudo mount -t cifs //{host}/{share} {mounted}"
         )
         raise DataError(
-            f"{text!r} is a Windows network share, which Linux programs cannot open by that name. Mount it ({how}) "
+            f"'{text}' is a Windows network share, which Linux programs cannot open by that name. Mount it ({how}) "
             f"and give {mounted / rest}"
         )
     return Path(text).expanduser()
@@ -96,4 +96,6 @@ def missing_file_error(text: str, path: Path) -> DataError:
         return DataError(f"no such file or folder: {text!r} (looked at {path.absolute()}){nearest(path.name, names)}")
     while not parent.is_dir() and parent != parent.parent:
         parent = parent.parent
-    return DataError(f"no such file or folder: {text!r}: of its path only {parent.absolute()} exists")
+    return DataError(
+        f"no such file or folder: {text!r}: of its path only {parent.absolute()} exists. Is the drive mounted?"
+    )

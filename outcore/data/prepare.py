@@ -147,7 +147,7 @@ def prepare_data(
             f"seq_length {settings.seq_length}. Raise seq_length"
         )
     if len(evaluation) == 0 and (settings.eval_fraction > 0 or eval_cache):
-        notes.append("no evaluation: the data is a single row; name an eval_dataset to have one")
+        notes.append("no evaluation: the data is a single row; name --eval_dataset to have one")
     summary = _summary(cache, train, evaluation, layout, kind, settings, notes)
     return PreparedData(train, evaluation if len(evaluation) else None, summary, _sample(tokenizer, train))
 
@@ -155,12 +155,12 @@ def prepare_data(
 def _kind(settings: DataSettings, encoder_decoder: bool, packing_allowed: bool) -> str:
     if encoder_decoder:
         if settings.packing == "on":
-            raise DataError("packing: on does not go with an encoder-decoder model: set packing to auto or off")
+            raise DataError("packing on does not go with an encoder-decoder model: use --packing auto or off")
         return "seq2seq"
     if settings.packing == "on" and not packing_allowed:
         raise DataError(
-            "packing: on, but this model cannot keep packed documents apart (they would see each other): set packing "
-            "to auto or off"
+            "packing on, but this model cannot keep packed documents apart (they would see each other): use --packing "
+            "auto or off"
         )
     return "packed" if packing_allowed and settings.packing != "off" else "padded"
 

@@ -55,7 +55,10 @@ def read_jsonl(path: Path) -> RowsOf:
         except BadText as error:
             yield BadRow(where, _without_path(error, path))
         except json.JSONDecodeError as error:
-            yield BadRow(where, f"not valid JSON: {error.msg} at column {error.colno}: {shorten(error.doc, 80)!r}")
+            yield BadRow(
+                where,
+                f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}: {shorten(error.doc, 80)!r}",
+            )
         except RecursionError:
             yield BadRow(where, "JSON nested too deeply")
         else:
@@ -164,7 +167,8 @@ def _read_json_array(path: Path) -> RowsOf:
             try:
                 value, end = decoder.raw_decode(buffer, position)
             except json.JSONDecodeError as error:
-                problem = f"not valid JSON: {error.msg} at line {line + buffer.count(chr(10), position, error.pos)}"
+                at_line = line + buffer.count(chr(10), position, error.pos)
+                problem = f"not valid JSON: {error.msg.removesuffix(' at')} at line {at_line}"
             else:
                 element += 1
                 where = Where(str(path), "line", line)
@@ -199,7 +203,9 @@ def _read_json_object(path: Path) -> RowsOf:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}") from error
+        raise DataError(
+            f"{path}, line {error.lineno}: not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        ) from error
     lists = {key: rows for key, rows in value.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)}
     if len(lists) != 1 or "role" in next(iter(lists.values()))[0] or "from" in next(iter(lists.values()))[0]:
         yield Record(Where(str(path), "row", 1), value)
@@ -224,7 +230,7 @@ def read_parquet(path: Path) -> RowsOf:
                     yield Record(Where(str(path), "row", number), row)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
-            f"{path} is not a readable parquet file (damaged or cut short?): {shorten(str(error))}"
+            f"{path} is not a readable parquet file ({shorten(str(error))}). Was it damaged or cut short? Copy it again"
         ) from error
 
 

@@ -58,7 +58,7 @@ class BadRows:
 
     def add(self, bad: BadRow) -> None:
         if self.policy == "error":
-            raise DataError(f"{bad.error()}. Correct the row, or leave such rows out and count them: on_bad_row: skip")
+            raise DataError(f"{bad.error()}. Correct the row, or leave such rows out and count them: --on_bad_row skip")
         self.count += 1
         if len(self.examples) < self.keep:
             self.examples.append(str(bad.error()))

@@ -87,10 +87,10 @@ def _file_source(path: Path, settings: DataSettings) -> Source:
         return FilesSource([path], path, is_text=False)
     if suffix in settings.text_extensions:
         return FilesSource([path], path, is_text=True)
+    way = f"name its extension: --text_extensions .txt,{suffix}" if suffix else "rename it to end in .txt"
     raise DataError(
-        f"{path}: files named {suffix or '(without extension)'} are not read. Read are "
-        f"{', '.join(DATA_EXTENSIONS)} and "
-        f"text ({', '.join(settings.text_extensions)}); if this one is plain text, add its extension to text_extensions"
+        f"{path}: files named {suffix or '(without extension)'} are not read. Read are {', '.join(DATA_EXTENSIONS)} "
+        f"and text ({', '.join(settings.text_extensions)}); if this one is plain text, {way}"
     )
 
 
@@ -114,7 +114,7 @@ def _folder_source(path: Path, settings: DataSettings, split: str) -> Source:
         raise DataError(
             f"folder {path} has no non-empty {', '.join(settings.text_extensions)} or "
             f"{', '.join(DATA_EXTENSIONS)} file "
-            f"(found: {seen}). To read other files as text, name their extensions in text_extensions"
+            f"(found: {seen}). To read other files as text, name their extensions: --text_extensions .txt,.py"
         )
     text_bytes, data_bytes = (sum(file.stat().st_size for file in files) for files in (text, data))
     chosen, is_text = (text, True) if text_bytes >= data_bytes else (data, False)

@@ -60,7 +60,7 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
             else:
                 yield raw
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: the compressed file is damaged or cut short ({error})") from error
+        raise DataError(f"{path}: the compressed file is damaged or cut short ({error}). Copy it again") from error
     except IsADirectoryError as error:
         raise DataError(f"{path} is a folder where a file was expected") from error
     except PermissionError as error:

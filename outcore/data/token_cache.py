@@ -168,7 +168,7 @@ def _shape_and_records(
     if source.is_text:
         if settings.format not in ("auto", "text"):
             raise DataError(
-                f"{source.name} is plain text, but format is {settings.format!r}: set format to text or auto"
+                f"{source.name} is plain text, but the format is {settings.format!r}: use --data_format text or auto"
             )
         for setting in ("text_column", "prompt_column", "messages_column"):
             if (column := getattr(settings, setting)) is not None:
@@ -183,7 +183,8 @@ def _shape_and_records(
         if item is None:
             if bad := next((item for item in head if isinstance(item, BadRow)), None):
                 bad_rows.add(bad)
-            raise DataError(f"{source.name} is empty: it has no {'usable ' if head else ''}row to train on")
+                raise DataError(f"{source.name} has no usable row to train on; the first one: {bad.error()}")
+            raise DataError(f"{source.name} is empty: it has no row to train on")
         head.append(item)
         rows = [item.row] if isinstance(item, Record) else []
     return detect_shape(rows, settings, source.name), chain(head, records)

@@ -61,7 +61,7 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> Any:
         if "trust_remote_code" in str(error):
             raise DataError(
                 f"the tokenizer of {name_or_path!r} runs code of its own. If you trust it, allow it: "
-                f"trust_remote_code: true"
+                f"--trust_remote_code true"
             ) from error
         if is_local:
             raise DataError(f"the tokenizer in {path} cannot be loaded: {type(error).__name__}: {what}") from error
