@@ -97,6 +97,8 @@ class Trainer:
     def run(self, stop: StopRequest) -> bool:
         """Train to the end; True when it was reached, False when a signal stopped the run (after saving)."""
         p = self.parts
+        if full := self._full_tier():
+            raise TierFull(f"{full} No step was taken.")
         batches = iter(p.stream)
         while self.step < p.length.total_steps:
             self.train_one(batches)

@@ -59,7 +59,10 @@ def explain(error: BaseException, config: object, micro_batch: int) -> TierFull 
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text or "can't allocate memory" in text:
         return TierFull(f"RAM is full ({text.splitlines()[0] if text else 'allocation failed'}). {ram_advice(config)}")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        where = f" that holds {error.filename}" if error.filename else ""
+        if getattr(error, "disk_full", False):  # the log's own error, in words already
+            return TierFull(str(error))
+        path = error.filename or getattr(error, "path", None)  # ours keep it in `path`
+        where = f" that holds {path}" if path else ""
         return TierFull(
             f"The drive{where} is full ({error.strerror}). Free some space, lower --save_total_limit, or point "
             "--checkpoint_dir, --log_dir or --nvme_offload_path at another drive."

@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 import traceback
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,9 @@ class Run:
         self.config = config
         self.hardware = choose_hardware(config)
         self.is_main = True
+        self.micro_batch_size = config.per_device_train_batch_size or 1
+        self.opened = ExitStack()
+        """What must be closed, also when assembling the rest fails; in reverse order."""
         self._said: list[str] = []
 
     def say(self, line: str) -> None:
@@ -91,6 +95,7 @@ class Run:
         tokenizer = self._tokenizer(settings)
         resolved, loaded = self._resolve(user_config, settings, tokenizer, world_size, folder.name)
         built = resolved.built
+        self.micro_batch_size = built.config["train_micro_batch_size_per_gpu"]
         data = self._data(settings, tokenizer, seq_length)
         length = run_length(
             config,
@@ -100,21 +105,15 @@ class Run:
         schedule = schedule_of(config, user_config, built.config["optimizer"]["params"]["lr"], length.total_steps)
         if checkpoint is not None:
             check_same_run(checkpoint, self._fingerprint(schedule, built.config))
-        engine = build_engine(resolved, settings, tokenizer, loaded, say=self.say)
-        parts = self._parts(
-            folder, engine, data, tokenizer, schedule, length, built.config, checkpoint, built.offload.nvme_path
-        )
-        self._write_plan(folder, built, engine)
-        trainer = Trainer(parts)
-        try:
-            return self._train(trainer, checkpoint, started_s, tokenizer)
-        finally:
-            parts.progress.close()
-            parts.sampler.close()
-            parts.loggers.close()
-            if parts.metrics is not None:
-                parts.metrics.close()
-            engine.close()
+        with self.opened:
+            engine = build_engine(resolved, settings, tokenizer, loaded, say=self.say)
+            self.opened.callback(engine.close)
+            parts = self._parts(
+                folder, engine, data, tokenizer, schedule, length, built.config, checkpoint, built.offload.nvme_path
+            )
+            self.opened.callback(parts.progress.close)
+            self._write_plan(folder, built, engine)
+            return self._train(Trainer(parts), checkpoint, started_s, tokenizer)
 
     # --- assembling
 
@@ -193,12 +192,19 @@ class Run:
             run_name=run_name,
             ram_available_bytes=psutil.virtual_memory().available,
         )
-        resolved, loaded = resolve(user_config, deepspeed_settings_of(config), settings, run, tokenizer)
+        try:
+            resolved, loaded = resolve(user_config, deepspeed_settings_of(config), settings, run, tokenizer)
+        except ValueError as error:
+            if not str(error).startswith("deepspeed_config.json:"):
+                raise
+            words = str(error).removeprefix("deepspeed_config.json")
+            raise ConfigError(f"{config.deepspeed_config}{words}") from error
         if world_size > 1:
             shared = [resolved.built]
             torch.distributed.broadcast_object_list(shared, src=0)
             resolved = Resolved(shared[0], resolved.model, resolved.run)
-        for warning in resolved.built.warnings:
+        slow_drive = [note for note in resolved.built.notes if "Warning:" in note]
+        for warning in dict.fromkeys([*resolved.built.warnings, *slow_drive]):
             self.say(f"WARNING: {warning}")
         offload = resolved.built.offload
         homes = {"none": "on the device", "cpu": "in RAM", "nvme": f"on NVMe ({offload.nvme_path})"}
@@ -229,18 +235,21 @@ class Run:
             evals = EvalStream(data.eval, eval_micro, engine.rank, engine.world_size)
         gpu = str(torch.cuda.get_device_properties(engine.device).uuid) if self.hardware.has_cuda else None
         sampler = Sampler(nvme_state_path or folder.checkpoints, gpu=gpu).start()
+        self.opened.callback(sampler.close)
         first_step = checkpoint.step if checkpoint else 0
         resume_step = checkpoint.step if checkpoint else None
         loggers = make_loggers(
             config.report_to, folder.logs, resume_step=resume_step, enabled=self.is_main, say=self.say
         )
+        self.opened.callback(loggers.close)
         metrics = None
         if self.is_main:
             header = self._header(folder, engine, built, length, sampler)
             metrics = MetricsLog(folder.metrics, resume_step=resume_step)
+            self.opened.callback(metrics.close)
             metrics.write_header(header)
             loggers.log_header(header)
-        watched = [folder.checkpoints, folder.logs]
+        watched = [folder.checkpoints, folder.logs, folder.export.parent]
         if nvme_state_path is not None:
             watched.append(Path(nvme_state_path))
         space = SpaceWatch(watched, max(SPACE_RESERVE_BYTES, engine.state_bytes() + SPACE_MARGIN_BYTES))
@@ -324,15 +333,8 @@ class Run:
         if checkpoint is not None:
             trainer.resume(checkpoint)
             self.say(f"resumed from {checkpoint.path} at step {trainer.step}")
-        micro_batch = parts.length.accumulation
         with StopRequest(parts.engine.world_size, parts.engine.device) as stop:
-            try:
-                finished = trainer.run(stop)
-            except (torch.OutOfMemoryError, MemoryError, OSError, RuntimeError) as error:
-                full = explain(error, self.config, micro_batch)
-                if full is None:
-                    raise
-                raise full from error
+            finished = trainer.run(stop)
         parts.progress.close()
         if not finished:
             saved = "saved. Go on with the same command and --resume_from_checkpoint auto"
@@ -370,11 +372,15 @@ def main(argv: list[str] | None = None) -> int:
 
     0 done; 1 the run failed (checkpoints intact); 2 wrong input; 128 + signal when stopped and saved.
     """
+    run: Run | None = None
     try:
-        config = parse_config(argv)
-        return Run(config).main()
-    except (ValueError, RuntimeError, OSError) as error:
-        if not _raised_by_us(error):
+        run = Run(parse_config(argv))
+        return run.main()
+    except (ValueError, RuntimeError, OSError, MemoryError) as error:
+        full = explain(error, run.config, run.micro_batch_size) if run is not None else None
+        if full is not None:
+            error = full
+        elif not _raised_by_us(error):
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

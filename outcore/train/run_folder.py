@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outcore.engine.shards import CheckpointError
-from outcore.train.arguments import ConfigError
+from outcore.train.arguments import ConfigError, nearest
 from outcore.train.checkpoint import Checkpoint, list_checkpoints, newest_checkpoint, open_checkpoint
 from outcore.train.config import TrainConfig
 
@@ -59,6 +59,30 @@ def folder_of(config: TrainConfig, name: str) -> RunFolder:
     return RunFolder(name, checkpoints / name, logs / name, export / name)
 
 
+def _open_wanted(path: Path) -> Checkpoint:
+    """The checkpoint that the user named, with a way out when it is none. ConfigError or CheckpointError."""
+    if not path.is_dir():
+        others = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        what = "is a file: name its folder." if path.is_file() else f"no such folder.{nearest(path.name, others)}"
+        raise ConfigError(
+            f"--resume_from_checkpoint {path}: {what} A checkpoint is a folder <run>/step-00000123; `auto` takes the "
+            "newest one of the run."
+        )
+    try:
+        return open_checkpoint(path)
+    except CheckpointError as error:
+        if list_checkpoints(path):  # the run's folder: the error names the newest one in it
+            raise
+        others = [p for p in list_checkpoints(path.parent) if p != path]
+        way = (
+            f"Use {others[-1]} instead, or --run_name {path.parent.name} --resume_from_checkpoint auto, which takes "
+            "the newest one that is whole."
+            if others
+            else "Copy it again from where it came from, or start a new run."
+        )
+        raise CheckpointError(f"{error} {way}") from error
+
+
 def _in_use(folder: RunFolder) -> bool:
     return bool(list_checkpoints(folder.checkpoints)) or folder.metrics.exists() or folder.export.exists()
 
@@ -80,10 +104,13 @@ def choose_run(config: TrainConfig, say: Callable[[str], None]) -> tuple[RunFold
             if checkpoint is not None:
                 return folder, checkpoint
         if any(list_checkpoints(folder_of(config, name).checkpoints) for name in candidates):
-            raise CheckpointError(f"Run {base} has checkpoints, but none of them is whole: see above.")
+            raise CheckpointError(
+                f"Run {base} has checkpoints, but none of them is whole: see above. Bring one back from a copy, or "
+                "start a new run with another --run_name."
+            )
         say(f"resume_from_checkpoint auto: run {base} has no checkpoint yet, so it starts from the beginning.")
     elif wanted:
-        checkpoint = open_checkpoint(Path(wanted).expanduser())
+        checkpoint = _open_wanted(Path(wanted).expanduser())
         name = config.run_name or checkpoint.path.resolve().parent.name
         return folder_of(config, name), checkpoint
     if config.run_name:

@@ -17,6 +17,8 @@ from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.builder import build_config
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.environment import prepare_environment
+from outcore.engine.deepspeed.keys import check_top_level
+from outcore.engine.deepspeed.offload import usable_for_deepspeed
 from outcore.engine.deepspeed.settings import BuiltConfig, DeepSpeedSettings, ModelFacts, RunFacts
 from outcore.model.facts import model_class_of, model_facts
 from outcore.model.initialise import meta_skeleton
@@ -44,14 +46,32 @@ def read_user_config(path: str | Path) -> dict[str, Any]:
             f"--deepspeed_config {path}: no such file. The repository ships deepspeed_config.json at its root."
         )
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_key_twice)
+    except RepeatedKey as error:
+        raise ValueError(f"{path}: the key {error} is given twice in one block. Keep one of them.") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}.") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path}: expected a JSON object with DeepSpeed's settings, got {type(config).__name__}.")
+    try:
+        check_top_level(config)  # before any data is read; the rest once the model is known
+    except ValueError as error:
+        raise ValueError(str(error).replace("deepspeed_config.json", str(path), 1)) from error
     return config
+
+
+class RepeatedKey(ValueError):
+    """A JSON object has a key twice, of which readers silently take the last."""
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    block = dict(pairs)
+    if len(block) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RepeatedKey(repr(next(name for name in names if names.count(name) > 1)))
+    return block
 
 
 def facts_for_builder(model: Any) -> ModelFacts:
@@ -83,7 +103,24 @@ def resolve(
     else:
         source = resolve_source(model_settings, tokenizer)
         facts = facts_for_builder(meta_skeleton(model_class_of(source.config), source.config))
-    return Resolved(build_config(user_config, settings, facts, run), facts, run), loaded
+    return Resolved(build_config(user_config, settings, facts, run, nvme_check=usable_here), facts, run), loaded
+
+
+def usable_here(path: str, required_space_gb: float) -> tuple[bool, str]:
+    """`usable_for_deepspeed`, and DeepSpeed's drive extension can be loaded (it needs libaio)."""
+    ok, message = usable_for_deepspeed(path, required_space_gb)
+    if not ok:
+        return ok, message
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator: Any = get_accelerator()
+    builder = accelerator.create_op_builder("AsyncIOBuilder")
+    if builder is not None and builder.is_compatible(verbose=False):
+        return True, message
+    return False, (
+        f"{message} But DeepSpeed's async_io extension, which moves the bytes, cannot be loaded here: libaio or its "
+        "header is missing. Install it (sudo apt install libaio-dev) and run python setup.py."
+    )
 
 
 def init_process_group(has_cuda: bool, local_rank: int) -> None:
