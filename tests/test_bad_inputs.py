@@ -1,0 +1,70 @@
+"""Every case of bad_inputs.py, through the real entry points; and docs/bad_inputs.md is the table of these cases."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bad_inputs import CASES, TABLE, cell, escaped
+from bad_inputs_world import LEAVES, Case, NotHere, Shared, run_case
+
+ALIKE = 0.6
+"""How alike the table's words and the program's must be: messages quote libraries, which differ by version."""
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    session = Shared(tmp_path_factory.mktemp("bad inputs"))
+    yield session
+    session.close()
+
+
+def table() -> dict[str, list[str]]:
+    """The committed table: id -> the other cells."""
+    lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
+    rows = [[part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    assert all(len(row) == 6 for row in rows), [row for row in rows if len(row) != 6]
+    return {row[0]: row[1:] for row in rows}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_the_person_reads_what_helps(case: Case, tmp_path: Path, shared: Shared) -> None:
+    try:
+        outcome = run_case(case, tmp_path, shared)
+    except NotHere as reason:
+        pytest.skip(str(reason))
+    assert outcome.code == case.code, outcome.printed
+    assert [word for word in case.words if word not in outcome.message] == [], outcome.message
+    assert "Traceback" not in outcome.printed
+    assert "\n" not in outcome.message, "one paragraph"
+    if case.code and case.program == "train_model.py":
+        assert outcome.printed.rstrip().endswith(outcome.printed.rpartition("error: ")[2].rstrip()), "said last"
+        assert outcome.printed.count("error: ") == 1
+    committed = table()[case.id][2]
+    alike = difflib.SequenceMatcher(None, committed, cell(case, outcome.message), autojunk=False).ratio()
+    assert alike >= ALIKE, (
+        f"the table says: {committed}\nthe program: {outcome.message}\npython {Path('tests/bad_inputs.py')} --write"
+    )
+
+
+def test_the_table_is_of_these_cases() -> None:
+    rows = table()
+    assert list(rows) == [case.id for case in CASES], "python tests/bad_inputs.py --write"
+    assert len(rows) >= 40
+    for case in CASES:
+        wrong, command, message, code, left = rows[case.id]
+        assert (wrong, command) == (case.wrong, f"`{case.command}`".replace("|", "\\|"))
+        assert (code, left) == (str(case.code), LEAVES[case.leaves][0])
+        assert [word for word in case.words if escaped(word) not in message] == [], case.id
+
+
+def test_a_case_that_lies_is_found(tmp_path: Path, shared: Shared) -> None:
+    """The checks can fail: a run that makes something is not one that makes nothing."""
+    wrong = Case(
+        "x", "nothing", "--dataset {here}/a.docx", 2, (), "nothing", lambda world: (world.file("a.docx"), None)[1]
+    )
+    with pytest.raises(AssertionError, match="the failed run made"):
+        run_case(wrong, tmp_path, shared)
