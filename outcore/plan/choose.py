@@ -184,10 +184,11 @@ def best_stream(shape: ModelShape, request: RunRequest, hardware: Hardware, seq_
     """The best plan of the streaming engine."""
     return _best(
         [
-            plan_stream(shape, request, hardware, seq_length, StreamLayout(micro, accumulation, tiles, home))
+            plan_stream(shape, request, hardware, seq_length, StreamLayout(micro, accumulation, tiles, home, buffers))
             for micro, accumulation in batches(request)
             for home in ("vram", "ram", "nvme")
             for tiles in TILES
+            for buffers in k.LAYER_BUFFERS
         ]
     )
 

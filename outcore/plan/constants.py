@@ -34,11 +34,13 @@ STREAM_RAM_OVERHEAD_BYTES = int(2.5 * GIB)
 (18.0 GiB) and 11.4 GiB with 8 (9.1 GiB)."""
 PAGE_CACHE_RESERVE_BYTES = 2 * GIB
 """Left to data files and to checkpoints being written back; with it a laptop of 64 GB gives a run 56 GiB."""
-MIN_STAGING_BYTES = 512 * MIB
-"""Two lanes of two 64 MiB slots each way: measured 4.2 of the 4.6 GB/s that eight-slot rings reach."""
-STAGING_SLOT_BYTES = 64 * MIB
+LANE_BYTES = 2 * 4 * 16 * MIB
+"""Slots of the streaming engine's two lanes (outcore/engine/stream/settings.py); the rest of the staging pool holds
+homes of parameters and gradients as far as it reaches."""
 DEFAULT_STAGING_BYTES = 8 * GIB
 """outcore.staging_bytes of deepspeed_config.json."""
+LAYER_BUFFERS = (3, 2)
+"""Layers on the GPU at a time, the streaming engine's default first."""
 WSL2_PINNED_BYTES = 512 * MIB
 """Reports of what WSL2 lets a process pin range from 0.5 to 5 GB; the least of them."""
 

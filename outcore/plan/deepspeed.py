@@ -111,7 +111,7 @@ def _words(layout: DeepSpeedLayout) -> str:
         return "all on the GPU"
     if homes[0] == homes[1]:
         return f"all in {_HOME[homes[0]]}" if homes[0] == "cpu" else "all on NVMe"
-    where = {"none": "on the GPU", "cpu": "in RAM", "nvme": "on NVMe"}
+    where = {"none": "GPU", "cpu": "RAM", "nvme": "NVMe"}
     return f"optimizer {where[layout.optimizer]}, parameters {where[layout.params]}"
 
 

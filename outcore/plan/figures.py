@@ -32,12 +32,14 @@ CATEGORIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "master": ("#009E73", ("master",)),
     "moments": ("#56B4E9", ("moments",)),
     "activations and logits": ("#CC79A7", ("activation", "logits")),
-    "staging and buffers": ("#F0E442", ("staging", "bucket", "optimizer swap", "parameter swap")),
+    "staging and buffers": ("#F0E442", ("slots", "bucket", "optimizer swap", "parameter swap")),
     "DeepSpeed's copies": ("#D55E00", ("DeepSpeed", "parameters kept")),
     "framework and reserve": ("#999999", ("framework", "page cache")),
     "checkpoints": ("#BBBBBB", (CHECKPOINTS,)),
     "safety factor": ("#EEEEEE", ("safety",)),
 }
+FAR_BELOW = 0.4
+"""Below this share of the capacity, its line is not drawn: the bars would be too small to read."""
 TALLEST = 2.0
 """Bars are cut at this many capacities, with the whole amount written above."""
 
@@ -86,7 +88,7 @@ def _bars(
 ) -> None:
     ax.set_title(title)
     top = TALLEST * capacity / unit
-    tallest = capacity / unit
+    tallest = 0.0
     for index, (_, plan) in enumerate(rows):
         sizes: dict[str, int] = {}
         for part in plan.parts:
@@ -102,7 +104,8 @@ def _bars(
                 continue
             used.add(name)
             drawn = max(0.0, min(size, top - bottom))
-            ax.bar(index, drawn, bottom=bottom, color=color, edgecolor="#555555", linewidth=0.5, width=0.7)
+            if drawn > 0:
+                ax.bar(index, drawn, bottom=bottom, color=color, edgecolor="#555555", linewidth=0.5, width=0.7)
             bottom += size
         whole = sum(sizes.values()) / unit
         over = whole > capacity / unit
@@ -113,7 +116,15 @@ def _bars(
             ha="center", va="bottom", fontsize=9, color="#B00000" if over else "#222222",
             fontweight="bold" if over else "normal",
         )  # fmt: skip
-    if capacity:
+    near = tallest * unit > FAR_BELOW * capacity
+    if capacity and not near:
+        words = (
+            f"usable: {capacity / unit:,.0f}, far above"
+            if tiers == ("nvme",)
+            else f"there: {capacity / unit:,.0f}, far above"
+        )
+        ax.text(0.98, 0.97, words, transform=ax.transAxes, ha="right", va="top", color="#B00000", fontsize=9)
+    if capacity and near:
         ax.axhline(capacity / unit, color="#B00000", linestyle="--", linewidth=1.4)
         words = f"usable: {capacity / unit:,.0f}" if tiers == ("nvme",) else f"there: {capacity / unit:,.0f}"
         ax.annotate(
@@ -121,7 +132,8 @@ def _bars(
             textcoords="offset points", ha="right", va="bottom", color="#B00000", fontsize=9,
             bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
         )  # fmt: skip
-    ax.set_ylim(0, tallest * 1.1 if tallest else 1)
+    highest = max(tallest, capacity / unit if near else 0.0)
+    ax.set_ylim(0, highest * 1.12 if highest else 1)
     ax.set_xticks(range(len(rows)), [name for name, _ in rows])
     ax.tick_params(axis="x", labelsize=10)
     ax.grid(axis="y", alpha=0.3)
@@ -159,4 +171,4 @@ def _curves(ax: Axes, title: str, span_gb_per_s: tuple[float, float], curves: li
     ax.set_ylim(0, 100)
     ax.axhline(50, color="#999999", linewidth=0.8, linestyle=":")
     ax.grid(alpha=0.3)
-    ax.legend(fontsize=9, loc="lower right" if title != "activation checkpoints" else "lower right")
+    ax.legend(fontsize=9, loc="lower right")

@@ -1,4 +1,4 @@
-"""The guide's tables, generated so that they cannot drift: the planner's own output between markers in docs/planning.md.
+"""The guide's tables, generated so that they cannot drift: the planner's own output between markers in its document.
 
 `outcore plan --guide` writes them, `--guide --check` and a default test compare. They depend on nothing but the code:
 shipped profile of the reference laptop, presets, default settings.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from outcore.plan.choose import Answer, choose_or_change
 from outcore.plan.hardware import Hardware
-from outcore.plan.largest import largest_models
+from outcore.plan.largest import Largest, largest_models
 from outcore.plan.profile import load_hardware
 from outcore.plan.record import Plan
 from outcore.plan.request import RunRequest
@@ -56,14 +56,17 @@ def guide_text() -> str:
         "",
         "| training | largest | where it lives | s/step | tokens/s |",
         "|---|---:|---|---:|---:|",
-        *[
-            f"| {row.kind} | {format_count(p.params)} | {p.offload} | {format_s(p.time.step_s)} | {p.tokens_per_s:.0f} |"
-            if (p := row.plan)
-            else f"| {row.kind} | none fits | | | |"
-            for row in largest_models(hardware)
-        ],
+        *[_largest_row(row) for row in largest_models(hardware)],
     ]
     return "\n".join(lines)
+
+
+def _largest_row(row: Largest) -> str:
+    plan = row.plan
+    if plan is None:
+        return f"| {row.kind} | none fits | | | |"
+    cells = (row.kind, format_count(plan.params), plan.offload, format_s(plan.time.step_s), f"{plan.tokens_per_s:.0f}")
+    return f"| {' | '.join(cells)} |"
 
 
 def _answer(name: str, request: RunRequest, hardware: Hardware, lora_r: int) -> Answer:

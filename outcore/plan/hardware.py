@@ -50,8 +50,6 @@ class Hardware:
     compute_tflops: float | None = None
     """That compiled layers reach; None: not known, and step times are lower bounds."""
     num_gpus: int = 1
-    homes_pageable: bool = False
-    """True where little memory can be pinned (WSL2): what lives in RAM passes a pinned ring by CPU copies."""
     sources: dict[str, str] = field(default_factory=dict)
     """Where each rate comes from, by its name."""
     notes: tuple[str, ...] = ()
@@ -154,7 +152,6 @@ def hardware_of(
         drive_mixed_gb_per_s=machine.links.drive_mixed_gb_per_s if machine.links else None,
         compute_tflops=tflops,
         num_gpus=overrides.num_gpus,
-        homes_pageable=machine.is_wsl2,
         sources=sources,
         notes=tuple(notes),
         **rates,

@@ -112,7 +112,9 @@ def _plan(args: argparse.Namespace) -> int:
         num_gpus=args.num_gpus,
     )
     hardware = load_hardware(args.machine, overrides, allow_nominal=args.nominal)
-    shape = resolve_shape(SHORT_NAMES.get(args.model.lower(), args.model), trust_remote_code=args.trust_remote_code)
+    shape = resolve_shape(
+        SHORT_NAMES.get(str(args.model).lower(), str(args.model)), trust_remote_code=args.trust_remote_code
+    )
     if args.lora_r:
         shape = shape.with_lora(args.lora_r)
     answer = choose_or_change(shape, request, hardware)

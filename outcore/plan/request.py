@@ -30,7 +30,7 @@ class RunRequest:
     max_grad_norm: float = 1.0
     """0: no clipping; then updates start during the backward pass and gradients need not be kept."""
     staging_bytes: int | None = None
-    """Pinned staging pool. None: 8 GiB, shrinking to what RAM leaves, but not below 0.5 GiB."""
+    """Pinned staging pool of the streaming engine. None: 8 GiB, or what the machine lets a process pin."""
     save_total_limit: int = 2
     """Checkpoints kept; one more exists while it is being written."""
     checkpoints_elsewhere: bool = False

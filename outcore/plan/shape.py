@@ -76,8 +76,12 @@ class ModelShape:
     @property
     def largest_unit_params(self) -> int:
         """Of the units that are streamed: embedding, each layer, head (tied: its weight streams a second time)."""
-        head = self.head_params + (self.head_weight_numel if self.tied else 0)
-        return max(self.embedding_params, head, *self.layer_params)
+        return max(self.ends_params, *self.layer_params)
+
+    @property
+    def ends_params(self) -> int:
+        """The larger of embedding and head, as they are streamed."""
+        return max(self.embedding_params, self.head_params + (self.head_weight_numel if self.tied else 0))
 
     @property
     def is_moe(self) -> bool:

@@ -11,26 +11,27 @@ from outcore.plan.choose import Answer
 from outcore.plan.hardware import Hardware
 from outcore.plan.nvme_space import CHECKPOINTS
 from outcore.plan.record import TIER_WORDS, TIERS, Plan
-from outcore.units import format_count, format_gb, format_gib, format_s
+from outcore.units import GB, GIB, format_count, format_gb, format_gib, format_s
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-UNDER_CONSTRUCTION = "forecast of an engine under construction: this version of outcore does not have it yet"
+STREAM_NOTE = "stream: forecast from a prototype's measurements, not yet compared with the engine itself"
+STREAM_MISSING = f"{STREAM_NOTE}; this version of outcore does not have that engine yet"
 LAUNCH_NOTE = "steps this short are bound by kernel launches, which are not modelled: a lower bound"
 SHORT_STEP_S = 0.2
 
 
 def stream_is_shipped() -> bool:
     """Whether this outcore has the streaming engine (looked for, not imported)."""
-    return (Path(outcore.__file__).parent / "engine" / "stream" / "__init__.py").is_file()
+    return (Path(outcore.__file__).parent / "engine" / "stream" / "engine.py").is_file()
 
 
 def plan_notes(plan: Plan) -> list[str]:
     """What must be said beside a plan."""
     notes = list(plan.notes)
-    if plan.engine == "stream" and not stream_is_shipped():
-        notes.insert(0, UNDER_CONSTRUCTION)
+    if plan.engine == "stream":
+        notes.insert(0, STREAM_NOTE if stream_is_shipped() else STREAM_MISSING)
     if plan.time.step_s < SHORT_STEP_S:
         notes.append(LAUNCH_NOTE)
     if not plan.compute_known:
@@ -156,23 +157,23 @@ def _wear(console: Console, plan: Plan) -> None:
 def _stages(answer: Answer) -> RenderableType:
     from rich.table import Table
 
-    table = Table(title="Every ZeRO stage side by side", title_justify="left")
-    for column in ("stage", "offload", "VRAM", "RAM", "NVMe", "s/step", "speed", "fits"):
-        table.add_column(column, justify="left" if column in ("stage", "offload", "fits") else "right")
+    table = Table(title="Every ZeRO stage side by side (VRAM and RAM in GiB, NVMe in GB)", title_justify="left")
+    for column in ("stage", "where", "VRAM", "RAM", "NVMe", "s/step", "speed", "short of"):
+        left = column in ("stage", "where", "short of")
+        table.add_column(column, justify="left" if left else "right", min_width=20 if column == "where" else None)
     rows = [*answer.stages.items(), *([("stream", answer.stream)] if answer.stream else [])]
     fastest = max((plan.tokens_per_s for _, plan in rows if plan.fits), default=0.0)
     for name, plan in rows:
-        words = "yes" if plan.fits else ", ".join(f"{TIER_WORDS[u.tier]} short" for u in plan.short_tiers)
         states = plan.used_bytes("nvme") - plan.part_bytes("nvme", CHECKPOINTS)
         table.add_row(
             name,
             plan.offload,
-            format_gib(plan.used_bytes("vram")),
-            format_gib(plan.tier("ram").used_bytes),
-            format_gb(states) if states else "-",
-            format_s(plan.time.step_s),
+            f"{plan.used_bytes('vram') / GIB:.1f}",
+            f"{plan.tier('ram').used_bytes / GIB:.1f}",
+            f"{states / GB:,.0f}" if states else "-",
+            f"{plan.time.step_s:.3g}",
             f"{plan.tokens_per_s / fastest:.2f}" if plan.fits else "-",
-            words,
+            ", ".join(TIER_WORDS[use.tier] for use in plan.short_tiers),
             style="" if plan.fits else "dim",
         )
     return table

@@ -1,10 +1,13 @@
 """Forecast of the layer-streaming engine on one GPU: bytes per tier and seconds per step. Pure functions.
 
 Schedule (vertical): every unit runs all micro-batches before the next, so parameters cross the link once forward and
-once backward whatever the accumulation. Two weight buffers, gradients down through two slots, AdamW on the CPU. States
-live in RAM as far as it goes; what does not fit goes to the drive, optimizer states first (a byte of them moves twice a
-step), then gradients, then parameters (three times). Exact clipping needs the norm first, so updates run under the next
-forward pass. The time model reproduces the prototype's measured runs within 20 % (tests/test_plan_stream.py).
+once backward whatever the accumulation. Two or three layer buffers and one for embedding and head, an fp32 sum of a
+unit's gradients and two buffers for their way down, AdamW on the CPU. The staging pool holds the lanes' slots and, as
+far as it reaches, homes of parameters and gradients; other homes are pageable and copied through the slots.
+
+States live in RAM as far as it goes; what does not fit goes to the drive, optimizer states first (a byte of them moves
+twice a step), then gradients, then parameters (three times). Exact clipping needs the norm first, so updates run under
+the next forward pass. The time model reproduces the prototype's measured runs within 20 % (tests/test_plan_stream.py).
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ from outcore.plan.record import Part, Plan, StepTime, TierUse
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.work import checkpoint_bytes, layer_activation_bytes, logits_bytes, overlapped_s, step_flops
-from outcore.units import GB, format_gib
+from outcore.units import GB
 
 GRADIENT_SLOTS = 4
 """Units' worth of gradients kept without clipping: two on the way down, two being applied."""
+
+
+PARAMETERS, GRADIENTS = "parameters", "gradients"
 
 
 @dataclass(frozen=True)
@@ -31,9 +37,10 @@ class StreamLayout:
     micro_batch: int
     accumulation: int
     tiles: int = 1
-    """Slices of the largest unit that are on the GPU one at a time."""
+    """Slices of the largest unit that are on the GPU one at a time; smaller units are cut only to that size."""
     checkpoints_home: str = "vram"
     """'vram' | 'ram' | 'nvme'."""
+    layer_buffers: int = k.LAYER_BUFFERS[0]
 
 
 @dataclass(frozen=True)
@@ -49,8 +56,9 @@ def plan_stream(
     shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout
 ) -> Plan:
     """The plan of one layout, whether it fits or not."""
-    ram, sizes, staging = _ram_parts(shape, request, hardware, seq_length, layout)
+    ram, sizes = _ram_parts(shape, request, seq_length, layout)
     spill, ram = _spill(ram, sizes, hardware, bool(shape.lora_r))
+    ram, pinned, pageable = _pin(ram, request, hardware)
     vram = _vram_parts(shape, request, seq_length, layout)
     drive = [
         *_drive_states(sizes, spill),
@@ -63,8 +71,8 @@ def plan_stream(
     saved_bytes = k.CHECKPOINT_BYTES_PER_TRAINABLE * shape.trainable_params
     if not request.checkpoints_elsewhere:
         drive.append(Part("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
-    parts = [p for p in (*vram, Part("pinned", "staging", staging), *ram, *drive) if p.size_bytes > 0]
-    time, read_bytes, written_bytes = _time(shape, request, hardware, seq_length, layout, sizes, spill)
+    parts = [p for p in (*vram, *pinned, *ram, *drive) if p.size_bytes > 0]
+    time, read_bytes, written_bytes = _time(shape, request, hardware, seq_length, layout, sizes, spill, pageable)
     in_drive = saved_bytes * spill.states
     ram_used = sum(p.size_bytes for p in parts if p.tier in ("ram", "pinned"))
     return Plan(
@@ -91,7 +99,7 @@ def plan_stream(
         parts=tuple(parts),
         tiers=(
             TierUse("vram", sum(p.size_bytes for p in vram), hardware.vram_bytes),
-            TierUse("pinned", staging, hardware.pinned_bytes),
+            TierUse("pinned", sum(p.size_bytes for p in pinned), hardware.pinned_bytes),
             TierUse("ram", ram_used, hardware.ram_bytes),
             nvme_use(drive, hardware),
         ),
@@ -101,7 +109,7 @@ def plan_stream(
         drive_rated_write_bytes=hardware.rated_write_bytes,
         checkpoint_bytes=saved_bytes,
         checkpoint_s=hardware.drive_s(in_drive, saved_bytes),
-        notes=_notes(request, hardware, layout, staging),
+        notes=_notes(request, hardware, layout, pageable),
         compute_known=hardware.compute_tflops is not None,
     )
 
@@ -112,21 +120,24 @@ def _all_checkpoints(shape: ModelShape, request: RunRequest, seq_length: int, la
 
 def _vram_parts(shape: ModelShape, request: RunRequest, seq_length: int, layout: StreamLayout) -> list[Part]:
     e, tile = request.element_bytes, -(-shape.largest_unit_params // layout.tiles)
+    layer, ends = min(max(shape.layer_params), tile), min(shape.ends_params, tile)
     tokens = seq_length * layout.micro_batch
     activations = layer_activation_bytes(shape, request, seq_length, tokens)
     if layout.checkpoints_home == "vram":
         checkpoints = _all_checkpoints(shape, request, seq_length, layout)
     else:  # a ring: the layer's own inputs of all micro-batches and the next ones on their way
         checkpoints = 2 * seq_length * layout.micro_batch * layout.accumulation * shape.hidden_size * e
-    parts = [Part("vram", "parameters", 2 * e * tile)]
+    buffers = min(layout.layer_buffers, shape.num_layers) * layer + ends
+    parts = [Part("vram", "parameters", e * buffers)]
     if shape.lora_r:
         parts += [
             Part("vram", "adapters", e * shape.adapter_params),
             Part("vram", "gradients", 4 * shape.adapter_params),
         ]
     else:
-        summed = 4 * tile if layout.accumulation > 1 else 0  # fp32 sum over micro-batches
-        parts.append(Part("vram", "gradients", summed + 2 * e * tile))
+        # Sum over micro-batches in fp32: of one unit, and of a tied weight until its second use is in.
+        summed = layer + ends if shape.tied else max(layer, ends)
+        parts.append(Part("vram", "gradients", 4 * summed + 2 * e * max(layer, ends)))
     return [
         *parts,
         Part("vram", "activation checkpoints", checkpoints),
@@ -137,32 +148,48 @@ def _vram_parts(shape: ModelShape, request: RunRequest, seq_length: int, layout:
 
 
 def _ram_parts(
-    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout
-) -> tuple[list[Part], dict[str, int], int]:
-    """RAM with everything in it, the sizes of what may spill, and the staging pool."""
+    shape: ModelShape, request: RunRequest, seq_length: int, layout: StreamLayout
+) -> tuple[list[Part], dict[str, int]]:
+    """RAM with everything in it, and the sizes of what may spill."""
     e, trained = request.element_bytes, shape.trainable_params
     master, moments = k.STATE_FORMATS[request.format]
     slots = min(GRADIENT_SLOTS * shape.largest_unit_params, trained)
     sizes = {
-        "parameters (16-bit)" if e == 2 else "parameters": e * shape.base_params,
+        PARAMETERS: e * shape.base_params,
         "master": int(master * trained),
         "moments": int(moments * trained),
-        "gradients": e * (trained if request.clips else slots),
+        GRADIENTS: e * (trained if request.clips else slots),
     }
     fixed = [
+        Part("ram", "lanes' slots", k.LANE_BYTES),
         Part("ram", "framework overhead", k.STREAM_RAM_OVERHEAD_BYTES),
         Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
     ]
     if layout.checkpoints_home == "ram":
         fixed.append(Part("ram", "activation checkpoints", _all_checkpoints(shape, request, seq_length, layout)))
-    parts = [Part("ram", name, size) for name, size in sizes.items()] + fixed
-    left = hardware.ram_bytes - sum(p.size_bytes for p in parts)
+    return [Part("ram", name, size) for name, size in sizes.items()] + fixed, sizes
+
+
+def _pin(ram: list[Part], request: RunRequest, hardware: Hardware) -> tuple[list[Part], list[Part], float]:
+    """RAM without what the staging pool takes, the pool's parts, and the share of homes that stays pageable."""
     if request.staging_bytes is not None:
-        staging = request.staging_bytes
+        pool = request.staging_bytes
     else:
-        most = min(k.DEFAULT_STAGING_BYTES, hardware.pinned_bytes)
-        staging = max(k.MIN_STAGING_BYTES, min(most, left))
-    return [*parts, Part("pinned", "staging", staging)], sizes, staging
+        pool = min(k.DEFAULT_STAGING_BYTES, max(hardware.pinned_bytes, k.LANE_BYTES))
+    left = max(0, pool - k.LANE_BYTES)
+    pinned = [Part("pinned", "lanes' slots", k.LANE_BYTES)]
+    homes = sum(p.size_bytes for p in ram if p.name in (PARAMETERS, GRADIENTS))
+    rest: list[Part] = []
+    for part in ram:
+        if part.name == "lanes' slots":
+            continue
+        taken = min(left, part.size_bytes) if part.name in (PARAMETERS, GRADIENTS) else 0
+        left -= taken
+        if taken:
+            pinned.append(Part("pinned", part.name, taken))
+        rest.append(Part(part.tier, part.name, part.size_bytes - taken))
+    kept = sum(p.size_bytes for p in rest if p.name in (PARAMETERS, GRADIENTS))
+    return rest, pinned, kept / homes if homes else 0.0
 
 
 def _spill(
@@ -174,8 +201,7 @@ def _spill(
     moves twice and is never written, so with adapters it goes first.
     """
     over = sum(p.size_bytes for p in parts) - hardware.ram_bytes
-    weights = tuple(name for name in sizes if name.startswith("parameters"))
-    groups = [("master", "moments"), ("gradients",), weights]
+    groups = [("master", "moments"), (GRADIENTS,), (PARAMETERS,)]
     shares: dict[str, float] = dict.fromkeys(sizes, 0.0)
     for names in reversed(groups) if frozen_base else groups:
         group = sum(sizes[name] for name in names)
@@ -184,17 +210,17 @@ def _spill(
         shares |= dict.fromkeys(names, min(1.0, over / group))
         over -= group
     stay = [Part(p.tier, p.name, int(p.size_bytes * (1 - shares.get(p.name, 0.0)))) for p in parts if p.tier == "ram"]
-    return _Spill(shares["master"], shares["gradients"], shares[weights[0]]), stay
+    return _Spill(shares["master"], shares[GRADIENTS], shares[PARAMETERS]), stay
 
 
 def _drive_states(sizes: dict[str, int], spill: _Spill) -> list[Part]:
-    share = {"master": spill.states, "moments": spill.states, "gradients": spill.gradients}
+    share = {"master": spill.states, "moments": spill.states, GRADIENTS: spill.gradients}
     return [Part("nvme", name, int(size * share.get(name, spill.parameters))) for name, size in sizes.items()]
 
 
 def _time(
     shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout,
-    sizes: dict[str, int], spill: _Spill,
+    sizes: dict[str, int], spill: _Spill, pageable: float,
 ) -> tuple[StepTime, float, float]:  # fmt: skip
     """The step, and the bytes the drive reads and writes in it."""
     e, trained = request.element_bytes, shape.trainable_params
@@ -208,7 +234,7 @@ def _time(
     moved = _all_checkpoints(shape, request, seq_length, layout) if layout.checkpoints_home != "vram" else 0
     down = e * trained
     states = spill.states * (sizes["master"] + sizes["moments"])
-    gradients = spill.gradients * sizes["gradients"]
+    gradients = spill.gradients * sizes[GRADIENTS]
     weights = spill.parameters * e * shape.base_params
     in_drive = moved if layout.checkpoints_home == "nvme" else 0
     forward_read = spill.parameters * up_forward + states + gradients
@@ -216,7 +242,7 @@ def _time(
     backward_read, backward_written = spill.parameters * up_backward + in_drive, gradients
     dram_per_s = k.DRAM_SHARE * hardware.ram_gb_per_s * GB
     optimizer_s = k.OPTIMIZER_DRAM_BYTES[request.format] * trained / dram_per_s
-    ring = 3 if hardware.homes_pageable else 1  # a pageable home is copied once more: a read and a write
+    ring = 1 + 2 * pageable  # a pageable home is copied once more, through a slot: a read and a write
     copies_s = [
         (ring * copied + through_drive) / dram_per_s
         for copied, through_drive in (
@@ -263,20 +289,25 @@ def _home(share: float) -> str:
 def _offload_words(spill: _Spill) -> str:
     if spill == _Spill():
         return "all in RAM"
-    if min(spill.states, spill.gradients, spill.parameters) >= 1:
-        return "all on NVMe"
     named = (("states", spill.states), ("gradients", spill.gradients), ("parameters", spill.parameters))
-    return ", ".join(f"{100 * share:.0f} % of {what} on NVMe" for what, share in named if share > 0)
+    whole = [what for what, share in named if share >= 1]
+    if len(whole) == len(named):
+        return "all on NVMe"
+    parts = [f"{100 * share:.0f} % of {what}" for what, share in named if 0 < share < 1]
+    return " and ".join([*whole, *parts]) + " on NVMe"
 
 
-def _notes(request: RunRequest, hardware: Hardware, layout: StreamLayout, staging: int) -> tuple[str, ...]:
+def _notes(request: RunRequest, hardware: Hardware, layout: StreamLayout, pageable: float) -> tuple[str, ...]:
     notes = []
     if layout.tiles > 1:
-        notes.append(f"the largest unit is computed in {layout.tiles} tiles, so that its weights fit the GPU")
-    if staging < k.DEFAULT_STAGING_BYTES and request.staging_bytes is None:
-        notes.append(f"staging pool of {format_gib(staging)} instead of 8 GiB: the rest of the RAM holds states")
-    if hardware.homes_pageable:
-        notes.append("homes in RAM are pageable and pass a pinned ring: three times their bytes in DRAM traffic")
+        notes.append(
+            f"the largest unit is computed in {layout.tiles} tiles, so that its weights and gradients fit the GPU"
+        )
+    if pageable > 0.01:
+        notes.append(
+            f"{100 * pageable:.0f} % of the homes in RAM are pageable and pass the lanes' slots: three times their "
+            "bytes in DRAM traffic"
+        )
     if not request.activation_checkpointing:
         notes.append("the streaming engine always recomputes layers in the backward pass")
     return tuple(notes)
