@@ -85,7 +85,8 @@ class UnitRunner:
         leaves, trainable = _leaves(self.units.embed, slab)
         with torch.enable_grad(), _weights(self.units.embed, leaves):
             hidden = self.units.record(batch).hidden
-        into.add(torch.autograd.grad(hidden, trainable, grad, allow_unused=True))
+        if hidden.requires_grad:  # not where only a tied head's own parameters are trained
+            into.add(torch.autograd.grad(hidden, trainable, grad, allow_unused=True))
 
     # --- layers
 
@@ -105,9 +106,9 @@ class UnitRunner:
         call: LayerCall,
         grad: torch.Tensor,
         grad_routers: Sequence[torch.Tensor],
-        into: GradAccumulator,
+        into: GradAccumulator | None,
     ) -> torch.Tensor:
-        """Gradient of the layer's input; those of its parameters are added to `into`."""
+        """Gradient of the layer's input; those of its parameters are added to `into` (None: it has none to train)."""
         leaves, trainable = _leaves(self.units.layer_units[index], slab)
         x = hidden.detach().requires_grad_()
         with torch.enable_grad():
@@ -118,7 +119,8 @@ class UnitRunner:
                 outputs.append(logits)
                 grads.append(grad_logits)
         grad_x, *grad_params = torch.autograd.grad(outputs, [x, *trainable], grads, allow_unused=True)
-        into.add(grad_params)
+        if into is not None:
+            into.add(grad_params)
         return grad_x
 
     def _run_layer(
@@ -159,6 +161,7 @@ class UnitRunner:
     ) -> HeadResult:
         """Loss of one micro-batch; with `grad_scale` (loss scale / tokens of the global batch) its gradients, too."""
         train = grad_scale is not None
+        scale = grad_scale or 0.0
         leaves, trainable = _leaves(self.units.head, slab)
         targets = shifted_targets(batch["labels"]).reshape(-1)
         n_tokens = (targets != IGNORE).sum()
@@ -177,19 +180,20 @@ class UnitRunner:
                     logits.float().reshape(-1, logits.shape[-1]), target, ignore_index=IGNORE, reduction="sum"
                 )
                 ce_sum += part.detach()
-                if train and grad_flat is not None and into is not None:
-                    grad_piece, *grads = torch.autograd.grad(part * grad_scale, [piece, *trainable], allow_unused=True)
+                if grad_flat is not None:
+                    grad_piece, *grads = torch.autograd.grad(part * scale, [piece, *trainable], allow_unused=True)
                     grad_flat[start : start + len(target)] = grad_piece
-                    into.add(grads)
+                    if into is not None:
+                        into.add(grads)
                 del logits, part
                 start += len(target)
             result = HeadResult(ce_sum, n_tokens)
-            if train and into is not None:
+            if grad_flat is not None:
                 if routers:
-                    self._router_loss(result, final.detach(), batch, routers, grad_scale or 0.0)
-                assert grad_flat is not None
+                    self._router_loss(result, final.detach(), batch, routers, scale)
                 result.grad_of_hidden, *grads = torch.autograd.grad(flat, [x, *trainable], grad_flat, allow_unused=True)
-                into.add(grads)
+                if into is not None:
+                    into.add(grads)
         return result
 
     def _router_loss(

@@ -1,0 +1,126 @@
+"""From a loaded model to a running streaming engine: take it apart, give every part its home, open the lanes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from outcore.engine.stream.engine import StreamEngine
+from outcore.engine.stream.gradients import GradientDownload
+from outcore.engine.stream.homes import RamHomes
+from outcore.engine.stream.host_memory import HostMemory
+from outcore.engine.stream.parts import EngineParts
+from outcore.engine.stream.prefetch import WeightPrefetcher
+from outcore.engine.stream.residency import DeviceActivations, RamActivations
+from outcore.engine.stream.runner import UnitRunner
+from outcore.engine.stream.schedule import VerticalSchedule
+from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream.units import Unit, Units, discover_units
+from outcore.engine.stream.updates import UnitUpdates
+from outcore.model.load import LoadedModel
+from outcore.optim import OptimizerPool, state_format
+from outcore.staging import DownloadLane, PinnedPool, UploadLane
+from outcore.staging.pinned_grant import PinnedGrant
+
+
+class _Source:
+    """What the prefetcher asks: homes, and whether their last update is over."""
+
+    def __init__(self, homes: RamHomes, updates: UnitUpdates) -> None:
+        self._homes, self._updates = homes, updates
+
+    def slab(self, unit: Unit) -> torch.Tensor:
+        return self._homes[unit].slab
+
+    def is_ready(self, unit: Unit) -> bool:
+        return self._updates.is_done(unit)
+
+    def wait_ready(self, unit: Unit) -> None:
+        self._updates.wait(unit)
+
+
+def build_stream_engine(
+    loaded: LoadedModel,
+    settings: StreamSettings,
+    *,
+    device: torch.device | str,
+    pinned_grant: PinnedGrant | bool = True,
+) -> StreamEngine:
+    """An engine that trains `loaded` layer by layer on `device` ("cuda" or "cpu").
+
+    `loaded` comes from `load_model(..., device="cpu")` with its parameters whole and on the CPU in the type of the run
+    (bf16, fp16 or fp32); they become views of the engine's homes. Its own activation
+    checkpointing is switched off: every layer is recomputed anyway. `pinned_grant`: as `probe` of `PinnedPool` (what an
+    earlier probe found; True asks a child process; False does not ask).
+
+    Raises StreamUnsupported (a ValueError) naming why this model cannot be streamed, before memory is spent; ValueError
+    for settings; PinnedPoolFull or RuntimeError when the machine does not give the staging memory.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    units = discover_units(loaded)
+    dtype = units.embed.layout.dtype
+    runner = UnitRunner(
+        units,
+        vocab_size=loaded.facts.vocab_size,
+        aux_coefficient=loaded.token_loss().aux_coefficient,
+        logits_chunk_bytes=settings.logits_chunk_bytes,
+    )
+    states = state_format(settings.states)
+    states.check_param_dtype(dtype)
+    settings.is_deferred(dtype)
+    _prepare_model(units, device)
+    with ExitStack() as undo:
+        staging = undo.enter_context(PinnedPool(settings.staging_bytes, device=device, probe=pinned_grant))
+        upload = undo.enter_context(UploadLane(staging, None, device, settings.slot_bytes, settings.num_slots))
+        download_lane = undo.enter_context(DownloadLane(staging, None, device, settings.slot_bytes, settings.num_slots))
+        memory = HostMemory(staging)
+        undo.callback(memory.close)
+        homes = RamHomes(units.all, memory, states, chunk_numel=settings.chunk_numel)
+        optimizer = undo.enter_context(OptimizerPool(settings.optimizer_threads, backend=settings.optimizer_backend))
+        updates = UnitUpdates(homes, optimizer)
+        prefetcher = WeightPrefetcher(units, _Source(homes, updates), upload, settings.num_layer_buffers)
+        download = GradientDownload(
+            units,
+            homes,
+            download_lane,
+            accumulate_dtype=torch.float32 if settings.accumulate == "fp32" else dtype,
+        )
+        activations = (
+            DeviceActivations()
+            if settings.activations == "device"
+            else RamActivations(memory, upload, download_lane, len(units.layers))
+        )
+        schedule = VerticalSchedule(runner, prefetcher, download, activations, device, settings.seed)
+        engine = StreamEngine(
+            loaded,
+            settings,
+            EngineParts(
+                units,
+                device,
+                staging,
+                memory,
+                homes,
+                upload,
+                download_lane,
+                optimizer,
+                updates,
+                prefetcher,
+                download,
+                schedule,
+            ),
+        )
+        undo.pop_all()
+        return engine
+
+
+def _prepare_model(units: Units, device: torch.device) -> None:
+    """Buffers (rotary frequencies and the like) stay on the device; layers are recomputed by the schedule only."""
+    for module in units.parts.causal.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+        if getattr(module, "gradient_checkpointing", False):
+            module.__dict__["gradient_checkpointing"] = False

@@ -1,0 +1,270 @@
+"""The streaming engine behind the `Engine` protocol: one GPU, decoder-only models, states in RAM.
+
+A step: the vertical schedule computes gradients and sends them to RAM; the CPU optimizer updates each unit there. With
+clipping (or fp16) updates wait for the global norm and then run in the order in which the next forward needs them,
+while that forward is already under way; a non-finite norm skips the whole step. Without clipping each unit is updated
+as soon as its gradient has arrived. Same mathematics either way: AdamW on fp32 masters, loss averaged over all unmasked
+tokens. Everything deferred is drained before evaluation, sampling, saving and export.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.engine.base import EngineError, EvalResult, MicroBatch, NonFiniteLossError, StepResult
+from outcore.engine.export import export_model
+from outcore.engine.stream.clock import PhaseClock
+from outcore.engine.stream.loss_scale import LossScaler
+from outcore.engine.stream.parts import EngineParts
+from outcore.engine.stream.schedule import PassSums
+from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream.state import StreamState
+from outcore.engine.stream.units import Unit
+from outcore.model.inputs import count_target_tokens
+from outcore.model.load import LoadedModel
+from outcore.optim import AdamWHyper
+from outcore.staging import LaneTransfer
+
+CLIP_EPS = 1e-6
+"""Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does."""
+MAX_SKIPS = 8
+"""Steps in a row with non-finite gradients after which training without loss scaling stops: it would go on for ever."""
+CONTEXT_LENGTH = 512
+"""Tokens that sampling looks back, as in `outcore.model.generate`."""
+
+
+class StreamEngine:
+    """See the module docstring. Made by `outcore.engine.stream.build.build_stream_engine`."""
+
+    name = "stream"
+    rank = 0
+    world_size = 1
+
+    def __init__(self, loaded: LoadedModel, settings: StreamSettings, parts: EngineParts) -> None:
+        self.loaded, self.settings = loaded, settings
+        self.device = parts.device
+        self.updates = 0
+        self._parts = parts
+        self._dtype = parts.units.embed.layout.dtype
+        self._deferred = settings.is_deferred(self._dtype)
+        self._scaler = LossScaler(
+            self._dtype == torch.float16,
+            settings.initial_loss_scale,
+            settings.loss_scale_window,
+            settings.loss_scale_hysteresis,
+            settings.min_loss_scale,
+        )
+        self._state = StreamState(loaded, parts.homes)
+        self._attempts = 0
+        """Steps tried since the run began, skipped ones too: the key of dropout."""
+        self._skips_in_a_row = 0
+        self._closed = False
+
+    # --- training
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
+        """One optimizer step; see `Engine`. After an exception the engine must not train on: resume."""
+        total = sum(count_target_tokens(batch) for batch in micro_batches)
+        if total == 0:
+            raise ValueError(
+                "no token of this global batch counts for the loss (all labels are masked): check the data's prompt "
+                "and completion columns, or use longer rows (--seq_length)."
+            )
+        parts = self._parts
+        clock = PhaseClock(self.device)
+        shipped: list[tuple[Unit, LaneTransfer]] = []
+        scale = self._scaler.cur_scale
+        immediate = None if self._deferred else self._hyper(lr, 1.0)
+
+        def on_gradient(unit: Unit, transfer: LaneTransfer) -> None:
+            if immediate is None:
+                shipped.append((unit, transfer))
+            else:
+                parts.updates.submit(unit, transfer, immediate, guard=True)
+
+        sums = parts.schedule.train(
+            [self._to_device(batch) for batch in micro_batches],
+            step=self._attempts + 1,
+            grad_scale=scale / total,
+            on_gradient=on_gradient,
+            clock=clock,
+            check_loss=None if self._deferred else lambda sums: self._check_loss(sums, total),
+        )
+        clock.stop()
+        self._attempts += 1
+        norm = float(parts.download.norm()) / scale  # waits for the device
+        begin_s = time.perf_counter()
+        if self._deferred:
+            self._check_loss(sums, total)
+            skipped = self._settle(shipped, norm, scale, lr)
+        else:
+            skipped = self._settle_immediate(norm)
+        phase_s = clock.seconds()
+        phase_s["optimizer"] = time.perf_counter() - begin_s
+        phase_s["stall_pcie"] = parts.prefetcher.stall_s
+        loss, aux = float(sums.ce_sum) / total, float(sums.aux_sum) / total
+        return StepResult(loss, aux, norm, total, skipped, phase_s)
+
+    def _settle(self, shipped: list[tuple[Unit, LaneTransfer]], norm: float, scale: float, lr: float) -> bool:
+        """Deferred: hand every unit to the optimizer, first needed first, or none of them. True when skipped."""
+        finite = math.isfinite(norm)
+        self._scaler.update(overflow=not finite)
+        if not finite:
+            for _, transfer in shipped:
+                transfer.wait()  # the homes are written to again in the next step
+            self._count_skip()
+            return True
+        limit = self.settings.max_grad_norm
+        clip = min(1.0, limit / (norm + CLIP_EPS)) if limit else 1.0
+        hyper = self._hyper(lr, clip / scale)
+        for unit, transfer in sorted(shipped, key=lambda pair: pair[0].index):
+            self._parts.updates.submit(unit, transfer, hyper)
+        self.updates += 1
+        self._skips_in_a_row = 0
+        return False
+
+    def _settle_immediate(self, norm: float) -> bool:
+        if not math.isfinite(norm):
+            raise NonFiniteLossError(
+                f"the gradients' norm became {norm}. Layers with finite gradients have already been updated, so this "
+                "model is no longer one that a step made: resume from the last checkpoint, with a lower "
+                "--learning_rate, or with gradient clipping, under which such a step is skipped whole."
+            )
+        self.updates += 1
+        return False
+
+    def _count_skip(self) -> None:
+        self._skips_in_a_row += 1
+        if not self._scaler.enabled and self._skips_in_a_row >= MAX_SKIPS:
+            raise NonFiniteLossError(
+                f"the gradients were not finite in {MAX_SKIPS} steps in a row (no state was updated with them). Resume "
+                "from the last checkpoint with a lower --learning_rate or more --warmup_steps."
+            )
+
+    def _check_loss(self, sums: PassSums, total: int) -> None:
+        loss = float(sums.ce_sum + sums.aux_sum) / total
+        if not self._scaler.enabled and not math.isfinite(loss):
+            raise NonFiniteLossError(
+                f"the loss became {loss} and no state was updated with it. Resume from the last checkpoint with a "
+                "lower --learning_rate or more --warmup_steps, or look for damaged rows in the data."
+            )
+
+    def _hyper(self, lr: float, grad_scale: float) -> AdamWHyper:
+        settings = self.settings
+        return AdamWHyper(
+            lr=lr,
+            step=self.updates + 1,
+            beta1=settings.betas[0],
+            beta2=settings.betas[1],
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            grad_scale=grad_scale,
+            seed=settings.seed,
+        )
+
+    def _to_device(self, batch: MicroBatch) -> MicroBatch:
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    # --- looking at the model
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """No dropout, every update applied."""
+        self._parts.updates.drain()
+        was_training = self.loaded.model.training
+        self.loaded.model.eval()
+        try:
+            yield
+        finally:
+            self.loaded.model.train(was_training)
+
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> EvalResult:
+        """Mean loss over an evaluation set; see `Engine`."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        group: list[MicroBatch] = []
+
+        def run() -> None:
+            nonlocal sums
+            found = self._parts.schedule.evaluate(group)
+            sums = sums + torch.stack([found.ce_sum, found.n_tokens])
+            group.clear()
+
+        with self._evaluating():
+            for batch in micro_batches:
+                group.append(self._to_device(batch))
+                if len(group) == self.settings.eval_group:
+                    run()
+            if group:
+                run()
+        loss_sum, tokens = sums.tolist()
+        return EvalResult(loss_sum / tokens if tokens else float("nan"), int(tokens))
+
+    def sample(self, prompt_ids: list[int], max_new_tokens: int, eos_token_id: int | None) -> list[int]:
+        """Greedy continuation; every token is one pass over the weights."""
+        if not prompt_ids:
+            raise ValueError("sampling continues a prompt of at least one token, got none.")
+        tokens = list(prompt_ids)
+        with self._evaluating():
+            for _ in range(max_new_tokens):
+                ids = torch.tensor([tokens[-CONTEXT_LENGTH:]], dtype=torch.long, device=self.device)
+                tokens.append(int(self._parts.schedule.next_logits(ids).argmax()))
+                if tokens[-1] == eos_token_id:
+                    break
+        return tokens[len(prompt_ids) :]
+
+    # --- checkpoints
+
+    def state_bytes(self) -> int:
+        """Bytes that `save` writes."""
+        return self._state.size_bytes()
+
+    def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:
+        """Write shards; see `Engine` and `state`."""
+        self._parts.updates.drain()
+        self._state.save(folder, on_file)
+        return {
+            "engine": self.name,
+            "updates": self.updates,
+            "optimizer_state": True,
+            "loss_scaler": self._scaler.state(),
+            "attempts": self._attempts,
+        }
+
+    def load(self, folder: Path, state: dict) -> None:
+        """Restore what `save` of this engine or of DeepSpeed's wrote; see `Engine`."""
+        self._parts.updates.drain()
+        self._state.load(folder, state)
+        self.updates = int(state["updates"])
+        self._attempts = int(state.get("attempts", self.updates))
+        self._skips_in_a_row = 0
+        self._scaler.restore(state.get("loss_scaler", {}))
+
+    def export(self, folder: Path, tokenizer: Any = None, adapter_only: bool = False) -> None:
+        """Write the 16-bit model for `from_pretrained`; see `outcore.engine.export`."""
+        self._parts.updates.drain()
+        export_model(folder, self.loaded.model, lambda p: p.detach(), tokenizer=tokenizer, adapter_only=adapter_only)
+
+    def describe(self) -> str:
+        """What was chosen, in a few lines for people."""
+        return self._parts.describe(self.settings, deferred=self._deferred)
+
+    def close(self) -> None:
+        """Apply what is pending, then release lanes, threads and staging memory; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        failure: BaseException | None = None
+        try:
+            self._parts.updates.drain()
+        except (EngineError, RuntimeError, TimeoutError, OSError) as error:
+            failure = error
+        self._parts.close()
+        if failure is not None:
+            raise failure

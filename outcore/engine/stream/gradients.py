@@ -1,0 +1,91 @@
+"""Gradients on their way down: rounded to their home's type, counted into the global norm, sent through a lane.
+
+Two device buffers take turns, so that a unit's gradient goes down while the next one is computed. The norm is of the
+rounded values, which are those that the optimizer will read, and so an overflow of the rounding (fp16) is seen, too.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outcore.engine.stream.accumulator import GradAccumulator
+from outcore.engine.stream.homes import RamHomes
+from outcore.engine.stream.units import Unit, Units
+from outcore.staging import DownloadLane, LaneTransfer
+
+
+class GradientDownload:
+    """`accumulate_dtype`: in what the gradients of micro-batches are added up on the device."""
+
+    def __init__(
+        self,
+        units: Units,
+        homes: RamHomes,
+        lane: DownloadLane,
+        *,
+        accumulate_dtype: torch.dtype = torch.float32,
+        num_buffers: int = 2,
+    ) -> None:
+        self._homes, self._lane = homes, lane
+        trainable = [unit for unit in units.all if unit.is_trainable]
+        self._ship = [
+            torch.zeros(
+                max((homes[unit].grad.nbytes for unit in trainable), default=0), dtype=torch.uint8, device=lane.device
+            )
+            for _ in range(num_buffers)
+        ]
+        # Tied weights gather gradients from the head until the embedding's backward, across all layers.
+        kept = {units.embed.index} if units.tied else set()
+        largest = max((u.layout.trainable_numel for u in trainable if u.index not in kept), default=0)
+        shared = torch.zeros(largest, dtype=accumulate_dtype, device=lane.device)
+        ends = torch.zeros(
+            units.embed.layout.trainable_numel if kept else 0, dtype=accumulate_dtype, device=lane.device
+        )
+        self._sums = {unit.index: ends if unit.index in kept else shared for unit in trainable}
+        self._device_bytes = shared.nbytes + ends.nbytes + sum(buffer.nbytes for buffer in self._ship)
+        self._leaving: list[LaneTransfer | None] = [None] * num_buffers
+        self._turn = 0
+        self._sumsq = torch.zeros((), dtype=torch.float64, device=lane.device)
+
+    @property
+    def device_bytes(self) -> int:
+        return self._device_bytes
+
+    def begin(self) -> None:
+        """Start a step: nothing is counted yet."""
+        self._sumsq.zero_()
+
+    def accumulator(self, unit: Unit, *, only_once: bool = False) -> GradAccumulator:
+        """Where the unit's gradients are added up. `only_once`: each comes once, so no wider type is needed."""
+        if not only_once:
+            return GradAccumulator(unit.layout, self._sums[unit.index])
+        return GradAccumulator(unit.layout, self._take_buffer(unit))
+
+    def ship(self, unit: Unit, accumulator: GradAccumulator) -> LaneTransfer:
+        """Send the unit's complete gradient to its home."""
+        complete = accumulator.complete()
+        target = self._view(unit)
+        if complete.data_ptr() != target.data_ptr():
+            target = self._take_buffer(unit)
+            target.copy_(complete)
+        self._sumsq += torch.linalg.vector_norm(target, dtype=torch.float32).double().square()
+        transfer = self._lane.submit_host(target, self._homes[unit].grad)
+        self._leaving[self._turn] = transfer
+        self._turn = (self._turn + 1) % len(self._ship)
+        return transfer
+
+    def norm(self) -> torch.Tensor:
+        """fp64 scalar on the device: L2 norm of everything shipped in this step; not finite if anything was not."""
+        return self._sumsq.sqrt()
+
+    def _view(self, unit: Unit) -> torch.Tensor:
+        grad = self._homes[unit].grad
+        return self._ship[self._turn][: grad.nbytes].view(grad.dtype)
+
+    def _take_buffer(self, unit: Unit) -> torch.Tensor:
+        """The buffer whose turn it is, once what it held has left."""
+        leaving = self._leaving[self._turn]
+        if leaving is not None:
+            leaving.wait_stream()
+            self._leaving[self._turn] = None
+        return self._view(unit)

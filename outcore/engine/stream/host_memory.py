@@ -1,0 +1,57 @@
+"""RAM for homes: leased from the pinned pool while it lasts (less a reserve), pageable beyond it.
+
+Pageable memory is mapped privately with huge pages asked for, and touched at once. Pinned homes are copied directly,
+pageable ones through the lanes' pinned slots, so results never depend on which it was.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from outcore.staging import Lease, PinnedPool, PinnedPoolFull
+from outcore.staging.allocator import ALIGNMENT_BYTES
+from outcore.staging.slab import MappedSlab
+from outcore.units import round_up
+
+logger = logging.getLogger(__name__)
+
+
+class HostMemory:
+    """Hands out byte tensors. `pool` None: everything pageable; `reserve_bytes` of it are left free."""
+
+    def __init__(self, pool: PinnedPool | None = None, reserve_bytes: int = 0) -> None:
+        self._pool = pool if pool is not None and pool.is_pinned else None
+        self._reserve_bytes = reserve_bytes
+        self._leases: list[Lease] = []
+        self.pinned_bytes = 0
+        self.pageable_bytes = 0
+
+    def take(self, n_bytes: int, owner: str, *, pinned: bool = True) -> torch.Tensor:
+        """1-D uint8 of `n_bytes`, all zero. `pinned` False: memory that never crosses to the device."""
+        if pinned and self._pool is not None and self._pool.free_bytes >= n_bytes + self._reserve_bytes:
+            try:
+                lease = self._pool.lease(n_bytes, owner)
+            except PinnedPoolFull:
+                logger.debug("%s: the pinned pool is too fragmented for it", owner)
+            else:
+                self._leases.append(lease)
+                self.pinned_bytes += n_bytes
+                return lease.tensor.zero_()
+        self.pageable_bytes += n_bytes
+        return pageable(n_bytes)
+
+    def close(self) -> None:
+        """Give the leases back; nothing taken may be used any more."""
+        for lease in self._leases:
+            if not lease.is_released:
+                lease.release()
+        self._leases.clear()
+
+
+def pageable(n_bytes: int) -> torch.Tensor:
+    """1-D uint8 of `n_bytes` zeros at the start of a page."""
+    if n_bytes == 0:
+        return torch.zeros(0, dtype=torch.uint8)
+    return MappedSlab(round_up(n_bytes, ALIGNMENT_BYTES), None).tensor[:n_bytes]

@@ -1,0 +1,64 @@
+"""The engine's parts, made and closed together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outcore.engine.stream.gradients import GradientDownload
+from outcore.engine.stream.homes import RamHomes
+from outcore.engine.stream.host_memory import HostMemory
+from outcore.engine.stream.prefetch import WeightPrefetcher
+from outcore.engine.stream.schedule import VerticalSchedule
+from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream.units import Units
+from outcore.engine.stream.updates import UnitUpdates
+from outcore.optim import OptimizerPool
+from outcore.staging import DownloadLane, PinnedPool, UploadLane
+from outcore.units import format_gib
+
+
+@dataclass
+class EngineParts:
+    """What `build_stream_engine` puts together."""
+
+    units: Units
+    device: torch.device
+    staging: PinnedPool
+    memory: HostMemory
+    homes: RamHomes
+    upload: UploadLane
+    download_lane: DownloadLane
+    optimizer: OptimizerPool
+    updates: UnitUpdates
+    prefetcher: WeightPrefetcher
+    download: GradientDownload
+    schedule: VerticalSchedule
+
+    def describe(self, settings: StreamSettings, *, deferred: bool) -> str:
+        """For people."""
+        units = self.units.all
+        total = sum(unit.layout.num_params for unit in units)
+        trained = sum(slot.numel for unit in units for slot in unit.layout.trainable_slots)
+        tied = ", embedding and head tied" if self.units.tied else ""
+        when = "under the next forward, after the global norm is known" if deferred else "as each gradient arrives"
+        return "\n".join(
+            [
+                f"stream: {len(self.units.layers)} layers of {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M "
+                f"trained{tied}",
+                f"  device: {format_gib(self.prefetcher.device_bytes)} of weight buffers, "
+                f"{format_gib(self.download.device_bytes)} of gradient buffers, checkpoints on {settings.activations}",
+                f"  RAM: {format_gib(self.memory.pinned_bytes)} of pinned homes, "
+                f"{format_gib(self.memory.pageable_bytes)} pageable; states {settings.states}",
+                f"  updates: {when}, on {self.optimizer.num_threads} threads ({self.optimizer.backend.name})",
+            ]
+        )
+
+    def close(self) -> None:
+        """Threads and lanes first, then the memory they used."""
+        self.optimizer.close(cancel=True)
+        self.upload.close()
+        self.download_lane.close()
+        self.memory.close()
+        self.staging.close()

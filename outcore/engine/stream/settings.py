@@ -1,0 +1,101 @@
+"""What the streaming engine is told: one frozen dataclass, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from outcore.engine.stream.homes import CHUNK_NUMEL
+from outcore.model.loss import LOGITS_CHUNK_BYTES
+from outcore.optim import state_format
+from outcore.optim.backend import BackendName
+from outcore.staging.allocator import ALIGNMENT_BYTES
+from outcore.units import GIB, MIB
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """ValueError for what cannot work."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    """Of all trainable parameters, as in DeepSpeed's AdamW with one group."""
+    max_grad_norm: float = 1.0
+    """Exact clipping of the global L2 norm; 0: no clipping."""
+    update: Literal["auto", "deferred", "immediate"] = "auto"
+    """deferred: updates run under the next forward, once the global norm is known; a non-finite gradient skips the
+    step whole. immediate: as soon as a layer's gradient is there. auto: immediate without clipping unless fp16."""
+    states: str = "fp32"
+    """Optimizer states: fp32, split (bf16 only: exact in 10 B instead of 12), or with 8-bit moments fp32_m8, split8."""
+    accumulate: Literal["fp32", "weights"] = "fp32"
+    """Type in which gradients of several micro-batches are added up on the device."""
+    activations: Literal["device", "ram"] = "device"
+    """Where activation checkpoints wait for their backward."""
+    num_layer_buffers: int = 3
+    """Layers on the device at a time (two are enough where the optimizer keeps up)."""
+    staging_bytes: int = 8 * GIB
+    """Pinned memory: the lanes' slots first, then homes of parameters and gradients as far as it reaches."""
+    slot_bytes: int = 16 * MIB
+    num_slots: int = 4
+    """Per lane."""
+    optimizer_threads: int | None = None
+    """None: all cores but two."""
+    optimizer_backend: BackendName = "auto"
+    chunk_numel: int = CHUNK_NUMEL
+    logits_chunk_bytes: int = LOGITS_CHUNK_BYTES
+    eval_group: int = 8
+    """Micro-batches of an evaluation that share one pass over the weights."""
+    initial_loss_scale: float = 2.0**16
+    loss_scale_window: int = 1000
+    loss_scale_hysteresis: int = 2
+    min_loss_scale: float = 1.0
+    """fp16 only."""
+    seed: int = 0
+    """Of dropout and stochastic rounding."""
+
+    def __post_init__(self) -> None:
+        if self.max_grad_norm < 0:
+            raise ValueError(f"max_grad_norm must be positive, or 0 for no clipping; got {self.max_grad_norm}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+        for name in ("num_layer_buffers", "num_slots", "eval_group", "logits_chunk_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        state_format(self.states)
+        if self.slot_bytes <= 0 or self.slot_bytes % ALIGNMENT_BYTES:
+            raise ValueError(f"slot_bytes must be a positive multiple of {ALIGNMENT_BYTES}, got {self.slot_bytes}")
+        if self.staging_bytes < self.lane_bytes:
+            raise ValueError(
+                f"staging_bytes {self.staging_bytes} cannot hold the slots of the two lanes ({self.lane_bytes} bytes): "
+                "raise it, or lower slot_bytes or num_slots"
+            )
+        if self.update == "immediate" and self.max_grad_norm:
+            raise ValueError(
+                "update: immediate cannot clip the global norm, which is known only when every gradient is there. Set "
+                "max_grad_norm 0, or update: deferred"
+            )
+
+    @property
+    def lane_bytes(self) -> int:
+        """Pinned memory of the two lanes' slots."""
+        return 2 * self.num_slots * self.slot_bytes
+
+    def is_deferred(self, dtype: torch.dtype) -> bool:
+        """Whether updates wait for the global norm. ValueError for immediate updates in fp16."""
+        if dtype == torch.float16 and self.update == "immediate":
+            raise ValueError(
+                "update: immediate cannot train in fp16: an overflow is a normal event there and must skip the step "
+                "before any layer is updated. Set update: deferred, or train in bf16"
+            )
+        return self.update == "deferred" or bool(self.max_grad_norm) or dtype == torch.float16
+
+
+_CHOICES = {
+    "update": ("auto", "deferred", "immediate"),
+    "accumulate": ("fp32", "weights"),
+    "activations": ("device", "ram"),
+}

@@ -1,0 +1,99 @@
+"""Checkpoints of the streaming engine in the engine-neutral layout: safetensors shards by parameter name.
+
+Families: `model` (trainable weights as the forward uses them, and persistent buffers), `master`, `exp_avg` and
+`exp_avg_sq` (fp32). The same files as `outcore.engine.deepspeed.engine` writes, so that either engine resumes the
+other's. Whatever the format of the states in RAM, they are written as fp32 and read back bit by bit. One tensor in
+memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from outcore.engine.shards import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
+from outcore.engine.stream.homes import RamHomes
+from outcore.model.head import unwrap
+from outcore.model.load import LoadedModel
+from outcore.model.names import checkpoint_name
+from outcore.optim import STATE_NAMES
+from outcore.optim.chunk_state import StateName
+
+OnFile = Callable[[Path, int], None]
+
+
+class StreamState:
+    """Reads and writes the homes of one model. No update may be under way."""
+
+    def __init__(self, loaded: LoadedModel, homes: RamHomes) -> None:
+        self._loaded, self._homes = loaded, homes
+        slots = [homes.slot(checkpoint_name(name)) for name, _ in unwrap(loaded.model).named_parameters()]
+        self._trainable = {slot.name: slot.shape for slot in slots if slot.trainable}
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        network = self._loaded.model
+        parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+        state = network.state_dict()
+        return {name: t for name, t in state.items() if name not in parameters and isinstance(t, torch.Tensor)}
+
+    def size_bytes(self) -> int:
+        """Bytes of tensors that `save` writes."""
+        numel = {name: torch.Size(shape).numel() for name, shape in self._trainable.items()}
+        weights = sum(numel[name] * self._homes.weight(name).dtype.itemsize for name in numel)
+        return weights + 12 * sum(numel.values()) + sum(t.nbytes for t in self._buffers().values())
+
+    def save(self, folder: Path, on_file: OnFile, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        """Write every family into `folder`; `on_file(path, crc32)` for each finished file."""
+        buffers = self._buffers()
+        plans = [TensorPlan(n, self._homes.weight(n).dtype, shape) for n, shape in self._trainable.items()]
+        plans += [TensorPlan(n, t.dtype, tuple(t.shape)) for n, t in buffers.items()]
+
+        def weight(name: str) -> torch.Tensor:
+            return buffers[name] if name in buffers else self._homes.weight(name)
+
+        for file_name, group in plan_shards(plans, "model", max_shard_bytes):
+            on_file(folder / file_name, write_shard(folder / file_name, group, weight))
+        for family in STATE_NAMES:
+            plans = [TensorPlan(n, torch.float32, shape) for n, shape in self._trainable.items()]
+            for file_name, group in plan_shards(plans, family, max_shard_bytes):
+                crc = write_shard(folder / file_name, group, lambda n, f=family: self._homes.read_state(n, f))
+                on_file(folder / file_name, crc)
+
+    def load(self, folder: Path, state: dict) -> None:
+        """Set everything from `folder`. CheckpointError, before anything is changed, when it does not fit."""
+        if not state["optimizer_state"]:
+            raise CheckpointError(
+                f"{folder}: was saved with optimizer states on NVMe by stock DeepSpeed and holds weights only; "
+                "training on from it would silently lose the optimizer's moments. Start a new run from its exported "
+                "model."
+            )
+        weights = ShardReader(folder, "model")
+        readers: list[tuple[StateName, ShardReader]] = [(name, ShardReader(folder, name)) for name in STATE_NAMES]
+        for reader in (weights, *(reader for _, reader in readers)):
+            self._check_fit(folder, reader)
+        for name in self._trainable:
+            for family, reader in readers:
+                self._homes.write_state(name, family, reader.read(name).to(torch.float32))
+            saved = weights.read(name)
+            if saved.dtype == self._homes.weight(name).dtype and not self._homes.state_format.split_master:
+                self._homes.weight(name).copy_(saved)
+        for name, buffer in self._buffers().items():
+            if name in weights:
+                buffer.copy_(weights.read(name))
+
+    def _check_fit(self, folder: Path, reader: ShardReader) -> None:
+        missing = [name for name in self._trainable if name not in reader]
+        if missing:
+            raise CheckpointError(
+                f"{folder}: is of another model, or not whole: it holds no {missing[0]}"
+                + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
+                + ". Resume with the model, preset and LoRA settings that it was made with."
+            )
+        for name, shape in self._trainable.items():
+            if reader.shapes[name] != shape:
+                raise CheckpointError(
+                    f"{folder}: is of another model: {name} has shape {list(reader.shapes[name])} there and "
+                    f"{list(shape)} here."
+                )

@@ -1,0 +1,397 @@
+"""The streaming engine on the CPU: equal to plain AdamW, bit-identical wherever things live and after a resume."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from stream_models import packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
+
+from outcore.engine.base import NonFiniteLossError
+from outcore.engine.shards import CheckpointError, TensorPlan, crc32_of, write_shard
+from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream.shell import StreamUnsupported
+from outcore.model.names import checkpoint_name
+from outcore.units import MIB
+
+TINY = StreamSettings(
+    staging_bytes=2 * MIB,
+    slot_bytes=64 * 1024,
+    num_slots=2,
+    optimizer_threads=1,
+    optimizer_backend="torch",
+    chunk_numel=1 << 14,
+    logits_chunk_bytes=4 * 128 * 16,
+    seed=5,
+)
+LR = 3e-3
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def build():
+    engines = []
+
+    def make(model="llama", settings=TINY, *, dropout=0.0, dtype=torch.float32, prepare=None, **fields):
+        loaded = tiny_loaded(model, dtype=dtype, **fields)
+        set_dropout(loaded.model, dropout)
+        if prepare is not None:
+            prepare(loaded.model)
+        engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def batches_of(step: int, count: int = 2):
+    kinds = [plain_batch, padded_batch, packed_batch]
+    return [kinds[(step + m) % 3](2 - m % 2, 12 + 3 * m, seed=100 * step + m) for m in range(count)]
+
+
+def weights_of(engine) -> dict[str, torch.Tensor]:
+    engine._parts.updates.drain()
+    return {n: p.detach().clone() for n, p in engine.loaded.model.named_parameters()}
+
+
+def plain_training(loaded, steps, *, max_norm, settings=TINY, batches=batches_of):
+    """(losses, norms) of torch's own AdamW over the whole model."""
+    loss = loaded.token_loss()
+    trained = [p for p in loaded.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=LR, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, foreach=False
+    )
+    losses, norms = [], []
+    for step in range(steps):
+        micro = batches(step)
+        total = sum(int((b["labels"][:, 1:] != -100).sum()) for b in micro)
+        optimizer.zero_grad()
+        summed = 0.0
+        for batch in micro:
+            result = loss(loaded.model, batch)
+            result.objective(total).backward()
+            summed += float(result.loss_sum.detach())
+        for p in trained:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, max_norm or float("inf"))))
+        optimizer.step()
+        losses.append(summed / total)
+    return losses, norms
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 0.0])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "gemma3_text", "mixtral"])
+def test_twenty_steps_equal_plain_adamw(build, model, max_norm):
+    reference = tiny_loaded(model)
+    set_dropout(reference.model, 0.0)
+    losses, norms = plain_training(reference, 20, max_norm=max_norm, batches=lambda step: batches_of(step % 3))
+    engine = build(model, replace(TINY, max_grad_norm=max_norm))
+    results = [engine.train_step(batches_of(step % 3), LR) for step in range(20)]
+    assert [r.loss for r in results] == pytest.approx(losses, rel=2e-4)
+    assert [r.grad_norm for r in results] == pytest.approx(norms, rel=2e-3)
+    assert min(norms) > 0.5  # the clipping is at work
+    assert results[18].loss < 0.9 * results[0].loss and not any(r.skipped for r in results)
+    assert all(r.tokens > 0 and r.phase_s["forward"] > 0 and r.phase_s["backward"] > 0 for r in results)
+    start = dict(tiny_loaded(model).model.named_parameters())
+    expected = dict(reference.model.named_parameters())
+    with torch.no_grad():  # a gradient that is zero but for rounding moves by +-lr: compare all updates together
+        off = sum(float((w - expected[n]).square().sum()) for n, w in weights_of(engine).items())
+        moved = sum(float((expected[n] - start[n]).square().sum()) for n in expected)
+    assert (off / moved) ** 0.5 < 0.02
+    assert engine.updates == 20
+
+
+def test_one_micro_batch_and_a_batch_of_one_row(build):
+    def single(step):
+        return [plain_batch(1, 9 + step, seed=step)]
+
+    reference = tiny_loaded("qwen3")
+    losses, _ = plain_training(reference, 6, max_norm=1.0, batches=single)
+    engine = build("qwen3")
+    assert [engine.train_step(single(s), LR).loss for s in range(6)] == pytest.approx(losses, rel=2e-4)
+
+
+VARIANTS = {
+    "activations in RAM": {"activations": "ram"},
+    "one layer buffer": {"num_layer_buffers": 1},
+    "two layer buffers": {"num_layer_buffers": 2},
+    "small slots and chunks": {"slot_bytes": 4096, "num_slots": 1, "chunk_numel": 512},
+    "split states": {"states": "split"},
+}
+
+
+@pytest.mark.parametrize("model", ["gpt2", "gemma3_text"])
+def test_results_are_bit_identical_wherever_things_live(build, model):
+    """bf16, dropout, several micro-batches: residency, buffers and the exact split change no bit."""
+    settings = replace(TINY, max_grad_norm=0.5)
+    engine = build(model, settings, dtype=torch.bfloat16, dropout=0.1)
+    expected = [engine.train_step(batches_of(step), LR).loss for step in range(4)]
+    for name, changes in VARIANTS.items():
+        other = build(model, replace(settings, **changes), dtype=torch.bfloat16, dropout=0.1)
+        losses = [other.train_step(batches_of(step), LR).loss for step in range(4)]
+        if name == "split states":  # rounds ties of the parameter away from zero instead of to even
+            assert losses == pytest.approx(expected, rel=1e-2)
+            continue
+        assert losses == expected, name
+        a, b = weights_of(engine), weights_of(other)
+        assert all(torch.equal(a[n], b[n]) for n in a), name
+
+
+def test_deferred_and_immediate_updates_are_the_same_without_clipping(build):
+    runs = []
+    for update in ("deferred", "immediate"):
+        engine = build("qwen2", replace(TINY, max_grad_norm=0.0, update=update))
+        runs.append(([engine.train_step(batches_of(s), LR).loss for s in range(4)], weights_of(engine)))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(runs[0][1][n], runs[1][1][n]) for n in runs[0][1])
+
+
+@pytest.mark.parametrize("states", ["fp32", "split", "fp32_m8", "split8"])
+def test_saved_and_resumed_training_goes_on_bit_by_bit(build, tmp_path, states):
+    settings = replace(TINY, states=states, max_grad_norm=0.5)
+    engine = build("gpt2", settings, dtype=torch.bfloat16, dropout=0.1)
+    for step in range(3):
+        engine.train_step(batches_of(step), LR)
+    files = {}
+    state = json.loads(json.dumps(engine.save(tmp_path, lambda path, crc: files.update({path.name: crc}))))
+    assert state["engine"] == "stream" and state["updates"] == 3 and state["optimizer_state"]
+    assert all(crc32_of(tmp_path / name) == crc for name, crc in files.items())
+    written = sum((tmp_path / name).stat().st_size for name in files)
+    assert engine.state_bytes() <= written < engine.state_bytes() + 65536
+    on = [engine.train_step(batches_of(step), LR).loss for step in range(3, 6)]
+    resumed = build(
+        "gpt2", replace(settings, activations="ram", chunk_numel=1 << 12), dtype=torch.bfloat16, dropout=0.1, seed=9
+    )
+    resumed.load(tmp_path, state)
+    assert [resumed.train_step(batches_of(step), LR).loss for step in range(3, 6)] == on
+    a, b = weights_of(engine), weights_of(resumed)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_checkpoint_of_deepspeed_is_resumed(build, tmp_path):
+    """The files are built as DeepSpeed's engine writes them; the next steps are those of plain AdamW from there."""
+    reference = tiny_loaded("llama", seed=3)
+    loss = reference.token_loss()
+    optimizer = torch.optim.AdamW(reference.model.parameters(), lr=LR, weight_decay=0.01, foreach=False)
+    for step in range(4):
+        total = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches_of(step))
+        optimizer.zero_grad()
+        for batch in batches_of(step):
+            loss(reference.model, batch).objective(total).backward()
+        torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 1.0)
+        optimizer.step()
+    parameters = {checkpoint_name(n): p for n, p in reference.model.named_parameters()}
+    plans = [TensorPlan(n, torch.float32, tuple(p.shape)) for n, p in parameters.items()]
+    for family in ("model", "master", "exp_avg", "exp_avg_sq"):
+        values = {
+            n: p.detach() if family in ("model", "master") else optimizer.state[p][family]
+            for n, p in parameters.items()
+        }
+        write_shard(tmp_path / f"{family}-00001-of-00001.safetensors", plans, values.__getitem__)
+    engine = build("llama")
+    engine.load(tmp_path, {"engine": "deepspeed", "updates": 4, "optimizer_state": True, "loss_scaler": {}})
+    assert engine.updates == 4
+    losses = []
+    for step in range(4, 8):
+        total = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches_of(step))
+        optimizer.zero_grad()
+        summed = 0.0
+        for batch in batches_of(step):
+            result = loss(reference.model, batch)
+            result.objective(total).backward()
+            summed += float(result.loss_sum.detach())
+        torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(summed / total)
+    assert [engine.train_step(batches_of(s), LR).loss for s in range(4, 8)] == pytest.approx(losses, rel=1e-4)
+
+
+def test_checkpoints_that_do_not_fit_are_refused_before_anything_changes(build, tmp_path):
+    engine = build("llama")
+    state = engine.save(tmp_path, lambda path, crc: None)
+    before = weights_of(engine)
+    with pytest.raises(CheckpointError, match="weights only"):
+        engine.load(tmp_path, {**state, "optimizer_state": False})
+    with pytest.raises(CheckpointError, match="another model"):
+        build("gpt2").load(tmp_path, state)
+    other = build("llama", intermediate_size=64)
+    with pytest.raises(CheckpointError, match="has shape"):
+        other.load(tmp_path, state)
+    (tmp_path / "exp_avg-00001-of-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="not whole"):
+        engine.load(tmp_path, state)
+    after = weights_of(engine)
+    assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_evaluation_and_sampling_see_every_update_and_no_dropout(build):
+    engine = build("gpt2", replace(TINY, eval_group=2), dropout=0.2)
+    reference = tiny_loaded("gpt2")
+    for step in range(2):
+        engine.train_step(batches_of(step), LR)
+    held_out = [padded_batch(2, 14, seed=900 + i) for i in range(5)]
+    found = engine.evaluate(iter(held_out))
+    reference.model.load_state_dict(engine.loaded.model.state_dict())
+    reference.model.eval()
+    with torch.no_grad():
+        sums = [reference.token_loss()(reference.model, batch) for batch in held_out]
+    assert found.tokens == sum(int(s.n_tokens) for s in sums)
+    assert found.loss == pytest.approx(sum(float(s.loss_sum) for s in sums) / found.tokens, rel=1e-5)
+    assert engine.evaluate([]).tokens == 0
+    tokens = engine.sample([5, 6, 7], 6, None)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        for _ in range(6):
+            ids = torch.cat([ids, reference.model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
+    assert tokens == ids[0, 3:].tolist()
+    assert engine.sample([5, 6, 7], 6, tokens[1])[-1] == tokens[1]
+    assert engine.loaded.model.training
+    before = torch.default_generator.get_state()
+    engine.train_step(batches_of(2), LR)
+    assert torch.equal(before, torch.default_generator.get_state())
+    with pytest.raises(ValueError, match="at least one token"):
+        engine.sample([], 3, None)
+
+
+def test_exported_model_is_read_by_transformers(build, tmp_path):
+    import transformers
+
+    engine = build("qwen2")
+    engine.train_step(batches_of(0), LR)
+    engine.export(tmp_path / "final")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    weights = weights_of(engine)
+    assert all(torch.equal(p, weights[n]) for n, p in again.named_parameters())
+    assert (tmp_path / "final" / "config.json").exists()
+
+
+def test_frozen_parameters_are_streamed_and_left_alone(build, tmp_path):
+    def freeze(model):
+        for name, p in model.named_parameters():
+            p.requires_grad_("layers.1." in name and "self_attn" in name)
+
+    reference = tiny_loaded("llama")
+    freeze(reference.model)
+    losses, _ = plain_training(reference, 5, max_norm=1.0)
+    engine = build("llama", prepare=freeze)
+    before = weights_of(engine)
+    assert [engine.train_step(batches_of(s), LR).loss for s in range(5)] == pytest.approx(losses, rel=1e-4)
+    after = weights_of(engine)
+    changed = {n for n in before if not torch.equal(before[n], after[n])}
+    assert changed == {n for n in before if "layers.1." in n and "self_attn" in n}
+    engine.save(tmp_path, lambda path, crc: None)
+    assert set(load_file(tmp_path / "master-00001-of-00001.safetensors")) == changed
+
+
+def test_a_gradient_that_is_not_finite_skips_the_whole_step(build):
+    engine = build("llama")
+    engine.train_step(batches_of(0), LR)
+    before = weights_of(engine)
+    poison(engine, 1)
+    result = engine.train_step(batches_of(1), LR)
+    assert result.skipped and engine.updates == 1
+    after = weights_of(engine)
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert not engine.train_step(batches_of(1), LR).skipped
+    poison(engine, 100)
+    with pytest.raises(NonFiniteLossError, match="in a row"):
+        for step in range(20):
+            engine.train_step(batches_of(step), LR)
+
+
+def poison(engine, times):
+    """The next `times` gradients of a layer are infinite."""
+    runner = engine._parts.schedule.runner
+    original = type(runner).layer_backward
+    left = [times]
+
+    def layer_backward(*args):
+        grad = original(runner, *args)
+        if left[0] > 0:
+            left[0] -= 1
+            args[-1].flat[3] = float("inf")
+        return grad
+
+    runner.layer_backward = layer_backward
+
+
+def test_without_clipping_a_gradient_that_is_not_finite_stops_the_run(build):
+    engine = build("llama", replace(TINY, max_grad_norm=0.0))
+    engine.train_step(batches_of(0), LR)
+    poison(engine, 1)
+    with pytest.raises(NonFiniteLossError, match="resume from the last checkpoint"):
+        engine.train_step(batches_of(1), LR)
+        engine.train_step(batches_of(2), LR)
+    engine._parts.updates._pending.clear()
+
+
+def test_fp16_overflow_is_skipped_and_the_scale_falls_and_recovers(build, tmp_path):
+    settings = replace(TINY, initial_loss_scale=2.0**24, loss_scale_hysteresis=1, loss_scale_window=3)
+    engine = build("llama", settings, dtype=torch.float16)
+    results = [engine.train_step(batches_of(0), 1e-3) for _ in range(24)]
+    skipped = [r.skipped for r in results]
+    assert skipped[0] and not all(skipped) and engine.updates == skipped.count(False)
+    done = [r for r in results if not r.skipped]
+    assert done[-1].loss < done[0].loss
+    scale = engine._scaler.cur_scale
+    assert scale < 2.0**24
+    state = engine.save(tmp_path, lambda path, crc: None)
+    assert set(state["loss_scaler"]) == {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"}
+    other = build("llama", settings, dtype=torch.float16)
+    other.load(tmp_path, state)
+    assert other._scaler.cur_scale == scale
+    assert other.train_step(batches_of(1), 1e-3).loss == engine.train_step(batches_of(1), 1e-3).loss
+
+
+def test_a_loss_that_is_not_finite_is_refused(build):
+    engine = build("llama")
+    with torch.no_grad():
+        engine.loaded.model.lm_head.weight[0, 0] = float("nan")
+    before = weights_of(engine)
+    with pytest.raises(NonFiniteLossError, match="no state was updated"):
+        engine.train_step(batches_of(0), LR)
+    after = weights_of(engine)
+    assert all(torch.equal(before[n], after[n]) or "lm_head" in n for n in before)
+
+
+def test_bad_input_is_refused(build):
+    engine = build("llama")
+    empty = plain_batch()
+    empty["labels"].fill_(-100)
+    with pytest.raises(ValueError, match="no token"):
+        engine.train_step([empty], LR)
+    assert engine.train_step([empty, plain_batch(seed=1)], LR).loss > 0
+    with pytest.raises(ValueError, match="cannot clip"):
+        replace(TINY, update="immediate")
+    with pytest.raises(ValueError, match="fp16"):
+        replace(TINY, update="immediate", max_grad_norm=0.0).is_deferred(torch.float16)
+    with pytest.raises(ValueError, match="staging_bytes"):
+        replace(TINY, staging_bytes=4096)
+    with pytest.raises(ValueError, match="activations"):
+        replace(TINY, activations="nvme")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="bf16"):
+        build("llama", replace(TINY, states="split"), dtype=torch.float16)
+    with pytest.raises(StreamUnsupported, match="several types"):
+        build("llama", prepare=lambda model: model.model.norm.to(torch.bfloat16))
+
+
+def test_description_and_closing(build):
+    engine = build("gpt2")
+    text = engine.describe()
+    assert "embedding and head tied" in text and "under the next forward" in text and "torch" in text
+    assert (engine.name, engine.rank, engine.world_size) == ("stream", 0, 1)
+    engine.train_step(batches_of(0), LR)
+    engine.close()
+    engine.close()
