@@ -101,7 +101,7 @@ def test_twenty_steps_equal_plain_adamw(build, model, max_norm):
     results = [engine.train_step(batches_of(step % 3), LR) for step in range(20)]
     assert [r.loss for r in results] == pytest.approx(losses, rel=2e-4)
     assert [r.grad_norm for r in results] == pytest.approx(norms, rel=2e-3)
-    assert min(norms) > 0.5  # the clipping is at work
+    assert max(norms) > 2.0  # the clipping is at work
     assert results[18].loss < 0.9 * results[0].loss and not any(r.skipped for r in results)
     assert all(r.tokens > 0 and r.phase_s["forward"] > 0 and r.phase_s["backward"] > 0 for r in results)
     start = dict(tiny_loaded(model).model.named_parameters())

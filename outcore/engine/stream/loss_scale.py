@@ -50,9 +50,11 @@ class LossScaler:
             else:
                 self.cur_scale = max(self.cur_scale / 2, self.min_scale)
             self.last_overflow_iter = self.cur_iter
-        elif (self.cur_iter - self.last_overflow_iter) % self.window == 0:
-            self.cur_hysteresis = self.hysteresis
-            self.cur_scale *= 2
+        else:
+            stable_steps = self.cur_iter - self.last_overflow_iter - 1
+            if stable_steps > 0 and stable_steps % self.window == 0:
+                self.cur_hysteresis = self.hysteresis
+                self.cur_scale *= 2
         self.cur_iter += 1
 
     _SAVED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
