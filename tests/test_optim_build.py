@@ -45,7 +45,7 @@ def test_built_once_per_source_flags_and_compiler(tmp_path, monkeypatch):
     library = build_extension(tmp_path / "env", compiler)
     assert library.read_text() == "built\n"
     assert library.parent.parent == tmp_path / "env" / "torch_extensions" / "outcore_optim"
-    num_commands = len(variants()) + 3
+    num_commands = len(variants()) + 4
     assert len(calls(tmp_path)) == num_commands
     assert all("-ffp-contract=off" in call and "-march" not in call for call in calls(tmp_path)[:-1])
     assert build_extension(tmp_path / "env", compiler) == library
@@ -71,7 +71,7 @@ def test_several_builders_at_once_build_once(tmp_path):
         thread.join()
     assert len(set(found)) == 1
     assert len(found) == 4
-    assert len(calls(tmp_path)) == len(variants()) + 3
+    assert len(calls(tmp_path)) == len(variants()) + 4
 
 
 def test_waiting_for_another_builder_is_bounded(tmp_path):
@@ -177,6 +177,14 @@ def test_variants_of_this_processor():
     assert best.variant == best.available_variants[-1]
     with pytest.raises(ValueError, match="this processor has no avx10"):
         ExtensionBackend("avx10")  # pyright: ignore[reportArgumentType]
+
+
+def test_rate_of_memory():
+    assert extension().memory_rate_bytes_per_s(2, numel=1 << 18, rounds=2) > 1e8
+    with pytest.raises(ValueError, match="at least one thread"):
+        extension().memory_rate_bytes_per_s(0)
+    with pytest.raises(MemoryError):
+        extension().memory_rate_bytes_per_s(1, numel=1 << 44)
 
 
 def test_error_codes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -172,19 +173,24 @@ def test_the_formula_in_double_precision(beta1):
         torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_split_and_fp32_hold_the_same_master_and_moments():
+def test_split_and_fp32_are_the_same_run():
     generator = torch.Generator().manual_seed(2)
     numel = 3001
     plain = make_job(FP32, numel, generator)
     split = make_job(SPLIT, numel, generator)
     states = [ChunkState(FP32, plain.state, numel, plain.param), ChunkState(SPLIT, split.state, numel, split.param)]
-    states[1].write("master", states[0].read("master"))
+    ties = (torch.arange(numel) * 2**16 + 0x3F808000).to(torch.int32).view(torch.float32)
+    for chunk in states:
+        chunk.write("master", torch.where(torch.arange(numel) < 1000, ties, chunk.read("master") * 0 + 0.3))
     for step in range(1, 6):
-        grad = awkward(numel, generator).bfloat16()
+        grad = torch.zeros(numel) if step == 1 else awkward(numel, generator).bfloat16()
         for state_format, job in ((FP32, plain), (SPLIT, split)):
             extension().update(state_format, ChunkJob(grad, job.state, job.param), hyper(step))
     for name in ("master", "exp_avg", "exp_avg_sq"):
         assert torch.equal(raw(states[0].read(name)), raw(states[1].read(name)))
+    assert plain.param is not None
+    assert split.param is not None
+    assert torch.equal(raw(plain.param), raw(split.param))  # ties included: the formats are one run
 
 
 @pytest.mark.parametrize("state_format", FORMATS, ids=lambda f: f.name)
@@ -208,6 +214,21 @@ def test_results_do_not_depend_on_how_the_model_is_cut(state_format):
     for name in ("master", "exp_avg", "exp_avg_sq"):
         read = [ChunkState(state_format, part.state, part.grad.numel(), part.param).read(name) for part in parts]
         assert torch.equal(torch.cat(read), ChunkState(state_format, whole.state, numel, whole.param).read(name))
+
+
+@pytest.mark.parametrize("state_format", FORMATS, ids=lambda f: f.name)
+def test_chunks_without_weight_decay(state_format):
+    generator = torch.Generator().manual_seed(6)
+    job = make_job(state_format, 1000, generator)
+    exempt, plain = copy_of(job), copy_of(job)
+    for backend in (*all_variants(), torch_backend()):
+        now, other = copy_of(exempt), copy_of(plain)
+        backend.update(state_format, dataclasses.replace(now, weight_decay=False), hyper(weight_decay=0.5))
+        backend.update(state_format, other, hyper(weight_decay=0.0))
+        assert same_bytes(now, other)
+        backend.update(state_format, other, hyper(2, weight_decay=0.5))
+        backend.update(state_format, now, hyper(2, weight_decay=0.0))
+        assert not same_bytes(now, other)
 
 
 def test_moments_that_decay_become_zero_not_denormal():

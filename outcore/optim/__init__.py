@@ -13,15 +13,8 @@ from outcore.optim.chunk_state import STATE_NAMES, ChunkState
 from outcore.optim.formats import BLOCK_NUMEL, FORMATS, FP32, FP32_M8, SPLIT, SPLIT8, StateFormat, state_format
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import ChunkJob, JobBatch
-from outcore.optim.pool import (
-    ChunkResult,
-    OptimizerPool,
-    PoolClosed,
-    Ticket,
-    UnitResult,
-    UpdateFailed,
-    default_num_threads,
-)
+from outcore.optim.pool import OptimizerPool, default_num_threads
+from outcore.optim.tickets import ChunkResult, PoolClosed, Ticket, UnitResult, UpdateFailed
 
 __all__ = [
     "BLOCK_NUMEL",

@@ -27,6 +27,7 @@ struct Job {  // one chunk
   const void* grad;
   int64_t numel;
   int64_t element_offset;  // of the chunk's first element in the model; a multiple of kBlock
+  int64_t decays;          // 0: without weight decay
 };
 
 struct Hyper {  // all derived in double precision and rounded once, in hyper.py

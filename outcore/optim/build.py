@@ -4,7 +4,7 @@
 
 The result is `<cache>/<key of source and flags>-<key of compiler>/outcore_optim.so`, where the cache is
 `<environment>/torch_extensions/outcore_optim`, or ~/.cache/outcore/torch_extensions/outcore_optim for an environment
-that cannot be written. Five small files without torch's headers: about 4 s of one core, once. Built aside and renamed
+that cannot be written. Six small files without torch's headers: about 4 s of one core, once. Built aside and renamed
 into place, under a lock that the kernel frees when its holder dies, so any number of processes may call it at once.
 
 No -march=native and no fast-math: the kernels are compiled once per instruction set and chosen at run time, so the file
@@ -32,7 +32,7 @@ from outcore.units import format_s
 logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
-SOURCES = ("abi.h", "threads.h", "pool.h", "kernels.cpp", "pool.cpp", "api.cpp")
+SOURCES = ("abi.h", "threads.h", "pool.h", "kernels.cpp", "pool.cpp", "memory_rate.cpp", "api.cpp")
 LIBRARY_NAME = "outcore_optim.so"
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = (
@@ -150,7 +150,7 @@ def _build_into(folder: Path, compiler: str) -> None:
     try:
         objects: list[str] = []
         units = [("kernels.cpp", name, (*flags, f"-DOUTCORE_VARIANT={name}")) for name, flags in variants().items()]
-        units += [("pool.cpp", "pool", ()), ("api.cpp", "api", ())]
+        units += [(f"{name}.cpp", name, ()) for name in ("pool", "memory_rate", "api")]
         for source, name, flags in units:
             objects.append(str(aside / f"{name}.o"))
             _run([compiler, *FLAGS, *flags, "-c", str(SOURCE_DIR / source), "-o", objects[-1]])

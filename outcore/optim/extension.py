@@ -106,6 +106,7 @@ def load_library(path: Path) -> ctypes.CDLL:
         ("layout", None, (i32, i64, p)),
         ("update", ctypes.c_int, (i32, p, p, p)),
         ("sum_squares", ctypes.c_int, (i32, i32, p, i64, i32, p, p)),
+        ("memory_rate", f64, (i32, i64, i32)),
         ("pool_new", p, (i32, i32, p, i64, p)),
         ("pool_submit", u64, (p, i64, p, p, i64, p, i32, i32, p)),
         ("pool_reprioritise", i32, (p, u64, i64)),
@@ -165,6 +166,18 @@ class ExtensionBackend:
             )
         )
         return GradStats(total.value, bool(all_finite.value))
+
+    def memory_rate_bytes_per_s(self, num_threads: int, numel: int = 1 << 24, rounds: int = 6) -> float:
+        """Rate of main memory with this many threads: three streams read, one of them written back.
+
+        Each thread takes 12 x `numel` bytes, which must be well above its share of the caches. About 0.1 s of setting
+        up and 0.1 s of measuring by default. RuntimeError or MemoryError when it cannot be had.
+        """
+        if num_threads < 1 or numel < 1 or rounds < 1:
+            raise ValueError(f"needs at least one thread, element and round, got {num_threads}, {numel}, {rounds}")
+        rate = self.library.outcore_optim_memory_rate(num_threads, numel, rounds)
+        raise_errno(int(-rate) if rate < 0 else 0)
+        return rate
 
     def layout(self, state_format: StateFormat, numel: int) -> dict[str, int]:
         """Byte offsets the C++ side uses; for tests."""
@@ -275,4 +288,4 @@ def raise_errno(code: int) -> None:
     raise RuntimeError(f"the CPU optimizer refused: {reason}")
 
 
-assert ctypes.sizeof(CJob) == 40 and ctypes.sizeof(CHyper) == 56
+assert ctypes.sizeof(CJob) == 48 and ctypes.sizeof(CHyper) == 56

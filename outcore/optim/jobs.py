@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,6 +27,7 @@ class CJob(ctypes.Structure):
         ("grad", ctypes.c_void_p),
         ("numel", ctypes.c_int64),
         ("element_offset", ctypes.c_int64),
+        ("decays", ctypes.c_int64),
     )
 
 
@@ -42,6 +43,8 @@ class ChunkJob:
     """bf16, fp16 or fp32, n elements, written (split formats: bf16, read too); None: no copy (fp32 master formats)."""
     element_offset: int = 0
     """Index of the first parameter in the model, a multiple of 256: the key of stochastic rounding."""
+    weight_decay: bool = True
+    """False: none for this chunk (norms and biases), whatever the hyper-parameters say."""
 
 
 class JobBatch:
@@ -67,6 +70,7 @@ class JobBatch:
                 job.grad.data_ptr(),
                 job.grad.numel(),
                 job.element_offset,
+                int(job.weight_decay),
             )
         self.jobs: tuple[ChunkJob, ...] = tuple(jobs)
         self.grads: tuple[torch.Tensor, ...] = tuple(job.grad for job in jobs)
@@ -95,7 +99,7 @@ class JobBatch:
                 raise ValueError(
                     f"gradient {index} is {grad.dtype}, the first one {batch.grad_dtype}: one type per unit"
                 )
-            batch.array[index] = CJob(0, 0, grad.data_ptr(), grad.numel(), 0)
+            batch.array[index] = CJob(0, 0, grad.data_ptr(), grad.numel(), 0, 0)
         return batch
 
     def with_grads(self, grads: Sequence[torch.Tensor]) -> JobBatch:
@@ -114,9 +118,7 @@ class JobBatch:
                 )
             batch.array[index].grad = grad.data_ptr()
         batch.grads = tuple(grads)
-        batch.jobs = tuple(
-            ChunkJob(grad, job.state, job.param, job.element_offset) for grad, job in zip(grads, self.jobs)
-        )
+        batch.jobs = tuple(replace(job, grad=grad) for grad, job in zip(grads, self.jobs))
         return batch
 
     def _check(self, job: ChunkJob) -> None:

@@ -55,10 +55,8 @@ INLINE uint16_t to_half(float x) {  // to nearest, ties to even
   return (uint16_t)h;
 }
 
-INLINE uint16_t to_bfloat16(float x) {  // to nearest, ties to even; x is no NaN but the canonical one
-  const uint32_t u = bits_of(x);
-  return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
-}
+// Rounded half up in its bit pattern, as the split needs it, in every format: they all give the same parameters.
+INLINE uint16_t to_bfloat16(float x) { return (uint16_t)((bits_of(x) + 0x8000u) >> 16); }
 
 INLINE void load_as_float(float* __restrict out, int32_t dtype, const void* data, int64_t at, int64_t n) {
   if (dtype == kFloat32) {
@@ -86,17 +84,15 @@ INLINE void store_param(int32_t dtype, void* param, int64_t at, const float* __r
   }
 }
 
-// master <-> (parameter, residual): the parameter is the master rounded half up in its bit pattern, the residual its
-// low 16 bits. The carry into the parameter is the residual's top bit, so the pair determines all 2^32 patterns.
+// master <-> (parameter, residual): the parameter is the rounded master, the residual the master's low 16 bits. The carry into the parameter is the residual's top bit, so the pair determines all 2^32 patterns.
 INLINE void join(float* __restrict w, const uint16_t* __restrict p, const uint16_t* __restrict residual, int64_t n) {
   for (int64_t i = 0; i < n; i++)
     w[i] = float_of(((uint32_t)p[i] << 16) + (uint32_t)(int32_t)(int16_t)residual[i]);
 }
 INLINE void split(uint16_t* __restrict p, uint16_t* __restrict residual, const float* __restrict w, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
-    const uint32_t u = bits_of(w[i]);
-    p[i] = (uint16_t)((u + 0x8000u) >> 16);
-    residual[i] = (uint16_t)u;
+    p[i] = to_bfloat16(w[i]);
+    residual[i] = (uint16_t)bits_of(w[i]);
   }
 }
 
@@ -230,7 +226,9 @@ INLINE void update_tile(const Types& types, const Job& job, const Layout& at, co
   else store_param(types.param_dtype, job.param, start, w, n);
 }
 
-void update(const Types& types, const Job& job, const Hyper& h, int64_t start, int64_t stop) {
+void update(const Types& types, const Job& job, const Hyper& hyper, int64_t start, int64_t stop) {
+  Hyper h = hyper;
+  if (!job.decays) h.decay = 1.f;
   const Layout at = layout_of(types.format, job.numel);
   const uint64_t key = mix(mix(h.seed + 0x9e3779b97f4a7c15ull) ^ (uint64_t)h.step);
   for (; start + kBlock <= stop; start += kBlock) update_tile(types, job, at, h, key, start, kBlock);

@@ -16,10 +16,11 @@ their contents belong to the pool. Every wait is bounded. Without a compiler the
 threads, with the same bits.
 
 Undoing an update (to apply it before the clipping factor is known) was looked at and is not built. It is not
-invertible in place: m and v are contractions that merge neighbouring numbers, and w rounds. Copies of the old states
-until the norm is known would double the states of all units; recomputing them from the new ones needs a residual of a
-few bits per state and a second pass over DRAM whenever clipping bites. Deferring the update under the next forward
-costs neither.
+invertible in place: m and v are contractions that merge neighbouring numbers, and w rounds. Computing backwards in
+double precision finds the old m, v and w in 67, 74 and 75 % of cases (M); the rest is off by units in the last place, m
+by far more where it cancelled. Copies of the old states until the norm is known would double the states of all units;
+residuals would be 4 bits per parameter (entropy, M) with an escape for outliers, another kernel, and a second pass over
+DRAM whenever clipping bites. Deferring the update under the next forward costs neither.
 """
 
 from __future__ import annotations
@@ -35,18 +36,10 @@ from typing import Self
 
 import torch
 
-from outcore.optim.backend import (
-    Backend,
-    BackendName,
-    FinishedUnit,
-    GradStats,
-    Status,
-    Work,
-    WorkQueue,
-    open_backend,
-)
+from outcore.optim.backend import Backend, BackendName, FinishedUnit, Work, WorkQueue, open_backend
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import JobBatch
+from outcore.optim.tickets import ChunkResult, PoolClosed, Ticket, UnitResult, UpdateFailed
 from outcore.units import format_s
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -56,55 +49,6 @@ DEFAULT_TASK_NUMEL = 1 << 18
 SUM_BLOCK_NUMEL = 4096
 SIGNAL_SLICE_S = 0.2
 """Waits return to Python this often, so that Ctrl-C works."""
-
-
-class UpdateFailed(RuntimeError):
-    """A unit's update raised; its states are partly updated and must be restored from a checkpoint."""
-
-
-class PoolClosed(RuntimeError):
-    """The pool was closed before this."""
-
-
-@dataclass(frozen=True)
-class UnitResult:
-    """What became of a unit."""
-
-    unit_id: Hashable
-    status: Status
-    """'done'; 'skipped': guarded and a gradient was not finite, nothing was changed; 'cancelled' by close."""
-    stats: GradStats | None
-    """Of the unit's gradients, for guarded updates and sums of squares."""
-    started_s: float
-    """First task's start and last one's end, on the clock of time.perf_counter (for a trace)."""
-    finished_s: float
-    busy_s: float
-    """Summed over the threads."""
-
-
-class Ticket:
-    """A submitted unit; `result` is set once it was waited for or seen to be done."""
-
-    def __init__(self, ticket_id: int, unit_id: Hashable, work: Work) -> None:
-        self.ticket_id = ticket_id
-        self.unit_id = unit_id
-        self.work: Work = work
-        self.result: UnitResult | None = None
-        self.error: BaseException | None = None
-
-    def __repr__(self) -> str:
-        state = "pending" if self.result is None else self.result.status
-        return f"Ticket({self.ticket_id}, unit {self.unit_id!r}, {self.work}, {state})"
-
-
-@dataclass(frozen=True)
-class ChunkResult:
-    """A chunk whose states and parameters may be written back now (or were left alone: 'skipped')."""
-
-    ticket: Ticket
-    chunk_index: int
-    status: Status
-    finished_s: float
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 Only element-wise torch operations that round once are used (multiply, add, subtract, divide, compare); not `lerp` and
 `addcmul`, which fuse where the processor can, and not fp32 `sqrt`, which is off by an ulp for one number in six with
-the vector library of torch's x86 wheels (M, 2.13). Casts to bf16 are done on the bit patterns: torch's own give
-different NaN on different processors. Cost: about 40 passes over a slice of 2^18 elements, which stays in the cache.
+the vector library of torch's x86 wheels (M, 2.13). Cost: about 40 passes over a slice of 2^18 elements, which stays in
+the cache.
 
 It needs denormals: a process that flushes them (torch.set_flush_denormal(True)) gets other bits; the extension does
 not.
@@ -43,6 +43,8 @@ def update_chunk(state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper) ->
     grad = job.grad.detach().reshape(-1)
     param = None if job.param is None else job.param.detach().view(-1)
     scalars = hyper.scalars()
+    if not job.weight_decay:
+        scalars = scalars._replace(decay=1.0)
     for start in range(0, numel, SLICE_NUMEL):
         at = slice(start, min(start + SLICE_NUMEL, numel))
         blocks = slice(start // BLOCK_NUMEL, -(-at.stop // BLOCK_NUMEL))
@@ -112,13 +114,13 @@ def adamw(
 
 
 def cast_param(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32 [n] rounded to nearest, ties to even, to a parameter type; the only NaN in it may be the canonical one."""
-    if dtype == torch.float16:
-        return torch.where(master.isnan(), float("nan"), master).to(torch.float16)
+    """fp32 [n] rounded to a parameter type: fp16 to nearest, ties to even; bf16 as `split_master` does.
+
+    The only NaN in it may be the canonical one.
+    """
     if dtype == torch.bfloat16:
-        bits = master.contiguous().view(torch.int32).to(torch.int64)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(torch.int16).view(torch.bfloat16)
-    return master.to(dtype)
+        return split_master(master)[0]
+    return _one_nan(master).to(dtype)
 
 
 def sum_squares(grad: torch.Tensor) -> tuple[float, bool, float]:

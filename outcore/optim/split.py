@@ -7,7 +7,8 @@
 The carry into the parameter is the residual's top bit, so every one of the 2^32 bit patterns is recovered exactly:
 denormals, infinities and NaN included. The parameter is the master rounded to nearest with ties away from zero (half
 up in the bit pattern). Ties to even, which a plain cast takes, would be ambiguous: the residual 0x8000 could belong to
-the parameter below or above it. The two differ only for masters exactly halfway between two bf16 numbers.
+the parameter below or above it. The two differ only for masters exactly halfway between two bf16 numbers. Formats with
+an fp32 master round their bf16 parameters in the same way, so a run is the same in `fp32` and in `split`.
 
 A NaN in the range 0x7f800001-0x7f807fff or 0x7fff8000-0x7fffffff (or their negatives) would show as infinity or zero in
 the parameter; the kernels therefore only ever store the quiet NaN 0x7fc00000, whose parameter is a NaN.
