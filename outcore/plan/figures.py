@@ -40,6 +40,7 @@ CATEGORIES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 FAR_BELOW = 0.4
 """Below this share of the capacity, its line is not drawn: the bars would be too small to read."""
+RED = "#B00000"
 TALLEST = 2.0
 """Bars are cut at this many capacities, with the whole amount written above."""
 
@@ -86,7 +87,6 @@ def category(part_name: str) -> str:
 def _bars(
     ax: Axes, rows: list[tuple[str, Plan]], tiers: tuple[str, ...], title: str, unit: int, capacity: int, used: set[str]
 ) -> None:
-    ax.set_title(title)
     top = TALLEST * capacity / unit
     tallest = 0.0
     for index, (_, plan) in enumerate(rows):
@@ -111,27 +111,17 @@ def _bars(
         over = whole > capacity / unit
         tallest = max(tallest, min(whole, top))
         text = f"{whole:,.0f}" if whole >= 10 else f"{whole:.1f}"
-        ax.text(
-            index, min(whole, top) + 0.01 * top, f"{text}{' ↑' if whole > top else ''}",
-            ha="center", va="bottom", fontsize=9, color="#B00000" if over else "#222222",
-            fontweight="bold" if over else "normal",
+        ax.annotate(
+            f"{text}{' ↑' if whole > top else ''}", (index, min(whole, top)), xytext=(0, 2),
+            textcoords="offset points", ha="center", va="bottom", fontsize=9,
+            color=RED if over else "#222222", fontweight="bold" if over else "normal",
+            bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.5},
         )  # fmt: skip
     near = tallest * unit > FAR_BELOW * capacity
-    if capacity and not near:
-        words = (
-            f"usable: {capacity / unit:,.0f}, far above"
-            if tiers == ("nvme",)
-            else f"there: {capacity / unit:,.0f}, far above"
-        )
-        ax.text(0.98, 0.97, words, transform=ax.transAxes, ha="right", va="top", color="#B00000", fontsize=9)
     if capacity and near:
-        ax.axhline(capacity / unit, color="#B00000", linestyle="--", linewidth=1.4)
-        words = f"usable: {capacity / unit:,.0f}" if tiers == ("nvme",) else f"there: {capacity / unit:,.0f}"
-        ax.annotate(
-            words, (1.0, capacity / unit), xycoords=("axes fraction", "data"), xytext=(-4, 3),
-            textcoords="offset points", ha="right", va="bottom", color="#B00000", fontsize=9,
-            bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
-        )  # fmt: skip
+        ax.axhline(capacity / unit, color=RED, linestyle="--", linewidth=1.4)
+    there = f"{capacity / unit:,.0f} {'usable' if tiers == ('nvme',) else 'there'}"
+    ax.set_title(f"{title}: {there}" + ("" if near or not capacity else ", far above"))
     highest = max(tallest, capacity / unit if near else 0.0)
     ax.set_ylim(0, highest * 1.12 if highest else 1)
     ax.set_xticks(range(len(rows)), [name for name, _ in rows])

@@ -76,7 +76,7 @@ class ModelShape:
     @property
     def largest_unit_params(self) -> int:
         """Of the units that are streamed: embedding, each layer, head (tied: its weight streams a second time)."""
-        return max(self.ends_params, *self.layer_params)
+        return max(self.ends_params, max(self.layer_params) + -(-self.adapter_params // self.num_layers))
 
     @property
     def ends_params(self) -> int:
@@ -139,6 +139,8 @@ def _decoder(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
         active = layer - (experts - top_k) * expert
         largest = max(largest, experts * 2 * hidden * width)  # gate and up of all experts are one tensor
         ffn = top_k * width
+        # peft adapts the router, and fused expert weights at rank * experts (gate and up together: twice that)
+        lora_per_layer += hidden + experts + 2 * experts * (hidden + 2 * width) + experts * (width + hidden)
     else:
         layer = active = attention + norms + 3 * hidden * ffn
         lora_per_layer += 3 * (hidden + ffn)

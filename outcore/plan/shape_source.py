@@ -121,14 +121,21 @@ def _first(config: Any, *names: str) -> Any:
 
 
 def _lora_dims(model: Any) -> int:
-    """As peft's "all-linear": every nn.Linear (and GPT-2's Conv1D) but the output head."""
+    """As peft's "all-linear": every nn.Linear (and GPT-2's Conv1D) but the output head, and fused experts."""
     from torch import nn
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     total = 0
-    for module in model.modules():
+    for name, module in model.named_modules():
         if module is head:
             continue
         if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             total += sum(module.weight.shape)
+        elif name.split(".")[-1] in ("gate", "router") and getattr(module, "weight", None) is not None:
+            total += sum(module.weight.shape)  # a router that is no nn.Linear
+        elif name.split(".")[-1] == "experts":  # fused experts are adapted at rank * experts, gate and up twice that
+            for weight_name, weight in module.named_parameters(recurse=False):
+                if weight.dim() == 3:
+                    experts, *dims = weight.shape
+                    total += (2 if "gate_up" in weight_name else 1) * experts * sum(dims)
     return total

@@ -120,7 +120,8 @@ def _all_checkpoints(shape: ModelShape, request: RunRequest, seq_length: int, la
 
 def _vram_parts(shape: ModelShape, request: RunRequest, seq_length: int, layout: StreamLayout) -> list[Part]:
     e, tile = request.element_bytes, -(-shape.largest_unit_params // layout.tiles)
-    layer, ends = min(max(shape.layer_params), tile), min(shape.ends_params, tile)
+    adapters = -(-shape.adapter_params // shape.num_layers)  # a layer's
+    layer, ends = min(max(shape.layer_params) + adapters, tile), min(shape.ends_params, tile)
     tokens = seq_length * layout.micro_batch
     activations = layer_activation_bytes(shape, request, seq_length, tokens)
     if layout.checkpoints_home == "vram":
@@ -128,16 +129,12 @@ def _vram_parts(shape: ModelShape, request: RunRequest, seq_length: int, layout:
     else:  # a ring: the layer's own inputs of all micro-batches and the next ones on their way
         checkpoints = 2 * seq_length * layout.micro_batch * layout.accumulation * shape.hidden_size * e
     buffers = min(layout.layer_buffers, shape.num_layers) * layer + ends
-    parts = [Part("vram", "parameters", e * buffers)]
+    # Sum over micro-batches in fp32: of one unit, and of a tied weight until its second use is in.
     if shape.lora_r:
-        parts += [
-            Part("vram", "adapters", e * shape.adapter_params),
-            Part("vram", "gradients", 4 * shape.adapter_params),
-        ]
+        trained = summed = adapters
     else:
-        # Sum over micro-batches in fp32: of one unit, and of a tied weight until its second use is in.
-        summed = layer + ends if shape.tied else max(layer, ends)
-        parts.append(Part("vram", "gradients", 4 * summed + 2 * e * max(layer, ends)))
+        trained, summed = max(layer, ends), layer + ends if shape.tied else max(layer, ends)
+    parts = [Part("vram", "parameters", e * buffers), Part("vram", "gradients", 4 * summed + 2 * e * trained)]
     return [
         *parts,
         Part("vram", "activation checkpoints", checkpoints),
@@ -155,7 +152,7 @@ def _ram_parts(
     master, moments = k.STATE_FORMATS[request.format]
     slots = min(GRADIENT_SLOTS * shape.largest_unit_params, trained)
     sizes = {
-        PARAMETERS: e * shape.base_params,
+        PARAMETERS: e * shape.total_params,
         "master": int(master * trained),
         "moments": int(moments * trained),
         GRADIENTS: e * (trained if request.clips else slots),
@@ -229,13 +226,13 @@ def _time(
     per_s = hardware.compute_tflops * 1e12 if hardware.compute_tflops else float("inf")
     forward_s, backward_s = flops.forward / per_s, flops.backward / per_s
     head = shape.head_params + (shape.head_weight_numel if shape.tied else 0)
-    up_forward = e * (shape.embedding_params + sum(shape.layer_params) + head)
-    up_backward = e * sum(shape.layer_params)
+    up_forward = e * (shape.embedding_params + sum(shape.layer_params) + shape.adapter_params + head)
+    up_backward = e * (sum(shape.layer_params) + shape.adapter_params)
     moved = _all_checkpoints(shape, request, seq_length, layout) if layout.checkpoints_home != "vram" else 0
     down = e * trained
     states = spill.states * (sizes["master"] + sizes["moments"])
     gradients = spill.gradients * sizes[GRADIENTS]
-    weights = spill.parameters * e * shape.base_params
+    weights = spill.parameters * e * shape.total_params
     in_drive = moved if layout.checkpoints_home == "nvme" else 0
     forward_read = spill.parameters * up_forward + states + gradients
     forward_written = states + in_drive + (weights if not shape.lora_r else 0.0)

@@ -33,7 +33,8 @@ def step_flops(shape: ModelShape, request: RunRequest, seq_length: int, tokens: 
     for full training, once with adapters only (no gradients of frozen weights). Recomputation: the layers once more.
     """
     attention = 2 * seq_length * shape.num_heads * shape.head_dim * shape.num_layers
-    layers = 2 * (shape.active_layer_params + shape.adapter_params) + attention
+    active = shape.active_layer_params / max(1, sum(shape.layer_params))
+    layers = 2 * (shape.active_layer_params + active * shape.adapter_params) + attention
     head = 2 * shape.head_weight_numel
     gradient_passes = 1 if shape.lora_r else 2
     recompute = layers if request.activation_checkpointing else 0

@@ -1,0 +1,142 @@
+"""DeepSpeed's forecast: the measured runs, bytes by stage and by GPUs, agreement with the configuration builder."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from plan_fakes import prototype_shape, server
+
+from outcore.engine.deepspeed.infinity import nvme_space_parts_gb
+from outcore.engine.deepspeed.settings import ModelFacts
+from outcore.engine.deepspeed.swapping import nvme_bytes, size_optimizer_buffers
+from outcore.plan import constants as k
+from outcore.plan.deepspeed import OFFLOADS, DeepSpeedLayout, plan_deepspeed
+from outcore.plan.nvme_space import space_parts_gb
+from outcore.plan.profile import load_hardware
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import preset_shape
+from outcore.units import GIB
+
+LAPTOP = load_hardware("rtx4070-laptop")
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulation", "measured_s"),
+    [
+        (("zero3", "none", "none"), 4, 1.29),
+        (("zero3", "cpu", "cpu"), 4, 1.87),
+        (("zero3", "cpu", "cpu"), 1, 0.99),
+        (("infinity", "nvme", "cpu"), 4, 15.5),
+        (("infinity", "nvme", "nvme"), 4, 23.0),
+    ],
+)
+def test_measured_times(layout, accumulation, measured_s):
+    p = plan_deepspeed(prototype_shape(), RunRequest(), server(), 1024, DeepSpeedLayout(*layout, 4, accumulation))
+    assert p.time.step_s == pytest.approx(measured_s, rel=0.20)
+
+
+def test_measured_memory():
+    in_ram = plan_deepspeed(
+        prototype_shape(), RunRequest(), server(), 1024, DeepSpeedLayout("zero3", "cpu", "cpu", 4, 4)
+    )
+    resident = in_ram.used_bytes("ram") - in_ram.part_bytes("ram", "page cache reserve")
+    assert resident / GIB == pytest.approx(32.6, rel=0.10)
+    tensors = in_ram.used_bytes("vram") - k.VRAM_OVERHEAD_BYTES
+    assert tensors / 1e9 == pytest.approx(2.6, rel=0.10)
+    on_gpu = plan_deepspeed(
+        prototype_shape(), RunRequest(), server(), 1024, DeepSpeedLayout("zero3", "none", "none", 4, 4)
+    )
+    assert (on_gpu.used_bytes("vram") - k.VRAM_OVERHEAD_BYTES) / 1e9 == pytest.approx(20, rel=0.10)
+
+
+def test_bytes_by_hand_without_offload():
+    n = 8_030_261_248
+    p = plan_deepspeed(
+        preset_shape("llama-8b"), RunRequest(), LAPTOP, 1024, DeepSpeedLayout("none", "none", "none", 1, 1)
+    )
+    parts = {name: p.part_bytes("vram", name) for name in ("parameters", "gradients", "master", "moments")}
+    assert parts == {"parameters": 2 * n, "gradients": 2 * n, "master": 4 * n, "moments": 8 * n}
+    assert p.part_bytes("vram", "fp32 gradients in the step") == 4 * n
+    assert not p.fits and p.tier("vram").short_bytes == p.used_bytes("vram") - LAPTOP.vram_bytes
+
+
+@pytest.mark.parametrize(
+    ("stage", "divided"),
+    [
+        ("none", ()),
+        ("zero1", ("master", "moments", "fp32 gradients in the step")),
+        ("zero2", ("master", "moments", "fp32 gradients in the step", "gradients")),
+        ("zero3", ("master", "moments", "gradients", "parameters")),
+    ],
+)
+def test_stages_divide_by_the_gpus(stage, divided):
+    shape, layout = preset_shape("llama-1b"), DeepSpeedLayout(stage, "none", "none", 1, 1)
+    one, four = (plan_deepspeed(shape, RunRequest(), server(num_gpus=g), 1024, layout) for g in (1, 4))
+    for name in ("parameters", "gradients", "master", "moments"):
+        share = 4 if name in divided else 1
+        assert four.part_bytes("vram", name) == one.part_bytes("vram", name) // share
+    assert four.tokens_per_step == 4 * one.tokens_per_step
+
+
+def test_every_stage_plans_and_offload_empties_the_gpu():
+    shape = preset_shape("llama-3b")
+    for stage, homes in OFFLOADS.items():
+        used = [
+            plan_deepspeed(
+                shape, RunRequest(), LAPTOP, 1024, DeepSpeedLayout(stage, optimizer, params, 1, 8)
+            ).used_bytes("vram")
+            for optimizer, params in homes
+        ]
+        assert used == sorted(used, reverse=True), stage
+
+
+def test_drive_traffic_by_hand():
+    n = 3_212_749_824
+    p = plan_deepspeed(
+        preset_shape("llama-3b"), RunRequest(), LAPTOP, 1024, DeepSpeedLayout("infinity", "nvme", "nvme", 2, 4)
+    )
+    assert p.drive_read_bytes_per_step == 16 * n + 2 * 2 * n * 4  # weights twice per micro-batch
+    assert p.drive_written_bytes_per_step == 16 * n + 2 * n
+    assert p.drive_life_steps == pytest.approx(4e12 * 600 / (18 * n))
+
+
+def test_agrees_with_the_configuration_builder():
+    shape = preset_shape("llama-3b")
+    facts = ModelFacts(shape.total_params, shape.largest_weight_numel)
+    p = plan_deepspeed(shape, RunRequest(), LAPTOP, 1024, DeepSpeedLayout("infinity", "nvme", "nvme", 2, 4))
+    states = p.used_bytes("nvme") - p.part_bytes("nvme", "checkpoints")
+    assert states == nvme_bytes(facts, "bf16", True, True)
+    buffers = size_optimizer_buffers(facts, 1, 1, 1, k.DEEPSPEED_SWAP_BUDGET_BYTES)
+    assert p.part_bytes("pinned", "optimizer swap buffers") == pytest.approx(buffers.locked_bytes, rel=0.001)
+    for chosen in ((True, True, True), (False, True, False), (True, False, True)):
+        ours = space_parts_gb(10**9, chosen[0], chosen[1], chosen[2])
+        assert ours == nvme_space_parts_gb(10**9, *chosen)
+    assert p.tier("nvme").used_bytes == pytest.approx(1.5 * states + 3 * 14 * shape.total_params, abs=2)
+    assert p.tier("nvme").capacity_bytes == pytest.approx(0.8 * LAPTOP.nvme_free_bytes, abs=1)
+
+
+def test_large_buffers_give_up_pipelining():
+    p = plan_deepspeed(
+        preset_shape("llama-70b"), RunRequest(), LAPTOP, 1024, DeepSpeedLayout("infinity", "nvme", "nvme", 1, 8)
+    )
+    assert any("not pipelined" in note for note in p.notes)
+
+
+def test_without_activation_checkpointing_every_layer_is_kept():
+    layout = DeepSpeedLayout("none", "none", "none", 1, 1)
+    shape = preset_shape("llama-1b")
+    kept = plan_deepspeed(shape, RunRequest(activation_checkpointing=False), server(), 1024, layout)
+    recomputed = plan_deepspeed(shape, RunRequest(), server(), 1024, layout)
+    name = "activations of the largest unit"
+    assert kept.part_bytes("vram", name) == 16 * recomputed.part_bytes("vram", name)
+    assert kept.time.compute_s < recomputed.time.compute_s
+
+
+def test_notes_say_what_was_not_measured():
+    one = plan_deepspeed(
+        preset_shape("tiny"), RunRequest(), LAPTOP, 1024, DeepSpeedLayout("zero2", "none", "none", 2, 4)
+    )
+    assert any("not" in note and "measured" in note for note in one.notes) or any("derived" in n for n in one.notes)
+    assert any("divides nothing" in note for note in one.notes)
+    assert dataclasses.replace(one, parts=()).used_bytes("vram") == 0

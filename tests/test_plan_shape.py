@@ -1,0 +1,117 @@
+"""Parameter counts: by hand for three architectures, against the meta device for every preset, LoRA against peft."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from outcore.model.presets import PRESETS, preset_config
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import preset_shape, shape_from_fields
+from outcore.plan.shape_source import resolve_shape, shape_from_config
+from outcore.plan.work import checkpoint_bytes, layer_activation_bytes, logits_bytes, step_flops
+
+
+def test_tied_embeddings_by_hand():
+    shape = preset_shape("llama-1b")
+    # q, o: 2 x 2048 x 2048; k, v: 2 x 2048 x 512 (8 of 32 heads of 64); three 2048 x 8192; two norms
+    layer = 2 * 4_194_304 + 2 * 1_048_576 + 3 * 16_777_216 + 2 * 2048
+    assert layer == 60_821_504
+    assert shape.layer_params == (layer,) * 16
+    assert shape.embedding_params == 128256 * 2048 == 262_668_288
+    assert shape.head_params == 2048  # the final norm: the output matrix is the embedding's
+    assert shape.total_params == 262_668_288 + 16 * 60_821_504 + 2048 == 1_235_814_400
+    assert shape.largest_unit_params == 262_668_288 + 2048  # the head streams the tied matrix a second time
+
+
+def test_grouped_query_attention_by_hand():
+    shape = preset_shape("llama-8b")
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    assert layer == 218_112_000
+    assert shape.total_params == 2 * 128256 * 4096 + 32 * layer + 4096 == 8_030_261_248
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (32, 8, 128)
+    assert shape.largest_unit_params == 128256 * 4096 + 4096  # head and final norm
+
+
+def test_mixture_of_experts_by_hand():
+    shape = preset_shape("qwen3-30b-a3b")
+    attention = 2 * 2048 * 4096 + 2 * 2048 * 512
+    expert = 3 * 2048 * 768
+    layer = attention + 2 * 2048 + 2 * 128 + 2048 * 128 + 128 * expert
+    assert shape.layer_params == (layer,) * 48
+    assert shape.total_params == 30_532_122_624
+    assert shape.active_layer_params == 48 * (layer - 120 * expert)  # 8 of 128 experts
+    assert shape.ffn_width == 8 * 768
+    assert shape.largest_weight_numel == 128 * 2 * 768 * 2048  # gate and up of all experts are one tensor
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_hand_counts_equal_the_meta_device(name):
+    by_hand, by_structure = preset_shape(name), shape_from_config(name, preset_config(name))
+    assert by_hand == by_structure
+    assert by_hand.total_params == PRESETS[name].num_parameters
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe", "tiny-t5", "gpt2"])
+def test_adapters_count_as_peft_makes_them(name):
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from outcore.model.facts import model_class_of
+
+    config = preset_config(name)
+    with torch.device("meta"):
+        model = get_peft_model(model_class_of(config)(config), LoraConfig(r=4, target_modules="all-linear"))
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert preset_shape(name).with_lora(4).trainable_params == trainable
+
+
+def test_other_architectures_and_sources(tmp_path):
+    fields = {
+        "model_type": "gemma2", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "max_position_embeddings": 256,
+    }  # fmt: skip
+    path = tmp_path / "my shape.json"
+    path.write_text(json.dumps(fields))
+    shape = resolve_shape(str(path))
+    assert shape.tied and shape.gated_ffn and shape.num_layers == 3 and shape.max_positions == 256
+    assert shape.embedding_params == 64_000
+    assert len(set(shape.layer_params)) == 1
+    assert resolve_shape("llama-8b") == preset_shape("llama-8b")
+
+
+def test_names_that_are_nothing(tmp_path):
+    with pytest.raises(ValueError, match="Did you mean 'llama-8b'"):
+        resolve_shape("lama-8b")
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        resolve_shape(str(tmp_path))
+    with pytest.raises(ValueError, match="counted on the meta device"):
+        shape_from_fields("x", "mamba", {})
+    with pytest.raises(ValueError, match="at least 1"):
+        preset_shape("tiny").with_lora(0)
+
+
+def test_work_by_hand():
+    shape, request = preset_shape("llama-8b"), RunRequest()
+    assert checkpoint_bytes(shape, request, 2048) == 2048 * 4096 * 2 * 33
+    # per token: norms 2 x (16,384 + 16,384), residual 16,384, q 32,768, kv 6,144, ffn 114,688, in flight 73,728
+    assert layer_activation_bytes(shape, request, 1024, 1) == 65_536 + 16_384 + 32_768 + 6_144 + 114_688 + 73_728
+    assert logits_bytes(shape, 10**6) == 3 * 4 * (2**28 // (4 * 128256)) * 128256
+    assert logits_bytes(shape, 7) == 3 * 4 * 7 * 128256
+    flops = step_flops(shape, request, 1024, 1)
+    layers = 2 * 32 * 218_112_000 + 2 * 1024 * 4096 * 32
+    head = 2 * 128256 * 4096
+    assert flops.forward == layers + head
+    assert flops.backward == 2 * (layers + head) + layers
+    no_recompute = step_flops(shape, RunRequest(activation_checkpointing=False), 1024, 1)
+    assert no_recompute.backward == 2 * (layers + head)
+
+
+def test_unfused_attention_keeps_its_scores():
+    import dataclasses
+
+    shape = preset_shape("tiny")
+    unfused = dataclasses.replace(shape, fused_attention=False)
+    more = layer_activation_bytes(unfused, RunRequest(), 512, 1) - layer_activation_bytes(shape, RunRequest(), 512, 1)
+    assert more == 4 * 512 * 6  # heads x keys x (16-bit scores and their fp32 softmax)

@@ -1,0 +1,203 @@
+"""The streaming engine's forecast: bytes by hand, the prototype's measured times, spilling, properties."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_fakes import prototype_shape, server
+
+from outcore.plan.choose import choose
+from outcore.plan.profile import load_hardware
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import preset_shape
+from outcore.plan.stream import StreamLayout, plan_stream
+from outcore.plan.work import checkpoint_bytes, layer_activation_bytes
+from outcore.units import GIB, MIB
+
+LAPTOP = load_hardware("rtx4070-laptop")
+
+
+def test_bytes_by_hand_grouped_query_attention():
+    shape = preset_shape("llama-8b")
+    p = plan_stream(shape, RunRequest(state_format="fp32"), server(), 1024, StreamLayout(2, 4))
+    n, layer, head = 8_030_261_248, 218_112_000, 525_340_672
+    assert p.part_bytes("vram", "parameters") == 2 * (3 * layer + head)
+    assert p.part_bytes("vram", "gradients") == 4 * head + 2 * 2 * head
+    assert p.part_bytes("vram", "activation checkpoints") == checkpoint_bytes(shape, RunRequest(), 8192)
+    assert p.part_bytes("vram", "activations of the largest unit") == layer_activation_bytes(
+        shape, RunRequest(), 1024, 2048
+    )
+    homes = sum(p.part_bytes(tier, "parameters") + p.part_bytes(tier, "gradients") for tier in ("ram", "pinned"))
+    assert homes == 4 * n
+    assert p.part_bytes("ram", "master") == 4 * n
+    assert p.part_bytes("ram", "moments") == 8 * n
+    assert p.used_bytes("pinned") == 8 * GIB  # lanes' slots and the first homes
+    assert p.checkpoint_bytes == 14 * n
+    assert p.tier("nvme").used_bytes == 3 * 14 * n  # two kept, one being written
+
+
+def test_bytes_by_hand_tied_embeddings():
+    p = plan_stream(preset_shape("llama-1b"), RunRequest(), server(), 1024, StreamLayout(2, 4))
+    n, layer, embedding = 1_235_814_400, 60_821_504, 262_668_288
+    head = embedding + 2048
+    assert p.part_bytes("vram", "parameters") == 2 * (3 * layer + head)
+    # a layer's sum and the tied weight's, which waits for its second use, in fp32; two 16-bit buffers on the way down
+    assert p.part_bytes("vram", "gradients") == 4 * (layer + head) + 2 * 2 * head
+    assert p.part_bytes("ram", "master") == 2 * n  # the residual beside the bf16 parameter
+    assert p.part_bytes("ram", "moments") == 8 * n
+
+
+def test_bytes_by_hand_mixture_of_experts():
+    shape = preset_shape("qwen3-30b-a3b")
+    request = RunRequest(state_format="split8")
+    p = plan_stream(shape, request, server(), 1024, StreamLayout(1, 1))
+    layer, n = shape.layer_params[0], 30_532_122_624
+    assert p.part_bytes("vram", "parameters") == 2 * (3 * layer + 151936 * 2048 + 2048)  # all experts are streamed
+    assert p.part_bytes("ram", "moments") == int(n * (2 + 8 / 256))
+    assert p.time.compute_s < 0.2 * 6 * n * 1024 / 540e12  # but a token computes with few of them
+
+
+@pytest.mark.parametrize(
+    ("states", "clip", "accumulation", "measured_s"),
+    [
+        ("fp32", 0.0, 4, 0.324),
+        ("split8", 0.0, 4, 0.306),
+        ("fp32", 0.0, 1, 0.253),
+        ("split8", 0.0, 1, 0.170),
+        ("fp32", 1.0, 4, 0.463),
+        ("split8", 1.0, 4, 0.361),
+    ],
+)
+def test_prototype_times_with_states_in_ram(states, clip, accumulation, measured_s):
+    request = RunRequest(state_format=states, max_grad_norm=clip, staging_bytes=100 * GIB)  # it pinned everything
+    p = plan_stream(prototype_shape(), request, server(), 1024, StreamLayout(4, accumulation))
+    assert p.time.step_s == pytest.approx(measured_s, rel=0.20)
+
+
+@pytest.mark.parametrize(("states", "measured_s", "mixed"), [("fp32", 8.71, 3.9), ("split8", 2.5, 4.2)])
+def test_prototype_times_with_states_on_the_drive(states, measured_s, mixed):
+    request = RunRequest(state_format=states, max_grad_norm=0.0)
+    roomy = plan_stream(prototype_shape(), request, server(), 1024, StreamLayout(4, 4))
+    kept = roomy.tier("ram").used_bytes - roomy.part_bytes("ram", "master") - roomy.part_bytes("ram", "moments")
+    tight = server(ram_bytes=kept, drive_mixed_gb_per_s=mixed)
+    p = plan_stream(prototype_shape(), request, tight, 1024, StreamLayout(4, 4))
+    assert p.homes["optimizer states"] == "NVMe"
+    assert p.time.step_s == pytest.approx(measured_s, rel=0.20)
+    assert p.time.longest == "drive_s"
+
+
+def test_prototype_resident_memory():
+    fp32 = plan_stream(prototype_shape(), RunRequest(state_format="fp32"), server(), 1024, StreamLayout(4, 4))
+    compact = plan_stream(prototype_shape(), RunRequest(state_format="split8"), server(), 1024, StreamLayout(4, 4))
+    for p, measured_gib in ((fp32, 20.5), (compact, 11.4)):
+        resident = p.tier("ram").used_bytes - p.part_bytes("ram", "page cache reserve")
+        assert resident / GIB == pytest.approx(measured_gib, rel=0.10)
+
+
+def test_spill_order_and_traffic():
+    shape, layout = preset_shape("llama-3b"), StreamLayout(1, 8)
+    n = shape.total_params
+    seen = []
+    for ram in (60, 30, 10, 4):
+        p = plan_stream(shape, RunRequest(), dataclasses.replace(LAPTOP, ram_bytes=ram * GIB), 1024, layout)
+        seen.append((p.homes["optimizer states"], p.homes["gradients"], p.homes["parameters"]))
+    assert seen[0] == ("RAM", "RAM", "RAM")
+    assert seen[1][0].startswith("RAM ") and seen[1][1:] == ("RAM", "RAM")
+    assert seen[2][:2] == ("NVMe", "NVMe") and seen[2][2].startswith("RAM ")
+    assert seen[3] == ("NVMe", "NVMe", "NVMe")
+    everything = plan_stream(shape, RunRequest(), dataclasses.replace(LAPTOP, ram_bytes=4 * GIB), 1024, layout)
+    assert everything.zero_stage == "infinity" and everything.offload == "all on NVMe"
+    assert everything.drive_written_bytes_per_step == pytest.approx((10 + 2 + 2) * n, rel=1e-6)
+    up = 2 * (shape.embedding_params + 2 * sum(shape.layer_params) + shape.head_params + shape.head_weight_numel)
+    assert everything.drive_read_bytes_per_step == pytest.approx((10 + 2) * n + up, rel=1e-6)
+
+
+def test_a_frozen_base_spills_before_the_adapters_and_is_never_written():
+    shape = preset_shape("qwen3-32b").with_lora(16)
+    p = plan_stream(shape, RunRequest(), LAPTOP, 1024, StreamLayout(1, 8))
+    assert p.homes["optimizer states"] == "RAM" and "NVMe" in p.homes["parameters"]
+    assert p.drive_written_bytes_per_step == 0 and p.drive_read_bytes_per_step > 0
+    assert p.drive_life_steps is None and p.drive_life_days is None
+
+
+def test_little_pinned_memory_costs_dram_traffic():
+    shape, layout = preset_shape("llama-3b"), StreamLayout(2, 4)
+    little = dataclasses.replace(LAPTOP, pinned_bytes=512 * MIB)
+    plenty = plan_stream(shape, RunRequest(staging_bytes=40 * GIB), LAPTOP, 1024, layout)
+    scarce = plan_stream(shape, RunRequest(), little, 1024, layout)
+    assert scarce.used_bytes("pinned") <= 512 * MIB
+    assert scarce.time.cpu_optimizer_s > plenty.time.cpu_optimizer_s
+    assert any("pageable" in note for note in scarce.notes)
+    assert not any("pageable" in note for note in plenty.notes)
+
+
+def test_tiles_cut_only_what_is_too_large():
+    shape = preset_shape("llama-8b")
+    whole, halves = (plan_stream(shape, RunRequest(), LAPTOP, 1024, StreamLayout(1, 8, tiles=t)) for t in (1, 2))
+    head, layer = 525_340_672, 218_112_000
+    assert whole.part_bytes("vram", "parameters") == 2 * (3 * layer + head)
+    assert halves.part_bytes("vram", "parameters") == 2 * (3 * layer + head // 2)
+    assert any("2 tiles" in note for note in halves.notes)
+
+
+def test_checkpoints_of_activations_in_ram_or_on_the_drive_leave_vram():
+    shape = preset_shape("llama-3b")
+    plans = {
+        home: plan_stream(shape, RunRequest(), LAPTOP, 1024, StreamLayout(2, 4, checkpoints_home=home))
+        for home in ("vram", "ram", "nvme")
+    }
+    name = "activation checkpoints"
+    size = checkpoint_bytes(shape, RunRequest(), 8192)
+    assert plans["vram"].part_bytes("vram", name) == size
+    assert plans["ram"].part_bytes("ram", name) == size == plans["nvme"].part_bytes("nvme", name)
+    assert plans["ram"].part_bytes("vram", name) < size
+    assert plans["ram"].time.h2d_s > plans["vram"].time.h2d_s
+    assert plans["nvme"].drive_written_bytes_per_step == size
+
+
+def test_no_drive_nothing_spills():
+    p = plan_stream(
+        preset_shape("llama-8b"), RunRequest(), dataclasses.replace(LAPTOP, nvme_free_bytes=0), 1024, StreamLayout(1, 8)
+    )
+    assert not p.fits and p.tier("ram").short_bytes > 0 and not p.uses_drive
+
+
+SIZES = st.sampled_from(["tiny", "llama-1b", "llama-3b", "llama-8b", "qwen3-30b-a3b"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(SIZES, st.integers(6, 120), st.integers(1, 64), st.integers(0, 1))
+def test_more_ram_never_hurts(name, ram_gib, more_gib, lora):
+    shape = preset_shape(name).with_lora(8) if lora else preset_shape(name)
+    few = choose(shape, RunRequest(), dataclasses.replace(LAPTOP, ram_bytes=ram_gib * GIB)).plan
+    many = choose(shape, RunRequest(), dataclasses.replace(LAPTOP, ram_bytes=(ram_gib + more_gib) * GIB)).plan
+    assert many.fits or not few.fits
+    if few.fits:
+        assert many.time.step_s <= few.time.step_s * 1.06  # plans within 5 % are taken for equal
+
+
+@settings(max_examples=25, deadline=None)
+@given(SIZES, st.integers(7, 11), st.sampled_from(["vram", "ram"]), st.integers(1, 3))
+def test_bytes_and_time_grow_with_the_sequence(name, log_seq, home, micro):
+    shape, layout = preset_shape(name), StreamLayout(micro, 2, checkpoints_home=home)
+    short, long = (plan_stream(shape, RunRequest(), server(), s, layout) for s in (2**log_seq, 2 ** (log_seq + 1)))
+    for tier in ("vram", "ram"):
+        assert short.tier(tier).used_bytes <= long.tier(tier).used_bytes + 8  # shares are rounded down part by part
+    assert short.time.step_s <= long.time.step_s
+    assert short.time.step_s >= max(short.time.compute_s, short.time.h2d_s)
+
+
+@settings(max_examples=20, deadline=None)
+@given(SIZES, st.integers(8, 60), st.sampled_from(["fp32", "split", "fp32_m8", "split8"]))
+def test_nothing_is_lost_between_the_tiers(name, ram_gib, states):
+    shape = preset_shape(name)
+    hardware = dataclasses.replace(LAPTOP, ram_bytes=ram_gib * GIB)
+    p = plan_stream(shape, RunRequest(state_format=states), hardware, 1024, StreamLayout(1, 1))
+    for part, bytes_per_param in (("parameters", 2), ("gradients", 2)):
+        held = sum(p.part_bytes(tier, part) for tier in ("ram", "pinned", "nvme"))
+        assert held == pytest.approx(bytes_per_param * shape.total_params, abs=4)
+    if p.uses_drive and p.homes["parameters"] != "NVMe":
+        assert p.tier("ram").used_bytes == pytest.approx(hardware.ram_bytes, abs=8)
