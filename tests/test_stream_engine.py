@@ -15,7 +15,11 @@ from outcore.engine.shards import CheckpointError, TensorPlan, crc32_of, write_s
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.shell import StreamUnsupported
+from outcore.model.facts import model_facts
+from outcore.model.lora import apply_lora
 from outcore.model.names import checkpoint_name
+from outcore.model.settings import LoraSettings
+from outcore.optim import ExtensionUnavailable, open_backend
 from outcore.units import MIB
 
 TINY = StreamSettings(
@@ -48,7 +52,7 @@ def build():
         set_dropout(loaded.model, dropout)
         if prepare is not None:
             prepare(loaded.model)
-        engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False))
+        engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False))
         return engines[-1]
 
     yield make
@@ -395,3 +399,51 @@ def test_description_and_closing(build):
     engine.train_step(batches_of(0), LR)
     engine.close()
     engine.close()
+
+
+def adapted(seed: int = 0):
+    """A tiny Llama with LoRA adapters, some of them already away from zero."""
+    loaded = tiny_loaded("llama", seed=seed)
+    model = apply_lora(loaded.model, LoraSettings(r=4, alpha=8, dropout=0.0), seed=seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.fill_(0.02)
+    return replace(loaded, model=model.train(), facts=model_facts(model))
+
+
+def test_lora_equals_peft_in_plain_pytorch(tmp_path):
+    reference = adapted()
+    losses, norms = plain_training(reference, 8, max_norm=1.0)
+    engine = build_stream_engine(adapted(), TINY, device="cpu", pinned_grant=False)
+    try:
+        base = {n: p.detach().clone() for n, p in engine.loaded.model.named_parameters() if "lora_" not in n}
+        results = [engine.train_step(batches_of(s), LR) for s in range(8)]
+        assert [r.loss for r in results] == pytest.approx(losses, rel=1e-4)
+        assert [r.grad_norm for r in results] == pytest.approx(norms, rel=1e-3)
+        after = weights_of(engine)
+        assert all(torch.equal(base[n], after[n]) for n in base)
+        state = engine.save(tmp_path, lambda path, crc: None)
+        saved = load_file(tmp_path / "model-00001-of-00001.safetensors")
+        assert saved and all("lora_" in name for name in saved)
+        ahead = engine.train_step(batches_of(9), LR).loss
+        other = build_stream_engine(adapted(), TINY, device="cpu", pinned_grant=False, trial=False)
+        other.load(tmp_path, state)
+        assert other.train_step(batches_of(9), LR).loss == ahead
+        other.close()
+        engine.export(tmp_path / "adapter", adapter_only=True)
+        assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    finally:
+        engine.close()
+
+
+def test_the_extension_gives_the_same_bits_as_torch(build):
+    try:
+        open_backend("extension")
+    except ExtensionUnavailable as error:
+        pytest.skip(f"no optimizer extension here: {error}")
+    losses = []
+    for backend in ("torch", "extension"):
+        engine = build("gpt2", replace(TINY, optimizer_backend=backend, states="split8"), dtype=torch.bfloat16)
+        losses.append([engine.train_step(batches_of(s), LR).loss for s in range(3)])
+    assert losses[0] == losses[1]

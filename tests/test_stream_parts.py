@@ -139,7 +139,7 @@ def test_phase_clock_adds_up_parts_of_a_phase():
 def engine():
     loaded = tiny_loaded("llama")
     set_dropout(loaded.model, 0.0)
-    built = build_stream_engine(loaded, replace(TINY, activations="ram"), device="cpu", pinned_grant=False)
+    built = build_stream_engine(loaded, replace(TINY, activations="ram"), device="cpu", pinned_grant=False, trial=False)
     yield built
     built._parts.updates._pending.clear()
     built.close()
@@ -226,5 +226,5 @@ def test_a_failure_while_building_releases_the_staging_memory(monkeypatch):
     monkeypatch.setattr(module, "PinnedPool", Watched)
     loaded = tiny_loaded("llama")
     with pytest.raises(ValueError, match="chunk_numel"):
-        build_stream_engine(loaded, replace(TINY, chunk_numel=100), device="cpu", pinned_grant=False)
+        build_stream_engine(loaded, replace(TINY, chunk_numel=100), device="cpu", pinned_grant=False, trial=False)
     assert made[0].capacity_bytes == 0

@@ -17,6 +17,7 @@ from stream_models import (
 from torch import nn
 
 from outcore.engine.stream.accumulator import GradAccumulator
+from outcore.engine.stream.check import why_not_streamed
 from outcore.engine.stream.layout import ALIGN_NUMEL, SlabLayout
 from outcore.engine.stream.rng import UnitRandom, generators_kept
 from outcore.engine.stream.runner import UnitRunner
@@ -249,3 +250,31 @@ def test_work_between_layers_is_seen():
     decoder.__class__ = Changed
     with pytest.raises(StreamUnsupported, match="computes on the hidden states between layers 0 and 1"):
         discover_units(loaded)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "gemma2", "mixtral", "gpt2"])
+def test_a_tiny_copy_shows_that_a_model_can_be_streamed(model_type):
+    assert why_not_streamed(tiny_loaded(model_type)) == ""
+
+
+def test_a_head_that_looks_at_more_than_hidden_states_is_found_out():
+    """A model whose units look right, but whose gradients are not those of the whole."""
+    loaded = tiny_loaded("llama")
+    kind = type(loaded.model.model)
+
+    class Sneaky(kind):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.last_hidden_state = output.last_hidden_state * self.embed_tokens(kwargs["input_ids"]).mean()
+            return output
+
+    class Model(type(loaded.model)):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.__class__ = Sneaky
+
+    loaded.model.__class__ = Model
+    loaded.model.model.__class__ = Sneaky
+    assert "other gradients than as a whole" in why_not_streamed(loaded)
+    loaded.model.__class__ = type("Broken", (Model,), {"_from_config": None})
+    assert "could not be built" in why_not_streamed(loaded)

@@ -6,6 +6,8 @@ from contextlib import ExitStack
 
 import torch
 
+from outcore.engine.stream.check import try_tiny_copy
+from outcore.engine.stream.compiled import CompiledLayers, draws_random_numbers
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.gradients import GradientDownload
 from outcore.engine.stream.homes import RamHomes
@@ -46,13 +48,15 @@ def build_stream_engine(
     *,
     device: torch.device | str,
     pinned_grant: PinnedGrant | bool = True,
+    trial: bool = True,
 ) -> StreamEngine:
     """An engine that trains `loaded` layer by layer on `device` ("cuda" or "cpu").
 
     `loaded` comes from `load_model(..., device="cpu")` with its parameters whole and on the CPU in the type of the run
     (bf16, fp16 or fp32); they become views of the engine's homes. Its own activation
     checkpointing is switched off: every layer is recomputed anyway. `pinned_grant`: as `probe` of `PinnedPool` (what an
-    earlier probe found; True asks a child process; False does not ask).
+    earlier probe found; True asks a child process; False does not ask). `trial`: first compare a tiny copy of the
+    model, run unit by unit, with plain autograd.
 
     Raises StreamUnsupported (a ValueError) naming why this model cannot be streamed, before memory is spent; ValueError
     for settings; PinnedPoolFull or RuntimeError when the machine does not give the staging memory.
@@ -61,12 +65,17 @@ def build_stream_engine(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     units = discover_units(loaded)
+    if trial:
+        try_tiny_copy(loaded)
     dtype = units.embed.layout.dtype
+    aux_coefficient = loaded.token_loss().aux_coefficient
+    compiled = _compiled(units, settings, device, aux_coefficient)
     runner = UnitRunner(
         units,
         vocab_size=loaded.facts.vocab_size,
-        aux_coefficient=loaded.token_loss().aux_coefficient,
+        aux_coefficient=aux_coefficient,
         logits_chunk_bytes=settings.logits_chunk_bytes,
+        compiled=compiled,
     )
     states = state_format(settings.states)
     states.check_param_dtype(dtype)
@@ -114,6 +123,19 @@ def build_stream_engine(
         )
         undo.pop_all()
         return engine
+
+
+def _compiled(units: Units, settings: StreamSettings, device: torch.device, aux_coefficient: float) -> CompiledLayers:
+    compiled = CompiledLayers(units, settings.compile)
+    if settings.compile == "off":
+        return compiled
+    if settings.compile == "auto" and device.type != "cuda":
+        compiled.why_not = "compile: auto compiles on a GPU only"
+    elif aux_coefficient:
+        compiled.give_up("the routers' balancing loss needs their logits, which are read from the eager layers.")
+    elif draws_random_numbers(units):
+        compiled.give_up("dropout is at work, and must draw the same numbers in forward and recomputation.")
+    return compiled
 
 
 def _prepare_model(units: Units, device: torch.device) -> None:

@@ -51,9 +51,16 @@ class EngineParts:
                 f"{format_gib(self.download.device_bytes)} of gradient buffers, checkpoints on {settings.activations}",
                 f"  RAM: {format_gib(self.memory.pinned_bytes)} of pinned homes, "
                 f"{format_gib(self.memory.pageable_bytes)} pageable; states {settings.states}",
+                f"  layers: {self._layers_in_words()}",
                 f"  updates: {when}, on {self.optimizer.num_threads} threads ({self.optimizer.backend.name})",
             ]
         )
+
+    def _layers_in_words(self) -> str:
+        compiled = self.schedule.runner.compiled
+        if compiled is None or compiled.why_not:
+            return f"eager ({compiled.why_not if compiled is not None else 'no compiler was given'})"
+        return f"compiled, {compiled.num_kinds} kinds"
 
     def close(self) -> None:
         """Threads and lanes first, then the memory they used."""

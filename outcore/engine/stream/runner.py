@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from outcore.engine.stream.accumulator import GradAccumulator
+from outcore.engine.stream.compiled import CompiledLayers
 from outcore.engine.stream.shell import CallLog, LayerCall, StreamUnsupported, bound
 from outcore.engine.stream.units import Unit, Units
 from outcore.model.inputs import IGNORE, shifted_targets
@@ -57,11 +58,13 @@ class UnitRunner:
         vocab_size: int,
         aux_coefficient: float = 0.0,
         logits_chunk_bytes: int = LOGITS_CHUNK_BYTES,
+        compiled: CompiledLayers | None = None,
     ) -> None:
         self.units = units
         self.vocab_size = vocab_size
         self.aux_coefficient = aux_coefficient
         self.logits_chunk_bytes = logits_chunk_bytes
+        self.compiled = compiled
         self._routers = [_router_modules(units, layer) for layer in units.layers] if aux_coefficient else []
         if aux_coefficient and not any(self._routers):
             raise StreamUnsupported("it has a balancing loss, but does not tell which modules are its routers")
@@ -95,8 +98,12 @@ class UnitRunner:
         self, index: int, slab: torch.Tensor, hidden: torch.Tensor, call: LayerCall
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """(output, router logits) of layer `index`."""
-        unit = self.units.layer_units[index]
-        return self._run_layer(index, unit.layout.views(slab), hidden, call)
+        tensors = self.units.layer_units[index].layout.views(slab)
+        if self.compiled is not None and self.compiled.is_active(index):
+            output = self.compiled.forward(index, tensors, hidden, call)
+            if output is not None:
+                return output, []
+        return self._run_layer(index, tensors, hidden, call)
 
     def layer_backward(
         self,
@@ -109,7 +116,14 @@ class UnitRunner:
         into: GradAccumulator | None,
     ) -> torch.Tensor:
         """Gradient of the layer's input; those of its parameters are added to `into` (None: it has none to train)."""
-        leaves, trainable = _leaves(self.units.layer_units[index], slab)
+        unit = self.units.layer_units[index]
+        if self.compiled is not None and self.compiled.is_active(index):
+            found = self.compiled.backward(index, unit.layout.views(slab), hidden, call, grad)
+            if found is not None:
+                if into is not None:
+                    into.add(found[1])
+                return found[0]
+        leaves, trainable = _leaves(unit, slab)
         x = hidden.detach().requires_grad_()
         with torch.enable_grad():
             output, routers = self._run_layer(index, leaves, x, call)

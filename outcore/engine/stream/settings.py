@@ -34,6 +34,8 @@ class StreamSettings:
     """Type in which gradients of several micro-batches are added up on the device."""
     activations: Literal["device", "ram"] = "device"
     """Where activation checkpoints wait for their backward."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Layers through torch.compile. auto: on a GPU, where the model allows it; the reason is said where not."""
     num_layer_buffers: int = 3
     """Layers on the device at a time (two are enough where the optimizer keeps up)."""
     staging_bytes: int = 8 * GIB
@@ -97,5 +99,6 @@ class StreamSettings:
 _CHOICES = {
     "update": ("auto", "deferred", "immediate"),
     "accumulate": ("fp32", "weights"),
+    "compile": ("auto", "on", "off"),
     "activations": ("device", "ram"),
 }

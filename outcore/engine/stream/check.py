@@ -1,0 +1,157 @@
+"""Can this model be streamed? Found out by doing it: a tiny copy of its config is run unit by unit and as a whole.
+
+The structure is taken apart on the model itself (`units`); whether the parts put together are the model is a question
+of numbers: loss and every gradient of the tiny copy are compared with plain autograd, for padded and (where the model
+trains on them) packed rows. No list of model names is kept. Cost: a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.engine.stream.accumulator import GradAccumulator
+from outcore.engine.stream.runner import UnitRunner
+from outcore.engine.stream.shell import StreamUnsupported
+from outcore.engine.stream.units import Unit, discover_units
+from outcore.model.check import MAX_TRIAL_PARAMS
+from outcore.model.facts import model_facts
+from outcore.model.head import unwrap
+from outcore.model.initialise import seeded_cpu
+from outcore.model.inputs import IGNORE, attention_of
+from outcore.model.load import LoadedModel
+from outcore.model.shrink import VOCAB, shrink_config
+
+TOLERANCE = 1e-3
+"""Largest difference of a gradient, relative to the largest gradient of the model, in fp32."""
+Batch = dict[str, torch.Tensor]
+
+
+def why_not_streamed(loaded: LoadedModel) -> str:
+    """'' when the streaming engine trains this model; otherwise the reason, in words. Parameters must be on the CPU."""
+    try:
+        discover_units(loaded)
+        try_tiny_copy(loaded)
+    except StreamUnsupported as error:
+        return str(error)
+    return ""
+
+
+def try_tiny_copy(loaded: LoadedModel) -> None:
+    """StreamUnsupported when a tiny copy of the model gives other numbers unit by unit than as a whole."""
+    try:
+        with seeded_cpu(0, "stream trial"):
+            tiny = _tiny_copy(loaded)
+            ids = torch.randint(2, VOCAB, (2, 12))
+    except Exception as error:  # any model's own code may fail in any way on a shrunken config
+        raise StreamUnsupported(f"a tiny copy of it could not be built to try it ({_line(error)})") from error
+    labels = ids.clone()
+    labels[:, :2] = IGNORE
+    mask = torch.ones_like(ids)
+    mask[0, -4:] = 0
+    batches: list[Batch] = [{"input_ids": ids, "labels": labels.masked_fill(mask == 0, IGNORE), "attention_mask": mask}]
+    if loaded.abilities.packing:
+        positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1).contiguous()
+        batches.append({"input_ids": ids, "labels": labels, "position_ids": positions})
+    for batch in batches:
+        kind = "packed" if "position_ids" in batch else "padded"
+        try:
+            difference = _difference(tiny, batch)
+        except StreamUnsupported:
+            raise
+        except Exception as error:
+            raise StreamUnsupported(f"a tiny copy of it failed unit by unit on {kind} rows ({_line(error)})") from error
+        if not difference <= TOLERANCE:
+            raise StreamUnsupported(
+                f"unit by unit, a tiny copy of it gets other gradients than as a whole on {kind} rows (off by "
+                f"{difference:.1e} of the largest)"
+            )
+
+
+def run_units(
+    loaded: LoadedModel, batch: Batch, runner: UnitRunner | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(summed objective, gradients of its mean by name) of one micro-batch, unit by unit on the CPU, no engine."""
+    if runner is None:
+        runner = UnitRunner(
+            discover_units(loaded),
+            vocab_size=loaded.facts.vocab_size,
+            aux_coefficient=loaded.token_loss().aux_coefficient,
+            logits_chunk_bytes=4 * 16 * loaded.facts.vocab_size,
+        )
+    units = runner.units
+    total = int((batch["labels"][:, 1:] != IGNORE).sum())
+    slabs = {unit.index: _slab(unit) for unit in units.all}
+    sums = {u.index: GradAccumulator(u.layout, torch.zeros(u.layout.numel, dtype=u.layout.dtype)) for u in units.all}
+    log = runner.embed(slabs[units.embed.index], batch)
+    hidden, inputs, routers, counts = log.hidden, [], [], []
+    for index, unit in enumerate(units.layer_units):
+        inputs.append(hidden)
+        hidden, found = runner.layer(index, slabs[unit.index], hidden, log.calls[index])
+        routers += found
+        counts.append(len(found))
+    head = units.head.index
+    result = runner.head(slabs[head], hidden, batch, log, routers, grad_scale=1.0 / total, into=sums[head])
+    grad, grad_routers = result.grad_hidden, result.grad_routers
+    for index, unit in reversed(list(enumerate(units.layer_units))):
+        cut = len(grad_routers) - counts[index]
+        own, grad_routers = grad_routers[cut:], grad_routers[:cut]
+        grad = runner.layer_backward(
+            index, slabs[unit.index], inputs[index], log.calls[index], grad, own, sums[unit.index]
+        )
+    runner.embed_backward(slabs[units.embed.index], batch, grad, sums[units.embed.index])
+    objective = result.ce_sum if result.aux_loss is None else result.ce_sum + result.aux_loss * result.n_tokens
+    grads: dict[str, torch.Tensor] = {}
+    for unit in units.all:
+        views = unit.layout.grad_views(sums[unit.index].complete())
+        grads |= {slot.name: view for slot, view in zip(unit.layout.trainable_slots, views, strict=True)}
+    return objective, grads
+
+
+def _slab(unit: Unit) -> torch.Tensor:
+    slab = torch.zeros(unit.layout.numel, dtype=unit.layout.dtype)
+    for view, parameter in zip(unit.layout.views(slab), unit.parameters, strict=True):
+        view.copy_(parameter.detach())
+    return slab
+
+
+def _tiny_copy(loaded: LoadedModel) -> LoadedModel:
+    causal = unwrap(loaded.model)
+    config = shrink_config(loaded.config)
+    build: Any = type(causal)._from_config  # pyright: ignore[reportAttributeAccessIssue]
+    attention = attention_of(causal)
+    attention = attention if attention in ("sdpa", "eager") else "sdpa"
+    with torch.device("meta"):
+        size = sum(p.numel() for p in build(config, dtype=torch.float32, attn_implementation=attention).parameters())
+    if size > MAX_TRIAL_PARAMS:
+        raise ValueError(f"its tiny copy still has {size} parameters")
+    model: nn.Module = build(config, dtype=torch.float32, attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 1.0 / parameter.shape[-1] ** 0.5)
+    return LoadedModel(model.eval(), config, model_facts(model), loaded.abilities, "a tiny copy")
+
+
+def _difference(tiny: LoadedModel, batch: Batch) -> float:
+    loss = tiny.token_loss()
+    loss_sum = loss(tiny.model, batch)
+    total = int(loss_sum.n_tokens)
+    whole = loss_sum.objective(total)
+    named = dict(tiny.model.named_parameters())
+    grads = torch.autograd.grad(whole, list(named.values()), allow_unused=True)
+    objective, mine = run_units(tiny, batch)
+    largest = max((float(g.abs().max()) for g in grads if g is not None), default=1.0)
+    worst = abs(float(objective) / total - float(whole.detach())) / max(1.0, abs(float(whole.detach())))
+    for (name, parameter), grad in zip(named.items(), grads, strict=True):
+        expected = torch.zeros_like(parameter) if grad is None else grad
+        off = float((mine[name] - expected).abs().max()) / max(largest, 1e-12)
+        worst = max(worst, off if off == off else float("inf"))
+    return worst
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -1,0 +1,132 @@
+"""Layers through torch.compile: one forward and one backward function for all layers that are alike.
+
+The backward function recomputes and differentiates in one graph (a vector-Jacobian product), so the compiler drops what
+no gradient needs, such as the layer's last matrix product. Without compiler support for a model the layers run eagerly,
+with the reason said once. Dropout stays eager: the two graphs would draw different numbers from one seed.
+Cost: seconds to a minute at the first step, and a recompilation for a new sequence length.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.func import functional_call, vjp
+
+from outcore.engine.base import EngineError
+from outcore.engine.stream.shell import LayerCall
+from outcore.engine.stream.structure import alike
+from outcore.engine.stream.units import Units
+
+logger = logging.getLogger(__name__)
+
+CompileChoice = Literal["auto", "on", "off"]
+MAX_RECOMPILES = 64
+"""Graphs per function: kinds of layers x shapes. torch's default of 8 would be reached by long-tailed row lengths."""
+
+
+class CompiledLayers:
+    """See the module docstring. `why_not` says why layers run eagerly; '' while they are compiled."""
+
+    def __init__(self, units: Units, choice: CompileChoice, backend: str | Callable[..., Any] = "inductor") -> None:
+        self.units, self.choice = units, choice
+        self.why_not = "compile: off" if choice == "off" else ""
+        self._like = alike(units.layers)
+        self._backend = backend
+        self._functions: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+    @property
+    def num_kinds(self) -> int:
+        """Different layers, each compiled once."""
+        return len(set(self._like))
+
+    def is_active(self, layer: int) -> bool:
+        """Whether this layer is to be run compiled now: while training, until the compiler gave up."""
+        return not self.why_not and self.units.layers[layer].training
+
+    def give_up(self, reason: str) -> None:
+        """Run eagerly from now on. EngineError when compilation was asked for."""
+        if self.choice == "on":
+            raise EngineError(f"compile: on, but the layers cannot be compiled: {reason} Set compile: auto or off.")
+        self.why_not = reason
+        logger.warning("layers run eagerly: %s", reason)
+
+    def forward(
+        self, layer: int, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, call: LayerCall
+    ) -> torch.Tensor | None:
+        """The layer's output; None when it could not be compiled."""
+        return self._run(layer, 0, list(tensors), hidden, call.args, call.kwargs)
+
+    def backward(
+        self, layer: int, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, call: LayerCall, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+        """(gradient of the input, gradients of the trainable parameters); None when it could not be compiled."""
+        return self._run(layer, 1, list(tensors), hidden, call.args, call.kwargs, grad)
+
+    def _run(self, layer: int, which: int, *args: Any) -> Any:
+        kind = self._like[layer]
+        if kind not in self._functions:
+            self._functions[kind] = self._compile(kind)
+        try:
+            with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=MAX_RECOMPILES):  # pyright: ignore
+                return self._functions[kind][which](*args)
+        except _compiler_errors() as error:
+            text = str(error).strip().splitlines()
+            self.give_up(f"torch.compile failed ({type(error).__name__}: {text[0][:300] if text else ''}).")
+            return None
+
+    def _compile(self, kind: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        unit, template = self.units.layer_units[kind], self.units.layers[kind]
+        names = _names_in(template, unit.parameters)
+        trainable = [slot.trainable for slot in unit.layout.slots]
+
+        def forward(tensors: list[torch.Tensor], hidden: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
+            output = functional_call(template, dict(zip(names, tensors, strict=True)), (hidden, *args), kwargs)
+            return output if isinstance(output, torch.Tensor) else output[0]
+
+        def backward(
+            tensors: list[torch.Tensor], hidden: torch.Tensor, args: tuple, kwargs: dict, grad: torch.Tensor
+        ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            frozen = [t for t, wanted in zip(tensors, trainable, strict=True) if not wanted]
+            wanted = [t for t, is_wanted in zip(tensors, trainable, strict=True) if is_wanted]
+
+            def run(wanted: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+                return forward([*wanted, *frozen], x, args, kwargs)  # slots have the trainable ones first
+
+            pull = vjp(run, wanted, hidden)[1]
+            grads, grad_x = pull(grad)
+            return grad_x, grads
+
+        return (
+            torch.compile(forward, fullgraph=True, backend=self._backend),
+            torch.compile(backward, fullgraph=True, backend=self._backend),
+        )
+
+
+def _names_in(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[str]:
+    by_id = {id(p): name for name, p in module.named_parameters()}
+    return [by_id[id(p)] for p in parameters]
+
+
+def _compiler_errors() -> tuple[type[BaseException], ...]:
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    return (TorchDynamoException, InductorError)
+
+
+def draws_random_numbers(units: Units) -> bool:
+    """Whether any kind of layer has dropout at work: tried on two tokens per kind, on the CPU, in training mode."""
+    log = units.record({"input_ids": torch.zeros((1, 2), dtype=torch.long)})
+    before = torch.default_generator.get_state()
+    try:
+        with torch.no_grad():
+            for index in set(alike(units.layers)):
+                call = log.calls[index]
+                units.layers[index](log.hidden, *call.args, **call.kwargs)
+        return not torch.equal(before, torch.default_generator.get_state())
+    finally:
+        torch.default_generator.set_state(before)

@@ -1,0 +1,55 @@
+"""Which layers are alike, so that one compiled function serves them all.
+
+Two layers are alike when every submodule has the same class and the same plain attributes, functions, configuration
+objects and parameters (names, shapes, types, trainable or not). An attribute named after the layer's number may differ
+when it *is* the layer's own number: it tells a cache where to store, and nothing is cached in training. Layers with
+buffers are alike to none. That the sharing changes nothing is part of the trial on a tiny copy (`check`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import nn
+
+
+def alike(layers: Sequence[nn.Module]) -> list[int]:
+    """For each layer the index of the first one that is like it (perhaps itself)."""
+    first: dict[Hashable, int] = {}
+    return [first.setdefault(structure_of(layer, index), index) for index, layer in enumerate(layers)]
+
+
+def structure_of(layer: nn.Module, index: int) -> Hashable:
+    """A key that is equal for layers that are alike."""
+    if next(layer.buffers(), None) is not None:
+        return ("has buffers", index)
+    return tuple(
+        (
+            path,
+            type(module),
+            tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters(recurse=False)),
+            tuple(
+                sorted(
+                    (name, repr(_plain(name, value, index)))
+                    for name, value in vars(module).items()
+                    if not name.startswith("_")
+                )
+            ),
+        )
+        for path, module in layer.named_modules()
+    )
+
+
+def _plain(name: str, value: Any, index: int) -> Hashable:
+    if isinstance(value, int) and not isinstance(value, bool) and value == index and ("idx" in name or "layer" in name):
+        return "own number"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return (type(value).__name__, value)
+    if isinstance(value, (tuple, list)):
+        return tuple(_plain(name, item, index) for item in value)
+    if isinstance(value, dict):
+        return tuple((str(key), _plain(name, item, index)) for key, item in value.items())
+    if hasattr(value, "__qualname__"):
+        return (getattr(value, "__module__", ""), value.__qualname__)
+    return (type(value).__name__, id(value))

@@ -1,0 +1,120 @@
+"""Layers that are alike share one compiled function; results are those of the eager layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from stream_models import assert_same_grads, padded_batch, plain_batch, set_dropout, tiny_loaded
+
+from outcore.engine.base import EngineError
+from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.check import run_units
+from outcore.engine.stream.compiled import CompiledLayers, draws_random_numbers
+from outcore.engine.stream.runner import UnitRunner
+from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream.structure import alike
+from outcore.engine.stream.units import discover_units
+from outcore.units import MIB
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_layers_of_one_kind_are_alike():
+    assert set(alike(discover_units(tiny_loaded("llama", num_hidden_layers=4)).layers)) == {0}
+    gemma = tiny_loaded("gemma3_text")
+    kinds = gemma.config.get_text_config().layer_types
+    found = alike(discover_units(gemma).layers)
+    assert all((found[i] == found[j]) == (kinds[i] == kinds[j]) for i in range(len(kinds)) for j in range(len(kinds)))
+    mixed = tiny_loaded("qwen3_moe", mlp_only_layers=[1], num_hidden_layers=3)
+    assert alike(discover_units(mixed).layers) == [0, 1, 0]
+    frozen = tiny_loaded("llama")
+    frozen.model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    assert alike(discover_units(frozen).layers) == [0, 1]
+    scaled = tiny_loaded("gpt2", scale_attn_by_inverse_layer_idx=True)
+    assert len(set(alike(discover_units(scaled).layers))) == len(scaled.model.transformer.h)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2"])
+def test_compiled_layers_equal_eager_ones(model_type):
+    """The compiler's own front end and autograd's graphs, without code generation (that needs a C++ compiler)."""
+    loaded = tiny_loaded(model_type)
+    set_dropout(loaded.model, 0.0)
+    for name, p in loaded.model.named_parameters():
+        p.requires_grad_("norm" not in name)
+    batch = padded_batch(2, 16)
+    objective, expected = run_units(loaded, batch)
+    units = discover_units(loaded)
+    compiled = CompiledLayers(units, "on", backend="aot_eager")
+    runner = UnitRunner(units, vocab_size=loaded.facts.vocab_size, compiled=compiled)
+    mine, grads = run_units(loaded, batch, runner)
+    assert float(mine) == pytest.approx(float(objective), rel=1e-5)
+    assert_same_grads(grads, expected)
+    assert len(compiled._functions) == compiled.num_kinds and not compiled.why_not
+    loaded.model.eval()
+    assert not compiled.is_active(0)
+
+
+def test_what_cannot_be_compiled_runs_eagerly_with_the_reason():
+    loaded = tiny_loaded("llama")
+    batch = plain_batch()
+    objective, expected = run_units(loaded, batch)
+    layer = type(loaded.model.model.layers[0])
+
+    class Breaking(layer):
+        def forward(self, *args, **kwargs):
+            torch._dynamo.graph_break()
+            return super().forward(*args, **kwargs)
+
+    for module in loaded.model.model.layers:
+        module.__class__ = Breaking
+    units = discover_units(loaded)
+    compiled = CompiledLayers(units, "auto", backend="eager")
+    runner = UnitRunner(units, vocab_size=loaded.facts.vocab_size, compiled=compiled)
+    mine, grads = run_units(loaded, batch, runner)
+    assert float(mine) == pytest.approx(float(objective), rel=1e-5)
+    assert_same_grads(grads, expected)
+    assert "torch.compile failed" in compiled.why_not
+    asked = CompiledLayers(units, "on", backend="eager")
+    with pytest.raises(EngineError, match="cannot be compiled"):
+        run_units(loaded, batch, UnitRunner(units, vocab_size=loaded.facts.vocab_size, compiled=asked))
+
+
+def test_dropout_and_balancing_losses_stay_eager():
+    settings = StreamSettings(
+        staging_bytes=2 * MIB, slot_bytes=65536, num_slots=2, optimizer_threads=1, optimizer_backend="torch"
+    )
+    loaded = tiny_loaded("gpt2")
+    set_dropout(loaded.model, 0.0)
+    assert not draws_random_numbers(discover_units(loaded))
+    set_dropout(loaded.model, 0.1)
+    assert draws_random_numbers(discover_units(loaded))
+    with pytest.raises(EngineError, match="dropout"):
+        build_stream_engine(loaded, replace(settings, compile="on"), device="cpu", pinned_grant=False, trial=False)
+    moe = tiny_loaded("mixtral", output_router_logits=True)
+    with pytest.raises(EngineError, match="balancing loss"):
+        build_stream_engine(moe, replace(settings, compile="on"), device="cpu", pinned_grant=False, trial=False)
+    engine = build_stream_engine(moe, settings, device="cpu", pinned_grant=False, trial=False)
+    assert "eager (compile: auto compiles on a GPU only)" in engine.describe()
+    engine.close()
+
+
+@pytest.mark.slow
+def test_compiled_training_on_the_cpu():
+    settings = StreamSettings(
+        staging_bytes=2 * MIB, slot_bytes=65536, num_slots=2, optimizer_threads=1, optimizer_backend="torch"
+    )
+    losses = []
+    for choice in ("on", "off"):
+        engine = build_stream_engine(
+            tiny_loaded("llama"), replace(settings, compile=choice), device="cpu", pinned_grant=False
+        )
+        losses.append([engine.train_step([plain_batch(seed=s), plain_batch(seed=s + 9)], 1e-3).loss for s in range(4)])
+        engine.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
