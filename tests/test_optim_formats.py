@@ -23,7 +23,7 @@ from outcore.optim import (
 )
 from outcore.optim.hyper import round_to_fp32
 from outcore.optim.split import join_master, split_master
-from tests.optim_cases import SIZES, awkward, copy_of, extension, hyper, make_job, raw, same_bytes
+from tests.optim_cases import SIZES, awkward, copy_of, extension, hyper, make_job, raw, same_bytes, torch_backend
 
 LOW_HALVES = torch.tensor([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF, 0x1234, 0xABCD])
 
@@ -233,7 +233,7 @@ def test_other_gradients_for_the_same_chunks():
         ({"lr": float("nan")}, "lr >= 0"),
         ({"beta1": 1.0}, r"beta1 in \[0, 1\)"),
         ({"beta2": -0.1}, r"beta2 in \[0, 1\)"),
-        ({"eps": 0.0}, "would become NaN"),
+        ({"eps": 0.0}, "larger than their root"),
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"grad_scale": 0.0}, "grad_scale > 0"),
         ({"grad_scale": 1e-60}, "range of fp32"),
@@ -248,6 +248,15 @@ def test_other_gradients_for_the_same_chunks():
 def test_hyper_parameters_out_of_range(change, match):
     with pytest.raises(ValueError, match=match):
         AdamWHyper(**{"lr": 1e-3, "step": 1, **change})
+
+
+def test_a_small_eps_needs_moments_of_32_bits():
+    generator = torch.Generator().manual_seed(0)
+    now = hyper(eps=1e-15)
+    for backend in (extension(), torch_backend()):
+        backend.update(SPLIT, make_job(SPLIT, 300, generator), now)
+        with pytest.raises(ValueError, match="8-bit moments need eps"):
+            backend.update(SPLIT8, make_job(SPLIT8, 300, generator), now)
 
 
 def test_scalars_are_fp32():

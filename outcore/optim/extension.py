@@ -143,6 +143,7 @@ class ExtensionBackend:
         self.name = f"extension ({self.variant})"
 
     def update(self, state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper) -> None:
+        hyper.check_moments(state_format.moments8)
         batch = JobBatch(state_format, [job])
         types, c_hyper = c_types(batch), c_scalars(hyper)
         raise_errno(

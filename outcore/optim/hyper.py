@@ -10,8 +10,9 @@ same but may fuse a multiplication with an addition where the processor can):
     w = w * (1 - lr * weight_decay) + (-lr / (1 - beta1^step) * m) / (sqrt(v) / sqrt(1 - beta2^step) + eps)
 
 The scalars are computed in double precision and rounded to fp32 once, as torch does. Two additions to torch's formula:
-moments below 2^-126 become 0 (they would end as denormals, which many processors handle a hundred times slower; with
-eps > 0 the difference to the update is below 1e-30 lr), and every NaN becomes the same quiet NaN.
+every NaN becomes the same quiet NaN, and moments below 2^-126 become 0 (8-bit ones below 2^-112 and 2^-93), since they
+would stay denormals for ever, for which many processors take a slow path. The root of such a v is below 1e-19 (1e-14),
+nothing beside the usual eps; an eps that does not dwarf it is refused.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ import math
 import struct
 from dataclasses import dataclass
 from typing import NamedTuple
+
+SMALLEST_EPS = 1e-16
+SMALLEST_EPS_8_BIT = 1e-11
+"""30 times the root of the largest v that is stored as zero, at step 1 with beta2 = 0.999."""
+WHY_EPS = "second moments too small to be stored count as zero, and eps must be larger than their root"
 
 
 class AdamWScalars(NamedTuple):
@@ -71,8 +77,8 @@ class AdamWHyper:
                 refuse(f"{name} in [0, 1), got {getattr(self, name)}")
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             refuse(f"a finite weight_decay >= 0, got {self.weight_decay}")
-        if not (math.isfinite(self.eps) and round_to_fp32(self.eps) >= 2.0**-126):
-            refuse(f"eps of at least 1.2e-38, got {self.eps}: a parameter that never had a gradient would become NaN")
+        if not (math.isfinite(self.eps) and self.eps >= SMALLEST_EPS):
+            refuse(f"eps of at least {SMALLEST_EPS:g}, got {self.eps}: {WHY_EPS}")
         if not (math.isfinite(self.grad_scale) and self.grad_scale > 0):
             refuse(f"a finite grad_scale > 0, got {self.grad_scale}")
         if isinstance(self.step, bool) or not isinstance(self.step, int) or not 1 <= self.step < 2**63:
@@ -84,6 +90,11 @@ class AdamWHyper:
             refuse(f"hyper-parameters within the range of fp32, got {self}")
         if scalars.bias_correction2_sqrt == 0:
             refuse(f"beta2 further from 1 than {self.beta2} at step {self.step}")
+
+    def check_moments(self, moments8: bool) -> None:
+        """ValueError when eps is too small for 8-bit moments."""
+        if moments8 and self.eps < SMALLEST_EPS_8_BIT:
+            raise ValueError(f"8-bit moments need eps of at least {SMALLEST_EPS_8_BIT:g}, got {self.eps}: {WHY_EPS}")
 
     def scalars(self) -> AdamWScalars:
         """The constants of the formula above."""

@@ -30,8 +30,8 @@ INLINE int32_t magnitude_bits(float x) { return (int32_t)(bits_of(x) & 0x7ffffff
 
 // One quiet NaN for all of them: which payload survives depends on the order of operands a compiler picks.
 INLINE uint32_t one_nan(uint32_t u) { return (int32_t)(u & 0x7fffffffu) > kInfinityBits ? (uint32_t)kNanBits : u; }
-// Moments below `smallest` become +0: a moment that decays for ever would end as a denormal, which many processors
-// handle a hundred times slower.
+// Moments below `smallest` become +0: a moment that decays for ever would end as a denormal, for which many processors
+// take a slow path.
 INLINE float without_tiny(float x, int32_t smallest) {
   return float_of(bits_of(x) & (uint32_t)-(int32_t)(magnitude_bits(x) >= smallest));
 }

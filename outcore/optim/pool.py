@@ -118,6 +118,7 @@ class OptimizerPool:
         """
         if jobs.state_format is None:
             raise ValueError("these jobs have gradients only; an update needs JobBatch(format, jobs)")
+        hyper.check_moments(jobs.state_format.moments8)
         return self._submit(unit_id, priority, jobs, hyper, "guarded_update" if guard else "update", notify_chunks)
 
     def submit_sumsq(self, unit_id: Hashable, priority: int, grads: Sequence[torch.Tensor]) -> Ticket:

@@ -27,6 +27,7 @@ class TorchBackend:
     name = "torch"
 
     def update(self, state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper) -> None:
+        hyper.check_moments(state_format.moments8)
         JobBatch(state_format, [job])
         update_chunk(state_format, job, hyper)
 
