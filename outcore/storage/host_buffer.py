@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from typing import Any, cast
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 PAGE_BYTES = mmap.PAGESIZE
+HUGE_PAGE_BYTES = 2 << 20
 
 
 def host_bytes(buffer: Any, *, writable: bool) -> np.ndarray:
@@ -55,10 +57,23 @@ def address_of(view: np.ndarray) -> int:
 
 
 def aligned_bytes(n_bytes: int) -> np.ndarray:
-    """Fresh zeroed memory [n_bytes], page-aligned, returned to the system when the array is dropped."""
+    """Fresh zeroed memory [n_bytes], page-aligned, returned to the system when the array is dropped.
+
+    From 2 MiB on it asks for huge pages: the kernel pins every page of an O_DIRECT request, 512 times fewer of them.
+    Private, because Python's default (shared) is never backed by huge pages.
+    """
     if n_bytes <= 0:
         return np.empty(0, dtype=np.uint8)
-    return np.frombuffer(mmap.mmap(-1, n_bytes), dtype=np.uint8)[:n_bytes]
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return np.frombuffer(mmap.mmap(-1, n_bytes), dtype=np.uint8)[:n_bytes]
+    slack_bytes = HUGE_PAGE_BYTES if n_bytes >= HUGE_PAGE_BYTES else 0
+    memory = mmap.mmap(-1, n_bytes + slack_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if slack_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages: ordinary ones do
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, dtype=np.uint8)
+    start = -address_of(whole) % HUGE_PAGE_BYTES if slack_bytes else 0
+    return whole[start : start + n_bytes]
 
 
 def copy_bytes(target: np.ndarray, source: np.ndarray) -> None:
