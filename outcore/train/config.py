@@ -45,8 +45,8 @@ class TrainConfig:
     """Tokenizer, when it is not the model's own. From scratch the default is a byte-level BPE trained on the data."""
     trust_remote_code: bool = False
     """Run Python code that a hub repository ships. Off unless you ask for it."""
-    attn_implementation: str = "sdpa"
-    """Attention implementation of transformers: sdpa, eager, flash_attention_2."""
+    attn_implementation: str = "auto"
+    """Attention of transformers: auto (sdpa, or eager where a model lacks it), sdpa, eager, flash_attention_2."""
     seq_length: int | None = None
     """Tokens per training row. Default: 256 for tiny, else the smaller of 1024 and what the model can take."""
 

@@ -23,6 +23,7 @@ from outcore.engine.shards import MAX_SHARD_BYTES, CheckpointError, ShardReader,
 from outcore.model.inputs import count_target_tokens
 from outcore.model.load import LoadedModel
 from outcore.model.names import checkpoint_name
+from outcore.model.zero3 import settle
 
 
 class DeepSpeedEngine:
@@ -123,6 +124,7 @@ class DeepSpeedEngine:
         if self.world_size > 1:
             torch.distributed.all_reduce(sums)
         total_loss, total_tokens = sums.tolist()
+        settle(self.ds)
         self.ds.train()
         return EvalResult(total_loss / total_tokens if total_tokens else float("nan"), int(total_tokens))
 
@@ -132,7 +134,9 @@ class DeepSpeedEngine:
         from outcore.model.generate import generate_tokens
 
         ids = torch.tensor([prompt_ids], dtype=torch.long)
-        return generate_tokens(self.network, ids, max_new_tokens, eos_token_id=eos_token_id).tolist()
+        tokens = generate_tokens(self.ds, ids, max_new_tokens, eos_token_id=eos_token_id)
+        settle(self.ds)
+        return tokens.tolist()
 
     # --- checkpoints
 
