@@ -80,7 +80,7 @@ def test_zero_or_negative_rates_are_refused(tmp_path):
 
 
 def test_no_gpu_and_too_many_gpus():
-    with pytest.raises(ProfileError, match="has no GPU"):
+    with pytest.raises(ProfileError, match="No GPU was found"):
         hardware_of(machine(gpus=()), "server")
     given = hardware_of(machine(gpus=()), "server", Overrides(vram_gib=24, tflops=50))
     assert given.vram_bytes == 24 * GIB and given.compute_tflops == 50

@@ -114,7 +114,7 @@ def hardware_of(
     overrides = overrides or Overrides()
     if not machine.gpus and overrides.vram_gib is None:
         raise ProfileError(
-            f"The machine {name} has no GPU, so there is nothing to plan for. Name another with --machine "
+            f"No GPU was found: {name} has none, so there is nothing to plan for. Name another with --machine "
             "(for example rtx4070-laptop), or give the GPU's memory with --vram_gib."
         )
     if machine.gpus and overrides.num_gpus > len(machine.gpus):

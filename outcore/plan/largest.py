@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from outcore.plan.choose import choose
+from outcore.plan.choose import best_stage, best_stream, seq_length_of
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Plan
 from outcore.plan.request import RunRequest
@@ -74,7 +74,11 @@ def _largest(hardware: Hardware, base: RunRequest, how: str, fmt: str | None, ra
 
     def plan(steps: int) -> Plan | None:
         shape = family_shape(STEP * steps)
-        found = choose(shape.with_lora(rank) if rank else shape, request, machine).plan
+        shape = shape.with_lora(rank) if rank else shape
+        if stream:
+            found = best_stream(shape, request, machine, seq_length_of(shape, request))
+        else:
+            found = best_stage(shape, request, machine, seq_length_of(shape, request), how)
         return found if found.fits else None
 
     low, high = 0, WIDEST // STEP  # low fits (0: nothing does), high + 1 is not tried
