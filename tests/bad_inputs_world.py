@@ -23,7 +23,8 @@ from outcore.train.checkpoint import list_checkpoints, open_checkpoint
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FAST = "--seq_length 32 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --sample_tokens 0 "
-FAST += "--eval_steps 0 --save_steps 0 --max_steps 1 --report_to none --logging_steps 100 --run_name new"
+FAST += "--eval_steps 0 --save_steps 0 --max_steps 1 --report_to none --logging_steps 100 --run_name new "
+FAST += "--engine deepspeed"
 SENTENCE = "the quick brown fox jumps over the lazy dog and runs away from the {} {} bears\n"
 
 

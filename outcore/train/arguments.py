@@ -23,6 +23,8 @@ import yaml
 from outcore.monitor.loggers import check_report_to
 from outcore.train.config import FIELD_ALIASES, SCHEDULE_ALIASES, ZERO_STAGE_ALIASES, TrainConfig
 
+MAX_AIO_BLOCK_BYTES = 1 << 30
+
 
 class ConfigError(ValueError):
     """A setting is unknown, malformed or contradicts another; the message says which and what is right."""
@@ -107,6 +109,8 @@ def convert(name: str, value: Any, annotation: Any) -> Any:
         except (TypeError, ValueError):
             pass
         raise ConfigError(f"{name}: expected a number, got {value!r}.")
+    if value is None:
+        raise ConfigError(f"{name}: has no value. Give it one, or delete the line to get the default.")
     if isinstance(value, dict | list):
         raise ConfigError(f"{name}: expected text, got {type(value).__name__}.")
     return str(value)
@@ -281,8 +285,14 @@ def check_config(config: TrainConfig) -> None:
         check_report_to(config.report_to)
     except ValueError as error:
         raise ConfigError(f"--{error}") from error
-    if config.run_name and (Path(config.run_name).name != config.run_name or config.run_name in (".", "..")):
-        raise ConfigError(f"run_name: must be a plain folder name without slashes, got {config.run_name!r}.")
+    name = config.run_name
+    if name and (Path(name).name != name or name in (".", "..") or not name.strip() or not name.isprintable()):
+        raise ConfigError(f"run_name: must be a plain folder name without slashes, got {name!r}.")
+    if config.aio_block_size > MAX_AIO_BLOCK_BYTES:
+        raise ConfigError(
+            f"aio_block_size: {config.aio_block_size} bytes in one drive request is too much: {MAX_AIO_BLOCK_BYTES} "
+            "(1 GiB) at most; 1048576 to 16777216 is usual."
+        )
     if config.engine == "stream" and config.zero_stage in ("none", "zero1", "zero2"):
         raise ConfigError(
             f"engine stream and zero_stage {config.zero_stage} contradict each other: the streaming engine offloads "
