@@ -22,6 +22,7 @@ from outcore.data import BatchStream, EvalStream, PreparedData, load_or_train_to
 from outcore.engine.deepspeed.build import Resolved, build_engine, init_process_group, read_user_config, resolve
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.settings import BuiltConfig, RunFacts
+from outcore.engine.stream.engine import StreamEngine
 from outcore.model.check import check_abilities
 from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
@@ -34,6 +35,7 @@ from outcore.monitor.space_watch import SpaceWatch
 from outcore.train.arguments import ConfigError, parse_config
 from outcore.train.checkpoint import SPACE_MARGIN_BYTES, Checkpoint, check_same_run
 from outcore.train.config import TrainConfig
+from outcore.train.engines import build_streaming, choose_engine
 from outcore.train.loop import RunLength, Trainer, TrainerParts
 from outcore.train.memory_advice import explain
 from outcore.train.random_state import seed_everything
@@ -53,6 +55,8 @@ from outcore.train.settings import (
 )
 from outcore.train.stop_request import StopRequest
 from outcore.units import format_count, format_s
+
+AnyEngine = DeepSpeedEngine | StreamEngine
 
 
 class Run:
@@ -81,6 +85,8 @@ class Run:
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.is_main = rank == 0
         self.say(f"device: {self.hardware.reason}; {world_size} process{'es' if world_size > 1 else ''}")
+        self.choice = choose_engine(config, user_config, world_size)
+        self.say(f"engine: {self.choice.name} ({self.choice.reason})")
         seq_length = config.seq_length or self._default_seq_length()
         settings = model_settings_of(config, self.hardware.precision, seq_length)
         if settings.model_module is None:
@@ -106,7 +112,12 @@ class Run:
         if checkpoint is not None:
             check_same_run(checkpoint, self._fingerprint(schedule, built.config))
         with self.opened:
-            engine = build_engine(resolved, settings, tokenizer, loaded, say=self.say)
+            if self.choice.name == "stream":
+                engine: AnyEngine = build_streaming(
+                    settings, tokenizer, built.config, loaded, has_cuda=self.hardware.has_cuda, say=self.say
+                )
+            else:
+                engine = build_engine(resolved, settings, tokenizer, loaded, say=self.say)
             self.opened.callback(engine.close)
             parts = self._parts(
                 folder, engine, data, tokenizer, schedule, length, built.config, checkpoint, built.offload.nvme_path
@@ -208,16 +219,17 @@ class Run:
             self.say(f"WARNING: {warning}")
         offload = resolved.built.offload
         homes = {"none": "on the device", "cpu": "in RAM", "nvme": f"on NVMe ({offload.nvme_path})"}
-        self.say(
-            f"engine: deepspeed, ZeRO stage {offload.stage}, optimizer states {homes[offload.optimizer]}, "
-            f"parameters {homes[offload.params]}"
-        )
+        if self.choice.name == "deepspeed":
+            self.say(
+                f"engine: ZeRO stage {offload.stage}, optimizer states {homes[offload.optimizer]}, "
+                f"parameters {homes[offload.params]}"
+            )
         return resolved, loaded
 
     def _parts(
         self,
         folder: RunFolder,
-        engine: DeepSpeedEngine,
+        engine: AnyEngine,
         data: PreparedData,
         tokenizer: Any,
         schedule: LrSchedule,
@@ -294,7 +306,7 @@ class Run:
         }
 
     def _header(
-        self, folder: RunFolder, engine: DeepSpeedEngine, built: dict[str, Any], length: RunLength, sampler: Sampler
+        self, folder: RunFolder, engine: AnyEngine, built: dict[str, Any], length: RunLength, sampler: Sampler
     ) -> dict[str, Any]:
         import deepspeed
         import transformers
@@ -310,7 +322,7 @@ class Run:
             "config": asdict(self.config),
         }
 
-    def _write_plan(self, folder: RunFolder, built: BuiltConfig, engine: DeepSpeedEngine) -> None:
+    def _write_plan(self, folder: RunFolder, built: BuiltConfig, engine: AnyEngine) -> None:
         """logs/<run>/plan.json: the resolved DeepSpeed configuration and the reason of every choice."""
         if not self.is_main:
             return
