@@ -10,7 +10,7 @@ from stream_models import assert_same_grads, padded_batch, plain_batch, set_drop
 
 from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.check import run_units
+from outcore.engine.stream.check import run_units, sharing_holds
 from outcore.engine.stream.compiled import CompiledLayers, draws_random_numbers
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.settings import StreamSettings
@@ -41,7 +41,28 @@ def test_layers_of_one_kind_are_alike():
     assert len(set(alike(discover_units(scaled).layers))) == len(scaled.model.transformer.h)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2"])
+def test_sharing_is_tried_on_a_tiny_copy():
+    loaded = tiny_loaded("llama")
+    assert sharing_holds(loaded)
+    layer = type(loaded.model.model.layers[0])
+
+    class Numbered(layer):
+        def forward(self, hidden_states, **kwargs):
+            return super().forward(hidden_states, **kwargs) * (1 + self.self_attn.layer_idx)
+
+    class Model(type(loaded.model)):
+        def __init__(self, config):
+            super().__init__(config)
+            for module in self.model.layers:
+                module.__class__ = Numbered
+
+    loaded.model.__class__ = Model
+    assert not sharing_holds(loaded)
+    units = discover_units(tiny_loaded("llama"))
+    assert CompiledLayers(units, "auto", share=False).num_kinds == len(units.layers)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt2"])
 def test_compiled_layers_equal_eager_ones(model_type):
     """The compiler's own front end and autograd's graphs, without code generation (that needs a C++ compiler)."""
     loaded = tiny_loaded(model_type)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 
 import torch
 
-from outcore.engine.stream.check import try_tiny_copy
+from outcore.engine.stream.check import sharing_holds, try_tiny_copy
 from outcore.engine.stream.compiled import CompiledLayers, draws_random_numbers
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.gradients import GradientDownload
@@ -24,6 +25,8 @@ from outcore.model.load import LoadedModel
 from outcore.optim import OptimizerPool, state_format
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
 from outcore.staging.pinned_grant import PinnedGrant
+
+logger = logging.getLogger(__name__)
 
 
 class _Source:
@@ -53,10 +56,10 @@ def build_stream_engine(
     """An engine that trains `loaded` layer by layer on `device` ("cuda" or "cpu").
 
     `loaded` comes from `load_model(..., device="cpu")` with its parameters whole and on the CPU in the type of the run
-    (bf16, fp16 or fp32); they become views of the engine's homes. Its own activation
-    checkpointing is switched off: every layer is recomputed anyway. `pinned_grant`: as `probe` of `PinnedPool` (what an
-    earlier probe found; True asks a child process; False does not ask). `trial`: first compare a tiny copy of the
-    model, run unit by unit, with plain autograd.
+    (bf16, fp16 or fp32); they become views of the engine's homes. Its own activation checkpointing is switched off:
+    every layer is recomputed anyway. `pinned_grant`: as `probe` of `PinnedPool` (what an earlier probe found; True asks
+    a child process; False does not ask). `trial`: first compare a tiny copy of the model, run unit by unit, with plain
+    autograd.
 
     Raises StreamUnsupported (a ValueError) naming why this model cannot be streamed, before memory is spent; ValueError
     for settings; PinnedPoolFull or RuntimeError when the machine does not give the staging memory.
@@ -69,7 +72,7 @@ def build_stream_engine(
         try_tiny_copy(loaded)
     dtype = units.embed.layout.dtype
     aux_coefficient = loaded.token_loss().aux_coefficient
-    compiled = _compiled(units, settings, device, aux_coefficient)
+    compiled = _compiled(loaded, units, settings, device, aux_coefficient)
     runner = UnitRunner(
         units,
         vocab_size=loaded.facts.vocab_size,
@@ -125,7 +128,9 @@ def build_stream_engine(
         return engine
 
 
-def _compiled(units: Units, settings: StreamSettings, device: torch.device, aux_coefficient: float) -> CompiledLayers:
+def _compiled(
+    loaded: LoadedModel, units: Units, settings: StreamSettings, device: torch.device, aux_coefficient: float
+) -> CompiledLayers:
     compiled = CompiledLayers(units, settings.compile)
     if settings.compile == "off":
         return compiled
@@ -135,6 +140,11 @@ def _compiled(units: Units, settings: StreamSettings, device: torch.device, aux_
         compiled.give_up("the routers' balancing loss needs their logits, which are read from the eager layers.")
     elif draws_random_numbers(units):
         compiled.give_up("dropout is at work, and must draw the same numbers in forward and recomputation.")
+    elif not sharing_holds(loaded):
+        logger.warning(
+            "layers that look alike differ in their results, so each is compiled by itself: a slow first step"
+        )
+        return CompiledLayers(units, settings.compile, share=False)
     return compiled
 
 

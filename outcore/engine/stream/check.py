@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from outcore.engine.stream.accumulator import GradAccumulator
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.shell import StreamUnsupported
+from outcore.engine.stream.structure import alike
 from outcore.engine.stream.units import Unit, discover_units
 from outcore.model.check import MAX_TRIAL_PARAMS
 from outcore.model.facts import model_facts
@@ -68,6 +70,24 @@ def try_tiny_copy(loaded: LoadedModel) -> None:
                 f"unit by unit, a tiny copy of it gets other gradients than as a whole on {kind} rows (off by "
                 f"{difference:.1e} of the largest)"
             )
+
+
+def sharing_holds(loaded: LoadedModel) -> bool:
+    """Whether, in a tiny copy, layers that look alike (`structure`) give the same bits with each other's weights."""
+    with seeded_cpu(0, "stream trial"):
+        tiny = _tiny_copy(loaded)
+        units = discover_units(tiny)
+        log = units.record({"input_ids": torch.randint(2, VOCAB, (2, 12))})
+    with torch.no_grad():
+        for index, like in enumerate(alike(units.layers)):
+            call, own = log.calls[index], units.layers[index]
+            weights: dict[str, torch.Tensor] = dict(own.named_parameters())
+            shared = functional_call(units.layers[like], weights, (log.hidden, *call.args), call.kwargs)
+            output = own(log.hidden, *call.args, **call.kwargs)
+            pair = [value if isinstance(value, torch.Tensor) else value[0] for value in (shared, output)]
+            if not torch.equal(*pair):
+                return False
+    return True
 
 
 def run_units(

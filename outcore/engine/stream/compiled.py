@@ -31,10 +31,17 @@ MAX_RECOMPILES = 64
 class CompiledLayers:
     """See the module docstring. `why_not` says why layers run eagerly; '' while they are compiled."""
 
-    def __init__(self, units: Units, choice: CompileChoice, backend: str | Callable[..., Any] = "inductor") -> None:
+    def __init__(
+        self,
+        units: Units,
+        choice: CompileChoice,
+        backend: str | Callable[..., Any] = "inductor",
+        *,
+        share: bool = True,
+    ) -> None:
         self.units, self.choice = units, choice
         self.why_not = "compile: off" if choice == "off" else ""
-        self._like = alike(units.layers)
+        self._like = alike(units.layers) if share else list(range(len(units.layers)))
         self._backend = backend
         self._functions: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 

@@ -9,6 +9,7 @@ tokens. Everything deferred is drained before evaluation, sampling, saving and e
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,8 @@ from outcore.model.inputs import count_target_tokens
 from outcore.model.load import LoadedModel
 from outcore.optim import AdamWHyper
 from outcore.staging import LaneTransfer
+
+logger = logging.getLogger(__name__)
 
 CLIP_EPS = 1e-6
 """Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does."""
@@ -260,11 +263,9 @@ class StreamEngine:
         if self._closed:
             return
         self._closed = True
-        failure: BaseException | None = None
         try:
             self._parts.updates.drain()
         except (EngineError, RuntimeError, TimeoutError, OSError) as error:
-            failure = error
+            # Nothing that was saved depends on it, and whatever made the caller close must stay in sight.
+            logger.error("while the engine was closed: %s", error)
         self._parts.close()
-        if failure is not None:
-            raise failure

@@ -3,11 +3,12 @@
 Two layers are alike when every submodule has the same class and the same plain attributes, functions, configuration
 objects and parameters (names, shapes, types, trainable or not). An attribute named after the layer's number may differ
 when it *is* the layer's own number: it tells a cache where to store, and nothing is cached in training. Layers with
-buffers are alike to none. That the sharing changes nothing is part of the trial on a tiny copy (`check`).
+buffers are alike to none. Whether sharing changes any number is tried on a tiny copy (`check.sharing_holds`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -50,6 +51,8 @@ def _plain(name: str, value: Any, index: int) -> Hashable:
         return tuple(_plain(name, item, index) for item in value)
     if isinstance(value, dict):
         return tuple((str(key), _plain(name, item, index)) for key, item in value.items())
+    if isinstance(value, functools.partial):
+        return tuple(_plain(name, part, index) for part in (value.func, value.args, value.keywords))
     if hasattr(value, "__qualname__"):
         return (getattr(value, "__module__", ""), value.__qualname__)
     return (type(value).__name__, id(value))
