@@ -1,9 +1,9 @@
-"""The same model and data through stage none, ZeRO-3 with RAM offload, and ZeRO-Infinity on NVMe: losses and speed.
+"""The same model and data through stage none, ZeRO-3 in RAM, ZeRO-Infinity on NVMe, streaming: losses and speed.
 
     python benchmarks/zero_stages.py --preset llama-1b --steps 20 --nvme /nvme --out results.json
     python benchmarks/zero_stages.py --preset llama-1b --steps 20 --nvme /nvme --num_gpus 2 --out results2.json
 
-Each setting is a real `deepspeed --num_gpus=N train_model.py --engine deepspeed` from the same seed. `--together` runs
+Each setting is a real `deepspeed --num_gpus=N train_model.py` from the same seed. `--together` runs
 the settings at the same time on the same GPUs: for comparing losses, not speeds. Prints seconds per step (median after
 the first two), peak GPU memory of the allocator, RSS, drive bytes per step, and the largest relative difference of the
 loss to the first setting over all steps. Exit code 1 when a run failed or a loss differs by more than --tolerance.
@@ -22,22 +22,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
-    "none": ["--zero_stage", "none"],
-    "zero3-ram": ["--zero_stage", "zero3", "--offload_optimizer", "cpu", "--offload_params", "cpu"],
-    "infinity-nvme": ["--zero_stage", "infinity"],
+    "none": ["--engine", "deepspeed", "--zero_stage", "none"],
+    "zero3-ram": ["--engine", "deepspeed", "--zero_stage", "zero3", "--offload_optimizer", "cpu"],
+    "infinity-nvme": ["--engine", "deepspeed", "--zero_stage", "infinity"],
+    "stream-ram": ["--engine", "stream"],
 }
+DEFAULT_SETTINGS = "none,zero3-ram,infinity-nvme"
 
 
 def command(name: str, args: argparse.Namespace, folder: Path, port: int) -> list[str]:
     """The training command of one setting."""
-    run = [
-        "deepspeed",
-        f"--num_gpus={args.num_gpus}",
-        f"--master_port={port}",
-        "train_model.py",
-        "--engine",
-        "deepspeed",
-    ]
+    run = ["deepspeed", f"--num_gpus={args.num_gpus}", f"--master_port={port}", "train_model.py"]
     run += ["--preset", args.preset, "--seq_length", str(args.seq_length), "--max_steps", str(args.steps)]
     run += ["--per_device_train_batch_size", str(args.micro_batch // args.num_gpus)]
     run += [
@@ -80,7 +75,7 @@ def main() -> int:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--num_gpus", type=int, default=1)
     parser.add_argument("--nvme", type=Path, default=Path("nvme"))
-    parser.add_argument("--only", default=",".join(SETTINGS))
+    parser.add_argument("--only", default=DEFAULT_SETTINGS, help=f"of {', '.join(SETTINGS)}")
     parser.add_argument("--together", action="store_true")
     parser.add_argument("--tolerance", type=float, default=0.005, help="largest relative difference of a loss")
     parser.add_argument("--out", type=Path)
