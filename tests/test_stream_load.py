@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.check import why_not_streamed
 from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream.shell import StreamUnsupported
 from outcore.model.load import load_model
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.units import MIB
@@ -21,8 +23,12 @@ OVERRIDES = {
 }
 
 
-@pytest.mark.parametrize("preset", ["llama-1b", "qwen3-14b"])
-@pytest.mark.parametrize("lora", [None, LoraSettings(r=4, alpha=8, dropout=0.0)])
+LORA = LoraSettings(r=4, alpha=8, dropout=0.0)
+
+
+@pytest.mark.parametrize(
+    ("preset", "lora"), [("llama-1b", None), ("llama-1b", LORA), ("qwen3-14b", None), ("tiny-moe", None)]
+)
 def test_a_preset_is_loaded_streamed_and_trained(preset, lora, tmp_path):
     settings = ModelSettings(
         preset=preset,
@@ -50,3 +56,10 @@ def test_a_preset_is_loaded_streamed_and_trained(preset, lora, tmp_path):
         assert (tmp_path / "final" / "model.safetensors").exists()
     finally:
         engine.close()
+
+
+def test_an_encoder_decoder_is_refused_with_the_reason():
+    loaded = load_model(ModelSettings(preset="tiny-t5", precision="fp32", seq_length=64, vocab_size=300))
+    with pytest.raises(StreamUnsupported, match="two stacks of layers"):
+        build_stream_engine(loaded, StreamSettings(), device="cpu")
+    assert "two stacks" in why_not_streamed(loaded)
