@@ -19,9 +19,10 @@ import torch
 
 from outcore import __version__
 from outcore.data import BatchStream, EvalStream, PreparedData, load_or_train_tokenizer, prepare_data
-from outcore.engine.deepspeed.build import Resolved, build_engine, init_process_group, read_user_config, resolve
+from outcore.engine.deepspeed.build import Resolved, build_engine, init_process_group, resolve
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.settings import BuiltConfig, RunFacts
+from outcore.engine.deepspeed.user_file import read_user_config
 from outcore.engine.stream.engine import StreamEngine
 from outcore.model.check import check_abilities
 from outcore.model.load import LoadedModel

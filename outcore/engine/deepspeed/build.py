@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import copy
-import json
 import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +15,9 @@ from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.builder import build_config
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.environment import prepare_environment
-from outcore.engine.deepspeed.keys import check_top_level
 from outcore.engine.deepspeed.offload import usable_for_deepspeed
 from outcore.engine.deepspeed.settings import BuiltConfig, DeepSpeedSettings, ModelFacts, RunFacts
+from outcore.engine.deepspeed.user_file import check_by_deepspeed
 from outcore.model.facts import model_class_of, model_facts
 from outcore.model.initialise import meta_skeleton
 from outcore.model.load import LoadedModel, load_model
@@ -37,42 +34,6 @@ class Resolved:
     built: BuiltConfig
     model: ModelFacts
     run: RunFacts
-
-
-def read_user_config(path: str | Path) -> dict[str, Any]:
-    """The user's deepspeed_config.json. ValueError with file, line and reason when it is not usable."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ValueError(
-            f"--deepspeed_config {path}: no such file. The repository ships deepspeed_config.json at its root."
-        )
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_no_key_twice)
-    except RepeatedKey as error:
-        raise ValueError(f"{path}: the key {error} is given twice in one block. Keep one of them.") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}.") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}.") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: expected a JSON object with DeepSpeed's settings, got {type(config).__name__}.")
-    try:
-        check_top_level(config)  # before any data is read; the rest once the model is known
-    except ValueError as error:
-        raise ValueError(str(error).replace("deepspeed_config.json", str(path), 1)) from error
-    return config
-
-
-class RepeatedKey(ValueError):
-    """A JSON object has a key twice, of which readers silently take the last."""
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    block = dict(pairs)
-    if len(block) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise RepeatedKey(repr(next(name for name in names if names.count(name) > 1)))
-    return block
 
 
 def facts_for_builder(model: Any) -> ModelFacts:
@@ -107,37 +68,6 @@ def resolve(
     built = build_config(user_config, settings, facts, run, nvme_check=usable_here)
     check_by_deepspeed(built.config)
     return Resolved(built, facts, run), loaded
-
-
-def check_by_deepspeed(config: dict[str, Any]) -> None:
-    """Let DeepSpeed's own parser read the resolved configuration (1 ms). ValueError naming the key it stumbles over."""
-    from deepspeed.runtime.config import DeepSpeedConfig
-    from pydantic import ValidationError
-
-    def refusal(some: dict[str, Any]) -> Exception | None:
-        try:
-            DeepSpeedConfig(copy.deepcopy(some))
-        except Exception as error:  # AttributeError, TypeError, AssertionError ...: whatever it trips over
-            return error
-        return None
-
-    error = refusal(config)
-    if error is None:
-        return
-    culprits = [key for key in config if refusal({k: v for k, v in config.items() if k != key}) is None]
-    where = culprits if len(culprits) == 1 else []
-    what = f"{type(error).__name__}: {error}"
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        inner = [str(part) for part in first["loc"]]
-        where = inner if inner[:1] == where else [*where, *inner]
-        what = f"{first['msg']}, got {first['input']!r}"
-    elif where:
-        what += f" (its value is {config[where[0]]!r})"
-    raise ValueError(
-        f"deepspeed_config.json: DeepSpeed cannot read {'.'.join(where) or 'the configuration'}: {what}. Correct the "
-        "value or delete the key."
-    )
 
 
 def usable_here(path: str, required_space_gb: float) -> tuple[bool, str]:
