@@ -21,9 +21,12 @@ from outcore.units import MIB
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    torch.set_num_threads(before)
 
 
 def test_layers_of_one_kind_are_alike():
@@ -62,7 +65,7 @@ def test_sharing_is_tried_on_a_tiny_copy():
     assert CompiledLayers(units, "auto", share=False).num_kinds == len(units.layers)
 
 
-@pytest.mark.parametrize("model_type", ["gemma3_text", "gpt2"])
+@pytest.mark.parametrize("model_type", ["gpt2", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_compiled_layers_equal_eager_ones(model_type):
     """The compiler's own front end and autograd's graphs, without code generation (that needs a C++ compiler)."""
     loaded = tiny_loaded(model_type)

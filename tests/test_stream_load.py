@@ -23,12 +23,18 @@ OVERRIDES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 LORA = LoraSettings(r=4, alpha=8, dropout=0.0)
 
 
-@pytest.mark.parametrize(
-    ("preset", "lora"), [("llama-1b", None), ("llama-1b", LORA), ("qwen3-14b", None), ("tiny-moe", None)]
-)
+@pytest.mark.parametrize(("preset", "lora"), [("llama-1b", None), ("llama-1b", LORA), ("tiny-moe", None)])
 def test_a_preset_is_loaded_streamed_and_trained(preset, lora, tmp_path):
     settings = ModelSettings(
         preset=preset,
@@ -49,7 +55,7 @@ def test_a_preset_is_loaded_streamed_and_trained(preset, lora, tmp_path):
     )
     try:
         ids = torch.randint(2, 300, (2, 24), generator=torch.Generator().manual_seed(0))
-        losses = [engine.train_step([{"input_ids": ids, "labels": ids}], 1e-2).loss for _ in range(12)]
+        losses = [engine.train_step([{"input_ids": ids, "labels": ids}], 1e-2).loss for _ in range(8)]
         assert losses[-1] < losses[0] - 0.05
         assert engine.evaluate([{"input_ids": ids, "labels": ids}]).loss < losses[0]
         engine.export(tmp_path / "final")

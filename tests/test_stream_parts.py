@@ -30,6 +30,14 @@ TINY = StreamSettings(
 )
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @given(st.lists(st.integers(0, 6), max_size=40), st.integers(1, 4))
 def test_every_use_finds_its_slab_and_no_copy_overwrites_one_in_use(sequence, num_buffers):
     plan = plan_slots(sequence, num_buffers)
