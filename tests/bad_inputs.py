@@ -232,6 +232,9 @@ CASES: list[Case] = [
          "empty folders", file("mine.py", OWN_MODEL.format("None"))),
     Case("own-wrong-return", "a function that returns no model", "--model_module {here}/mine.py:build", 2,
          ("must return a torch.nn.Module", "NoneType"), "empty folders", file("mine.py", OWN_MODEL.format("None"))),
+    Case("own-small-table", "an own model with too few embeddings", "--model_module {here}/mine.py:build", 2,
+         ("the model's embedding table has 100 rows", "len(tokenizer)"), "empty folders",
+         file("mine.py", OWN_MODEL.format("nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 100))"))),
     Case("own-no-colon", "an own model without its function", "--model_module {here}/mine.py", 2,
          ("must be file.py:function",), "nothing", file("mine.py", OWN_MODEL.format("None"))),
     Case("own-syntax", "an own model that is not Python", "--model_module {here}/mine.py:build", 2,
@@ -358,7 +361,9 @@ HEAD = """# Bad inputs, and what you read
 Each line is something that people get wrong, what they typed, and what the program answers. Every line is a test:
 `tests/test_bad_inputs.py` runs it, checks the exit code, the words and the files on disk, and that this table says the
 same. Written by `python tests/bad_inputs.py --write`; `…` marks what is left out, DIR, DATA, MODEL and RUN stand for
-folders (DATA has a space in its name, so every run here also shows that such paths work).
+folders (DATA has a space in its name, so every run here also shows that such paths work). The lines run with
+`--engine deepspeed`; configuration, data, model and checkpoints are read by the same code for every engine. Cases that
+mount a small or read-only drive are skipped where mounting is not permitted.
 
 Exit codes of `train_model.py`: 0 done, 1 the run failed, 2 wrong input, 128 + signal when stopped and saved.
 

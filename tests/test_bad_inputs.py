@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from bad_inputs import CASES, TABLE, cell, escaped
-from bad_inputs_world import LEAVES, Case, NotHere, Shared, run_case
+from bad_inputs_world import LEAVES, REPOSITORY, Case, NotHere, Shared, run_case
 
 ALIKE = 0.6
 """How alike the table's words and the program's must be: messages quote libraries, which differ by version."""
@@ -59,6 +61,15 @@ def test_the_table_is_of_these_cases() -> None:
         assert (wrong, command) == (case.wrong, f"`{case.command}`".replace("|", "\\|"))
         assert (code, left) == (str(case.code), LEAVES[case.leaves][0])
         assert [word for word in case.words if escaped(word) not in message] == [], case.id
+
+
+def test_the_script_says_it_in_one_line_as_well() -> None:
+    """As a person starts it: exit code 2, one line on stderr, nothing else anywhere."""
+    done = subprocess.run(
+        [sys.executable, "train_model.py", "--learning_rat", "3"], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: unknown flag --learning_rat. Did you mean --learning_rate?\n"
 
 
 def test_a_case_that_lies_is_found(tmp_path: Path, shared: Shared) -> None:

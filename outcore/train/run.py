@@ -55,6 +55,7 @@ from outcore.train.settings import (
     schedule_of,
 )
 from outcore.train.stop_request import StopRequest
+from outcore.train.vocabulary import check_token_ids, embedding_rows
 from outcore.units import format_count, format_s
 
 AnyEngine = DeepSpeedEngine | StreamEngine
@@ -103,7 +104,7 @@ class Run:
         resolved, loaded = self._resolve(user_config, settings, tokenizer, world_size, folder.name)
         built = resolved.built
         self.micro_batch_size = built.config["train_micro_batch_size_per_gpu"]
-        data = self._data(settings, tokenizer, seq_length)
+        data = self._data(settings, tokenizer, seq_length, loaded)
         length = run_length(
             config,
             self._batches_per_epoch(data.train, built.config, world_size),
@@ -147,11 +148,15 @@ class Run:
             say=self.say,
         )
 
-    def _data(self, settings: ModelSettings, tokenizer: Any, seq_length: int) -> PreparedData:
+    def _data(
+        self, settings: ModelSettings, tokenizer: Any, seq_length: int, loaded: LoadedModel | None
+    ) -> PreparedData:
         config = self.config
+        model_config = loaded.config if loaded is not None else None
         encoder_decoder, packing = False, config.packing
         if settings.model_module is None:
             source = resolve_source(settings, tokenizer)
+            model_config = source.config
             encoder_decoder = source.is_encoder_decoder
             abilities = check_abilities(source.config, config.attn_implementation)
             reason = "an encoder-decoder reads one document per row" if encoder_decoder else abilities.packing_reason
@@ -169,6 +174,7 @@ class Run:
             packing_allowed=allowed,
             say=self.say,
         )
+        check_token_ids(data.summary.max_token_id, embedding_rows(loaded.model if loaded else None, model_config))
         for line in data.summary.lines():
             self.say(line)
         if self.is_main and data.sample_text:
