@@ -360,10 +360,11 @@ HEAD = """# Bad inputs, and what you read
 
 Each line is something that people get wrong, what they typed, and what the program answers. Every line is a test:
 `tests/test_bad_inputs.py` runs it, checks the exit code, the words and the files on disk, and that this table says the
-same. Written by `python tests/bad_inputs.py --write`; `…` marks what is left out, DIR, DATA, MODEL, RUN and LAST stand for
-folders (LAST is a copy of the newest checkpoint of RUN, which the case damages; DATA has a space in its name, so every run here also shows that such paths work). The lines run with
-`--engine deepspeed`; configuration, data, model and checkpoints are read by the same code for every engine. Cases that
-mount a small or read-only drive are skipped where mounting is not permitted.
+same. Written by `python tests/bad_inputs.py --write`; `…` marks what is left out. DIR, DATA, MODEL, RUN and LAST stand
+for folders: LAST is a copy of the newest checkpoint of RUN, which the case damages; DATA has a space in its name, so
+every run here also shows that such paths work. The lines run with `--engine deepspeed`; configuration, data, model and
+checkpoints are read by the same code for every engine. Cases that mount a small or read-only drive are skipped where
+mounting is not permitted.
 
 Exit codes of `train_model.py`: 0 done, 1 the run failed, 2 wrong input, 128 + signal when stopped and saved.
 
