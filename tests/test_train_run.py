@@ -280,6 +280,40 @@ def test_other_shapes_train_and_export(tmp_path: Path, corpus: Path, preset: str
         assert torch.equal(value.detach(), state[f"model:{name}"]), name
 
 
+def test_streaming_engine_agrees_and_resumes_the_other_engines_checkpoint(
+    tmp_path: Path, corpus: Path, straight: Path
+) -> None:
+    """--engine stream: the same losses as DeepSpeed, from the start and from DeepSpeed's checkpoint of step 4."""
+    common = ["--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--eval_steps", "3", "--engine", "stream"]
+    assert main(flags(tmp_path, corpus, *common, "--save_steps", "0")) == 0
+    whole = {line["step"]: line["loss"] for line in metrics(straight) if "event" not in line}
+    for line in metrics(tmp_path):
+        if "event" not in line:
+            assert line["loss"] == pytest.approx(whole[line["step"]], rel=0.005)
+    start = str(straight / "checkpoint/r/step-00000004")
+    again = flags(tmp_path / "again", corpus, *common, "--resume_from_checkpoint", start)
+    assert main(again) == 0
+    for line in metrics(tmp_path / "again"):
+        if "event" not in line:
+            assert line["loss"] == pytest.approx(whole[line["step"]], rel=0.005)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--zero_stage", "infinity", "--nvme_offload_path", "/tmp"],
+        ["--lora_r", "4"],
+        ["--preset", "tiny-t5"],
+    ],
+)
+def test_streaming_engine_refuses_what_it_cannot(
+    tmp_path: Path, corpus: Path, argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(flags(tmp_path, corpus, "--engine", "stream", "--max_steps", "1", *argv)) == 2
+    error = capsys.readouterr().err
+    assert "error:" in error and "stream" in error and "Traceback" not in error
+
+
 def test_own_model_and_loss(tmp_path: Path, corpus: Path) -> None:
     argv = flags(
         tmp_path, corpus, "--model_module", "examples/my_model.py:build", "--run_name", "r", "--max_steps", "3"
@@ -308,10 +342,14 @@ def test_two_ranks_equal_one(tmp_path: Path, corpus: Path) -> None:
     env = fresh_env(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     common = ["--run_name", "r", "--max_steps", "3", "--eval_steps", "3", "--precision", "fp32", "--no_export"]
     two = flags(tmp_path / "two", corpus, *common, "--gradient_accumulation_steps", "1", "--save_steps", "0")
+    launcher = str(Path(sys.executable).parent / "deepspeed")
     done = subprocess.run(
-        [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators=2", "--master_port=29617", "train_model.py", *two],
-        env=env, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        [launcher, "--num_accelerators=2", "--master_port=29617", "train_model.py", *two],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert main(flags(tmp_path / "one", corpus, *common, "--save_steps", "0")) == 0
     for a, b in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
