@@ -22,7 +22,7 @@ class EngineError(RuntimeError):
 
 
 class NonFiniteLossError(EngineError):
-    """The loss (or, with bf16, a gradient) became NaN or infinite; no state was updated with it."""
+    """The loss, or a gradient outside fp16's loss scaling, became NaN or infinite; the message says what to resume."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ class MetricsLogError(OSError):
         self.path = path
         self.disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = (
-            "The disk is full: free some space (or choose another log folder: --log_dir) and resume; the lines so far are intact."
+            "The disk is full: free some space (or choose another log folder: --log_dir) and resume; "
+            "the lines so far are intact."
             if self.disk_full
             else "Check that the folder is still there and writable, then resume."
         )

@@ -113,7 +113,7 @@ class TrainConfig:
     warmup_steps: int | None = None
     """Steps of linear warm-up. Default: 3 % of the run, at most 100."""
     max_steps: int = -1
-    """Optimizer steps; overrides num_train_epochs. The embedded default runs 200."""
+    """Optimizer steps; overrides num_train_epochs. The embedded default runs 150."""
     num_train_epochs: float = 1.0
     """Passes over the data when max_steps is not given."""
     precision: Precision = "auto"
@@ -142,7 +142,7 @@ class TrainConfig:
     run_name: str | None = None
     """Name of the run's folders. Default: <model>-<data>, with a number when that run exists."""
     eval_steps: int | None = None
-    """Evaluate every so many steps; 0 only at the end. Default: a tenth of the run."""
+    """Evaluate every so many steps; 0 only at the end. Default: a fifth of the run."""
     sample_steps: int | None = None
     """Write a sample every so many steps; 0 only at the end. Default: as eval_steps."""
     sample_prompt: str | None = None

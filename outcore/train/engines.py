@@ -54,7 +54,7 @@ def choose_engine(config: TrainConfig, user_config: dict[str, Any], world_size: 
         if config.lora_r:
             raise ConfigError("engine stream does not train LoRA adapters in this version: use --engine deepspeed.")
         return EngineChoice("stream", "as asked")
-    return EngineChoice("deepspeed", "auto; --engine stream streams layers from RAM on one GPU (under construction)")
+    return EngineChoice("deepspeed", "auto; --engine stream streams layers from RAM on one GPU (still opt-in)")
 
 
 def build_streaming(

@@ -17,7 +17,7 @@ from outcore.train.config import TrainConfig
 from outcore.train.loop import RunLength
 from outcore.train.schedule import LrSchedule
 
-EMBEDDED_STEPS = 200
+EMBEDDED_STEPS = 150
 """Length of the embedded default's run: a visible fall of the loss in a few minutes on two CPU cores."""
 TINY_SEQ_LENGTH = 256
 DEFAULT_SEQ_LENGTH = 1024
@@ -155,7 +155,7 @@ def run_length(config: TrainConfig, batches_per_epoch: int, accumulation: int) -
         total = EMBEDDED_STEPS
     else:
         total = max(1, math.ceil(batches_per_epoch * config.num_train_epochs / accumulation))
-    every_eval = config.eval_steps if config.eval_steps is not None else max(1, total // 10)
+    every_eval = config.eval_steps if config.eval_steps is not None else max(1, total // 5)
     every_sample = config.sample_steps if config.sample_steps is not None else every_eval
     every_save = config.save_steps if config.save_steps is not None else max(1, total // 5)
     return RunLength(total, every_eval, every_sample, every_save, accumulation)
