@@ -84,8 +84,8 @@ class DeepSpeedEngine:
         norm = float(self.ds.get_global_grad_norm()) if norm is None else norm
         if self.check_finite and not skipped and not abs(norm) < float("inf"):
             raise NonFiniteLossError(
-                f"the gradient norm became {norm}, and this step's update has damaged the states in memory: nothing more "
-                "is saved. Resume from the last checkpoint with a lower --learning_rate or more --warmup_steps."
+                f"the gradient norm became {norm}, and this step's update has damaged the states in memory: nothing "
+                "more is saved. Resume from the last checkpoint with a lower --learning_rate or more --warmup_steps."
             )
         return StepResult(loss, aux_loss, norm, total, skipped, marks.seconds())
 
