@@ -167,6 +167,8 @@ class TrainConfig:
     """Where the finished model goes: <export_dir>/<run>."""
     report_to: str = "tensorboard"
     """Comma-separated: tensorboard, trackio, wandb, none."""
+    metrics_port: int | None = None
+    """Serve the run's figures for Prometheus on this port of the loopback interface (0: any free one)."""
     export: bool = True
     """Write the finished model at the end."""
 

@@ -31,7 +31,9 @@ from outcore.model.source import max_positions, resolve_source
 from outcore.monitor import MetricsLog, Progress, Sampler
 from outcore.monitor.loggers import make_loggers
 from outcore.monitor.memory_watch import MemoryWatch
+from outcore.monitor.metrics_server import MetricsServer
 from outcore.monitor.run_warnings import RunWarnings
+from outcore.monitor.sleep_hold import hold_off_sleep
 from outcore.monitor.space_watch import SpaceWatch
 from outcore.train.arguments import ConfigError, parse_config
 from outcore.train.checkpoint import SPACE_MARGIN_BYTES, Checkpoint, check_same_run
@@ -114,6 +116,10 @@ class Run:
         if checkpoint is not None:
             check_same_run(checkpoint, self._fingerprint(schedule, built.config))
         with self.opened:
+            if self.hardware.has_cuda and self.is_main:
+                hold = self.opened.enter_context(hold_off_sleep(f"outcore run {folder.name}"))
+                if not hold.held:
+                    self.say(f"sleep: {hold.words}")
             if self.choice.name == "stream":
                 engine: AnyEngine = build_streaming(
                     settings, tokenizer, built.config, loaded, has_cuda=self.hardware.has_cuda, say=self.say
@@ -261,6 +267,8 @@ class Run:
             config.report_to, folder.logs, resume_step=resume_step, enabled=self.is_main, say=self.say
         )
         self.opened.callback(loggers.close)
+        if config.metrics_port is not None and self.is_main:
+            loggers.add("metrics server", MetricsServer(config.metrics_port, run=folder.name, say=self.say))
         metrics = None
         if self.is_main:
             header = self._header(folder, engine, built, length, sampler)
