@@ -72,6 +72,7 @@ def test_spellings(argv: list[str], name: str, value: object) -> None:
         (["--config", "/nowhere/x.yaml"], "no such file"),
         (["--learning_rate"], "--learning_rate needs a value"),
         (["--max_in_cpu_gb", "-1"], "must not be below 0"),
+        (["--metrics_port", "70000"], "from 0"),
     ],
 )
 def test_wrong_input_is_refused_with_the_right_word(argv: list[str], words: str) -> None:

@@ -272,6 +272,8 @@ def check_config(config: TrainConfig) -> None:
         value = getattr(config, name)
         if value is not None and not 0 <= value < 1:
             raise ConfigError(f"{name}: must be at least 0 and below 1, got {value}.")
+    if config.metrics_port is not None and not 0 <= config.metrics_port <= 65535:
+        raise ConfigError(f"metrics_port: must be from 0 (any free one) to 65535, got {config.metrics_port}.")
     if config.max_steps == 0 or config.max_steps < -1:
         raise ConfigError(f"max_steps: must be above 0 (or -1: follow num_train_epochs), got {config.max_steps}.")
     if config.max_steps > 0 and config.warmup_steps is not None and config.warmup_steps > config.max_steps:
