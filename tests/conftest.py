@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -29,3 +30,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
         if "gds" in item.keywords and "gds" not in chosen:
             item.add_marker(pytest.mark.skip(reason="needs a proven GPUDirect Storage path: run with -m gds"))
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_new() -> None:
+    """Libraries that earlier tests imported may have silenced logging for the whole process; ours must be heard."""
+    logging.disable(logging.NOTSET)
+    if logging.root.level > logging.WARNING:
+        logging.root.setLevel(logging.WARNING)
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.split(".")[0] == "outcore" and isinstance(logger, logging.Logger):
+            logger.disabled, logger.propagate = False, True
+            logger.setLevel(logging.NOTSET)

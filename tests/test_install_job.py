@@ -25,6 +25,8 @@ BAD = Row("deepspeed", "ImportError: x", "deepspeed", "missing", True, "`python 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A clone with its requirements; the host looks fine, the probes answer GOOD, nothing is really started."""
+    # Runs of other tests in this process have told DeepSpeed where its extensions lie.
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     clone = tmp_path / "my clone"
     shutil.copytree(REPOSITORY / "requirements", clone / "requirements")
     (clone / "train_model.py").write_text("")
