@@ -24,9 +24,14 @@ from outcore.engine.stream.updates import UnitUpdates
 from outcore.model.load import LoadedModel
 from outcore.optim import OptimizerPool, state_format
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
+from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.staging.pinned_grant import PinnedGrant
+from outcore.units import round_up
 
 logger = logging.getLogger(__name__)
+
+ACTIVATION_SHARE = 25
+"""Percent of the pinned pool that homes of weights leave to activation checkpoints in RAM."""
 
 
 class _Source:
@@ -85,10 +90,12 @@ def build_stream_engine(
     settings.is_deferred(dtype)
     _prepare_model(units, device)
     with ExitStack() as undo:
-        staging = undo.enter_context(PinnedPool(settings.staging_bytes, device=device, probe=pinned_grant))
+        staging = undo.enter_context(PinnedPool(_pool_bytes(units, settings), device=device, probe=pinned_grant))
         upload = undo.enter_context(UploadLane(staging, None, device, settings.slot_bytes, settings.num_slots))
         download_lane = undo.enter_context(DownloadLane(staging, None, device, settings.slot_bytes, settings.num_slots))
-        memory = HostMemory(staging)
+        memory = HostMemory(
+            staging, ACTIVATION_SHARE * staging.free_bytes // 100 if settings.activations == "ram" else 0
+        )
         undo.callback(memory.close)
         homes = RamHomes(units.all, memory, states, chunk_numel=settings.chunk_numel)
         optimizer = undo.enter_context(OptimizerPool(settings.optimizer_threads, backend=settings.optimizer_backend))
@@ -126,6 +133,17 @@ def build_stream_engine(
         )
         undo.pop_all()
         return engine
+
+
+def _pool_bytes(units: Units, settings: StreamSettings) -> int:
+    """Pinned memory to ask for: what may be taken, but no more than the lanes and the homes can use."""
+    if settings.activations == "ram":
+        return settings.staging_bytes  # what checkpoints take is known with the first micro-batch
+    homes = 0
+    for unit in units.all:
+        homes += round_up(unit.layout.size_bytes, ALIGNMENT_BYTES)
+        homes += round_up(unit.layout.trainable_numel * unit.layout.dtype.itemsize, ALIGNMENT_BYTES)
+    return min(settings.staging_bytes, settings.lane_bytes + homes)
 
 
 def _compiled(

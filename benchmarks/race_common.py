@@ -1,0 +1,132 @@
+"""What the children of `stream_race.py` share: shapes, tokens, the memory of this process, the result line.
+
+A child trains on random tokens with randomly filled weights: only speed and memory are compared here, losses are
+compared by `stream_exact.py` and `zero_stages.py`. Every child measures its own peak on the device as the driver sees
+it (used minus what was used before the child touched the device), so it must be alone there.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SHAPES = {  # hidden size, layers, intermediate size, heads, key/value heads, vocabulary
+    "tiny": (64, 3, 176, 4, 1, 320),
+    "1.2b": (2048, 24, 5632, 16, 4, 32000),
+    "2.8b": (3072, 26, 8448, 24, 6, 32000),
+    "8b": (4096, 32, 14336, 32, 8, 128256),
+    "30b": (6656, 56, 17920, 52, 52, 32000),
+}
+"""Llama shapes, untied. 1.2b: 24 layers of 2048; 8b: Llama 3 8B; 30b: about LLaMA 30B."""
+
+
+def config_of(shape: str, seq_length: int) -> Any:
+    """The transformers configuration of a shape."""
+    from transformers import LlamaConfig
+
+    hidden, layers, intermediate, heads, kv_heads, vocabulary = SHAPES[shape]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=intermediate,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=max(seq_length, 2048),
+        tie_word_embeddings=False,
+    )
+    config.use_cache = False
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def token_batches(options: dict[str, Any], device: str = "cpu") -> list[dict[str, torch.Tensor]]:
+    """Micro-batches of one step."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = config_of(options["shape"], options["seq"]).vocab_size
+    shape = (options["mb"], options["seq"])
+    ids = [torch.randint(0, vocabulary, shape, generator=generator).to(device) for _ in range(options["gas"])]
+    return [{"input_ids": i, "labels": i.clone()} for i in ids]
+
+
+def cap_allocator(cap_gib: float) -> None:
+    """Let torch's allocator have at most this much of the device."""
+    if cap_gib and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(cap_gib * 2**30 / total)
+
+
+def rss_bytes() -> dict[str, int]:
+    """Resident set now and at its highest, from /proc/self/status."""
+    found = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in ("VmRSS", "VmHWM", "RssAnon", "RssShmem"):
+            found[name] = int(value.split()[0]) * 1024
+    return found
+
+
+class DeviceWatch:
+    """Samples the device's used memory every 20 ms; `peak_bytes` is above what was used when it was made."""
+
+    def __init__(self) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._nvml = pynvml
+        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        self._before = self._used()
+        self.peak_bytes = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _used(self) -> int:
+        return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+    def _run(self) -> None:
+        while not self._over.wait(0.02):
+            self.peak_bytes = max(self.peak_bytes, self._used() - self._before)
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        self.peak_bytes = 0
+
+    def stop(self) -> int:
+        """The peak in bytes."""
+        self._over.set()
+        self._thread.join()
+        return self.peak_bytes
+
+
+def drive_bytes(path: str | None) -> dict[str, int] | None:
+    """Bytes read and written so far by the block device that holds `path`, from the kernel's counters."""
+    if not path:
+        return None
+    import os
+
+    device = os.stat(path).st_dev
+    stat = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat")
+    if not stat.exists():
+        return None
+    numbers = stat.read_text().split()
+    return {"read": int(numbers[2]) * 512, "written": int(numbers[6]) * 512}
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def finish(result: dict[str, Any]) -> None:
+    """The result as the last line of the output."""
+    if torch.cuda.is_available():
+        result["torch_peak_bytes"] = torch.cuda.max_memory_allocated()
+        result["torch_reserved_bytes"] = torch.cuda.max_memory_reserved()
+    result |= {"rss": rss_bytes(), "time": time.time()}
+    print("RESULT " + json.dumps(result), flush=True)

@@ -1,0 +1,166 @@
+"""Child of `stream_race.py`: stock DeepSpeed, or no offload at all, on one variant, given as JSON. See there.
+
+`where`: cpu (states and parameters in RAM), optimizer-nvme, nvme (both), none (ZeRO-2 without offload), plain (torch:
+forward and backward of the same tokens, no optimizer, compiled or not: the pure compute time).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+from race_common import DeviceWatch, cap_allocator, config_of, drive_bytes, finish, synchronize, token_batches
+
+
+def deepspeed_config(options: dict[str, Any]) -> dict[str, Any]:
+    """Stock settings: those of the sweep over good general values."""
+    where = options["where"]
+    stage = 2 if where == "none" else 3
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": int(5e7),
+    }
+    if stage == 3:
+        zero |= {
+            "sub_group_size": int(options.get("sub_group", 1e8)),
+            "stage3_prefetch_bucket_size": int(options.get("prefetch", 5e7)),
+            "stage3_param_persistence_threshold": int(1e5),
+            "stage3_max_live_parameters": int(options.get("live", 3e8)),
+            "stage3_max_reuse_distance": int(options.get("live", 3e8)),
+            "offload_optimizer": {
+                "device": "cpu" if where == "cpu" else "nvme",
+                "pin_memory": True,
+                "nvme_path": options.get("nvme") or "",
+                "buffer_count": 12,
+                "pipeline_read": True,
+                "pipeline_write": True,
+            },
+            "offload_param": {
+                "device": "nvme" if where == "nvme" else "cpu",
+                "pin_memory": True,
+                "nvme_path": options.get("nvme") or "",
+                "buffer_count": 24,
+                "buffer_size": options["largest_numel"] + 4096,
+                "max_in_cpu": int(1e8),
+            },
+        }
+    return {
+        "train_micro_batch_size_per_gpu": options["mb"],
+        "gradient_accumulation_steps": options["gas"],
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "gradient_clipping": float(options["clip"]),
+        "zero_optimization": zero,
+        "aio": {
+            "block_size": 1 << 20,
+            "queue_depth": 32,
+            "intra_op_parallelism": 8,
+            "single_submit": False,
+            "overlap_events": True,
+        },
+        "steps_per_print": 10**9,
+    }
+
+
+def stock(options: dict[str, Any]) -> Any:
+    """A function that makes one step and returns its loss."""
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ[name] = str(value)
+    os.environ["MASTER_PORT"] = "29511"
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    config = config_of(options["shape"], options["seq"])
+    options["largest_numel"] = max(config.vocab_size, config.intermediate_size) * config.hidden_size
+    settings = deepspeed_config(options)
+    deepspeed.init_distributed()
+    if options["where"] == "none":
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
+    else:
+        keep = HfDeepSpeedConfig(settings)  # must live until the model is made
+        with deepspeed.zero.Init(config_dict_or_path=settings):
+            model = AutoModelForCausalLM.from_config(config)
+        del keep
+    model.gradient_checkpointing_enable()
+    model.config.use_cache = False
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    batches = token_batches(options, "cuda")
+
+    def step() -> float:
+        total = 0.0
+        for batch in batches:
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            total = total + loss.detach()
+        return float(total) / len(batches)
+
+    return step
+
+
+def plain(options: dict[str, Any]) -> Any:
+    """Forward and backward with activation checkpointing and everything on the device; no optimizer."""
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(options["shape"], options["seq"])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda()
+    if options.get("compile"):
+        for layer in model.model.layers:
+            layer.compile()
+    model.gradient_checkpointing_enable()
+    model.train()
+    batches = token_batches(options, "cuda")
+
+    def step() -> float:
+        model.zero_grad(set_to_none=False)
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()
+        return float(loss)
+
+    return step
+
+
+def main() -> None:
+    """Warm up, then time steps."""
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    watch = DeviceWatch()
+    cap_allocator(options.get("cap_gib", 0))
+    step = plain(options) if options["where"] == "plain" else stock(options)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    watch.restart()
+    for _ in range(options["warm"]):
+        step()
+    synchronize()
+    repeats, losses = [], []
+    before = drive_bytes(options.get("nvme"))
+    for _ in range(options["repeats"]):
+        start_s = time.perf_counter()
+        for _ in range(options["steps"]):
+            losses.append(step())
+        synchronize()
+        repeats.append((time.perf_counter() - start_s) / options["steps"])
+    after = drive_bytes(options.get("nvme"))
+    n_steps = options["steps"] * options["repeats"]
+    finish(
+        {
+            "step_s": sorted(repeats)[len(repeats) // 2],
+            "repeats_s": repeats,
+            "losses": losses,
+            "peak_vram_bytes": watch.stop(),
+            "drive_bytes_per_step": {k: (after[k] - before[k]) / n_steps for k in after} if before and after else None,
+        }
+    )
+    os._exit(0)  # DeepSpeed's threads and process group have nothing left to do
+
+
+if __name__ == "__main__":
+    main()

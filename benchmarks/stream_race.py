@@ -1,0 +1,237 @@
+"""The streaming engine against stock DeepSpeed, no offload at all, and (where its folder is given) the prototype.
+
+    python benchmarks/stream_race.py --group ram --out race.json [--prototype FOLDER] [--nvme FOLDER] [--repeats 3]
+    python benchmarks/stream_race.py --group ram --shape tiny --only ours-fp32-clip     (dry run, CPU)
+
+Each variant is a child process of its own on an otherwise idle GPU, with torch's allocator capped at --cap_gib (6.5, as
+on an 8 GB card; variants that hold everything on the GPU are not capped). Random tokens and weights. Timed from a
+moment with nothing pending to the next such moment; the median of `repeats`. Peak VRAM is the driver's figure for the
+device less what was used before. Ratios are to the best stock setting of the run with the same clipping.
+
+Groups: ram (16,384 tokens), ram4k (4,096), sweep (stock), nvme, big (2.8 B), 8b. Exit code 1 when a variant
+failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+TOKENS = {
+    "16k": {"mb": 4, "seq": 1024, "gas": 4},
+    "4k": {"mb": 4, "seq": 1024, "gas": 1},
+    "tiny": {"mb": 2, "seq": 16, "gas": 2},
+}
+    "16k": {"mb": 4, "seq": 1024, "gas": 4},
+    "4k": {"mb": 4, "seq": 1024, "gas": 1},
+    "tiny": {"mb": 2, "seq": 16, "gas": 2},
+}
+
+
+def ours(shape: str, tokens: str, clip: float, states: str, **more: Any) -> dict[str, Any]:
+    """A variant of the streaming engine."""
+    on_nvme = more.pop("nvme", False)
+    settings = {"max_grad_norm": clip, "states": states} | more
+    return {"child": "race_ours.py", "shape": shape, **TOKENS[tokens], "settings": settings, "uses_nvme": on_nvme}
+
+
+def stock(shape: str, tokens: str, clip: float, where: str, **more: Any) -> dict[str, Any]:
+    """A variant of DeepSpeed as it is, or of plain torch."""
+    uncapped = where in ("none", "plain")
+    return {"child": "race_stock.py", "shape": shape, **TOKENS[tokens], "clip": clip, "where": where, **more} | (
+        {"cap_gib": 0} if uncapped else {}
+    )
+
+
+def prototype(
+    shape: str, tokens: str, states: str, *, defer: bool, compiled: bool = True, **env: Any
+) -> dict[str, Any]:
+    """A variant of the prototype."""
+    sizes = {"1.2b": {"H": 2048, "L": 24}, "2.8b": {"H": 3072, "L": 26}}[shape]
+    sizes |= {"GAS": TOKENS[tokens]["gas"], "VAR": states, "POL": "defer" if defer else "prio"}
+    sizes |= {"COMP": 1, "VJP": 1} if compiled else {}
+    return {"child": "prototype", "env": sizes | env, **TOKENS[tokens]}
+
+
+def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, Any]]]:
+    """All groups."""
+    t16, t4 = tokens or "16k", tokens or "4k"
+    ram = {
+        "stock-ram": stock(shape, t16, 0, "cpu"),
+        "stock-ram-clip": stock(shape, t16, 1, "cpu"),
+        "zero2-clip": stock(shape, t16, 1, "none"),
+        "plain-eager": stock(shape, t16, 0, "plain"),
+        "plain-compiled": stock(shape, t16, 0, "plain", compile=True),
+        "ours-fp32": ours(shape, t16, 0, "fp32"),
+        "ours-fp32-clip": ours(shape, t16, 1, "fp32"),
+        "ours-split-clip": ours(shape, t16, 1, "split"),
+        "ours-split8-clip": ours(shape, t16, 1, "split8"),
+        "ours-fp32-eager": ours(shape, t16, 0, "fp32", compile="off"),
+        "ours-fp32-clip-4gib": ours(shape, t16, 1, "fp32", staging_bytes=4 << 30),
+        "ours-fp32-clip-1gib": ours(shape, t16, 1, "fp32", staging_bytes=1 << 30),
+        "ours-fp32-clip-actram": ours(shape, t16, 1, "fp32", activations="ram"),
+    }
+    if shape == "1.2b":
+        ram |= {
+            "proto-fp32": prototype(shape, t16, "fp32", defer=False),
+            "proto-fp32-clip": prototype(shape, t16, "fp32", defer=True),
+            "proto-split8-clip": prototype(shape, t16, "split8", defer=True),
+            "proto-fp32-eager": prototype(shape, t16, "fp32", defer=False, compiled=False),
+        }
+    ram4k = {
+        "stock-ram": stock(shape, t4, 0, "cpu"),
+        "stock-ram-clip": stock(shape, t4, 1, "cpu"),
+        "ours-fp32": ours(shape, t4, 0, "fp32"),
+        "ours-fp32-clip": ours(shape, t4, 1, "fp32"),
+        "ours-split8": ours(shape, t4, 0, "split8"),
+        "ours-split8-clip": ours(shape, t4, 1, "split8"),
+    }
+    if shape == "1.2b":
+        ram4k |= {
+            "proto-fp32": prototype(shape, t4, "fp32", defer=False),
+            "proto-split8": prototype(shape, t4, "split8", defer=False),
+        }
+    sweep = {
+        f"stock-ram-sg{sub:.0e}-pf{prefetch:.0e}-live{live:.0e}": stock(
+            shape, t16, 0, "cpu", sub_group=sub, prefetch=prefetch, live=live
+        )
+        for sub, prefetch, live in ((1e8, 5e7, 3e8), (1e9, 5e7, 3e8), (1e8, 2e8, 1e9), (3e7, 5e7, 1e9), (1e9, 5e8, 1e9))
+    }
+    all_nvme = {"nvme": True, "nvme_path": "@nvme", "state_ram_bytes": 0}
+    nvme = {
+        "stock-optimizer-nvme": stock(shape, t16, 1, "optimizer-nvme", uses_nvme=True),
+        "ours-fp32-nvme": ours(shape, t16, 1, "fp32", **all_nvme),
+        "ours-split-nvme": ours(shape, t16, 1, "split", **all_nvme),
+        "ours-split8-nvme": ours(shape, t16, 1, "split8", **all_nvme),
+        "ours-fp32-half": ours(shape, t16, 1, "fp32", **(all_nvme | {"state_ram_bytes": "@half"})),
+        "ours-all-nvme": ours(shape, t16, 1, "split8", **all_nvme, weight_ram_bytes=0),
+        "stock-all-nvme": stock(shape, t16, 1, "nvme", uses_nvme=True),
+    }
+    big = {
+        "stock-ram": stock("2.8b", t16, 0, "cpu"),
+        "stock-ram-clip": stock("2.8b", t16, 1, "cpu"),
+        "ours-fp32": ours("2.8b", t16, 0, "fp32"),
+        "ours-fp32-clip": ours("2.8b", t16, 1, "fp32"),
+        "ours-split8-clip": ours("2.8b", t16, 1, "split8"),
+    }
+    full8b = {"ours-8b-split8": ours("8b", t16, 0, "split8", activations="ram", gradient_bytes=2 << 30)}
+    return {"ram": ram, "ram4k": ram4k, "sweep": sweep, "nvme": nvme, "big": big, "8b": full8b}
+
+
+def run(name: str, variant: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """One child; its result, or {"error": ...}."""
+    options = {"warm": args.warm, "steps": args.steps, "repeats": args.repeats, "cap_gib": args.cap_gib} | variant
+    if variant.get("uses_nvme"):
+        options["nvme"] = str(args.nvme)
+        if variant["child"] == "race_stock.py":  # half a minute a step
+            options |= {"warm": 1, "steps": 1, "repeats": 2}
+        else:
+            options |= {"warm": 1, "steps": 2, "repeats": 2}
+    text = json.dumps(options).replace('"@nvme"', json.dumps(str(args.nvme))).replace('"@half"', str(args.half_bytes))
+    begin_s = time.perf_counter()
+    if variant["child"] == "prototype":
+        command = [sys.executable, "stream.py"]
+        env = {**os.environ, **{k: str(v) for k, v in variant["env"].items()}}
+        env |= {"KSO": "./k.so", "STEPS": str(2 + args.steps * args.repeats), "WARM": "2", "CAP": str(args.cap_gib)}
+        folder: Path = args.prototype
+    else:
+        command, env, folder = [sys.executable, str(HERE / variant["child"]), text], dict(os.environ), ROOT
+        env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
+    try:
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=args.limit_s)
+        text_out = done.stdout + done.stderr
+    except subprocess.TimeoutExpired as error:
+        return {"error": f"no end within {args.limit_s} s: {str(error.stdout)[-800:]}"}
+    lines = [line for line in text_out.splitlines() if line.startswith(("RESULT ", "RES "))]
+    if not lines:
+        return {"error": text_out[-2500:]}
+    result = json.loads(lines[-1].split(" ", 1)[1])
+    if variant["child"] == "prototype":
+        result = {
+            "step_s": result["s_step"],
+            "losses": result["loss"],
+            "torch_peak_bytes": result["peak"] * 2**30,
+            "rss": {"VmRSS": result["rss"] * 2**30},
+            "raw": result,
+        }
+    result["child_s"] = time.perf_counter() - begin_s
+    result["said"] = text_out[:1500] if variant["child"] == "race_ours.py" else ""
+    return result
+
+
+def row(name: str, result: dict[str, Any], best: float | None) -> str:
+    """A line of the table."""
+    if "error" in result:
+        return f"{name:24} FAILED {result['error'][-1500:]}"
+
+    def gib(n_bytes: float | None) -> str:
+        return f"{n_bytes / 2**30:8.2f}" if n_bytes else f"{'-':>8}"
+
+    rss = result.get("rss_training") or result["rss"]
+    ratio = f"{best / result['step_s']:6.2f}x" if best else "      -"
+    drive = result.get("drive_bytes_per_step")
+    traffic = f" drive {drive['read'] / 1e9:.1f}+{drive['written'] / 1e9:.1f} GB" if drive else ""
+    phases = " ".join(f"{k} {v:.3f}" for k, v in result.get("phases", {}).items())
+    return (
+        f"{name:24}{result['step_s']:8.3f} s {ratio} VRAM{gib(result.get('peak_vram_bytes'))} torch"
+        f"{gib(result.get('torch_peak_bytes'))} RSS{gib(rss.get('VmRSS'))} child {result['child_s']:5.0f} s"
+        f"{traffic} {phases}"
+    )
+
+
+def main() -> int:
+    """Run a group's variants and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--group", default="ram")
+    parser.add_argument("--only", help="comma-separated variants of the group")
+    parser.add_argument("--skip", default="", help="comma-separated variants of the group")
+    parser.add_argument("--shape", default="1.2b")
+    parser.add_argument("--tokens", choices=list(TOKENS))
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--cap_gib", type=float, default=6.5)
+    parser.add_argument("--half_bytes", type=int, default=7_300_000_000, help="RAM for states in the half variants")
+    parser.add_argument("--nvme", type=Path)
+    parser.add_argument("--prototype", type=Path, help="folder with the prototype's stream.py and kernel.cpp")
+    parser.add_argument("--limit_s", type=float, default=240)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    chosen = variants(args.shape, args.tokens or ("tiny" if args.shape == "tiny" else None))[args.group]
+    if args.only:
+        chosen = {name: chosen[name] for name in args.only.split(",")}
+    chosen = {name: variant for name, variant in chosen.items() if name not in args.skip.split(",")}
+    if args.prototype is None:
+        chosen = {name: variant for name, variant in chosen.items() if variant["child"] != "prototype"}
+    elif not (args.prototype / "k.so").exists():
+        flags = "-O3 -march=native -ffast-math -mprefer-vector-width=512 -std=c++17 -shared -fPIC -pthread"
+        subprocess.run(["g++", *flags.split(), "kernel.cpp", "-o", "k.so"], cwd=args.prototype, check=True)
+    if args.nvme:
+        args.nvme.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+    for name, variant in chosen.items():
+        results[name] = run(name, variant, args)
+        clipped = name.endswith("-clip") or "-clip-" in name or "nvme" in name or "half" in name
+        bases = [
+            r["step_s"]
+            for n, r in results.items()
+            if n.startswith("stock") and ("clip" in n or "nvme" in n) == clipped and "error" not in r
+        ]
+        print(row(name, results[name], min(bases) if bases else None), flush=True)
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            record = {"arguments": {k: str(v) for k, v in vars(args).items()}, "variants": chosen, "results": results}
+            args.out.write_text(json.dumps(record, indent=1))
+    return 1 if any("error" in result for result in results.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
