@@ -30,10 +30,6 @@ TOKENS = {
     "4k": {"mb": 4, "seq": 1024, "gas": 1},
     "tiny": {"mb": 2, "seq": 16, "gas": 2},
 }
-    "16k": {"mb": 4, "seq": 1024, "gas": 4},
-    "4k": {"mb": 4, "seq": 1024, "gas": 1},
-    "tiny": {"mb": 2, "seq": 16, "gas": 2},
-}
 
 
 def ours(shape: str, tokens: str, clip: float, states: str, **more: Any) -> dict[str, Any]:
