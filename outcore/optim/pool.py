@@ -29,7 +29,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -98,6 +98,8 @@ class OptimizerPool:
         self._pending: dict[int, _Live] = {}
         self._num_reaped = 0
         self._closed = False
+        self.on_finished: Callable[[Ticket], object] | None = None
+        """Hears of every unit whose work has ended, once, on whichever thread notices (for a trace)."""
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _dispose, self._queue, self._pid)
 
@@ -257,6 +259,8 @@ class OptimizerPool:
             finished.busy_s,
         )
         self._forget_if_over(live)
+        if self.on_finished is not None:
+            self.on_finished(live.ticket)
 
     def _forget_if_over(self, live: _Live) -> None:
         if live.chunks_left == 0 and live.ticket.result is not None:

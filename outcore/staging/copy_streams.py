@@ -30,6 +30,11 @@ class CopyEvent(Protocol):
         """Blocks (without spinning) until the copy has ended; raises what the device reports."""
         ...
 
+    @property
+    def span(self) -> tuple[Any, Any]:
+        """Its first and last moment: timed CUDA events, or seconds on the clock of time.perf_counter."""
+        ...
+
     def copy_s(self) -> float:
         """Seconds the copy took on the device; only after the end."""
         ...
@@ -71,14 +76,15 @@ class FinishedCopy:
 
     is_over = True
 
-    def __init__(self, copy_s: float) -> None:
-        self._copy_s = copy_s
+    def __init__(self, begin_s: float, end_s: float) -> None:
+        self.span = (begin_s, end_s)
 
     def synchronize(self) -> None:
         return
 
     def copy_s(self) -> float:
-        return self._copy_s
+        begin_s, end_s = self.span
+        return end_s - begin_s
 
 
 class HostStreams:
@@ -100,7 +106,7 @@ class HostStreams:
         with torch.inference_mode():  # also writes tensors that were made in inference mode
             for target, source in pieces:
                 target.copy_(source)
-        return FinishedCopy(time.perf_counter() - begin_s)
+        return FinishedCopy(begin_s, time.perf_counter())
 
     def hold(self, stream: Any, event: CopyEvent) -> None:
         return
@@ -117,6 +123,10 @@ class CudaCopy:
     def __init__(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
         self.begin = begin
         self.end = end
+
+    @property
+    def span(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        return self.begin, self.end
 
     def synchronize(self) -> None:
         self.end.synchronize()

@@ -186,21 +186,23 @@ class Lane:
 
     # ------------------------------------------------------------------ submitting, on callers' threads
 
-    def _submit_file(self, device_tensor: torch.Tensor, file: BlockFile, offset: int, after: After) -> LaneTransfer:
+    def _submit_file(
+        self, device_tensor: torch.Tensor, file: BlockFile, offset: int, after: After, label: str
+    ) -> LaneTransfer:
         if self._engine is None:
             raise ValueError(f"{self.direction} lane {self.owner!r} was made without a storage engine")
         if offset < 0:
             raise ValueError(f"a file offset cannot be negative, got {offset}")
         flat = self._flat(device_tensor)
-        what = f"{self.direction} of {format_gib(flat.numel())} ({file.path} at offset {offset})"
+        what = f"{self.direction} of {_named(label)}{format_gib(flat.numel())} ({file.path} at offset {offset})"
         home = FileHome(self._engine, file, offset, self._priority)
-        transfer = LaneTransfer(self, what, flat, home, self._event(after))
+        transfer = LaneTransfer(self, what, flat, home, self._event(after), label)
         self._register(transfer)
         self._driver.accept(transfer, direct=self.direct)
         return transfer
 
     def _submit_stored(
-        self, device_tensor: torch.Tensor, store: TensorStore, name: str, offset_bytes: int, after: After
+        self, device_tensor: torch.Tensor, store: TensorStore, name: str, offset_bytes: int, after: After, label: str
     ) -> LaneTransfer:
         flat = self._flat(device_tensor)
         home = StoreHome(store, name, offset_bytes, device_tensor, self._priority)
@@ -214,13 +216,15 @@ class Lane:
                 f"a store with checksums needs slots of at least {2 * home.grain_bytes} bytes, "
                 f"lane {self.owner!r} has {self.slot_bytes}: smaller pieces could not be verified"
             )
-        what = f"{self.direction} of {format_gib(flat.numel())} ({name!r} in {store!r})"
-        transfer = LaneTransfer(self, what, flat, home, self._event(after))
+        what = f"{self.direction} of {_named(label)}{format_gib(flat.numel())} ({name!r} in {store!r})"
+        transfer = LaneTransfer(self, what, flat, home, self._event(after), label)
         self._register(transfer)
         self._driver.accept(transfer, direct=self.direct and getattr(store.engine, "gds", False))
         return transfer
 
-    def _submit_host(self, device_tensor: torch.Tensor, host_tensor: torch.Tensor, after: After) -> LaneTransfer:
+    def _submit_host(
+        self, device_tensor: torch.Tensor, host_tensor: torch.Tensor, after: After, label: str
+    ) -> LaneTransfer:
         flat = self._flat(device_tensor)
         if host_tensor.device.type != "cpu" or not host_tensor.is_contiguous():
             kind = "contiguous" if host_tensor.is_contiguous() else "not contiguous"
@@ -228,13 +232,14 @@ class Lane:
         memory = host_tensor.detach().reshape(-1).view(torch.uint8)
         if memory.numel() != flat.numel():
             raise ValueError(f"the ends differ in size: {memory.numel()} bytes in RAM, {flat.numel()} on {self.device}")
-        what = f"{self.direction} of {format_gib(flat.numel())} (RAM)"
+        what = f"{self.direction} of {_named(label)}{format_gib(flat.numel())} (RAM)"
         if flat.numel() and self.streams.is_pinned(memory):
-            transfer = LaneTransfer(self, what, flat, None, self._event(after))
+            transfer = LaneTransfer(self, what, flat, None, self._event(after), label)
             self._register(transfer)
             self._copy_pinned(transfer, flat, memory)
         else:
-            transfer = LaneTransfer(self, what, flat, RamHome(self._copier, memory), self._event(after))
+            home = RamHome(self._copier, memory)
+            transfer = LaneTransfer(self, what, flat, home, self._event(after), label)
             self._register(transfer)
             self._driver.accept(transfer)
         return transfer
@@ -334,6 +339,10 @@ def _lease_slots(pool: PinnedPool, slot_bytes: int, num_slots: int, owner: str, 
             lease.release()
         raise
     return leases
+
+
+def _named(label: str) -> str:
+    return f"{label}, " if label else ""
 
 
 def _with_index(device: torch.device) -> torch.device:

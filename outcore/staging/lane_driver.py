@@ -232,7 +232,7 @@ class LaneDriver:
 
     def _copy_ended(self, chunk: Chunk, copy: CopyEvent, error: BaseException | None) -> None:
         if error is None:
-            self._clock.add(copy_busy_s=copy.copy_s())
+            self._clock.copied(chunk.transfer.label, chunk.n_bytes, copy)
         error = error or chunk.transfer.failure
         if error is None and not self._is_upload:
             self._start_io(chunk)
@@ -251,7 +251,7 @@ class LaneDriver:
         self, transfer: LaneTransfer, n_bytes: int, copy: CopyEvent, keep: torch.Tensor, error: BaseException | None
     ) -> None:
         if error is None:
-            self._clock.add(copy_busy_s=copy.copy_s())
+            self._clock.copied(transfer.label, n_bytes, copy)
         self._end(transfer, n_bytes, error)
 
     def _cancel(self, make_error: Callable[[LaneTransfer], BaseException]) -> None:

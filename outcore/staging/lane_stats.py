@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
+
+from outcore.staging.copy_streams import CopyEvent
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,13 @@ class LaneStats:
 
 
 class LaneClock:
-    """Collects `LaneStats`; safe from any thread."""
+    """Collects `LaneStats`; safe from any thread.
+
+    `on_copy(label, n_bytes, copy)`, when set, hears of every copy that has ended, on the lane's thread (for a trace).
+    """
 
     def __init__(self) -> None:
+        self.on_copy: Callable[[str, int, CopyEvent], object] | None = None
         self._lock = threading.Lock()
         self._totals: dict[str, Any] = {f.name: f.default for f in fields(LaneStats)}
         self._io_count = 0
@@ -45,6 +52,12 @@ class LaneClock:
         with self._lock:
             for name, amount in amounts.items():
                 self._totals[name] += amount
+
+    def copied(self, label: str, n_bytes: int, copy: CopyEvent) -> None:
+        """A copy over the link has ended well."""
+        self.add(copy_busy_s=copy.copy_s())
+        if self.on_copy is not None:
+            self.on_copy(label, n_bytes, copy)
 
     def io_begins(self) -> None:
         with self._lock:

@@ -33,9 +33,13 @@ class LaneClosed(RuntimeError):
 class LaneTransfer:
     """Made by a lane's `submit` and `submit_host`."""
 
-    def __init__(self, lane: Lane, what: str, device_bytes: torch.Tensor, home: Home | None, after: Any) -> None:
+    def __init__(
+        self, lane: Lane, what: str, device_bytes: torch.Tensor, home: Home | None, after: Any, label: str = ""
+    ) -> None:
         self.n_bytes = device_bytes.numel()
         self.what = what
+        self.label = label
+        """Whose bytes they are, for messages and traces."""
         self._lane = lane
         self._condition = threading.Condition()
         self._issued_bytes = 0

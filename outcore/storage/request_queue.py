@@ -11,6 +11,7 @@ import errno as errno_module
 import heapq
 import os
 import threading
+import time
 from typing import Any, Literal
 
 from outcore.storage.block_file import BlockFile
@@ -29,7 +30,19 @@ class Request:
     piece's thread before it moves bytes (waiting for a CUDA event, for instance).
     """
 
-    __slots__ = ("before", "error", "file", "in_flight", "kind", "next", "offset", "piece_bytes", "transfer", "view")
+    __slots__ = (
+        "before",
+        "error",
+        "file",
+        "in_flight",
+        "kind",
+        "next",
+        "offset",
+        "piece_bytes",
+        "started_s",
+        "transfer",
+        "view",
+    )
 
     def __init__(
         self,
@@ -51,6 +64,8 @@ class Request:
         self.before = before
         self.next = 0
         self.in_flight = 0
+        self.started_s = 0.0
+        """When a thread took its first piece, on the clock of time.perf_counter."""
         self.error: BaseException | None = None
 
     @property
@@ -63,6 +78,8 @@ class Request:
 
     def take_piece(self) -> tuple[int, int]:
         start = self.next
+        if not start:
+            self.started_s = time.perf_counter()
         stop = start + self.piece_bytes
         if stop < self.view.nbytes:
             stop -= (self.offset + stop) % PIECE_ALIGN_BYTES  # cut on a block boundary of the file

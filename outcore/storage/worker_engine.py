@@ -61,6 +61,8 @@ class WorkerEngine:
             thread.start()
         # Runs when the engine is collected and at interpreter exit, before daemon threads are frozen mid-write.
         self._finalizer = weakref.finalize(self, _shut_down, self._queue, self._threads, cancel=False)
+        self.on_finished: Callable[[Request, float], object] | None = None
+        """Hears of every request that has ended and when (time.perf_counter), on a worker's thread (for a trace)."""
 
     def submit_read(self, file: BlockFile, offset: int, buffer: Any, *, priority: int = 0) -> Transfer:
         """Fill `buffer` from `file` at byte `offset`; returns at once. The buffer is the engine's until done.
@@ -89,6 +91,8 @@ class WorkerEngine:
             transfer.finish()
             return transfer
         request = Request(kind, file, offset, view, piece_bytes=self.block_bytes, transfer=transfer, before=before)
+        if (hear := self.on_finished) is not None:
+            transfer.add_done_callback(lambda _: hear(request, time.perf_counter()))
         self._queue.put(request, priority)
         return transfer
 
