@@ -11,7 +11,7 @@ from outcore.engine.stream.check import sharing_holds, try_tiny_copy
 from outcore.engine.stream.compiled import CompiledLayers, draws_random_numbers
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.gradients import GradientDownload
-from outcore.engine.stream.homes import RamHomes
+from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.prefetch import WeightPrefetcher
@@ -37,7 +37,7 @@ ACTIVATION_SHARE = 25
 class _Source:
     """What the prefetcher asks: homes, and whether their last update is over."""
 
-    def __init__(self, homes: RamHomes, updates: UnitUpdates) -> None:
+    def __init__(self, homes: Homes, updates: UnitUpdates) -> None:
         self._homes, self._updates = homes, updates
 
     def slab(self, unit: Unit) -> torch.Tensor:
@@ -88,6 +88,11 @@ def build_stream_engine(
     states = state_format(settings.states)
     states.check_param_dtype(dtype)
     settings.is_deferred(dtype)
+    for name in ("weight_ram_bytes", "state_ram_bytes", "gradient_bytes"):
+        if getattr(settings, name) is not None:
+            raise ValueError(f"{name}: this engine keeps parameters, states and gradients in RAM")
+    if settings.activations == "nvme":
+        raise ValueError("activations: nvme: this engine keeps activation checkpoints on the device or in RAM")
     _prepare_model(units, device)
     with ExitStack() as undo:
         staging = undo.enter_context(PinnedPool(_pool_bytes(units, settings), device=device, probe=pinned_grant))
@@ -97,7 +102,7 @@ def build_stream_engine(
             staging, ACTIVATION_SHARE * staging.free_bytes // 100 if settings.activations == "ram" else 0
         )
         undo.callback(memory.close)
-        homes = RamHomes(units.all, memory, states, chunk_numel=settings.chunk_numel)
+        homes = Homes(units.all, memory, states, chunk_numel=settings.chunk_numel)
         optimizer = undo.enter_context(OptimizerPool(settings.optimizer_threads, backend=settings.optimizer_backend))
         updates = UnitUpdates(homes, optimizer)
         prefetcher = WeightPrefetcher(units, _Source(homes, updates), upload, settings.num_layer_buffers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from outcore.engine.stream.accumulator import GradAccumulator
-from outcore.engine.stream.homes import RamHomes
+from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.units import Unit, Units
 from outcore.staging import DownloadLane, LaneTransfer
 
@@ -20,7 +20,7 @@ class GradientDownload:
     def __init__(
         self,
         units: Units,
-        homes: RamHomes,
+        homes: Homes,
         lane: DownloadLane,
         *,
         accumulate_dtype: torch.dtype = torch.float32,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from outcore.engine.stream.gradients import GradientDownload
-from outcore.engine.stream.homes import RamHomes
+from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.prefetch import WeightPrefetcher
 from outcore.engine.stream.schedule import VerticalSchedule
@@ -27,7 +27,7 @@ class EngineParts:
     device: torch.device
     staging: PinnedPool
     memory: HostMemory
-    homes: RamHomes
+    homes: Homes
     upload: UploadLane
     download_lane: DownloadLane
     optimizer: OptimizerPool

@@ -32,8 +32,22 @@ class StreamSettings:
     """Optimizer states: fp32, split (bf16 only: exact in 10 B instead of 12), or with 8-bit moments fp32_m8, split8."""
     accumulate: Literal["fp32", "weights"] = "fp32"
     """Type in which gradients of several micro-batches are added up on the device."""
-    activations: Literal["device", "ram"] = "device"
+    activations: Literal["device", "ram", "nvme"] = "device"
     """Where activation checkpoints wait for their backward."""
+    nvme_path: str | tuple[str, ...] | None = None
+    """Folder for what does not live in RAM, or several on different drives, which are then used side by side. Scratch:
+    made when the engine is built, removed when it is closed. None: everything lives in RAM."""
+    state_ram_bytes: int | None = None
+    """RAM for optimizer states; what does not fit lives in `nvme_path`. None: all in RAM; 0: all on NVMe."""
+    weight_ram_bytes: int | None = None
+    """RAM for the homes of parameters, likewise."""
+    gradient_bytes: int | None = None
+    """RAM for gradients on their way to the optimizer, with immediate updates. None: all of them where RAM allows, else
+    three of the largest. With deferred updates every gradient waits for the norm, so all have a home."""
+    state_ring_bytes: int = GIB
+    """RAM through which states on NVMe flow, in slots of one chunk each."""
+    state_ring_slots: int = 24
+    """Slots at most: a drive needs many requests under way, in both directions."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Layers through torch.compile. auto: on a GPU, where the model allows it; the reason is said where not."""
     num_layer_buffers: int = 3
@@ -64,7 +78,7 @@ class StreamSettings:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
-        for name in ("num_layer_buffers", "num_slots", "eval_group", "logits_chunk_bytes"):
+        for name in ("num_layer_buffers", "num_slots", "eval_group", "logits_chunk_bytes", "state_ring_slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         state_format(self.states)
@@ -75,11 +89,34 @@ class StreamSettings:
                 f"staging_bytes {self.staging_bytes} cannot hold the slots of the two lanes ({self.lane_bytes} bytes): "
                 "raise it, or lower slot_bytes or num_slots"
             )
+        self._check_residency()
         if self.update == "immediate" and self.max_grad_norm:
             raise ValueError(
                 "update: immediate cannot clip the global norm, which is known only when every gradient is there. Set "
                 "max_grad_norm 0, or update: deferred"
             )
+
+    def _check_residency(self) -> None:
+        for name in ("state_ram_bytes", "weight_ram_bytes", "gradient_bytes", "state_ring_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        spills = [name for name in ("state_ram_bytes", "weight_ram_bytes") if getattr(self, name) is not None]
+        spills += ["activations: nvme"] if self.activations == "nvme" else []
+        if spills and not self.nvme_paths:
+            raise ValueError(f"{spills[0]} needs nvme_path, a folder on the drive that takes what RAM does not hold")
+        if self.gradient_bytes is not None and (self.max_grad_norm or self.update == "deferred"):
+            raise ValueError(
+                "gradient_bytes needs immediate updates: deferred ones wait for the global norm, so the gradients of "
+                "all layers must be kept until then. Set max_grad_norm 0 and update: immediate, or leave it out"
+            )
+
+    @property
+    def nvme_paths(self) -> tuple[str, ...]:
+        """The folders of `nvme_path`; none when everything lives in RAM."""
+        if self.nvme_path is None:
+            return ()
+        return (self.nvme_path,) if isinstance(self.nvme_path, str) else tuple(self.nvme_path)
 
     @property
     def lane_bytes(self) -> int:
@@ -100,5 +137,5 @@ _CHOICES = {
     "update": ("auto", "deferred", "immediate"),
     "accumulate": ("fp32", "weights"),
     "compile": ("auto", "on", "off"),
-    "activations": ("device", "ram"),
+    "activations": ("device", "ram", "nvme"),
 }

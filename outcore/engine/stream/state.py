@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from outcore.engine.shards import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
-from outcore.engine.stream.homes import RamHomes
+from outcore.engine.stream.homes import Homes
 from outcore.model.head import unwrap
 from outcore.model.load import LoadedModel
 from outcore.model.names import checkpoint_name
@@ -27,7 +27,7 @@ OnFile = Callable[[Path, int], None]
 class StreamState:
     """Reads and writes the homes of one model. No update may be under way."""
 
-    def __init__(self, loaded: LoadedModel, homes: RamHomes) -> None:
+    def __init__(self, loaded: LoadedModel, homes: Homes) -> None:
         self._loaded, self._homes = loaded, homes
         slots = [homes.slot(checkpoint_name(name)) for name, _ in unwrap(loaded.model).named_parameters()]
         self._trainable = {slot.name: slot.shape for slot in slots if slot.trainable}

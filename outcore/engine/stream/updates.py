@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 
 from outcore.engine.base import EngineError, NonFiniteLossError
-from outcore.engine.stream.homes import RamHomes
+from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.units import Unit
 from outcore.optim import AdamWHyper, OptimizerPool, Ticket
 from outcore.staging import LaneTransfer
@@ -32,7 +32,7 @@ class _Pending:
 class UnitUpdates:
     """See the module docstring. Called from one thread (the lanes' callbacks apart)."""
 
-    def __init__(self, homes: RamHomes, pool: OptimizerPool, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, homes: Homes, pool: OptimizerPool, timeout_s: float = TIMEOUT_S) -> None:
         self._homes, self._pool, self._timeout_s = homes, pool, timeout_s
         self._pending: dict[int, _Pending] = {}
         self.wait_s = 0.0
