@@ -15,7 +15,11 @@ from outcore.staging import DownloadLane, LaneTransfer
 
 
 class GradientDownload:
-    """`accumulate_dtype`: in what the gradients of micro-batches are added up on the device."""
+    """`accumulate_dtype`: in what the gradients of micro-batches are added up on the device.
+
+    `skip`: indices of units whose gradients never come in whole (they are computed in tiles); no buffer has room for
+    them, but what `count` is told of them is part of the norm.
+    """
 
     def __init__(
         self,
@@ -25,9 +29,10 @@ class GradientDownload:
         *,
         accumulate_dtype: torch.dtype = torch.float32,
         num_buffers: int = 2,
+        skip: frozenset[int] = frozenset(),
     ) -> None:
         self._homes, self._lane = homes, lane
-        trainable = [unit for unit in units.all if unit.is_trainable]
+        trainable = [unit for unit in units.all if unit.is_trainable and unit.index not in skip]
         self._ship = [
             torch.zeros(
                 max((homes[unit].grad.nbytes for unit in trainable), default=0), dtype=torch.uint8, device=lane.device
@@ -35,7 +40,7 @@ class GradientDownload:
             for _ in range(num_buffers)
         ]
         # Tied weights gather gradients from the head until the embedding's backward, across all layers.
-        kept = {units.embed.index} if units.tied else set()
+        kept = {units.embed.index} - skip if units.tied else set()
         largest = max((u.layout.trainable_numel for u in trainable if u.index not in kept), default=0)
         shared = torch.zeros(largest, dtype=accumulate_dtype, device=lane.device)
         ends = torch.zeros(
@@ -68,11 +73,15 @@ class GradientDownload:
         if complete.data_ptr() != target.data_ptr():
             target = self._take_buffer(unit)
             target.copy_(complete)
-        self._sumsq += torch.linalg.vector_norm(target, dtype=torch.float32).double().square()
+        self.count(target)
         transfer = self._lane.submit_host(target, self._homes[unit].grad)
         self._leaving[self._turn] = transfer
         self._turn = (self._turn + 1) % len(self._ship)
         return transfer
+
+    def count(self, rounded: torch.Tensor) -> None:
+        """Let values that go down (or lie in RAM) take part in the norm."""
+        self._sumsq += torch.linalg.vector_norm(rounded, dtype=torch.float32).double().square().to(self._sumsq.device)
 
     def norm(self) -> torch.Tensor:
         """fp64 scalar on the device: L2 norm of everything shipped in this step; not finite if anything was not."""

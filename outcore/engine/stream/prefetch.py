@@ -39,12 +39,23 @@ class WeightSource(Protocol):
 
 
 class WeightPrefetcher:
-    """See the module docstring. One pass at a time: `begin`, then `acquire` and `release` each use in turn."""
+    """See the module docstring. One pass at a time: `begin`, then `acquire` and `release` each use in turn.
 
-    def __init__(self, units: Units, source: WeightSource, lane: UploadLane, num_layer_buffers: int = 3) -> None:
-        layer_bytes = max(unit.layout.size_bytes for unit in units.layer_units)
-        ends_bytes = max(units.embed.layout.size_bytes, units.head.layout.size_bytes)
-        counts = [min(num_layer_buffers, len(units.layer_units)), 1]
+    `skip`: indices of units that never come in whole (they are computed in tiles); no buffer has room for them.
+    """
+
+    def __init__(
+        self,
+        units: Units,
+        source: WeightSource,
+        lane: UploadLane,
+        num_layer_buffers: int = 3,
+        skip: frozenset[int] = frozenset(),
+    ) -> None:
+        layers = [unit.layout.size_bytes for unit in units.layer_units if unit.index not in skip]
+        layer_bytes = max(layers, default=0)
+        ends_bytes = max((u.layout.size_bytes for u in (units.embed, units.head) if u.index not in skip), default=0)
+        counts = [max(1, min(num_layer_buffers, len(layers))), 1]
         self._buffers = [
             [torch.zeros(size, dtype=torch.uint8, device=lane.device) for _ in range(count)]
             for size, count in zip([layer_bytes, ends_bytes], counts, strict=True)
