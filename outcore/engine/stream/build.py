@@ -15,9 +15,10 @@ from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.prefetch import WeightPrefetcher
-from outcore.engine.stream.residency import DeviceActivations, RamActivations
+from outcore.engine.stream.residency import Activations, DeviceActivations, NvmeActivations, RamActivations
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.schedule import VerticalSchedule
+from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.units import Unit, Units, discover_units
 from outcore.engine.stream.updates import UnitUpdates
@@ -26,6 +27,7 @@ from outcore.optim import OptimizerPool, state_format
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
 from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.staging.pinned_grant import PinnedGrant
+from outcore.storage import StorageEngine
 from outcore.units import round_up
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ def build_stream_engine(
     device: torch.device | str,
     pinned_grant: PinnedGrant | bool = True,
     trial: bool = True,
+    storage: StorageEngine | None = None,
 ) -> StreamEngine:
     """An engine that trains `loaded` layer by layer on `device` ("cuda" or "cpu").
 
@@ -64,10 +67,11 @@ def build_stream_engine(
     (bf16, fp16 or fp32); they become views of the engine's homes. Its own activation checkpointing is switched off:
     every layer is recomputed anyway. `pinned_grant`: as `probe` of `PinnedPool` (what an earlier probe found; True asks
     a child process; False does not ask). `trial`: first compare a tiny copy of the model, run unit by unit, with plain
-    autograd.
+    autograd. `storage`: whose threads move bytes from and to drives; None opens one.
 
     Raises StreamUnsupported (a ValueError) naming why this model cannot be streamed, before memory is spent; ValueError
-    for settings; PinnedPoolFull or RuntimeError when the machine does not give the staging memory.
+    for settings; PinnedPoolFull or RuntimeError when the machine does not give the staging memory, EngineError when the
+    drives have no room.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -91,11 +95,10 @@ def build_stream_engine(
     for name in ("weight_ram_bytes", "state_ram_bytes", "gradient_bytes"):
         if getattr(settings, name) is not None:
             raise ValueError(f"{name}: this engine keeps parameters, states and gradients in RAM")
-    if settings.activations == "nvme":
-        raise ValueError("activations: nvme: this engine keeps activation checkpoints on the device or in RAM")
     _prepare_model(units, device)
     with ExitStack() as undo:
         staging = undo.enter_context(PinnedPool(_pool_bytes(units, settings), device=device, probe=pinned_grant))
+        scratch = undo.enter_context(Scratch(settings.nvme_paths, storage)) if settings.nvme_paths else None
         upload = undo.enter_context(UploadLane(staging, None, device, settings.slot_bytes, settings.num_slots))
         download_lane = undo.enter_context(DownloadLane(staging, None, device, settings.slot_bytes, settings.num_slots))
         memory = HostMemory(
@@ -112,11 +115,15 @@ def build_stream_engine(
             download_lane,
             accumulate_dtype=torch.float32 if settings.accumulate == "fp32" else dtype,
         )
-        activations = (
-            DeviceActivations()
-            if settings.activations == "device"
-            else RamActivations(memory, upload, download_lane, len(units.layers))
-        )
+        num_layers = len(units.layers)
+        activations: Activations = DeviceActivations()
+        if settings.activations == "ram":
+            activations = RamActivations(memory, upload, download_lane, num_layers)
+        elif settings.activations == "nvme":
+            assert scratch is not None
+            activations = NvmeActivations(scratch, upload, download_lane, num_layers)
+            row_bytes = loaded.facts.hidden_size * dtype.itemsize
+            activations.reserve([tokens * row_bytes for tokens in settings.step_tokens or ()])
         schedule = VerticalSchedule(runner, prefetcher, download, activations, device, settings.seed)
         engine = StreamEngine(
             loaded,
@@ -126,6 +133,7 @@ def build_stream_engine(
                 device,
                 staging,
                 memory,
+                scratch,
                 homes,
                 upload,
                 download_lane,

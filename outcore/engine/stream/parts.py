@@ -11,6 +11,7 @@ from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.prefetch import WeightPrefetcher
 from outcore.engine.stream.schedule import VerticalSchedule
+from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.units import Units
 from outcore.engine.stream.updates import UnitUpdates
@@ -27,6 +28,8 @@ class EngineParts:
     device: torch.device
     staging: PinnedPool
     memory: HostMemory
+    scratch: Scratch | None
+    """None: everything lives in RAM."""
     homes: Homes
     upload: UploadLane
     download_lane: DownloadLane
@@ -67,5 +70,7 @@ class EngineParts:
         self.optimizer.close(cancel=True)
         self.upload.close()
         self.download_lane.close()
+        if self.scratch is not None:
+            self.scratch.close()
         self.memory.close()
         self.staging.close()

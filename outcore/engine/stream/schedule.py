@@ -170,6 +170,8 @@ class VerticalSchedule:
             item.hidden = item.log.hidden
             item.log.first = None  # a checkpoint, if anything, keeps it
         self.prefetcher.release(0)
+        if kept is not None and self._lowest is not None:
+            kept.reserve([item.hidden.nbytes for item in micro if item.hidden is not None])
         for index, unit in enumerate(self.units.layer_units):
             slab = self.prefetcher.acquire(index + 1)
             for m, item in enumerate(micro):

@@ -34,6 +34,9 @@ class StreamSettings:
     """Type in which gradients of several micro-batches are added up on the device."""
     activations: Literal["device", "ram", "nvme"] = "device"
     """Where activation checkpoints wait for their backward."""
+    step_tokens: tuple[int, ...] | None = None
+    """Tokens (rows x length) of each micro-batch of a step, where known: space for activation checkpoints on NVMe is
+    then reserved when the engine is built instead of in the first step."""
     nvme_path: str | tuple[str, ...] | None = None
     """Folder for what does not live in RAM, or several on different drives, which are then used side by side. Scratch:
     made when the engine is built, removed when it is closed. None: everything lives in RAM."""
