@@ -16,7 +16,6 @@ from outcore.plan.nvme_space import space_parts_gb
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import preset_shape
-from outcore.units import GIB
 
 LAPTOP = load_hardware("rtx4070-laptop")
 
@@ -41,7 +40,7 @@ def test_measured_memory():
         prototype_shape(), RunRequest(), server(), 1024, DeepSpeedLayout("zero3", "cpu", "cpu", 4, 4)
     )
     resident = in_ram.used_bytes("ram") - in_ram.part_bytes("ram", "page cache reserve")
-    assert resident / GIB == pytest.approx(32.6, rel=0.10)
+    assert resident / 1e9 == pytest.approx(32.6, rel=0.05)
     tensors = in_ram.used_bytes("vram") - k.VRAM_OVERHEAD_BYTES
     assert tensors / 1e9 == pytest.approx(2.6, rel=0.10)
     on_gpu = plan_deepspeed(

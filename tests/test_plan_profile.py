@@ -9,8 +9,12 @@ import pytest
 from plan_fakes import TB, machine, server
 
 from outcore.machine import Drive, Gpu, LinkRates, Machine
+from outcore.plan import constants as k
+from outcore.plan.choose import choose
 from outcore.plan.hardware import Overrides, ProfileError, hardware_of, planning_drive, tflops_of
 from outcore.plan.profile import differs, load_hardware
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import preset_shape
 from outcore.units import GIB
 
 
@@ -80,12 +84,39 @@ def test_zero_or_negative_rates_are_refused(tmp_path):
 
 
 def test_no_gpu_and_too_many_gpus():
-    with pytest.raises(ProfileError, match="No GPU was found"):
-        hardware_of(machine(gpus=()), "server")
+    links = LinkRates("measured", None, None, None, 2.0, 1.0, None, 30.0, 0.2, 12.0)
+    cpu = hardware_of(machine(gpus=(), links=links), "server")
+    assert cpu.is_cpu and cpu.h2d_gb_per_s == cpu.d2h_gb_per_s == 10.0 and cpu.vram_bytes == cpu.ram_bytes
+    assert any("planned for training on the CPU" in note for note in cpu.notes)
+    with pytest.raises(ProfileError, match="Leave --num_gpus out"):
+        hardware_of(machine(gpus=(), links=links), "server", Overrides(num_gpus=2))
     given = hardware_of(machine(gpus=()), "server", Overrides(vram_gib=24, tflops=50))
     assert given.vram_bytes == 24 * GIB and given.compute_tflops == 50
     with pytest.raises(ProfileError, match="has 1"):
         hardware_of(machine(), "desktop", Overrides(num_gpus=4))
+
+
+def test_measured_compute_wins_over_the_name_and_loses_to_the_user():
+    links = LinkRates("measured", 25.0, 24.0, 40.0, 6.0, 5.0, 5.5, 60.0, 150.0, 900.0)
+    hardware = hardware_of(machine(links=links), "desktop")
+    assert hardware.compute_tflops == pytest.approx(150 * k.MATMUL_SHARE)
+    assert "measured" in hardware.sources["compute_tflops"]
+    assert hardware.compute_s(150e12 * k.MATMUL_SHARE, 900e9) == pytest.approx(2.0)  # a second each
+    given = hardware_of(machine(links=links), "desktop", Overrides(tflops=50))
+    assert given.compute_s(50e12, 900e9) == pytest.approx(1.0)  # whoever gives a rate counts memory in
+    by_name = hardware_of(machine(), "desktop")
+    assert by_name.compute_s(by_name.compute_tflops * 1e12, 900e9) == pytest.approx(1.0)
+
+
+def test_a_plan_without_a_gpu_has_everything_in_ram():
+    links = LinkRates("measured", None, None, None, 2.0, 1.0, None, 30.0, 0.2, 12.0)
+    cpu = hardware_of(machine(gpus=(), links=links), "server")
+    plans = choose(preset_shape("llama-1b"), RunRequest(precision="fp32"), cpu)
+    for p in (plans.plan, *plans.stages.values()):
+        assert p.used_bytes("vram") == p.used_bytes("pinned") == p.tier("vram").used_bytes == 0
+        assert p.tier("ram").used_bytes == p.used_bytes("ram") > 16 * 1_235_814_400 * 0.99
+    flops = 6 * 1_235_814_400 * 8192
+    assert plans.stages["none"].time.step_s > flops / (0.2e12 * k.MATMUL_SHARE)
 
 
 def test_overrides_and_wsl2():

@@ -433,3 +433,15 @@ def test_copies_on_a_gpu() -> None:
         pool.close()
     assert {m.link for m in found} == {"h2d", "d2h", "both_ways"}
     assert all(m.gb_per_s > 0 for m in found)
+
+
+def test_compute_rates_of_this_cpu_are_real_and_checked(monkeypatch):
+    from outcore.probe import compute_bench
+
+    rates = compute_bench.measure_compute(torch.device("cpu"), 0.05)
+    assert rates.dtype == "fp32" and rates.device == "cpu"
+    assert 0 < rates.matmul_tflops < 100 and 0 < rates.memory_gb_per_s < 10_000
+    broken = lambda a, b, out: out.zero_()  # noqa: E731
+    monkeypatch.setattr(compute_bench.torch, "mm", broken)
+    with pytest.raises(RuntimeError, match="not healthy"):
+        compute_bench.measure_compute(torch.device("cpu"), 0.01)

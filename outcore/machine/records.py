@@ -98,7 +98,7 @@ class Drive:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """How fast bytes move here, in GB/s (10**9); None where nobody has measured."""
+    """How fast bytes move here, in GB/s (10**9), and how fast they are worked on; None where nobody has measured."""
 
     source: str
     """'measured' by the probe or 'nominal' from data sheets."""
@@ -111,6 +111,10 @@ class LinkRates:
     drive_mixed_gb_per_s: float | None = None
     """Sum of reads and writes at the same time."""
     ram_gb_per_s: float | None = None
+    matmul_tflops: float | None = None
+    """Matrix products of the first GPU in bf16; without a GPU those of the CPU in fp32."""
+    device_memory_gb_per_s: float | None = None
+    """Copies within that device's memory, reads and writes counted."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from outcore.units import GIB, MIB
+from outcore.units import GB, GIB, MIB
 
 # --- bytes per parameter
 
@@ -26,14 +26,21 @@ CHECKPOINT_BYTES_PER_TRAINABLE = 14
 
 # --- framework
 
-VRAM_OVERHEAD_BYTES = int(1.5 * GIB)
-"""CUDA context, libraries, desktop, allocator slack: an 8 GiB card is planned with 6.5 GiB of tensors, the cap under
-which the streaming engine is accepted."""
+GPU_FRAMEWORK_BYTES = int(0.75 * GIB)
+"""CUDA context, libraries' workspaces, compiled kernels, what the allocator rounds up."""
+VRAM_RESERVE_BYTES = int(0.75 * GIB)
+"""For the desktop and what else draws on the card. With both an 8 GiB card is planned with 6.5 GiB of tensors, the cap
+under which the streaming engine is accepted."""
+VRAM_OVERHEAD_BYTES = GPU_FRAMEWORK_BYTES + VRAM_RESERVE_BYTES
 STREAM_RAM_OVERHEAD_BYTES = int(2.5 * GIB)
-"""Interpreter, torch, CUDA libraries. Prototype, measured: 20.5 GiB resident with 16 B per parameter of states
-(18.0 GiB) and 11.4 GiB with 8 (9.1 GiB)."""
+"""Interpreter, torch, CUDA libraries. Measured: 26.1 GB resident with llama-1b, of which 23.4 GB are homes and staging
+(benchmarks/results/engines-h200-1gpu-4096tokens.json)."""
+CPU_RAM_OVERHEAD_BYTES = int(0.9 * GIB)
+"""The same without a GPU's libraries. Measured on two cores: a tiny model's run holds 0.9 GiB."""
 PAGE_CACHE_RESERVE_BYTES = 2 * GIB
 """Left to data files and to checkpoints being written back; with it a laptop of 64 GB gives a run 56 GiB."""
+STATE_RING_BYTES = GIB
+"""RAM through which states on NVMe flow (outcore/engine/stream/settings.py)."""
 LANE_BYTES = 2 * 4 * 16 * MIB
 """Slots of the streaming engine's two lanes (outcore/engine/stream/settings.py); the rest of the staging pool holds
 homes of parameters and gradients as far as it reaches."""
@@ -54,6 +61,14 @@ LOGITS_CHUNK_BYTES = 256 * MIB
 """fp32 logits of one chunk (outcore/model/loss.py)."""
 LOGITS_ALIVE = 3.0
 """Chunks' worth alive at once: fp32 logits, their fp32 gradient and the 16-bit copies (outcore/model/loss.py)."""
+STREAM_LOGITS_ALIVE = 4.0
+"""The same in the streaming engine, which keeps the softmax too: 5.12 GB of tensors with llama-1b, measured, leave
+1.03 GB for chunks of 0.263 GB (benchmarks/results/engines-h200-1gpu-4096tokens.json)."""
+
+COMPILED_ACTIVATIONS = 0.6
+"""What a compiled layer's backward holds of what autograd keeps of an eager one. A planning figure."""
+LOSS_BYTES_PER_LOGIT = 30
+"""Written and read per logit of the loss: 16-bit logits, fp32 copy, softmax, gradient, 16-bit gradient."""
 
 # --- rates
 
@@ -79,6 +94,11 @@ GPU_TFLOPS: Mapping[str, tuple[float, float, str]] = MappingProxyType(
 )
 """Part of a GPU's name, lower case -> dense bf16 TFLOPS with fp32 accumulation, the share that compiled layers reach,
 and where both come from. A name with "laptop", "ti" or "super" in it is another chip and matches only its own row."""
+MATMUL_SHARE = 0.93
+"""Of the measured rate of large matrix products that those of a layer reach. Prototype, measured: 158 TFLOP in 0.290 s
+on a GPU of about 720 TFLOPS, less what passes through its memory."""
+STREAM_HOST_S_PER_CALL = 0.0006
+"""Python and launches of one layer's forward or backward on one micro-batch. A planning figure, not yet measured."""
 EAGER_SLOWDOWN = 1.5
 """Eager against compiled layers. Prototype, measured: 0.482 s against 0.324 s a step."""
 DRAM_SHARE = 0.78
@@ -100,13 +120,14 @@ DEEPSPEED_HOST_S_PER_LAYER = 0.0134
 offload = 4 micro-batches x 24 layers, far above the GPU's own work. It hides under a slower GPU's compute."""
 DEEPSPEED_DRIVE_SHARE = 0.67
 """Of the mixed drive rate. Measured: 32 B per parameter in 14 s of optimizer phase, 2.8 of about 4.1 GB/s."""
-DEEPSPEED_RAM_BYTES_PER_PARAM = 25.5
-"""With everything in RAM. Measured: 32.6 GiB resident at 1.21 B parameters and 71 GiB at 2.83 B: a straight line of
-25.5 B per parameter (16 would do) above 3.9 GiB."""
-DEEPSPEED_RAM_OVERHEAD_BYTES = int(3.9 * GIB)
-DEEPSPEED_NVME_RAM_BYTES_PER_PARAM = 8.6
-"""RAM with the optimizer (or all) on NVMe, swap buffers not counted. Measured: 17.9 GiB at 1.21 B and 34 GiB at
-2.83 B, less the buffers of those runs and 2.5 GiB: 7.2 and 8.6 B per parameter; the larger."""
+DEEPSPEED_RAM_BYTES_PER_PARAM = 24
+"""With everything in RAM, above DEEPSPEED_RAM_OVERHEAD_BYTES (16 would do). Measured, resident: 32.6 GB at 1.21 B
+parameters, 71 GB at 2.83 B, and 33.8-34.1 GB with llama-1b (benchmarks/results/engines-h200-1gpu.json): the line gives
+32.9, 71.8 and 33.6 GB."""
+DEEPSPEED_RAM_OVERHEAD_BYTES = int(3.9 * GB)
+DEEPSPEED_NVME_RAM_BYTES_PER_PARAM = 6
+"""RAM with the optimizer (or all) on NVMe, swap buffers not counted: 16-bit parameters and gradients and a copy of the
+gradients while they are written. llama-1b, measured with everything on NVMe: 20.6 GB resident."""
 DEEPSPEED_BUCKET_NUMEL = 50_000_000
 DEEPSPEED_LIVE_NUMEL = 500_000_000
 """Sizes that outcore/engine/deepspeed/zero_section.py chooses."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outcore.plan import constants as k
+from outcore.plan.cpu import without_gpu
 from outcore.plan.hardware import Hardware
 from outcore.plan.nvme_space import CHECKPOINTS, nvme_use
 from outcore.plan.record import Part, Plan, StepTime, TierUse
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
-from outcore.plan.work import checkpoint_bytes, layer_activation_bytes, logits_bytes, step_flops
+from outcore.plan.work import checkpoint_bytes, layer_activation_bytes, logits_bytes, step_flops, step_traffic
 from outcore.units import GB
 
 STAGE_NUMBER = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
@@ -63,7 +64,7 @@ def plan_deepspeed(
         notes.append(UNMEASURED)
     if layout.stage in ("zero1", "zero2") and gpus == 1 and layout.optimizer == "none":
         notes.append(f"on one GPU {layout.stage} divides nothing: it is plain training with smaller buckets")
-    return Plan(
+    plan = Plan(
         model=shape.name,
         params=shape.total_params,
         trainable_params=shape.trainable_params,
@@ -100,6 +101,7 @@ def plan_deepspeed(
         notes=tuple(notes),
         compute_known=hardware.compute_tflops is not None,
     )
+    return without_gpu(plan, hardware) if hardware.is_cpu else plan
 
 
 _HOME = {"none": "VRAM", "cpu": "RAM", "nvme": "NVMe"}
@@ -153,7 +155,8 @@ def _vram_parts(
         Part("vram", "activation checkpoints", checkpoints),
         Part("vram", "activations of the largest unit", activations),
         Part("vram", "logits chunk beyond it", max(0, logits_bytes(shape, tokens) - activations)),
-        Part("vram", "framework overhead", k.VRAM_OVERHEAD_BYTES),
+        Part("vram", "framework overhead", k.GPU_FRAMEWORK_BYTES),
+        Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
     ]
 
 
@@ -227,8 +230,10 @@ def _time(
     e, trained, gpus = request.element_bytes, shape.trainable_params, hardware.num_gpus
     stage, passes = STAGE_NUMBER[layout.stage], layout.accumulation
     tokens = seq_length * layout.micro_batch * passes
-    per_s = hardware.compute_tflops * 1e12 / k.EAGER_SLOWDOWN if hardware.compute_tflops else float("inf")
-    compute_s = step_flops(shape, request, seq_length, tokens).total / per_s
+    traffic = step_traffic(shape, request, seq_length * layout.micro_batch, passes)
+    compute_s = k.EAGER_SLOWDOWN * hardware.compute_s(
+        step_flops(shape, request, seq_length, tokens).total, traffic.forward + traffic.backward
+    )
     host_s = k.DEEPSPEED_HOST_S_PER_LAYER * shape.num_layers * passes if stage == 3 else 0.0
     swept = 2 * e * shape.total_params // (gpus if stage == 3 else 1)  # forward, and backward with its recomputation
     h2d = swept * passes if layout.params != "none" else 0

@@ -22,6 +22,8 @@ LINKS = (
     "ram_gb_per_s",
 )
 """Links that a plan cannot do without; `drive_mixed_gb_per_s` is used where it was measured."""
+GPU_LINKS = ("h2d_gb_per_s", "d2h_gb_per_s")
+"""Those that are there with a GPU only."""
 
 
 class ProfileError(ValueError):
@@ -49,6 +51,10 @@ class Hardware:
     drive_mixed_gb_per_s: float | None = None
     compute_tflops: float | None = None
     """That compiled layers reach; None: not known, and step times are lower bounds."""
+    device_memory_gb_per_s: float | None = None
+    """Of the GPU's own memory. None: what passes through it is counted in `compute_tflops` already."""
+    is_cpu: bool = False
+    """There is no GPU: the run trains on the CPU, and what would be in VRAM is in RAM."""
     num_gpus: int = 1
     sources: dict[str, str] = field(default_factory=dict)
     """Where each rate comes from, by its name."""
@@ -58,7 +64,7 @@ class Hardware:
         for name in ("vram_bytes", "ram_bytes", "pinned_bytes", "nvme_free_bytes", "nvme_total_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but an amount of memory cannot be negative.")
-        for name in (*LINKS, "drive_mixed_gb_per_s", "compute_tflops"):
+        for name in (*LINKS, "drive_mixed_gb_per_s", "compute_tflops", "device_memory_gb_per_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}, but a rate must be above 0. Measure it again: gds_optimizer.py")
@@ -72,6 +78,13 @@ class Hardware:
             return both / (self.drive_mixed_gb_per_s * GB) + self._alone_s(rest_read, rest_written)
         return self._alone_s(read_bytes, written_bytes)
 
+    def compute_s(self, flops: float, traffic_bytes: float) -> float:
+        """Seconds of arithmetic, with what passes through the device's memory where its rate was measured."""
+        if self.compute_tflops is None:
+            return 0.0
+        moved_s = traffic_bytes / (self.device_memory_gb_per_s * GB) if self.device_memory_gb_per_s else 0.0
+        return flops / (self.compute_tflops * 1e12) + moved_s
+
     def _alone_s(self, read_bytes: float, written_bytes: float) -> float:
         return read_bytes / (self.drive_read_gb_per_s * GB) + written_bytes / (self.drive_write_gb_per_s * GB)
 
@@ -83,8 +96,9 @@ class Hardware:
     def words(self) -> str:
         """The machine in a line."""
         gpus = f"{self.num_gpus} x " if self.num_gpus > 1 else ""
+        vram = "no GPU" if self.is_cpu else f"{gpus}{format_gib(self.vram_bytes)} VRAM"
         return (
-            f"{self.name}: {gpus}{format_gib(self.vram_bytes)} VRAM, {format_gib(self.ram_bytes)} RAM for the run, "
+            f"{self.name}: {vram}, {format_gib(self.ram_bytes)} RAM for the run, "
             f"{format_gb(self.nvme_free_bytes)} free on the drive"
         )
 
@@ -109,30 +123,35 @@ def hardware_of(
     allow_nominal: links nobody measured get data-sheet rates, noted one by one; otherwise they are an error.
 
     Raises:
-        ProfileError: no GPU, fewer GPUs than asked for, or links that were never measured.
+        ProfileError: fewer GPUs than asked for, or links that were never measured.
     """
     overrides = overrides or Overrides()
-    if not machine.gpus and overrides.vram_gib is None:
-        raise ProfileError(
-            f"No GPU was found: {name} has none, so there is nothing to plan for. Name another with --machine "
-            "(for example rtx4070-laptop), or give the GPU's memory with --vram_gib."
-        )
+    is_cpu = not machine.gpus and overrides.vram_gib is None
+    if is_cpu and overrides.num_gpus > 1:
+        raise ProfileError(f"{overrides.num_gpus} GPUs were asked for, {name} has none. Leave --num_gpus out.")
     if machine.gpus and overrides.num_gpus > len(machine.gpus):
         raise ProfileError(
             f"{overrides.num_gpus} GPUs were asked for, the machine {name} has {len(machine.gpus)}. Lower --num_gpus."
         )
     notes: list[str] = list(machine.notes)
+    if is_cpu:
+        notes.append(
+            f"{name} has no GPU: planned for training on the CPU. Name another machine with --machine (for example "
+            "rtx4070-laptop), or give a GPU's memory with --vram_gib"
+        )
     drive = planning_drive(machine)
     if drive is None:
         notes.append(f"{name} has no local drive in its profile: nothing can be planned on NVMe")
     rates, sources = _rates(machine, name, drive, allow_nominal, notes)
-    tflops, source = _tflops(machine, overrides.tflops)
+    tflops, memory, source = _compute(machine, overrides.tflops)
     sources["compute_tflops"] = source
     if tflops is None:
         notes.append(
             f"the compute rate of {machine.gpus[0].name if machine.gpus else 'this machine'} is not known: step times "
             "are lower bounds; give --tflops"
         )
+    ram_bytes = _bytes_or(overrides.ram_gib, machine.ram_available_bytes)
+    gpu_bytes = machine.gpus[0].vram_bytes if machine.gpus else ram_bytes
     pinned_bytes = k.WSL2_PINNED_BYTES if machine.is_wsl2 else machine.ram_available_bytes // 2
     if machine.is_wsl2 and overrides.pinned_gib is None:
         notes.append(
@@ -144,13 +163,15 @@ def hardware_of(
     free_bytes = (drive.free_bytes or 0) if drive else 0
     return Hardware(
         name=name,
-        vram_bytes=_bytes_or(overrides.vram_gib, machine.gpus[0].vram_bytes if machine.gpus else 0),
-        ram_bytes=_bytes_or(overrides.ram_gib, machine.ram_available_bytes),
+        vram_bytes=_bytes_or(overrides.vram_gib, gpu_bytes),
+        ram_bytes=ram_bytes,
         pinned_bytes=pinned_bytes,
         nvme_free_bytes=int(overrides.nvme_free_gb * GB) if overrides.nvme_free_gb is not None else free_bytes,
         nvme_total_bytes=(drive.total_bytes or 0) if drive else 0,
         drive_mixed_gb_per_s=machine.links.drive_mixed_gb_per_s if machine.links else None,
         compute_tflops=tflops,
+        device_memory_gb_per_s=memory,
+        is_cpu=is_cpu,
         num_gpus=overrides.num_gpus,
         sources=sources,
         notes=tuple(notes),
@@ -189,15 +210,16 @@ def _rates(
 ) -> tuple[dict[str, float], dict[str, str]]:
     links = machine.links
     rates, sources = {}, {}
-    missing = [link for link in LINKS if links is None or getattr(links, link) is None]
+    wanted = LINKS if machine.gpus else tuple(link for link in LINKS if link not in GPU_LINKS)
+    missing = [link for link in wanted if links is None or getattr(links, link) is None]
     if missing and not allow_nominal:
-        what = "no link of it was measured" if len(missing) == len(LINKS) else f"not measured: {', '.join(missing)}"
+        what = "no link of it was measured" if len(missing) == len(wanted) else f"not measured: {', '.join(missing)}"
         raise ProfileError(
             f"The profile of {name} is incomplete ({what}). Run python gds_optimizer.py on that machine, or add "
             "--nominal to plan with data-sheet rates."
         )
     fallback = nominal_links(machine) if missing else None
-    for link in LINKS:
+    for link in wanted:
         if link in missing:
             assert fallback is not None
             rates[link], sources[link] = getattr(fallback, link), "nominal"
@@ -205,12 +227,24 @@ def _rates(
         else:
             assert links is not None
             rates[link], sources[link] = getattr(links, link), links.source
+    for link in GPU_LINKS if not machine.gpus else ():  # a copy in RAM reads and writes; a triad counts three operands
+        rates[link], sources[link] = rates["ram_gb_per_s"] / 3, "a third of the memory's rate, without a GPU"
     return rates, sources
 
 
-def _tflops(machine: Machine, given: float | None) -> tuple[float | None, str]:
+def _compute(machine: Machine, given: float | None) -> tuple[float | None, float | None, str]:
+    """(TFLOPS of layers, GB/s of the device's memory or None, where both come from): given, measured, by name."""
     if given is not None:
-        return given, "given"
+        return given, None, "given"
+    links = machine.links
+    if links is not None and links.matmul_tflops and links.device_memory_gb_per_s:
+        share = f"{links.matmul_tflops:g} TFLOPS of matrix products x {k.MATMUL_SHARE:g}, {links.source}"
+        return round(links.matmul_tflops * k.MATMUL_SHARE, 3), links.device_memory_gb_per_s, share
+    tflops, source = _tflops(machine)
+    return tflops, None, source
+
+
+def _tflops(machine: Machine) -> tuple[float | None, str]:
     if not machine.gpus:
         return None, "not known"
     found = tflops_of(machine.gpus[0].name)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 TIERS = ("vram", "pinned", "ram", "nvme")
+RESERVES = ("desktop reserve", "page cache reserve")
+"""Parts that a plan leaves free for others: no measurement of a run will find them."""
 TIER_WORDS = {"vram": "VRAM", "pinned": "pinned RAM", "ram": "RAM", "nvme": "NVMe"}
 
 
@@ -132,6 +134,10 @@ class Plan:
         """Bytes of one part; 0 when there is none."""
         return sum(part.size_bytes for part in self.parts if (part.tier, part.name) == (tier, name))
 
+    def expected_bytes(self, *tiers: str) -> int:
+        """What a measurement of the run should find in these tiers together: their parts without reserves."""
+        return sum(part.size_bytes for part in self.parts if part.tier in tiers and part.name not in RESERVES)
+
     def tier(self, tier: str) -> TierUse:
         """A tier's use against its capacity."""
         return next(use for use in self.tiers if use.tier == tier)
@@ -212,6 +218,8 @@ class Plan:
             "pinned_bytes": self.used_bytes("pinned"),
             "ram_bytes": self.used_bytes("ram"),
             "nvme_bytes": self.used_bytes("nvme"),
+            "expected_vram_bytes": self.expected_bytes("vram"),
+            "expected_rss_bytes": self.expected_bytes("ram", "pinned"),
             "parts_bytes": by_tier,
             "tiers": {
                 use.tier: {

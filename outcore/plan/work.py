@@ -43,6 +43,41 @@ def step_flops(shape: ModelShape, request: RunRequest, seq_length: int, tokens: 
     )
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one step that pass through the device's own memory beside the matrix products' operands."""
+
+    forward: float
+    backward: float
+    """Recomputation, loss and the adding up of gradients included."""
+
+
+def step_traffic(shape: ModelShape, request: RunRequest, micro_tokens: int, micro_batches: int) -> Traffic:
+    """Of `micro_batches` micro-batches of `micro_tokens` tokens, with fused element-wise work.
+
+    Per token and layer forward: 8h (norms, residuals), 4(q + kv) (rotation, attention's operands), 3f (gated) or 2f;
+    backward three times that, recomputation included. Loss: LOSS_BYTES_PER_LOGIT. Gradients: each micro-batch (of the
+    head: each chunk of the loss) is read and added to an fp32 sum, 10 B per trained parameter.
+    """
+    e, h, f = request.element_bytes, shape.hidden_size, shape.ffn_width
+    heads = shape.num_heads + shape.num_kv_heads
+    per_token = e * (8 * h + 4 * heads * shape.head_dim + (3 if shape.gated_ffn else 2) * f)
+    layers = float(per_token * shape.num_layers * micro_tokens * micro_batches)
+    passes = (2 if request.activation_checkpointing else 1) + 1
+    logits = k.LOSS_BYTES_PER_LOGIT * shape.vocab_size * micro_tokens * micro_batches
+    summed = 0.0
+    if not shape.lora_r:
+        chunks = -(-micro_tokens // chunk_tokens(shape, micro_tokens))
+        layer_passes = micro_batches if micro_batches > 1 else 0
+        summed = 10.0 * (sum(shape.layer_params) * layer_passes + shape.head_weight_numel * chunks * micro_batches)
+    return Traffic(forward=layers, backward=passes * layers + logits + summed)
+
+
+def chunk_tokens(shape: ModelShape, tokens: int) -> int:
+    """Tokens whose logits are alive at once."""
+    return min(tokens, max(16, k.LOGITS_CHUNK_BYTES // (4 * max(shape.vocab_size, 1))))
+
+
 def layer_activation_bytes(shape: ModelShape, request: RunRequest, seq_length: int, tokens: int) -> int:
     """What autograd keeps of one layer, and the gradients alive at the peak of its backward pass.
 
@@ -65,10 +100,9 @@ def checkpoint_bytes(shape: ModelShape, request: RunRequest, tokens: int) -> int
     return tokens * shape.hidden_size * request.element_bytes * (shape.num_layers + 1)
 
 
-def logits_bytes(shape: ModelShape, tokens: int) -> int:
-    """Alive at once for one chunk of the loss; [chunk, vocabulary] in fp32, LOGITS_ALIVE times."""
-    chunk_tokens = min(tokens, max(16, k.LOGITS_CHUNK_BYTES // (4 * max(shape.vocab_size, 1))))
-    return int(k.LOGITS_ALIVE * 4 * chunk_tokens * shape.vocab_size)
+def logits_bytes(shape: ModelShape, tokens: int, alive: float = k.LOGITS_ALIVE) -> int:
+    """Alive at once for one chunk of the loss: [chunk, vocabulary] in fp32, `alive` times."""
+    return int(alive * 4 * chunk_tokens(shape, tokens) * shape.vocab_size)
 
 
 def overlapped_s(*terms_s: float) -> float:

@@ -17,6 +17,7 @@ import torch
 from outcore.machine import Machine, detect_machine, drive_of, pcie_gb_per_s
 from outcore.probe import advice
 from outcore.probe.budget import Budget
+from outcore.probe.compute_bench import measure_compute
 from outcore.probe.device_bench import measure_copies, measure_peers
 from outcore.probe.direct_bench import measure_direct, open_direct_engine
 from outcore.probe.drive_bench import DriveResult, drive_rate, measure_drive, recommended
@@ -40,8 +41,28 @@ if TYPE_CHECKING:
     from outcore.probe.options import Options
     from outcore.probe.progress import StageProgress
 
-WEIGHTS = {"drive": 42.0, "ram": 4.0, "copies": 14.0, "lanes": 24.0, "latency": 8.0, "direct": 5.0, "peers": 3.0}
-STAGES = ("machine and GPUDirect Storage", "staging buffer", "drives", "memory", "copies", "lanes", "latency", "peers")
+WEIGHTS = {
+    "drive": 40.0,
+    "ram": 4.0,
+    "compute": 4.0,
+    "copies": 14.0,
+    "lanes": 24.0,
+    "latency": 8.0,
+    "direct": 5.0,
+    "peers": 3.0,
+}
+STAGES = (
+    "machine and GPUDirect Storage",
+    "staging buffer",
+    "drives",
+    "memory",
+    "compute",
+    "copies",
+    "lanes",
+    "latency",
+    "peers",
+)
+MOST_COMPUTE_S = 3.0
 LEAST_STAGE_S = 0.5  # lanes and latency are measured in any case, in short cells when the time is up
 NO_GPU_POOL_BYTES = GIB
 COPY_MEMORY_BYTES = 256 * MIB
@@ -81,6 +102,7 @@ class Optimizer:
             pool = self._pool(found, stack)
             files = self._drives(found, facts, pool, stack)
             self._ram(found)
+            self._compute(found)
             drive = found.main_drive()
             file = files.get(drive.target) if drive is not None else None
             if pool is not None:
@@ -165,6 +187,11 @@ class Optimizer:
         stage_s = self.budget.begin("ram")
         counts = thread_counts(found.machine.cpu_cores, found.machine.cpu_threads)
         found.measurements += measure_ram(counts, stage_s, self.effort.cell_s)
+
+    def _compute(self, found: Findings) -> None:
+        self.progress.stage("compute")
+        stage_s = self.budget.begin("compute")
+        found.compute = measure_compute(self.device, min(MOST_COMPUTE_S, max(stage_s, LEAST_STAGE_S)))
 
     def _pool(self, found: Findings, stack: ExitStack) -> PinnedPool | None:
         self.progress.stage("staging buffer")

@@ -16,6 +16,7 @@ from typing import Any
 
 import outcore
 from outcore.machine import LinkRates, Machine, pcie_gb_per_s
+from outcore.probe.compute_bench import ComputeRates
 from outcore.probe.drive_bench import DriveResult, drive_rate
 from outcore.probe.lane_bench import StagingTest
 from outcore.probe.latency_bench import LatencyResult
@@ -24,7 +25,7 @@ from outcore.probe.measurement import Measurement, best
 from outcore.probe.recommend import Recommendation
 from outcore.probe.verdict import LadderRow, Verdict
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _NUMBER = (int, float)
 _OPTIONAL_NUMBER = (int, float, type(None))
@@ -41,6 +42,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "would_change": (list,),
     "ladder": (list,),
     "links": (dict,),
+    "compute": (dict, type(None)),
     "drives": (list,),
     "staging": (dict, type(None)),
     "latency": (dict, type(None)),
@@ -79,6 +81,7 @@ class Findings:
     staging: StagingTest | None = None
     latency: LatencyResult | None = None
     pcie: LinkUnderLoad | None = None
+    compute: ComputeRates | None = None
     direct_gb_per_s: dict[str, float] = field(default_factory=dict)
     settings: Recommendation = field(default_factory=Recommendation)
     warnings: list[str] = field(default_factory=list)
@@ -128,6 +131,7 @@ def build_report(findings: Findings) -> dict[str, Any]:
         "would_change": list(verdict.would_change),
         "ladder": [dataclasses.asdict(row) for row in findings.ladder],
         "links": {f"{link}_gb_per_s": rate for link, rate in findings.link_rates().items()},
+        "compute": _compute(findings.compute),
         "drives": [_drive(drive) for drive in findings.drives],
         "staging": _staging(findings.staging),
         "latency": _latency(findings.latency),
@@ -169,7 +173,7 @@ def check_report(report: Any) -> list[str]:
 
 def measured_machine(findings: Findings) -> Machine:
     """The machine with its measured links, as the planner loads it. A link that was not measured stays None."""
-    rates = findings.link_rates()
+    rates, compute = findings.link_rates(), findings.compute
     links = LinkRates(
         source="measured",
         h2d_gb_per_s=rates["h2d"],
@@ -179,6 +183,8 @@ def measured_machine(findings: Findings) -> Machine:
         drive_write_gb_per_s=rates["drive_write"],
         drive_mixed_gb_per_s=rates["drive_mixed"],
         ram_gb_per_s=rates["ram"],
+        matmul_tflops=round(compute.matmul_tflops, 3) if compute else None,
+        device_memory_gb_per_s=round(compute.memory_gb_per_s, 2) if compute else None,
     )
     return dataclasses.replace(findings.machine, links=links)
 
@@ -242,6 +248,17 @@ def _latency(result: LatencyResult | None) -> dict[str, Any] | None:
         "lower_pct": {path: result.lower_pct(path) for path in result.median_s if path != "plain"},
         "repeats": result.repeats,
         "verdict": result.verdict(),
+    }
+
+
+def _compute(rates: ComputeRates | None) -> dict[str, Any] | None:
+    if rates is None:
+        return None
+    return {
+        "device": rates.device,
+        "dtype": rates.dtype,
+        "matmul_tflops": round(rates.matmul_tflops, 3),
+        "memory_gb_per_s": round(rates.memory_gb_per_s, 2),
     }
 
 

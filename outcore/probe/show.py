@@ -103,6 +103,11 @@ def _links(found: Findings) -> str:
             f"{'PCIe link under load':<40} generation {link.pcie_gen} x{link.pcie_width} "
             f"(at best {link.pcie_gen_max} x{link.pcie_width_max})"
         )
+    if found.compute is not None:
+        rates = found.compute
+        where = "GPU" if rates.device.startswith("cuda") else "CPU"
+        lines.append(f"{f'matrix products, {where}, {rates.dtype}':<40} {rates.matmul_tflops:8.2f} TFLOPS")
+        lines.append(f"{f'copies within the memory of the {where}':<40} {rates.memory_gb_per_s:8.2f} GB/s")
     return "\n".join(lines) or "nothing could be measured"
 
 

@@ -24,15 +24,16 @@ from outcore.engine.deepspeed.settings import (
     RunFacts,
 )
 from outcore.engine.deepspeed.swapping import nvme_bytes
+from outcore.plan.constants import (
+    DEEPSPEED_NVME_RAM_BYTES_PER_PARAM,
+    DEEPSPEED_RAM_BYTES_PER_PARAM,
+    DEEPSPEED_RAM_OVERHEAD_BYTES,
+)
 from outcore.units import GB, format_gb, format_gib
 
 NvmeCheck = Callable[[str, float], tuple[bool, str]]
 """(path, required GB) -> (usable, message), as `validate_nvme_path`."""
 
-RAM_BYTES_PER_PARAM = 27
-"""Measured with stock DeepSpeed 0.19.8 and everything in RAM: 1.21 B parameters, 32.6 GB resident."""
-RAM_BYTES_PER_PARAM_OPTIMIZER_ON_NVME = 6
-"""16-bit parameters and gradients, and a copy of the gradients while they are written."""
 SPACE_SAFETY = 1.1
 """On top of the bytes DeepSpeed writes: file-system overhead, padding of shares."""
 
@@ -253,15 +254,16 @@ def _spill(
     if run.ram_available_bytes is None or optimizer != "cpu" or settings.offload_optimizer == "cpu":
         return optimizer, params
     local_share = run.local_ranks / run.world_size
-    need_bytes = int(RAM_BYTES_PER_PARAM * model.trainable * local_share)
+    need_bytes = int(DEEPSPEED_RAM_BYTES_PER_PARAM * model.trainable * local_share)
+    need_bytes += DEEPSPEED_RAM_OVERHEAD_BYTES * run.local_ranks
     if need_bytes <= run.ram_available_bytes:
         return optimizer, params
-    rest_bytes = int(RAM_BYTES_PER_PARAM_OPTIMIZER_ON_NVME * model.total_params * local_share)
+    rest_bytes = int(DEEPSPEED_NVME_RAM_BYTES_PER_PARAM * model.total_params * local_share)
     spill_params = params == "cpu" and settings.offload_params != "cpu" and rest_bytes > run.ram_available_bytes
     notes.warn(
-        f"Spilling to NVMe: all in RAM needs about {format_gib(need_bytes)} ({RAM_BYTES_PER_PARAM} B per parameter "
-        "with "
-        f"DeepSpeed), {format_gib(run.ram_available_bytes)} are available. Optimizer states go to the drive"
+        f"Spilling to NVMe: all in RAM needs about {format_gib(need_bytes)} with DeepSpeed "
+        f"({DEEPSPEED_RAM_BYTES_PER_PARAM} B per parameter and {format_gib(DEEPSPEED_RAM_OVERHEAD_BYTES)}), "
+        f"{format_gib(run.ram_available_bytes)} are available. Optimizer states go to the drive"
         f"{' and parameters too' if spill_params else ', parameters stay in RAM'}."
     )
     return "nvme", "nvme" if spill_params else params

@@ -1,0 +1,29 @@
+"""A plan on a machine without a GPU: the same schedule with plain memory, so VRAM's parts are in RAM."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from outcore.plan import constants as k
+from outcore.plan.hardware import Hardware
+from outcore.plan.record import Part, Plan, TierUse
+
+DROPPED = ("framework overhead", "desktop reserve")
+"""Of a GPU only."""
+
+
+def without_gpu(plan: Plan, hardware: Hardware) -> Plan:
+    """The plan with nothing in VRAM and nothing pinned."""
+    parts = []
+    for part in plan.parts:
+        if part.tier == "vram":
+            if part.name not in DROPPED:
+                parts.append(Part("ram", f"device: {part.name}", part.size_bytes))
+        elif part.tier in ("ram", "pinned"):
+            size = k.CPU_RAM_OVERHEAD_BYTES if part.name == "framework overhead" else part.size_bytes
+            parts.append(Part("ram", part.name, size))
+        else:
+            parts.append(part)
+    used = sum(part.size_bytes for part in parts if part.tier == "ram")
+    tiers = (TierUse("vram", 0, 0), TierUse("pinned", 0, 0), TierUse("ram", used, hardware.ram_bytes))
+    return dataclasses.replace(plan, parts=tuple(parts), tiers=(*tiers, plan.tier("nvme")))

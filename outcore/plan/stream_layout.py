@@ -1,0 +1,54 @@
+"""What a plan of the streaming engine may vary, and what of it ends up on the drive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outcore.plan import constants as k
+
+
+@dataclass(frozen=True)
+class Residency:
+    """RAM budgets that an engine was told, as in its settings; None: all of it in RAM."""
+
+    state_ram_bytes: int | None = None
+    weight_ram_bytes: int | None = None
+    gradient_bytes: int | None = None
+    """RAM for gradients on their way, with immediate updates. None: all of them."""
+    state_ring_bytes: int = k.STATE_RING_BYTES
+
+
+@dataclass(frozen=True)
+class StreamLayout:
+    """One choice of what the planner may vary."""
+
+    micro_batch: int
+    accumulation: int
+    tiles: int = 1
+    """Slices of the largest unit that are on the GPU one at a time; smaller units are cut only to that size."""
+    checkpoints_home: str = "vram"
+    """'vram' | 'ram' | 'nvme'."""
+    layer_buffers: int = k.LAYER_BUFFERS[0]
+    compiled: bool = True
+    """Layers through torch.compile."""
+    residency: Residency | None = None
+    """None: the planner decides, RAM first and the drive for what does not fit."""
+
+
+@dataclass(frozen=True)
+class Spill:
+    """Shares of each kind that live on the drive."""
+
+    states: float = 0.0
+    parameters: float = 0.0
+
+    def words(self) -> str:
+        """For people."""
+        if self == Spill():
+            return "all in RAM"
+        named = (("states", self.states), ("parameters", self.parameters))
+        whole = [what for what, share in named if share >= 1]
+        if len(whole) == len(named):
+            return "all on NVMe"
+        parts = [f"{100 * share:.0f} % of {what}" for what, share in named if 0 < share < 1]
+        return " and ".join([*whole, *parts]) + " on NVMe"

@@ -1,0 +1,166 @@
+"""Bytes of the streaming engine by part and tier, and what goes to the drive so that RAM holds the rest.
+
+What must be in RAM: gradients (all of them with clipping, because updates wait for the global norm; else at least three
+of the largest), the lanes' slots, the ring through which states on the drive flow. What may leave it: master and
+moments together, chunk by chunk, because every byte of both moves the same way; then parameters. A frozen base leaves
+first: it is read twice a step and never written.
+"""
+
+from __future__ import annotations
+
+from outcore.plan import constants as k
+from outcore.plan.hardware import Hardware
+from outcore.plan.record import Part
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import ModelShape
+from outcore.plan.stream_layout import Spill, StreamLayout
+from outcore.plan.work import layer_activation_bytes, logits_bytes
+
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+STATES = ("master", "moments")
+SLOTS, RING = "lanes' slots", "ring of states on their way"
+LEAST_GRADIENTS = 3
+"""Units' worth of gradients without clipping, where RAM is short."""
+
+
+def vram_parts(
+    shape: ModelShape, request: RunRequest, seq_length: int, layout: StreamLayout, all_checkpoints: int
+) -> list[Part]:
+    """Of the GPU. The peak is the worse of a layer's backward and the head's: activations or logits, and gradients as
+    autograd returns them, before they are added to the sum."""
+    e, tile = request.element_bytes, -(-shape.largest_unit_params // layout.tiles)
+    adapters = -(-shape.adapter_params // shape.num_layers)  # a layer's
+    layer, ends = min(max(shape.layer_params) + adapters, tile), min(shape.ends_params, tile)
+    tokens = seq_length * layout.micro_batch
+    batch_hidden = tokens * layout.accumulation * shape.hidden_size * e
+    # On the way through another home: the layer's own inputs of all micro-batches, and the next ones.
+    checkpoints = all_checkpoints if layout.checkpoints_home == "vram" else 2 * batch_hidden
+    buffers = min(layout.layer_buffers, shape.num_layers) * layer + ends
+    # Sum over micro-batches in fp32: of one unit, and of a tied weight until its second use is in.
+    if shape.lora_r:
+        trained = summed = adapters
+    else:
+        trained, summed = max(layer, ends), layer + ends if shape.tied else max(layer, ends)
+    activations = int(
+        (k.COMPILED_ACTIVATIONS if layout.compiled else 1.0)
+        * layer_activation_bytes(shape, request, seq_length, tokens)
+    )
+    layer_peak = (activations, e * (adapters if shape.lora_r else layer))
+    head_peak = (logits_bytes(shape, tokens, k.STREAM_LOGITS_ALIVE), 0 if shape.lora_r else e * ends)
+    work, gradients = max(layer_peak, head_peak, key=sum)
+    name = "activations of the largest unit" if (work, gradients) == layer_peak else "logits of one chunk"
+    return [
+        Part("vram", PARAMETERS, e * buffers),
+        Part("vram", GRADIENTS, 4 * summed + 2 * e * trained),
+        Part("vram", "gradients before they are summed", gradients),
+        Part("vram", "activation checkpoints", checkpoints),
+        Part("vram", "activations and gradients between units", 2 * batch_hidden),
+        Part("vram", name, work),
+        Part("vram", "framework overhead", k.GPU_FRAMEWORK_BYTES),
+        Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
+    ]
+
+
+def ram_parts(
+    shape: ModelShape, request: RunRequest, layout: StreamLayout, all_checkpoints: int
+) -> tuple[list[Part], dict[str, int]]:
+    """RAM with everything in it, and the sizes of what may spill or shrink."""
+    e, trained = request.element_bytes, shape.trainable_params
+    master, moments = k.STATE_FORMATS[request.format]
+    sizes = {
+        PARAMETERS: e * shape.total_params,
+        "master": int(master * trained),
+        "moments": int(moments * trained),
+        GRADIENTS: e * trained,
+    }
+    fixed = [
+        Part("ram", SLOTS, k.LANE_BYTES),
+        Part("ram", "framework overhead", k.STREAM_RAM_OVERHEAD_BYTES),
+        Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
+    ]
+    if layout.checkpoints_home == "ram":
+        fixed.append(Part("ram", "activation checkpoints", all_checkpoints))
+    return [Part("ram", name, size) for name, size in sizes.items()] + fixed, sizes
+
+
+def spilled(
+    parts: list[Part],
+    sizes: dict[str, int],
+    shape: ModelShape,
+    request: RunRequest,
+    hardware: Hardware,
+    layout: StreamLayout,
+) -> tuple[Spill, list[Part]]:
+    """Shares that go to the drive, and the RAM parts that stay."""
+    states = sum(sizes[name] for name in STATES)
+    gradients = sizes[GRADIENTS]
+    least = min(gradients, LEAST_GRADIENTS * request.element_bytes * shape.largest_unit_params)
+    told = layout.residency
+    if told is not None:
+        spill = Spill(_over(states, told.state_ram_bytes), _over(sizes[PARAMETERS], told.weight_ram_bytes))
+        if told.gradient_bytes is not None and not request.clips:
+            gradients = min(gradients, max(least, told.gradient_bytes))
+    else:
+        over = sum(p.size_bytes for p in parts) - hardware.ram_bytes
+        if not request.clips and over > 0:
+            kept = max(least, gradients - over)
+            gradients, over = kept, over - (gradients - kept)
+        shares = {"states": 0.0, PARAMETERS: 0.0}
+        groups = [("states", states), (PARAMETERS, sizes[PARAMETERS])]
+        for name, group in reversed(groups) if shape.lora_r else groups:
+            if over <= 0 or not group or not hardware.nvme_free_bytes:
+                continue
+            if name == "states":
+                over += k.STATE_RING_BYTES
+            shares[name] = min(1.0, over / group)
+            over -= group
+        spill = Spill(shares["states"], shares[PARAMETERS])
+    shares = {PARAMETERS: spill.parameters, **dict.fromkeys(STATES, spill.states)}
+    stay = [
+        Part(p.tier, p.name, gradients if p.name == GRADIENTS else int(p.size_bytes * (1 - shares.get(p.name, 0.0))))
+        for p in parts
+    ]
+    if spill.states:
+        stay.append(Part("ram", RING, told.state_ring_bytes if told is not None else k.STATE_RING_BYTES))
+    return spill, stay
+
+
+def _over(size: int, budget: int | None) -> float:
+    return 0.0 if budget is None or not size else max(0.0, 1.0 - budget / size)
+
+
+def pinned_and_rest(
+    ram: list[Part], request: RunRequest, hardware: Hardware, layout: StreamLayout
+) -> tuple[list[Part], list[Part], float]:
+    """RAM without what the staging pool takes, the pool's parts, and the share of homes that stays pageable.
+
+    The pool is as large as its homes need, up to what it may take; with activation checkpoints in RAM all of it is
+    taken, because their size is known with the first micro-batch.
+    """
+    if request.staging_bytes is not None:
+        pool = request.staging_bytes
+    else:
+        pool = min(k.DEFAULT_STAGING_BYTES, max(hardware.pinned_bytes, k.LANE_BYTES))
+    left = max(0, pool - k.LANE_BYTES)
+    pinned = [Part("pinned", SLOTS, k.LANE_BYTES)]
+    movable = (PARAMETERS, GRADIENTS, "activation checkpoints")
+    homes = sum(p.size_bytes for p in ram if p.name in movable)
+    rest: list[Part] = []
+    for part in ram:
+        if part.name == SLOTS:
+            continue
+        taken = min(left, part.size_bytes) if part.name in movable else 0
+        left -= taken
+        if taken:
+            pinned.append(Part("pinned", part.name, taken))
+        rest.append(Part(part.tier, part.name, part.size_bytes - taken))
+    if layout.checkpoints_home == "ram" and left:
+        pinned.append(Part("pinned", "staging pool, unused slots", left))
+    kept = sum(p.size_bytes for p in rest if p.name in movable)
+    return rest, pinned, kept / homes if homes else 0.0
+
+
+def drive_states(sizes: dict[str, int], spill: Spill) -> list[Part]:
+    """What lives on the drive during the run."""
+    shares = {PARAMETERS: spill.parameters, **dict.fromkeys(STATES, spill.states)}
+    return [Part("nvme", name, int(sizes[name] * share)) for name, share in shares.items()]

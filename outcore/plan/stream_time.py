@@ -1,0 +1,86 @@
+"""Seconds of a step of the streaming engine by term, and how much of them overlaps.
+
+Exact clipping needs the norm first, so updates run under the next forward pass; without it they start during the
+backward pass. The formulas reproduce the prototype's measured runs within 20 % (tests/test_plan_stream.py); how far
+they are from the engine itself is in docs/planning.md.
+"""
+
+from __future__ import annotations
+
+from outcore.plan import constants as k
+from outcore.plan.hardware import Hardware
+from outcore.plan.record import StepTime
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import ModelShape
+from outcore.plan.stream_layout import Spill, StreamLayout
+from outcore.plan.work import overlapped_s, step_flops, step_traffic
+from outcore.units import GB
+
+
+def step_time(
+    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout,
+    sizes: dict[str, int], spill: Spill, pageable: float, all_checkpoints: int,
+) -> tuple[StepTime, float, float]:  # fmt: skip
+    """The step, and the bytes the drive reads and writes in it. `pageable`: share of homes that is not pinned."""
+    e, trained = request.element_bytes, shape.trainable_params
+    micro_tokens = seq_length * layout.micro_batch
+    flops = step_flops(shape, request, seq_length, micro_tokens * layout.accumulation)
+    traffic = step_traffic(shape, request, micro_tokens, layout.accumulation)
+    slower = 1.0 if layout.compiled else k.EAGER_SLOWDOWN
+    device_s = [
+        slower * hardware.compute_s(flops.forward, traffic.forward),
+        slower * hardware.compute_s(flops.backward, traffic.backward),
+    ]
+    launches_s = 0.0 if hardware.is_cpu else k.STREAM_HOST_S_PER_CALL * shape.num_layers * layout.accumulation
+    gpu_s = [max(seconds, slower * launches_s) for seconds in device_s]
+    head = shape.head_params + (shape.head_weight_numel if shape.tied else 0)
+    up_forward = e * (shape.embedding_params + sum(shape.layer_params) + shape.adapter_params + head)
+    up_backward = e * (sum(shape.layer_params) + shape.adapter_params)
+    moved = all_checkpoints if layout.checkpoints_home != "vram" else 0
+    down = e * trained
+    states = spill.states * (sizes["master"] + sizes["moments"])
+    weights = spill.parameters * e * shape.total_params
+    in_drive = moved if layout.checkpoints_home == "nvme" else 0
+    forward_read = spill.parameters * up_forward + states
+    forward_written = states + in_drive + (weights if not shape.lora_r else 0.0)
+    backward_read, backward_written = spill.parameters * up_backward + in_drive, 0.0
+    dram_per_s = k.DRAM_SHARE * hardware.ram_gb_per_s * GB
+    optimizer_s = k.OPTIMIZER_DRAM_BYTES[request.format] * trained / dram_per_s
+    ring = 1 + 2 * pageable  # a pageable home is copied once more, through a slot: a read and a write
+    copies_s = [
+        (ring * copied + through_drive) / dram_per_s
+        for copied, through_drive in (
+            (up_forward + moved, forward_read + forward_written),
+            (up_backward + moved + down, backward_read + backward_written),
+        )
+    ]
+    h2d_rate, d2h_rate = hardware.h2d_gb_per_s * GB, hardware.d2h_gb_per_s * GB
+    drive_s = [
+        hardware.drive_s(read, written) / k.STREAM_DRIVE_SHARE
+        for read, written in ((forward_read, forward_written), (backward_read, backward_written))
+    ]
+    h2d_s = [up_forward / h2d_rate, (up_backward + moved) / h2d_rate]
+    d2h_s = [moved / d2h_rate, down / d2h_rate]
+    if request.clips:  # updates wait for the norm, then run under the next forward pass
+        step_s = overlapped_s(gpu_s[0], h2d_s[0], d2h_s[0], optimizer_s + copies_s[0], drive_s[0])
+        step_s += overlapped_s(gpu_s[1], h2d_s[1], d2h_s[1], copies_s[1], drive_s[1])
+    else:
+        step_s = overlapped_s(sum(gpu_s), sum(h2d_s), sum(d2h_s), optimizer_s + sum(copies_s), sum(drive_s))
+    if hardware.is_cpu:  # the update computes where the layers do: one after the other
+        step_s = sum(gpu_s) + optimizer_s + sum(copies_s) + max(0.0, sum(drive_s) - sum(gpu_s))
+    read, written = forward_read + backward_read, forward_written + backward_written
+    both_s, alone = sum(drive_s), read + written
+    return (
+        StepTime(
+            compute_s=sum(device_s),
+            h2d_s=sum(h2d_s),
+            d2h_s=sum(d2h_s),
+            drive_read_s=both_s * read / alone if alone else 0.0,
+            drive_write_s=both_s * written / alone if alone else 0.0,
+            cpu_optimizer_s=optimizer_s + sum(copies_s),
+            host_overhead_s=sum(gpu_s) - sum(device_s),
+            step_s=step_s,
+        ),
+        read,
+        written,
+    )
