@@ -1,6 +1,7 @@
 """Pinned memory and the lanes through it: the pool that owns it, leases, and transfers between homes and the device."""
 
 from outcore.staging.copy_streams import CopyStreams
+from outcore.staging.gate import Gate
 from outcore.staging.lane import AT_ONCE
 from outcore.staging.lane_stats import LaneStats
 from outcore.staging.lane_transfer import LaneClosed, LaneTransfer
@@ -13,6 +14,7 @@ __all__ = [
     "AT_ONCE",
     "CopyStreams",
     "DownloadLane",
+    "Gate",
     "LaneClosed",
     "LaneStats",
     "LaneTransfer",

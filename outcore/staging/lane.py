@@ -7,10 +7,11 @@ needs no slot and is copied directly; with `direct` the engine moves device memo
 Fallback: on the CPU the slots are plain memory and copies are memcpy, the logic is the same.
 
 Ordering: `after` says when the device memory is ready: None for "when all the work queued so far on the caller's
-current stream is done" (always right, but a prefetch then waits behind the compute that is queued), an event, or
-`AT_ONCE`. Reads from the drive do not wait for it, only the copies do. Lifetime: the lane keeps both ends alive until
-the transfer has ended; their contents must be left alone until `wait`, or in stream order after `wait_stream`.
-Transfers are not ordered among each other: where two touch the same bytes, wait for the first.
+current stream is done" (always right, but a prefetch then waits behind the compute that is queued), an event,
+`AT_ONCE`, or, for uploads from a drive, a `Gate` that is opened later. Reads do not wait for it, only the copies do.
+Lifetime: the lane keeps both ends alive until the transfer has ended; their contents must be left alone until `wait`,
+or in stream order after `wait_stream`. Transfers are not ordered among each other: where two touch the same bytes, wait
+for the first.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 
 from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.staging.copy_streams import CopyStreams, open_streams
+from outcore.staging.gate import Gate
 from outcore.staging.homes import FileHome, HostCopier, RamHome, StoreHome
 from outcore.staging.lane_driver import LaneDriver
 from outcore.staging.lane_stats import LaneClock, LaneStats
@@ -48,7 +50,7 @@ HOME_COPY_BYTES = 16 * MIB
 AT_ONCE: Literal["at once"] = "at once"
 """For `after=`: the device memory is ready, wait for nothing."""
 After = Any
-"""None, AT_ONCE, or an event (torch.cuda.Event) that has been recorded."""
+"""None, AT_ONCE, an event (torch.cuda.Event) that has been recorded, or a Gate."""
 
 
 class Lane:
@@ -196,7 +198,7 @@ class Lane:
         flat = self._flat(device_tensor)
         what = f"{self.direction} of {_named(label)}{format_gib(flat.numel())} ({file.path} at offset {offset})"
         home = FileHome(self._engine, file, offset, self._priority)
-        transfer = LaneTransfer(self, what, flat, home, self._event(after), label)
+        transfer = LaneTransfer(self, what, flat, home, self._event(after, from_drive=True), label)
         self._register(transfer)
         self._driver.accept(transfer, direct=self.direct)
         return transfer
@@ -217,7 +219,7 @@ class Lane:
                 f"lane {self.owner!r} has {self.slot_bytes}: smaller pieces could not be verified"
             )
         what = f"{self.direction} of {_named(label)}{format_gib(flat.numel())} ({name!r} in {store!r})"
-        transfer = LaneTransfer(self, what, flat, home, self._event(after), label)
+        transfer = LaneTransfer(self, what, flat, home, self._event(after, from_drive=True), label)
         self._register(transfer)
         self._driver.accept(transfer, direct=self.direct and getattr(store.engine, "gds", False))
         return transfer
@@ -276,11 +278,13 @@ class Lane:
             )
         return tensor.detach().reshape(-1).view(torch.uint8)
 
-    def _event(self, after: After) -> Any:
+    def _event(self, after: After, *, from_drive: bool = False) -> Any:
         if isinstance(after, str):
             if after != AT_ONCE:
                 raise ValueError(f"after must be an event, AT_ONCE or None, got {after!r}")
             return None
+        if isinstance(after, Gate) and not (self.direction == "upload" and from_drive):
+            raise ValueError("a gate is for uploads from a drive, which are read ahead of it; give an event or AT_ONCE")
         return self.streams.now() if after is None else after
 
     def _register(self, transfer: LaneTransfer) -> None:

@@ -6,7 +6,7 @@ blocks on the device. One waiter thread per stream blocks on copy events in orde
 passed, so a slot is taken up again only after its copy (upload) or its write (download) has ended. Transfers flow back
 to back: the next one's chunks start as soon as a slot is free.
 
-    upload:   place -> home fills the slot -> copy slot to device -> leave the slot
+    upload:   place -> home fills the slot -> (gate) -> copy slot to device -> leave the slot
     download: place -> copy device to slot -> home drains the slot -> leave the slot
 
 Cost: two or three thread switches per chunk (tens of microseconds), so slots of 4 MiB and more run at the drive's rate.
@@ -22,11 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 
 from outcore.staging.copy_streams import CopyEvent, CopyStreams
+from outcore.staging.copy_waiter import CopyWaiter
 from outcore.staging.homes import BLOCK_BYTES, Home
 from outcore.staging.lane_stats import LaneClock
 from outcore.staging.lane_transfer import LaneTransfer
@@ -52,37 +52,6 @@ class Chunk:
         return self.device_bytes.numel()
 
 
-class CopyWaiter:
-    """A thread that waits for events in order and calls `then(error)`; it ends with `close`."""
-
-    def __init__(self, name: str) -> None:
-        self._events: SimpleQueue[tuple[Any, Callable[[BaseException | None], None]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, event: Any, then: Callable[[BaseException | None], None]) -> None:
-        """`event` has a `synchronize()`."""
-        self._events.put((event, then))
-
-    def _run(self) -> None:
-        while True:
-            item = self._events.get()
-            if item is None:
-                return
-            event, then = item
-            error: BaseException | None = None
-            try:
-                event.synchronize()
-            except Exception as raised:  # the device reports a fault: the transfer's, not this thread's
-                error = raised
-            then(error)
-            del item, event, then, error  # an idle thread keeps no tensor alive
-
-    def close(self, timeout_s: float) -> None:
-        self._events.put(None)
-        self._thread.join(timeout_s)
-
-
 class LaneDriver:
     """See the module's docstring. `settle(transfer)` is called on the driver's thread for every transfer that ended,
     `broke(error)` once when the driver itself failed."""
@@ -104,6 +73,8 @@ class LaneDriver:
         self._settle = settle
         self._broke = broke
         self._pending: deque[LaneTransfer] = deque()
+        self._parked: dict[LaneTransfer, list[Chunk]] = {}
+        """Chunks whose reads have ended and whose gate is still shut."""
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._waiters = [CopyWaiter(f"{name}-copies-{i}") for i in range(streams.count)]
         self._gate: CopyWaiter | None = None
@@ -158,12 +129,36 @@ class LaneDriver:
             del message  # an idle lane keeps no tensor alive
 
     def _accept(self, transfer: LaneTransfer, direct: bool) -> None:
+        gate = transfer.gate
+        if gate is not None:
+            gate.when_settled(lambda: self.post(partial(self._gate_settled, transfer, direct)))
         if transfer.n_bytes == 0:
             self._settle(transfer)
-        elif direct:
-            self._begin_direct(transfer)
-        else:
+        elif not direct:
             self._pending.append(transfer)
+        elif gate is None:
+            self._begin_direct(transfer)
+
+    def _gate_settled(self, transfer: LaneTransfer, direct: bool) -> None:
+        if transfer.done():
+            return
+        assert transfer.gate is not None
+        error = transfer.gate.error
+        parked = self._parked.pop(transfer, [])
+        for chunk in parked:
+            self._pass_gate(chunk)
+        if error is None and direct:
+            self._begin_direct(transfer)
+        elif error is not None and not parked and transfer.fail(error):
+            self._settle(transfer)
+
+    def _pass_gate(self, chunk: Chunk) -> None:
+        gate = chunk.transfer.gate
+        error = chunk.transfer.failure or (None if gate is None else gate.error)
+        if error is not None:
+            self._leave(chunk, error)
+        else:
+            self._start_copy(chunk)
 
     def _pump(self) -> None:
         """Starts chunks while there are slots for them."""
@@ -210,10 +205,13 @@ class LaneDriver:
         if error is None and io.n_bytes != chunk.n_bytes:
             error = StorageError("staging", wanted=chunk.n_bytes, got=io.n_bytes, reason=f"short transfer: {io.what}")
         error = error or chunk.transfer.failure  # after a failure elsewhere in the transfer the rest is let go
-        if error is None and self._is_upload:
-            self._start_copy(chunk)
-        else:
+        gate = chunk.transfer.gate
+        if error is not None or not self._is_upload:
             self._leave(chunk, error)
+        elif gate is not None and not gate.is_settled:
+            self._parked.setdefault(chunk.transfer, []).append(chunk)
+        else:
+            self._pass_gate(chunk)
 
     def _start_copy(self, chunk: Chunk) -> None:
         transfer, slot = chunk.transfer, chunk.place.memory
@@ -259,6 +257,10 @@ class LaneDriver:
             transfer = self._pending.popleft()
             if not transfer.is_begun and transfer.fail(make_error(transfer)):
                 self._settle(transfer)
+        for transfer, chunks in list(self._parked.items()):
+            del self._parked[transfer]
+            for chunk in chunks:
+                self._leave(chunk, make_error(transfer))
 
     # ------------------------------------------------------------------ device-direct
 

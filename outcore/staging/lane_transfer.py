@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outcore.staging.copy_streams import CopyEvent
+from outcore.staging.gate import Gate
 from outcore.staging.homes import Home
 from outcore.units import format_gib, format_s
 
@@ -135,12 +136,18 @@ class LaneTransfer:
         """Nothing is left to start: all chunks are under way, or the transfer failed."""
         return self._error is not None or self.next_bytes >= self.n_bytes
 
+    @property
+    def gate(self) -> Gate | None:
+        """What copies to the device have to pass; None when they may go at once."""
+        return self._after if isinstance(self._after, Gate) else None
+
     def after_for(self, stream_index: int) -> Any:
         """The event that a stream's first copy has to wait for; None for its later ones, which are behind that one."""
         if stream_index in self._ordered_streams:
             return None
         self._ordered_streams.add(stream_index)
-        return self._after
+        gate = self.gate
+        return self._after if gate is None else gate.after
 
     def begin_chunk(self) -> None:
         with self._condition:
