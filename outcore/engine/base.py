@@ -40,7 +40,8 @@ class StepResult:
     skipped: bool
     """True when a non-finite fp16 gradient made the engine skip the update and lower its loss scale."""
     phase_s: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase: forward, backward, optimizer, stall_nvme, stall_pcie (those the engine can tell)."""
+    """Seconds by phase: forward, backward, optimizer, and of these stall_nvme, stall_pcie, stall_optimizer (those the
+    engine can tell)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a lane did and where its time went; the source of `stall_nvme` and `stall_pcie` in the run's metrics."""
+"""What a lane did and where its time went."""
 
 from __future__ import annotations
 

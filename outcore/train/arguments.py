@@ -21,7 +21,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 import yaml
 
 from outcore.monitor.loggers import check_report_to
-from outcore.train.config import FIELD_ALIASES, SCHEDULE_ALIASES, ZERO_STAGE_ALIASES, TrainConfig
+from outcore.train.config import BARE_FLAGS, FIELD_ALIASES, SCHEDULE_ALIASES, ZERO_STAGE_ALIASES, TrainConfig
 
 MAX_AIO_BLOCK_BYTES = 1 << 30
 
@@ -200,7 +200,8 @@ def build_parser(prog: str = "train_model.py") -> argparse.ArgumentParser:
             off = [f"--no_{flag.removeprefix('--')}" for flag in flags]
             section.add_argument(*off, dest=field.name, action="store_const", const="false", help=argparse.SUPPRESS)
         else:
-            section.add_argument(*flags, dest=field.name, metavar=_metavar(annotation), help=help_text)
+            bare = {"nargs": "?", "const": BARE_FLAGS[field.name]} if field.name in BARE_FLAGS else {}
+            section.add_argument(*flags, dest=field.name, metavar=_metavar(annotation), help=help_text, **bare)
     return parser
 
 
@@ -264,6 +265,7 @@ def check_config(config: TrainConfig) -> None:
         "max_grad_norm",
         "weight_decay",
         "sample_tokens",
+        "trace",
     ):
         value = getattr(config, name)
         if value is not None and not 0 <= value < math.inf:

@@ -16,6 +16,8 @@ ZeroStage = Literal["none", "zero1", "zero2", "zero3", "infinity"]
 Schedule = Literal["warmup_decay", "cosine", "constant"]
 
 ZERO_STAGE_ALIASES = {"0": "none", "1": "zero1", "2": "zero2", "3": "zero3", "linear": "warmup_decay"}
+BARE_FLAGS = {"trace": "2"}
+"""Flags that may stand alone, with what they mean then."""
 SCHEDULE_ALIASES = {"linear": "warmup_decay", "WarmupDecayLR": "warmup_decay", "WarmupCosineLR": "cosine"}
 FIELD_ALIASES = {
     "gradient_checkpointing": "activation_checkpointing",
@@ -169,6 +171,8 @@ class TrainConfig:
     """Comma-separated: tensorboard, trackio, wandb, none."""
     metrics_port: int | None = None
     """Serve the run's figures for Prometheus on this port of the loopback interface (0: any free one)."""
+    trace: int = 0
+    """Record a timeline of this many steps (alone: 2), after two of warm-up, as <log_dir>/<run>/trace.json."""
     export: bool = True
     """Write the finished model at the end."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream.trace_window import TracePlan
 from outcore.model.load import LoadedModel, load_model
 from outcore.model.settings import ModelSettings
 from outcore.train.arguments import ConfigError
@@ -55,6 +57,23 @@ def choose_engine(config: TrainConfig, user_config: dict[str, Any], world_size: 
             raise ConfigError("engine stream does not train LoRA adapters in this version: use --engine deepspeed.")
         return EngineChoice("stream", "as asked")
     return EngineChoice("deepspeed", "auto; --engine stream streams layers from RAM on one GPU (still opt-in)")
+
+
+def check_trace(config: TrainConfig, choice: EngineChoice) -> None:
+    """ConfigError for a timeline of an engine that cannot draw one."""
+    if config.trace and choice.name != "stream":
+        raise ConfigError(
+            f"trace: a timeline is recorded by the streaming engine only, and this run is {choice.name}'s "
+            f"({choice.reason}). Leave --trace out, or use --engine stream."
+        )
+
+
+def start_trace(
+    engine: StreamEngine, config: TrainConfig, logs: Path, steps_done: int, total_steps: int, say: Callable[[str], None]
+) -> None:
+    """Have the steps that `--trace` asks for recorded, if any."""
+    if config.trace:
+        engine.trace(TracePlan.for_run(logs / "trace.json", config.trace, steps_done, total_steps), say)
 
 
 def build_streaming(

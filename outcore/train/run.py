@@ -38,7 +38,7 @@ from outcore.monitor.space_watch import SpaceWatch
 from outcore.train.arguments import ConfigError, parse_config
 from outcore.train.checkpoint import SPACE_MARGIN_BYTES, Checkpoint, check_same_run
 from outcore.train.config import TrainConfig
-from outcore.train.engines import build_streaming, choose_engine
+from outcore.train.engines import build_streaming, check_trace, choose_engine, start_trace
 from outcore.train.loop import RunLength, Trainer, TrainerParts
 from outcore.train.memory_advice import explain
 from outcore.train.random_state import seed_everything
@@ -91,6 +91,7 @@ class Run:
         self.say(f"device: {self.hardware.reason}; {world_size} process{'es' if world_size > 1 else ''}")
         self.choice = choose_engine(config, user_config, world_size)
         self.say(f"engine: {self.choice.name} ({self.choice.reason})")
+        check_trace(config, self.choice)
         seq_length = config.seq_length or self._default_seq_length()
         settings = model_settings_of(config, self.hardware.precision, seq_length)
         if settings.model_module is None:
@@ -124,6 +125,8 @@ class Run:
                 engine: AnyEngine = build_streaming(
                     settings, tokenizer, built.config, loaded, has_cuda=self.hardware.has_cuda, say=self.say
                 )
+                steps_done = checkpoint.step if checkpoint else 0
+                start_trace(engine, config, folder.logs, steps_done, length.total_steps, self.say)
             else:
                 engine = build_engine(resolved, settings, tokenizer, loaded, say=self.say)
             self.opened.callback(engine.close)

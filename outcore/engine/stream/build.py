@@ -20,6 +20,7 @@ from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream.stalls import Stalls
 from outcore.engine.stream.units import Unit, Units, discover_units
 from outcore.engine.stream.updates import UnitUpdates
 from outcore.model.load import LoadedModel
@@ -107,13 +108,16 @@ def build_stream_engine(
         undo.callback(memory.close)
         homes = Homes(units.all, memory, states, chunk_numel=settings.chunk_numel)
         optimizer = undo.enter_context(OptimizerPool(settings.optimizer_threads, backend=settings.optimizer_backend))
-        updates = UnitUpdates(homes, optimizer)
-        prefetcher = WeightPrefetcher(units, _Source(homes, updates), upload, settings.num_layer_buffers)
+        stalls = Stalls(device)
+        updates = UnitUpdates(homes, optimizer, stalls=stalls)
+        source = _Source(homes, updates)
+        prefetcher = WeightPrefetcher(units, source, upload, settings.num_layer_buffers, stalls=stalls)
         download = GradientDownload(
             units,
             homes,
             download_lane,
             accumulate_dtype=torch.float32 if settings.accumulate == "fp32" else dtype,
+            stalls=stalls,
         )
         num_layers = len(units.layers)
         activations: Activations = DeviceActivations()
@@ -142,6 +146,7 @@ def build_stream_engine(
                 prefetcher,
                 download,
                 schedule,
+                stalls,
             ),
         )
         undo.pop_all()

@@ -27,6 +27,7 @@ from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.schedule import PassSums
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.state import StreamState
+from outcore.engine.stream.trace_window import NoTracing, StepTracing, TracePlan, TraceWindow
 from outcore.engine.stream.units import Unit
 from outcore.model.inputs import count_target_tokens
 from outcore.model.load import LoadedModel
@@ -69,6 +70,11 @@ class StreamEngine:
         """Steps tried since the run began, skipped ones too: the key of dropout."""
         self._skips_in_a_row = 0
         self._closed = False
+        self._tracing: StepTracing = NoTracing()
+
+    def trace(self, plan: TracePlan, say: Callable[[str], None]) -> None:
+        """Write a timeline of some steps; see `trace_window`."""
+        self._tracing = TraceWindow(self._parts, plan, self.loaded.words, say)
 
     # --- training
 
@@ -81,6 +87,7 @@ class StreamEngine:
                 "and completion columns, or use longer rows (--seq_length)."
             )
         parts = self._parts
+        self._tracing.step_begins()
         clock = PhaseClock(self.device)
         shipped: list[tuple[Unit, LaneTransfer]] = []
         scale = self._scaler.cur_scale
@@ -111,7 +118,8 @@ class StreamEngine:
             skipped = self._settle_immediate(norm)
         phase_s = clock.seconds()
         phase_s["optimizer"] = time.perf_counter() - begin_s
-        phase_s["stall_pcie"] = parts.prefetcher.stall_s
+        phase_s |= parts.stalls.seconds()
+        self._tracing.step_ends()
         loss, aux = float(sums.ce_sum) / total, float(sums.aux_sum) / total
         return StepResult(loss, aux, norm, total, skipped, phase_s)
 
@@ -268,4 +276,5 @@ class StreamEngine:
         except (EngineError, RuntimeError, TimeoutError, OSError) as error:
             # Nothing that was saved depends on it, and whatever made the caller close must stay in sight.
             logger.error("while the engine was closed: %s", error)
+        self._tracing.close()
         self._parts.close()

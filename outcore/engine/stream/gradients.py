@@ -10,6 +10,7 @@ import torch
 
 from outcore.engine.stream.accumulator import GradAccumulator
 from outcore.engine.stream.homes import Homes
+from outcore.engine.stream.stalls import Stalls
 from outcore.engine.stream.units import Unit, Units
 from outcore.staging import DownloadLane, LaneTransfer
 
@@ -30,8 +31,10 @@ class GradientDownload:
         accumulate_dtype: torch.dtype = torch.float32,
         num_buffers: int = 2,
         skip: frozenset[int] = frozenset(),
+        stalls: Stalls | None = None,
     ) -> None:
         self._homes, self._lane = homes, lane
+        self._stalls = stalls or Stalls(lane.device)
         trainable = [unit for unit in units.all if unit.is_trainable and unit.index not in skip]
         self._ship = [
             torch.zeros(
@@ -74,7 +77,7 @@ class GradientDownload:
             target = self._take_buffer(unit)
             target.copy_(complete)
         self.count(target)
-        transfer = self._lane.submit_host(target, self._homes[unit].grad)
+        transfer = self._lane.submit_host(target, self._homes[unit].grad, label=unit.name)
         self._leaving[self._turn] = transfer
         self._turn = (self._turn + 1) % len(self._ship)
         return transfer
@@ -95,6 +98,7 @@ class GradientDownload:
         """The buffer whose turn it is, once what it held has left."""
         leaving = self._leaving[self._turn]
         if leaving is not None:
-            leaving.wait_stream()
+            with self._stalls.until(f"room for the gradient of {unit.name}", "pcie"):
+                leaving.wait_stream()
             self._leaving[self._turn] = None
         return self._view(unit)

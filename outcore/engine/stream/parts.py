@@ -13,6 +13,7 @@ from outcore.engine.stream.prefetch import WeightPrefetcher
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream.stalls import Stalls
 from outcore.engine.stream.units import Units
 from outcore.engine.stream.updates import UnitUpdates
 from outcore.optim import OptimizerPool
@@ -38,6 +39,7 @@ class EngineParts:
     prefetcher: WeightPrefetcher
     download: GradientDownload
     schedule: VerticalSchedule
+    stalls: Stalls
 
     def describe(self, settings: StreamSettings, *, deferred: bool) -> str:
         """For people."""

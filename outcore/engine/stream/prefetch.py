@@ -9,13 +9,13 @@ later, so that the host goes on launching work. Cost: buffers, and one upload pe
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from outcore.engine.stream.slots import SlotUse, plan_slots
+from outcore.engine.stream.stalls import Stalls
 from outcore.engine.stream.units import Unit, Units
 from outcore.staging import AT_ONCE, LaneTransfer, UploadLane
 
@@ -51,6 +51,8 @@ class WeightPrefetcher:
         lane: UploadLane,
         num_layer_buffers: int = 3,
         skip: frozenset[int] = frozenset(),
+        *,
+        stalls: Stalls | None = None,
     ) -> None:
         layers = [unit.layout.size_bytes for unit in units.layer_units if unit.index not in skip]
         layer_bytes = max(layers, default=0)
@@ -68,8 +70,7 @@ class WeightPrefetcher:
         self._copies: list[int] = []
         self._arriving: dict[tuple[int, int], LaneTransfer] = {}
         self._released = -1
-        self.stall_s = 0.0
-        """Host seconds spent waiting for weights since the last `begin`."""
+        self.stalls = stalls or Stalls(lane.device)
 
     @property
     def device_bytes(self) -> int:
@@ -89,18 +90,17 @@ class WeightPrefetcher:
         self._copies = [at for at, (_, _, use) in enumerate(self._uses) if use.copy]
         self._arriving = {}
         self._released = -1
-        self.stall_s = 0.0
+        self.stalls.begin()
         self._issue(needed=-1)
 
     def acquire(self, at: int) -> torch.Tensor:
         """The slab of use number `at` on the device; work queued on the current stream from now on may read it."""
-        begin_s = time.perf_counter()
-        self._issue(needed=at)
         unit, kind, use = self._uses[at]
-        transfer = self._arriving.get((kind, use.buffer))
-        if transfer is not None:
-            transfer.wait_stream()
-        self.stall_s += time.perf_counter() - begin_s
+        with self.stalls.until(f"weights of {unit.name}", "pcie"):
+            self._issue(needed=at)
+            transfer = self._arriving.get((kind, use.buffer))
+            if transfer is not None:
+                transfer.wait_stream()
         return self._buffers[kind][use.buffer][: unit.layout.size_bytes].view(unit.layout.dtype)
 
     def release(self, at: int) -> None:
@@ -129,7 +129,10 @@ class WeightPrefetcher:
             target = self._buffers[kind][use.buffer][: unit.layout.size_bytes]
             event = self._over.get((kind, use.buffer))
             self._arriving[kind, use.buffer] = self._lane.submit_host(
-                self._source.slab(unit).view(torch.uint8), target, after=AT_ONCE if event is None else event
+                self._source.slab(unit).view(torch.uint8),
+                target,
+                after=AT_ONCE if event is None else event,
+                label=unit.name,
             )
             self._copies.pop(0)
 

@@ -10,7 +10,7 @@ Bytes: layers x micro-batches x [B, T, H], each way, per step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -32,6 +32,11 @@ BEHIND_LAYERS = 2
 
 class Activations(Protocol):
     """Checkpoints by (layer, micro-batch)."""
+
+    @property
+    def link(self) -> Literal["pcie", "nvme"] | None:
+        """What they have to cross, for whoever waits for them; None when they stay."""
+        ...
 
     def reserve(self, sizes_bytes: Sequence[int]) -> None:
         """The coming pass keeps a checkpoint of these sizes (one per micro-batch) for each layer. EngineError when
@@ -58,6 +63,8 @@ class Activations(Protocol):
 class DeviceActivations:
     """They stay where they are."""
 
+    link: None = None
+
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -79,6 +86,8 @@ class DeviceActivations:
 
 class RamActivations:
     """Down to RAM and back. `num_layers`: of the model; `stay`: how many of the last ones stay on the device."""
+
+    link: Literal["pcie"] = "pcie"
 
     def __init__(
         self, memory: HostMemory, upload: UploadLane, download: DownloadLane, num_layers: int, stay: int = STAY_LAYERS
@@ -107,7 +116,7 @@ class RamActivations:
         home = self._homes.get(key)
         if home is None or home.nbytes < hidden.nbytes:
             home = self._homes[key] = self._memory.take(hidden.nbytes, f"activations of layer {layer}")
-        transfer = self._download.submit_host(hidden, home[: hidden.nbytes])
+        transfer = self._download.submit_host(hidden, home[: hidden.nbytes], label=f"activations {layer}")
         self._going[key] = (transfer, hidden.dtype, hidden.shape)
 
     def prefetch(self, layer: int) -> None:
@@ -115,7 +124,8 @@ class RamActivations:
             transfer, dtype, shape = self._going.pop(key)
             transfer.wait()
             hidden = torch.empty(shape, dtype=dtype, device=self._upload.device)
-            self._coming[key] = (self._upload.submit_host(self._homes[key][: hidden.nbytes], hidden), hidden)
+            home = self._homes[key][: hidden.nbytes]
+            self._coming[key] = (self._upload.submit_host(home, hidden, label=f"activations {layer}"), hidden)
 
     def take(self, layer: int, micro_batch: int) -> torch.Tensor:
         if layer >= self._first_staying:
@@ -136,6 +146,8 @@ class RamActivations:
 class NvmeActivations:
     """Down to a scratch store and back. The store is made anew when a pass needs a larger one, so its space is reserved
     before the pass begins (`reserve`)."""
+
+    link: Literal["nvme"] = "nvme"
 
     def __init__(
         self, scratch: Scratch, upload: UploadLane, download: DownloadLane, num_layers: int, stay: int = STAY_LAYERS

@@ -11,6 +11,7 @@ the gradients down, independent of the number of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,7 @@ from outcore.engine.stream.residency import Activations
 from outcore.engine.stream.rng import UnitRandom, generators_kept
 from outcore.engine.stream.runner import Batch, UnitRunner
 from outcore.engine.stream.shell import CallLog
+from outcore.engine.stream.trace import NO_TRACE, Trace
 from outcore.engine.stream.units import Unit
 from outcore.staging import LaneTransfer
 
@@ -84,6 +86,8 @@ class VerticalSchedule:
         self.runner, self.units = runner, runner.units
         self.prefetcher, self.download, self.activations = prefetcher, download, activations
         self.device, self.seed = device, seed
+        self.trace: Trace = NO_TRACE
+        """Sees the work of each unit and micro-batch; replaced while steps are traced."""
         self._tied: GradAccumulator | None = None
         trainable = [unit.is_trainable for unit in self.units.layer_units]
         self._lowest = 0 if self.units.embed.is_trainable else (trainable.index(True) if any(trainable) else None)
@@ -129,8 +133,9 @@ class VerticalSchedule:
         at = self._forward_only(micro)
         slab = self.prefetcher.acquire(at)
         sums = _zeros(self.device)
-        for item in micro:
-            result = self.runner.head(slab, item.take_hidden(), item.batch, item.log)
+        for m, item in enumerate(micro):
+            with self.trace.compute("head", "head", m):
+                result = self.runner.head(slab, item.take_hidden(), item.batch, item.log)
             sums = _added(sums, result.ce_sum, None, result.n_tokens)
         self.prefetcher.release(at)
         return sums
@@ -166,7 +171,8 @@ class VerticalSchedule:
         for m, item in enumerate(micro):
             if random is not None:
                 random.at(m, self.units.embed.index)
-            item.log = self.runner.embed(slab, item.batch)
+            with self.trace.compute("forward", self.units.embed.name, m):
+                item.log = self.runner.embed(slab, item.batch)
             item.hidden = item.log.hidden
             item.log.first = None  # a checkpoint, if anything, keeps it
         self.prefetcher.release(0)
@@ -178,12 +184,14 @@ class VerticalSchedule:
                 if random is not None:
                     random.at(m, unit.index)
                 hidden = item.take_hidden()
-                item.hidden, routers = self.runner.layer(index, slab, hidden, item.log.calls[index])
+                with self.trace.compute("forward", unit.name, m):
+                    item.hidden, routers = self.runner.layer(index, slab, hidden, item.log.calls[index])
                 if kept is not None:
                     item.routers += routers
                     item.router_counts.append(len(routers))
                     if self._lowest is not None and index >= self._lowest:
-                        kept.keep(index, m, hidden)
+                        with self._waiting_for_kept(index):
+                            kept.keep(index, m, hidden)
             self.prefetcher.release(index + 1)
         return len(self.units.layer_units) + 1
 
@@ -199,13 +207,14 @@ class VerticalSchedule:
         head = self.units.head
         slab = self.prefetcher.acquire(at)
         into = self.download.accumulator(head) if head.is_trainable else None
-        self.activations.prefetch(len(self.units.layer_units) - 1)
+        self._prefetch_kept(len(self.units.layer_units) - 1)
         sums = _zeros(self.device)
         for m, item in enumerate(micro):
             random.at(m, len(self.units.layer_units) + 1)
-            result = self.runner.head(
-                slab, item.take_hidden(), item.batch, item.log, item.routers, grad_scale=grad_scale, into=into
-            )
+            with self.trace.compute("head", "head", m):
+                result = self.runner.head(
+                    slab, item.take_hidden(), item.batch, item.log, item.routers, grad_scale=grad_scale, into=into
+                )
             item.routers = []
             item.grad, item.grad_routers = result.grad_hidden, result.grad_routers
             sums = _added(sums, result.ce_sum, result.aux_loss, result.n_tokens)
@@ -224,14 +233,15 @@ class VerticalSchedule:
         for index in reversed(range(self._lowest, len(self.units.layer_units))):
             unit = self.units.layer_units[index]
             slab = self.prefetcher.acquire(at)
-            self.activations.prefetch(index - 1)
+            self._prefetch_kept(index - 1)
             into = self.download.accumulator(unit, only_once=len(micro) == 1) if unit.is_trainable else None
             for m, item in enumerate(micro):
-                hidden = self.activations.take(index, m)
+                hidden = self._take_kept(index, m)
                 random.at(m, unit.index)
-                item.grad = self.runner.layer_backward(
-                    index, slab, hidden, item.log.calls[index], item.take_grad(), item.take_router_grads(), into
-                )
+                with self.trace.compute("backward", unit.name, m):
+                    item.grad = self.runner.layer_backward(
+                        index, slab, hidden, item.log.calls[index], item.take_grad(), item.take_router_grads(), into
+                    )
             self.prefetcher.release(at)
             if into is not None:
                 on_gradient(unit, self.download.ship(unit, into))
@@ -243,9 +253,22 @@ class VerticalSchedule:
             self._tied = None
             for m, item in enumerate(micro):
                 random.at(m, embed.index)
-                self.runner.embed_backward(slab, item.batch, item.take_grad(), into)
+                with self.trace.compute("backward", embed.name, m):
+                    self.runner.embed_backward(slab, item.batch, item.take_grad(), into)
             self.prefetcher.release(at)
             on_gradient(embed, self.download.ship(embed, into))
+
+    def _prefetch_kept(self, layer: int) -> None:
+        with self._waiting_for_kept(layer):
+            self.activations.prefetch(layer)
+
+    def _take_kept(self, layer: int, micro_batch: int) -> torch.Tensor:
+        with self._waiting_for_kept(layer):
+            return self.activations.take(layer, micro_batch)
+
+    def _waiting_for_kept(self, layer: int) -> AbstractContextManager[None]:
+        link = self.activations.link
+        return self.prefetcher.stalls.until(f"activations {layer}", link) if link else nullcontext()
 
 
 def _zeros(device: torch.device) -> PassSums:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import threading
 
+import torch
+
 from outcore.engine.base import EngineError, NonFiniteLossError
 from outcore.engine.stream.homes import Homes
+from outcore.engine.stream.stalls import Stalls
 from outcore.engine.stream.units import Unit
 from outcore.optim import AdamWHyper, OptimizerPool, Ticket
 from outcore.staging import LaneTransfer
@@ -32,10 +35,12 @@ class _Pending:
 class UnitUpdates:
     """See the module docstring. Called from one thread (the lanes' callbacks apart)."""
 
-    def __init__(self, homes: Homes, pool: OptimizerPool, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, homes: Homes, pool: OptimizerPool, timeout_s: float = TIMEOUT_S, *, stalls: Stalls | None = None
+    ) -> None:
         self._homes, self._pool, self._timeout_s = homes, pool, timeout_s
+        self._stalls = stalls or Stalls(torch.device("cpu"))
         self._pending: dict[int, _Pending] = {}
-        self.wait_s = 0.0
 
     def submit(self, unit: Unit, gradient: LaneTransfer, hyper: AdamWHyper, *, guard: bool = False) -> None:
         """Update `unit` once `gradient` has arrived in its home."""
@@ -69,7 +74,9 @@ class UnitUpdates:
         pending = self._pending.get(unit.index)
         if pending is None:
             return
-        if not pending.handed_over.wait(self._timeout_s):
+        with self._stalls.because("pcie", f"gradient of {unit.name}"):
+            arrived = pending.handed_over.wait(self._timeout_s)
+        if not arrived:
             raise TimeoutError(f"the gradient of {unit.name} did not arrive in RAM within {format_s(self._timeout_s)}")
         if pending.error is not None:
             raise EngineError(
@@ -77,7 +84,8 @@ class UnitUpdates:
                 "before, those of other layers may be newer: resume from the last checkpoint."
             ) from pending.error
         assert pending.ticket is not None
-        result = self._pool.wait(pending.ticket, self._timeout_s)
+        with self._stalls.because("optimizer", f"update of {unit.name}"):
+            result = self._pool.wait(pending.ticket, self._timeout_s)
         if result.status == "skipped":
             raise NonFiniteLossError(
                 f"the gradient of {unit.name} was not finite. Its states were left alone, those of other layers may "

@@ -1,0 +1,136 @@
+"""Which steps are traced, into which file: a recorder listens to the engine's parts for those steps only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from outcore.engine.stream.parts import EngineParts
+from outcore.engine.stream.trace import NO_TRACE, TraceRecorder
+from outcore.engine.stream.trace_file import Slice, write_trace
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_STEPS = 2
+"""Before the traced ones: compilation, first allocations, and one step whose updates run under the next forward."""
+
+LEFT_BY_A_STEP = ("optimizer", "download")
+
+
+class StepTracing(Protocol):
+    """What the engine tells of its steps."""
+
+    def step_begins(self) -> None: ...
+
+    def step_ends(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoTracing:
+    """No step is traced."""
+
+    def step_begins(self) -> None:
+        return
+
+    def step_ends(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+@dataclass(frozen=True)
+class TracePlan:
+    """`num_steps` steps after `skip_steps`, numbered from `first_step` on, into `path`."""
+
+    path: Path
+    skip_steps: int
+    num_steps: int
+    first_step: int
+    """Number of the engine's first step (1, or the one after a checkpoint)."""
+
+    @classmethod
+    def for_run(cls, path: Path, num_steps: int, steps_done: int, total_steps: int) -> TracePlan:
+        """After the warm-up, or earlier in a run that is too short for it. ValueError for less than one step."""
+        if num_steps < 1:
+            raise ValueError(f"a trace needs at least one step, got {num_steps}")
+        left = max(1, total_steps - steps_done)
+        num_steps = min(num_steps, left)
+        return cls(path, min(WARM_UP_STEPS, left - num_steps), num_steps, steps_done + 1)
+
+
+class TraceWindow:
+    """See the module docstring. The file is written when the step after the last traced one begins, or at `close`."""
+
+    def __init__(self, parts: EngineParts, plan: TracePlan, model: str, say: Callable[[str], None]) -> None:
+        self._parts, self._plan, self._model, self._say = parts, plan, model, say
+        self._steps = 0
+        self._recorder: TraceRecorder | None = None
+        self._begin_s = self._end_s = self._step_s = 0.0
+        self._over = False
+
+    def step_begins(self) -> None:
+        if self._over:
+            return
+        if self._recorder is None and self._steps == self._plan.skip_steps:
+            self._attach()
+        elif self._recorder is not None and self._steps == self._plan.skip_steps + self._plan.num_steps:
+            self._finish()
+        self._step_s = time.perf_counter()
+
+    def step_ends(self) -> None:
+        if self._over:
+            return
+        self._steps += 1
+        self._end_s = time.perf_counter()
+        if self._recorder is not None:
+            self._recorder.step(self._plan.first_step + self._steps - 1, self._step_s, self._end_s)
+
+    def close(self) -> None:
+        """Write what there is, also after a failure in mid-step: that is when one wants to see it."""
+        if self._recorder is not None:
+            if self._step_s > self._end_s:  # a step began and did not end
+                self._end_s = time.perf_counter()
+            self._finish()
+
+    def _belongs(self, one: Slice) -> bool:
+        """Within the traced steps, or begun by them (updates run under the next forward)."""
+        return one.end_s > self._begin_s and (one.begin_s < self._end_s or one.track in LEFT_BY_A_STEP)
+
+    def _attach(self) -> None:
+        parts = self._parts
+        recorder = self._recorder = TraceRecorder(parts.device)
+        parts.schedule.trace = parts.stalls.trace = recorder
+        parts.upload.clock.on_copy = partial(recorder.copied, "upload")
+        parts.download_lane.clock.on_copy = partial(recorder.copied, "download")
+        parts.optimizer.on_finished = recorder.updated
+        self._begin_s = time.perf_counter()
+
+    def _detach(self) -> None:
+        parts = self._parts
+        parts.schedule.trace = parts.stalls.trace = NO_TRACE
+        parts.upload.clock.on_copy = parts.download_lane.clock.on_copy = parts.optimizer.on_finished = None
+
+    def _finish(self) -> None:
+        assert self._recorder is not None
+        recorder, self._recorder, self._over = self._recorder, None, True
+        _ = self._parts.optimizer.num_pending  # has it tell of units that have just finished
+        self._detach()
+        plan = self._plan
+        first = plan.first_step + plan.skip_steps
+        last = plan.first_step + self._steps - 1
+        words = f"step {first}" if last <= first else f"steps {first} to {last}"
+        try:
+            slices = [one for one in recorder.slices() if self._belongs(one)]
+            about = {"what": words, "model": self._model, "device": str(self._parts.device)}
+            write_trace(plan.path, slices, about)
+        except (OSError, RuntimeError) as error:  # the run is worth more than its picture
+            logger.error("the trace of %s could not be written to %s: %s", words, plan.path, error)
+            return
+        self._say(f"trace: {words} in {plan.path} (open it at ui.perfetto.dev; docs/trace.md says how to read it)")
