@@ -202,3 +202,27 @@ def test_scratch_of_a_killed_run_is_removed_and_a_living_one_is_left_alone(tmp_p
             Scratch([tmp_path], drive)
         assert left.exists()
     assert not (tmp_path / FOLDER).exists()
+
+
+def test_checkpoints_in_ram_lie_in_the_gradients_homes_while_they_fit(build):
+    def taken(engine, batches) -> int:
+        engine.train_step(batches, LR)
+        return engine._parts.schedule.activations.host_bytes
+
+    def trained(where):
+        engine = build(where)
+        losses = [engine.train_step(large, LR).loss, engine.train_step(small, LR).loss]
+        engine.evaluate(small)
+        return losses, [p.detach().clone() for p in engine.loaded.model.parameters()]
+
+    small = [plain_batch(1, 8, seed=1), plain_batch(1, 8, seed=2)]
+    large = [plain_batch(4, 64, seed=3) for _ in range(12)]
+    assert taken(build("ram"), small) == 0
+    layer = build("ram")._parts.units.layer_units[0].layout
+    assert 12 * 4 * 64 * 2 * tiny_loaded("llama").config.hidden_size > layer.trainable_numel * 2, (
+        "they must not all fit"
+    )
+    assert taken(build("ram"), large) > 0
+    in_ram, on_device = trained("ram"), trained("device")
+    assert in_ram[0] == on_device[0]
+    assert all(torch.equal(a, b) for a, b in zip(in_ram[1], on_device[1], strict=True))

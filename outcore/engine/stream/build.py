@@ -9,13 +9,14 @@ import torch
 
 from outcore.engine.stream.check import sharing_holds, try_tiny_copy
 from outcore.engine.stream.compiled import CompiledLayers, draws_random_numbers
+from outcore.engine.stream.device_memory import let_segments_grow
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.gradients import GradientDownload
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.prefetch import WeightPrefetcher
-from outcore.engine.stream.residency import Activations, DeviceActivations, NvmeActivations, RamActivations
+from outcore.engine.stream.residency import Activations, DeviceActivations, Lend, NvmeActivations, RamActivations
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.scratch import Scratch
@@ -32,9 +33,6 @@ from outcore.storage import StorageEngine
 from outcore.units import round_up
 
 logger = logging.getLogger(__name__)
-
-ACTIVATION_SHARE = 25
-"""Percent of the pinned pool that homes of weights leave to activation checkpoints in RAM."""
 
 
 class _Source:
@@ -96,15 +94,14 @@ def build_stream_engine(
     for name in ("weight_ram_bytes", "state_ram_bytes", "gradient_bytes"):
         if getattr(settings, name) is not None:
             raise ValueError(f"{name}: this engine keeps parameters, states and gradients in RAM")
+    let_segments_grow(device)
     _prepare_model(units, device)
     with ExitStack() as undo:
         staging = undo.enter_context(PinnedPool(_pool_bytes(units, settings), device=device, probe=pinned_grant))
         scratch = undo.enter_context(Scratch(settings.nvme_paths, storage)) if settings.nvme_paths else None
         upload = undo.enter_context(UploadLane(staging, None, device, settings.slot_bytes, settings.num_slots))
         download_lane = undo.enter_context(DownloadLane(staging, None, device, settings.slot_bytes, settings.num_slots))
-        memory = HostMemory(
-            staging, ACTIVATION_SHARE * staging.free_bytes // 100 if settings.activations == "ram" else 0
-        )
+        memory = HostMemory(staging)
         undo.callback(memory.close)
         homes = Homes(units.all, memory, states, chunk_numel=settings.chunk_numel)
         optimizer = undo.enter_context(OptimizerPool(settings.optimizer_threads, backend=settings.optimizer_backend))
@@ -121,9 +118,10 @@ def build_stream_engine(
         )
         num_layers = len(units.layers)
         activations: Activations = DeviceActivations()
-        if settings.activations == "ram":
-            activations = RamActivations(memory, upload, download_lane, num_layers)
-        elif settings.activations == "nvme":
+        where = settings.activations_on(device)
+        if where == "ram":
+            activations = RamActivations(memory, upload, download_lane, num_layers, lend=_lender(units, homes))
+        elif where == "nvme":
             assert scratch is not None
             activations = NvmeActivations(scratch, upload, download_lane, num_layers)
             row_bytes = loaded.facts.hidden_size * dtype.itemsize
@@ -153,10 +151,15 @@ def build_stream_engine(
         return engine
 
 
+def _lender(units: Units, homes: Homes) -> Lend:
+    def lend(layer: int) -> torch.Tensor | None:
+        return homes[units.layer_units[layer]].grad.view(torch.uint8)
+
+    return lend
+
+
 def _pool_bytes(units: Units, settings: StreamSettings) -> int:
     """Pinned memory to ask for: what may be taken, but no more than the lanes and the homes can use."""
-    if settings.activations == "ram":
-        return settings.staging_bytes  # what checkpoints take is known with the first micro-batch
     homes = 0
     for unit in units.all:
         homes += round_up(unit.layout.size_bytes, ALIGNMENT_BYTES)

@@ -53,7 +53,8 @@ class EngineParts:
                 f"stream: {len(self.units.layers)} layers of {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M "
                 f"trained{tied}",
                 f"  device: {format_gib(self.prefetcher.device_bytes)} of weight buffers, "
-                f"{format_gib(self.download.device_bytes)} of gradient buffers, checkpoints on {settings.activations}",
+                f"{format_gib(self.download.device_bytes)} of gradient buffers, checkpoints: "
+                f"{settings.activations_on(self.device)}",
                 f"  RAM: {format_gib(self.memory.pinned_bytes)} of pinned homes, "
                 f"{format_gib(self.memory.pageable_bytes)} pageable; states {settings.states}",
                 f"  layers: {self._layers_in_words()}",

@@ -9,7 +9,7 @@ Bytes: layers x micro-batches x [B, T, H], each way, per step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -84,15 +84,31 @@ class DeviceActivations:
         self._kept.clear()
 
 
+Lend = Callable[[int], torch.Tensor | None]
+"""RAM (uint8, 1-D) of a layer that nobody needs between its forward and the end of its backward."""
+
+
 class RamActivations:
-    """Down to RAM and back. `num_layers`: of the model; `stay`: how many of the last ones stay on the device."""
+    """Down to RAM and back. `num_layers`: of the model; `stay`: how many of the last ones stay on the device.
+
+    `lend`: a layer's gradient home. Its old gradient is used up before the layer's forward (the update was waited for)
+    and its new one comes after the checkpoint was taken back for the backward, so checkpoints lie there as far as they
+    fit and cost RAM of their own only beyond it.
+    """
 
     link: Literal["pcie"] = "pcie"
 
     def __init__(
-        self, memory: HostMemory, upload: UploadLane, download: DownloadLane, num_layers: int, stay: int = STAY_LAYERS
+        self,
+        memory: HostMemory,
+        upload: UploadLane,
+        download: DownloadLane,
+        num_layers: int,
+        stay: int = STAY_LAYERS,
+        lend: Lend = lambda layer: None,
     ) -> None:
-        self._memory, self._upload, self._download = memory, upload, download
+        self._memory, self._upload, self._download, self._lend = memory, upload, download, lend
+        self._offsets: list[int] = []
         self._first_staying = num_layers - stay
         self._device = DeviceActivations()
         self._homes: dict[tuple[int, int], torch.Tensor] = {}
@@ -101,11 +117,13 @@ class RamActivations:
 
     @property
     def host_bytes(self) -> int:
-        """RAM that the checkpoints have taken so far."""
+        """RAM that the checkpoints have taken so far, what was lent not counted."""
         return sum(home.nbytes for home in self._homes.values())
 
     def reserve(self, sizes_bytes: Sequence[int]) -> None:
-        return
+        self._offsets = [0]
+        for size in sizes_bytes:
+            self._offsets.append(self._offsets[-1] + round_up(size, ALIGNMENT_BYTES))
 
     def keep(self, layer: int, micro_batch: int, hidden: torch.Tensor) -> None:
         key = (layer, micro_batch)
@@ -113,10 +131,8 @@ class RamActivations:
             self._device.keep(layer, micro_batch, hidden)
             return
         hidden = hidden.contiguous()
-        home = self._homes.get(key)
-        if home is None or home.nbytes < hidden.nbytes:
-            home = self._homes[key] = self._memory.take(hidden.nbytes, f"activations of layer {layer}")
-        transfer = self._download.submit_host(hidden, home[: hidden.nbytes], label=f"activations {layer}")
+        home = self._home(key, hidden.nbytes)
+        transfer = self._download.submit_host(hidden, home, label=f"activations {layer}")
         self._going[key] = (transfer, hidden.dtype, hidden.shape)
 
     def prefetch(self, layer: int) -> None:
@@ -124,7 +140,7 @@ class RamActivations:
             transfer, dtype, shape = self._going.pop(key)
             transfer.wait()
             hidden = torch.empty(shape, dtype=dtype, device=self._upload.device)
-            home = self._homes[key][: hidden.nbytes]
+            home = self._home(key, hidden.nbytes)
             self._coming[key] = (self._upload.submit_host(home, hidden, label=f"activations {layer}"), hidden)
 
     def take(self, layer: int, micro_batch: int) -> torch.Tensor:
@@ -141,6 +157,18 @@ class RamActivations:
             settle(transfer)
         self._going.clear()
         self._coming.clear()
+
+    def _home(self, key: tuple[int, int], n_bytes: int) -> torch.Tensor:
+        layer, micro_batch = key
+        lent = self._lend(layer)
+        if lent is not None and micro_batch + 1 < len(self._offsets):
+            start = self._offsets[micro_batch]
+            if start + n_bytes <= lent.nbytes:
+                return lent[start : start + n_bytes]
+        home = self._homes.get(key)
+        if home is None or home.nbytes < n_bytes:
+            home = self._homes[key] = self._memory.take(n_bytes, f"activations of layer {layer}")
+        return home[:n_bytes]
 
 
 class NvmeActivations:

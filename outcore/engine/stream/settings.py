@@ -32,8 +32,9 @@ class StreamSettings:
     """Optimizer states: fp32, split (bf16 only: exact in 10 B instead of 12), or with 8-bit moments fp32_m8, split8."""
     accumulate: Literal["fp32", "weights"] = "fp32"
     """Type in which gradients of several micro-batches are added up on the device."""
-    activations: Literal["device", "ram", "nvme"] = "device"
-    """Where activation checkpoints wait for their backward."""
+    activations: Literal["auto", "device", "ram", "nvme"] = "auto"
+    """Where activation checkpoints wait for their backward. auto: RAM beside a GPU, where they borrow the gradients'
+    homes (no RAM of their own as far as they fit, and a layer's compute hides the way down and up)."""
     step_tokens: tuple[int, ...] | None = None
     """Tokens (rows x length) of each micro-batch of a step, where known: space for activation checkpoints on NVMe is
     then reserved when the engine is built instead of in the first step."""
@@ -126,6 +127,10 @@ class StreamSettings:
         """Pinned memory of the two lanes' slots."""
         return 2 * self.num_slots * self.slot_bytes
 
+    def activations_on(self, device: torch.device) -> str:
+        """device, ram or nvme."""
+        return self.activations if self.activations != "auto" else "ram" if device.type == "cuda" else "device"
+
     def is_deferred(self, dtype: torch.dtype) -> bool:
         """Whether updates wait for the global norm. ValueError for immediate updates in fp16."""
         if dtype == torch.float16 and self.update == "immediate":
@@ -140,5 +145,5 @@ _CHOICES = {
     "update": ("auto", "deferred", "immediate"),
     "accumulate": ("fp32", "weights"),
     "compile": ("auto", "on", "off"),
-    "activations": ("device", "ram", "nvme"),
+    "activations": ("auto", "device", "ram", "nvme"),
 }
