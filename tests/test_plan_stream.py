@@ -182,7 +182,13 @@ def test_checkpoints_of_activations_in_ram_or_on_the_drive_leave_vram():
     name = "activation checkpoints"
     size = checkpoint_bytes(shape, RunRequest(), 8192)
     assert plans["vram"].part_bytes("vram", name) == size
-    assert plans["ram"].part_bytes("ram", name) == size == plans["nvme"].part_bytes("nvme", name)
+    assert plans["nvme"].part_bytes("nvme", name) == size
+    beyond = "activation checkpoints beyond gradients' homes"
+    assert plans["ram"].part_bytes("ram", beyond) == 0  # 50 MB of a layer lie in its gradients' 201 MB
+    long = plan_stream(shape, RunRequest(), LAPTOP, 16384, StreamLayout(2, 4, checkpoints_home="ram"))
+    layer = shape.layer_params[0]
+    assert long.part_bytes("ram", beyond) == 26 * 2 * (8 * 16384 * 3072 - layer)
+    assert plans["ram"].part_bytes("vram", name) == 3 * 8192 * 3072 * 2
     assert plans["ram"].part_bytes("vram", name) < size
     assert plans["ram"].time.h2d_s > plans["vram"].time.h2d_s
     assert plans["nvme"].drive_written_bytes_per_step == size

@@ -35,8 +35,8 @@ VRAM_OVERHEAD_BYTES = GPU_FRAMEWORK_BYTES + VRAM_RESERVE_BYTES
 STREAM_RAM_OVERHEAD_BYTES = int(2.5 * GIB)
 """Interpreter, torch, CUDA libraries. Measured: 26.1 GB resident with llama-1b, of which 23.4 GB are homes and staging
 (benchmarks/results/engines-h200-1gpu-4096tokens.json)."""
-CPU_RAM_OVERHEAD_BYTES = int(0.9 * GIB)
-"""The same without a GPU's libraries. Measured on two cores: a tiny model's run holds 0.9 GiB."""
+CPU_RAM_OVERHEAD_BYTES = int(0.5 * GIB)
+"""The same without a GPU's libraries. Measured on two cores: 0.83 GB resident, 0.3 of them of a tiny model."""
 PAGE_CACHE_RESERVE_BYTES = 2 * GIB
 """Left to data files and to checkpoints being written back; with it a laptop of 64 GB gives a run 56 GiB."""
 STATE_RING_BYTES = GIB
@@ -46,6 +46,8 @@ LANE_BYTES = 2 * 4 * 16 * MIB
 homes of parameters and gradients as far as it reaches."""
 DEFAULT_STAGING_BYTES = 8 * GIB
 """outcore.staging_bytes of deepspeed_config.json."""
+STAY_LAYERS = 2
+"""The last layers' activation checkpoints stay on the GPU (outcore/engine/stream/residency.py)."""
 LAYER_BUFFERS = (3, 2)
 """Layers on the GPU at a time, the streaming engine's default first."""
 WSL2_PINNED_BYTES = 512 * MIB

@@ -30,7 +30,7 @@ def plan_stream(
     checkpoints = checkpoint_bytes(shape, request, seq_length * layout.micro_batch * layout.accumulation)
     ram, sizes = ram_parts(shape, request, layout, checkpoints)
     spill, ram = spilled(ram, sizes, shape, request, hardware, layout)
-    ram, pinned, pageable = pinned_and_rest(ram, request, hardware, layout)
+    ram, pinned, pageable = pinned_and_rest(ram, request, hardware)
     vram = vram_parts(shape, request, seq_length, layout, checkpoints)
     drive = drive_states(sizes, spill)
     if layout.checkpoints_home == "nvme":

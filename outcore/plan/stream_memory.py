@@ -33,8 +33,8 @@ def vram_parts(
     layer, ends = min(max(shape.layer_params) + adapters, tile), min(shape.ends_params, tile)
     tokens = seq_length * layout.micro_batch
     batch_hidden = tokens * layout.accumulation * shape.hidden_size * e
-    # On the way through another home: the layer's own inputs of all micro-batches, and the next ones.
-    checkpoints = all_checkpoints if layout.checkpoints_home == "vram" else 2 * batch_hidden
+    # With another home: those of the last layers, whose backward comes at once, and one layer's on its way.
+    checkpoints = all_checkpoints if layout.checkpoints_home == "vram" else (k.STAY_LAYERS + 1) * batch_hidden
     buffers = min(layout.layer_buffers, shape.num_layers) * layer + ends
     # Sum over micro-batches in fp32: of one unit, and of a tied weight until its second use is in.
     if shape.lora_r:
@@ -79,8 +79,16 @@ def ram_parts(
         Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
     ]
     if layout.checkpoints_home == "ram":
-        fixed.append(Part("ram", "activation checkpoints", all_checkpoints))
+        fixed.append(Part("ram", "activation checkpoints beyond gradients' homes", _beyond(shape, e, all_checkpoints)))
     return [Part("ram", name, size) for name, size in sizes.items()] + fixed, sizes
+
+
+def _beyond(shape: ModelShape, element_bytes: int, all_checkpoints: int) -> int:
+    """Activation checkpoints lie in the homes of their layer's gradients, which are free meanwhile, as far as they
+    fit; this is what does not."""
+    batch_hidden = all_checkpoints // (shape.num_layers + 1)
+    lent = element_bytes * (0 if shape.lora_r else min(shape.layer_params))
+    return max(0, shape.num_layers - k.STAY_LAYERS) * max(0, batch_hidden - lent)
 
 
 def spilled(
@@ -130,12 +138,11 @@ def _over(size: int, budget: int | None) -> float:
 
 
 def pinned_and_rest(
-    ram: list[Part], request: RunRequest, hardware: Hardware, layout: StreamLayout
+    ram: list[Part], request: RunRequest, hardware: Hardware
 ) -> tuple[list[Part], list[Part], float]:
     """RAM without what the staging pool takes, the pool's parts, and the share of homes that stays pageable.
 
-    The pool is as large as its homes need, up to what it may take; with activation checkpoints in RAM all of it is
-    taken, because their size is known with the first micro-batch.
+    The pool is as large as parameters and gradients need, up to what it may take.
     """
     if request.staging_bytes is not None:
         pool = request.staging_bytes
@@ -143,7 +150,7 @@ def pinned_and_rest(
         pool = min(k.DEFAULT_STAGING_BYTES, max(hardware.pinned_bytes, k.LANE_BYTES))
     left = max(0, pool - k.LANE_BYTES)
     pinned = [Part("pinned", SLOTS, k.LANE_BYTES)]
-    movable = (PARAMETERS, GRADIENTS, "activation checkpoints")
+    movable = (PARAMETERS, GRADIENTS)
     homes = sum(p.size_bytes for p in ram if p.name in movable)
     rest: list[Part] = []
     for part in ram:
@@ -154,8 +161,6 @@ def pinned_and_rest(
         if taken:
             pinned.append(Part("pinned", part.name, taken))
         rest.append(Part(part.tier, part.name, part.size_bytes - taken))
-    if layout.checkpoints_home == "ram" and left:
-        pinned.append(Part("pinned", "staging pool, unused slots", left))
     kept = sum(p.size_bytes for p in rest if p.name in movable)
     return rest, pinned, kept / homes if homes else 0.0
 

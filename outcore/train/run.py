@@ -39,6 +39,7 @@ from outcore.train.arguments import ConfigError, parse_config
 from outcore.train.checkpoint import SPACE_MARGIN_BYTES, Checkpoint, check_same_run
 from outcore.train.config import TrainConfig
 from outcore.train.engines import build_streaming, check_trace, choose_engine, start_trace
+from outcore.train.forecast import Forecast, Forecaster
 from outcore.train.loop import RunLength, Trainer, TrainerParts
 from outcore.train.memory_advice import explain
 from outcore.train.random_state import seed_everything
@@ -74,6 +75,8 @@ class Run:
         self.opened = ExitStack()
         """What must be closed, also when assembling the rest fails; in reverse order."""
         self._said: list[str] = []
+        self.forecast = Forecast(None, None, "")
+        """What the planner says of this run, once its engine is there."""
 
     def say(self, line: str) -> None:
         """A line on the screen, from rank 0 only."""
@@ -116,6 +119,7 @@ class Run:
         schedule = schedule_of(config, user_config, built.config["optimizer"]["params"]["lr"], length.total_steps)
         if checkpoint is not None:
             check_same_run(checkpoint, self._fingerprint(schedule, built.config))
+        forecaster = Forecaster(settings, tokenizer, has_cuda=self.hardware.has_cuda, num_gpus=world_size)
         with self.opened:
             if self.hardware.has_cuda and self.is_main:
                 hold = self.opened.enter_context(hold_off_sleep(f"outcore run {folder.name}"))
@@ -130,6 +134,10 @@ class Run:
             else:
                 engine = build_engine(resolved, settings, tokenizer, loaded, say=self.say)
             self.opened.callback(engine.close)
+            stream = engine.settings if isinstance(engine, StreamEngine) else None
+            self.forecast = forecaster.of(built.config, config.save_total_limit, stream=stream, offload=built.offload)
+            if self.forecast.problem:
+                self.say(self.forecast.problem)
             parts = self._parts(
                 folder, engine, data, tokenizer, schedule, length, built.config, checkpoint, built.offload.nvme_path
             )
@@ -336,15 +344,20 @@ class Run:
             "versions": versions,
             "machine": {"host": platform.node(), "device": self.hardware.reason, **sampler.describe()},
             "model": {"words": engine.loaded.words, **asdict(engine.loaded.facts)},
-            "plan": {"total_steps": length.total_steps, "train_batch_size": built["train_batch_size"]},
+            "plan": {
+                "total_steps": length.total_steps,
+                "train_batch_size": built["train_batch_size"],
+                "forecast": self.forecast.header(),
+            },
             "config": asdict(self.config),
         }
 
     def _write_plan(self, folder: RunFolder, built: BuiltConfig, engine: AnyEngine) -> None:
-        """logs/<run>/plan.json: the resolved DeepSpeed configuration and the reason of every choice."""
+        """logs/<run>/plan.json: the resolved configuration, the reason of every choice, and the planner's forecast."""
         if not self.is_main:
             return
         plan = {"deepspeed": built.config, "offload": asdict(built.offload), "notes": built.notes, "said": self._said}
+        plan["forecast"] = self.forecast.to_dict()
         (folder.logs / "plan.json").write_text(json.dumps(plan, indent=1, default=str), encoding="utf-8")
         facts = engine.loaded.facts
         self.say(

@@ -1,0 +1,87 @@
+"""The runs of plan_vs_measured.py: shapes from 0.1 to 3 B parameters, and what varies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+SHAPES: Mapping[str, tuple[int, int, int, int, int, bool]] = MappingProxyType(
+    {
+        "0.1b": (768, 12, 12, 12, 3072, False),
+        "0.4b": (1024, 24, 16, 4, 4096, False),
+        "1.2b": (2048, 24, 16, 4, 5632, False),
+        "1.3b-tied": (2048, 24, 32, 8, 6144, True),
+        "2.9b": (2560, 32, 20, 4, 9216, False),
+    }
+)
+"""Name -> hidden size, layers, heads, key-value heads, feed-forward width, tied embeddings; vocabulary 32,000 (tied:
+128,256)."""
+
+
+def config_of(shape: str, *, tiny: bool = False) -> dict[str, Any]:
+    """The Hugging Face configuration of a shape, or of a tiny one of the same kind."""
+    hidden, layers, heads, kv_heads, ffn, tied = SHAPES[shape]
+    if tiny:
+        hidden, layers, heads, kv_heads, ffn = 64, 2, 4, 2, 160
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": tied,
+        "vocab_size": 1024 if tiny else 128256 if tied else 32000,
+    }
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of train_model.py."""
+
+    name: str
+    shape: str
+    seq_length: int
+    micro_batch: int
+    accumulation: int
+    flags: tuple[str, ...]
+    uses_nvme: bool = False
+
+    def words(self) -> str:
+        """For --list."""
+        nvme = " --nvme_offload_path NVME" if self.uses_nvme else ""
+        batch = f"{self.micro_batch} x {self.accumulation} rows of {self.seq_length}"
+        return f"{self.shape}, {batch}: {' '.join(self.flags)}{nvme}"
+
+
+def _stream(states: str, *more: str, clip: str = "1.0") -> tuple[str, ...]:
+    return ("--engine", "stream", "--state_format", states, "--max_grad_norm", clip, *more)
+
+
+def _deepspeed(stage: str, *more: str) -> tuple[str, ...]:
+    return ("--engine", "deepspeed", "--zero_stage", stage, *more)
+
+
+_ALL = (
+    PlannedRun("s-0.1b-fp32", "0.1b", 1024, 8, 2, _stream("fp32")),
+    PlannedRun("s-0.4b-split", "0.4b", 2048, 2, 4, _stream("split")),
+    PlannedRun("s-1.2b-fp32", "1.2b", 1024, 4, 4, _stream("fp32")),
+    PlannedRun("s-1.2b-split8-noclip", "1.2b", 1024, 4, 1, _stream("split8", clip="0")),
+    PlannedRun("s-1.3b-tied-ram-act", "1.3b-tied", 4096, 1, 4, _stream("split", "--activations", "ram")),
+    PlannedRun("s-2.9b-split8", "2.9b", 512, 4, 4, _stream("split8")),
+    PlannedRun("s-1.2b-nvme-split8", "1.2b", 1024, 4, 2, _stream("split8", "--ram_budget_gib", "4.6"), True),
+    PlannedRun("d-0.4b-ram", "0.4b", 1024, 4, 2, _deepspeed("zero3", "--offload_optimizer", "cpu")),
+    PlannedRun("s-0.4b-long", "0.4b", 8192, 1, 2, _stream("fp32")),
+    PlannedRun("s-0.4b-nvme-half", "0.4b", 1024, 4, 2, _stream("fp32", "--ram_budget_gib", "4.0"), True),
+    PlannedRun("d-1.2b-ram", "1.2b", 1024, 4, 2, _deepspeed("zero3", "--offload_optimizer", "cpu")),
+    PlannedRun("d-0.4b-nvme", "0.4b", 1024, 4, 1, _deepspeed("infinity", "--strict_offload"), True),
+    PlannedRun("d-0.1b-none", "0.1b", 1024, 4, 2, _deepspeed("none")),
+    PlannedRun("s-0.4b-eager", "0.4b", 1024, 4, 2, _stream("fp32", "--compile", "off")),
+)
+RUNS: Mapping[str, PlannedRun] = MappingProxyType({run.name: run for run in _ALL})
+DEFAULT = tuple(run.name for run in _ALL[:10])
+"""Ten of them within six minutes or so; --only all runs every one."""

@@ -1,0 +1,203 @@
+"""The plan of this run on this machine: the planner asked about what was really chosen, not about what it would choose.
+
+Written to plan.json and to the header of metrics.jsonl of every run, so that forecast and measurement can be compared;
+printed by `--plan`. A forecast never stops a run: a machine profile that is missing, of another machine or damaged
+means data-sheet rates and a sentence, a model that the planner cannot count means no forecast and a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.engine.deepspeed.settings import ChosenOffload
+from outcore.engine.stream.settings import StreamSettings
+from outcore.machine import Machine, detect_machine
+from outcore.model.settings import ModelSettings
+from outcore.model.source import resolve_source
+from outcore.plan import Hardware, ModelShape, Overrides, Plan, RunRequest, load_hardware
+from outcore.plan.deepspeed import DeepSpeedLayout, plan_deepspeed
+from outcore.plan.profile import MEASURED_PROFILE
+from outcore.plan.shape_source import shape_from_config
+from outcore.plan.stream import Residency, StreamLayout, plan_stream
+
+CHECKPOINT_HOMES = {"device": "vram", "ram": "ram", "nvme": "nvme"}
+STAGE_NAMES = ("none", "zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """What a run's memory and time depend on beside its engine's settings."""
+
+    seq_length: int
+    micro_batch: int
+    accumulation: int
+    precision: str
+    max_grad_norm: float
+    activation_checkpointing: bool
+    save_total_limit: int
+
+    @classmethod
+    def of(cls, settings: ModelSettings, built: Mapping[str, Any], save_total_limit: int) -> RunFigures:
+        """From the model room's settings and the resolved DeepSpeed configuration."""
+        return cls(
+            seq_length=settings.seq_length,
+            micro_batch=built["train_micro_batch_size_per_gpu"],
+            accumulation=built["gradient_accumulation_steps"],
+            precision=settings.precision,
+            max_grad_norm=float(built.get("gradient_clipping") or 0.0),
+            activation_checkpointing=settings.gradient_checkpointing,
+            save_total_limit=save_total_limit,
+        )
+
+
+def run_hardware(
+    has_cuda: bool,
+    num_gpus: int = 1,
+    *,
+    measured: Path = MEASURED_PROFILE,
+    detect: Callable[[], Machine] = detect_machine,
+) -> Hardware:
+    """This machine as the run finds it: capacities of now, measured rates where there are some. Never refuses a
+    profile: what is wrong with it is among the notes, and data-sheet rates take its place."""
+
+    def visible() -> Machine:
+        machine = detect()
+        return machine if has_cuda else replace(machine, gpus=())
+
+    overrides = Overrides(num_gpus=num_gpus if has_cuda else 1)
+    return load_hardware(None, overrides, allow_nominal=True, measured=measured, detect=visible)
+
+
+def run_shape(settings: ModelSettings, tokenizer: Any) -> ModelShape:
+    """Counted on the meta device. ValueError for a model of the user's own module, which only its builder knows."""
+    if settings.model_module is not None:
+        raise ValueError("a model_module's model is known to its builder only, so there is no forecast for it")
+    name = settings.preset or settings.model_name_or_path or settings.config_file or "model"
+    shape = shape_from_config(
+        Path(name).stem if settings.config_file else name, resolve_source(settings, tokenizer).config
+    )
+    return shape.with_lora(settings.lora.r) if settings.lora else shape
+
+
+def run_plan(
+    shape: ModelShape,
+    figures: RunFigures,
+    hardware: Hardware,
+    *,
+    stream: StreamSettings | None = None,
+    offload: ChosenOffload | None = None,
+    compiled: bool | None = None,
+) -> Plan:
+    """The plan of exactly this run: of the streaming engine with `stream`, of DeepSpeed with `offload`.
+
+    `compiled`: whether layers are compiled, where that is known already; None: on a GPU unless switched off.
+    """
+    request = RunRequest(
+        seq_length=figures.seq_length,
+        micro_batch=figures.micro_batch,
+        accumulation=figures.accumulation,
+        state_format=stream.states if stream is not None else None,
+        precision=figures.precision,
+        activation_checkpointing=figures.activation_checkpointing,
+        max_grad_norm=figures.max_grad_norm,
+        staging_bytes=stream.staging_bytes if stream is not None else None,
+        save_total_limit=figures.save_total_limit,
+    )
+    if stream is not None:
+        if compiled is None:
+            compiled = not hardware.is_cpu and stream.compile != "off"
+        layout = StreamLayout(
+            figures.micro_batch,
+            figures.accumulation,
+            checkpoints_home=CHECKPOINT_HOMES[stream.activations_on(torch.device("cpu" if hardware.is_cpu else "cuda"))],
+            layer_buffers=stream.num_layer_buffers,
+            compiled=compiled,
+            residency=Residency(
+                stream.state_ram_bytes, stream.weight_ram_bytes, stream.gradient_bytes, stream.state_ring_bytes
+            ),
+        )
+        return plan_stream(shape, request, hardware, figures.seq_length, layout)
+    assert offload is not None
+    on_nvme = "nvme" in (offload.optimizer, offload.params)
+    layout = DeepSpeedLayout(
+        "infinity" if on_nvme else STAGE_NAMES[offload.stage],
+        offload.optimizer,
+        offload.params,
+        figures.micro_batch,
+        figures.accumulation,
+    )
+    return plan_deepspeed(shape, request, hardware, figures.seq_length, layout)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A run's plan, or why there is none."""
+
+    plan: Plan | None
+    hardware: Hardware | None
+    problem: str = ""
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """For plan.json; None without a plan."""
+        if self.plan is None or self.hardware is None:
+            return None
+        return {**self.plan.to_dict(), "rates": self.hardware.sources, "machine_notes": list(self.hardware.notes)}
+
+    def header(self) -> dict[str, Any] | None:
+        """The few figures that a reader of metrics.jsonl compares."""
+        if self.plan is None:
+            return None
+        plan = self.plan
+        return {
+            "fits": plan.fits,
+            "vram_bytes": plan.expected_bytes("vram"),
+            "rss_bytes": plan.expected_bytes("ram", "pinned"),
+            "drive_read_bytes_per_step": plan.drive_read_bytes_per_step,
+            "drive_written_bytes_per_step": plan.drive_written_bytes_per_step,
+            "step_s": plan.time.step_s,
+            "terms_s": plan.time.terms_s,
+            "checkpoint_bytes": plan.checkpoint_bytes,
+        }
+
+
+class Forecaster:
+    """Looks at model and machine before memory is spent, and plans when the engine's settings are known.
+
+    Whatever goes wrong in a forecast must not stop the run it is about: it becomes `Forecast.problem`.
+    """
+
+    def __init__(self, settings: ModelSettings, tokenizer: Any, *, has_cuda: bool, num_gpus: int = 1) -> None:
+        self._settings = settings
+        self._known: tuple[ModelShape, Hardware] | None = None
+        self.problem = ""
+        try:
+            self._known = run_shape(settings, tokenizer), run_hardware(has_cuda, num_gpus)
+        except Exception as error:
+            self.problem = _words(error)
+
+    def of(
+        self,
+        built: Mapping[str, Any],
+        save_total_limit: int,
+        *,
+        stream: StreamSettings | None = None,
+        offload: ChosenOffload | None = None,
+    ) -> Forecast:
+        """The run's plan. `built`: the resolved DeepSpeed configuration; `stream` or `offload`: the engine's homes."""
+        if self._known is None:
+            return Forecast(None, None, self.problem)
+        shape, hardware = self._known
+        try:
+            figures = RunFigures.of(self._settings, built, save_total_limit)
+            return Forecast(run_plan(shape, figures, hardware, stream=stream, offload=offload), hardware)
+        except Exception as error:
+            return Forecast(None, None, _words(error))
+
+
+def _words(error: Exception) -> str:
+    return f"no forecast for this run: {error or type(error).__name__}"
