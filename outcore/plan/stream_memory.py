@@ -137,9 +137,7 @@ def _over(size: int, budget: int | None) -> float:
     return 0.0 if budget is None or not size else max(0.0, 1.0 - budget / size)
 
 
-def pinned_and_rest(
-    ram: list[Part], request: RunRequest, hardware: Hardware
-) -> tuple[list[Part], list[Part], float]:
+def pinned_and_rest(ram: list[Part], request: RunRequest, hardware: Hardware) -> tuple[list[Part], list[Part], float]:
     """RAM without what the staging pool takes, the pool's parts, and the share of homes that stays pageable.
 
     The pool is as large as parameters and gradients need, up to what it may take.

@@ -111,10 +111,13 @@ def run_plan(
     if stream is not None:
         if compiled is None:
             compiled = not hardware.is_cpu and stream.compile != "off"
+        device = torch.device("cpu" if hardware.is_cpu else "cuda")
         layout = StreamLayout(
             figures.micro_batch,
             figures.accumulation,
-            checkpoints_home=CHECKPOINT_HOMES[stream.activations_on(torch.device("cpu" if hardware.is_cpu else "cuda"))],
+            checkpoints_home=CHECKPOINT_HOMES[
+                stream.activations_on(torch.device("cpu" if hardware.is_cpu else "cuda"))
+            ],
             layer_buffers=stream.num_layer_buffers,
             compiled=compiled,
             residency=Residency(
