@@ -115,9 +115,7 @@ def run_plan(
         layout = StreamLayout(
             figures.micro_batch,
             figures.accumulation,
-            checkpoints_home=CHECKPOINT_HOMES[
-                stream.activations_on(torch.device("cpu" if hardware.is_cpu else "cuda"))
-            ],
+            checkpoints_home=CHECKPOINT_HOMES[stream.activations_on(device)],
             layer_buffers=stream.num_layer_buffers,
             compiled=compiled,
             residency=Residency(
