@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.environment import prepare_environment
 from outcore.engine.deepspeed.offload import usable_for_deepspeed
 from outcore.engine.deepspeed.settings import BuiltConfig, DeepSpeedSettings, ModelFacts, RunFacts
+from outcore.engine.deepspeed.staged.binding import check_version
+from outcore.engine.deepspeed.staged.memory import StagedMemory
+from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.engine.deepspeed.user_file import check_by_deepspeed
 from outcore.model.facts import model_class_of, model_facts
 from outcore.model.initialise import meta_skeleton
@@ -65,9 +69,19 @@ def resolve(
     else:
         source = resolve_source(model_settings, tokenizer)
         facts = facts_for_builder(meta_skeleton(model_class_of(source.config), source.config))
-    built = build_config(user_config, settings, facts, run, nvme_check=usable_here)
+    staged = _wants_staged(user_config)
+    if staged:
+        check_version()
+    built = build_config(user_config, settings, facts, run, nvme_check=usable_here, staged=staged)
+    if built.offload.staged and built.offload.uses_nvme:  # the staged engine keeps everything in RAM so far
+        built = build_config(user_config, settings, facts, run, nvme_check=usable_here)
     check_by_deepspeed(built.config)
     return Resolved(built, facts, run), loaded
+
+
+def _wants_staged(user_config: dict[str, Any]) -> bool:
+    block = user_config.get("outcore")
+    return (block.get("offload", "staged") if isinstance(block, dict) else "staged") == "staged"
 
 
 def usable_here(path: str, required_space_gb: float) -> tuple[bool, str]:
@@ -120,28 +134,66 @@ def build_engine(
     say: Callable[[str], None] = lambda line: None,
 ) -> DeepSpeedEngine:
     """Load the model (partitioned under ZeRO-3) and make the engine. The process group must be there already."""
-    import deepspeed
-
     config = resolved.built.config
-    stage3 = resolved.built.offload.stage == 3
-    if loaded is None:
-        device = "cpu" if resolved.run.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
-        loaded = load_model(model_settings, tokenizer=tokenizer, zero3_config=config if stage3 else None, device=device)
-    for note in loaded.notes:
-        say(f"model: {note}")
-    module = loaded.loss_module()
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    if not trainable:
-        raise EngineError("the model has no trainable parameter: check requires_grad in your model_module.")
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        model_parameters=trainable,  # pyright: ignore[reportArgumentType]  # annotated as a Module there
-        config=config,
-    )
+    offload = resolved.built.offload
+    with ExitStack() as opened:
+        if offload.staged:
+            opened.enter_context(staged_offload(resolved))
+        if loaded is None:
+            device = "cpu" if resolved.run.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+            zero3_config = config if offload.stage == 3 else None
+            loaded = load_model(model_settings, tokenizer=tokenizer, zero3_config=zero3_config, device=device)
+        for note in loaded.notes:
+            say(f"model: {note}")
+        engine = _initialize(loaded, config, offload.staged)
+        if offload.staged:
+            say(f"offload: {engine.optimizer.words()}")
     return DeepSpeedEngine(
         engine,
         loaded,
         config=config,
-        nvme_state=resolved.built.offload.optimizer == "nvme",
+        nvme_state=offload.optimizer == "nvme" and not offload.staged,
         check_finite=resolved.run.precision != "fp16",
     )
+
+
+def _initialize(loaded: LoadedModel, config: dict[str, Any], staged: bool) -> Any:
+    import deepspeed
+
+    module = loaded.loss_module()
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    if not trainable:
+        raise EngineError("the model has no trainable parameter: check requires_grad in your model_module.")
+    optimizer = None
+    if staged:  # holds the parameter groups; its own step is never called
+        params = config["optimizer"]["params"]
+        optimizer = torch.optim.AdamW(
+            trainable,
+            lr=params["lr"],
+            betas=(params["betas"][0], params["betas"][1]),
+            eps=params["eps"],
+            weight_decay=params["weight_decay"],
+        )
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        model_parameters=trainable,  # pyright: ignore[reportArgumentType]  # annotated as a Module there
+        optimizer=optimizer,
+        config=config,
+    )
+    return engine
+
+
+@contextmanager
+def staged_offload(resolved: Resolved) -> Iterator[None]:
+    """Inside, DeepSpeed's ZeRO-3 runs with outcore's optimizer step. The memory stays with the optimizer."""
+    from outcore.engine.deepspeed.staged.binding import staged
+
+    plan = make_plan(resolved.built, resolved.model, resolved.run)
+    device = torch.device("cpu" if resolved.run.device == "cpu" else f"cuda:{torch.cuda.current_device()}")
+    memory = StagedMemory(device, home_bytes=plan.home_bytes, staging_bytes=plan.staging_bytes, pin=plan.pin)
+    try:
+        with staged(memory, plan):
+            yield
+    except BaseException:
+        memory.close()
+        raise

@@ -24,9 +24,17 @@ from typing import Any
 from outcore.engine.deepspeed import keys
 from outcore.engine.deepspeed.aio_section import aio_section
 from outcore.engine.deepspeed.notes import Notes
-from outcore.engine.deepspeed.offload import NvmeCheck, Placement, fall_back, place, usable_for_deepspeed
+from outcore.engine.deepspeed.offload import (
+    STOCK_COSTS,
+    NvmeCheck,
+    Placement,
+    fall_back,
+    place,
+    usable_for_deepspeed,
+)
 from outcore.engine.deepspeed.run_section import batch_section, optimizer_section, precision_section, scheduler_section
 from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, DeepSpeedSettings, ModelFacts, RunFacts
+from outcore.engine.deepspeed.staged.choice import can_stage, choose_states, staged_costs
 from outcore.engine.deepspeed.zero_section import check_locked_bytes, zero_section
 
 __all__ = ["BuiltConfig", "ChosenOffload", "DeepSpeedSettings", "ModelFacts", "RunFacts", "build_config"]
@@ -38,6 +46,8 @@ OUTCORE_DEFAULTS: dict[str, Any] = {
     "engine": "auto",
     "nvme_path": "",
     "residency": "auto",
+    "offload": "staged",
+    "states": "auto",
 }
 """The "outcore" block: ours, ignored by DeepSpeed. "auto" in it is resolved by whoever uses the value."""
 RESOLVED_ELSEWHERE = frozenset({"optimizer", "scheduler", "bf16", "bfloat16", "fp16", "zero_optimization", "aio"})
@@ -53,8 +63,13 @@ def build_config(
     run: RunFacts,
     *,
     nvme_check: NvmeCheck = usable_for_deepspeed,
+    staged: bool = False,
 ) -> BuiltConfig:
     """Resolve `user_config` for this model and run; see the module docstring.
+
+    `staged`: offloaded states and parameters will be moved by outcore (`staged/`), not by DeepSpeed: none of its swap
+    buffers are sized, and where the configuration asks for something that only DeepSpeed's own offload does, a note
+    says so and `offload.staged` is False. The default makes a configuration that stock DeepSpeed can run.
 
     Raises:
         ValueError: unknown or contradictory keys, values out of range, an unusable NVMe path under `strict_offload`.
@@ -74,10 +89,15 @@ def build_config(
     config.update(batch_section(user, run, notes))
     precision, precision_blocks = precision_section(user, run, notes)
     config.update(precision_blocks)
-    placement = place(zero, outcore, settings, model, run, precision, notes, nvme_check)
+    if staged:
+        staged = can_stage(user, zero, notes)
+    states = choose_states(outcore, precision) if staged else "fp32"
+    costs = staged_costs(states, precision) if staged else STOCK_COSTS
+    placement = place(zero, outcore, settings, model, run, precision, notes, nvme_check, costs)
+    staged = staged and placement.optimizer in ("cpu", "nvme")
     aio = aio_section(user, settings, notes)
     zero_block, locked_bytes = zero_section(
-        zero, placement, aio, settings, model, run, precision, outcore["staging_bytes"], notes
+        zero, placement, aio, settings, model, run, precision, outcore["staging_bytes"], notes, staged=staged
     )
     if placement.nvme_path is not None:
         problem = check_locked_bytes(locked_bytes, run)
@@ -99,7 +119,12 @@ def build_config(
     config.setdefault("steps_per_print", STEPS_PER_PRINT)
     config.setdefault("wall_clock_breakdown", False)
     config["outcore"] = outcore
-    offload = ChosenOffload(placement.stage, placement.optimizer, placement.params, placement.nvme_path, locked_bytes)
+    if staged:
+        config["zero_force_ds_cpu_optimizer"] = False  # the parameter groups come from outside, the step is ours
+    offload = ChosenOffload(
+        placement.stage, placement.optimizer, placement.params, placement.nvme_path, locked_bytes,
+        staged, states, placement.ram_budget_bytes,
+    )  # fmt: skip
     return BuiltConfig(config, tuple(notes.lines), offload, tuple(notes.warnings))
 
 
@@ -148,6 +173,8 @@ def _check_outcore(outcore: Mapping[str, Any]) -> None:
         ("write_combined", ("auto", "on", "off", True, False)),
         ("engine", ("auto", "stream", "deepspeed")),
         ("residency", ("auto", "ram", "nvme")),
+        ("offload", ("staged", "stock")),
+        ("states", ("auto", "fp32", "split", "fp32_m8", "split8")),
     ):
         if outcore[key] not in allowed:
             raise ValueError(f"deepspeed_config.json: outcore.{key} must be one of {allowed}, got {outcore[key]!r}.")
@@ -155,6 +182,9 @@ def _check_outcore(outcore: Mapping[str, Any]) -> None:
         value = outcore[key]
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ValueError(f"deepspeed_config.json: outcore.{key} must be a whole number above 0, got {value!r}.")
+    budget = outcore.get("ram_budget_gib")
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or budget < 0):
+        raise ValueError(f"deepspeed_config.json: outcore.ram_budget_gib must be 0 or more GiB, got {budget!r}.")
     if outcore["nvme_path"] is not None and not isinstance(outcore["nvme_path"], str):
         raise ValueError(f"deepspeed_config.json: outcore.nvme_path must be a text, got {outcore['nvme_path']!r}.")
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from outcore.engine.base import EvalResult, MicroBatch, NonFiniteLossError, StepResult
-from outcore.engine.deepspeed.state import FAMILIES, MASTER, open_state
+from outcore.engine.deepspeed.state import FAMILIES, open_state
 from outcore.engine.export import export_model
 from outcore.engine.shards import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
 from outcore.model.inputs import count_target_tokens
@@ -223,14 +223,10 @@ class DeepSpeedEngine:
         self._check_fit(folder, trainable, weights)
         self.state.prepare(int(state["updates"]))
         readers = {family: ShardReader(folder, family) for family in FAMILIES}
+        self.state.begin_restore()
         for name, param in trainable.items():
-            value = weights.read(name).to(self.device)
-            if value.dtype != param.dtype:
-                value = readers[MASTER].read(name).to(self.device, param.dtype)
-            self.state.set_weight(param, value)
-        for family, reader in readers.items():
-            for name, param in trainable.items():
-                self.state.set(param, family, reader.read(name).to(self.device))
+            self.state.restore(param, weights.read(name), {f: readers[f].read(name) for f in FAMILIES})
+        self.state.end_restore()
         for name, buffer in self._buffers().items():
             if name in weights:
                 buffer.copy_(weights.read(name))

@@ -29,11 +29,36 @@ from outcore.plan.constants import (
     DEEPSPEED_RAM_BYTES_PER_PARAM,
     DEEPSPEED_RAM_OVERHEAD_BYTES,
 )
-from outcore.units import GB, format_gb, format_gib
+from outcore.units import GB, GIB, format_gb, format_gib
 
 NvmeCheck = Callable[[str, float], tuple[bool, str]]
 """(path, required GB) -> (usable, message), as `validate_nvme_path`."""
 
+
+@dataclass(frozen=True)
+class OffloadCosts:
+    """Bytes per parameter that an offload engine takes, for deciding what fits where."""
+
+    ram: float
+    """Everything in RAM."""
+    ram_overhead: int
+    """Bytes beside the parameters, per rank."""
+    ram_optimizer_on_nvme: float
+    nvme_optimizer: float
+    """On the drive, per trainable parameter."""
+    is_partial: bool = False
+    """Whether states may lie partly in RAM and partly on the drive."""
+
+
+STOCK_COSTS = OffloadCosts(
+    ram=DEEPSPEED_RAM_BYTES_PER_PARAM,
+    ram_overhead=DEEPSPEED_RAM_OVERHEAD_BYTES,
+    ram_optimizer_on_nvme=DEEPSPEED_NVME_RAM_BYTES_PER_PARAM,
+    nvme_optimizer=16,
+)
+"""Stock DeepSpeed 0.19.8; on the drive fp32 master, two moments and the fp32 gradients."""
+RAM_RESERVE_BYTES = 2 << 30
+"""Of the free RAM, left to the process itself and everything else when states spill to the drive."""
 SPACE_SAFETY = 1.1
 """On top of the bytes DeepSpeed writes: file-system overhead, padding of shares."""
 
@@ -57,6 +82,8 @@ class Placement:
     optimizer: Device
     params: Device
     nvme_path: str | None
+    ram_budget_bytes: int | None = None
+    """Per rank; see `ChosenOffload`."""
 
 
 def place(
@@ -68,6 +95,7 @@ def place(
     precision: Precision,
     notes: Notes,
     nvme_check: NvmeCheck,
+    costs: OffloadCosts = STOCK_COSTS,
 ) -> Placement:
     """Decide the ZeRO stage and the homes of optimizer states and parameters.
 
@@ -85,8 +113,13 @@ def place(
             "to auto or nvme, or the device to cpu."
         )
     path = _nvme_path(zero, outcore, settings, notes)
+    budget_bytes = _budget_bytes(outcore, costs, notes)
     if stage == 3 and name != "infinity" and path and outcore.get("residency", "auto") == "auto":
-        optimizer, params = _spill(optimizer, params, settings, model, run, notes)
+        ram_bytes = budget_bytes if budget_bytes is not None else run.ram_available_bytes
+        spilled = _spill(optimizer, params, settings, model, run, ram_bytes, costs, notes)
+        if costs.is_partial and spilled != (optimizer, params) and ram_bytes is not None and budget_bytes is None:
+            budget_bytes = max(0, ram_bytes - RAM_RESERVE_BYTES)
+        optimizer, params = spilled
     if settings.nvme_offload_gradients:
         _explain_gradients(name, optimizer, notes)
     if "nvme" not in (optimizer, params):
@@ -96,12 +129,14 @@ def place(
                 f"zero_stage {name}, offload_optimizer {optimizer}, offload_params {params}."
             )
         return Placement(stage, optimizer, params, None)
-    required_gb = SPACE_SAFETY * nvme_bytes(model, precision, optimizer == "nvme", params == "nvme") / GB
+    on_drive = nvme_bytes(model, precision, optimizer == "nvme", params == "nvme", costs.nvme_optimizer)
+    required_gb = SPACE_SAFETY * on_drive / GB
     required_gb *= run.local_ranks / run.world_size
     usable, message, folder = _check_path(path, required_gb, run, nvme_check)
     if usable:
         notes.lines.append(f"NVMe: {message}")
-        return Placement(stage, optimizer, params, str(folder))
+        per_rank = None if budget_bytes is None else budget_bytes // run.local_ranks
+        return Placement(stage, optimizer, params, str(folder), per_rank)
     return fall_back(Placement(stage, optimizer, params, None), message, settings, notes)
 
 
@@ -247,23 +282,41 @@ def _nvme_path(
     return next(iter(paths.values()), None) or outcore.get("nvme_path") or None
 
 
+def _budget_bytes(outcore: Mapping[str, Any], costs: OffloadCosts, notes: Notes) -> int | None:
+    """outcore.ram_budget_gib, of the whole host."""
+    budget_gib = outcore.get("ram_budget_gib")
+    if budget_gib is None:
+        return None
+    if not costs.is_partial:
+        notes.dropped("outcore.ram_budget_gib", "stock DeepSpeed keeps all states in RAM or all of them on the drive")
+        return None
+    return int(budget_gib * GIB)
+
+
 def _spill(
-    optimizer: Device, params: Device, settings: DeepSpeedSettings, model: ModelFacts, run: RunFacts, notes: Notes
+    optimizer: Device,
+    params: Device,
+    settings: DeepSpeedSettings,
+    model: ModelFacts,
+    run: RunFacts,
+    ram_bytes: int | None,
+    costs: OffloadCosts,
+    notes: Notes,
 ) -> tuple[Device, Device]:
     """RAM first, the drive when RAM is too small; never against an explicit choice."""
-    if run.ram_available_bytes is None or optimizer != "cpu" or settings.offload_optimizer == "cpu":
+    if ram_bytes is None or optimizer != "cpu" or settings.offload_optimizer == "cpu":
         return optimizer, params
     local_share = run.local_ranks / run.world_size
-    need_bytes = int(DEEPSPEED_RAM_BYTES_PER_PARAM * model.trainable * local_share)
-    need_bytes += DEEPSPEED_RAM_OVERHEAD_BYTES * run.local_ranks
-    if need_bytes <= run.ram_available_bytes:
+    need_bytes = int(costs.ram * model.trainable * local_share) + costs.ram_overhead * run.local_ranks
+    if need_bytes <= ram_bytes:
         return optimizer, params
-    rest_bytes = int(DEEPSPEED_NVME_RAM_BYTES_PER_PARAM * model.total_params * local_share)
-    spill_params = params == "cpu" and settings.offload_params != "cpu" and rest_bytes > run.ram_available_bytes
+    rest_bytes = int(costs.ram_optimizer_on_nvme * model.total_params * local_share)
+    spill_params = params == "cpu" and settings.offload_params != "cpu" and rest_bytes > ram_bytes
+    who = "here" if costs.is_partial else "with DeepSpeed"
+    what = "What does not fit of the optimizer states goes" if costs.is_partial else "Optimizer states go"
     notes.warn(
-        f"Spilling to NVMe: all in RAM needs about {format_gib(need_bytes)} with DeepSpeed "
-        f"({DEEPSPEED_RAM_BYTES_PER_PARAM} B per parameter and {format_gib(DEEPSPEED_RAM_OVERHEAD_BYTES)}), "
-        f"{format_gib(run.ram_available_bytes)} are available. Optimizer states go to the drive"
+        f"Spilling to NVMe: all in RAM needs about {format_gib(need_bytes)} {who} ({costs.ram:g} B per parameter and "
+        f"{format_gib(costs.ram_overhead)}), {format_gib(ram_bytes)} are available. {what} to the drive"
         f"{' and parameters too' if spill_params else ', parameters stay in RAM'}."
     )
     return "nvme", "nvme" if spill_params else params

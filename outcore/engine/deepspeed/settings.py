@@ -211,7 +211,14 @@ class ChosenOffload:
     nvme_path: str | None
     """Folder DeepSpeed is given (it removes and recreates `zero_stage_3` in it at start); None without NVMe."""
     locked_bytes: int
-    """Page-locked RAM per rank that the NVMe swap buffers take."""
+    """Page-locked RAM per rank that stock DeepSpeed's NVMe swap buffers take."""
+    staged: bool = False
+    """Whether outcore's own optimizer step and parameter swapper run in DeepSpeed's place (`staged/`)."""
+    states: str = "fp32"
+    """Format of the staged optimizer states."""
+    ram_budget_bytes: int | None = None
+    """Staged: RAM per rank for parameters, gradients, states and staging memory; what exceeds it lives on the drive.
+    None: what was sent to the drive lives there whole."""
 
     @property
     def uses_nvme(self) -> bool:

@@ -84,6 +84,21 @@ class StateAccess:
         with torch.no_grad():
             param.copy_(value)
 
+    # --- a checkpoint's tensors, one parameter after another
+
+    def begin_restore(self) -> None:
+        """Before the first `restore`."""
+
+    def restore(self, param: torch.nn.Parameter, weight: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
+        """Set a parameter and its states (by family) from whole tensors on the CPU, given on every rank."""
+        value = weight if weight.dtype == param.dtype else states[MASTER].to(param.dtype)
+        self.set_weight(param, value.to(self.engine.device))
+        for family, state in states.items():
+            self.set(param, family, state.to(self.engine.device))
+
+    def end_restore(self) -> None:
+        """After the last one."""
+
     # --- dynamic loss scale (fp16)
 
     _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -192,6 +207,10 @@ class WholeState(StateAccess):
 
 def open_state(engine: Any) -> StateAccess:
     """The access that fits a DeepSpeed engine's optimizer; EngineError for one this program does not know."""
+    if hasattr(engine.optimizer, "share_of"):
+        from outcore.engine.deepspeed.staged.access import StagedState  # both import this module
+
+        return StagedState(engine)
     kind = type(engine.optimizer).__name__
     if kind == "DeepSpeedZeroOptimizer_Stage3":
         return Stage3State(engine)

@@ -88,15 +88,21 @@ def persistence_cap_numel(precision: Precision, world_size: int, block_size: int
     return (swappable_share - 1) * world_size
 
 
-def nvme_bytes(model: ModelFacts, precision: Precision, optimizer: bool, params: bool) -> int:
-    """Bytes DeepSpeed writes to the drive for the whole model.
+def nvme_bytes(
+    model: ModelFacts,
+    precision: Precision,
+    optimizer: bool,
+    params: bool,
+    optimizer_bytes_per_param: float = 4 * ELEMENT_BYTES["fp32"],
+) -> int:
+    """Bytes on the drive for the whole model.
 
-    Optimizer: fp32 master, two fp32 moments and the fp32 gradients it parks there, 16 B per trainable parameter.
-    Parameters: their 2 (fp32: 4) B.
+    Optimizer: with stock DeepSpeed fp32 master, two fp32 moments and the fp32 gradients it parks there, 16 B per
+    trainable parameter. Parameters: their 2 (fp32: 4) B.
     """
     total = 0
     if optimizer:
-        total += model.trainable * 4 * ELEMENT_BYTES["fp32"]
+        total += int(model.trainable * optimizer_bytes_per_param)
     if params:
         total += model.total_params * ELEMENT_BYTES[precision]
     return total

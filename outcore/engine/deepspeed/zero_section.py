@@ -53,8 +53,13 @@ def zero_section(
     precision: Precision,
     swap_budget_bytes: int,
     notes: Notes,
+    *,
+    staged: bool = False,
 ) -> tuple[dict[str, Any], int]:
-    """The zero_optimization block, and the bytes that its swap buffers lock per rank."""
+    """The zero_optimization block, and the bytes that its swap buffers lock per rank.
+
+    `staged`: outcore moves what is offloaded: DeepSpeed's swap buffers and the settings that spare them are left out.
+    """
     zero = {
         key: value for key, value in user_zero.items() if key not in ("stage", "offload_optimizer", "offload_param")
     }
@@ -74,12 +79,16 @@ def zero_section(
             zero.pop(key, None)
     locked_bytes = 0
     if placement.stage == 3:
-        _stage3(zero, placement, aio, model, run, precision, notes)
-        if placement.params != "none":
+        _stage3(zero, placement, aio, model, run, precision, notes, staged)
+        if placement.params != "none" and staged:
+            zero["offload_param"] = staged_block("offload_param", user_zero, placement, settings, precision, notes)
+        elif placement.params != "none":
             block, locked = _param_block(user_zero, placement, aio, settings, model, run, precision, notes)
             zero["offload_param"] = block
             locked_bytes += locked
-    if placement.optimizer != "none":
+    if placement.optimizer != "none" and staged:
+        zero["offload_optimizer"] = staged_block("offload_optimizer", user_zero, placement, settings, precision, notes)
+    elif placement.optimizer != "none":
         block, locked = _optimizer_block(user_zero, placement, aio, settings, model, run, swap_budget_bytes, notes)
         zero["offload_optimizer"] = block
         locked_bytes += locked
@@ -101,10 +110,10 @@ def check_locked_bytes(locked_bytes: int, run: RunFacts) -> str | None:
 
 def _stage3(
     zero: dict[str, Any], placement: Placement, aio: Mapping[str, Any], model: ModelFacts, run: RunFacts,
-    precision: Precision, notes: Notes,
+    precision: Precision, notes: Notes, staged: bool,
 ) -> None:  # fmt: skip
     params_on_nvme, optimizer_on_nvme = placement.params == "nvme", placement.optimizer == "nvme"
-    if optimizer_on_nvme:
+    if optimizer_on_nvme and not staged:
         _force(
             zero, "sub_group_size", 1, notes, "one weight per tile keeps swap buffers small and drive transfers aligned"
         )
@@ -115,8 +124,12 @@ def _stage3(
             zero["sub_group_size"] = 1
     persistence = min(PERSISTENCE_NUMEL, 10 * model.hidden_size) if model.hidden_size else PERSISTENCE_NUMEL
     if params_on_nvme:
-        _force(zero, "stage3_max_live_parameters", 0, notes, "gathering ahead would read one weight into two buffers")
-        _force(zero, "stage3_max_reuse_distance", 0, notes, "a weight kept for reuse would keep its swap buffer")
+        if staged:
+            _live(zero, notes)
+        else:
+            why = "gathering ahead would read one weight into two buffers"
+            _force(zero, "stage3_max_live_parameters", 0, notes, why)
+            _force(zero, "stage3_max_reuse_distance", 0, notes, "a weight kept for reuse would keep its swap buffer")
         _default(
             zero, "stage3_prefetch_bucket_size", BUCKET_NUMEL, notes, "on: reads the next weight ahead from the drive"
         )
@@ -134,11 +147,36 @@ def _stage3(
             )
             zero["stage3_param_persistence_threshold"] = cap
     else:
-        _default(zero, "stage3_max_live_parameters", LIVE_NUMEL, notes, "1 GB of GPU memory in 16 bit")
-        _default(zero, "stage3_max_reuse_distance", LIVE_NUMEL, notes, "1 GB of GPU memory in 16 bit")
+        _live(zero, notes)
         _default(zero, "stage3_prefetch_bucket_size", BUCKET_NUMEL, notes, "100 MB of weights fetched ahead")
         _default(zero, "stage3_param_persistence_threshold", persistence, notes, "norms and biases stay on the GPU")
     _default(zero, "stage3_gather_16bit_weights_on_model_save", False, notes, "export writes shard by shard instead")
+
+
+def _live(zero: dict[str, Any], notes: Notes) -> None:
+    _default(zero, "stage3_max_live_parameters", LIVE_NUMEL, notes, "1 GB of GPU memory in 16 bit")
+    _default(zero, "stage3_max_reuse_distance", LIVE_NUMEL, notes, "1 GB of GPU memory in 16 bit")
+
+
+def staged_block(
+    name: str, user_zero: Mapping[str, Any], placement: Placement, settings: DeepSpeedSettings, precision: Precision,
+    notes: Notes,
+) -> dict[str, Any]:  # fmt: skip
+    """offload_param or offload_optimizer as the staged engine needs it: where, and how much may stay in RAM."""
+    user = dict(user_zero.get(name) or {})
+    device = placement.params if name == "offload_param" else placement.optimizer
+    block: dict[str, Any] = {"device": device, "pin_memory": _pin(user, settings, name, notes)}
+    if device == "nvme":
+        block["nvme_path"] = placement.nvme_path
+    unused = sorted(set(user) & {"buffer_count", "buffer_size", "pipeline_read", "pipeline_write", "fast_init"})
+    if unused:
+        notes.lines.append(f"{name}.{', '.join(unused)}: not used, outcore sizes its staging memory itself")
+    if name == "offload_param" and device == "nvme":
+        max_in_cpu = int(settings.max_in_cpu_gb * GB) // ELEMENT_BYTES[precision]
+        if "max_in_cpu" in user and not settings.was_given("max_in_cpu_gb"):
+            max_in_cpu = int(user["max_in_cpu"])
+        block["max_in_cpu"] = max_in_cpu
+    return block
 
 
 def _param_block(

@@ -1,0 +1,191 @@
+"""ZeRO-3 whose optimizer step is ours: DeepSpeed gathers, partitions and reduces; shares and states live with us.
+
+`StagedOptimizer` replaces three things of DeepSpeed's stage-3 optimizer: where the shares of parameters and gradients
+lie (exact, pinned slabs), what states there are (chunks of `outcore.optim` instead of fp32 flat buffers), and the step.
+Bytes of RAM per parameter with everything in RAM: 2 (parameter) + 2 (gradient) + the states' format (10 for split, 12
+for fp32). Non-finite gradients skip the step as in DeepSpeed; the norm is exact and known before any state changes.
+
+Names with leading underscores are DeepSpeed 0.19.8's; `binding` refuses other versions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from outcore.engine.deepspeed.staged.memory import StagedMemory
+from outcore.engine.deepspeed.staged.plan import StagedPlan
+from outcore.engine.deepspeed.staged.shares import Share, element_offsets, real_numel
+from outcore.engine.deepspeed.staged.states import RamStates
+from outcore.optim import AdamWHyper, OptimizerPool, state_format
+from outcore.optim.formats import PARAM_DTYPES
+
+
+class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
+    """See the module docstring. `memory` and `plan` come first, the rest is DeepSpeed's call."""
+
+    def __init__(self, memory: StagedMemory, plan: StagedPlan, *args: Any, **kwargs: Any) -> None:
+        self.plan, self.memory = plan, memory
+        self.updates = 0
+        self.seed = 0
+        self._shares: dict[int, Share] = {}
+        self.pool = OptimizerPool(plan.optimizer_threads, backend=plan.optimizer_backend)
+        super().__init__(*args, **kwargs)
+
+    def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
+        super()._configure_offloading(offload_optimizer_config, offload_param_config)
+        self.swap_optimizer = False  # states on the drive are ours to move
+        self.offload_optimizer_pin_memory = False
+
+    # --- homes of parameters
+
+    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        for group in self.trainable_param_groups:
+            numel = sum(p.partition_numel() for p in group["params"])
+            n_bytes = numel * self.dtype.itemsize
+            home = self.memory.homes.take(n_bytes, "parameters").view(self.dtype)
+            self.param_groups_fp16_flat_cpu_memory.append(home)
+
+    def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
+        super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
+        if self.offload_param:
+            self._house_frozen()
+
+    def _house_frozen(self) -> None:
+        """Frozen shares (LoRA's base) get pinned homes as well: they cross to the device in every pass."""
+        for param in self.module.parameters():
+            share = getattr(param, "ds_tensor", None)
+            if share is None or param.requires_grad or share.device.type != "cpu" or not share.numel():
+                continue
+            home = self.memory.homes.take(share.nbytes, "frozen parameters").view(share.dtype)
+            home.copy_(share.data)
+            share.data = home
+
+    # --- states and gradients
+
+    def _create_fp32_partitions(self) -> None:
+        """No fp32 copies: placeholders, because DeepSpeed counts them."""
+        self.fp32_partitioned_groups_flat = [torch.empty(0) for _ in self.fp16_groups]
+        for group in self.optimizer.param_groups:
+            group["params"] = []
+
+    def initialize_optimizer_states(self) -> None:
+        """Nothing: states are made with the shares, once the gradients have a place."""
+
+    def _setup_for_real_optimizer(self) -> None:
+        self._create_fp32_partitions()
+        self._create_next_swappable_fp32_groups()
+        if self.contiguous_gradients:
+            for dtype, bucket in self.ipg_buckets.items():
+                device = _accelerator().current_device_name()
+                bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=device)
+        params = [p for group in self.fp16_groups for p in group]
+        total = sum(p.partition_numel() for p in params)
+        grads = self.memory.homes.take(total * self.gradient_accumulation_dtype.itemsize, "gradients")
+        self.grad_partitions_flat_buffer = grads.view(self.gradient_accumulation_dtype)
+        places: dict[int, torch.Tensor] = {}
+        offset = 0
+        for param in params:
+            places[param.ds_id] = self.grad_partitions_flat_buffer.narrow(0, offset, param.partition_numel())
+            offset += param.partition_numel()
+        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = places
+        self._make_shares(params, places)
+        chosen = state_format(self.plan.states)
+        chosen.check_param_dtype(self.dtype)
+        self.states = RamStates(list(self._shares.values()), chosen, self.memory.homes, self.pool)
+        dist.barrier()
+
+    def _make_shares(self, params: list[Any], grads: dict[int, torch.Tensor]) -> None:
+        assert self.dtype in PARAM_DTYPES
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        offsets = element_offsets([p.partition_numel() for p in params], rank, world_size)
+        unit_of = {p.ds_id: number for number, group in enumerate(self.fp16_groups) for p in group}
+        for param, element_offset in zip(params, offsets, strict=True):
+            padded = param.partition_numel()
+            numel = real_numel(param.ds_numel, padded, rank)
+            share = param.ds_tensor.data.view(-1)
+            share[numel:].zero_()
+            home, on_device = share[:numel], None
+            if share.device.type != "cpu":
+                on_device = share[:numel]
+                home = self.memory.homes.take(on_device.nbytes, "parameters").view(share.dtype)
+                home.copy_(on_device)
+            unit = unit_of[param.ds_id]
+            self._shares[param.ds_id] = Share(
+                param, param.ds_id, unit, numel, self.sub_group_to_group_id[unit], element_offset,
+                grads[param.ds_id][:numel], home, on_device,
+            )  # fmt: skip
+
+    def share_of(self, param: Any) -> Share:
+        """This rank's share of a trainable parameter."""
+        return self._shares[param.ds_id]
+
+    def _offload_grad_partition_at_boundary(
+        self, param: Any, grad_buffer: Any, offload_fp32_gradients: Any, offload_fp32_offsets: Any
+    ) -> None:
+        """The gradient stays where it was accumulated; only its norm is taken."""
+        self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
+
+    # --- the step
+
+    def step(self, closure: Any = None) -> None:
+        """AdamW on every share, with DeepSpeed's norm, clipping, loss scaling and skipping of non-finite steps."""
+        self._pre_step()
+        self._partition_all_parameters()
+        norm = combine_grad_norm_groups(self._get_norm_groups())  # of the gradients as they are, loss scale included
+        self.overflow = bool(is_invalid_grad_norm(norm))
+        scale = float(self.loss_scale)  # what the gradients carry, which the next line may change
+        if self._loss_scale_update_and_overflow_cleanup():
+            return
+        self._global_grad_norm = norm / scale
+        self.updates += 1
+        grad_scale = 1.0 / (scale * self._clip_factor(float(norm) / scale))
+        self.states.update(lambda group: self._hyper(group, grad_scale))
+        self._copy_to_device()
+        self._post_step(set())
+
+    def _copy_to_device(self) -> None:
+        for share in self._shares.values():
+            if share.on_device is not None and share.home is not None:
+                share.on_device.copy_(share.home)
+
+    def _clip_factor(self, norm: float) -> float:
+        """By what the gradients are divided so that their norm is at most `clip_grad` (DeepSpeed's formula)."""
+        return max(1.0, (norm + 1e-6) / self.clip_grad) if self.clip_grad > 0 else 1.0
+
+    def _hyper(self, param_group: int, grad_scale: float) -> AdamWHyper:
+        group = self.optimizer.param_groups[param_group]
+        return AdamWHyper(
+            lr=float(group["lr"]), step=self.updates, beta1=group["betas"][0], beta2=group["betas"][1],
+            eps=group["eps"], weight_decay=group["weight_decay"], grad_scale=grad_scale, seed=self.seed,
+        )  # fmt: skip
+
+    def publish(self) -> None:
+        """After shares were written from outside: whatever the device holds of them is made anew."""
+        self._copy_to_device()
+        if len(self.persistent_parameters) > 0:
+            self.persistent_parameters[0].all_gather(self.persistent_parameters)
+
+    def words(self) -> str:
+        """For people: where everything lives."""
+        numel = sum(share.numel for share in self._shares.values())
+        return (
+            f"outcore's own optimizer step, states {self.plan.states} in RAM ({numel / 1e6:.1f} M parameters on this "
+            f"rank), {self.memory.words()}; {self.pool.num_threads} threads ({self.pool.backend.name})"
+        )
+
+    def destroy(self) -> None:
+        """DeepSpeed's hooks first, then threads and memory. Nothing of the model may be used any more."""
+        super().destroy()
+        self.pool.close(cancel=True)
+        self.memory.close()
+
+
+def _accelerator() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()

@@ -1,0 +1,117 @@
+"""Runs in a child process: DeepSpeed's engine with outcore's staged offload on tiny models, on the CPU accelerator.
+
+Usage: python staged_child.py FOLDER. Reads FOLDER/jobs.json, writes FOLDER/results-RANK.json. A job:
+{"name", "model": ModelSettings fields, "zero": DeepSpeedSettings fields, "config": deepspeed_config.json's content,
+ "run": RunFacts fields, "do": [["train", steps], ["save", path], ["load", path], ["eval"], ["fault", ...]]}
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from stream_models import packed_batch, plain_batch
+
+from outcore.engine.deepspeed.build import build_engine, init_process_group, resolve
+from outcore.engine.deepspeed.engine import DeepSpeedEngine
+from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
+from outcore.model.settings import ModelSettings
+
+LR = 1e-3
+SEQ_LENGTH = 16
+
+
+def batches_of(step: int, rank: int, world_size: int) -> list:
+    """Two micro-batches of this rank; one rank trains on the rows of all."""
+    both = [plain_batch(2, SEQ_LENGTH, seed=2 * step), packed_batch(2, SEQ_LENGTH, seed=2 * step + 1)]
+    if world_size == 1:
+        return both
+    return [{name: value[rank : rank + 1] for name, value in batch.items()} for batch in both]
+
+
+def train(engine: DeepSpeedEngine, steps: int) -> list[list[float]]:
+    first = engine.updates
+    done = []
+    for step in range(first, first + steps):
+        result = engine.train_step(batches_of(step, engine.rank, engine.world_size), LR)
+        done.append([result.loss, result.grad_norm])
+    return done
+
+
+def fingerprint(engine: DeepSpeedEngine) -> str:
+    """Of every weight and state, bit by bit."""
+    digest = hashlib.sha256()
+    for name, param in engine._trainable():
+        for family in ("master", "exp_avg", "exp_avg_sq"):
+            digest.update(name.encode() + engine.state.get(param, family).float().cpu().contiguous().numpy().tobytes())
+        digest.update(engine.state.get_weight(param).float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def run_job(job: dict[str, Any]) -> dict[str, Any]:
+    precision = job["run"].get("precision", "bf16")
+    model = ModelSettings(precision=precision, seq_length=64, **job["model"])
+    numbers = {
+        "device": "cpu", "micro_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": LR,
+        "max_grad_norm": 1.0, "lr_scheduler_type": "none", "total_steps": 50, "precision": precision,
+        "world_size": torch.distributed.get_world_size(), "memlock_limit_bytes": 1 << 60,
+    }  # fmt: skip
+    run = RunFacts(**{**numbers, **job["run"]})
+    resolved, _ = resolve(job.get("config", {}), DeepSpeedSettings(**job["zero"]), model, run, None)
+    said: list[str] = []
+    engine = build_engine(resolved, model, None, say=said.append)
+    result: dict[str, Any] = {
+        "losses": [], "said": said, "staged": resolved.built.offload.staged,
+        "optimizer": type(engine.ds.optimizer).__name__, "warnings": resolved.built.warnings,
+    }  # fmt: skip
+    try:
+        for action, *arguments in job["do"]:
+            if action == "train":
+                result["losses"] += train(engine, arguments[0])
+            elif action == "eval":
+                batches = [plain_batch(2, SEQ_LENGTH, seed=1000)]
+                result.setdefault("evals", []).append(engine.evaluate(batches).loss)
+            elif action == "save":
+                folder = Path(arguments[0])
+                folder.mkdir(parents=True, exist_ok=True)
+                state = engine.save(folder, lambda path, crc: None)
+                if engine.rank == 0:
+                    (folder / "engine.json").write_text(json.dumps(state))
+                torch.distributed.barrier()
+            elif action == "load":
+                folder = Path(arguments[0])
+                engine.load(folder, json.loads((folder / "engine.json").read_text()))
+            elif action == "export":
+                engine.export(Path(arguments[0]))
+        result["fingerprint"] = fingerprint(engine)
+    finally:
+        engine.close()
+        del engine
+        gc.collect()
+    return result
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    init_process_group(False, int(os.environ.get("LOCAL_RANK", "0")))
+    rank = torch.distributed.get_rank()
+    results: dict[str, Any] = {}
+    for job in json.loads((folder / "jobs.json").read_text()):
+        try:
+            results[job["name"]] = run_job(job)
+        except Exception as error:  # the test shows it
+            import traceback
+
+            results[job["name"]] = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        torch.distributed.barrier()
+    (folder / f"results-{rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
