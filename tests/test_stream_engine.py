@@ -119,6 +119,18 @@ def test_twenty_steps_equal_plain_adamw(build, model, max_norm):
     assert engine.updates == 20
 
 
+def test_many_copies_of_a_micro_batch_are_that_micro_batch(build):
+    """Gradients are added up in fp32 unless told otherwise: each 1/32 of them is exact in bf16, and so is their sum."""
+    found = {}
+    for accumulate, count in (("fp32", 1), ("fp32", 32), ("weights", 32)):
+        engine = build("llama", replace(TINY, accumulate=accumulate, logits_chunk_bytes=MIB), dtype=torch.bfloat16)
+        norm = engine.train_step([plain_batch(2, 12, seed=4)] * count, LR).grad_norm
+        found[accumulate, count] = norm, weights_of(engine)
+    one, many, rounded = found.values()
+    assert many[0] == one[0] and all(torch.equal(one[1][n], many[1][n]) for n in one[1])
+    assert rounded[0] != one[0]
+
+
 def test_one_micro_batch_and_a_batch_of_one_row(build):
     def single(step):
         return [plain_batch(1, 9 + step, seed=step)]

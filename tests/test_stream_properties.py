@@ -28,6 +28,7 @@ BASE = StreamSettings(
     optimizer_backend="torch",
     eps=1e-3,  # a gradient that is zero but for rounding then moves nothing, so that tolerances can be tight
     weight_decay=0.1,
+    nvme_path="a temporary folder",  # see engine_of
     seed=5,
 )
 LR = 1e-2
@@ -97,7 +98,7 @@ def places(max_grad_norm: st.SearchStrategy[float]) -> st.SearchStrategy[StreamS
         choose,
         max_grad_norm=max_grad_norm,
         update=st.sampled_from(["auto", "deferred", "immediate"]),
-        activations=st.sampled_from(["device", "ram"]),
+        activations=st.sampled_from(["device", "ram", "nvme"]),
         num_layer_buffers=st.integers(1, 5),
         slot_bytes=st.sampled_from([4096, 64 * 1024]),
         num_slots=st.integers(1, 3),
@@ -109,11 +110,14 @@ def places(max_grad_norm: st.SearchStrategy[float]) -> st.SearchStrategy[StreamS
 
 @contextmanager
 def engine_of(model: Model, chosen: StreamSettings):
-    engine = build_stream_engine(model.load(), chosen, device="cpu", pinned_grant=False, trial=False)
-    try:
-        yield engine
-    finally:
-        engine.close()
+    with tempfile.TemporaryDirectory() as scratch:
+        engine = build_stream_engine(
+            model.load(), replace(chosen, nvme_path=scratch), device="cpu", pinned_grant=False, trial=False
+        )
+        try:
+            yield engine
+        finally:
+            engine.close()
 
 
 def saved(engine, folder: Path) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]:

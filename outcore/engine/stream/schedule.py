@@ -175,6 +175,8 @@ class VerticalSchedule:
                 item.log = self.runner.embed(slab, item.batch)
             item.hidden = item.log.hidden
             item.log.first = None  # a checkpoint, if anything, keeps it
+            if len(micro) > 1:
+                item.log.shrink_masks()
         self.prefetcher.release(0)
         if kept is not None and self._lowest is not None:
             kept.reserve([item.hidden.nbytes for item in micro if item.hidden is not None])
@@ -185,7 +187,7 @@ class VerticalSchedule:
                     random.at(m, unit.index)
                 hidden = item.take_hidden()
                 with self.trace.compute("forward", unit.name, m):
-                    item.hidden, routers = self.runner.layer(index, slab, hidden, item.log.calls[index])
+                    item.hidden, routers = self.runner.layer(index, slab, hidden, item.log.call(index))
                 if kept is not None:
                     item.routers += routers
                     item.router_counts.append(len(routers))
@@ -240,7 +242,7 @@ class VerticalSchedule:
                 random.at(m, unit.index)
                 with self.trace.compute("backward", unit.name, m):
                     item.grad = self.runner.layer_backward(
-                        index, slab, hidden, item.log.calls[index], item.take_grad(), item.take_router_grads(), into
+                        index, slab, hidden, item.log.call(index), item.take_grad(), item.take_router_grads(), into
                     )
             self.prefetcher.release(at)
             if into is not None:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.engine.stream.masks import MIN_MASK_NUMEL, MaskShrinker, restored
+
 
 class StreamUnsupported(ValueError):
     """This model cannot be streamed layer by layer; the message says why. DeepSpeed's engine trains it."""
@@ -48,6 +50,25 @@ class CallLog:
         """What the first layer gets: the embedding unit's output."""
         assert self.first is not None, "the decoder has not called its first layer yet"
         return self.first
+
+    def shrink_masks(self, min_numel: int = MIN_MASK_NUMEL) -> None:
+        """Hold large masks small from now on: for a log that waits while other micro-batches run. See `masks`."""
+        shrinker = MaskShrinker(min_numel)
+        self.calls = [
+            LayerCall(
+                tuple(shrinker.shrunk(value) for value in call.args),
+                {name: shrinker.shrunk(value) for name, value in call.kwargs.items()},
+            )
+            for call in self.calls
+        ]
+
+    def call(self, layer: int) -> LayerCall:
+        """What layer `layer` is to be called with, masks whole."""
+        call = self.calls[layer]
+        return LayerCall(
+            tuple(restored(value) for value in call.args),
+            {name: restored(value) for name, value in call.kwargs.items()},
+        )
 
 
 @dataclass(frozen=True)
