@@ -24,12 +24,13 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.stalls import Stalls
 from outcore.engine.stream.units import Unit, Units, discover_units
 from outcore.engine.stream.updates import UnitUpdates
+from outcore.engine.stream.weights import WeightHomes, plan_cuts
 from outcore.model.load import LoadedModel
 from outcore.optim import OptimizerPool, state_format
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
 from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.staging.pinned_grant import PinnedGrant
-from outcore.storage import StorageEngine
+from outcore.storage import StorageEngine, TensorStore
 from outcore.units import round_up
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,10 @@ class _Source:
 
     def slab(self, unit: Unit) -> torch.Tensor:
         return self._homes[unit].slab
+
+    def stored(self, unit: Unit) -> tuple[TensorStore, str] | None:
+        place = self._homes.weights.stored_at(unit, len(self._homes[unit].slab))
+        return None if place is None else place[:2]
 
     def is_ready(self, unit: Unit) -> bool:
         return self._updates.is_done(unit)
@@ -91,7 +96,7 @@ def build_stream_engine(
     states = state_format(settings.states)
     states.check_param_dtype(dtype)
     settings.is_deferred(dtype)
-    for name in ("weight_ram_bytes", "state_ram_bytes", "gradient_bytes"):
+    for name in ("state_ram_bytes", "gradient_bytes"):
         if getattr(settings, name) is not None:
             raise ValueError(f"{name}: this engine keeps parameters, states and gradients in RAM")
     let_segments_grow(device)
@@ -103,12 +108,32 @@ def build_stream_engine(
         download_lane = undo.enter_context(DownloadLane(staging, None, device, settings.slot_bytes, settings.num_slots))
         memory = HostMemory(staging)
         undo.callback(memory.close)
-        homes = Homes(units.all, memory, states, chunk_numel=settings.chunk_numel)
+        cuts = plan_cuts(units.all, units.layer_units, settings.weight_ram_bytes, settings.chunk_numel)
+        if any(cuts[unit.index] < unit.layout.trainable_numel for unit in units.all):
+            needed_bytes = sum(unit.layout.trainable_numel for unit in units.all) * dtype.itemsize
+            raise ValueError(
+                f"weight_ram_bytes: parameters that are trained must live in RAM, which takes {needed_bytes} bytes; "
+                "those that are frozen (LoRA) may live on NVMe"
+            )
+        weights = WeightHomes(units.all, memory, cuts, scratch)
+        drive_lane = None
+        if weights.store is not None:
+            num_slots = max(2, min(settings.weight_read_ahead_bytes, staging.free_bytes // 2) // settings.slot_bytes)
+            drive_lane = undo.enter_context(
+                UploadLane(staging, None, device, settings.slot_bytes, num_slots, owner="weights from NVMe")
+            )
+        homes = Homes(units.all, memory, states, weights=weights, chunk_numel=settings.chunk_numel)
         optimizer = undo.enter_context(OptimizerPool(settings.optimizer_threads, backend=settings.optimizer_backend))
         stalls = Stalls(device)
         updates = UnitUpdates(homes, optimizer, stalls=stalls)
-        source = _Source(homes, updates)
-        prefetcher = WeightPrefetcher(units, source, upload, settings.num_layer_buffers, stalls=stalls)
+        prefetcher = WeightPrefetcher(
+            units,
+            _Source(homes, updates),
+            upload,
+            settings.num_layer_buffers,
+            drive_lane=drive_lane,
+            stalls=stalls,
+        )
         download = GradientDownload(
             units,
             homes,
@@ -138,6 +163,7 @@ def build_stream_engine(
                 scratch,
                 homes,
                 upload,
+                drive_lane,
                 download_lane,
                 optimizer,
                 updates,
@@ -164,6 +190,8 @@ def _pool_bytes(units: Units, settings: StreamSettings) -> int:
     for unit in units.all:
         homes += round_up(unit.layout.size_bytes, ALIGNMENT_BYTES)
         homes += round_up(unit.layout.trainable_numel * unit.layout.dtype.itemsize, ALIGNMENT_BYTES)
+    if settings.weight_ram_bytes is not None:
+        homes += 2 * settings.weight_read_ahead_bytes  # its lane takes up to half of what is free then
     return min(settings.staging_bytes, settings.lane_bytes + homes)
 
 

@@ -29,8 +29,10 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.state import StreamState
 from outcore.engine.stream.trace_window import NoTracing, StepTracing, TracePlan, TraceWindow
 from outcore.engine.stream.units import Unit
+from outcore.model.head import unwrap
 from outcore.model.inputs import count_target_tokens
 from outcore.model.load import LoadedModel
+from outcore.model.names import checkpoint_name
 from outcore.optim import AdamWHyper
 from outcore.staging import LaneTransfer
 
@@ -260,7 +262,12 @@ class StreamEngine:
     def export(self, folder: Path, tokenizer: Any = None, adapter_only: bool = False) -> None:
         """Write the 16-bit model for `from_pretrained`; see `outcore.engine.export`."""
         self._parts.updates.drain()
-        export_model(folder, self.loaded.model, lambda p: p.detach(), tokenizer=tokenizer, adapter_only=adapter_only)
+        names = {id(p): checkpoint_name(name) for name, p in unwrap(self.loaded.model).named_parameters()}
+
+        def weight_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+            return self._parts.homes.weight(names[id(parameter)])
+
+        export_model(folder, self.loaded.model, weight_of, tokenizer=tokenizer, adapter_only=adapter_only)
 
     def describe(self) -> str:
         """What was chosen, in a few lines for people."""

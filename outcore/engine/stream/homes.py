@@ -1,14 +1,14 @@
 """Homes: where the 16-bit parameters, gradients and optimizer states of every unit live, in RAM or on NVMe.
 
-The model's own parameters are made views of these slabs, one unit after another, so there is never a second copy and
-everything that reads the model on the CPU (export, names) keeps working. Optimizer states come in chunks of up to
+Parameters are in `weights` (RAM, NVMe, or a part of a unit in each). Optimizer states come in chunks of up to
 `chunk_numel` parameters (one buffer each, see `outcore.optim.formats`), the form in which they can be updated, moved
 and saved. Bytes per trainable parameter: 2 (parameter) + 2 (gradient) + the format's, e.g. 12 for `fp32`.
 
 Residency is decided per chunk: `StateChunk.buffer` is its RAM, None where it lives in the scratch store under
 `StateChunk.name`. An update needs three pieces: gradient, states, parameter. `param_piece` gives the parameter's RAM,
-None when the unit's slab lives in the store too (under `slab_name`): then whoever brings a chunk's states into a slot
-of the ring brings the parameter piece beside them, read first where the format needs it (split), written back always.
+None when it lives on NVMe (at `weights.stored_at(unit, chunk.start)`, whole chunks): then whoever brings a chunk's
+states into a slot of the ring brings the parameter piece beside them, read first where the format needs it (split),
+written back always.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.layout import ALIGN_NUMEL, Slot
 from outcore.engine.stream.units import Unit
+from outcore.engine.stream.weights import WeightHomes, plan_cuts
 from outcore.optim import ChunkJob, ChunkState, JobBatch, StateFormat
 from outcore.optim.chunk_state import StateName
 from outcore.units import round_up
@@ -53,7 +54,7 @@ class UnitHome:
     """Where one unit lives."""
 
     slab: torch.Tensor
-    """[layout.numel] of the parameters' type."""
+    """1-D, of the parameters' type: the part of the slab that lives in RAM, from its beginning."""
     grad: torch.Tensor
     """[layout.trainable_numel]; what the optimizer reads."""
     chunks: list[StateChunk]
@@ -62,7 +63,10 @@ class UnitHome:
 
 
 class Homes:
-    """All homes. Takes over the model's parameters: their storage is the slabs' from then on."""
+    """All homes. Takes over the model's parameters: their storage is the homes' from then on.
+
+    `weights`: None puts all parameters in RAM.
+    """
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class Homes:
         memory: HostMemory,
         state_format: StateFormat,
         *,
+        weights: WeightHomes | None = None,
         grad_dtype: torch.dtype | None = None,
         chunk_numel: int = CHUNK_NUMEL,
     ) -> None:
@@ -77,20 +82,19 @@ class Homes:
             raise ValueError(f"chunk_numel must be a positive multiple of {ALIGN_NUMEL}, got {chunk_numel}")
         self.state_format = state_format
         self._chunk_numel = chunk_numel
+        if weights is None:
+            weights = WeightHomes(units, memory, plan_cuts(units, (), None, chunk_numel), None)
+        self.weights = weights
+        weights.adopt()
         self._homes: dict[int, UnitHome] = {}
-        self._slots: dict[str, tuple[Unit, Slot]] = {}
         element_offset = 0
         for unit in units:
             self._homes[unit.index] = self._adopt(unit, memory, grad_dtype or unit.layout.dtype, element_offset)
             element_offset += unit.layout.trainable_numel
-            self._slots.update({slot.name: (unit, slot) for slot in unit.layout.slots})
 
     def _adopt(self, unit: Unit, memory: HostMemory, grad_dtype: torch.dtype, element_offset: int) -> UnitHome:
         layout = unit.layout
-        slab = memory.take(layout.size_bytes, f"parameters of {unit.name}").view(layout.dtype)
-        for view, parameter in zip(layout.views(slab), unit.parameters, strict=True):
-            view.copy_(parameter.detach())
-            parameter.data = view
+        slab = self.weights.ram(unit)
         numel = layout.trainable_numel
         grad_bytes = numel * grad_dtype.itemsize
         grad = memory.take(grad_bytes, f"gradients of {unit.name}").view(grad_dtype)
@@ -111,28 +115,20 @@ class Homes:
         return self._homes[unit.index]
 
     def param_piece(self, chunk: StateChunk) -> torch.Tensor | None:
-        """The chunk's parameters in RAM; None when their slab lives on NVMe."""
-        return self[chunk.unit].slab[chunk.start : chunk.stop]
-
-    def slab_name(self, unit: Unit) -> str:
-        """Under which the unit's slab lives in the scratch store."""
-        return f"weights {unit.name}"
-
-    def names(self) -> list[str]:
-        """Every parameter's checkpoint name, in order of need."""
-        return list(self._slots)
+        """The chunk's parameters in RAM; None when they live on NVMe."""
+        slab = self[chunk.unit].slab
+        return slab[chunk.start : chunk.stop] if chunk.stop <= len(slab) else None
 
     def slot(self, name: str) -> Slot:
-        return self._slots[name][1]
+        return self.weights.slot(name)[1]
 
     def weight(self, name: str) -> torch.Tensor:
-        """A parameter as it is used in the forward, a view of its home."""
-        unit, slot = self._slots[name]
-        return self[unit].slab[slot.offset : slot.end].view(slot.shape)
+        """A parameter as it is used in the forward: a view of its home in RAM, or a new tensor read from NVMe."""
+        return self.weights.read(name)
 
     def read_state(self, name: str, family: StateName) -> torch.Tensor:
         """master, exp_avg or exp_avg_sq of a trainable parameter as a new fp32 tensor of its shape."""
-        _, slot = self._slots[name]
+        _, slot = self.weights.slot(name)
         value = torch.empty(slot.numel, dtype=torch.float32)
         for chunk, at, start, stop in self._pieces(name, slot.end):
             inside = min(stop, start + slot.numel - at)
@@ -141,7 +137,7 @@ class Homes:
 
     def write_state(self, name: str, family: StateName, value: torch.Tensor) -> None:
         """Set it; the parameter follows its master."""
-        _, slot = self._slots[name]
+        _, slot = self.weights.slot(name)
         end = round_up(slot.end, ALIGN_NUMEL)  # 8-bit moments are written in whole blocks; the gap's are zero
         flat = torch.zeros(end - slot.offset, dtype=torch.float32)
         flat[: slot.numel] = value.reshape(-1)
@@ -154,7 +150,7 @@ class Homes:
 
     def _pieces(self, name: str, end: int) -> list[tuple[StateChunk, int, int, int]]:
         """(chunk, offset within the parameter, start and stop within the chunk) of [slot.offset, end)."""
-        unit, slot = self._slots[name]
+        unit, slot = self.weights.slot(name)
         found = []
         for chunk in self[unit].chunks:
             start, stop = max(slot.offset, chunk.start), min(end, chunk.stop)

@@ -33,6 +33,8 @@ class EngineParts:
     """None: everything lives in RAM."""
     homes: Homes
     upload: UploadLane
+    drive_lane: UploadLane | None
+    """For parameters on NVMe; None when all are in RAM."""
     download_lane: DownloadLane
     optimizer: OptimizerPool
     updates: UnitUpdates
@@ -57,10 +59,21 @@ class EngineParts:
                 f"{settings.activations_on(self.device)}",
                 f"  RAM: {format_gib(self.memory.pinned_bytes)} of pinned homes, "
                 f"{format_gib(self.memory.pageable_bytes)} pageable; states {settings.states}",
+                *self._nvme_in_words(),
                 f"  layers: {self._layers_in_words()}",
                 f"  updates: {when}, on {self.optimizer.num_threads} threads ({self.optimizer.backend.name})",
             ]
         )
+
+    def _nvme_in_words(self) -> list[str]:
+        if self.scratch is None:
+            return []
+        weights, lane = self.homes.weights, self.drive_lane
+        ahead = "" if lane is None else f", read ahead in {lane.num_slots} slots of {format_gib(lane.slot_bytes)}"
+        return [
+            f"  NVMe: {format_gib(self.scratch.size_bytes)} reserved in {', '.join(map(str, self.scratch.folders))}; "
+            f"{format_gib(weights.nvme_bytes)} of parameters{ahead}"
+        ]
 
     def _layers_in_words(self) -> str:
         compiled = self.schedule.runner.compiled
@@ -71,7 +84,10 @@ class EngineParts:
     def close(self) -> None:
         """Threads and lanes first, then the memory they used."""
         self.optimizer.close(cancel=True)
+        self.prefetcher.abort()
         self.upload.close()
+        if self.drive_lane is not None:
+            self.drive_lane.close()
         self.download_lane.close()
         if self.scratch is not None:
             self.scratch.close()

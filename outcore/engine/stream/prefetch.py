@@ -4,6 +4,9 @@ Layers share `num_layer_buffers` buffers of the largest layer's size; embedding 
 a vocabulary is often larger than a layer. Copies are issued in order of need as soon as their buffer is free (an event
 on the compute stream) and the unit's last update is over; a copy that would have to wait for the optimizer is left for
 later, so that the host goes on launching work. Cost: buffers, and one upload per use that is not still there.
+
+What lives on NVMe comes through a lane of its own, gated: its reads are submitted for the whole pass at once, in order
+of need, and go ahead as far as that lane's slots reach; the gate of each opens when its device buffer is free.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ from typing import Any, Protocol
 
 import torch
 
+from outcore.engine.base import EngineError
 from outcore.engine.stream.slots import SlotUse, plan_slots
 from outcore.engine.stream.stalls import Stalls
 from outcore.engine.stream.units import Unit, Units
-from outcore.staging import AT_ONCE, LaneTransfer, UploadLane
+from outcore.staging import AT_ONCE, Gate, LaneTransfer, UploadLane
+from outcore.storage import TensorStore
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +31,11 @@ class WeightSource(Protocol):
     """Where slabs come from."""
 
     def slab(self, unit: Unit) -> torch.Tensor:
-        """The unit's parameters in RAM, 1-D."""
+        """The unit's parameters in RAM, 1-D; the rest of them, if any, are at `stored`."""
+        ...
+
+    def stored(self, unit: Unit) -> tuple[TensorStore, str] | None:
+        """Where on NVMe the rest of the unit's parameters lives; None when all are in RAM."""
         ...
 
     def is_ready(self, unit: Unit) -> bool:
@@ -42,6 +51,7 @@ class WeightPrefetcher:
     """See the module docstring. One pass at a time: `begin`, then `acquire` and `release` each use in turn.
 
     `skip`: indices of units that never come in whole (they are computed in tiles); no buffer has room for them.
+    `drive_lane`: for what lives on NVMe; this prefetcher's alone.
     """
 
     def __init__(
@@ -53,6 +63,7 @@ class WeightPrefetcher:
         skip: frozenset[int] = frozenset(),
         *,
         stalls: Stalls | None = None,
+        drive_lane: UploadLane | None = None,
     ) -> None:
         layers = [unit.layout.size_bytes for unit in units.layer_units if unit.index not in skip]
         layer_bytes = max(layers, default=0)
@@ -63,12 +74,17 @@ class WeightPrefetcher:
             for size, count in zip([layer_bytes, ends_bytes], counts, strict=True)
         ]
         self._ends = {id(units.embed), id(units.head)}
-        self._source, self._lane = source, lane
+        self._source, self._lane, self._drive_lane = source, lane, drive_lane
         self._over: dict[tuple[int, int], Any] = {}
         """Event after the last use of (kind, buffer)."""
         self._uses: list[tuple[Unit, int, SlotUse]] = []
         self._copies: list[int] = []
-        self._arriving: dict[tuple[int, int], LaneTransfer] = {}
+        self._reads: list[int] = []
+        """Uses with a part on NVMe that is not being read yet."""
+        self._ahead: dict[int, tuple[Gate, LaneTransfer]] = {}
+        """Reads under way whose gate is shut."""
+        self._arriving: dict[tuple[int, int], tuple[LaneTransfer | None, LaneTransfer | None]] = {}
+        """By (kind, buffer): the transfer from RAM and the one from NVMe."""
         self._released = -1
         self.stalls = stalls or Stalls(lane.device)
 
@@ -88,9 +104,12 @@ class WeightPrefetcher:
                 uses[at] = (kind, SlotUse(use.buffer, use.copy, free_after))
         self._uses = [(unit, *uses[at]) for at, unit in enumerate(sequence)]
         self._copies = [at for at, (_, _, use) in enumerate(self._uses) if use.copy]
+        self._reads = [at for at in self._copies if self._source.stored(self._uses[at][0]) is not None]
+        assert not self._ahead, "the pass before was not ended: abort it"
         self._arriving = {}
         self._released = -1
         self.stalls.begin()
+        self._read_ahead(needed=-1)
         self._issue(needed=-1)
 
     def acquire(self, at: int) -> torch.Tensor:
@@ -98,24 +117,35 @@ class WeightPrefetcher:
         unit, kind, use = self._uses[at]
         with self.stalls.until(f"weights of {unit.name}", "pcie"):
             self._issue(needed=at)
-            transfer = self._arriving.get((kind, use.buffer))
-            if transfer is not None:
-                transfer.wait_stream()
-        return self._buffers[kind][use.buffer][: unit.layout.size_bytes].view(unit.layout.dtype)
+            from_ram, from_drive = self._arriving.get((kind, use.buffer), (None, None))
+            if from_ram is not None:
+                from_ram.wait_stream()
+            if from_drive is not None:
+                with self.stalls.because("nvme", f"weights of {unit.name} from NVMe"):
+                    _wait_for_drive(unit, from_drive)
+        return self._target(at).view(unit.layout.dtype)
 
     def release(self, at: int) -> None:
         """Everything that reads use `at` has been queued."""
         _, kind, use = self._uses[at]
         self._over[kind, use.buffer] = self._lane.streams.now()
         self._released = at
+        self._read_ahead(needed=-1)
         self._issue(needed=-1)
 
     def abort(self) -> None:
         """After a failure in mid-pass: wait for uploads under way, so that no buffer is written to later."""
-        self._copies = []
-        for transfer in self._arriving.values():
-            settle(transfer)
-        self._arriving = {}
+        self._copies, self._reads = [], []
+        for gate, _ in self._ahead.values():
+            gate.cancel(RuntimeError("the pass that needed it was given up"))
+        for transfer in (*(t for _, t in self._ahead.values()), *(t for pair in self._arriving.values() for t in pair)):
+            if transfer is not None:
+                settle(transfer)
+        self._ahead, self._arriving = {}, {}
+
+    def _target(self, at: int) -> torch.Tensor:
+        unit, kind, use = self._uses[at]
+        return self._buffers[kind][use.buffer][: unit.layout.size_bytes]
 
     def _issue(self, needed: int) -> None:
         while self._copies:
@@ -126,15 +156,44 @@ class WeightPrefetcher:
             if at > needed and not self._source.is_ready(unit):
                 return
             self._source.wait_ready(unit)
-            target = self._buffers[kind][use.buffer][: unit.layout.size_bytes]
+            self._read_ahead(needed=at)
             event = self._over.get((kind, use.buffer))
-            self._arriving[kind, use.buffer] = self._lane.submit_host(
-                self._source.slab(unit).view(torch.uint8),
-                target,
-                after=AT_ONCE if event is None else event,
-                label=unit.name,
-            )
+            gate, from_drive = self._ahead.pop(at, (None, None))
+            if gate is not None:
+                gate.open(event)
+            slab, from_ram = self._source.slab(unit).view(torch.uint8), None
+            if len(slab) or from_drive is None:
+                target = self._target(at)[: len(slab)]
+                after = AT_ONCE if event is None else event
+                from_ram = self._lane.submit_host(slab, target, after=after, label=unit.name)
+            self._arriving[kind, use.buffer] = from_ram, from_drive
             self._copies.pop(0)
+
+    def _read_ahead(self, needed: int) -> None:
+        """Submit reads from NVMe in order of need, up to the first unit that still waits for its update."""
+        while self._reads:
+            at = self._reads[0]
+            unit = self._uses[at][0]
+            if at > needed and not self._source.is_ready(unit):
+                return
+            self._source.wait_ready(unit)
+            place = self._source.stored(unit)
+            assert place is not None and self._drive_lane is not None
+            store, name = place
+            out, gate = self._target(at)[len(self._source.slab(unit).view(torch.uint8)) :], Gate()
+            transfer = self._drive_lane.submit_stored(store, name, out, after=gate, label=unit.name)
+            self._ahead[at] = gate, transfer
+            self._reads.pop(0)
+
+
+def _wait_for_drive(unit: Unit, transfer: LaneTransfer) -> None:
+    try:
+        transfer.wait_stream()
+    except OSError as error:
+        raise EngineError(
+            f"the parameters of {unit.name} could not be read from NVMe: {error}. Training stops here; resume from the "
+            "last checkpoint"
+        ) from error
 
 
 def settle(transfer: LaneTransfer) -> None:

@@ -44,7 +44,10 @@ class StreamSettings:
     state_ram_bytes: int | None = None
     """RAM for optimizer states; what does not fit lives in `nvme_path`. None: all in RAM; 0: all on NVMe."""
     weight_ram_bytes: int | None = None
-    """RAM for the homes of parameters, likewise."""
+    """RAM for the homes of parameters, likewise, the same share of every layer. A model that is mostly frozen (LoRA)
+    keeps what it trains in RAM."""
+    weight_read_ahead_bytes: int = 512 * MIB
+    """Pinned slots through which parameters on NVMe are read ahead of their use, out of `staging_bytes`."""
     gradient_bytes: int | None = None
     """RAM for gradients on their way to the optimizer, with immediate updates. None: all of them where RAM allows, else
     three of the largest. With deferred updates every gradient waits for the norm, so all have a home."""
@@ -101,7 +104,8 @@ class StreamSettings:
             )
 
     def _check_residency(self) -> None:
-        for name in ("state_ram_bytes", "weight_ram_bytes", "gradient_bytes", "state_ring_bytes"):
+        names = ("state_ram_bytes", "weight_ram_bytes", "weight_read_ahead_bytes", "gradient_bytes", "state_ring_bytes")
+        for name in names:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")

@@ -13,6 +13,7 @@ from typing import Protocol
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.trace import NO_TRACE, TraceRecorder
 from outcore.engine.stream.trace_file import Slice, write_trace
+from outcore.storage.worker_engine import WorkerEngine
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,11 @@ class TraceWindow:
         parts = self._parts
         recorder = self._recorder = TraceRecorder(parts.device)
         parts.schedule.trace = parts.stalls.trace = recorder
-        parts.upload.clock.on_copy = partial(recorder.copied, "upload")
+        for lane in (parts.upload, parts.drive_lane):
+            if lane is not None:
+                lane.clock.on_copy = partial(recorder.copied, "upload")
+        if parts.scratch is not None and isinstance(parts.scratch.engine, WorkerEngine):
+            parts.scratch.engine.on_finished = recorder.moved
         parts.download_lane.clock.on_copy = partial(recorder.copied, "download")
         parts.optimizer.on_finished = recorder.updated
         self._begin_s = time.perf_counter()
@@ -116,6 +121,10 @@ class TraceWindow:
         parts = self._parts
         parts.schedule.trace = parts.stalls.trace = NO_TRACE
         parts.upload.clock.on_copy = parts.download_lane.clock.on_copy = parts.optimizer.on_finished = None
+        if parts.drive_lane is not None:
+            parts.drive_lane.clock.on_copy = None
+        if parts.scratch is not None and isinstance(parts.scratch.engine, WorkerEngine):
+            parts.scratch.engine.on_finished = None
 
     def _finish(self) -> None:
         assert self._recorder is not None
