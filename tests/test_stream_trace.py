@@ -43,8 +43,8 @@ def one_thread():
 def build():
     engines = []
 
-    def make(settings=SETTINGS, model="llama", device="cpu"):
-        loaded = tiny_loaded(model)
+    def make(settings=SETTINGS, model="llama", device="cpu", num_layers=2):
+        loaded = tiny_loaded(model, num_hidden_layers=num_layers)
         set_dropout(loaded.model, 0.0)
         engines.append(build_stream_engine(loaded, settings, device=device, pinned_grant=False, trial=False))
         return engines[-1]
@@ -85,9 +85,11 @@ def overlap(a: list[Slice], b: list[Slice]) -> bool:
     return any(one.begin_s < other.end_s and other.begin_s < one.end_s for one in a for other in b)
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_grad_norm": 0.0}, {"activations": "ram"}])
+@pytest.mark.parametrize("changes", [{}, {"max_grad_norm": 0.0}, {"activations": "ram"}, {"activations": "nvme"}])
 def test_a_trace_has_every_piece_of_work_once(build, tmp_path, changes):
-    engine = build(replace(SETTINGS, **changes))
+    if "nvme" in changes.values():
+        changes = {**changes, "nvme_path": str(tmp_path), "step_tokens": (32,) * MICRO_BATCHES}
+    engine = build(replace(SETTINGS, **changes), num_layers=4)
     said: list[str] = []
     path = tmp_path / "logs" / "trace.json"
     engine.trace(TracePlan(path, skip_steps=1, num_steps=1, first_step=8), said.append)
@@ -114,9 +116,15 @@ def test_a_trace_has_every_piece_of_work_once(build, tmp_path, changes):
     step = tracks["steps"][0]
     assert all(step.begin_s <= s.begin_s <= s.end_s <= step.end_s for s in tracks["compute"])
     order = [s.args["phase"] for s in sorted(tracks["compute"], key=lambda s: s.begin_s)]
-    assert order == ["forward"] * 6 + ["head"] * 2 + ["backward"] * 6 if len(units.layers) == 2 else order
-    if "activations" in changes:
-        return
+    assert order == ["forward"] * 10 + ["head"] * 2 + ["backward"] * 10
+    drive = {kind: tracks.get(f"drive {kind}", []) for kind in ("read", "write")}
+    if "nvme_path" in changes:  # the checkpoints of the first two of four layers
+        assert {s.name for s in drive["read"] + drive["write"]} == {"activations"}
+        sizes = [sum(s.args["bytes"] for s in drive[kind]) for kind in ("read", "write")]
+        assert sizes[0] == sizes[1] > 0
+        assert engine._parts.scratch.engine.on_finished is None
+    else:
+        assert not drive["read"] and not drive["write"]
     for unit in units.layer_units:  # a weight is there before its use
         first_use = min(s.begin_s for s in tracks["compute"] if s.args["unit"] == unit.name)
         assert min(s.end_s for s in tracks["upload"] if s.name == unit.name) <= first_use

@@ -112,7 +112,7 @@ class TraceRecorder:
         args = {"file": request.file.path.name, "offset": request.offset, "bytes": n_bytes}
         if request.error is not None:
             args["error"] = str(request.error)
-        name = request.file.path.name
+        name = request.file.path.parent.name  # a store's folder: states, weights, activations
         self._told.append(Slice(f"drive {request.kind}", name, request.kind, request.started_s, finished_s, args))
 
     # --- the result

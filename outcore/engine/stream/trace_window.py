@@ -13,6 +13,7 @@ from typing import Protocol
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.trace import NO_TRACE, TraceRecorder
 from outcore.engine.stream.trace_file import Slice, write_trace
+from outcore.storage.faulty_engine import FaultyEngine
 from outcore.storage.worker_engine import WorkerEngine
 
 logger = logging.getLogger(__name__)
@@ -111,10 +112,10 @@ class TraceWindow:
         for lane in (parts.upload, parts.drive_lane):
             if lane is not None:
                 lane.clock.on_copy = partial(recorder.copied, "upload")
-        if parts.scratch is not None and isinstance(parts.scratch.engine, WorkerEngine):
-            parts.scratch.engine.on_finished = recorder.moved
         parts.download_lane.clock.on_copy = partial(recorder.copied, "download")
         parts.optimizer.on_finished = recorder.updated
+        if (drives := self._drives()) is not None:
+            drives.on_finished = recorder.moved
         self._begin_s = time.perf_counter()
 
     def _detach(self) -> None:
@@ -123,8 +124,14 @@ class TraceWindow:
         parts.upload.clock.on_copy = parts.download_lane.clock.on_copy = parts.optimizer.on_finished = None
         if parts.drive_lane is not None:
             parts.drive_lane.clock.on_copy = None
-        if parts.scratch is not None and isinstance(parts.scratch.engine, WorkerEngine):
-            parts.scratch.engine.on_finished = None
+        if (drives := self._drives()) is not None:
+            drives.on_finished = None
+
+    def _drives(self) -> WorkerEngine | None:
+        """Who reads and writes the scratch files, if there are any."""
+        engine = self._parts.scratch.engine if self._parts.scratch is not None else None
+        engine = engine.inner if isinstance(engine, FaultyEngine) else engine
+        return engine if isinstance(engine, WorkerEngine) else None
 
     def _finish(self) -> None:
         assert self._recorder is not None
