@@ -18,6 +18,7 @@ from stream_models import plain_batch, set_dropout, tiny_loaded
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.moments import HostTime
+from outcore.engine.stream.picture import _draw, main, short_name, step_slices
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.stalls import Stalls
 from outcore.engine.stream.trace import NO_TRACE
@@ -219,6 +220,35 @@ def test_what_is_written_is_read_back_and_what_is_not_ours_is_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match="--trace"):
             read_trace(path)
+
+
+def test_the_picture_shows_a_step_of_a_real_trace(build, tmp_path, capsys):
+    engine = build(num_layers=3)
+    path, png = tmp_path / "t.json", tmp_path / "pictures" / "s.png"
+    engine.trace(TracePlan(path, 0, 2, 1), lambda _: None)
+    train(engine, 3)
+    assert main([str(path), str(png)]) == 0
+    assert png.stat().st_size > 10_000 and "wrote" in capsys.readouterr().out
+    slices, _ = read_trace(path)
+    step, inside = step_slices(slices)
+    assert step.name == "step 2" and step_slices(slices, 1)[0].name == "step 1"
+    assert all(one.end_s > step.begin_s and one.begin_s < step.end_s for one in inside)
+    figure = _draw(step, inside, {"model": "a model"})
+    axes = figure.axes[0]
+    assert {text.get_text().replace("\n", " ") for text in axes.get_yticklabels()} >= {
+        "device computes",
+        "RAM → device",
+    }
+    assert {"0", "1", "2"} <= {text.get_text() for text in axes.texts}
+    assert "step 2" in axes.get_title(loc="left") and "a model" in axes.get_title(loc="left")
+    assert main([str(path), str(png), "--step", "7"]) == 2 and "no step 7" in capsys.readouterr().err
+    assert main([str(tmp_path / "none.json"), str(png)]) == 1
+
+
+def test_names_in_the_picture():
+    names = [short_name(Slice(t, n, "", 0, 1)) for t, n in (("compute", "layer 12"), ("compute", "embedding and head"))]
+    assert names == ["12", "E"] and short_name(Slice("compute", "head", "", 0, 1)) == "H"
+    assert short_name(Slice("host waits", "weights of layer 3", "", 0, 1)) == ""
 
 
 def test_stalls_are_shared_out_to_the_reasons_that_blocked(monkeypatch):

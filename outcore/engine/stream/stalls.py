@@ -30,6 +30,8 @@ class _Stall:
     reason: Reason
     begin: Moment
     end: Moment | None = None
+    told_s: float = 0.0
+    """Until when (host seconds) the trace has been told what it was waiting for."""
     host_s: dict[Reason, float] = field(default_factory=dict)
 
 
@@ -49,15 +51,14 @@ class Stalls:
     @contextmanager
     def until(self, what: str, reason: Reason) -> Iterator[None]:
         """The device's next work needs `what`, which is made to be there meanwhile."""
-        stall = self._open = _Stall(reason, moment(self._device))
-        begin_s = time.perf_counter()
+        stall = self._open = _Stall(reason, moment(self._device), told_s=time.perf_counter())
         try:
             yield
         finally:
             self._open = None
             stall.end = moment(self._device)
             self._stalls.append(stall)
-            self.trace.host_wait(what, reason, begin_s, time.perf_counter())
+            self.trace.host_wait(what, reason, stall.told_s, time.perf_counter())
             self.trace.device_wait(what, reason, stall.begin, stall.end)
 
     @contextmanager
@@ -69,6 +70,8 @@ class Stalls:
         finally:
             end_s = time.perf_counter()
             self.add(reason, end_s - begin_s)
+            if self._open is not None:
+                self._open.told_s = end_s
             self.trace.host_wait(what, reason, begin_s, end_s)
 
     def add(self, reason: Reason, seconds: float) -> None:
