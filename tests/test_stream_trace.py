@@ -133,7 +133,7 @@ def test_a_trace_has_every_piece_of_work_once(build, tmp_path, changes):
 
 def test_lanes_and_updates_overlap_with_compute(build, tmp_path):
     """The picture that the timeline is for: with compute slowed down, copies and updates run under it."""
-    engine = build(replace(SETTINGS, max_grad_norm=0.0))
+    engine = build(replace(SETTINGS, max_grad_norm=0.0), num_layers=6)
     runner = engine._parts.schedule.runner
     for name in ("layer", "layer_backward"):
         original = getattr(runner, name)

@@ -134,10 +134,9 @@ def _draw(step: Slice, inside: list[Slice], about: dict[str, Any]) -> Any:
 def _draw_row(axes: Any, row: list[Slice], step: Slice, scale: float, y: float, height: float) -> None:
     """Slices as boxes; neighbours that are of one unit share its number."""
     length_s = step.end_s - step.begin_s
-    for (_, kind), group in groupby(row, key=lambda one: (one.name, one.kind)):
+    for (name, kind), group in groupby(row, key=lambda one: (short_name(one), one.kind)):
         spans = []
         for one in group:
-            name = short_name(one)
             begin_s, end_s = max(one.begin_s, step.begin_s) - step.begin_s, min(one.end_s, step.end_s) - step.begin_s
             spans.append((begin_s * scale, (end_s - begin_s) * scale))
             is_wide = (end_s - begin_s) / length_s > MIN_EDGE_SHARE
@@ -163,7 +162,7 @@ def _title(step: Slice, inside: list[Slice], about: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Entry of `python -m outcore.engine.stream.picture`."""
     parser = argparse.ArgumentParser(
-        prog="python -m outcore.engine.stream.picture", description=__doc__.splitlines()[0]
+        prog="python -m outcore.engine.stream.picture", description="One step of a trace as a picture."
     )
     parser.add_argument("trace", type=Path, help="trace.json of a run with --trace")
     parser.add_argument("png", type=Path, help="the picture to write")
