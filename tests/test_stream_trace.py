@@ -300,9 +300,11 @@ def test_stalls_are_below_the_phases_and_a_slow_lane_or_optimizer_shows(build):
 
     train(engine, 1)
     pool.wait = slow
+    updates = engine._parts.updates
+    updates.is_done = lambda unit: unit.index not in updates._pending  # each is waited for where it is needed
     phases = train(engine, 1, first=1)[0].phase_s
     stalled_s = sum(s for name, s in phases.items() if name.startswith("stall_"))
-    assert 0.1 < phases["stall_optimizer"] <= stalled_s <= phases["forward"] + phases["backward"] + 1e-3
+    assert 0.15 < phases["stall_optimizer"] <= stalled_s <= phases["forward"] + phases["backward"] + 1e-3
     assert phases["stall_nvme"] == 0.0
 
 
