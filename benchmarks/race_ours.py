@@ -59,7 +59,7 @@ def main() -> None:
     init_s = time.perf_counter() - begin_s
     print(engine.describe(), flush=True)
     parts = engine._parts
-    batches = token_batches(options, device)
+    batches = token_batches(options)  # on the CPU, as a loader gives them
     if watch is not None:
         watch.restart()
     for _ in range(options["warm"]):

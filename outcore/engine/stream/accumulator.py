@@ -27,14 +27,18 @@ class GradAccumulator:
     @torch.no_grad()
     def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """`grads`: one per trainable slot; None where the parameter was not used."""
+        first: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        later: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for index, (view, grad) in enumerate(zip(self._views, grads, strict=True)):
-            if grad is None:
-                continue
-            if self._empty[index]:
-                view.copy_(grad)
+            if grad is not None:
+                views, values = first if self._empty[index] else later
+                views.append(view)
+                values.append(grad)
                 self._empty[index] = False
-            else:
-                view.add_(grad)
+        if first[0]:
+            torch._foreach_copy_(*first)
+        if later[0]:
+            torch._foreach_add_(*later)
 
     def complete(self) -> torch.Tensor:
         """The sum [trainable_numel]; parameters without a gradient are zero in it."""

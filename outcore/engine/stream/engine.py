@@ -23,6 +23,7 @@ from outcore.engine.base import EngineError, EvalResult, MicroBatch, NonFiniteLo
 from outcore.engine.export import export_model
 from outcore.engine.stream.clock import PhaseClock
 from outcore.engine.stream.loss_scale import LossScaler
+from outcore.engine.stream.packing import DeviceBatch
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.schedule import PassSums
 from outcore.engine.stream.settings import StreamSettings
@@ -107,17 +108,13 @@ class StreamEngine:
             grad_scale=scale / total,
             on_gradient=on_gradient,
             clock=clock,
-            check_loss=None if self._deferred else lambda sums: self._check_loss(sums, total),
         )
         clock.stop()
         self._attempts += 1
         norm = float(parts.download.norm()) / scale  # waits for the device
         begin_s = time.perf_counter()
-        if self._deferred:
-            self._check_loss(sums, total)
-            skipped = self._settle(shipped, norm, scale, lr)
-        else:
-            skipped = self._settle_immediate(norm)
+        self._check_loss(sums, total)
+        skipped = self._settle(shipped, norm, scale, lr) if self._deferred else self._settle_immediate(norm)
         phase_s = clock.seconds()
         phase_s["optimizer"] = time.perf_counter() - begin_s
         phase_s |= parts.stalls.seconds()
@@ -164,8 +161,9 @@ class StreamEngine:
     def _check_loss(self, sums: PassSums, total: int) -> None:
         loss = float(sums.ce_sum + sums.aux_sum) / total
         if not self._scaler.enabled and not math.isfinite(loss):
+            updated = "no state was updated with it" if self._deferred else "no layer with such gradients was updated"
             raise NonFiniteLossError(
-                f"the loss became {loss} and no state was updated with it. Resume from the last checkpoint with a "
+                f"the loss became {loss} and {updated}. Resume from the last checkpoint with a "
                 "lower --learning_rate or more --warmup_steps, or look for damaged rows in the data."
             )
 
@@ -183,7 +181,7 @@ class StreamEngine:
         )
 
     def _to_device(self, batch: MicroBatch) -> MicroBatch:
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        return DeviceBatch(batch, self.device)
 
     # --- looking at the model
 

@@ -65,6 +65,8 @@ class UnitRunner:
         self.aux_coefficient = aux_coefficient
         self.logits_chunk_bytes = logits_chunk_bytes
         self.compiled = compiled
+        self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
+        """Parameters as views of the few slabs there are, by (unit, address): made once, not for every call."""
         self._routers = [_router_modules(units, layer) for layer in units.layers] if aux_coefficient else []
         if aux_coefficient and not any(self._routers):
             raise StreamUnsupported("it has a balancing loss, but does not tell which modules are its routers")
@@ -73,21 +75,35 @@ class UnitRunner:
         """Router logits that this layer gives."""
         return len(self._routers[layer]) if self.aux_coefficient else 0
 
+    def _tensors(self, unit: Unit, slab: torch.Tensor) -> list[torch.Tensor]:
+        key = (unit.index, slab.data_ptr())
+        if key not in self._views:
+            self._views[key] = unit.layout.views(slab)
+        return self._views[key]
+
+    def _leaves(self, unit: Unit, slab: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(all parameters as views of the slab, those of them that want a gradient)."""
+        leaves = [
+            view.detach().requires_grad_(slot.trainable)
+            for slot, view in zip(unit.layout.slots, self._tensors(unit, slab), strict=True)
+        ]
+        return leaves, [leaf for leaf in leaves if leaf.requires_grad]
+
     # --- embedding
 
     @torch.no_grad()
     def embed(self, slab: torch.Tensor, batch: Batch) -> CallLog:
         """The first layer's input, and the other arguments of every layer."""
-        with _weights(self.units.embed, self.units.embed.layout.views(slab)):
+        with _weights(self.units.embed, self._tensors(self.units.embed, slab)):
             log = self.units.record(batch)
         log.first = log.hidden.detach()
         return log
 
     def embed_backward(self, slab: torch.Tensor, batch: Batch, grad: torch.Tensor, into: GradAccumulator) -> None:
         """Add the gradients of the embedding's parameters for `grad` of its output."""
-        leaves, trainable = _leaves(self.units.embed, slab)
+        leaves, trainable = self._leaves(self.units.embed, slab)
         with torch.enable_grad(), _weights(self.units.embed, leaves):
-            hidden = self.units.record(batch).hidden
+            hidden = self.units.record(batch, with_masks=False).hidden
         if hidden.requires_grad:  # not where only a tied head's own parameters are trained
             into.add(torch.autograd.grad(hidden, trainable, grad, allow_unused=True))
 
@@ -98,7 +114,7 @@ class UnitRunner:
         self, index: int, slab: torch.Tensor, hidden: torch.Tensor, call: LayerCall
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """(output, router logits) of layer `index`."""
-        tensors = self.units.layer_units[index].layout.views(slab)
+        tensors = self._tensors(self.units.layer_units[index], slab)
         if self.compiled is not None and self.compiled.is_active(index):
             output = self.compiled.forward(index, tensors, hidden, call)
             if output is not None:
@@ -118,12 +134,12 @@ class UnitRunner:
         """Gradient of the layer's input; those of its parameters are added to `into` (None: it has none to train)."""
         unit = self.units.layer_units[index]
         if self.compiled is not None and self.compiled.is_active(index):
-            found = self.compiled.backward(index, unit.layout.views(slab), hidden, call, grad)
+            found = self.compiled.backward(index, self._tensors(unit, slab), hidden, call, grad)
             if found is not None:
                 if into is not None:
                     into.add(found[1])
                 return found[0]
-        leaves, trainable = _leaves(unit, slab)
+        leaves, trainable = self._leaves(unit, slab)
         x = hidden.detach().requires_grad_()
         with torch.enable_grad():
             output, routers = self._run_layer(index, leaves, x, call)
@@ -176,7 +192,7 @@ class UnitRunner:
         """Loss of one micro-batch; with `grad_scale` (loss scale / tokens of the global batch) its gradients, too."""
         train = grad_scale is not None
         scale = grad_scale or 0.0
-        leaves, trainable = _leaves(self.units.head, slab)
+        leaves, trainable = self._leaves(self.units.head, slab)
         targets = shifted_targets(batch["labels"]).reshape(-1)
         n_tokens = (targets != IGNORE).sum()
         x = hidden.detach().requires_grad_(train)
@@ -222,22 +238,13 @@ class UnitRunner:
     @torch.no_grad()
     def next_logits(self, slab: torch.Tensor, hidden: torch.Tensor, batch: Batch, log: CallLog) -> torch.Tensor:
         """fp32 logits [V] of the token after the last position of the first row."""
-        with _weights(self.units.head, self.units.head.layout.views(slab)):
+        with _weights(self.units.head, self._tensors(self.units.head, slab)):
             final = self.units.finish(hidden, batch, log)
             return self.units.parts.logits(final[:1, -1:])[0, -1].float()
 
 
 def _weights(unit: Unit, tensors: Sequence[torch.Tensor]) -> Any:
     return bound(unit.owners, tensors)
-
-
-def _leaves(unit: Unit, slab: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(all parameters as views of the slab, those of them that want a gradient)."""
-    leaves = [
-        view.detach().requires_grad_(slot.trainable)
-        for slot, view in zip(unit.layout.slots, unit.layout.views(slab), strict=True)
-    ]
-    return leaves, [leaf for leaf in leaves if leaf.requires_grad]
 
 
 def _router_modules(units: Units, layer: nn.Module) -> list[tuple[nn.Module, int]]:

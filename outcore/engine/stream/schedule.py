@@ -101,12 +101,10 @@ class VerticalSchedule:
         grad_scale: float,
         on_gradient: OnGradient,
         clock: PhaseClock,
-        check_loss: Callable[[PassSums], None] | None = None,
     ) -> PassSums:
         """Forward and backward of one step over micro-batches on the device.
 
-        `grad_scale`: loss scale / unmasked tokens of the global batch. `check_loss` is called between forward and
-        backward (costs a synchronisation) and may raise: nothing has been handed to `on_gradient` by then.
+        `grad_scale`: loss scale / unmasked tokens of the global batch.
         """
         micro = [_MicroBatch(batch) for batch in batches]
         with generators_kept(self.device):
@@ -116,7 +114,7 @@ class VerticalSchedule:
                 self.prefetcher.begin(self._train_order())
                 clock.start("forward")
                 at = self._forward(micro, random, self.activations)
-                sums, at = self._head_backward(micro, random, at, grad_scale, on_gradient, check_loss)
+                sums, at = self._head_backward(micro, random, at, grad_scale, on_gradient)
                 clock.start("backward")
                 self._backward(micro, random, at, on_gradient)
                 return sums
@@ -204,7 +202,6 @@ class VerticalSchedule:
         at: int,
         grad_scale: float,
         on_gradient: OnGradient,
-        check_loss: Callable[[PassSums], None] | None,
     ) -> tuple[PassSums, int]:
         head = self.units.head
         slab = self.prefetcher.acquire(at)
@@ -221,8 +218,6 @@ class VerticalSchedule:
             item.grad, item.grad_routers = result.grad_hidden, result.grad_routers
             sums = _added(sums, result.ce_sum, result.aux_loss, result.n_tokens)
         self.prefetcher.release(at)
-        if check_loss is not None:
-            check_loss(sums)
         if into is not None and self.units.tied:
             self._tied = into
         elif into is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from outcore.engine.stream.layout import SlabLayout
+from outcore.engine.stream.packing import packing_known
 from outcore.engine.stream.shell import (
     Blank,
     CallLog,
@@ -80,8 +81,13 @@ class Units:
         """Every unit once, in order of need."""
         return [self.embed, *self.layer_units, *([] if self.tied else [self.head])]
 
-    def record(self, batch: dict[str, torch.Tensor], form: ReturnForm | None = None) -> CallLog:
-        """Run what comes before the layers (with whatever is bound to the embedding's parameters)."""
+    def record(
+        self, batch: dict[str, torch.Tensor], form: ReturnForm | None = None, *, with_masks: bool = True
+    ) -> CallLog:
+        """Run what comes before the layers (with whatever is bound to the embedding's parameters).
+
+        `with_masks` False: the layers' masks are not wanted, so documents are not told apart for them.
+        """
         log = CallLog()
         decoder = self.parts.decoder
         shell = shell_of(
@@ -89,7 +95,9 @@ class Units:
             {path: ShapeNote(decoder.get_submodule(path), path, log) for path in self.embed_paths}
             | _layer_stands(self.stack, self.layers, log, form or self.form),
         )
-        _run_to_layers(shell, forward_inputs(decoder, batch, self.isolation))
+        isolation: Isolation = self.isolation if with_masks else "position_ids"
+        with packing_known(getattr(batch, "is_packed", None) if with_masks else False):
+            _run_to_layers(shell, forward_inputs(decoder, batch, isolation))
         if len(log.calls) != len(self.layers):
             raise StreamUnsupported(f"its decoder called {len(log.calls)} of its {len(self.layers)} layers")
         return log
@@ -99,7 +107,9 @@ class Units:
         decoder = self.parts.decoder
         relays = nn.ModuleList([Relay(layer, hidden, self.form) for layer in self.layers])
         blanks = {p: Blank(decoder.get_submodule(p), log.shapes[p], hidden) for p in self.embed_paths}
-        output = shell_of(decoder, {self.stack: relays} | blanks)(**forward_inputs(decoder, batch, self.isolation))
+        maskless = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
+        with packing_known(False):
+            output = shell_of(decoder, {self.stack: relays} | blanks)(**forward_inputs(decoder, maskless))
         return output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
 
 
