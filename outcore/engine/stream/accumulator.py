@@ -36,9 +36,9 @@ class GradAccumulator:
                 values.append(grad)
                 self._empty[index] = False
         if first[0]:
-            torch._foreach_copy_(*first)
+            torch._foreach_copy_(*first)  # pyright: ignore[reportPrivateImportUsage]
         if later[0]:
-            torch._foreach_add_(*later)
+            torch._foreach_add_(*later)  # pyright: ignore[reportPrivateImportUsage]
 
     def complete(self) -> torch.Tensor:
         """The sum [trainable_numel]; parameters without a gradient are zero in it."""
