@@ -348,7 +348,7 @@ def test_shipped_files_build() -> None:
     root = json.loads((ROOT / "deepspeed_config.json").read_text())
     assert root["outcore"] == {
         "staging_bytes": 8589934592, "write_combined": "auto", "streams": 4, "engine": "auto", "nvme_path": "",
-        "residency": "auto",
+        "residency": "auto", "state_format": "auto", "ram_budget_gib": None,
     }  # fmt: skip
     built = build(root, {"zero_stage": "zero2"})
     assert built.offload.optimizer == "cpu" and any("offload_param left out" in text for text in built.warnings)

@@ -24,16 +24,16 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     jobs = [
         job("stock", go, outcore={"offload": "stock"}),
         job("split", [["train", 3], ["save", checkpoint], ["eval"], ["train", 3], ["eval"]]),
-        job("fp32 states", go, outcore={"states": "fp32"}),
+        job("fp32 states", go, outcore={"state_format": "fp32"}),
         job("resumed", [["load", checkpoint], ["train", 3], ["eval"]]),
-        job("resumed in another format", [["load", checkpoint], ["train", 3]], outcore={"states": "fp32"}),
+        job("resumed in another format", [["load", checkpoint], ["train", 3]], outcore={"state_format": "fp32"}),
         job("resumed by stock", [["load", checkpoint], ["train", 3]], outcore={"offload": "stock"}),
         job("stock fp32", go, outcore={"offload": "stock"}, **fp32),
         job("staged fp32", go, **fp32),
         job("parameters on the device", go, zero={"zero_stage": "zero3", "offload_params": "none"}),
         job("no clipping", go, max_grad_norm=0.0),
         job("no clipping, stock", go, outcore={"offload": "stock"}, max_grad_norm=0.0),
-        job("8-bit", go, outcore={"states": "split8"}),
+        job("8-bit", go, outcore={"state_format": "split8"}),
         job("only stock", [["train", 1]], config={"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
     ]
     return run_jobs(folder, jobs)[0]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,18 +74,41 @@ def metrics(root: Path, run: str = "r") -> list[dict]:
     return [json.loads(line) for line in (root / "log" / run / "metrics.jsonl").read_text().splitlines()]
 
 
+ENGINES = {"stream": [], "deepspeed": ["--engine", "deepspeed"]}
+"""Flags by the engine that trains with them: nothing said on one process is the streaming engine."""
+
+
+def engine_of(root: Path, run: str = "r") -> dict[str, str]:
+    return json.loads((root / "log" / run / "plan.json").read_text())["engine"]
+
+
 @pytest.fixture(scope="session")
-def straight(shared: Path, corpus: Path) -> Path:
-    """Six steps without interruption, bf16 with fp32 masters in RAM."""
-    os.chdir(REPOSITORY)
-    argv = flags(shared, corpus, "--run_name", "r", "--max_steps", "6", "--save_steps", "2", "--precision", "bf16")
-    assert main([*argv, "--save_total_limit", "9", "--eval_steps", "3"]) == 0
-    return shared
+def straight_by(shared: Path, corpus: Path) -> Callable[[str], Path]:
+    """Six steps without interruption, bf16 with fp32 masters in RAM, by an engine; each is trained once."""
+
+    def run(engine: str) -> Path:
+        root = shared / engine
+        if not root.exists():
+            os.chdir(REPOSITORY)
+            argv = flags(root, corpus, "--run_name", "r", "--max_steps", "6", "--save_steps", "2", *ENGINES[engine])
+            assert main([*argv, "--precision", "bf16", "--save_total_limit", "9", "--eval_steps", "3"]) == 0
+        return root
+
+    return run
 
 
-def test_a_run_leaves_what_it_promises(straight: Path, corpus: Path) -> None:
+@pytest.fixture
+def straight(straight_by: Callable[[str], Path]) -> Path:
+    """By the default engine."""
+    return straight_by("stream")
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_a_run_leaves_what_it_promises(straight_by: Callable[[str], Path], engine: str) -> None:
+    straight = straight_by(engine)
     lines = metrics(straight)
     assert lines[0]["event"] == "header" and lines[0]["versions"]["deepspeed"] and lines[0]["model"]["total_params"]
+    assert lines[0]["plan"]["engine"] == engine == engine_of(straight)["name"]
     steps = [line for line in lines if "event" not in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
     wanted = (
@@ -98,7 +122,12 @@ def test_a_run_leaves_what_it_promises(straight: Path, corpus: Path) -> None:
     assert {line["step"] for line in lines if line.get("event") == "eval"} == {3, 6}
     assert (straight / "log/r/loss.png").stat().st_size > 10_000
     plan = json.loads((straight / "log/r/plan.json").read_text())
-    assert plan["deepspeed"]["zero_optimization"]["stage"] == 3 and plan["notes"]
+    assert plan["notes"] and plan["said"]
+    if engine == "deepspeed":
+        assert plan["deepspeed"]["zero_optimization"]["stage"] == 3 and plan["engine"]["reason"] == "as asked"
+    else:
+        assert plan["stream"]["states"] == "split" and "auto: one process" in plan["engine"]["reason"]
+        assert "zero_optimization.overlap_comm" in plan["unused"] and "aio" in plan["unused"]
     assert sorted(p.name for p in (straight / "checkpoint/r").iterdir()) == [f"step-0000000{i}" for i in (2, 4, 6)]
     state = states(straight / "checkpoint/r/step-00000006")
     assert {k.split(":")[0] for k in state} == {"model", "master", "exp_avg", "exp_avg_sq"}
@@ -125,20 +154,38 @@ def test_the_export_loads_and_says_the_same(straight: Path) -> None:
         assert torch.equal(reference.eval()(ids).logits, logits)
 
 
-def test_masters_round_to_the_weights(straight: Path) -> None:
-    state = states(straight / "checkpoint/r/step-00000006")
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_masters_round_to_the_weights(straight_by: Callable[[str], Path], engine: str) -> None:
+    """By both engines, as the split does: to the nearest bf16 number, away from zero between two."""
+    state = states(straight_by(engine) / "checkpoint/r/step-00000006")
     for key, value in state.items():
         if key.startswith("master:"):
             assert torch.equal(cast_param(value, torch.bfloat16), state["model:" + key[7:]])
 
 
-@pytest.mark.parametrize("stage", ["zero3", "zero1", "zero2", "none"])
-def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight: Path, stage: str) -> None:
-    """Stopped after step 2 and resumed to 6 equals six steps at once; for each ZeRO stage."""
-    reference = straight
-    extra = ["--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--zero_stage", stage, "--no_export"]
-    if stage != "zero3":
+def test_exact_states_in_two_formats_train_the_same_numbers(tmp_path: Path, corpus: Path, straight: Path) -> None:
+    """What `state_format auto` takes with bf16 equals fp32 states bit for bit, and 8-bit moments are told as other."""
+    common = ["--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--save_steps", "0", "--no_export"]
+    assert main(flags(tmp_path, corpus, *common, "--eval_steps", "0", "--state_format", "fp32")) == 0
+    at_end = "checkpoint/r/step-00000006"
+    assert same(states(tmp_path / at_end), states(straight / at_end))
+    compact = flags(tmp_path / "m8", corpus, *common, "--eval_steps", "0", "--state_format", "split8")
+    assert main(compact) == 0
+    plan = json.loads((tmp_path / "m8/log/r/plan.json").read_text())
+    assert any("8 bits" in note and "differ" in note for note in plan["notes"])
+    assert not same(states(tmp_path / "m8" / at_end), states(straight / at_end))
+
+
+@pytest.mark.parametrize("how", ["stream", "deepspeed", "zero1", "zero2", "none"])
+def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], how: str) -> None:
+    """Stopped after step 2 and resumed to 6 equals six steps at once; for each engine and ZeRO stage."""
+    extra = ["--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--no_export"]
+    if how in ENGINES:
+        reference = straight_by(how)
+        extra += ENGINES[how]
+    else:
         reference = tmp_path / "whole"
+        extra += ["--zero_stage", how]
         assert main(flags(reference, corpus, *extra, "--save_steps", "0", "--eval_steps", "0")) == 0
     argv = flags(tmp_path, corpus, *extra, "--save_steps", "2", "--eval_steps", "3")
 
@@ -166,10 +213,13 @@ def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight: Path, s
     whole = {line["step"]: line["loss"] for line in metrics(reference) if "event" not in line}
     parts = {line["step"]: line["loss"] for line in metrics(tmp_path) if "event" not in line}
     assert parts == whole
+    assert engine_of(tmp_path)["name"] == ("stream" if how == "stream" else "deepspeed")
+    if how not in ENGINES:
+        assert f"zero_stage {how} was asked for" in engine_of(tmp_path)["reason"]
 
 
 def test_a_checkpoint_resumes_in_another_stage(tmp_path: Path, corpus: Path, straight: Path) -> None:
-    """Checkpoints know nothing of the ZeRO stage: the restored states are the same numbers."""
+    """Checkpoints know nothing of engine and ZeRO stage: the restored states are the same numbers."""
     start = straight / "checkpoint/r/step-00000004"
     for stage in ("none", "zero2"):
         root = tmp_path / stage
@@ -210,10 +260,14 @@ def test_signal_saves_and_says_how_to_resume(tmp_path: Path, corpus: Path, capsy
     assert [p.name for p in (tmp_path / "checkpoint/r").iterdir()] == ["step-00000002"]
 
 
-def test_kill_at_random_moments_then_resume(tmp_path: Path, corpus: Path, straight: Path) -> None:
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_kill_at_random_moments_then_resume(
+    tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], engine: str
+) -> None:
     """SIGKILL in a step, in a save, and between; each time the command is repeated; the end is the same."""
+    straight = straight_by(engine)
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--save_steps", "2")
-    argv += ["--save_total_limit", "9", "--eval_steps", "3", "--resume_from_checkpoint", "auto"]
+    argv += ["--save_total_limit", "9", "--eval_steps", "3", "--resume_from_checkpoint", "auto", *ENGINES[engine]]
     log = tmp_path / "log/r/metrics.jsonl"
     saves = tmp_path / "checkpoint/r"
     moments = [
@@ -239,13 +293,18 @@ def test_kill_at_random_moments_then_resume(tmp_path: Path, corpus: Path, straig
     assert same(weights(tmp_path / "export/r"), weights(straight / "export/r"))
 
 
-def test_lora_trains_resumes_and_merges(tmp_path: Path, corpus: Path, straight: Path) -> None:
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_lora_trains_resumes_and_merges(tmp_path: Path, corpus: Path, straight: Path, engine: str) -> None:
     base = straight / "export/r"
-    common = ["--model_name_or_path", str(base), "--lora_r", "4", "--precision", "fp32", "--eval_steps", "0"]
+    common = ["--model_name_or_path", str(base), "--lora_r", "4", "--precision", "fp32", "--eval_steps", "2"]
+    common += ["--sample_steps", "2", *ENGINES[engine]]
     argv = flags(tmp_path, corpus, *common, "--run_name", "r", "--max_steps", "4", "--save_steps", "2", "--lr", "5e-3")
     assert main(argv) == 0
     state = states(tmp_path / "checkpoint/r/step-00000004")
     assert all("lora_" in key for key in state), "a LoRA checkpoint holds the adapters only"
+    assert engine_of(tmp_path)["name"] == engine
+    assert {line["step"] for line in metrics(tmp_path) if line.get("event") == "eval"} == {2, 4}
+    assert (tmp_path / "log/r/samples.txt").read_text().count("--- step") == 2
     merged, before = weights(tmp_path / "export/r"), weights(base)
     assert merged.keys() == before.keys()
     changed = [k for k in merged if not torch.equal(merged[k].float(), before[k].float())]
@@ -273,6 +332,9 @@ def test_other_shapes_train_and_export(tmp_path: Path, corpus: Path, preset: str
     assert main(argv) == 0
     losses = [line["loss"] for line in metrics(tmp_path) if "event" not in line]
     assert losses[-1] < losses[0]
+    engine = engine_of(tmp_path)
+    assert engine["name"] == ("deepspeed" if "t5" in preset else "stream")
+    assert "t5" not in preset or "encoder-decoder" in engine["reason"]
     auto = AutoModelForSeq2SeqLM if "t5" in preset else AutoModelForCausalLM
     model, report = auto.from_pretrained(tmp_path / "export/r", output_loading_info=True)
     assert not report["missing_keys"] and not report["mismatched_keys"]
@@ -281,38 +343,44 @@ def test_other_shapes_train_and_export(tmp_path: Path, corpus: Path, preset: str
         assert torch.equal(value.detach(), state[f"model:{name}"]), name
 
 
-def test_streaming_engine_agrees_and_resumes_the_other_engines_checkpoint(
-    tmp_path: Path, corpus: Path, straight: Path
+@pytest.mark.parametrize(("first", "second"), [("deepspeed", "stream"), ("stream", "deepspeed")])
+def test_engines_agree_and_resume_each_others_checkpoints(
+    tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], first: str, second: str
 ) -> None:
-    """--engine stream: the same losses as DeepSpeed, from the start and from DeepSpeed's checkpoint of step 4."""
-    common = ["--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--eval_steps", "3", "--engine", "stream"]
-    assert main(flags(tmp_path, corpus, *common, "--save_steps", "0")) == 0
-    whole = {line["step"]: line["loss"] for line in metrics(straight) if "event" not in line}
-    for line in metrics(tmp_path):
+    """The same losses from the start, and from the other engine's checkpoint of step 4."""
+    whole = {line["step"]: line["loss"] for line in metrics(straight_by(first)) if "event" not in line}
+    for line in metrics(straight_by(second)):
         if "event" not in line:
             assert line["loss"] == pytest.approx(whole[line["step"]], rel=0.005)
-    start = str(straight / "checkpoint/r/step-00000004")
-    again = flags(tmp_path / "again", corpus, *common, "--resume_from_checkpoint", start)
-    assert main(again) == 0
-    for line in metrics(tmp_path / "again"):
-        if "event" not in line:
-            assert line["loss"] == pytest.approx(whole[line["step"]], rel=0.005)
+    start = str(straight_by(first) / "checkpoint/r/step-00000004")
+    common = ["--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--eval_steps", "3", *ENGINES[second]]
+    assert main(flags(tmp_path, corpus, *common, "--resume_from_checkpoint", start)) == 0
+    again = [line for line in metrics(tmp_path) if "event" not in line]
+    assert [line["step"] for line in again] == [5, 6]
+    for line in again:
+        assert line["loss"] == pytest.approx(whole[line["step"]], rel=0.005)
 
 
 @pytest.mark.parametrize(
-    "argv",
+    ("argv", "words"),
     [
-        ["--zero_stage", "infinity", "--nvme_offload_path", "/tmp"],
-        ["--lora_r", "4"],
-        ["--preset", "tiny-t5"],
+        (["--preset", "tiny-t5"], "two stacks of layers"),
+        (["--model_module", "examples/my_model.py:build"], "own"),
+        (["--deepspeed_config", "{ds}"], "adam_w_mode is false"),
+        (["--zero_stage", "zero1"], "contradict each other"),
+        (["--state_format", "split", "--precision", "fp32"], "needs --precision bf16"),
+        (["--activations", "nvme"], "give --nvme_offload_path"),
     ],
 )
 def test_streaming_engine_refuses_what_it_cannot(
-    tmp_path: Path, corpus: Path, argv: list[str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, corpus: Path, argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}))
+    argv = [text.replace("{ds}", str(file)) for text in argv]
     assert main(flags(tmp_path, corpus, "--engine", "stream", "--max_steps", "1", *argv)) == 2
     error = capsys.readouterr().err
-    assert "error:" in error and "stream" in error and "Traceback" not in error
+    assert words in error and "Traceback" not in error
 
 
 def test_own_model_and_loss(tmp_path: Path, corpus: Path) -> None:
@@ -323,6 +391,7 @@ def test_own_model_and_loss(tmp_path: Path, corpus: Path) -> None:
     losses = [line["loss"] for line in metrics(tmp_path) if "event" not in line]
     assert losses[-1] < losses[0]
     assert weights(tmp_path / "export/r")
+    assert engine_of(tmp_path)["name"] == "deepspeed" and "own" in engine_of(tmp_path)["reason"]
 
 
 def test_accumulation_does_not_change_the_loss(tmp_path: Path, corpus: Path) -> None:
@@ -352,7 +421,9 @@ def test_two_ranks_equal_one(tmp_path: Path, corpus: Path) -> None:
         timeout=200,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert main(flags(tmp_path / "one", corpus, *common, "--save_steps", "0")) == 0
+    one = flags(tmp_path / "one", corpus, *common, "--save_steps", "0", "--engine", "deepspeed")
+    assert main(one) == 0
+    assert "2 were asked for" in engine_of(tmp_path / "two")["reason"]
     for a, b in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
         for key in ("loss", "grad_norm", "eval_loss"):
             if key in b:

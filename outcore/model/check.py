@@ -82,7 +82,7 @@ def supports_packing(model_or_config: Any, attn_implementation: str | None = Non
 
 def _tiny_model(config: Any, attention: str, trust_remote_code: bool) -> nn.Module:
     tiny = shrink_config(config)
-    build = _builder(tiny, trust_remote_code)
+    build = builder_of(tiny, trust_remote_code)
     with torch.device("meta"):
         size = sum(p.numel() for p in build(tiny, dtype=torch.float32, attn_implementation=attention).parameters())
     if size > MAX_TRIAL_PARAMS:
@@ -97,7 +97,7 @@ def _tiny_model(config: Any, attention: str, trust_remote_code: bool) -> nn.Modu
     return model.eval()
 
 
-def _builder(config: Any, trust_remote_code: bool) -> Callable[..., nn.Module]:
+def builder_of(config: Any, trust_remote_code: bool) -> Callable[..., nn.Module]:
     """What makes a model from a config: its transformers class, or the code that comes with it."""
     try:
         return model_class_of(config)._from_config  # pyright: ignore[reportAttributeAccessIssue]

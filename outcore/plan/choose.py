@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from outcore.plan import constants as k
 from outcore.plan.deepspeed import OFFLOADS, DeepSpeedLayout, plan_deepspeed
+from outcore.plan.engine_rule import why_not_stream
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Plan
 from outcore.plan.request import STAGES, RunRequest
@@ -57,13 +58,10 @@ def choose(shape: ModelShape, request: RunRequest, hardware: Hardware) -> Answer
     stages = {stage: best_stage(shape, request, hardware, seq_length, stage) for stage in STAGES}
     stream = best_stream(shape, request, hardware, seq_length) if not refusal else None
     open_plans = [plan for stage, plan in stages.items() if request.zero_stage in (None, stage)]
-    if request.engine == "stream" or (request.engine == "auto" and request.zero_stage in ("zero3", "infinity")):
-        open_plans = [] if stream else open_plans
     if request.engine != "deepspeed" and stream is not None:
-        open_plans.append(stream)
+        only = request.engine == "stream" or request.zero_stage is not None or stream.fits  # what train_model.py takes
+        open_plans = [stream] if only else [*open_plans, stream]
     best = _best(open_plans)
-    if request.engine == "auto" and request.zero_stage is None and stages["none"].fits:
-        best = stages["none"]  # nothing has to leave the GPU
     return Answer(best, _reason(best, stages, stream, request, refusal), stages, stream)
 
 
@@ -145,15 +143,9 @@ def seq_length_of(shape: ModelShape, request: RunRequest) -> int:
     return request.seq_length
 
 
-def stream_refusal(shape: ModelShape, request: RunRequest, hardware: Hardware) -> str | None:
-    """Why the streaming engine cannot take this run, or None."""
-    if shape.is_encoder_decoder:
-        return f"{shape.name} is an encoder-decoder, and it streams decoder-only models"
-    if hardware.num_gpus > 1:
-        return f"it drives one GPU, {hardware.num_gpus} were asked for"
-    if request.zero_stage in ("none", "zero1", "zero2"):
-        return f"zero_stage {request.zero_stage} was asked for"
-    return None
+def stream_refusal(shape: ModelShape, request: RunRequest, hardware: Hardware) -> str:
+    """Why the streaming engine cannot take this run; '' when it can."""
+    return why_not_stream(hardware.num_gpus, request.zero_stage, is_encoder_decoder=shape.is_encoder_decoder)
 
 
 def batches(request: RunRequest) -> list[tuple[int, int]]:
@@ -227,7 +219,7 @@ def _reason(best: Plan, stages: dict[str, Plan], stream: Plan | None, request: R
     else:
         rivals = [plan for plan in stages.values() if plan.fits and plan is not best]
         rival = max(rivals, key=lambda plan: plan.tokens_per_s, default=None)
-        words = "The fastest that fits"
+        words = "Engine auto streams it" if best.engine == "stream" else "The fastest that fits"
         if best.engine == "stream" and rival is None:
             words += "; no ZeRO stage of DeepSpeed does"
         elif best.engine == "stream" and rival is not None:

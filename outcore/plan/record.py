@@ -180,6 +180,10 @@ class Plan:
                 words.append(f"--offload_optimizer {home[self.homes['optimizer states']]}")
                 if self.zero_stage == "zero3":
                     words.append(f"--offload_params {home[self.homes['parameters']]}")
+        elif self.zero_stage == "infinity":
+            words.append("--nvme_offload_path DIR")
+        if self.engine == "stream" and self.state_format != ("split" if self.precision == "bf16" else "fp32"):
+            words.append(f"--state_format {self.state_format}")
         if self.lora_r:
             words.append(f"--lora_r {self.lora_r}")
         words.append(f"--seq_length {self.seq_length} --per_device_train_batch_size {self.micro_batch}")

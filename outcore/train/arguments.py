@@ -266,6 +266,7 @@ def check_config(config: TrainConfig) -> None:
         "weight_decay",
         "sample_tokens",
         "trace",
+        "ram_budget_gib",
     ):
         value = getattr(config, name)
         if value is not None and not 0 <= value < math.inf:
@@ -302,6 +303,12 @@ def check_config(config: TrainConfig) -> None:
             f"engine stream and zero_stage {config.zero_stage} contradict each other: the streaming engine offloads "
             "every state (it is ZeRO-Infinity for one GPU). Use --engine deepspeed, or leave zero_stage out."
         )
+    if config.engine == "deepspeed":
+        only_stream = [n for n in ("activations", "compile") if getattr(config, n) != "auto"]
+        if only_stream:
+            raise ConfigError(
+                f"{only_stream[0]} is a setting of the streaming engine: leave it out, or leave out --engine deepspeed."
+            )
     if config.zero_stage == "none" and "nvme" in (config.offload_optimizer, config.offload_params):
         raise ConfigError("zero_stage none and offload to nvme contradict each other: use --zero_stage infinity.")
     if config.zero_stage in ("none", "zero1", "zero2") and config.offload_params in ("cpu", "nvme"):

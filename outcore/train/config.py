@@ -14,6 +14,7 @@ from typing import Literal
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 ZeroStage = Literal["none", "zero1", "zero2", "zero3", "infinity"]
 Schedule = Literal["warmup_decay", "cosine", "constant"]
+StateFormat = Literal["auto", "fp32", "split", "fp32_m8", "split8"]
 
 ZERO_STAGE_ALIASES = {"0": "none", "1": "zero1", "2": "zero2", "3": "zero3", "linear": "warmup_decay"}
 BARE_FLAGS = {"trace": "2"}
@@ -178,7 +179,18 @@ class TrainConfig:
 
     # --- engine and offload
     engine: Literal["auto", "stream", "deepspeed"] | None = None
-    """Who moves the bytes. Default: deepspeed_config.json's outcore block (auto)."""
+    """Who moves the bytes: auto streams a decoder-only model on one process and says why where it does not.
+    Default: deepspeed_config.json's outcore block (auto)."""
+    state_format: StateFormat = "auto"
+    """Engine stream: optimizer states as fp32, or split (bf16 only: the same numbers in 10 B a parameter instead of
+    12), or with 8-bit moments as fp32_m8 or split8 (other numerics). auto: split with bf16, else fp32."""
+    ram_budget_gib: float | None = None
+    """Engine stream: GiB of RAM for parameters, gradients and optimizer states; what does not fit goes to the NVMe
+    path. Default: what is available now, less 3 GiB."""
+    activations: Literal["auto", "device", "ram", "nvme"] = "auto"
+    """Engine stream: where activation checkpoints wait for their backward; auto: in RAM beside a GPU."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Engine stream: layers through torch.compile; auto: on a GPU, where the model allows it."""
     deepspeed_config: str = "deepspeed_config.json"
     """The DeepSpeed configuration file."""
     zero_stage: ZeroStage | None = None

@@ -1,25 +1,24 @@
-"""Which engine trains this run, and why; and the streaming engine's settings from the run's configuration."""
+"""Which engine trains this run, and why: the rule, what the files and flags ask for, and what the model itself says.
+
+`auto` streams a decoder-only model on one process (`outcore.plan.engine_rule`); what the streaming engine cannot do
+goes to DeepSpeed, with the reason in words. `--engine stream` where it cannot is a ConfigError with the same reason.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.engine import StreamEngine
-from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.trace_window import TracePlan
-from outcore.model.load import LoadedModel, load_model
+from outcore.engine.deepspeed.settings import normalize_stage
+from outcore.engine.stream.check import why_config_not_streamed, why_not_streamed
+from outcore.model.facts import resolve_attention
+from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
+from outcore.model.source import resolve_source
+from outcore.plan.engine_rule import why_not_stream
 from outcore.train.arguments import ConfigError
 from outcore.train.config import TrainConfig
-
-CPU_STAGING_BYTES = 256 << 20
-"""Without a GPU nothing is pinned: the lanes' slots are all that is needed."""
-UNUSED_KEYS = ("zero_optimization", "aio", "data_types", "communication_data_type")
-"""Keys of deepspeed_config.json that the streaming engine does not use."""
 
 
 @dataclass(frozen=True)
@@ -28,35 +27,51 @@ class EngineChoice:
 
     name: str
     reason: str
+    is_auto: bool = False
+
+    def give_way(self, why: str) -> EngineChoice:
+        """DeepSpeed instead of the streaming engine; ConfigError when the user asked for the latter."""
+        if not self.is_auto:
+            raise ConfigError(
+                f"engine stream cannot train this run: {why}. Use --engine deepspeed, or --engine auto, which chooses."
+            )
+        return EngineChoice("deepspeed", f"auto; the streaming engine cannot train this run: {why}", is_auto=True)
 
 
-def choose_engine(config: TrainConfig, user_config: dict[str, Any], world_size: int) -> EngineChoice:
-    """`--engine` first, then deepspeed_config.json's outcore block, then auto. ConfigError for what cannot be."""
-    block = user_config.get("outcore")
-    from_file = block.get("engine", "auto") if isinstance(block, dict) else "auto"
-    wanted = config.engine or from_file
+def choose_engine(
+    config: TrainConfig, user_config: Mapping[str, Any], num_processes: int, precision: str
+) -> EngineChoice:
+    """`--engine` first, then deepspeed_config.json's outcore block, then auto; the model is asked by `ask_model`.
+
+    ConfigError for what cannot be.
+    """
+    wanted = config.engine or _block(user_config, "outcore").get("engine", "auto")
     if wanted == "deepspeed":
         return EngineChoice("deepspeed", "as asked")
     if wanted == "stream":
-        if world_size > 1:
-            raise ConfigError(
-                f"engine stream trains on one GPU, this run has {world_size} processes. Use --engine deepspeed, or "
-                "start one process."
-            )
-        if config.zero_stage in ("none", "zero1", "zero2") or config.offload_params == "nvme":
-            raise ConfigError(
-                "engine stream keeps every state in RAM in this version: leave out --zero_stage and NVMe settings, or "
-                "use --engine deepspeed."
-            )
-        if config.zero_stage == "infinity" and config.nvme_offload_path:
-            raise ConfigError(
-                "engine stream does not put states on NVMe in this version: use --engine deepspeed for ZeRO-Infinity "
-                "on NVMe, or leave out --zero_stage and --nvme_offload_path."
-            )
-        if config.lora_r:
-            raise ConfigError("engine stream does not train LoRA adapters in this version: use --engine deepspeed.")
-        return EngineChoice("stream", "as asked")
-    return EngineChoice("deepspeed", "auto; --engine stream streams layers from RAM on one GPU (still opt-in)")
+        choice = EngineChoice("stream", "as asked")
+    else:
+        choice = EngineChoice("stream", "auto: one process and a decoder-only model", is_auto=True)
+    why = why_not_stream(num_processes, _stage(config, user_config)) or _only_in_deepspeed(user_config, precision)
+    return choice.give_way(why) if why else choice
+
+
+def ask_model(
+    choice: EngineChoice, settings: ModelSettings, tokenizer: Any, loaded: LoadedModel | None
+) -> EngineChoice:
+    """The choice after a tiny copy of the model was tried; costs a fraction of a second and reads no weights.
+
+    `loaded`: a model_module's own model, which is there already.
+    """
+    if choice.name != "stream":
+        return choice
+    if loaded is not None:
+        why = why_not_streamed(loaded)
+    else:
+        source = resolve_source(settings, tokenizer)
+        attention, _ = resolve_attention(source.config, settings.attn_implementation)
+        why = why_config_not_streamed(source.config, attention, settings.trust_remote_code)
+    return choice.give_way(why) if why else choice
 
 
 def check_trace(config: TrainConfig, choice: EngineChoice) -> None:
@@ -68,39 +83,42 @@ def check_trace(config: TrainConfig, choice: EngineChoice) -> None:
         )
 
 
-def start_trace(
-    engine: StreamEngine, config: TrainConfig, logs: Path, steps_done: int, total_steps: int, say: Callable[[str], None]
-) -> None:
-    """Have the steps that `--trace` asks for recorded, if any."""
-    if config.trace:
-        engine.trace(TracePlan.for_run(logs / "trace.json", config.trace, steps_done, total_steps), say)
+def with_flags(config: TrainConfig, user_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The file with the flags that have a key in its outcore block; both engines read them there."""
+    given = {} if config.state_format == "auto" else {"state_format": config.state_format}
+    if config.ram_budget_gib is not None:
+        given["ram_budget_gib"] = config.ram_budget_gib
+    return {**user_config, "outcore": {**_block(user_config, "outcore"), **given}} if given else dict(user_config)
 
 
-def build_streaming(
-    settings: ModelSettings,
-    tokenizer: Any,
-    built: dict[str, Any],
-    loaded: LoadedModel | None,
-    *,
-    has_cuda: bool,
-    say: Callable[[str], None],
-) -> StreamEngine:
-    """Load the model whole in RAM and take it apart. `built`: the resolved DeepSpeed configuration."""
-    if loaded is None:
-        loaded = load_model(settings, tokenizer=tokenizer, device="cpu")
-    for note in loaded.notes:
-        say(f"model: {note}")
-    optimizer = built["optimizer"]["params"]
-    stream = StreamSettings(
-        betas=(optimizer["betas"][0], optimizer["betas"][1]),
-        eps=optimizer["eps"],
-        weight_decay=optimizer["weight_decay"],
-        max_grad_norm=built["gradient_clipping"],
-        staging_bytes=built["outcore"]["staging_bytes"] if has_cuda else CPU_STAGING_BYTES,
-        seed=settings.seed,
-    )
-    unused = [key for key in UNUSED_KEYS if key in built]
-    say(f"engine: stream does not use these keys of deepspeed_config.json: {', '.join(unused) or 'none'}")
-    engine = build_stream_engine(loaded, stream, device="cuda" if has_cuda else "cpu")
-    say(f"engine: {engine.describe()}")
-    return engine
+def _stage(config: TrainConfig, user_config: Mapping[str, Any]) -> str | None:
+    """The ZeRO stage that flag or file ask for, by name; None when neither says (or the builder will refuse it)."""
+    if config.zero_stage is not None:
+        return config.zero_stage
+    block = user_config.get("zero_optimization")
+    stage = int(block) if isinstance(block, bool) else _block(user_config, "zero_optimization").get("stage")
+    return normalize_stage(stage) if stage in (0, 1, 2, 3) else None
+
+
+def _only_in_deepspeed(user_config: Mapping[str, Any], precision: str) -> str:
+    """What the file asks for that would be other mathematics with the streaming engine; '' when nothing."""
+    optimizer = _block(user_config, "optimizer")
+    params = _block(optimizer, "params")
+    if str(optimizer.get("type", "")).lower() == "adam" and params.get("adam_w_mode") is False:
+        return "optimizer.params.adam_w_mode is false (L2 regularisation), and it has AdamW only"
+    if params.get("bias_correction") is False:
+        return "optimizer.params.bias_correction is false, and its AdamW corrects the bias"
+    if params.get("fp32_optimizer_states") is False:
+        return "optimizer.params.fp32_optimizer_states is false; its compact states are --state_format split8"
+    block = _block(user_config, precision)
+    for key in (f"{precision}_master_weights_and_grads", "bf16_optimizer_states"):
+        if block.get(key):
+            return f"{precision}.{key} is set, and it keeps exact masters and fp32 or 8-bit moments"
+    if precision == "fp16" and block.get("loss_scale") not in (None, 0, "auto"):
+        return "fp16.loss_scale is fixed, and its loss scale is dynamic"
+    return ""
+
+
+def _block(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    block = config.get(name)
+    return block if isinstance(block, Mapping) else {}

@@ -60,11 +60,13 @@ def resolve(
     model_settings: ModelSettings,
     run: RunFacts,
     tokenizer: Any,
+    loaded: LoadedModel | None = None,
 ) -> tuple[Resolved, LoadedModel | None]:
-    """Decide the whole configuration before memory is spent; a model_module's own model is built on the way."""
-    loaded: LoadedModel | None = None
-    if model_settings.model_module is not None:
+    """Decide the whole configuration before memory is spent; a model_module's own model is built on the way, unless
+    it is given as `loaded`."""
+    if loaded is None and model_settings.model_module is not None:
         loaded = load_model(model_settings, tokenizer=tokenizer)
+    if loaded is not None:
         facts = facts_for_builder(loaded.model)
     else:
         source = resolve_source(model_settings, tokenizer)

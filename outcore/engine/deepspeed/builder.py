@@ -36,6 +36,7 @@ from outcore.engine.deepspeed.run_section import batch_section, optimizer_sectio
 from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, DeepSpeedSettings, ModelFacts, RunFacts
 from outcore.engine.deepspeed.staged.choice import can_stage, choose_states, staged_costs
 from outcore.engine.deepspeed.zero_section import check_locked_bytes, zero_section
+from outcore.optim import FORMATS
 
 __all__ = ["BuiltConfig", "ChosenOffload", "DeepSpeedSettings", "ModelFacts", "RunFacts", "build_config"]
 
@@ -47,7 +48,8 @@ OUTCORE_DEFAULTS: dict[str, Any] = {
     "nvme_path": "",
     "residency": "auto",
     "offload": "staged",
-    "states": "auto",
+    "state_format": "auto",
+    "ram_budget_gib": None,
 }
 """The "outcore" block: ours, ignored by DeepSpeed. "auto" in it is resolved by whoever uses the value."""
 RESOLVED_ELSEWHERE = frozenset({"optimizer", "scheduler", "bf16", "bfloat16", "fp16", "zero_optimization", "aio"})
@@ -83,7 +85,7 @@ def build_config(
         user["bf16"] = user.pop("bfloat16")
     outcore = {**OUTCORE_DEFAULTS, **keys.check_block("outcore", user.pop("outcore", {}), keys.OUTCORE)}
     _check_outcore(outcore)
-    zero = _zero_of(user)
+    zero = zero_block_of(user)
 
     config: dict[str, Any] = {}
     config.update(batch_section(user, run, notes))
@@ -137,9 +139,11 @@ def _without_auto(block: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _zero_of(user: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's zero_optimization block, checked, in DeepSpeed's current spelling."""
+def zero_block_of(user: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's zero_optimization block, checked, without "auto", in DeepSpeed's current spelling."""
     block = user.get("zero_optimization", {})
+    if isinstance(block, Mapping):
+        block = _without_auto(dict(block))
     if isinstance(block, bool):
         block = {"stage": int(block)}
     if isinstance(block, Mapping):
@@ -174,7 +178,7 @@ def _check_outcore(outcore: Mapping[str, Any]) -> None:
         ("engine", ("auto", "stream", "deepspeed")),
         ("residency", ("auto", "ram", "nvme")),
         ("offload", ("staged", "stock")),
-        ("states", ("auto", "fp32", "split", "fp32_m8", "split8")),
+        ("state_format", ("auto", *(known.name for known in FORMATS))),
     ):
         if outcore[key] not in allowed:
             raise ValueError(f"deepspeed_config.json: outcore.{key} must be one of {allowed}, got {outcore[key]!r}.")
@@ -182,9 +186,15 @@ def _check_outcore(outcore: Mapping[str, Any]) -> None:
         value = outcore[key]
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ValueError(f"deepspeed_config.json: outcore.{key} must be a whole number above 0, got {value!r}.")
-    budget = outcore.get("ram_budget_gib")
+    budget = outcore["ram_budget_gib"]
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or budget < 0):
         raise ValueError(f"deepspeed_config.json: outcore.ram_budget_gib must be 0 or more GiB, got {budget!r}.")
+    lanes = keys.check_block("outcore.lanes", outcore.get("lanes"), frozenset({"slot_bytes", "num_slots"}))
+    for key, value in lanes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise ValueError(
+                f"deepspeed_config.json: outcore.lanes.{key} must be a whole number above 0, got {value!r}."
+            )
     if outcore["nvme_path"] is not None and not isinstance(outcore["nvme_path"], str):
         raise ValueError(f"deepspeed_config.json: outcore.nvme_path must be a text, got {outcore['nvme_path']!r}.")
 

@@ -102,9 +102,9 @@ def place(
     Raises:
         ValueError: contradictory settings, or an unusable drive under `strict_offload`.
     """
-    name = _stage_name(zero, settings, outcore, notes)
+    name = stage_name(zero, settings, outcore, notes)
     stage = STAGES[name]
-    optimizer, params = _wanted(name, zero, settings, notes)
+    optimizer, params = wanted_devices(name, zero, settings, notes)
     flags_say_nvme = name == "infinity" or "nvme" in (settings.offload_optimizer, settings.offload_params)
     if "nvme" in (optimizer, params) and not flags_say_nvme and outcore.get("residency") == "ram":
         raise ValueError(
@@ -112,7 +112,7 @@ def place(
             "residency "
             "to auto or nvme, or the device to cpu."
         )
-    path = _nvme_path(zero, outcore, settings, notes)
+    path = nvme_path_of(zero, outcore, settings, notes)
     budget_bytes = _budget_bytes(outcore, costs, notes)
     if stage == 3 and name != "infinity" and path and outcore.get("residency", "auto") == "auto":
         ram_bytes = budget_bytes if budget_bytes is not None else run.ram_available_bytes
@@ -161,7 +161,8 @@ def fall_back(placement: Placement, reason: str, settings: DeepSpeedSettings, no
     )
 
 
-def _stage_name(zero: Mapping[str, Any], settings: DeepSpeedSettings, outcore: Mapping[str, Any], notes: Notes) -> str:
+def stage_name(zero: Mapping[str, Any], settings: DeepSpeedSettings, outcore: Mapping[str, Any], notes: Notes) -> str:
+    """The ZeRO stage by name: the flag, else outcore.residency nvme, else the file's, else zero3."""
     in_file = zero.get("stage")
     if in_file is not None and (isinstance(in_file, bool) or in_file not in (0, 1, 2, 3)):
         raise ValueError(f"deepspeed_config.json: zero_optimization.stage must be 0, 1, 2 or 3, got {in_file!r}.")
@@ -181,7 +182,10 @@ def _stage_name(zero: Mapping[str, Any], settings: DeepSpeedSettings, outcore: M
     return ("none", "zero1", "zero2", "zero3")[in_file]
 
 
-def _wanted(name: str, zero: Mapping[str, Any], settings: DeepSpeedSettings, notes: Notes) -> tuple[Device, Device]:
+def wanted_devices(
+    name: str, zero: Mapping[str, Any], settings: DeepSpeedSettings, notes: Notes
+) -> tuple[Device, Device]:
+    """The homes of optimizer states and parameters that were asked for. ValueError for contradictions."""
     if name == "infinity":
         return _wanted_by_infinity(zero, settings, notes)
     stage = STAGES[name]
@@ -263,9 +267,10 @@ def _device_of(zero: Mapping[str, Any], key: str) -> Device | None:
     return device
 
 
-def _nvme_path(
+def nvme_path_of(
     zero: Mapping[str, Any], outcore: Mapping[str, Any], settings: DeepSpeedSettings, notes: Notes
 ) -> str | None:
+    """The drive's folder: the flag, else the offload blocks', else outcore.nvme_path."""
     if settings.nvme_offload_path:
         return settings.nvme_offload_path
     paths = {

@@ -102,9 +102,23 @@ def build_stream_engine(
     let_segments_grow(device)
     _prepare_model(units, device)
     with ExitStack() as undo:
-        staging = undo.enter_context(PinnedPool(_pool_bytes(units, settings), device=device, probe=pinned_grant))
+        combined_bytes = settings.lane_bytes // 2 if settings.write_combined else 0
+        staging = undo.enter_context(
+            PinnedPool(
+                _pool_bytes(units, settings), device=device, write_combined_bytes=combined_bytes, probe=pinned_grant
+            )
+        )
         scratch = undo.enter_context(Scratch(settings.nvme_paths, storage)) if settings.nvme_paths else None
-        upload = undo.enter_context(UploadLane(staging, None, device, settings.slot_bytes, settings.num_slots))
+        upload = undo.enter_context(
+            UploadLane(
+                staging,
+                None,
+                device,
+                settings.slot_bytes,
+                settings.num_slots,
+                write_combined=settings.write_combined,
+            )
+        )
         download_lane = undo.enter_context(DownloadLane(staging, None, device, settings.slot_bytes, settings.num_slots))
         memory = HostMemory(staging)
         undo.callback(memory.close)

@@ -7,6 +7,7 @@ trains on them) packed rows. No list of model names is kept. Cost: a fraction of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.shell import StreamUnsupported
 from outcore.engine.stream.structure import alike
 from outcore.engine.stream.units import Unit, discover_units
-from outcore.model.check import MAX_TRIAL_PARAMS
-from outcore.model.facts import model_facts
+from outcore.model.check import MAX_TRIAL_PARAMS, Abilities, builder_of, check_abilities
+from outcore.model.facts import model_facts, resolve_attention
 from outcore.model.head import unwrap
 from outcore.model.initialise import seeded_cpu
 from outcore.model.inputs import IGNORE, attention_of
@@ -39,6 +40,20 @@ def why_not_streamed(loaded: LoadedModel) -> str:
     except StreamUnsupported as error:
         return str(error)
     return ""
+
+
+def why_config_not_streamed(config: Any, attention: str = "auto", trust_remote_code: bool = False) -> str:
+    """As `why_not_streamed`, from a transformers config alone: no weight is read, no memory is spent."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder-decoder has two stacks of layers; only decoder-only models are streamed"
+    attention, _ = resolve_attention(config, attention)
+    abilities = check_abilities(config, attention, trust_remote_code)
+    try:
+        with seeded_cpu(0, "stream trial"):
+            tiny = _tiny_model(builder_of(config, trust_remote_code), config, attention, abilities)
+    except Exception as error:  # any model's own code may fail in any way on a shrunken config
+        return f"a tiny copy of it could not be built to try it ({_line(error)})"
+    return why_not_streamed(tiny)
 
 
 def try_tiny_copy(loaded: LoadedModel) -> None:
@@ -139,20 +154,23 @@ def _slab(unit: Unit) -> torch.Tensor:
 
 def _tiny_copy(loaded: LoadedModel) -> LoadedModel:
     causal = unwrap(loaded.model)
-    config = shrink_config(loaded.config)
     build: Any = type(causal)._from_config  # pyright: ignore[reportAttributeAccessIssue]
-    attention = attention_of(causal)
+    return _tiny_model(build, loaded.config, attention_of(causal), loaded.abilities)
+
+
+def _tiny_model(build: Callable[..., nn.Module], original: Any, attention: str, abilities: Abilities) -> LoadedModel:
+    config = shrink_config(original)
     attention = attention if attention in ("sdpa", "eager") else "sdpa"
     with torch.device("meta"):
         size = sum(p.numel() for p in build(config, dtype=torch.float32, attn_implementation=attention).parameters())
     if size > MAX_TRIAL_PARAMS:
         raise ValueError(f"its tiny copy still has {size} parameters")
-    model: nn.Module = build(config, dtype=torch.float32, attn_implementation=attention)
+    model = build(config, dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0.0, 1.0 / parameter.shape[-1] ** 0.5)
-    return LoadedModel(model.eval(), config, model_facts(model), loaded.abilities, "a tiny copy")
+    return LoadedModel(model.eval(), config, model_facts(model), abilities, "a tiny copy")
 
 
 def _difference(tiny: LoadedModel, batch: Batch) -> float:

@@ -64,6 +64,8 @@ class StreamSettings:
     slot_bytes: int = 16 * MIB
     num_slots: int = 4
     """Per lane."""
+    write_combined: bool = False
+    """The upload lane's slots in write-combined memory, which the CPU only writes: for machines where it is faster."""
     optimizer_threads: int | None = None
     """None: all cores but two."""
     optimizer_backend: BackendName = "auto"

@@ -35,9 +35,11 @@ def _only_stock(user: Mapping[str, Any], zero: Mapping[str, Any]) -> str | None:
         ("fp16", "fp16_master_weights_and_grads"),
     ):
         if (user.get(block) or {}).get(key):
-            return f"{block}.{key} is DeepSpeed's only (outcore.states split8 is smaller)"
+            return f"{block}.{key} is DeepSpeed's only (outcore.state_format split8 is smaller)"
     if params.get("fp32_optimizer_states") is False:
-        return "optimizer.params.fp32_optimizer_states false is DeepSpeed's only (outcore.states split8 is smaller)"
+        return (
+            "optimizer.params.fp32_optimizer_states false is DeepSpeed's only (outcore.state_format split8 is smaller)"
+        )
     if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) != 1.0:
         return "zero_optimization.offload_optimizer.ratio (part of the optimizer on the GPU) is DeepSpeed's only"
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
@@ -49,13 +51,13 @@ def _only_stock(user: Mapping[str, Any], zero: Mapping[str, Any]) -> str | None:
 
 
 def choose_states(outcore: Mapping[str, Any], precision: Precision) -> str:
-    """The format that outcore.states names; auto: the smallest exact one. ValueError where it cannot go with it."""
-    name = outcore.get("states", "auto")
+    """The format that outcore.state_format names; auto: the smallest exact one. ValueError where it cannot go with it."""
+    name = outcore.get("state_format", "auto")
     if name == "auto":
         return "split" if precision == "bf16" else "fp32"
     if state_format(name).split_master and precision != "bf16":
         raise ValueError(
-            f"deepspeed_config.json: outcore.states {name} splits the fp32 master into a bf16 parameter and a "
+            f"deepspeed_config.json: outcore.state_format {name} splits the fp32 master into a bf16 parameter and a "
             f"residual, so it needs bf16; this run is {precision}. Use fp32 or fp32_m8, or auto."
         )
     return name

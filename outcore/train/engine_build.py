@@ -1,0 +1,223 @@
+"""From the chosen engine to a running one: its configuration before data is read, its memory afterwards.
+
+`decide` settles everything that can be settled without weights (flags, files, drive, RAM); `build` loads the model,
+once, and makes the engine. A model that turns out not to be streamable only then goes on to DeepSpeed as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import psutil
+import torch
+
+from outcore.engine.deepspeed.aio_section import aio_section
+from outcore.engine.deepspeed.build import Resolved, build_engine, init_process_group, resolve
+from outcore.engine.deepspeed.builder import zero_block_of
+from outcore.engine.deepspeed.engine import DeepSpeedEngine
+from outcore.engine.deepspeed.notes import Notes
+from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
+from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.engine import StreamEngine
+from outcore.engine.stream.shell import StreamUnsupported
+from outcore.model.facts import ModelFacts, model_facts
+from outcore.model.load import LoadedModel, load_model
+from outcore.model.settings import ModelSettings
+from outcore.model.source import resolve_source
+from outcore.train.arguments import ConfigError
+from outcore.train.config import TrainConfig
+from outcore.train.engines import EngineChoice, ask_model, check_trace
+from outcore.train.lora_size import adapter_params
+from outcore.train.settings import Hardware, deepspeed_settings_of, default_lr
+from outcore.train.stream_settings import RunSizes, StreamPlan, stream_settings_of
+
+AnyEngine = DeepSpeedEngine | StreamEngine
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What is settled before data is read."""
+
+    choice: EngineChoice
+    config: dict[str, Any]
+    """Batch, precision, clipping, optimizer and outcore block, resolved; for DeepSpeed its whole configuration."""
+    notes: tuple[str, ...]
+    nvme_path: str | None
+    """Where states live during the run, when on a drive."""
+    deepspeed: Resolved | None
+    stream: StreamPlan | None
+    loaded: LoadedModel | None
+    """A model_module's own model, which had to be built to be known."""
+
+    def record(self) -> dict[str, Any]:
+        """For logs/<run>/plan.json."""
+        engine: dict[str, Any] = {"name": self.choice.name, "reason": self.choice.reason}
+        record: dict[str, Any] = {"engine": engine, "notes": self.notes}
+        if self.deepspeed is not None:
+            return {**record, "deepspeed": self.config, "offload": asdict(self.deepspeed.built.offload)}
+        assert self.stream is not None
+        keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "outcore")
+        settled = {key: self.config[key] for key in keys}
+        return {**record, "settings": settled, "stream": asdict(self.stream.settings), "unused": self.stream.unused}
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """What deciding and building an engine start from."""
+
+    config: TrainConfig
+    user_config: dict[str, Any]
+    settings: ModelSettings
+    tokenizer: Any
+    hardware: Hardware
+    world_size: int
+    run_name: str
+
+    def run_facts(self) -> RunFacts:
+        """The numbers of the run as the configuration builder takes them."""
+        config = self.config
+        file_lr = ((self.user_config.get("optimizer") or {}).get("params") or {}).get("lr", "auto")
+        learning_rate = config.learning_rate
+        if learning_rate is None and file_lr == "auto":
+            learning_rate = default_lr(config)
+        local = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", self.world_size))
+        return RunFacts(
+            world_size=self.world_size,
+            local_world_size=int(local),
+            device="cuda" if self.hardware.has_cuda else "cpu",
+            precision=self.hardware.precision,  # pyright: ignore[reportArgumentType]
+            micro_batch_size=config.per_device_train_batch_size,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            learning_rate=learning_rate,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_epsilon=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            lr_scheduler_type="none",
+            run_name=self.run_name,
+            ram_available_bytes=psutil.virtual_memory().available,
+        )
+
+
+def decide(request: EngineRequest, choice: EngineChoice, say: Say) -> Decided:
+    """The engine's whole configuration, with its warnings said. ConfigError for what cannot be."""
+    loaded = None
+    if request.settings.model_module is not None:
+        loaded = load_model(request.settings, tokenizer=request.tokenizer)
+    choice = ask_model(choice, request.settings, request.tokenizer, loaded)
+    say(f"engine: {choice.name} ({choice.reason})")
+    check_trace(request.config, choice)
+    try:
+        decided = _stream(request, choice, loaded) if choice.name == "stream" else _deepspeed(request, choice, loaded)
+    except ValueError as error:
+        if not str(error).startswith("deepspeed_config.json:"):
+            raise
+        words = str(error).removeprefix("deepspeed_config.json")
+        raise ConfigError(f"{request.config.deepspeed_config}{words}") from error
+    for line in _loud(decided):
+        say(line)
+    return decided
+
+
+def _deepspeed(request: EngineRequest, choice: EngineChoice, loaded: LoadedModel | None) -> Decided:
+    """Rank 0 decides (free space and drives are looked at once); the others follow."""
+    init_process_group(request.hardware.has_cuda, request.config.local_rank)
+    offload = deepspeed_settings_of(request.config)
+    resolved, loaded = resolve(
+        request.user_config, offload, request.settings, request.run_facts(), request.tokenizer, loaded
+    )
+    if request.world_size > 1:
+        shared = [resolved.built]
+        torch.distributed.broadcast_object_list(shared, src=0)
+        resolved = Resolved(shared[0], resolved.model, resolved.run)
+    built = resolved.built
+    return Decided(choice, built.config, built.notes, built.offload.nvme_path, resolved, None, loaded)
+
+
+def _stream(request: EngineRequest, choice: EngineChoice, loaded: LoadedModel | None) -> Decided:
+    """The file is read by DeepSpeed's builder, so that one file means one thing; homes are the engine's own."""
+    user = dict(request.user_config)
+    zero_block_of(user)
+    aio_section(user, deepspeed_settings_of(request.config), Notes())
+    plain = {key: value for key, value in user.items() if key not in ("zero_optimization", "aio")}
+    in_ram = DeepSpeedSettings(zero_stage="zero3", offload_optimizer="cpu", offload_params="cpu")
+    run = replace(request.run_facts(), ram_available_bytes=None)
+    resolved, loaded = resolve(plain, in_ram, request.settings, run, request.tokenizer, loaded)
+    built = resolved.built.config
+    facts = model_facts(loaded.model if loaded else resolve_source(request.settings, request.tokenizer).config)
+    plan = stream_settings_of(request.config, user, built, _sizes(request, built, facts, loaded))
+    path = plan.settings.nvme_paths
+    return Decided(choice, built, tuple(plan.notes), path[0] if path else None, None, plan, loaded)
+
+
+def _sizes(request: EngineRequest, built: dict[str, Any], facts: ModelFacts, loaded: LoadedModel | None) -> RunSizes:
+    micro, accumulation = built["train_micro_batch_size_per_gpu"], built["gradient_accumulation_steps"]
+    trainable, total = facts.trainable_params, facts.total_params
+    available = psutil.virtual_memory().available
+    if loaded is not None:
+        available += total * request.settings.dtype.itemsize  # the homes take its place
+    elif request.settings.lora is not None:
+        trainable = adapter_params(request.settings, request.tokenizer)
+        total += trainable
+    return RunSizes(
+        total_params=total,
+        trainable_params=trainable,
+        num_layers=facts.num_layers,
+        hidden_size=facts.hidden_size,
+        step_tokens=(micro * request.settings.seq_length,) * accumulation,
+        precision=request.hardware.precision,
+        ram_available_bytes=available,
+        has_cuda=request.hardware.has_cuda,
+    )
+
+
+def _loud(decided: Decided) -> list[str]:
+    """What is shown before anything is read or built."""
+    if decided.stream is not None:
+        plan = decided.stream
+        lines = [f"WARNING: {warning}" for warning in dict.fromkeys(plan.warnings)]
+        lines += [f"engine: {note}" for note in plan.notes]
+        return [*lines, f"engine: without effect here, of the DeepSpeed file: {grouped(plan.unused) or 'nothing'}"]
+    assert decided.deepspeed is not None
+    built = decided.deepspeed.built
+    slow_drive = [note for note in built.notes if "Warning:" in note]
+    lines = [f"WARNING: {warning}" for warning in dict.fromkeys([*built.warnings, *slow_drive])]
+    homes = {"none": "on the device", "cpu": "in RAM", "nvme": f"on NVMe ({built.offload.nvme_path})"}
+    return [
+        *lines,
+        f"engine: ZeRO stage {built.offload.stage}, optimizer states {homes[built.offload.optimizer]}, parameters "
+        f"{homes[built.offload.params]}",
+    ]
+
+
+def grouped(keys: list[str]) -> str:
+    """Dotted keys in one line, those of one block together: 'zero_optimization (a, b), aio'."""
+    blocks: dict[str, list[str]] = {}
+    for key in keys:
+        block, _, rest = key.partition(".")
+        blocks.setdefault(block, []).extend([rest] if rest else [])
+    return ", ".join(f"{block} ({', '.join(rest)})" if rest else block for block, rest in blocks.items())
+
+
+def build(request: EngineRequest, decided: Decided, say: Say) -> tuple[AnyEngine, Decided]:
+    """Load the model and make the engine; under auto a model that cannot be streamed after all goes to DeepSpeed."""
+    if decided.stream is None:
+        assert decided.deepspeed is not None
+        return build_engine(decided.deepspeed, request.settings, request.tokenizer, decided.loaded, say=say), decided
+    loaded = decided.loaded or load_model(request.settings, tokenizer=request.tokenizer, device="cpu")
+    device = "cuda" if request.hardware.has_cuda else "cpu"
+    try:
+        engine = build_stream_engine(loaded, decided.stream.settings, device=device, trial=False)
+    except StreamUnsupported as error:
+        choice = decided.choice.give_way(str(error))
+        say(f"engine: {choice.name} ({choice.reason})")
+        return build(request, _deepspeed(request, choice, loaded), say)
+    for note in loaded.notes:
+        say(f"model: {note}")
+    say(f"engine: {engine.describe()}")
+    return engine, decided

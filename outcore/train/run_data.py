@@ -1,0 +1,78 @@
+"""The run's rows: their length, the tokenizer, and the prepared data, with what was chosen said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from outcore.data import PreparedData, load_or_train_tokenizer, prepare_data
+from outcore.model.check import check_abilities
+from outcore.model.load import LoadedModel
+from outcore.model.settings import ModelSettings
+from outcore.model.source import max_positions, resolve_source
+from outcore.train.arguments import ConfigError
+from outcore.train.config import TrainConfig
+from outcore.train.settings import (
+    DEFAULT_SEQ_LENGTH,
+    TINY_SEQ_LENGTH,
+    data_settings_of,
+    is_tiny,
+    model_settings_of,
+)
+from outcore.train.vocabulary import check_token_ids, embedding_rows
+
+Say = Callable[[str], None]
+
+
+def default_seq_length(config: TrainConfig, precision: str) -> int:
+    """Tokens per row when nobody says: a tiny preset's own, else the smaller of 1,024 and what the model can take."""
+    if is_tiny(config):
+        return TINY_SEQ_LENGTH
+    if config.model_module:
+        return DEFAULT_SEQ_LENGTH
+    limit = max_positions(resolve_source(model_settings_of(config, precision, 2)).config)
+    return min(DEFAULT_SEQ_LENGTH, limit or DEFAULT_SEQ_LENGTH)
+
+
+def load_tokenizer(config: TrainConfig, settings: ModelSettings, say: Say) -> Any:
+    """The model's tokenizer, the one that was named, or one trained on the data."""
+    return load_or_train_tokenizer(
+        data_settings_of(config, settings.seq_length, "auto"),
+        config.tokenizer_name_or_path or settings.model_name_or_path,
+        trust_remote_code=config.trust_remote_code,
+        say=say,
+    )
+
+
+def load_data(
+    config: TrainConfig, settings: ModelSettings, tokenizer: Any, loaded: LoadedModel | None, say: Say
+) -> PreparedData:
+    """Tokenized rows for training and evaluation. ConfigError when packing is asked for and the model cannot."""
+    model_config = loaded.config if loaded is not None else None
+    encoder_decoder = False
+    if settings.model_module is None:
+        source = resolve_source(settings, tokenizer)
+        model_config = source.config
+        encoder_decoder = source.is_encoder_decoder
+        abilities = check_abilities(source.config, config.attn_implementation)
+        reason = "an encoder-decoder reads one document per row" if encoder_decoder else abilities.packing_reason
+        allowed = abilities.packing and not encoder_decoder
+    else:
+        allowed, reason = config.packing == "on", "an own model is not known to keep documents apart"
+    if not allowed and config.packing == "on":
+        raise ConfigError(f"packing on: not with this model ({reason}). Use --packing off.")
+    if not allowed:
+        say(f"packing: off ({reason})")
+    data = prepare_data(
+        data_settings_of(config, settings.seq_length, config.packing),
+        tokenizer,
+        encoder_decoder=encoder_decoder,
+        packing_allowed=allowed,
+        say=say,
+    )
+    check_token_ids(data.summary.max_token_id, embedding_rows(loaded.model if loaded else None, model_config))
+    for line in data.summary.lines():
+        say(line)
+    if data.sample_text:
+        say(f"first sample, loss on the marked part:\n{data.sample_text}")
+    return data

@@ -1,0 +1,169 @@
+"""What the training loop works with, put together: streams, sampler, logs, watches, and the run's header and plan."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore import __version__
+from outcore.data import BatchStream, EvalStream, PreparedData
+from outcore.engine.stream.engine import StreamEngine
+from outcore.engine.stream.trace_window import TracePlan
+from outcore.monitor import MetricsLog, Progress, Sampler
+from outcore.monitor.loggers import make_loggers
+from outcore.monitor.memory_watch import MemoryWatch
+from outcore.monitor.metrics_server import MetricsServer
+from outcore.monitor.run_warnings import RunWarnings
+from outcore.monitor.space_watch import SpaceWatch
+from outcore.train.checkpoint import SPACE_MARGIN_BYTES, Checkpoint
+from outcore.train.config import TrainConfig
+from outcore.train.engine_build import AnyEngine, Decided
+from outcore.train.engines import check_trace
+from outcore.train.forecast import Forecast
+from outcore.train.loop import RunLength, TrainerParts
+from outcore.train.run_folder import RunFolder
+from outcore.train.schedule import LrSchedule
+from outcore.train.settings import Hardware
+
+DEFAULT_PROMPT = "def "
+SPACE_RESERVE_BYTES = 1 << 30
+"""Free space below which a run saves and stops: a drive that fills up takes the whole system with it."""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What was settled before the loop's parts are made."""
+
+    config: TrainConfig
+    hardware: Hardware
+    folder: RunFolder
+    decided: Decided
+    data: PreparedData
+    tokenizer: Any
+    schedule: LrSchedule
+    length: RunLength
+    checkpoint: Checkpoint | None
+    is_main: bool
+    forecast: Forecast | None = None
+    """What the planner says of this run, once its engine is there."""
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to be the same run, and is known before the model is loaded."""
+        return {
+            "precision": self.hardware.precision,
+            "train_batch_size": self.decided.config["train_batch_size"],
+            "lora_r": self.config.lora_r,
+            "seed": self.config.seed,
+            "schedule": asdict(self.schedule),
+        }
+
+    def with_engine(self, decided: Decided, forecast: Forecast) -> RunContext:
+        """The same run with the engine that was built in the end, and what the planner says of it."""
+        return replace(self, decided=decided, forecast=forecast)
+
+    def start_trace(self, engine: AnyEngine, say: Callable[[str], None]) -> None:
+        """Have the steps that `--trace` asks for recorded, if any."""
+        if not self.config.trace:
+            return
+        if not isinstance(engine, StreamEngine):
+            check_trace(self.config, self.decided.choice)
+            return
+        steps_done = self.checkpoint.step if self.checkpoint else 0
+        plan = TracePlan.for_run(
+            self.folder.logs / "trace.json", self.config.trace, steps_done, self.length.total_steps
+        )
+        engine.trace(plan, say)
+
+    def make_parts(self, engine: AnyEngine, opened: ExitStack, say: Callable[[str], None]) -> TrainerParts:
+        """The loop's parts; what must be closed is left with `opened`."""
+        config, folder, is_main = self.config, self.folder, self.is_main
+        micro = self.decided.config["train_micro_batch_size_per_gpu"]
+        eval_micro = config.per_device_eval_batch_size or micro
+        stream = BatchStream(self.data.train, micro, engine.rank, engine.world_size, seed=config.seed)
+        evals = None
+        if self.data.eval is not None:
+            evals = EvalStream(self.data.eval, eval_micro, engine.rank, engine.world_size)
+        gpu = str(torch.cuda.get_device_properties(engine.device).uuid) if self.hardware.has_cuda else None
+        nvme_path = self.decided.nvme_path
+        sampler = Sampler(nvme_path or folder.checkpoints, gpu=gpu).start()
+        opened.callback(sampler.close)
+        resume_step = self.checkpoint.step if self.checkpoint else None
+        loggers = make_loggers(config.report_to, folder.logs, resume_step=resume_step, enabled=is_main, say=say)
+        opened.callback(loggers.close)
+        if config.metrics_port is not None and is_main:
+            loggers.add("metrics server", MetricsServer(config.metrics_port, run=folder.name, say=say))
+        metrics = None
+        if is_main:
+            header = self._header(engine, sampler)
+            metrics = MetricsLog(folder.metrics, resume_step=resume_step)
+            opened.callback(metrics.close)
+            metrics.write_header(header)
+            loggers.log_header(header)
+        watched = [folder.checkpoints, folder.logs, folder.export.parent, *([Path(nvme_path)] if nvme_path else [])]
+        space = SpaceWatch(watched, max(SPACE_RESERVE_BYTES, engine.state_bytes() + SPACE_MARGIN_BYTES))
+        progress = Progress(
+            self.length.total_steps,
+            first_step=resume_step or 0,
+            plain_every_steps=config.logging_steps,
+            limits=sampler.describe(),
+            enabled=is_main,
+        )
+        opened.callback(progress.close)
+        tokenizer = self.tokenizer
+        return TrainerParts(
+            config=config,
+            folder=folder,
+            engine=engine,
+            stream=stream,
+            eval_batches=(lambda: iter(evals)) if evals is not None else None,
+            schedule=self.schedule,
+            length=self.length,
+            sampler=sampler,
+            progress=progress,
+            metrics=metrics,
+            loggers=loggers,
+            warnings=RunWarnings(sampler.describe),
+            watches=(space, MemoryWatch()),
+            prompt_ids=tokenizer(config.sample_prompt or DEFAULT_PROMPT)["input_ids"],
+            decode=lambda ids: tokenizer.decode(ids),
+            eos_token_id=tokenizer.eos_token_id,
+            fingerprint={"parameters": engine.loaded.facts.total_params, **self.fingerprint},
+        )
+
+    def _header(self, engine: AnyEngine, sampler: Sampler) -> dict[str, Any]:
+        """Line 0 of metrics.jsonl."""
+        import deepspeed
+        import transformers
+
+        versions = {"outcore": __version__, "torch": torch.__version__, "deepspeed": deepspeed.__version__}
+        versions |= {"transformers": transformers.__version__, "python": platform.python_version()}
+        choice = self.decided.choice
+        return {
+            "run": self.folder.name,
+            "versions": versions,
+            "machine": {"host": platform.node(), "device": self.hardware.reason, **sampler.describe()},
+            "model": {"words": engine.loaded.words, **asdict(engine.loaded.facts)},
+            "plan": {
+                "total_steps": self.length.total_steps,
+                "train_batch_size": self.decided.config["train_batch_size"],
+                "engine": choice.name,
+                "engine_reason": choice.reason,
+                "forecast": self.forecast.header() if self.forecast else None,
+            },
+            "config": asdict(self.config),
+        }
+
+    def write_plan(self, said: list[str]) -> None:
+        """logs/<run>/plan.json: the engine, its settings, the reason of every choice, the planner's forecast."""
+        if self.is_main:
+            forecast = self.forecast.to_dict() if self.forecast else None
+            plan = {**self.decided.record(), "said": said, "forecast": forecast}
+            (self.folder.logs / "plan.json").write_text(json.dumps(plan, indent=1, default=str), encoding="utf-8")
