@@ -85,7 +85,7 @@ def check_trace(config: TrainConfig, choice: EngineChoice) -> None:
 
 def with_flags(config: TrainConfig, user_config: Mapping[str, Any]) -> dict[str, Any]:
     """The file with the flags that have a key in its outcore block; both engines read them there."""
-    given = {} if config.state_format == "auto" else {"state_format": config.state_format}
+    given: dict[str, Any] = {} if config.state_format == "auto" else {"state_format": config.state_format}
     if config.ram_budget_gib is not None:
         given["ram_budget_gib"] = config.ram_budget_gib
     return {**user_config, "outcore": {**_block(user_config, "outcore"), **given}} if given else dict(user_config)

@@ -96,7 +96,7 @@ def build_config(
     states = choose_states(outcore, precision) if staged else "fp32"
     costs = staged_costs(states, precision) if staged else STOCK_COSTS
     placement = place(zero, outcore, settings, model, run, precision, notes, nvme_check, costs)
-    staged = staged and placement.optimizer in ("cpu", "nvme")
+    staged = staged and placement.stage == 3 and placement.optimizer in ("cpu", "nvme")
     aio = aio_section(user, settings, notes)
     zero_block, locked_bytes = zero_section(
         zero, placement, aio, settings, model, run, precision, outcore["staging_bytes"], notes, staged=staged

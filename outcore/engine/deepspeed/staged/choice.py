@@ -51,7 +51,7 @@ def _only_stock(user: Mapping[str, Any], zero: Mapping[str, Any]) -> str | None:
 
 
 def choose_states(outcore: Mapping[str, Any], precision: Precision) -> str:
-    """The format that outcore.state_format names; auto: the smallest exact one. ValueError where it cannot go with it."""
+    """What outcore.state_format names; auto: the smallest exact one. ValueError where precision forbids it."""
     name = outcore.get("state_format", "auto")
     if name == "auto":
         return "split" if precision == "bf16" else "fp32"
