@@ -22,6 +22,9 @@ from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.stalls import Stalls
+from outcore.engine.stream.tiles_plan import TilePlan, free_device_bytes, plan_tiles
+from outcore.engine.stream.tiles_trial import try_tiled_copy
+from outcore.engine.stream.tiles_units import open_tiles
 from outcore.engine.stream.units import Unit, Units, discover_units
 from outcore.engine.stream.updates import UnitUpdates
 from outcore.engine.stream.weights import WeightHomes, plan_cuts
@@ -86,13 +89,7 @@ def build_stream_engine(
     dtype = units.embed.layout.dtype
     aux_coefficient = loaded.token_loss().aux_coefficient
     compiled = _compiled(loaded, units, settings, device, aux_coefficient)
-    runner = UnitRunner(
-        units,
-        vocab_size=loaded.facts.vocab_size,
-        aux_coefficient=aux_coefficient,
-        logits_chunk_bytes=settings.logits_chunk_bytes,
-        compiled=compiled,
-    )
+    tile_plan = _tile_plan(loaded, units, settings, device, trial)
     states = state_format(settings.states)
     states.check_param_dtype(dtype)
     settings.is_deferred(dtype)
@@ -100,7 +97,7 @@ def build_stream_engine(
         if getattr(settings, name) is not None:
             raise ValueError(f"{name}: this engine keeps parameters, states and gradients in RAM")
     let_segments_grow(device)
-    _prepare_model(units, device)
+    _prepare_model(units, device, expert_by_expert=bool(tile_plan.tiled))
     with ExitStack() as undo:
         combined_bytes = settings.lane_bytes // 2 if settings.write_combined else 0
         staging = undo.enter_context(
@@ -122,7 +119,9 @@ def build_stream_engine(
         download_lane = undo.enter_context(DownloadLane(staging, None, device, settings.slot_bytes, settings.num_slots))
         memory = HostMemory(staging)
         undo.callback(memory.close)
-        cuts = plan_cuts(units.all, units.layer_units, settings.weight_ram_bytes, settings.chunk_numel)
+        cuts = plan_cuts(
+            units.all, units.layer_units, settings.weight_ram_bytes, settings.chunk_numel, whole=tile_plan.indices
+        )
         if any(cuts[unit.index] < unit.layout.trainable_numel for unit in units.all):
             needed_bytes = sum(unit.layout.trainable_numel for unit in units.all) * dtype.itemsize
             raise ValueError(
@@ -140,26 +139,31 @@ def build_stream_engine(
         optimizer = undo.enter_context(OptimizerPool(settings.optimizer_threads, backend=settings.optimizer_backend))
         stalls = Stalls(device)
         updates = UnitUpdates(homes, optimizer, stalls=stalls)
+        source = _Source(homes, updates)
+        skip = tile_plan.indices
         prefetcher = WeightPrefetcher(
-            units,
-            _Source(homes, updates),
-            upload,
-            settings.num_layer_buffers,
-            drive_lane=drive_lane,
-            stalls=stalls,
+            units, source, upload, settings.num_layer_buffers, skip, drive_lane=drive_lane, stalls=stalls
         )
-        download = GradientDownload(
+        sum_dtype = torch.float32 if settings.accumulate == "fp32" else dtype
+        download = GradientDownload(units, homes, download_lane, accumulate_dtype=sum_dtype, skip=skip, stalls=stalls)
+        tiles = None
+        if tile_plan.tiled:
+            tiles, prefetcher, download = open_tiles(
+                tile_plan, source, homes, memory, upload, download_lane, prefetcher, download, sum_dtype
+            )
+        runner = UnitRunner(
             units,
-            homes,
-            download_lane,
-            accumulate_dtype=torch.float32 if settings.accumulate == "fp32" else dtype,
-            stalls=stalls,
+            vocab_size=loaded.facts.vocab_size,
+            aux_coefficient=aux_coefficient,
+            logits_chunk_bytes=settings.logits_chunk_bytes,
+            compiled=compiled,
+            tiles=tiles,
         )
         num_layers = len(units.layers)
         activations: Activations = DeviceActivations()
         where = settings.activations_on(device)
         if where == "ram":
-            activations = RamActivations(memory, upload, download_lane, num_layers, lend=_lender(units, homes))
+            activations = RamActivations(memory, upload, download_lane, num_layers, lend=_lender(units, homes, skip))
         elif where == "nvme":
             assert scratch is not None
             activations = NvmeActivations(scratch, upload, download_lane, num_layers)
@@ -185,17 +189,37 @@ def build_stream_engine(
                 download,
                 schedule,
                 stalls,
+                tile_plan,
             ),
         )
         undo.pop_all()
         return engine
 
 
-def _lender(units: Units, homes: Homes) -> Lend:
+def _lender(units: Units, homes: Homes, tiled: frozenset[int]) -> Lend:
+    """Gradients' homes for checkpoints; a tiled layer's are written to while its checkpoints are still needed."""
+
     def lend(layer: int) -> torch.Tensor | None:
+        if units.layer_units[layer].index in tiled:
+            return None
         return homes[units.layer_units[layer]].grad.view(torch.uint8)
 
     return lend
+
+
+def _tile_plan(
+    loaded: LoadedModel, units: Units, settings: StreamSettings, device: torch.device, trial: bool
+) -> TilePlan:
+    device_bytes = free_device_bytes(device) if settings.device_bytes is None else settings.device_bytes
+    sum_itemsize = 4 if settings.accumulate == "fp32" else units.embed.layout.dtype.itemsize
+    plan = plan_tiles(
+        units, settings.tiling, device_bytes, settings.tile_bytes, settings.num_layer_buffers, sum_itemsize
+    )
+    if plan.tiled:
+        logger.info("computed in tiles: %s", plan.reason)
+        if trial:
+            try_tiled_copy(loaded, build_stream_engine)
+    return plan
 
 
 def _pool_bytes(units: Units, settings: StreamSettings) -> int:
@@ -229,11 +253,17 @@ def _compiled(
     return compiled
 
 
-def _prepare_model(units: Units, device: torch.device) -> None:
-    """Buffers (rotary frequencies and the like) stay on the device; layers are recomputed by the schedule only."""
+def _prepare_model(units: Units, device: torch.device, *, expert_by_expert: bool) -> None:
+    """Buffers (rotary frequencies and the like) stay on the device; layers are recomputed by the schedule only.
+
+    `expert_by_expert`: a mixture's stacked weights are in tiles, so its experts must be computed one after another.
+    """
     for module in units.parts.causal.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
+        config = getattr(module, "config", None)
+        if expert_by_expert and getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "eager"  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
         if getattr(module, "gradient_checkpointing", False):
             module.__dict__["gradient_checkpointing"] = False

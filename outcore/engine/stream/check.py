@@ -60,7 +60,7 @@ def try_tiny_copy(loaded: LoadedModel) -> None:
     """StreamUnsupported when a tiny copy of the model gives other numbers unit by unit than as a whole."""
     try:
         with seeded_cpu(0, "stream trial"):
-            tiny = _tiny_copy(loaded)
+            tiny = tiny_copy(loaded)
             ids = torch.randint(2, VOCAB, (2, 12))
     except Exception as error:  # any model's own code may fail in any way on a shrunken config
         raise StreamUnsupported(f"a tiny copy of it could not be built to try it ({_line(error)})") from error
@@ -90,7 +90,7 @@ def try_tiny_copy(loaded: LoadedModel) -> None:
 def sharing_holds(loaded: LoadedModel) -> bool:
     """Whether, in a tiny copy, layers that look alike (`structure`) give the same bits with each other's weights."""
     with seeded_cpu(0, "stream trial"):
-        tiny = _tiny_copy(loaded)
+        tiny = tiny_copy(loaded)
         units = discover_units(tiny)
         log = units.record({"input_ids": torch.randint(2, VOCAB, (2, 12))})
     with torch.no_grad():
@@ -152,7 +152,7 @@ def _slab(unit: Unit) -> torch.Tensor:
     return slab
 
 
-def _tiny_copy(loaded: LoadedModel) -> LoadedModel:
+def tiny_copy(loaded: LoadedModel) -> LoadedModel:
     causal = unwrap(loaded.model)
     build: Any = type(causal)._from_config  # pyright: ignore[reportAttributeAccessIssue]
     return _tiny_model(build, loaded.config, attention_of(causal), loaded.abilities)

@@ -14,6 +14,7 @@ from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.stalls import Stalls
+from outcore.engine.stream.tiles_plan import TilePlan
 from outcore.engine.stream.units import Units
 from outcore.engine.stream.updates import UnitUpdates
 from outcore.optim import OptimizerPool
@@ -42,6 +43,7 @@ class EngineParts:
     download: GradientDownload
     schedule: VerticalSchedule
     stalls: Stalls
+    tile_plan: TilePlan
 
     def describe(self, settings: StreamSettings, *, deferred: bool) -> str:
         """For people."""
@@ -61,6 +63,7 @@ class EngineParts:
                 f"{format_gib(self.memory.pageable_bytes)} pageable; states {settings.states}",
                 *self._nvme_in_words(),
                 f"  layers: {self._layers_in_words()}",
+                *([f"  tiles: {self.tile_plan.reason}"] if self.tile_plan.tiled else []),
                 f"  updates: {when}, on {self.optimizer.num_threads} threads ({self.optimizer.backend.name})",
             ]
         )

@@ -9,7 +9,7 @@ gradient with respect to each layer's router logits is taken at the head and joi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +21,23 @@ from torch import nn
 from outcore.engine.stream.accumulator import GradAccumulator
 from outcore.engine.stream.compiled import CompiledLayers
 from outcore.engine.stream.shell import CallLog, LayerCall, StreamUnsupported, bound
+from outcore.engine.stream.tiles_head import TiledHead
+from outcore.engine.stream.tiles_units import TiledUnits
 from outcore.engine.stream.units import Unit, Units
 from outcore.model.inputs import IGNORE, shifted_targets
 from outcore.model.loss import LOGITS_CHUNK_BYTES, auto_num_chunks
 
 Batch = dict[str, torch.Tensor]
+
+
+@dataclass
+class HeadInput:
+    """What the head gets of one micro-batch."""
+
+    hidden: torch.Tensor
+    batch: Batch
+    log: CallLog
+    routers: Sequence[torch.Tensor] = ()
 
 
 @dataclass
@@ -49,7 +61,7 @@ class HeadResult:
 
 
 class UnitRunner:
-    """See the module docstring. `aux_coefficient` 0 switches the balancing loss off."""
+    """See the module docstring. `aux_coefficient` 0 switches the balancing loss off; `tiles`: units in tiles."""
 
     def __init__(
         self,
@@ -59,6 +71,7 @@ class UnitRunner:
         aux_coefficient: float = 0.0,
         logits_chunk_bytes: int = LOGITS_CHUNK_BYTES,
         compiled: CompiledLayers | None = None,
+        tiles: TiledUnits | None = None,
     ) -> None:
         self.units = units
         self.vocab_size = vocab_size
@@ -67,6 +80,10 @@ class UnitRunner:
         self.compiled = compiled
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Parameters as views of the few slabs there are, by (unit, address): made once, not for every call."""
+        self.tiles = tiles
+        self.tiled_head = (
+            TiledHead(units, tiles, logits_chunk_bytes) if tiles is not None and units.head in tiles else None
+        )
         self._routers = [_router_modules(units, layer) for layer in units.layers] if aux_coefficient else []
         if aux_coefficient and not any(self._routers):
             raise StreamUnsupported("it has a balancing loss, but does not tell which modules are its routers")
@@ -75,14 +92,23 @@ class UnitRunner:
         """Router logits that this layer gives."""
         return len(self._routers[layer]) if self.aux_coefficient else 0
 
-    def _tensors(self, unit: Unit, slab: torch.Tensor) -> list[torch.Tensor]:
+    def _tiles_of(self, unit: Unit) -> TiledUnits | None:
+        """None for a unit that comes in whole."""
+        return self.tiles if self.tiles is not None and unit in self.tiles else None
+
+    def _tensors(self, unit: Unit, slab: torch.Tensor) -> list[Any]:
+        """All parameters, in slot order."""
+        if (tiles := self._tiles_of(unit)) is not None:
+            return tiles.tensors(unit, slab)
         key = (unit.index, slab.data_ptr())
         if key not in self._views:
             self._views[key] = unit.layout.views(slab)
         return self._views[key]
 
-    def _leaves(self, unit: Unit, slab: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(all parameters as views of the slab, those of them that want a gradient)."""
+    def _leaves(self, unit: Unit, slab: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
+        """(all parameters in slot order, those of them that autograd is asked about)."""
+        if (tiles := self._tiles_of(unit)) is not None:
+            return tiles.leaves(unit, slab)
         leaves = [
             view.detach().requires_grad_(slot.trainable)
             for slot, view in zip(unit.layout.slots, self._tensors(unit, slab), strict=True)
@@ -104,8 +130,12 @@ class UnitRunner:
         leaves, trainable = self._leaves(self.units.embed, slab)
         with torch.enable_grad(), _weights(self.units.embed, leaves):
             hidden = self.units.record(batch, with_masks=False).hidden
-        if hidden.requires_grad:  # not where only a tied head's own parameters are trained
-            into.add(torch.autograd.grad(hidden, trainable, grad, allow_unused=True))
+        if not hidden.requires_grad:  # where only a tied head's own parameters are trained
+            return
+        tiles = self._tiles_of(self.units.embed)
+        anchors = [] if tiles is None else tiles.anchors(self.units.embed)
+        found = torch.autograd.grad(hidden, [*anchors, *trainable], grad, allow_unused=True)
+        into.add(found[len(anchors) :])
 
     # --- layers
 
@@ -114,8 +144,11 @@ class UnitRunner:
         self, index: int, slab: torch.Tensor, hidden: torch.Tensor, call: LayerCall
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """(output, router logits) of layer `index`."""
-        tensors = self._tensors(self.units.layer_units[index], slab)
-        if self.compiled is not None and self.compiled.is_active(index):
+        unit = self.units.layer_units[index]
+        tensors = self._tensors(unit, slab)
+        if (tiles := self._tiles_of(unit)) is not None:
+            tiles.begin_forward(unit)
+        elif self.compiled is not None and self.compiled.is_active(index):
             output = self.compiled.forward(index, tensors, hidden, call)
             if output is not None:
                 return output, []
@@ -133,7 +166,9 @@ class UnitRunner:
     ) -> torch.Tensor:
         """Gradient of the layer's input; those of its parameters are added to `into` (None: it has none to train)."""
         unit = self.units.layer_units[index]
-        if self.compiled is not None and self.compiled.is_active(index):
+        if (tiles := self._tiles_of(unit)) is not None:
+            tiles.begin_backward(unit)
+        elif self.compiled is not None and self.compiled.is_active(index):
             found = self.compiled.backward(index, self._tensors(unit, slab), hidden, call, grad)
             if found is not None:
                 if into is not None:
@@ -177,6 +212,33 @@ class UnitRunner:
                 hook.remove()
 
     # --- head
+
+    def heads(
+        self,
+        slab: torch.Tensor,
+        inputs: Iterable[HeadInput],
+        *,
+        grad_scale: float | None = None,
+        into: GradAccumulator | None = None,
+    ) -> Iterator[HeadResult]:
+        """Losses of micro-batches; with `grad_scale` (loss scale / tokens of the global batch) their gradients, too.
+
+        One after another as they are asked for; in tiles all at once with the first.
+        """
+        if self.tiled_head is not None:
+
+            def result(item: HeadInput, final: torch.Tensor, ce_sum: torch.Tensor, n: torch.Tensor) -> HeadResult:
+                found = HeadResult(ce_sum, n)
+                if grad_scale is not None and item.routers:
+                    self._router_loss(found, final[None], item.batch, item.routers, grad_scale)
+                return found
+
+            yield from self.tiled_head.run(slab, inputs, result, grad_scale, into)
+            return
+        for item in inputs:
+            found = self.head(slab, item.hidden, item.batch, item.log, item.routers, grad_scale=grad_scale, into=into)
+            del item  # its hidden states are not needed any more
+            yield found
 
     def head(
         self,
@@ -239,8 +301,10 @@ class UnitRunner:
     def next_logits(self, slab: torch.Tensor, hidden: torch.Tensor, batch: Batch, log: CallLog) -> torch.Tensor:
         """fp32 logits [V] of the token after the last position of the first row."""
         with _weights(self.units.head, self._tensors(self.units.head, slab)):
-            final = self.units.finish(hidden, batch, log)
-            return self.units.parts.logits(final[:1, -1:])[0, -1].float()
+            final = self.units.finish(hidden, batch, log)[:1, -1:]
+            if self.tiled_head is not None:
+                return self.tiled_head.next_logits(slab, final)
+            return self.units.parts.logits(final)[0, -1].float()
 
 
 def _weights(unit: Unit, tensors: Sequence[torch.Tensor]) -> Any:

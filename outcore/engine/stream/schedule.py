@@ -10,7 +10,7 @@ the gradients down, independent of the number of micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ from outcore.engine.stream.gradients import GradientDownload
 from outcore.engine.stream.prefetch import WeightPrefetcher
 from outcore.engine.stream.residency import Activations
 from outcore.engine.stream.rng import UnitRandom, generators_kept
-from outcore.engine.stream.runner import Batch, UnitRunner
+from outcore.engine.stream.runner import Batch, HeadInput, UnitRunner
 from outcore.engine.stream.shell import CallLog
 from outcore.engine.stream.trace import NO_TRACE, Trace
 from outcore.engine.stream.units import Unit
@@ -131,9 +131,10 @@ class VerticalSchedule:
         at = self._forward_only(micro)
         slab = self.prefetcher.acquire(at)
         sums = _zeros(self.device)
-        for m, item in enumerate(micro):
+        results = self.runner.heads(slab, (HeadInput(i.take_hidden(), i.batch, i.log) for i in micro))
+        for m in range(len(micro)):
             with self.trace.compute("head", "head", m):
-                result = self.runner.head(slab, item.take_hidden(), item.batch, item.log)
+                result = next(results)
             sums = _added(sums, result.ce_sum, None, result.n_tokens)
         self.prefetcher.release(at)
         return sums
@@ -208,13 +209,17 @@ class VerticalSchedule:
         into = self.download.accumulator(head) if head.is_trainable else None
         self._prefetch_kept(len(self.units.layer_units) - 1)
         sums = _zeros(self.device)
+
+        def inputs() -> Iterator[HeadInput]:
+            for m, item in enumerate(micro):
+                random.at(m, len(self.units.layer_units) + 1)
+                routers, item.routers = item.routers, []
+                yield HeadInput(item.take_hidden(), item.batch, item.log, routers)
+
+        results = self.runner.heads(slab, inputs(), grad_scale=grad_scale, into=into)
         for m, item in enumerate(micro):
-            random.at(m, len(self.units.layer_units) + 1)
             with self.trace.compute("head", "head", m):
-                result = self.runner.head(
-                    slab, item.take_hidden(), item.batch, item.log, item.routers, grad_scale=grad_scale, into=into
-                )
-            item.routers = []
+                result = next(results)
             item.grad, item.grad_routers = result.grad_hidden, result.grad_routers
             sums = _added(sums, result.ce_sum, result.aux_loss, result.n_tokens)
         self.prefetcher.release(at)

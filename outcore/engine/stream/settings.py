@@ -59,6 +59,12 @@ class StreamSettings:
     """Layers through torch.compile. auto: on a GPU, where the model allows it; the reason is said where not."""
     num_layer_buffers: int = 3
     """Layers on the device at a time (two are enough where the optimizer keeps up)."""
+    tiling: Literal["auto", "on", "off"] = "auto"
+    """Units whose weights and gradients do not fit on the device whole are computed in tiles. on: every unit."""
+    device_bytes: int | None = None
+    """Device memory to plan for. None: what is free on a GPU (under the allocator's cap), no limit on the CPU."""
+    tile_bytes: int | None = None
+    """Of one tile of a weight. None: up to 64 MiB, by the device's memory."""
     staging_bytes: int = 8 * GIB
     """Pinned memory: the lanes' slots first, then homes of parameters and gradients as far as it reaches."""
     slot_bytes: int = 16 * MIB
@@ -90,6 +96,10 @@ class StreamSettings:
         for name in ("num_layer_buffers", "num_slots", "eval_group", "logits_chunk_bytes", "state_ring_slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("device_bytes", "tile_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, or None to let the engine choose; got {value}")
         state_format(self.states)
         if self.slot_bytes <= 0 or self.slot_bytes % ALIGNMENT_BYTES:
             raise ValueError(f"slot_bytes must be a positive multiple of {ALIGNMENT_BYTES}, got {self.slot_bytes}")
@@ -152,4 +162,5 @@ _CHOICES = {
     "accumulate": ("fp32", "weights"),
     "compile": ("auto", "on", "off"),
     "activations": ("auto", "device", "ram", "nvme"),
+    "tiling": ("auto", "on", "off"),
 }
