@@ -17,6 +17,7 @@ for the first.
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import threading
 from types import TracebackType
@@ -118,6 +119,7 @@ class Lane:
         self._room = threading.BoundedSemaphore(max_queued) if max_queued else None
         self._outstanding: set[LaneTransfer] = set()
         self._settled = threading.Condition()
+        self._turns = itertools.count()
         self._closed = False
         self._broken: BaseException | None = None
         self._copier = HostCopier(copy_threads, self.owner)
@@ -248,25 +250,22 @@ class Lane:
         return transfer
 
     def _copy_pinned(self, transfer: LaneTransfer, flat: torch.Tensor, memory: torch.Tensor) -> None:
-        """Pinned RAM needs no slot: the copies are queued here and now, on the caller's thread."""
-        shares: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(self.streams.count)]
-        for number, start_bytes in enumerate(range(0, flat.numel(), HOME_COPY_BYTES)):
+        """Pinned RAM needs no slot: the copies are queued here and now, on the caller's thread, all on one stream (a
+        direction has one copy engine, so a second stream would only add events to wait for)."""
+        index = next(self._turns) % self.streams.count
+        pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for start_bytes in range(0, flat.numel(), HOME_COPY_BYTES):
             device_part = flat[start_bytes : start_bytes + HOME_COPY_BYTES]
             home_part = memory[start_bytes : start_bytes + HOME_COPY_BYTES]
-            ends = (device_part, home_part) if self.direction == "upload" else (home_part, device_part)
-            shares[number % self.streams.count].append(ends)
-        for index, pieces in enumerate(shares):
-            if not pieces:
-                continue
-            n_bytes = sum(target.numel() for target, _ in pieces)
-            transfer.begin_chunk()
-            try:
-                copy = self.streams.copy_pieces(index, pieces, transfer.after_for(index))
-            except Exception as error:
-                self._driver.lose(transfer, error)
-                return
-            transfer.note_issued(n_bytes, index, copy)
-            self._driver.watch(index, copy, transfer, n_bytes, memory)
+            pieces.append((device_part, home_part) if self.direction == "upload" else (home_part, device_part))
+        transfer.begin_chunk()
+        try:
+            copy = self.streams.copy_pieces(index, pieces, transfer.after_for(index))
+        except Exception as error:
+            self._driver.lose(transfer, error)
+            return
+        transfer.note_issued(flat.numel(), index, copy)
+        self._driver.watch(index, copy, transfer, flat.numel(), memory)
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device != self.device:

@@ -89,7 +89,9 @@ Lend = Callable[[int], torch.Tensor | None]
 
 
 class RamActivations:
-    """Down to RAM and back. `num_layers`: of the model; `stay`: how many of the last ones stay on the device.
+    """Down to RAM and back, a layer's micro-batches as one transfer: each costs the host time that launches need (M).
+
+    `num_layers`: of the model; `stay`: how many of the last ones stay on the device.
 
     `lend`: a layer's gradient home. Its old gradient is used up before the layer's forward (the update was waited for)
     and its new one comes after the checkpoint was taken back for the backward, so checkpoints lie there as far as they
@@ -108,12 +110,17 @@ class RamActivations:
         lend: Lend = lambda layer: None,
     ) -> None:
         self._memory, self._upload, self._download, self._lend = memory, upload, download, lend
-        self._offsets: list[int] = []
+        self._sizes: list[int] = []
+        self._offsets: list[int] = [0]
+        """Of each micro-batch within a layer's checkpoints, and their sum."""
         self._first_staying = num_layers - stay
         self._device = DeviceActivations()
-        self._homes: dict[tuple[int, int], torch.Tensor] = {}
-        self._going: dict[tuple[int, int], tuple[LaneTransfer, torch.dtype, torch.Size]] = {}
-        self._coming: dict[tuple[int, int], tuple[LaneTransfer, torch.Tensor]] = {}
+        self._homes: dict[int, torch.Tensor] = {}
+        """By layer: RAM of our own for what is not lent."""
+        self._forms: dict[tuple[int, int], tuple[torch.dtype, torch.Size]] = {}
+        self._stack: torch.Tensor | None = None
+        self._going: dict[int, list[LaneTransfer]] = {}
+        self._coming: dict[int, tuple[torch.Tensor, list[LaneTransfer]]] = {}
 
     @property
     def host_bytes(self) -> int:
@@ -121,54 +128,75 @@ class RamActivations:
         return sum(home.nbytes for home in self._homes.values())
 
     def reserve(self, sizes_bytes: Sequence[int]) -> None:
-        self._offsets = [0]
+        self._sizes, self._offsets = list(sizes_bytes), [0]
         for size in sizes_bytes:
             self._offsets.append(self._offsets[-1] + round_up(size, ALIGNMENT_BYTES))
 
     def keep(self, layer: int, micro_batch: int, hidden: torch.Tensor) -> None:
-        key = (layer, micro_batch)
         if layer >= self._first_staying:
             self._device.keep(layer, micro_batch, hidden)
             return
-        hidden = hidden.contiguous()
-        home = self._home(key, hidden.nbytes)
-        transfer = self._download.submit_host(hidden, home, label=f"activations {layer}")
-        self._going[key] = (transfer, hidden.dtype, hidden.shape)
+        assert hidden.nbytes == self._sizes[micro_batch], "hidden states keep their size from layer to layer"
+        if self._stack is None:
+            self._stack = torch.empty(self._offsets[-1], dtype=torch.uint8, device=hidden.device)
+        start = self._offsets[micro_batch]
+        self._stack[start : start + hidden.nbytes].view(hidden.dtype).view(hidden.shape).copy_(hidden)
+        self._forms[layer, micro_batch] = (hidden.dtype, hidden.shape)
+        if micro_batch == len(self._sizes) - 1:
+            self._going[layer] = [
+                self._download.submit_host(self._stack[begin:end], home, label=f"activations {layer}")
+                for begin, end, home in self._pieces(layer)
+            ]
+            self._stack = None
 
     def prefetch(self, layer: int) -> None:
-        for key in [key for key in self._going if key[0] == layer]:
-            transfer, dtype, shape = self._going.pop(key)
+        if layer not in self._going:
+            return
+        for transfer in self._going.pop(layer):
             transfer.wait()
-            hidden = torch.empty(shape, dtype=dtype, device=self._upload.device)
-            home = self._home(key, hidden.nbytes)
-            self._coming[key] = (self._upload.submit_host(home, hidden, label=f"activations {layer}"), hidden)
+        stack = torch.empty(self._offsets[-1], dtype=torch.uint8, device=self._upload.device)
+        self._coming[layer] = (
+            stack,
+            [
+                self._upload.submit_host(home, stack[begin:end], label=f"activations {layer}")
+                for begin, end, home in self._pieces(layer)
+            ],
+        )
 
     def take(self, layer: int, micro_batch: int) -> torch.Tensor:
         if layer >= self._first_staying:
             return self._device.take(layer, micro_batch)
         self.prefetch(layer)
-        transfer, hidden = self._coming.pop((layer, micro_batch))
-        transfer.wait_stream()
-        return hidden
+        stack, transfers = self._coming[layer]
+        while transfers:
+            transfers.pop().wait_stream()
+        if micro_batch == len(self._sizes) - 1:
+            del self._coming[layer]
+        dtype, shape = self._forms.pop((layer, micro_batch))
+        start = self._offsets[micro_batch]
+        return stack[start : start + self._sizes[micro_batch]].view(dtype).view(shape)
 
     def clear(self) -> None:
         self._device.clear()
-        for transfer, *_ in (*self._going.values(), *self._coming.values()):
+        going = [transfer for transfers in self._going.values() for transfer in transfers]
+        coming = [transfer for _, transfers in self._coming.values() for transfer in transfers]
+        for transfer in going + coming:
             settle(transfer)
-        self._going.clear()
-        self._coming.clear()
+        for held in (self._going, self._coming, self._forms):
+            held.clear()
+        self._stack = None
 
-    def _home(self, key: tuple[int, int], n_bytes: int) -> torch.Tensor:
-        layer, micro_batch = key
-        lent = self._lend(layer)
-        if lent is not None and micro_batch + 1 < len(self._offsets):
-            start = self._offsets[micro_batch]
-            if start + n_bytes <= lent.nbytes:
-                return lent[start : start + n_bytes]
-        home = self._homes.get(key)
-        if home is None or home.nbytes < n_bytes:
-            home = self._homes[key] = self._memory.take(n_bytes, f"activations of layer {layer}")
-        return home[:n_bytes]
+    def _pieces(self, layer: int) -> list[tuple[int, int, torch.Tensor]]:
+        """(begin, end, RAM) of a layer's checkpoints: as many micro-batches as fit lie in what is lent."""
+        lent, total = self._lend(layer), self._offsets[-1]
+        fits = max((end for end in self._offsets if lent is not None and end <= lent.nbytes), default=0)
+        pieces = [] if lent is None or not fits else [(0, fits, lent[:fits])]
+        if fits < total:
+            home = self._homes.get(layer)
+            if home is None or home.nbytes < total - fits:
+                home = self._homes[layer] = self._memory.take(total - fits, f"activations of layer {layer}")
+            pieces.append((fits, total, home[: total - fits]))
+        return pieces
 
 
 class NvmeActivations:
