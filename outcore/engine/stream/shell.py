@@ -52,7 +52,7 @@ class CallLog:
         return self.first
 
     def shrink_masks(self, min_numel: int = MIN_MASK_NUMEL) -> None:
-        """Hold large masks small from now on: for a log that waits while other micro-batches run. See `masks`."""
+        """Hold large masks as bits from now on: for a log that waits while other micro-batches run. See `masks`."""
         shrinker = MaskShrinker(min_numel)
         self.calls = [
             LayerCall(
