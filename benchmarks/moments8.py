@@ -3,7 +3,7 @@
     python benchmarks/moments8.py --format fp32 --out RESULTS      # one run: a GPU, some minutes
     python benchmarks/moments8.py --format split8 --out RESULTS    # may share the GPU with the other at the same time
     python benchmarks/moments8.py --compare --out RESULTS          # verdict and table from the results there
-    python benchmarks/moments8.py --plot docs/pictures/moments8.png --table docs/moments8_table.md --out RESULTS
+    python benchmarks/moments8.py --plot docs/pictures/moments8.png --table docs/exactness.md --out RESULTS
     python benchmarks/moments8.py --small --format split8 --out /tmp/m8     # a dry run on the CPU
 
 A run trains a Llama shape of 107 M parameters from scratch in bf16 on the built-in text (this Python's own library,
@@ -41,6 +41,7 @@ from outcore.units import MIB
 
 FORMAT_NAMES = tuple(f.name for f in FORMATS)
 BETAS, EPS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
+MARKERS = ("<!-- moments8: begin -->", "<!-- moments8: end -->")
 SAME = ("shape", "steps", "seq_length", "rows", "accumulation", "lr", "text", "eval_every")
 """What two results must agree in to be compared."""
 
@@ -160,6 +161,17 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def fill(document: Path, text: str) -> None:
+    """Replace what is between the markers of a document by `text` and the picture. ValueError without markers."""
+    before, begin, rest = document.read_text(encoding="utf-8").partition(MARKERS[0])
+    _, end, after = rest.partition(MARKERS[1])
+    if not (begin and end):
+        raise ValueError(f"{document} has no place for the table, between the lines {MARKERS[0]} and {MARKERS[1]}")
+    picture = "![Validation loss by format of the optimizer states](pictures/moments8.png)"
+    document.write_text(f"{before}{begin}\n{text}\n{picture}\n{end}{after}", encoding="utf-8")
+    print(f"written: {document}")
+
+
 def plot(results: list[dict[str, Any]], path: Path) -> None:
     """Validation loss over steps, and below it each format's relative difference to fp32."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -199,10 +211,10 @@ def report(options: argparse.Namespace) -> int:
         return 1
     text = table(results)
     print(text)
-    if options.table:
-        options.table.write_text(text, encoding="utf-8")
     if options.plot:
         plot(results, options.plot)
+    if options.table:
+        fill(options.table, text)
     failed = [r["name"] for r in results if not abs(difference(r, results)) <= options.tolerance]
     broken = [r["name"] for r in results if not math.isfinite(r["last_validation_loss"])]
     for name in dict.fromkeys([*broken, *failed]):
@@ -217,7 +229,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", help="of the run, where it is not the format's")
     parser.add_argument("--compare", action="store_true", help="judge the results in --out")
     parser.add_argument("--plot", type=Path, help="judge, and draw the curves here")
-    parser.add_argument("--table", type=Path, help="judge, and write the table here")
+    parser.add_argument("--table", type=Path, help="judge, and put table and picture between this document's markers")
     parser.add_argument("--small", action="store_true", help="a dry run on the CPU")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="100m")
     parser.add_argument("--steps", type=int, default=2000)

@@ -77,11 +77,15 @@ def test_formats_are_compared_with_fp32_of_the_same_seed(tmp_path, capsys, last,
     result(tmp_path, "split8", last)
     result(tmp_path, "fp32", 3.0, seed=2)
     result(tmp_path, "split8", 3.0, seed=2)
-    picture, table = tmp_path / "curve.png", tmp_path / "table.md"
+    picture, table = tmp_path / "curve.png", tmp_path / "doc.md"
+    begin, end = moments8.MARKERS
+    table.write_text(f"Before.\n{begin}\n| old | row |\n{end}\nAfter.\n")
     assert moments8.main(["--plot", str(picture), "--table", str(table), "--out", str(tmp_path)]) == code
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = [line.split(" | ") for line in table.read_text().splitlines() if line.startswith("| ")][1:]
     assert [row[0].strip("| ") for row in rows] == ["fp32", "fp32-again", "split8", "fp32", "split8"]
+    assert table.read_text().startswith(f"Before.\n{begin}\n") and table.read_text().endswith(f"{end}\nAfter.\n")
+    assert "old" not in table.read_text() and "pictures/moments8.png" in table.read_text()
     assert rows[1][-1].startswith("+0.05%") and ("not within" in capsys.readouterr().out) is bool(code)
 
 
@@ -93,5 +97,10 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path, capsys):
     assert moments8.main(["--compare", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "no results" in said and "no fp32 run of seed 1" in said and "lr is 0.0006" in said
+    (tmp_path / "fp32-seed1.json").unlink()
+    result(tmp_path, "fp32", 2.0)
+    (tmp_path / "doc.md").write_text("no markers")
+    with pytest.raises(ValueError, match="no place for the table"):
+        moments8.main(["--table", str(tmp_path / "doc.md"), "--out", str(tmp_path)])
     with pytest.raises(SystemExit):
         moments8.main(["--out", str(tmp_path)])
