@@ -1,0 +1,100 @@
+"""The plan against the measurement, term by term, and the whole run projected from what was measured."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from outcore.performance.findings import Projection, Row
+from outcore.performance.steps import measured_steps, median_of
+from outcore.plan.constants import RATED_WRITES_PER_BYTE
+
+BYTES_LIMIT_PCT, TIME_LIMIT_PCT = 10.0, 20.0
+LEAST_DRIVE_BYTES = 50_000_000
+"""Below it the drive's counters hold other programs' bytes as well."""
+
+
+def compare(found: dict[str, Any]) -> list[Row]:
+    """Rows in the order in which they are read; [] without a forecast."""
+    plan = found["forecast"]
+    if plan is None:
+        return []
+    records = measured_steps(found)
+    gpu_peaks = [r["gpu_mem_peak_bytes"] for r in found["steps"] if r.get("gpu_mem_peak_bytes")]
+    framework = plan["parts_bytes"]["vram"].get("framework overhead", 0)
+    tensors = plan["expected_vram_bytes"] - framework if plan["expected_vram_bytes"] else None
+    rss = max((r["ram_rss_bytes"] for r in found["steps"] if r.get("ram_rss_bytes")), default=None)
+    times = plan["time_s"]
+    rows = [
+        Row("VRAM: tensors, peak", "bytes", tensors, max(gpu_peaks, default=None), BYTES_LIMIT_PCT),
+        Row("RAM: resident", "bytes", plan["expected_rss_bytes"], rss, BYTES_LIMIT_PCT),
+    ]
+    for name, planned, key in (
+        ("drive: read per step", plan["drive_read_bytes_per_step"], "nvme_read_bytes"),
+        ("drive: written per step", plan["drive_written_bytes_per_step"], "nvme_write_bytes"),
+    ):
+        seen = median_of(records, key)
+        if planned >= LEAST_DRIVE_BYTES or (seen or 0) >= LEAST_DRIVE_BYTES:
+            rows.append(Row(name, "bytes", planned, seen, BYTES_LIMIT_PCT))
+    rows.append(Row("checkpoint", "bytes", plan["checkpoint_bytes"], found.get("saved_bytes"), BYTES_LIMIT_PCT))
+    known = not plan["step_is_lower_bound"]
+    passes = _phase(records, "forward") + _phase(records, "backward")
+    rows += [
+        Row("step", "s", times["step_s"] if known else None, median_of(records, "step_s"), TIME_LIMIT_PCT),
+        Row("forward and backward", "s", _passes(plan) if known else None, passes or None, TIME_LIMIT_PCT),
+        Row("checkpoint: save", "s", plan["checkpoint_s"], found.get("save_s"), TIME_LIMIT_PCT),
+    ]
+    return rows
+
+
+def _passes(plan: dict[str, Any]) -> float:
+    """Of a step that the device's passes take: all of it in the streaming engine, whose updates run beside them."""
+    times = plan["time_s"]
+    if plan["engine"] == "stream":
+        return times["step_s"]
+    return max(times["compute_s"] + times["host_overhead_s"], times["h2d_s"], times["d2h_s"])
+
+
+def _phase(records: list[dict[str, Any]], name: str) -> float:
+    values = sorted(record["phase_s"].get(name, 0.0) for record in records)
+    return values[len(values) // 2] if values else 0.0
+
+
+def project(found: dict[str, Any], now: datetime.datetime) -> Projection:
+    """The whole run: its steps at the measured pace, evaluations, checkpoints, start."""
+    records, length = measured_steps(found), found["length"]
+    step_s = median_of(records, "step_s") or 0.0
+    total = length["total_steps"]
+    saves = _times(total, length["save_steps"])
+    evals = _times(total, length["eval_steps"])
+    plan = found["forecast"] or {}
+    save_s = found.get("save_s") or plan.get("checkpoint_s") or 0.0
+    size = found.get("saved_bytes") or found["state_bytes"]
+    each = plan.get("drive_written_bytes_per_step") or 0.0
+    written = float(each) * total + saves * size
+    first = found["steps"][0]["step_s"] if found["steps"] else 0.0
+    startup_s = found["startup_s"]["all"] + max(0.0, first - step_s)
+    drive_bytes = found["machine"].get("nvme_total_bytes")
+    training_s, evaluations_s, saves_s = (
+        step_s * total,
+        evals * (found["eval"] or {}).get("seconds", 0.0),
+        saves * save_s,
+    )
+    whole = datetime.timedelta(seconds=training_s + evaluations_s + saves_s + startup_s)
+    return Projection(
+        total_steps=total,
+        step_s=step_s,
+        tokens_per_s=median_of(records, "tokens_per_s") or 0.0,
+        training_s=training_s,
+        evaluations_s=evaluations_s,
+        saves_s=saves_s,
+        startup_s=startup_s,
+        ends_at=(now + whole).strftime("%Y-%m-%d %H:%M"),
+        written_bytes=written,
+        rating_share=written / (drive_bytes * RATED_WRITES_PER_BYTE) if drive_bytes else None,
+    )
+
+
+def _times(total: int, every: int) -> int:
+    """How often something happens that is due every so many steps and at the end."""
+    return -(-total // every) if every else 1

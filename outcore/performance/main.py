@@ -1,0 +1,278 @@
+"""What `performance_test.py` calls: look at the machine, try the run, compare, judge, report; the exit code.
+
+Exit codes: 0 GO, 3 GO WITH WARNINGS, 1 NO-GO, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outcore.machine import Machine, detect_machine
+from outcore.monitor.block_device import nearest_existing
+from outcore.performance.against_plan import compare, project
+from outcore.performance.findings import Check, Findings
+from outcore.performance.health import before_the_trial, during_the_trial
+from outcore.performance.history import compared, last_report
+from outcore.performance.judge import judge
+from outcore.performance.page import render
+from outcore.performance.show import show
+from outcore.performance.steps import measured_steps, median_of
+from outcore.plan.profile import MEASURED_PROFILE, differs
+from outcore.train.arguments import ConfigError, parse_config
+from outcore.train.config import TrainConfig
+from outcore.units import GB, format_s
+
+TRIAL_TIMEOUT_S = 900.0
+"""Loading and compiling a large model takes minutes; what takes longer hangs."""
+PROBE_TIMEOUT_S = 180.0
+RUN_NAME = "performance-test"
+RATES = ("h2d_gb_per_s", "d2h_gb_per_s", "drive_read_gb_per_s", "drive_write_gb_per_s", "drive_mixed_gb_per_s")
+RATES += ("ram_gb_per_s", "matmul_tflops")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is tried."""
+
+    steps: int
+    steps_limit_s: float
+    most_save_bytes: int
+
+
+EFFORTS = {"default": Effort(8, 60.0, 40 * GB), "quick": Effort(3, 20.0, 4 * GB)}
+"""Default: under three minutes with models that load in one; quick: the least that says something."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Our own few flags; everything else is train_model.py's."""
+    own = argparse.ArgumentParser(
+        prog="performance_test.py",
+        description="Before a long run: will it fit, how fast will it be, is this machine healthy. Takes the same "
+        "flags as train_model.py (train_model.py --help lists them).",
+        allow_abbrev=False,
+        epilog="Exit codes: 0 GO, 3 GO WITH WARNINGS, 1 NO-GO, 2 wrong usage.",
+    )
+    own.add_argument("--quick", action="store_true", help="three steps; a checkpoint only below 4 GB")
+    own.add_argument("--steps", type=int, metavar="N", help="measured steps, instead of 8 (--quick: 3)")
+    own.add_argument("--report", type=Path, metavar="DIR", help="where the report goes [log_dir]")
+    own.add_argument("--no_probe", action="store_true", help="do not measure links when they were never measured")
+    return own
+
+
+def main(argv: Sequence[str], root: Path) -> int:
+    """The whole test. `root`: the repository."""
+    started_s = time.monotonic()
+    args, flags = parser().parse_known_args(list(argv))
+    try:
+        if args.steps is not None and args.steps < 1:
+            raise ConfigError(f"steps: must be at least 1, got {args.steps}.")
+        config = parse_config(flags)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    reports = args.report or Path(config.log_dir).expanduser()
+    try:
+        test = PerformanceTest(config, tuple(argv), flags, root, reports, args)
+        found = test.run(started_s)
+        written = write(found, reports)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    except OSError as error:
+        print(f"error: the report cannot be written: {error}. Name another folder with --report.", file=sys.stderr)
+        return 2
+    show(found)
+    for path in written:
+        print(f"report: {path}")
+    return found.verdict.exit_code
+
+
+class PerformanceTest:
+    """One test, stage by stage."""
+
+    def __init__(
+        self, config: TrainConfig, argv: tuple[str, ...], flags: list[str], root: Path, reports: Path,
+        args: argparse.Namespace,
+    ) -> None:  # fmt: skip
+        self.config, self.argv, self.flags, self.root, self.reports = config, argv, flags, root, reports
+        self.effort = EFFORTS["quick" if args.quick else "default"]
+        self.num_steps = args.steps or self.effort.steps
+        self.may_probe = not args.no_probe
+        self.checkpoints = Path(config.checkpoint_dir).expanduser()
+        self.drive = Path(config.nvme_offload_path or config.checkpoint_dir).expanduser()
+
+    def run(self, started_s: float) -> Findings:
+        """Every stage; what fails is in the findings."""
+        machine = detect_machine()
+        checks = [] if self._has_profile(machine) or not self.may_probe else self._probe()
+        self._stage("looking at the machine")
+        checks += before_the_trial(machine, drive=self.drive)
+        trial, failure = self._trial()
+        rows, projection = [], None
+        if trial is not None:
+            checks += during_the_trial(trial)
+            rows, projection = compare(trial), project(trial, datetime.datetime.now())
+            if trial["forecast_problem"]:
+                checks.append(Check("plan", "note", trial["forecast_problem"]))
+        figures = self._figures(trial)
+        run_key, machine_key = self._run_key(trial), _machine_key(machine)
+        regressions, compared_with = compared(
+            last_report(self.reports / "performance_report.json"), run_key, machine_key, figures
+        )
+        plan = (trial or {}).get("forecast")
+        verdict = judge(
+            checks,
+            rows,
+            projection,
+            regressions,
+            failure,
+            fits=plan["fits"] if plan else None,
+            free_bytes=shutil.disk_usage(nearest_existing(self.checkpoints)).free,
+            checkpoint_bytes=int((trial or {}).get("saved_bytes") or (trial or {}).get("state_bytes") or 0),
+            kept=self.config.save_total_limit if self.config.save_strategy != "no" else -1,
+        )
+        return Findings(
+            created_at=datetime.datetime.now().isoformat(timespec="seconds"),
+            argv=self.argv,
+            elapsed_s=time.monotonic() - started_s,
+            run_key=run_key,
+            machine_key=machine_key,
+            verdict=verdict,
+            checks=tuple(checks),
+            rows=tuple(rows),
+            projection=projection,
+            regressions=tuple(regressions),
+            compared_with=compared_with,
+            figures=figures,
+            trial=trial,
+        )
+
+    def _stage(self, words: str) -> None:
+        print(f"- {words}", flush=True)
+
+    def _has_profile(self, machine: Machine) -> bool:
+        try:
+            return MEASURED_PROFILE.is_file() and not differs(machine, Machine.load(MEASURED_PROFILE))
+        except (ValueError, OSError):
+            return False
+
+    def _probe(self) -> list[Check]:
+        """Measure this machine's links, quickly; its failure is a check's words."""
+        self._stage("measuring this machine's links (gds_optimizer.py --quick), once")
+        command = [sys.executable, str(self.root / "gds_optimizer.py"), "--quick", "--path"]
+        command += [str(nearest_existing(self.drive)), "--logs", str(MEASURED_PROFILE.parent)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            return [Check("links", "warning", f"gds_optimizer.py gave no answer within {format_s(PROBE_TIMEOUT_S)}")]
+        if done.returncode:
+            return [Check("links", "warning", f"gds_optimizer.py failed: {_last_line(done.stderr)}")]
+        return [Check("links", "ok", "measured now, quickly; python gds_optimizer.py measures them thoroughly")]
+
+    def _trial(self) -> tuple[dict[str, Any] | None, str]:
+        """(what the trial run left, '') or (None, why it failed)."""
+        self._stage("trying the run: load, engine, steps, checkpoint")
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        with (
+            tempfile.TemporaryDirectory(prefix=".performance-", dir=self.checkpoints) as saved,
+            tempfile.TemporaryDirectory(prefix="outcore-performance-") as temporary,
+        ):
+            result, log = Path(temporary) / "trial.json", Path(temporary) / "trial.log"
+            command = [sys.executable, "-m", "outcore.performance.trial", str(result), str(self.num_steps)]
+            command += [str(self.effort.steps_limit_s), str(self.effort.most_save_bytes), "--"]
+            command += [*self.flags, f"--run_name={RUN_NAME}", f"--checkpoint_dir={saved}", "--save_strategy=steps"]
+            command += [f"--log_dir={temporary}/logs", f"--export_dir={temporary}/export", "--report_to=none"]
+            command += ["--resume_from_checkpoint=null", "--no_export"]
+            with open(log, "w") as sink:
+                child = subprocess.Popen(command, cwd=self.root, stdout=sink, stderr=subprocess.STDOUT)
+                try:
+                    code = child.wait(timeout=TRIAL_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    code = None
+                finally:
+                    if child.poll() is None:
+                        child.kill()
+                        child.wait()
+            if code == 0 and result.is_file():
+                return json.loads(result.read_text(encoding="utf-8")), ""
+            return None, _why_failed(code, log.read_text(encoding="utf-8", errors="replace"))
+
+    def _run_key(self, trial: dict[str, Any] | None) -> dict[str, Any]:
+        plan = (trial or {}).get("forecast") or {}
+        keys = ("engine", "zero_stage", "seq_length", "micro_batch", "accumulation", "precision", "state_format")
+        return {"model": (trial or {}).get("model"), **{key: plan.get(key) for key in keys}}
+
+    def _figures(self, trial: dict[str, Any] | None) -> dict[str, Any]:
+        """What the next test is compared with."""
+        figures: dict[str, Any] = {}
+        try:
+            links = Machine.load(MEASURED_PROFILE).links
+        except (ValueError, OSError):
+            links = None
+        if links is not None:
+            figures |= {name: value for name in RATES if (value := getattr(links, name)) is not None}
+        if trial is None:
+            return figures
+        records = measured_steps(trial)
+        figures |= {
+            "step_s": median_of(records, "step_s"),
+            "tokens_per_s": median_of(records, "tokens_per_s"),
+            "model_load_s": trial["startup_s"]["model_load"],
+            "engine_init_s": trial["startup_s"]["engine_init"],
+            "first_step_s": trial["steps"][0]["step_s"],
+            "save_s": trial.get("save_s"),
+            "load_s": trial.get("load_s"),
+            "gpu_mem_peak_bytes": max((r["gpu_mem_peak_bytes"] or 0 for r in trial["steps"]), default=0),
+            "ram_rss_bytes": max((r["ram_rss_bytes"] or 0 for r in trial["steps"]), default=0),
+        }
+        return {name: value for name, value in figures.items() if value is not None}
+
+
+def write(found: Findings, folder: Path) -> list[Path]:
+    """performance_report.json and .html. OSError when they cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"json": json.dumps(found.to_dict(), indent=1, default=str), "html": render(found)}
+    paths = []
+    for ending, text in texts.items():
+        path = folder / f"performance_report.{ending}"
+        aside = path.with_suffix(f".{ending}.part")
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+        paths.append(path)
+    return paths
+
+
+def _machine_key(machine: Machine) -> dict[str, Any]:
+    return {
+        "gpu": ", ".join(gpu.name for gpu in machine.gpus),
+        "cpu": machine.cpu_name,
+        "ram_total_bytes": machine.ram_total_bytes,
+    }
+
+
+def _why_failed(code: int | None, log: str) -> str:
+    if code is None:
+        return f"it did not end within {format_s(TRIAL_TIMEOUT_S)}"
+    errors = [line for line in log.splitlines() if line.startswith("error: ")]
+    if errors:
+        return errors[-1].removeprefix("error: ")
+    if code < 0:
+        killed = " (the system ends the largest process when RAM is full)" if code == -9 else ""
+        return f"it was ended by signal {-code}{killed}"
+    return f"exit code {code}: {_last_line(log)}"
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,42 @@
+"""The findings in the terminal."""
+
+from __future__ import annotations
+
+from outcore.performance.findings import Findings
+from outcore.performance.page import amount
+from outcore.units import format_gb, format_s
+
+MARKS = {"ok": "ok", "note": "-", "warning": "WARN", "stop": "STOP"}
+COLORS = {"GO": "green", "GO WITH WARNINGS": "yellow", "NO-GO": "red"}
+
+
+def show(found: Findings) -> None:
+    """Checks, plan against measurement, projection, verdict."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    checks = Table(title="Machine", title_justify="left", show_header=False)
+    for check in found.checks:
+        checks.add_row(MARKS[check.level], check.name, check.words)
+    console.print(checks)
+    if found.rows:
+        table = Table(title="Plan against measurement", title_justify="left")
+        for column in ("", "plan", "measured", "plan's error"):
+            table.add_column(column, justify="right" if column else "left")
+        for row in found.rows:
+            error = "-" if row.error_pct is None else f"{row.error_pct:+.0f} %"
+            style = "yellow" if row.is_off else ""
+            table.add_row(row.name, amount(row, row.planned), amount(row, row.measured), error, style=style)
+        console.print(table)
+    run = found.projection
+    if run is not None:
+        wear = "" if run.rating_share is None else f" ({100 * run.rating_share:.2g} % of the drive's usual rating)"
+        console.print(
+            f"The whole run: {run.total_steps:,} steps of {format_s(run.step_s)}, {run.tokens_per_s:,.0f} tokens/s; "
+            f"{format_s(run.total_s)} in all, to {run.ends_at}; {format_gb(run.written_bytes)} written{wear}."
+        )
+    console.print(f"Compared with: {found.compared_with}.")
+    console.print(f"\n[bold {COLORS[found.verdict.word]}]{found.verdict.word}[/]")
+    for reason in found.verdict.reasons:
+        console.print(f"- {reason}", markup=False)

@@ -1,0 +1,129 @@
+"""TrialRun: the real run up to its loop, then a few measured steps, one checkpoint saved and loaded, and no more.
+
+Runs as a process of its own (`python -m outcore.performance.trial RESULT STEPS SECONDS SAVE_BYTES -- FLAGS`), so that
+a run which runs out of memory or is killed leaves the test standing. Everything comes from the main job; only what
+follows its assembly is replaced.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.performance.timeline import Timeline
+from outcore.train.checkpoint import Checkpoint, open_checkpoint, step_folder
+from outcore.train.config import TrainConfig
+from outcore.train.loop import Trainer
+from outcore.train.run import Run, main
+from outcore.train.run_parts import RunContext
+
+EVAL_MICRO_BATCHES = 4
+
+
+class TrialRun(Run):
+    """`result`: where the figures go as JSON. At least `warm_steps` + 1 steps, then as many of `steps` as `limit_s`
+    allows. A checkpoint larger than `most_save_bytes` is not written."""
+
+    warm_steps = 2
+
+    def __init__(self, config: TrainConfig, result: Path, steps: int, limit_s: float, most_save_bytes: int) -> None:
+        super().__init__(config)
+        self.result, self.steps, self.limit_s, self.most_save_bytes = result, steps, limit_s, most_save_bytes
+
+    def _train(self, trainer: Trainer, context: RunContext, started_s: float) -> int:
+        parts = trainer.parts
+        found: dict[str, Any] = {
+            "startup_s": {**self.startup_s, "all": time.perf_counter() - started_s},
+            "engine": {"name": context.decided.choice.name, "reason": context.decided.choice.reason},
+            "model": {"words": parts.engine.loaded.words, "params": parts.engine.loaded.facts.total_params},
+            "length": {
+                "total_steps": parts.length.total_steps,
+                "eval_steps": parts.length.eval_steps,
+                "save_steps": parts.length.save_steps,
+                "accumulation": parts.length.accumulation,
+            },
+            "forecast": self.forecast.to_dict(),
+            "forecast_problem": self.forecast.problem,
+            "state_bytes": parts.engine.state_bytes(),
+            "watched_drive": str(context.decided.nvme_path or context.folder.checkpoints),
+        }
+        found |= self._steps(trainer, found["watched_drive"])
+        found["eval"] = self._evaluation(trainer)
+        found |= self._checkpoint(trainer, found["state_bytes"])
+        found["machine"] = parts.sampler.describe()
+        found["sensors"] = parts.sampler.explanations()
+        found["said"] = self.said
+        parts.progress.close()
+        self.result.write_text(json.dumps(found, default=str), encoding="utf-8")
+        return 0
+
+    def _steps(self, trainer: Trainer, drive: str) -> dict[str, Any]:
+        """Warm-up first (compilation, first touches), then steps with the timeline open."""
+        batches, records = iter(trainer.parts.stream), []
+        metrics, trainer.parts.metrics = trainer.parts.metrics, _Keep(records, trainer.parts.metrics)
+        began_s = time.perf_counter()
+        try:
+            for _ in range(self.warm_steps):
+                trainer.train_one(batches)
+            with Timeline(drive) as timeline:
+                for _ in range(self.steps):
+                    trainer.train_one(batches)
+                    timeline.mark()
+                    if time.perf_counter() - began_s > self.limit_s:
+                        break
+        finally:
+            trainer.parts.metrics = metrics
+        return {"steps": records, "warm_steps": self.warm_steps, "timeline": timeline.points, "marks_s": timeline.marks}
+
+    def _evaluation(self, trainer: Trainer) -> dict[str, Any] | None:
+        """Seconds of a whole evaluation, by a few of its micro-batches."""
+        batches = trainer.parts.eval_batches
+        if batches is None:
+            return None
+        count = sum(1 for _ in batches())
+        few = min(EVAL_MICRO_BATCHES, count)
+        began_s = time.perf_counter()
+        trainer.parts.engine.evaluate(itertools.islice(batches(), few))
+        seconds = time.perf_counter() - began_s
+        return {"micro_batches": count, "measured": few, "seconds": seconds * count / few}
+
+    def _checkpoint(self, trainer: Trainer, size_bytes: int) -> dict[str, Any]:
+        """A save and a load through the loop itself."""
+        if size_bytes > self.most_save_bytes:
+            return {"save_s": None, "load_s": None, "save_note": f"not written: {size_bytes} bytes"}
+        began_s = time.perf_counter()
+        trainer.save()
+        save_s = time.perf_counter() - began_s
+        path = trainer.parts.folder.checkpoints / step_folder(trainer.step)
+        written = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        began_s = time.perf_counter()
+        checkpoint: Checkpoint = open_checkpoint(path)
+        trainer.resume(checkpoint)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return {"save_s": save_s, "load_s": time.perf_counter() - began_s, "saved_bytes": written}
+
+
+class _Keep:
+    """Keeps each step's record beside writing it."""
+
+    def __init__(self, records: list[dict[str, Any]], metrics: Any) -> None:
+        self._records, self._metrics = records, metrics
+
+    def write_step(self, record: dict[str, Any]) -> None:
+        self._records.append(record)
+        if self._metrics is not None:
+            self._metrics.write_step(record)
+
+
+if __name__ == "__main__":
+    _result, _steps, _limit_s, _most = sys.argv[1:5]
+    sys.exit(
+        main(sys.argv[6:], lambda config: TrialRun(config, Path(_result), int(_steps), float(_limit_s), int(_most)))
+    )
