@@ -7,8 +7,9 @@ ZeRO-3 each weight is partitioned as soon as it exists.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class LoadedModel:
     """Where the model came from, for people."""
     loss_fn: UserLoss | None = None
     notes: tuple[str, ...] = field(default_factory=tuple)
+    load_s: float = 0.0
+    """Seconds that making or reading it took."""
 
     def token_loss(self, num_chunks: int | None = None) -> TokenLoss:
         """The loss that fits this model; see `outcore.model.loss`."""
@@ -69,8 +72,10 @@ def load_model(
     cannot work, RuntimeError when the hub or the files cannot give what was asked; both before memory is spent where
     possible.
     """
+    began_s = time.perf_counter()
     if settings.model_module is not None:
-        return _load_own(settings, tokenizer, device)
+        loaded = _load_own(settings, tokenizer, device)
+        return replace(loaded, load_s=time.perf_counter() - began_s)
     source = resolve_source(settings, tokenizer)
     model_class = model_class_of(source.config) if source.path is None else None
     attention, notes = resolve_attention(source.config, settings.attn_implementation)
@@ -88,7 +93,8 @@ def load_model(
     if settings.gradient_checkpointing:
         enable_activation_checkpointing(model)
     model.train()
-    return LoadedModel(model, source.config, model_facts(model), abilities, source.words, None, source.notes + notes)
+    load_s, notes = time.perf_counter() - began_s, source.notes + notes
+    return LoadedModel(model, source.config, model_facts(model), abilities, source.words, None, notes, load_s)
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:

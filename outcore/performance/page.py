@@ -22,6 +22,7 @@ h1 { font-size: 24px; margin: 0 0 2px; } h2 { font-size: 17px; margin: 0 0 10px;
 .tile { background: #f4f6f8; border-radius: 8px; padding: 8px 14px; min-width: 130px; flex: 1; }
 .tile b { display: block; font-size: 19px; }
 table { border-collapse: collapse; width: 100%; } th { text-align: left; color: #5b6875; font-weight: 600; }
+td:first-child { white-space: nowrap; }
 th, td { padding: 5px 8px; border-bottom: 1px solid #e7ecf0; vertical-align: top; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .dot { display: inline-block; width: 10px; height: 10px; border-radius: 50%; margin-right: 8px; }
@@ -87,7 +88,7 @@ def _projection(run: Projection) -> str:
     )
     tiles = [
         _tile(format_s(run.total_s), f"{run.total_steps:,} steps and what goes with them"),
-        _tile(run.ends_at, "the end, if it starts now"),
+        _tile(run.ends_at[5:], "month-day and time of the end, if it starts now"),
         _tile(format_s(run.step_s), "a step, median"),
         _tile(format_count(run.tokens_per_s), "tokens a second"),
         _tile(format_gb(run.written_bytes), f"written to the drive, {wear}"),
@@ -108,8 +109,6 @@ def amount(row: Row, value: float | None) -> str:
         return "-"
     if row.unit == "s":
         return format_s(value)
-    if row.unit == "tokens/s":
-        return f"{value:,.0f}"
     return format_gb(value) if row.name.startswith(("drive", "checkpoint")) else format_gib(value)
 
 

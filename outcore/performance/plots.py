@@ -19,6 +19,7 @@ from outcore.units import GB, GIB
 BLUE, ORANGE, GREEN, SKY, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#999999"
 PHASES = {
     "data": GREY, "forward": SKY, "backward": BLUE, "optimizer": GREEN, "stall_pcie": ORANGE, "stall_nvme": PURPLE,
+    "stall_optimizer": GREY,
 }  # fmt: skip
 FEW_POINTS = 3
 
@@ -52,12 +53,12 @@ def tiers_over_steps(found: dict[str, Any]) -> bytes | None:
         _line(axes[0], times, points, "gpu_reserved_bytes", GIB, GREY, "held by the allocator")
         _line(axes[0], times, points, "gpu_tensors_bytes", GIB, BLUE, "tensors")
         _plain(axes[0], "VRAM, GiB")
-        axes[0].set_ylim(bottom=0)
+        axes[0].set_ylim(0, 1.15 * max(point["gpu_reserved_bytes"] for point in points) / GIB or 1.0)
         axes[0].legend(fontsize=8, loc="lower right")
         at = 1
     _line(axes[at], times, points, "rss_bytes", GIB, GREEN, "resident")
     _plain(axes[at], "RAM of the run, GiB")
-    axes[at].set_ylim(bottom=0)
+    axes[at].set_ylim(0, 1.15 * max(point.get("rss_bytes", 0.0) for point in points) / GIB or 1.0)
     if has_drive:
         for key, color, label in (("drive_read_bytes", SKY, "read"), ("drive_write_bytes", ORANGE, "written")):
             first = points[0].get(key, 0.0)

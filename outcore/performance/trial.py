@@ -19,6 +19,7 @@ import torch
 from outcore.performance.timeline import Timeline
 from outcore.train.checkpoint import Checkpoint, open_checkpoint, step_folder
 from outcore.train.config import TrainConfig
+from outcore.train.engine_build import AnyEngine
 from outcore.train.loop import Trainer
 from outcore.train.run import Run, main
 from outcore.train.run_parts import RunContext
@@ -35,21 +36,26 @@ class TrialRun(Run):
     def __init__(self, config: TrainConfig, result: Path, steps: int, limit_s: float, most_save_bytes: int) -> None:
         super().__init__(config)
         self.result, self.steps, self.limit_s, self.most_save_bytes = result, steps, limit_s, most_save_bytes
+        self.model: dict[str, Any] = {}
+
+    def _say_model(self, engine: AnyEngine) -> None:
+        super()._say_model(engine)
+        self.model = {"words": engine.loaded.words, "params": engine.loaded.facts.total_params}
 
     def _train(self, trainer: Trainer, context: RunContext, started_s: float) -> int:
         parts = trainer.parts
         found: dict[str, Any] = {
             "startup_s": {**self.startup_s, "all": time.perf_counter() - started_s},
             "engine": {"name": context.decided.choice.name, "reason": context.decided.choice.reason},
-            "model": {"words": parts.engine.loaded.words, "params": parts.engine.loaded.facts.total_params},
+            "model": self.model,
             "length": {
                 "total_steps": parts.length.total_steps,
                 "eval_steps": parts.length.eval_steps,
                 "save_steps": parts.length.save_steps,
                 "accumulation": parts.length.accumulation,
             },
-            "forecast": self.forecast.to_dict(),
-            "forecast_problem": self.forecast.problem,
+            "forecast": context.forecast.to_dict() if context.forecast else None,
+            "forecast_problem": context.forecast.problem if context.forecast else "",
             "state_bytes": parts.engine.state_bytes(),
             "watched_drive": str(context.decided.nvme_path or context.folder.checkpoints),
         }
@@ -58,27 +64,24 @@ class TrialRun(Run):
         found |= self._checkpoint(trainer, found["state_bytes"])
         found["machine"] = parts.sampler.describe()
         found["sensors"] = parts.sampler.explanations()
-        found["said"] = self.said
+        found["said"] = self._said
         parts.progress.close()
         self.result.write_text(json.dumps(found, default=str), encoding="utf-8")
         return 0
 
     def _steps(self, trainer: Trainer, drive: str) -> dict[str, Any]:
         """Warm-up first (compilation, first touches), then steps with the timeline open."""
-        batches, records = iter(trainer.parts.stream), []
-        metrics, trainer.parts.metrics = trainer.parts.metrics, _Keep(records, trainer.parts.metrics)
-        began_s = time.perf_counter()
-        try:
-            for _ in range(self.warm_steps):
+        batches, began_s = iter(trainer.parts.stream), time.perf_counter()
+        for _ in range(self.warm_steps):
+            trainer.train_one(batches)
+        with Timeline(drive) as timeline:
+            for _ in range(self.steps):
                 trainer.train_one(batches)
-            with Timeline(drive) as timeline:
-                for _ in range(self.steps):
-                    trainer.train_one(batches)
-                    timeline.mark()
-                    if time.perf_counter() - began_s > self.limit_s:
-                        break
-        finally:
-            trainer.parts.metrics = metrics
+                timeline.mark()
+                if time.perf_counter() - began_s > self.limit_s:
+                    break
+        lines = trainer.parts.folder.metrics.read_text(encoding="utf-8").splitlines()
+        records = [record for line in lines if "event" not in (record := json.loads(line))]
         return {"steps": records, "warm_steps": self.warm_steps, "timeline": timeline.points, "marks_s": timeline.marks}
 
     def _evaluation(self, trainer: Trainer) -> dict[str, Any] | None:
@@ -108,18 +111,6 @@ class TrialRun(Run):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return {"save_s": save_s, "load_s": time.perf_counter() - began_s, "saved_bytes": written}
-
-
-class _Keep:
-    """Keeps each step's record beside writing it."""
-
-    def __init__(self, records: list[dict[str, Any]], metrics: Any) -> None:
-        self._records, self._metrics = records, metrics
-
-    def write_step(self, record: dict[str, Any]) -> None:
-        self._records.append(record)
-        if self._metrics is not None:
-            self._metrics.write_step(record)
 
 
 if __name__ == "__main__":

@@ -156,5 +156,7 @@ NOMINAL_DRIVE_GB_PER_S: Mapping[str, tuple[float, float]] = MappingProxyType(
     {"ssd": (0.55, 0.5), "hdd": (0.2, 0.2), "nvme": (3.0, 2.0)}
 )
 """(read, write) by kind where the drive's link is not known: SATA 3, a disk, an NVMe drive on PCIe 3.0 x4."""
+NOMINAL_CPU_TFLOPS_PER_CORE = 0.04
+"""fp32 matrix products of a core with AVX2 at 3 GHz: 96 GFLOPS of peak, less than half of it with all cores at work."""
 NOMINAL_RAM_GB_PER_S = 40.0
 """Dual-channel DDR4-3200: 51.2 GB/s by data sheet, about 0.78 of it by triad."""

@@ -234,7 +234,7 @@ def _time(
     compute_s = k.EAGER_SLOWDOWN * hardware.compute_s(
         step_flops(shape, request, seq_length, tokens).total, traffic.forward + traffic.backward
     )
-    host_s = k.DEEPSPEED_HOST_S_PER_LAYER * shape.num_layers * passes if stage == 3 else 0.0
+    host_s = k.DEEPSPEED_HOST_S_PER_LAYER * shape.num_layers * passes if stage == 3 and not hardware.is_cpu else 0.0
     swept = 2 * e * shape.total_params // (gpus if stage == 3 else 1)  # forward, and backward with its recomputation
     h2d = swept * passes if layout.params != "none" else 0
     d2h = e * trained // gpus * passes if layout.optimizer != "none" else 0

@@ -246,7 +246,8 @@ def _compute(machine: Machine, given: float | None) -> tuple[float | None, float
 
 def _tflops(machine: Machine) -> tuple[float | None, str]:
     if not machine.gpus:
-        return None, "not known"
+        rate = k.NOMINAL_CPU_TFLOPS_PER_CORE * machine.cpu_cores
+        return round(rate, 3), f"{machine.cpu_cores} cores x {k.NOMINAL_CPU_TFLOPS_PER_CORE:g} TFLOPS, nominal"
     found = tflops_of(machine.gpus[0].name)
     if found is None:
         return None, "not known"

@@ -69,7 +69,7 @@ def _measured_here(here: Machine, measured: Path, allow_nominal: bool) -> tuple[
             f"{problem} Run python gds_optimizer.py to measure this one, add --nominal to plan with data-sheet rates, "
             "or name a machine: --machine rtx4070-laptop."
         )
-    return None, f"{problem} Planned with nominal rates, as asked."
+    return None, f"{problem} Planned with nominal rates."
 
 
 def differs(here: Machine, saved: Machine) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -172,7 +173,7 @@ def _stages(answer: Answer) -> RenderableType:
             f"{plan.tier('ram').used_bytes / GIB:.1f}",
             f"{states / GB:,.0f}" if states else "-",
             f"{plan.time.step_s:.3g}",
-            f"{plan.tokens_per_s / fastest:.2f}" if plan.fits else "-",
+            f"{plan.tokens_per_s / fastest:.2f}" if plan.fits and math.isfinite(fastest) else "-",
             ", ".join(TIER_WORDS[use.tier] for use in plan.short_tiers),
             style="" if plan.fits else "dim",
         )

@@ -172,6 +172,9 @@ class TrainConfig:
     """Comma-separated: tensorboard, trackio, wandb, none."""
     metrics_port: int | None = None
     """Serve the run's figures for Prometheus on this port of the loopback interface (0: any free one)."""
+    plan: bool = False
+    """Print the forecast for this run on this machine and stop: exit code 0 when it fits, 1 when it does not. No
+    weights are loaded, nothing is trained."""
     trace: int = 0
     """Record a timeline of this many steps (alone: 2), after two of warm-up, as <log_dir>/<run>/trace.json."""
     export: bool = True

@@ -19,11 +19,26 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.machine import Machine, detect_machine
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
-from outcore.plan import Hardware, ModelShape, Overrides, Plan, RunRequest, load_hardware
+from outcore.plan import (
+    Answer,
+    Change,
+    Hardware,
+    ModelShape,
+    Overrides,
+    Plan,
+    RunRequest,
+    choose_or_change,
+    load_hardware,
+)
+from outcore.plan.advice import advise
+from outcore.plan.choose import best_stage, best_stream, stream_refusal
 from outcore.plan.deepspeed import DeepSpeedLayout, plan_deepspeed
 from outcore.plan.profile import MEASURED_PROFILE
+from outcore.plan.request import STAGES
 from outcore.plan.shape_source import shape_from_config
+from outcore.plan.show import show
 from outcore.plan.stream import Residency, StreamLayout, plan_stream
+from outcore.train.engine_build import Decided
 
 CHECKPOINT_HOMES = {"device": "vram", "ram": "ram", "nvme": "nvme"}
 STAGE_NAMES = ("none", "zero1", "zero2", "zero3")
@@ -181,23 +196,53 @@ class Forecaster:
         except Exception as error:
             self.problem = _words(error)
 
-    def of(
-        self,
-        built: Mapping[str, Any],
-        save_total_limit: int,
-        *,
-        stream: StreamSettings | None = None,
-        offload: ChosenOffload | None = None,
-    ) -> Forecast:
-        """The run's plan. `built`: the resolved DeepSpeed configuration; `stream` or `offload`: the engine's homes."""
+    def of(self, decided: Decided, save_total_limit: int) -> Forecast:
+        """The plan of the run as it was decided."""
         if self._known is None:
             return Forecast(None, None, self.problem)
         shape, hardware = self._known
         try:
-            figures = RunFigures.of(self._settings, built, save_total_limit)
+            figures = RunFigures.of(self._settings, decided.config, save_total_limit)
+            stream = decided.stream.settings if decided.stream is not None else None
+            offload = decided.deepspeed.built.offload if decided.deepspeed is not None else None
             return Forecast(run_plan(shape, figures, hardware, stream=stream, offload=offload), hardware)
         except Exception as error:
             return Forecast(None, None, _words(error))
+
+    def show(self, forecast: Forecast) -> None:
+        """Print a forecast that has a plan: tiers, seconds, what limits it, every ZeRO stage beside it."""
+        assert self._known is not None and forecast.plan is not None
+        shape, hardware = self._known
+        answer = beside_others(shape, forecast.plan, hardware)
+        request = request_of(forecast.plan, save_total_limit=1)
+        show(answer, advise(shape, request, hardware, forecast.plan), hardware)
+
+
+def beside_others(shape: ModelShape, plan: Plan, hardware: Hardware) -> Answer:
+    """The run's plan among the best plans of every stage and engine, and what would fit when it does not."""
+    request = request_of(plan, save_total_limit=2)
+    stages = {stage: best_stage(shape, request, hardware, plan.seq_length, stage) for stage in STAGES}
+    can_stream = not stream_refusal(shape, request, hardware)
+    stream = best_stream(shape, request, hardware, plan.seq_length) if can_stream else None
+    change = None
+    if not plan.fits:
+        open_request = replace(request, micro_batch=None, accumulation=None)
+        other = choose_or_change(shape, open_request, hardware)
+        found = Change(f"as the planner would run it: {other.plan.flags}", other.plan) if other.plan.fits else None
+        change = found or other.smallest_change
+    return Answer(plan, "As this run's settings say.", stages, stream, change)
+
+
+def request_of(plan: Plan, save_total_limit: int) -> RunRequest:
+    """The settings of a plan as a request that leaves engine and homes open."""
+    return RunRequest(
+        seq_length=plan.seq_length,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        state_format=plan.state_format,
+        precision=plan.precision,
+        save_total_limit=save_total_limit,
+    )
 
 
 def _words(error: Exception) -> str:

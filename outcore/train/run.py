@@ -7,8 +7,10 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,10 +18,10 @@ from outcore.data import PreparedData
 from outcore.engine.deepspeed.build import init_process_group
 from outcore.engine.deepspeed.environment import prepare_environment
 from outcore.engine.deepspeed.user_file import read_user_config
-from outcore.engine.stream.engine import StreamEngine
+from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.monitor.sleep_hold import hold_off_sleep
-from outcore.train.arguments import parse_config
+from outcore.train.arguments import ConfigError, parse_config
 from outcore.train.checkpoint import check_same_run
 from outcore.train.config import TrainConfig
 from outcore.train.engine_build import AnyEngine, EngineRequest, build, decide
@@ -29,7 +31,7 @@ from outcore.train.loop import Trainer
 from outcore.train.memory_advice import explain
 from outcore.train.random_state import seed_everything
 from outcore.train.run_data import default_seq_length, load_data, load_tokenizer
-from outcore.train.run_folder import choose_run
+from outcore.train.run_folder import choose_run, default_name
 from outcore.train.run_parts import RunContext
 from outcore.train.settings import choose_hardware, model_settings_of, run_length, schedule_of
 from outcore.train.stop_request import StopRequest
@@ -47,6 +49,8 @@ class Run:
         self.opened = ExitStack()
         """What must be closed, also when assembling the rest fails; in reverse order."""
         self._said: list[str] = []
+        self.startup_s: dict[str, float] = {}
+        """Seconds until the engine stood, by part."""
 
     def say(self, line: str) -> None:
         """A line on the screen, from rank 0 only."""
@@ -64,6 +68,8 @@ class Run:
         settings = model_settings_of(config, precision, config.seq_length or default_seq_length(config, precision))
         if settings.model_module is None:
             resolve_source(settings)  # a wrong name or folder is told before anything is made, read or built
+        if config.plan:
+            return self._plan(user_config, settings, world_size)
         folder, checkpoint = choose_run(config, self.say)
         if self.is_main:
             folder.make()
@@ -91,22 +97,34 @@ class Run:
                 hold = self.opened.enter_context(hold_off_sleep(f"outcore run {folder.name}"))
                 if not hold.held:
                     self.say(f"sleep: {hold.words}")
+            built_s = time.perf_counter()
             engine, decided = build(request, decided, self.say)
             self.opened.callback(engine.close)
+            self.startup_s = startup_s(engine, built_s - started_s, time.perf_counter() - built_s)
             self._say_model(engine)
-            forecast = forecaster.of(
-                decided.config,
-                config.save_total_limit,
-                stream=engine.settings if isinstance(engine, StreamEngine) else None,
-                offload=decided.deepspeed.built.offload if decided.deepspeed is not None else None,
-            )
+            forecast = forecaster.of(decided, config.save_total_limit)
             if forecast.problem:
                 self.say(forecast.problem)
             context = context.with_engine(decided, forecast)
             context.start_trace(engine, self.say)
             parts = context.make_parts(engine, self.opened, self.say)
-            context.write_plan(self._said)
+            context.write_plan(self._said, self.startup_s)
             return self._train(Trainer(parts), context, started_s)
+
+    def _plan(self, user_config: dict[str, Any], settings: ModelSettings, world_size: int) -> int:
+        """`--plan`: everything up to the engine's settings, then the forecast; the exit code says whether it fits."""
+        config = self.config
+        choice = choose_engine(config, user_config, world_size, self.hardware.precision)
+        tokenizer = load_tokenizer(config, settings, self.say)
+        name = config.run_name or default_name(config)
+        request = EngineRequest(config, user_config, settings, tokenizer, self.hardware, world_size, name)
+        forecaster = Forecaster(settings, tokenizer, has_cuda=self.hardware.has_cuda, num_gpus=world_size)
+        forecast = forecaster.of(decide(request, choice, self.say), config.save_total_limit)
+        if forecast.plan is None:
+            raise ConfigError(f"--plan: {forecast.problem}.")
+        if self.is_main:
+            forecaster.show(forecast)
+        return 0 if forecast.plan.fits else 1
 
     def _join(self) -> int:
         """This run's number of processes. One process needs no group; DeepSpeed makes its own when it is chosen."""
@@ -164,14 +182,20 @@ class Run:
             self.say(f"model:              {folder.export}  (AutoModelForCausalLM.from_pretrained loads it)")
 
 
-def main(argv: list[str] | None = None) -> int:
+def startup_s(engine: AnyEngine, before_s: float, build_s: float) -> dict[str, float]:
+    """Seconds by part; of building an engine, the model's own are told apart."""
+    load_s = min(engine.loaded.load_s, build_s)
+    return {"before_model": before_s, "model_load": load_s, "engine_init": build_s - load_s}
+
+
+def main(argv: list[str] | None = None, make: Callable[[TrainConfig], Run] = Run) -> int:
     """Entry of train_model.py: parse, run, and turn failures into one clear paragraph and an exit code.
 
     0 done; 1 the run failed (checkpoints intact); 2 wrong input; 128 + signal when stopped and saved.
     """
     run: Run | None = None
     try:
-        run = Run(parse_config(argv))
+        run = make(parse_config(argv))
         return run.main()
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         full = explain(error, run.config, run.micro_batch_size) if run is not None else None

@@ -161,9 +161,9 @@ class RunContext:
             "config": asdict(self.config),
         }
 
-    def write_plan(self, said: list[str]) -> None:
+    def write_plan(self, said: list[str], startup_s: dict[str, float]) -> None:
         """logs/<run>/plan.json: the engine, its settings, the reason of every choice, the planner's forecast."""
         if self.is_main:
             forecast = self.forecast.to_dict() if self.forecast else None
-            plan = {**self.decided.record(), "said": said, "forecast": forecast}
+            plan = {**self.decided.record(), "said": said, "startup_s": startup_s, "forecast": forecast}
             (self.folder.logs / "plan.json").write_text(json.dumps(plan, indent=1, default=str), encoding="utf-8")
