@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.plan.shape import preset_shape
 from outcore.train import forecast as forecast_module
 from outcore.train.forecast import Forecaster, RunFigures, run_hardware, run_plan, run_shape
+from outcore.train.run import main
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = RunFigures(1024, 4, 2, "bf16", 1.0, True, 2)
@@ -54,6 +56,39 @@ def test_deepspeeds_homes_are_planned_as_they_are(stage: int, optimizer: Any, pa
     assert p.uses_drive == (optimizer == "nvme")
 
 
+def test_staged_states_are_planned_in_their_format():
+    n = SHAPE.total_params
+    stock = ChosenOffload(3, "cpu", "cpu", None, 0)
+    staged = ChosenOffload(3, "cpu", "cpu", None, 0, staged=True, states="split8")
+    slow, fast = (run_plan(SHAPE, FIGURES, server(), offload=offload) for offload in (stock, staged))
+    assert fast.state_format == "split8" and fast.part_bytes("ram", "master") == 2 * n
+    assert (
+        fast.part_bytes("ram", "DeepSpeed's further copies") == 0 < slow.part_bytes("ram", "DeepSpeed's further copies")
+    )
+    assert fast.time.cpu_optimizer_s < slow.time.cpu_optimizer_s / 3
+
+
+def test_plan_flag_prints_and_makes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    corpus = tmp_path / "text.txt"
+    corpus.write_text("\n\n".join(f"the quick brown fox {i} jumps over the lazy dog " * 30 for i in range(20)))
+    monkeypatch.chdir(ROOT)
+    flags = ["--plan", "--dataset", str(corpus), "--seq_length", "32", f"--data_cache_dir={tmp_path / 'cache'}"]
+    flags += [f"--{name}_dir={tmp_path / name}" for name in ("checkpoint", "log", "export")]
+    assert main(flags) == 0
+    out = capsys.readouterr().out
+    assert "fits" in out and "stream" in out and "Every ZeRO stage side by side" in out
+    assert not [name for name in ("checkpoint", "log", "export") if (tmp_path / name).exists()]
+    small = server(ram_bytes=1 << 20, vram_bytes=1 << 20, is_cpu=True)
+    monkeypatch.setattr(forecast_module, "run_hardware", lambda *a, **k: small)
+    assert main(flags) == 1
+    assert "does not fit" in capsys.readouterr().out
+    monkeypatch.setattr(forecast_module, "run_shape", lambda *a, **k: 1 / 0)
+    assert main(flags) == 2
+    assert "no forecast for this run" in capsys.readouterr().err
+
+
 def test_lora_and_own_models():
     settings = ModelSettings(preset="tiny", seq_length=64, lora=LoraSettings(r=4, alpha=8.0))
     assert run_shape(settings, None).adapter_params > 0
@@ -88,10 +123,14 @@ def test_a_good_profile_is_taken_and_a_gpu_that_torch_cannot_use_is_none(tmp_pat
     assert run_hardware(False, measured=path, detect=lambda: machine(links=None)).is_cpu
 
 
+def _decided(stream: StreamSettings) -> Any:
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
+    return SimpleNamespace(config=config, stream=SimpleNamespace(settings=stream), deepspeed=None)
+
+
 def test_whatever_fails_in_a_forecast_is_a_sentence(monkeypatch: pytest.MonkeyPatch):
-    settings = ModelSettings(preset="tiny", seq_length=64)
-    built = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
-    fine = Forecaster(settings, None, has_cuda=False).of(built, 2, stream=StreamSettings())
+    settings, decided = ModelSettings(preset="tiny", seq_length=64), _decided(StreamSettings())
+    fine = Forecaster(settings, None, has_cuda=False).of(decided, 2)
     assert fine.plan is not None and fine.problem == ""
     header, record = fine.header(), fine.to_dict()
     assert header is not None and record is not None and header["step_s"] == record["time_s"]["step_s"] > 0
@@ -101,9 +140,9 @@ def test_whatever_fails_in_a_forecast_is_a_sentence(monkeypatch: pytest.MonkeyPa
         raise KeyError("no such thing")
 
     monkeypatch.setattr(forecast_module, "run_plan", broken)
-    late = Forecaster(settings, None, has_cuda=False).of(built, 2, stream=StreamSettings())
+    late = Forecaster(settings, None, has_cuda=False).of(decided, 2)
     monkeypatch.setattr(forecast_module, "load_hardware", broken)
-    early = Forecaster(settings, None, has_cuda=False).of(built, 2, stream=StreamSettings())
+    early = Forecaster(settings, None, has_cuda=False).of(decided, 2)
     for forecast in (late, early):
         assert forecast.plan is None and forecast.to_dict() is None and forecast.header() is None
         assert "no forecast for this run" in forecast.problem and "no such thing" in forecast.problem

@@ -42,6 +42,9 @@ class DeepSpeedLayout:
     params: str
     micro_batch: int
     accumulation: int
+    staged_states: str | None = None
+    """Format of the states where outcore's own optimizer step runs in DeepSpeed's place (ZeRO-3 with the optimizer in
+    RAM); None: stock DeepSpeed."""
 
 
 def plan_deepspeed(
@@ -72,7 +75,7 @@ def plan_deepspeed(
         engine="deepspeed",
         zero_stage=layout.stage,
         offload=_words(layout),
-        state_format="fp32",
+        state_format=layout.staged_states or "fp32",
         precision=request.precision,
         seq_length=seq_length,
         micro_batch=layout.micro_batch,
@@ -169,6 +172,20 @@ def _host_parts(
     ram = [Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES)]
     if layout.optimizer == "none" and layout.params == "none":
         return [*ram, Part("ram", "framework overhead", k.STREAM_RAM_OVERHEAD_BYTES * gpus)], [], []
+    if layout.staged_states is not None:
+        master, moments = k.STATE_FORMATS[layout.staged_states]
+        return (
+            [
+                *ram,
+                Part("ram", "parameters", e * (trained + frozen) if layout.params == "cpu" else 0),
+                Part("ram", "gradients", e * trained),
+                Part("ram", "master", int(master * trained)),
+                Part("ram", "moments", int(moments * trained)),
+                Part("ram", "framework overhead", k.STAGED_RAM_OVERHEAD_BYTES * gpus),
+            ],
+            [],
+            [],
+        )
     if layout.optimizer != "nvme":
         # The measured line holds for parameters in RAM as well; with them on the GPU 2 B less.
         extra = int((k.DEEPSPEED_RAM_BYTES_PER_PARAM - 16) * trained)
@@ -246,7 +263,10 @@ def _time(
     h2d_s, d2h_s = h2d / (hardware.h2d_gb_per_s * GB), d2h / (hardware.d2h_gb_per_s * GB)
     pass_s = max(compute_s, host_s, h2d_s, d2h_s, params_read_s)
     optimizer_s = optimizer_drive_s = read = written = 0.0
-    if layout.optimizer == "cpu":
+    if layout.staged_states is not None:
+        moved = k.OPTIMIZER_DRAM_BYTES[layout.staged_states] * trained
+        optimizer_s = moved / (k.DRAM_SHARE * hardware.ram_gb_per_s * GB)
+    elif layout.optimizer == "cpu":
         optimizer_s = k.DEEPSPEED_OPTIMIZER_DRAM_BYTES * trained / (hardware.ram_gb_per_s * GB)
     elif layout.optimizer == "nvme":
         # fp32 gradients 4 out and 4 in, master and moments 12 in and 12 out; 16-bit weights out when they live there

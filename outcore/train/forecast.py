@@ -146,6 +146,7 @@ def run_plan(
         offload.params,
         figures.micro_batch,
         figures.accumulation,
+        staged_states=offload.states if offload.staged and offload.optimizer == "cpu" else None,
     )
     return plan_deepspeed(shape, request, hardware, figures.seq_length, layout)
 

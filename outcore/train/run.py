@@ -25,7 +25,7 @@ from outcore.train.arguments import ConfigError, parse_config
 from outcore.train.checkpoint import check_same_run
 from outcore.train.config import TrainConfig
 from outcore.train.engine_build import AnyEngine, EngineRequest, build, decide
-from outcore.train.engines import choose_engine, with_flags
+from outcore.train.engines import EngineChoice, choose_engine, with_flags
 from outcore.train.forecast import Forecaster
 from outcore.train.loop import Trainer
 from outcore.train.memory_advice import explain
@@ -69,7 +69,7 @@ class Run:
         if settings.model_module is None:
             resolve_source(settings)  # a wrong name or folder is told before anything is made, read or built
         if config.plan:
-            return self._plan(user_config, settings, world_size)
+            return self._plan(user_config, choice, settings, world_size)
         folder, checkpoint = choose_run(config, self.say)
         if self.is_main:
             folder.make()
@@ -111,14 +111,15 @@ class Run:
             context.write_plan(self._said, self.startup_s)
             return self._train(Trainer(parts), context, started_s)
 
-    def _plan(self, user_config: dict[str, Any], settings: ModelSettings, world_size: int) -> int:
+    def _plan(self, user_config: dict[str, Any], choice: EngineChoice, settings: ModelSettings, world_size: int) -> int:
         """`--plan`: everything up to the engine's settings, then the forecast; the exit code says whether it fits."""
         config = self.config
-        choice = choose_engine(config, user_config, world_size, self.hardware.precision)
         tokenizer = load_tokenizer(config, settings, self.say)
         name = config.run_name or default_name(config)
         request = EngineRequest(config, user_config, settings, tokenizer, self.hardware, world_size, name)
         forecaster = Forecaster(settings, tokenizer, has_cuda=self.hardware.has_cuda, num_gpus=world_size)
+        if forecaster.problem:
+            raise ConfigError(f"--plan: {forecaster.problem}.")
         forecast = forecaster.of(decide(request, choice, self.say), config.save_total_limit)
         if forecast.plan is None:
             raise ConfigError(f"--plan: {forecast.problem}.")
