@@ -233,6 +233,7 @@ def test_a_failure_while_building_releases_the_staging_memory(monkeypatch):
 
     monkeypatch.setattr(module, "PinnedPool", Watched)
     loaded = tiny_loaded("llama")
-    with pytest.raises(ValueError, match="chunk_numel"):
-        build_stream_engine(loaded, replace(TINY, chunk_numel=100), device="cpu", pinned_grant=False, trial=False)
+    settings = replace(TINY, max_grad_norm=0.0, gradient_bytes=4096)
+    with pytest.raises(ValueError, match="gradient_bytes"):
+        build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False)
     assert made[0].capacity_bytes == 0

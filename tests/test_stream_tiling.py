@@ -78,7 +78,7 @@ def gradients_of(engine, batches):
     found = {}
     for unit, transfer in sent:
         transfer.wait()
-        views = unit.layout.grad_views(parts.homes[unit].grad)
+        views = unit.layout.grad_views(parts.arena[unit])
         found |= {slot.name: view.clone() for slot, view in zip(unit.layout.trainable_slots, views, strict=True)}
     return float(sums.ce_sum) / total, float(parts.download.norm()), found
 

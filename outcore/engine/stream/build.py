@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 
+import psutil
 import torch
 
 from outcore.engine.stream.check import sharing_holds, try_tiny_copy
 from outcore.engine.stream.compiled import CompiledLayers, draws_random_numbers
 from outcore.engine.stream.device_memory import let_segments_grow
 from outcore.engine.stream.engine import StreamEngine
+from outcore.engine.stream.gradient_arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
 from outcore.engine.stream.gradients import GradientDownload
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.parts import EngineParts
+from outcore.engine.stream.placement import StateChunk, cut_states, spill
 from outcore.engine.stream.prefetch import WeightPrefetcher
 from outcore.engine.stream.residency import Activations, DeviceActivations, Lend, NvmeActivations, RamActivations
 from outcore.engine.stream.runner import UnitRunner
@@ -22,21 +25,25 @@ from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.stalls import Stalls
+from outcore.engine.stream.state_ring import StateRing
 from outcore.engine.stream.tiles_plan import TilePlan, free_device_bytes, plan_tiles
 from outcore.engine.stream.tiles_trial import try_tiled_copy
 from outcore.engine.stream.tiles_units import open_tiles
 from outcore.engine.stream.units import Unit, Units, discover_units
-from outcore.engine.stream.updates import UnitUpdates
+from outcore.engine.stream.updates import TIMEOUT_S, UnitUpdates
 from outcore.engine.stream.weights import WeightHomes, plan_cuts
 from outcore.model.load import LoadedModel
 from outcore.optim import OptimizerPool, state_format
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
 from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.staging.pinned_grant import PinnedGrant
-from outcore.storage import StorageEngine, TensorStore
-from outcore.units import round_up
+from outcore.storage import StorageEngine, TensorSpec, TensorStore
+from outcore.units import GIB, round_up
 
 logger = logging.getLogger(__name__)
+
+FREE_RAM_BYTES = 2 * GIB
+"""Left free when gradients of all layers are given homes."""
 
 
 class _Source:
@@ -92,10 +99,9 @@ def build_stream_engine(
     tile_plan = _tile_plan(loaded, units, settings, device, trial)
     states = state_format(settings.states)
     states.check_param_dtype(dtype)
-    settings.is_deferred(dtype)
-    for name in ("state_ram_bytes", "gradient_bytes"):
-        if getattr(settings, name) is not None:
-            raise ValueError(f"{name}: this engine keeps parameters, states and gradients in RAM")
+    deferred = settings.is_deferred(dtype)
+    chunks = cut_states(units.all, states, settings.chunk_numel)
+    spill([chunk for unit in units.all for chunk in chunks[unit.index]], settings.state_ram_bytes)
     let_segments_grow(device)
     _prepare_model(units, device, expert_by_expert=bool(tile_plan.tiled))
     with ExitStack() as undo:
@@ -135,21 +141,42 @@ def build_stream_engine(
             drive_lane = undo.enter_context(
                 UploadLane(staging, None, device, settings.slot_bytes, num_slots, owner="weights from NVMe")
             )
-        homes = Homes(units.all, memory, states, weights=weights, chunk_numel=settings.chunk_numel)
+        homes = Homes(units.all, memory, states, chunks, _state_store(chunks, scratch), weights=weights)
+        arena = GradientArena(units.all, memory, None if deferred else _arena_bytes(units, settings))
         optimizer = undo.enter_context(OptimizerPool(settings.optimizer_threads, backend=settings.optimizer_backend))
         stalls = Stalls(device)
-        updates = UnitUpdates(homes, optimizer, stalls=stalls)
+        ring = None
+        if any(homes.flowing(unit) for unit in units.all):
+            ring = StateRing(
+                homes,
+                optimizer,
+                memory,
+                ring_bytes=settings.state_ring_bytes,
+                max_slots=settings.state_ring_slots,
+                descending=not deferred,
+                timeout_s=TIMEOUT_S,
+            )
+            undo.callback(ring.close)
+        updates = UnitUpdates(homes, arena, optimizer, ring, stalls=stalls)
         source = _Source(homes, updates)
         skip = tile_plan.indices
         prefetcher = WeightPrefetcher(
             units, source, upload, settings.num_layer_buffers, skip, drive_lane=drive_lane, stalls=stalls
         )
         sum_dtype = torch.float32 if settings.accumulate == "fp32" else dtype
-        download = GradientDownload(units, homes, download_lane, accumulate_dtype=sum_dtype, skip=skip, stalls=stalls)
+        download = GradientDownload(
+            units,
+            arena,
+            download_lane,
+            make_room=updates.make_room,
+            accumulate_dtype=sum_dtype,
+            skip=skip,
+            stalls=stalls,
+        )
         tiles = None
         if tile_plan.tiled:
             tiles, prefetcher, download = open_tiles(
-                tile_plan, source, homes, memory, upload, download_lane, prefetcher, download, sum_dtype
+                tile_plan, source, memory, upload, download_lane, prefetcher, download, sum_dtype
             )
         runner = UnitRunner(
             units,
@@ -163,7 +190,7 @@ def build_stream_engine(
         activations: Activations = DeviceActivations()
         where = settings.activations_on(device)
         if where == "ram":
-            activations = RamActivations(memory, upload, download_lane, num_layers, lend=_lender(units, homes, skip))
+            activations = RamActivations(memory, upload, download_lane, num_layers, lend=_lender(units, arena, skip))
         elif where == "nvme":
             assert scratch is not None
             activations = NvmeActivations(scratch, upload, download_lane, num_layers)
@@ -190,19 +217,22 @@ def build_stream_engine(
                 schedule,
                 stalls,
                 tile_plan,
+                arena,
+                ring,
             ),
         )
         undo.pop_all()
         return engine
 
 
-def _lender(units: Units, homes: Homes, tiled: frozenset[int]) -> Lend:
+def _lender(units: Units, arena: GradientArena, tiled: frozenset[int]) -> Lend:
     """Gradients' homes for checkpoints; a tiled layer's are written to while its checkpoints are still needed."""
 
     def lend(layer: int) -> torch.Tensor | None:
         if units.layer_units[layer].index in tiled:
             return None
-        return homes[units.layer_units[layer]].grad.view(torch.uint8)
+        home = arena.own_home(units.layer_units[layer])
+        return None if home is None else home.view(torch.uint8)
 
     return lend
 
@@ -227,10 +257,28 @@ def _pool_bytes(units: Units, settings: StreamSettings) -> int:
     homes = 0
     for unit in units.all:
         homes += round_up(unit.layout.size_bytes, ALIGNMENT_BYTES)
-        homes += round_up(unit.layout.trainable_numel * unit.layout.dtype.itemsize, ALIGNMENT_BYTES)
+        homes += round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES)
     if settings.weight_ram_bytes is not None:
         homes += 2 * settings.weight_read_ahead_bytes  # its lane takes up to half of what is free then
     return min(settings.staging_bytes, settings.lane_bytes + homes)
+
+
+def _state_store(chunks: dict[int, list[StateChunk]], scratch: Scratch | None) -> TensorStore | None:
+    """Room on the drive for the states that RAM does not hold; None when it holds all of them."""
+    spilled = [chunk for unit in chunks.values() for chunk in unit if chunk.on_nvme]
+    if not spilled:
+        return None
+    assert scratch is not None, "nvme_path is checked with the settings"
+    return scratch.store("optimizer states", [TensorSpec(c.name, torch.uint8, (c.n_bytes,)) for c in spilled])
+
+
+def _arena_bytes(units: Units, settings: StreamSettings) -> int | None:
+    """RAM for gradients with immediate updates: as told, else all of them where RAM is free, else the least."""
+    if settings.gradient_bytes is not None:
+        return settings.gradient_bytes
+    free_bytes = psutil.virtual_memory().available - FREE_RAM_BYTES
+    all_bytes = sum(gradient_bytes_of(unit) for unit in units.all)
+    return None if all_bytes <= free_bytes else smallest_arena_bytes(units.all)
 
 
 def _compiled(

@@ -95,6 +95,7 @@ class StreamEngine:
         shipped: list[tuple[Unit, LaneTransfer]] = []
         scale = self._scaler.cur_scale
         immediate = None if self._deferred else self._hyper(lr, 1.0)
+        parts.updates.begin_step()
 
         def on_gradient(unit: Unit, transfer: LaneTransfer) -> None:
             if immediate is None:

@@ -6,17 +6,20 @@ rounded values, which are those that the optimizer will read, and so an overflow
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from outcore.engine.stream.accumulator import GradAccumulator
-from outcore.engine.stream.homes import Homes
+from outcore.engine.stream.gradient_arena import GradientArena, gradient_bytes_of
 from outcore.engine.stream.stalls import Stalls
 from outcore.engine.stream.units import Unit, Units
 from outcore.staging import DownloadLane, LaneTransfer
 
 
 class GradientDownload:
-    """`accumulate_dtype`: in what the gradients of micro-batches are added up on the device.
+    """`accumulate_dtype`: in what the gradients of micro-batches are added up on the device. `make_room` waits for an
+    update and gives its gradient's memory back.
 
     `skip`: indices of units whose gradients never come in whole (they are computed in tiles); no buffer has room for
     them, but what `count` is told of them is part of the norm.
@@ -25,20 +28,21 @@ class GradientDownload:
     def __init__(
         self,
         units: Units,
-        homes: Homes,
+        arena: GradientArena,
         lane: DownloadLane,
         *,
+        make_room: Callable[[], None],
         accumulate_dtype: torch.dtype = torch.float32,
         num_buffers: int = 2,
         skip: frozenset[int] = frozenset(),
         stalls: Stalls | None = None,
     ) -> None:
-        self._homes, self._lane = homes, lane
+        self._arena, self._lane, self._make_room = arena, lane, make_room
         self._stalls = stalls or Stalls(lane.device)
         trainable = [unit for unit in units.all if unit.is_trainable and unit.index not in skip]
         self._ship = [
             torch.zeros(
-                max((homes[unit].grad.nbytes for unit in trainable), default=0), dtype=torch.uint8, device=lane.device
+                max((gradient_bytes_of(unit) for unit in trainable), default=0), dtype=torch.uint8, device=lane.device
             )
             for _ in range(num_buffers)
         ]
@@ -77,10 +81,19 @@ class GradientDownload:
             target = self._take_buffer(unit)
             target.copy_(complete)
         self.count(target)
-        transfer = self._lane.submit_host(target, self._homes[unit].grad, label=unit.name)
+        transfer = self._lane.submit_host(target, self.home(unit), label=unit.name)
         self._leaving[self._turn] = transfer
         self._turn = (self._turn + 1) % len(self._ship)
         return transfer
+
+    def home(self, unit: Unit) -> torch.Tensor:
+        """Memory in RAM for the unit's gradient; waits for updates until there is room. Raises what went wrong."""
+        home = self._arena.try_take(unit)
+        while home is None:
+            with self._stalls.until(f"room in RAM for the gradient of {unit.name}", "optimizer"):
+                self._make_room()
+            home = self._arena.try_take(unit)
+        return home
 
     def count(self, rounded: torch.Tensor) -> None:
         """Let values that go down (or lie in RAM) take part in the norm."""
@@ -91,8 +104,7 @@ class GradientDownload:
         return self._sumsq.sqrt()
 
     def _view(self, unit: Unit) -> torch.Tensor:
-        grad = self._homes[unit].grad
-        return self._ship[self._turn][: grad.nbytes].view(grad.dtype)
+        return self._ship[self._turn][: gradient_bytes_of(unit)].view(unit.layout.dtype)
 
     def _take_buffer(self, unit: Unit) -> torch.Tensor:
         """The buffer whose turn it is, once what it held has left."""

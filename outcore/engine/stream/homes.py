@@ -1,52 +1,35 @@
-"""Homes: where the 16-bit parameters, gradients and optimizer states of every unit live, in RAM or on NVMe.
+"""Homes: where the 16-bit parameters and optimizer states of every unit live, in RAM or on NVMe.
 
-Parameters are in `weights` (RAM, NVMe, or a part of a unit in each). Optimizer states come in chunks of up to
-`chunk_numel` parameters (one buffer each, see `outcore.optim.formats`), the form in which they can be updated, moved
-and saved. Bytes per trainable parameter: 2 (parameter) + 2 (gradient) + the format's, e.g. 12 for `fp32`.
+Parameters are in `weights` (RAM, NVMe, or a part of a unit in each), gradients in `gradient_arena`. Optimizer states
+come in chunks of up to `chunk_numel` parameters (one buffer each, see `outcore.optim.formats`), the form in which they
+can be updated, moved and saved. Bytes per trainable parameter: 2 (parameter) and the format's, e.g. 12 for `fp32`.
 
-Residency is decided per chunk: `StateChunk.buffer` is its RAM, None where it lives in the scratch store under
-`StateChunk.name`. An update needs three pieces: gradient, states, parameter. `param_piece` gives the parameter's RAM,
-None when it lives on NVMe (at `weights.stored_at(unit, chunk.start)`, whole chunks): then whoever brings a chunk's
-states into a slot of the ring brings the parameter piece beside them, read first where the format needs it (split),
-written back always.
+Residency is decided chunk by chunk (`placement`). An update needs three pieces: gradient, states, parameter. Chunks
+that have all of it in RAM are updated in place (`jobs`); the others flow through the ring (`flowing`), whose slots take
+the states when they live on NVMe, and the parameter piece when that does (`param_piece` is then None, `param_place`
+says where): read first where the format needs it (split), written back always (`ring_slots`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.layout import ALIGN_NUMEL, Slot
+from outcore.engine.stream.placement import StateChunk
+from outcore.engine.stream.state_window import StateWindow
 from outcore.engine.stream.units import Unit
-from outcore.engine.stream.weights import WeightHomes, plan_cuts
+from outcore.engine.stream.weights import WeightHomes
 from outcore.optim import ChunkJob, ChunkState, JobBatch, StateFormat
 from outcore.optim.chunk_state import StateName
+from outcore.storage import TensorStore
 from outcore.units import round_up
 
 CHUNK_NUMEL = 1 << 22
 """Parameters per chunk of states: 48 MiB of fp32 states, large enough for a drive, many to a layer."""
-
-
-@dataclass(frozen=True)
-class StateChunk:
-    """States of the parameters [start, stop) of one unit's trainable range."""
-
-    unit: Unit
-    start: int
-    stop: int
-    element_offset: int
-    """Of the first parameter in the model: the key of stochastic rounding."""
-    name: str
-    """In the scratch store."""
-    n_bytes: int
-    buffer: torch.Tensor | None
-    """uint8 [n_bytes] in RAM; None: on NVMe."""
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass
@@ -55,61 +38,44 @@ class UnitHome:
 
     slab: torch.Tensor
     """1-D, of the parameters' type: the part of the slab that lives in RAM, from its beginning."""
-    grad: torch.Tensor
-    """[layout.trainable_numel]; what the optimizer reads."""
     chunks: list[StateChunk]
-    jobs: JobBatch | None
-    """The chunks in RAM as the optimizer takes them; None when there are none."""
+    jobs: JobBatch | None = None
+    """The chunks in RAM as the optimizer took them last."""
 
 
 class Homes:
     """All homes. Takes over the model's parameters: their storage is the homes' from then on.
 
-    `weights`: None puts all parameters in RAM.
+    `chunks`: unit index -> its chunks of states, placed; `store` has room for those on NVMe.
     """
 
     def __init__(
         self,
-        units: list[Unit],
+        units: Sequence[Unit],
         memory: HostMemory,
         state_format: StateFormat,
+        chunks: Mapping[int, list[StateChunk]],
+        store: TensorStore | None = None,
         *,
-        weights: WeightHomes | None = None,
-        grad_dtype: torch.dtype | None = None,
-        chunk_numel: int = CHUNK_NUMEL,
+        weights: WeightHomes,
     ) -> None:
-        if chunk_numel <= 0 or chunk_numel % ALIGN_NUMEL:
-            raise ValueError(f"chunk_numel must be a positive multiple of {ALIGN_NUMEL}, got {chunk_numel}")
         self.state_format = state_format
-        self._chunk_numel = chunk_numel
-        if weights is None:
-            weights = WeightHomes(units, memory, plan_cuts(units, (), None, chunk_numel), None)
+        self.units = tuple(units)
+        self.state_store = store
+        self._window = StateWindow(store, state_format) if store is not None else None
         self.weights = weights
         weights.adopt()
         self._homes: dict[int, UnitHome] = {}
-        element_offset = 0
         for unit in units:
-            self._homes[unit.index] = self._adopt(unit, memory, grad_dtype or unit.layout.dtype, element_offset)
-            element_offset += unit.layout.trainable_numel
+            self._homes[unit.index] = UnitHome(weights.ram(unit), chunks[unit.index])
+            for chunk in chunks[unit.index]:
+                if not chunk.on_nvme:
+                    self._initialise(chunk, memory)
 
-    def _adopt(self, unit: Unit, memory: HostMemory, grad_dtype: torch.dtype, element_offset: int) -> UnitHome:
-        layout = unit.layout
-        slab = self.weights.ram(unit)
-        numel = layout.trainable_numel
-        grad_bytes = numel * grad_dtype.itemsize
-        grad = memory.take(grad_bytes, f"gradients of {unit.name}").view(grad_dtype)
-        chunks: list[StateChunk] = []
-        jobs: list[ChunkJob] = []
-        for start in range(0, numel, self._chunk_numel):
-            stop = min(start + self._chunk_numel, numel)
-            n_bytes = self.state_format.chunk_bytes(stop - start)
-            buffer = memory.take(n_bytes, f"states of {unit.name}", pinned=False)
-            name = f"states {unit.name} {start}"
-            chunk = StateChunk(unit, start, stop, element_offset + start, name, n_bytes, buffer)
-            ChunkState(self.state_format, buffer, chunk.numel, slab[start:stop]).initialise()
-            chunks.append(chunk)
-            jobs.append(ChunkJob(grad[start:stop], buffer, slab[start:stop], chunk.element_offset))
-        return UnitHome(slab, grad, chunks, JobBatch(self.state_format, jobs) if jobs else None)
+    def _initialise(self, chunk: StateChunk, memory: HostMemory) -> None:
+        chunk.buffer = memory.take(chunk.n_bytes, f"states of {chunk.unit.name}", pinned=False)
+        param = self.weights.read_range(chunk.unit, chunk.start, chunk.stop)
+        ChunkState(self.state_format, chunk.buffer, chunk.numel, param).initialise()
 
     def __getitem__(self, unit: Unit) -> UnitHome:
         return self._homes[unit.index]
@@ -118,6 +84,36 @@ class Homes:
         """The chunk's parameters in RAM; None when they live on NVMe."""
         slab = self[chunk.unit].slab
         return slab[chunk.start : chunk.stop] if chunk.stop <= len(slab) else None
+
+    def param_place(self, chunk: StateChunk) -> tuple[TensorStore, str, int]:
+        """(store, name, byte offset) of the chunk's parameters where `param_piece` is None."""
+        place = self.weights.stored_at(chunk.unit, chunk.start)
+        assert place is not None, "a chunk's parameters live in one place"
+        return place
+
+    def flowing(self, unit: Unit) -> list[StateChunk]:
+        """The unit's chunks that are updated in the ring."""
+        return [chunk for chunk in self[unit].chunks if chunk.on_nvme or self.param_piece(chunk) is None]
+
+    def jobs(self, unit: Unit, grad: torch.Tensor) -> JobBatch | None:
+        """The unit's other chunks as the optimizer takes them; None when there are none."""
+        home = self[unit]
+        jobs: list[ChunkJob] = []
+        for chunk in home.chunks:
+            param = self.param_piece(chunk)
+            if chunk.buffer is not None and param is not None:
+                jobs.append(ChunkJob(grad[chunk.start : chunk.stop], chunk.buffer, param, chunk.element_offset))
+        if not jobs:
+            return None
+        if home.jobs is None:
+            home.jobs = JobBatch(self.state_format, jobs)
+        elif home.jobs.grads[0].data_ptr() != jobs[0].grad.data_ptr():
+            home.jobs = home.jobs.with_grads([job.grad for job in jobs])
+        return home.jobs
+
+    def names(self) -> list[str]:
+        """Every parameter's checkpoint name, in order of need."""
+        return self.weights.names()
 
     def slot(self, name: str) -> Slot:
         return self.weights.slot(name)[1]
@@ -132,7 +128,7 @@ class Homes:
         value = torch.empty(slot.numel, dtype=torch.float32)
         for chunk, at, start, stop in self._pieces(name, slot.end):
             inside = min(stop, start + slot.numel - at)
-            value[at : at + inside - start] = self._opened(chunk).read(family, start, inside)
+            value[at : at + inside - start] = self._open(chunk, family).read(family, start, inside)
         return value.view(slot.shape)
 
     def write_state(self, name: str, family: StateName, value: torch.Tensor) -> None:
@@ -142,11 +138,19 @@ class Homes:
         flat = torch.zeros(end - slot.offset, dtype=torch.float32)
         flat[: slot.numel] = value.reshape(-1)
         for chunk, at, start, stop in self._pieces(name, end):
-            self._opened(chunk).write(family, flat[at : at + stop - start], start)
+            self._open(chunk, family, to_write=True).write(family, flat[at : at + stop - start], start)
 
-    def _opened(self, chunk: StateChunk) -> ChunkState:
-        assert chunk.buffer is not None
-        return ChunkState(self.state_format, chunk.buffer, chunk.numel, self.param_piece(chunk))
+    def flush_states(self) -> None:
+        """After `write_state`: let the drive have what was written to chunks on NVMe."""
+        if self._window is not None:
+            self._window.flush()
+
+    def _open(self, chunk: StateChunk, family: StateName, *, to_write: bool = False) -> ChunkState:
+        param = self.param_piece(chunk)
+        if chunk.buffer is not None:
+            return ChunkState(self.state_format, chunk.buffer, chunk.numel, param)
+        assert self._window is not None
+        return self._window.open(chunk, family, param, to_write=to_write)
 
     def _pieces(self, name: str, end: int) -> list[tuple[StateChunk, int, int, int]]:
         """(chunk, offset within the parameter, start and stop within the chunk) of [slot.offset, end)."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outcore.engine.stream.gradient_arena import GradientArena
 from outcore.engine.stream.gradients import GradientDownload
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
@@ -14,12 +15,13 @@ from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.stalls import Stalls
+from outcore.engine.stream.state_ring import StateRing
 from outcore.engine.stream.tiles_plan import TilePlan
 from outcore.engine.stream.units import Units
 from outcore.engine.stream.updates import UnitUpdates
 from outcore.optim import OptimizerPool
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
-from outcore.units import format_gib
+from outcore.units import format_gb, format_gib
 
 
 @dataclass
@@ -44,6 +46,9 @@ class EngineParts:
     schedule: VerticalSchedule
     stalls: Stalls
     tile_plan: TilePlan
+    arena: GradientArena
+    ring: StateRing | None
+    """None: all states live in RAM."""
 
     def describe(self, settings: StreamSettings, *, deferred: bool) -> str:
         """For people."""
@@ -75,7 +80,20 @@ class EngineParts:
         ahead = "" if lane is None else f", read ahead in {lane.num_slots} slots of {format_gib(lane.slot_bytes)}"
         return [
             f"  NVMe: {format_gib(self.scratch.size_bytes)} reserved in {', '.join(map(str, self.scratch.folders))}; "
-            f"{format_gib(weights.nvme_bytes)} of parameters{ahead}"
+            f"{format_gib(weights.nvme_bytes)} of parameters{ahead}",
+            *self._states_in_words(),
+        ]
+
+    def _states_in_words(self) -> list[str]:
+        if self.ring is None:
+            return []
+        chunks = [chunk for unit in self.units.all for chunk in self.homes[unit].chunks]
+        spilled = sum(chunk.n_bytes for chunk in chunks if chunk.on_nvme)
+        share = 100 * spilled / sum(chunk.n_bytes for chunk in chunks)
+        return [
+            f"  NVMe: {format_gib(spilled)} of states ({share:.0f} %), through {self.ring.num_slots} slots of "
+            f"{format_gib(self.ring.slot_bytes)}; so far {format_gb(self.ring.read_bytes)} read and "
+            f"{format_gb(self.ring.written_bytes)} written"
         ]
 
     def _layers_in_words(self) -> str:
@@ -86,13 +104,14 @@ class EngineParts:
 
     def close(self) -> None:
         """Threads and lanes first, then the memory they used."""
+        drive_is_idle = self.updates.close()
         self.optimizer.close(cancel=True)
         self.prefetcher.abort()
         self.upload.close()
         if self.drive_lane is not None:
             self.drive_lane.close()
         self.download_lane.close()
-        if self.scratch is not None:
-            self.scratch.close()
+        if self.scratch is not None and drive_is_idle:
+            self.scratch.close()  # waits without a limit; what is left the next run there removes
         self.memory.close()
         self.staging.close()

@@ -20,6 +20,8 @@ from outcore.storage.store_files import DirectoryLock, lock_directories
 logger = logging.getLogger(__name__)
 
 FOLDER = "outcore-scratch"
+IO_THREADS = 16
+"""Requests of 8 MiB under way: with reads and writes at the same time a drive wants more than with reads alone."""
 
 
 class Scratch:
@@ -45,7 +47,7 @@ class Scratch:
             for lock in self._locks:
                 lock.release()
             raise EngineError(f"nvme_path: {self.folders[0]} cannot be used for scratch files: {error}") from error
-        self.engine: StorageEngine = engine if engine is not None else open_engine("auto")
+        self.engine: StorageEngine = engine if engine is not None else open_engine("auto", num_threads=IO_THREADS)
 
     def store(self, kind: str, specs: Sequence[TensorSpec]) -> TensorStore:
         """A new store called `kind` for these tensors, zeros at first; one of that name from before is removed.

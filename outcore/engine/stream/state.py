@@ -2,8 +2,8 @@
 
 Families: `model` (trainable weights as the forward uses them, and persistent buffers), `master`, `exp_avg` and
 `exp_avg_sq` (fp32). The same files as `outcore.engine.deepspeed.engine` writes, so that either engine resumes the
-other's. Whatever the format of the states in RAM, they are written as fp32 and read back bit by bit. One tensor in
-memory at a time.
+other's. Whatever their format, and wherever they live, states are written as fp32 and read back bit by bit. One tensor
+and, of states on NVMe, one chunk in memory at a time.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class StreamState:
             saved = weights.read(name)
             if saved.dtype == self._homes.weight(name).dtype and not self._homes.state_format.split_master:
                 self._homes.weight(name).copy_(saved)
+        self._homes.flush_states()
         for name, buffer in self._buffers().items():
             if name in weights:
                 buffer.copy_(weights.read(name))

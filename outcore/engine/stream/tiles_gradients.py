@@ -21,7 +21,6 @@ import torch
 
 from outcore.engine.stream.accumulator import GradAccumulator
 from outcore.engine.stream.gradients import GradientDownload
-from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.prefetch import settle
 from outcore.engine.stream.tiles import TiledMatrix, TiledUnit
@@ -86,13 +85,12 @@ class TileGradients:
     def __init__(
         self,
         tiled: Sequence[TiledUnit],
-        homes: Homes,
         download: GradientDownload,
         up: UploadLane,
         down: DownloadLane,
         memory: HostMemory,
     ) -> None:
-        self._homes, self._download, self._up, self._down, self._memory = homes, download, up, down, memory
+        self._download, self._up, self._down, self._memory = download, up, down, memory
         tile_numel = max((unit.tile_numel for unit in tiled if unit.unit.is_trainable), default=0)
         n_bytes = SUM_DTYPE.itemsize * tile_numel
         self._ship = [torch.zeros(n_bytes, dtype=torch.uint8, device=up.device) for _ in range(NUM_BUFFERS)]
@@ -175,7 +173,7 @@ class TileGradients:
 
     def finish(self, tiled: TiledUnit, resident: GradAccumulator) -> TransferGroup:
         """Send what has not been sent yet; the unit's gradient is at home when the group is done."""
-        unit, home = tiled.unit, self._homes[tiled.unit].grad
+        unit, home = tiled.unit, self._download.home(tiled.unit)
         for start, stop in unit.layout.gaps():
             home[start:stop] = 0
         sent = self._sent.setdefault(unit.index, [])
@@ -198,14 +196,14 @@ class TileGradients:
         state = self._states.pop((*matrix.key, tile), _TileState())
         start, stop = matrix.span(tile)
         if state.where == "none":
-            self._homes[matrix.unit].grad[start:stop] = 0
+            self._download.home(matrix.unit)[start:stop] = 0
         elif state.where != "sent":
             self._send(matrix, tile, self._come_back(matrix, tile, state), state)
             self._free_back()
 
     def _send(self, matrix: TiledMatrix, tile: int, flat: torch.Tensor, state: _TileState) -> None:
         assert state.where != "sent", f"{matrix.slot.name}, tile {tile}: a gradient came after the last"
-        home = self._homes[matrix.unit].grad
+        home = self._download.home(matrix.unit)
         start, stop = matrix.span(tile)
         target = self._take_buffer(stop - start, home.dtype)
         target.copy_(flat)
@@ -220,7 +218,7 @@ class TileGradients:
 
     def _set_aside(self, matrix: TiledMatrix, tile: int, flat: torch.Tensor, state: _TileState) -> None:
         start, stop = matrix.span(tile)
-        home = self._homes[matrix.unit].grad
+        home = self._download.home(matrix.unit)
         if state.where == "none" and flat.dtype == home.dtype:
             state.where, waits = "home", home[start:stop]
         else:
@@ -234,7 +232,7 @@ class TileGradients:
         """What was set aside, on the device again until `_free_back`."""
         assert state.transfer is not None
         state.transfer.wait()
-        home = self._homes[matrix.unit].grad if state.where == "home" else self._sum_home(matrix)
+        home = self._download.home(matrix.unit) if state.where == "home" else self._sum_home(matrix)
         if not self._back:
             self._back = [torch.zeros_like(buffer) for buffer in self._ship]
         start, stop = matrix.span(tile)

@@ -86,7 +86,7 @@ def _gradients(
         found: dict[str, torch.Tensor] = {}
         for unit, transfer in sent:
             transfer.wait()
-            views = unit.layout.grad_views(engine._parts.homes[unit].grad)
+            views = unit.layout.grad_views(engine._parts.arena[unit])
             found |= {slot.name: view.clone() for slot, view in zip(unit.layout.trainable_slots, views, strict=True)}
         return found
     finally:

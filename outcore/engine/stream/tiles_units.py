@@ -14,7 +14,6 @@ import torch
 
 from outcore.engine.stream.accumulator import GradAccumulator
 from outcore.engine.stream.gradients import GradientDownload
-from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.prefetch import WeightPrefetcher, WeightSource
 from outcore.engine.stream.tiles import TiledUnit
@@ -188,7 +187,6 @@ class TiledDownload(GradientDownload):
 def open_tiles(
     plan: TilePlan,
     source: WeightSource,
-    homes: Homes,
     memory: HostMemory,
     upload: UploadLane,
     down: DownloadLane,
@@ -199,7 +197,7 @@ def open_tiles(
     """What a plan with tiled units needs on the device, around the prefetcher and download for the others."""
     dtype = plan.tiled[0].unit.layout.dtype
     ring = TileRing(source, upload, plan.tile_numel, dtype, stalls=prefetcher.stalls)
-    gradients = TileGradients(plan.tiled, homes, download, upload, down, memory)
+    gradients = TileGradients(plan.tiled, download, upload, down, memory)
     tiles = TiledUnits(plan.tiled, TileWork(ring, source, upload, gradients))
     return (
         tiles,

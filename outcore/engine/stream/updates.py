@@ -1,21 +1,27 @@
 """Updates under way: which unit waits for its gradient, which for the CPU optimizer, which is up to date.
 
 `submit` returns at once: when the gradient has arrived in RAM (a callback on the lane's thread), the unit goes to the
-optimizer with its order of need as priority. `wait` blocks until its parameters may be read and is where failures come
-out: a failed download, a failed update, a gradient that was not finite in a guarded update.
+optimizer with its order of need as priority; its chunks on NVMe go through the ring. A guarded unit with such chunks
+has its gradient looked at first, so that one that is not finite skips the unit whole. `wait` blocks until the unit's
+parameters may be read and is where failures come out: a failed download, transfer or update, a gradient that was not
+finite in a guarded update.
 """
 
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from outcore.engine.base import EngineError, NonFiniteLossError
+from outcore.engine.stream.gradient_arena import GradientArena
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.stalls import Stalls
+from outcore.engine.stream.state_ring import BEFORE_ALL_UNITS, RingTicket, StateRing
 from outcore.engine.stream.units import Unit
 from outcore.optim import AdamWHyper, OptimizerPool, Ticket
+from outcore.optim.reference import LARGEST_GRAD
 from outcore.staging import LaneTransfer
 from outcore.units import format_s
 
@@ -29,36 +35,79 @@ class _Pending:
         self.unit = unit
         self.handed_over = threading.Event()
         self.ticket: Ticket | None = None
+        self.ring_ticket: RingTicket | None = None
+        self.skipped = False
         self.error: BaseException | None = None
 
 
 class UnitUpdates:
-    """See the module docstring. Called from one thread (the lanes' callbacks apart)."""
+    """See the module docstring. Called from one thread (the lanes' callbacks apart). `ring` None: all is in RAM."""
 
     def __init__(
-        self, homes: Homes, pool: OptimizerPool, timeout_s: float = TIMEOUT_S, *, stalls: Stalls | None = None
+        self,
+        homes: Homes,
+        arena: GradientArena,
+        pool: OptimizerPool,
+        ring: StateRing | None = None,
+        timeout_s: float = TIMEOUT_S,
+        *,
+        stalls: Stalls | None = None,
     ) -> None:
-        self._homes, self._pool, self._timeout_s = homes, pool, timeout_s
-        self._stalls = stalls or Stalls(torch.device("cpu"))
+        self._homes, self._arena, self._pool, self._ring, self._timeout_s = homes, arena, pool, ring, timeout_s
         self._pending: dict[int, _Pending] = {}
+        self._guards = ThreadPoolExecutor(1, thread_name_prefix="gradient-guard") if ring is not None else None
+        self._stalls = stalls or Stalls(torch.device("cpu"))
+
+    def begin_step(self) -> None:
+        """Read ahead on NVMe for a new step."""
+        if self._ring is not None:
+            self._ring.check()
+            self._ring.begin_step()
 
     def submit(self, unit: Unit, gradient: LaneTransfer, hyper: AdamWHyper, *, guard: bool = False) -> None:
         """Update `unit` once `gradient` has arrived in its home."""
         assert unit.index not in self._pending, f"{unit.name} is still being updated"
         pending = self._pending[unit.index] = _Pending(unit)
+        grad = self._arena[unit]
+        if self._ring is not None:
+            self._ring.passed(unit)
 
         def hand_over(transfer: LaneTransfer) -> None:
             try:
                 if transfer.error is not None:
                     raise transfer.error
-                jobs = self._homes[unit].jobs
-                assert jobs is not None
-                pending.ticket = self._pool.submit(unit.name, unit.index, jobs, hyper, guard=guard)
+                if guard and self._guards is not None and self._homes.flowing(unit):
+                    self._guards.submit(self._begin_finite, pending, grad, hyper)
+                    return
+                self._begin(pending, grad, hyper, guard=guard)
             except BaseException as error:  # raised again on the thread that waits
                 pending.error = error
             pending.handed_over.set()
 
         gradient.add_done_callback(hand_over)
+
+    def _begin(self, pending: _Pending, grad: torch.Tensor, hyper: AdamWHyper, *, guard: bool) -> None:
+        unit = pending.unit
+        if self._ring is not None and self._homes.flowing(unit):
+            pending.ring_ticket = self._ring.submit(unit, grad, hyper)
+        jobs = self._homes.jobs(unit, grad)
+        if jobs is not None:
+            pending.ticket = self._pool.submit(unit.name, unit.index, jobs, hyper, guard=guard)
+
+    def _begin_finite(self, pending: _Pending, grad: torch.Tensor, hyper: AdamWHyper) -> None:
+        """On the guards' thread: as a guarded update, over the unit's chunks wherever they live."""
+        try:
+            pieces = [grad[chunk.start : chunk.stop] for chunk in self._homes[pending.unit].chunks]
+            priority = pending.unit.index - 2 * BEFORE_ALL_UNITS
+            ticket = self._pool.submit_sumsq(f"gradient of {pending.unit.name}", priority, pieces)
+            stats = self._pool.wait(ticket, self._timeout_s).stats
+            assert stats is not None
+            pending.skipped = not stats.all_finite or stats.sumsq**0.5 * hyper.grad_scale > LARGEST_GRAD
+            if not pending.skipped:
+                self._begin(pending, grad, hyper, guard=False)
+        except BaseException as error:  # raised again on the thread that waits
+            pending.error = error
+        pending.handed_over.set()
 
     def is_done(self, unit: Unit) -> bool:
         """Whether `wait` would return or raise at once."""
@@ -67,10 +116,14 @@ class UnitUpdates:
             return True
         if not pending.handed_over.is_set():
             return False
-        return pending.ticket is None or self._pool.done(pending.ticket)
+        if pending.ticket is not None and not self._pool.done(pending.ticket):
+            return False
+        return pending.ring_ticket is None or pending.ring_ticket.done.is_set()
 
     def wait(self, unit: Unit) -> None:
         """Until the unit is up to date. TimeoutError, NonFiniteLossError, or what went wrong with it."""
+        if self._ring is not None:
+            self._ring.check()  # a write of an earlier update may have failed since
         pending = self._pending.get(unit.index)
         if pending is None:
             return
@@ -83,18 +136,41 @@ class UnitUpdates:
                 f"the update of {unit.name} could not be made: {pending.error}. Its states are those of the step "
                 "before, those of other layers may be newer: resume from the last checkpoint."
             ) from pending.error
-        assert pending.ticket is not None
-        with self._stalls.because("optimizer", f"update of {unit.name}"):
-            result = self._pool.wait(pending.ticket, self._timeout_s)
-        if result.status == "skipped":
+        skipped = pending.skipped
+        if pending.ticket is not None:
+            with self._stalls.because("optimizer", f"update of {unit.name}"):
+                skipped = self._pool.wait(pending.ticket, self._timeout_s).status == "skipped"
+        if pending.ring_ticket is not None and not skipped:
+            assert self._ring is not None
+            with self._stalls.because("nvme", f"states of {unit.name}"):
+                self._ring.wait(pending.ring_ticket)
+        if skipped:
             raise NonFiniteLossError(
                 f"the gradient of {unit.name} was not finite. Its states were left alone, those of other layers may "
                 "have been updated in the same step: resume from the last checkpoint with a lower --learning_rate, or "
                 "with gradient clipping, under which such a step is skipped whole."
             )
         del self._pending[unit.index]
+        self._arena.give_back(unit)
+
+    def make_room(self) -> None:
+        """Wait until at least one unit's gradient is not needed any more; raises what went wrong with it."""
+        over = [pending.unit for pending in self._pending.values() if self.is_done(pending.unit)]
+        if not over:
+            assert self._pending, "the arena is full of gradients that nobody updates with"
+            over = [self._pending[min(self._pending)].unit]  # the first in the optimizer's order
+        for unit in over:
+            self.wait(unit)
 
     def drain(self) -> None:
-        """Until every unit is up to date; the first failure is raised."""
+        """Until every unit is up to date, on the drive too; the first failure is raised."""
         for pending in list(self._pending.values()):
             self.wait(pending.unit)
+        if self._ring is not None:
+            self._ring.flush()
+
+    def close(self) -> bool:
+        """Start nothing more on NVMe and wait for its transfers, with a limit; False when they did not end."""
+        if self._guards is not None:
+            self._guards.shutdown(wait=False, cancel_futures=True)
+        return self._ring is None or self._ring.close()

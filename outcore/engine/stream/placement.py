@@ -1,0 +1,87 @@
+"""Which chunks of optimizer states live in RAM and which on NVMe: as many in RAM as fit, the others spread evenly.
+
+A drive gives its best when it is asked all the time, so every stretch of the model sends it the same share of its
+states: with half of them on NVMe every unit has about half of its bytes there. A chunk keeps master and moments
+together. Each byte of either is read and written once a step, so moving one kind before the other would save nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outcore.engine.stream.layout import ALIGN_NUMEL
+from outcore.engine.stream.units import Unit
+from outcore.optim import StateFormat
+
+
+@dataclass
+class StateChunk:
+    """States of the parameters [start, stop) of one unit's trainable range."""
+
+    unit: Unit
+    start: int
+    stop: int
+    element_offset: int
+    """Of the first parameter in the model: the key of stochastic rounding."""
+    n_bytes: int
+    on_nvme: bool = False
+    buffer: torch.Tensor | None = None
+    """uint8 [n_bytes] when it lives in RAM."""
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def name(self) -> str:
+        """In the scratch store."""
+        return f"states of {self.unit.name} from {self.start}"
+
+
+def cut_states(units: Sequence[Unit], state_format: StateFormat, chunk_numel: int) -> dict[int, list[StateChunk]]:
+    """Unit index -> its chunks, none of which has a home yet. ValueError for a size that cuts blocks in two."""
+    if chunk_numel <= 0 or chunk_numel % ALIGN_NUMEL:
+        raise ValueError(f"chunk_numel must be a positive multiple of {ALIGN_NUMEL}, got {chunk_numel}")
+    chunks: dict[int, list[StateChunk]] = {}
+    element_offset = 0
+    for unit in units:
+        numel = unit.layout.trainable_numel
+        chunks[unit.index] = []
+        for start in range(0, numel, chunk_numel):
+            stop = min(start + chunk_numel, numel)
+            n_bytes = state_format.chunk_bytes(stop - start)
+            chunks[unit.index].append(StateChunk(unit, start, stop, element_offset + start, n_bytes))
+        element_offset += numel
+    return chunks
+
+
+def spill(chunks: Sequence[StateChunk], ram_bytes: int | None) -> None:
+    """Decide `on_nvme` of every chunk (given in order of need); None: everything fits into RAM."""
+    in_ram = spread([chunk.n_bytes for chunk in chunks], ram_bytes)
+    for chunk, stays in zip(chunks, in_ram, strict=True):
+        chunk.on_nvme = not stays
+
+
+def spread(sizes_bytes: Sequence[int], ram_bytes: int | None) -> list[bool]:
+    """Which of these pieces stay in RAM: together at most `ram_bytes`, and no further piece would fit.
+
+    Up to any piece, those in RAM are `ram_bytes / total` of the bytes so far, to within a piece or two.
+    """
+    total_bytes = sum(sizes_bytes)
+    if ram_bytes is None or ram_bytes >= total_bytes:
+        return [True] * len(sizes_bytes)
+    in_ram: list[bool] = []
+    so_far_bytes = taken_bytes = 0
+    for size_bytes in sizes_bytes:
+        so_far_bytes += size_bytes
+        stays = (taken_bytes + size_bytes) * total_bytes <= ram_bytes * so_far_bytes
+        taken_bytes += size_bytes if stays else 0
+        in_ram.append(stays)
+    for index, size_bytes in enumerate(sizes_bytes):  # less than one piece's room is left: small pieces may fit
+        if not in_ram[index] and taken_bytes + size_bytes <= ram_bytes:
+            in_ram[index] = True
+            taken_bytes += size_bytes
+    return in_ram

@@ -1,0 +1,109 @@
+"""Slots of the state ring: what of a chunk lies in one, and which transfers bring it there and back.
+
+A slot holds a chunk's states when they live on NVMe and its parameter piece when the unit's slab does: the piece is
+read only where the format needs it (split: the parameter is the master's upper half) and always written back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from outcore.engine.stream.homes import Homes
+from outcore.engine.stream.host_memory import HostMemory
+from outcore.engine.stream.placement import StateChunk
+from outcore.optim import ChunkState
+from outcore.staging.allocator import ALIGNMENT_BYTES
+from outcore.storage import TensorStore, Transfer
+from outcore.units import format_gib, round_up
+
+PRIORITY = 1
+"""Behind what the lanes ask of the drive: weights and checkpoints are waited for sooner than states."""
+
+
+class Part(NamedTuple):
+    """A piece of a chunk and its place on the drive."""
+
+    store: TensorStore
+    name: str
+    offset_bytes: int
+    memory: torch.Tensor
+
+    def submit_read(self) -> Transfer:
+        return self.store.submit_read(self.name, self.memory, self.offset_bytes, priority=PRIORITY)
+
+    def submit_write(self) -> Transfer:
+        return self.store.submit_write(self.name, self.memory, self.offset_bytes, priority=PRIORITY)
+
+
+class RingSlot:
+    """Memory of `n_bytes`, page-aligned, that takes one chunk at a time."""
+
+    def __init__(self, homes: Homes, memory: torch.Tensor) -> None:
+        self._homes, self._memory = homes, memory
+        self.n_bytes = memory.numel()
+
+    def states(self, chunk: StateChunk) -> torch.Tensor:
+        """uint8 [chunk.n_bytes]: where the optimizer finds the chunk's states."""
+        return self._memory[: chunk.n_bytes] if chunk.buffer is None else chunk.buffer
+
+    def param(self, chunk: StateChunk) -> torch.Tensor:
+        """[chunk.numel] of the parameters' type."""
+        piece = self._homes.param_piece(chunk)
+        if piece is not None:
+            return piece
+        start = round_up(chunk.n_bytes, ALIGNMENT_BYTES) if chunk.buffer is None else 0
+        return self._memory[start : start + _param_bytes(chunk)].view(chunk.unit.layout.dtype)
+
+    def holds_param(self, chunk: StateChunk) -> bool:
+        return self._homes.param_piece(chunk) is None
+
+    def reads(self, chunk: StateChunk) -> list[Part]:
+        """What an update needs. Without a split the parameter follows from the master and is only written."""
+        return self._states_part(chunk) + (self._param_part(chunk) if self._homes.state_format.split_master else [])
+
+    def writes(self, chunk: StateChunk) -> list[Part]:
+        """What an update has changed."""
+        return self._states_part(chunk) + self._param_part(chunk)
+
+    def initialise(self, chunk: StateChunk, timeout_s: float) -> Transfer:
+        """Set the chunk's states on NVMe to those of a fresh start; the write under way."""
+        for part in self._param_part(chunk):
+            part.submit_read().wait(timeout_s)
+        ChunkState(self._homes.state_format, self.states(chunk), chunk.numel, self.param(chunk)).initialise()
+        (part,) = self._states_part(chunk)
+        return part.submit_write()
+
+    def _states_part(self, chunk: StateChunk) -> list[Part]:
+        if chunk.buffer is not None:
+            return []
+        assert self._homes.state_store is not None
+        return [Part(self._homes.state_store, chunk.name, 0, self.states(chunk))]
+
+    def _param_part(self, chunk: StateChunk) -> list[Part]:
+        return [Part(*self._homes.param_place(chunk), self.param(chunk))] if self.holds_param(chunk) else []
+
+
+def ring_slots(
+    homes: Homes, chunks: Sequence[StateChunk], memory: HostMemory, ring_bytes: int, max_slots: int
+) -> list[RingSlot]:
+    """As many slots as `ring_bytes` gives, `max_slots` at most, each for any of `chunks`. ValueError for too few."""
+
+    def needed_bytes(chunk: StateChunk) -> int:
+        states = round_up(chunk.n_bytes, ALIGNMENT_BYTES) if chunk.buffer is None else 0
+        return states + (_param_bytes(chunk) if homes.param_piece(chunk) is None else 0)
+
+    slot_bytes = round_up(max(needed_bytes(chunk) for chunk in chunks), ALIGNMENT_BYTES)
+    count = min(max_slots, len(chunks), ring_bytes // slot_bytes)
+    if count < 1:
+        raise ValueError(
+            f"state_ring_bytes {format_gib(ring_bytes)} cannot hold one chunk of states ({format_gib(slot_bytes)}): "
+            "raise it (ten and more slots keep a drive busy), or lower chunk_numel"
+        )
+    return [RingSlot(homes, memory.take(slot_bytes, "ring of optimizer states")) for _ in range(count)]
+
+
+def _param_bytes(chunk: StateChunk) -> int:
+    return chunk.numel * chunk.unit.layout.dtype.itemsize
