@@ -99,6 +99,8 @@ def flags_of(run: PlannedRun, args: argparse.Namespace, folder: Path, steps: int
     flags += ["--save_strategy", "no", "--no_export", "--report_to", "none", "--run_name", run.name]
     flags += [f"--{kind}_dir={folder / kind}" for kind in ("log", "checkpoint", "export")]
     flags += [f"--data_cache_dir={folder / 'cache'}", *run.flags]
+    if args.dry_run and "--ram_budget_gib" in run.flags:
+        flags += ["--ram_budget_gib", "0"]  # so that a tiny model's states leave RAM, too
     if run.uses_nvme:
         flags += ["--nvme_offload_path", str(args.nvme)]
     return flags

@@ -17,7 +17,7 @@ from outcore.machine import LinkRates
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.plan.shape import preset_shape
 from outcore.train import forecast as forecast_module
-from outcore.train.forecast import Forecaster, RunFigures, run_hardware, run_plan, run_shape
+from outcore.train.forecast import Forecast, Forecaster, RunFigures, run_hardware, run_plan, run_shape
 from outcore.train.run import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,6 +132,11 @@ def test_whatever_fails_in_a_forecast_is_a_sentence(monkeypatch: pytest.MonkeyPa
     settings, decided = ModelSettings(preset="tiny", seq_length=64), _decided(StreamSettings())
     fine = Forecaster(settings, None, has_cuda=False).of(decided, 2)
     assert fine.plan is not None and fine.problem == ""
+    assert Forecast(None, server(sources={"h2d_gb_per_s": "measured", "ram_gb_per_s": "nominal"})).measured_links() == {
+        "h2d_gb_per_s": 55.5
+    }
+    drives = {"drive_read_gb_per_s": "measured"}
+    assert Forecast(None, server(sources=drives)).measured_links()["drive_mixed_gb_per_s"] == 3.9
     header, record = fine.header(), fine.to_dict()
     assert header is not None and record is not None and header["step_s"] == record["time_s"]["step_s"] > 0
     assert header["rss_bytes"] == record["expected_rss_bytes"] < record["ram_bytes"]

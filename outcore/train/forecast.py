@@ -33,6 +33,7 @@ from outcore.plan import (
 from outcore.plan.advice import advise
 from outcore.plan.choose import best_stage, best_stream, stream_refusal
 from outcore.plan.deepspeed import DeepSpeedLayout, plan_deepspeed
+from outcore.plan.hardware import LINKS
 from outcore.plan.profile import MEASURED_PROFILE
 from outcore.plan.request import STAGES
 from outcore.plan.shape_source import shape_from_config
@@ -164,6 +165,15 @@ class Forecast:
         if self.plan is None or self.hardware is None:
             return None
         return {**self.plan.to_dict(), "rates": self.hardware.sources, "machine_notes": list(self.hardware.notes)}
+
+    def measured_links(self) -> dict[str, float]:
+        """GB/s of this machine's links that the probe measured, by name; {} when it never did."""
+        if self.hardware is None:
+            return {}
+        rates = {name: getattr(self.hardware, name) for name in LINKS if self.hardware.sources.get(name) == "measured"}
+        if "drive_read_gb_per_s" in rates and self.hardware.drive_mixed_gb_per_s:
+            rates["drive_mixed_gb_per_s"] = self.hardware.drive_mixed_gb_per_s
+        return rates
 
     def header(self) -> dict[str, Any] | None:
         """The few figures that a reader of metrics.jsonl compares."""

@@ -130,7 +130,7 @@ class RunContext:
             progress=progress,
             metrics=metrics,
             loggers=loggers,
-            warnings=RunWarnings(sampler.describe),
+            warnings=RunWarnings(sampler.describe, drive_gb_per_s=self._links().get("drive_mixed_gb_per_s")),
             watches=(space, MemoryWatch()),
             prompt_ids=tokenizer(config.sample_prompt or DEFAULT_PROMPT)["input_ids"],
             decode=lambda ids: tokenizer.decode(ids),
@@ -149,7 +149,12 @@ class RunContext:
         return {
             "run": self.folder.name,
             "versions": versions,
-            "machine": {"host": platform.node(), "device": self.hardware.reason, **sampler.describe()},
+            "machine": {
+                "host": platform.node(),
+                "device": self.hardware.reason,
+                **sampler.describe(),
+                "links": self._links(),
+            },
             "model": {"words": engine.loaded.words, **asdict(engine.loaded.facts)},
             "plan": {
                 "total_steps": self.length.total_steps,
@@ -160,6 +165,9 @@ class RunContext:
             },
             "config": asdict(self.config),
         }
+
+    def _links(self) -> dict[str, float]:
+        return self.forecast.measured_links() if self.forecast else {}
 
     def write_plan(self, said: list[str], startup_s: dict[str, float]) -> None:
         """logs/<run>/plan.json: the engine, its settings, the reason of every choice, the planner's forecast."""
