@@ -2,11 +2,13 @@
 
 From scratch: the architecture without values, then our own initial weights (equal for every engine and ZeRO stage).
 Trained weights: transformers' loader (safetensors only), straight into the parameters. Never two copies in RAM: under
-ZeRO-3 each weight is partitioned as soon as it exists.
+ZeRO-3 each weight is partitioned as soon as it exists. Lazy: parameters are stand-ins without memory, and their values
+come later, a layer at a time, from a feed (`outcore.model.feed`), for models that do not fit in RAM.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -17,12 +19,14 @@ from torch import nn
 
 from outcore.model.check import Abilities, check_abilities
 from outcore.model.facts import ModelFacts, model_class_of, model_facts, resolve_attention
+from outcore.model.feed import InitialWeights, TrainedWeights, WeightFeed, shard_files
 from outcore.model.hook import build_from_module
 from outcore.model.initialise import initialise_weights, meta_skeleton
 from outcore.model.lora import apply_lora
 from outcore.model.loss import LossModule, TokenLoss, UserLoss
 from outcore.model.settings import ModelSettings
 from outcore.model.source import ModelSource, hub_error, resolve_source
+from outcore.model.standin import without_memory
 from outcore.model.zero3 import gathered, is_partitioned, partition_while_loading
 
 
@@ -42,6 +46,8 @@ class LoadedModel:
     notes: tuple[str, ...] = field(default_factory=tuple)
     load_s: float = 0.0
     """Seconds that making or reading it took."""
+    feed: WeightFeed | None = None
+    """Where the values of the parameters come from when the model was loaded lazily; None: they are there."""
 
     def token_loss(self, num_chunks: int | None = None) -> TokenLoss:
         """The loss that fits this model; see `outcore.model.loss`."""
@@ -65,8 +71,12 @@ def load_model(
     zero3_config: dict[str, Any] | None = None,
     device: torch.device | str = "cpu",
     progress: Callable[[str], None] = lambda line: None,
+    lazy: bool = False,
 ) -> LoadedModel:
     """Make or read the model. With `zero3_config` (complete DeepSpeed configuration, stage 3) it comes partitioned.
+
+    `lazy`: parameters without memory and a feed of their values, for the streaming engine; adapters are real. A user's
+    own module and an encoder-decoder are made whole all the same.
 
     Weights are in `settings.dtype` on `device` (ZeRO-3: where DeepSpeed keeps them). ValueError for settings that
     cannot work, RuntimeError when the hub or the files cannot give what was asked; both before memory is spent where
@@ -81,8 +91,12 @@ def load_model(
     attention, notes = resolve_attention(source.config, settings.attn_implementation)
     abilities = check_abilities(source.config, attention, settings.trust_remote_code)
     progress(f"model: {source.words}")
+    lazy = lazy and not source.is_encoder_decoder
+    feed: WeightFeed | None = None
     with partition_while_loading(zero3_config):
-        if model_class is not None:
+        if lazy:
+            model, feed = _lazily(model_class, source, settings, attention)
+        elif model_class is not None:
             model: Any = _from_scratch(model_class, source, settings, attention, device, zero3_config is not None)
         else:
             model = _from_weights(source, settings, attention, device, zero3_config is not None)
@@ -94,7 +108,7 @@ def load_model(
         enable_activation_checkpointing(model)
     model.train()
     load_s, notes = time.perf_counter() - began_s, source.notes + notes
-    return LoadedModel(model, source.config, model_facts(model), abilities, source.words, None, notes, load_s)
+    return LoadedModel(model, source.config, model_facts(model), abilities, source.words, None, notes, load_s, feed)
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:
@@ -174,6 +188,44 @@ def _from_weights(
             "or check config_overrides."
         )
     return model if zero3 else model.to(device)
+
+
+def _lazily(
+    model_class: type[Any] | None, source: ModelSource, settings: ModelSettings, attention: str
+) -> tuple[Any, WeightFeed]:
+    """The model with stand-ins for parameters, and the feed of their values."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.initialization import no_init_weights
+
+    def build() -> Any:
+        arguments = {"dtype": settings.dtype, "attn_implementation": attention}
+        with no_init_weights():
+            torch.manual_seed(settings.seed)
+            if model_class is not None:
+                model = model_class._from_config(source.config, **arguments)
+            else:
+                trust = settings.trust_remote_code
+                model = AutoModelForCausalLM.from_config(source.config, trust_remote_code=trust, **arguments)
+            model.tie_weights()
+            return model
+
+    try:
+        model = without_memory(build)
+        if source.path is None:
+            assert model_class is not None
+            return model, InitialWeights(meta_skeleton(model_class, source.config), settings.seed)
+        with torch.device("meta"):
+            skeleton = build()
+        feed = TrainedWeights(skeleton, shard_files(source.path), settings.dtype)
+    except (ValueError, ImportError) as error:
+        raise _attention_error(error, source, settings) from error
+    except OSError as error:
+        raise hub_error(source.path or "", error, settings.trust_remote_code) from error
+    for name, value in feed.buffers().items():
+        model.get_buffer(name).copy_(value)
+    with contextlib.suppress(OSError):  # many checkpoints have none
+        model.generation_config = GenerationConfig.from_pretrained(source.path)
+    return model, feed
 
 
 def _load_own(settings: ModelSettings, tokenizer: Any | None, device: torch.device | str) -> LoadedModel:

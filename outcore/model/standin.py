@@ -6,8 +6,8 @@ zeros, so a model's structure can be traced with them, and refuse to be written 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,24 +18,41 @@ def stand_in(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.T
     return torch.zeros((), dtype=dtype).expand(shape)
 
 
-@contextmanager
-def parameters_without_memory() -> Iterator[None]:
-    """Modules made inside have stand-ins for parameters, and real buffers.
+def is_stand_in(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has shape only. Never of one element, which any tensor has memory for."""
+    return tensor.numel() > 1 and not any(tensor.stride())
 
-    Each parameter exists for the moment of its making, untouched, which costs address space and no memory.
+
+def without_memory(build: Callable[[], Any]) -> Any:
+    """`build()`'s module with stand-ins for parameters and with real buffers.
+
+    While it is built, each parameter is real only for the moment of its making, untouched, which costs address space
+    and no memory; then it is on the meta device, where a constructor may write to it without effect.
     """
     register = nn.Module.register_parameter
 
-    def register_stand_in(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.numel() > 1:
-            value = stand_in(parameter.shape, parameter.dtype)
-            replaced = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            vars(replaced).update(vars(parameter))  # marks that a model's constructor has set
-            parameter = replaced
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            module._parameters[name] = _like(parameter, parameter.detach().to("meta"))
 
-    nn.Module.register_parameter = register_stand_in  # pyright: ignore[reportAttributeAccessIssue]
+    nn.Module.register_parameter = register_on_meta  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        yield
+        model = build()
     finally:
         nn.Module.register_parameter = register
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    made[id(parameter)] = _like(parameter, stand_in(parameter.shape, parameter.dtype))
+                module._parameters[name] = made[id(parameter)]
+    return model
+
+
+def _like(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
+    """With the marks that a constructor has set on the parameter."""
+    new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    vars(new).update(vars(parameter))
+    return new

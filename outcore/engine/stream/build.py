@@ -78,10 +78,11 @@ def build_stream_engine(
     """An engine that trains `loaded` layer by layer on `device` ("cuda" or "cpu").
 
     `loaded` comes from `load_model(..., device="cpu")` with its parameters whole and on the CPU in the type of the run
-    (bf16, fp16 or fp32); they become views of the engine's homes. Its own activation checkpointing is switched off:
-    every layer is recomputed anyway. `pinned_grant`: as `probe` of `PinnedPool` (what an earlier probe found; True asks
-    a child process; False does not ask). `trial`: first compare a tiny copy of the model, run unit by unit, with plain
-    autograd. `storage`: whose threads move bytes from and to drives; None opens one.
+    (bf16, fp16 or fp32), or from `load_model(..., lazy=True)`; they become views of the engine's homes. Its own
+    activation checkpointing is switched off: every layer is recomputed anyway. `pinned_grant`: as `probe` of
+    `PinnedPool` (what an earlier probe found; True asks a child process; False does not ask). `trial`: first compare a
+    tiny copy of the model, run unit by unit, with plain autograd. `storage`: whose threads move bytes from and to
+    drives; None opens one.
 
     Raises StreamUnsupported (a ValueError) naming why this model cannot be streamed, before memory is spent; ValueError
     for settings; PinnedPoolFull or RuntimeError when the machine does not give the staging memory, EngineError when the
@@ -134,7 +135,7 @@ def build_stream_engine(
                 f"weight_ram_bytes: parameters that are trained must live in RAM, which takes {needed_bytes} bytes; "
                 "those that are frozen (LoRA) may live on NVMe"
             )
-        weights = WeightHomes(units.all, memory, cuts, scratch)
+        weights = WeightHomes(units.all, memory, cuts, scratch, loaded.feed)
         drive_lane = None
         if weights.store is not None:
             num_slots = max(2, min(settings.weight_read_ahead_bytes, staging.free_bytes // 2) // settings.slot_bytes)

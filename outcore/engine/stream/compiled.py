@@ -17,7 +17,7 @@ from torch import nn
 from torch.func import functional_call, vjp
 
 from outcore.engine.base import EngineError
-from outcore.engine.stream.shell import LayerCall
+from outcore.engine.stream.shell import LayerCall, with_memory
 from outcore.engine.stream.structure import alike
 from outcore.engine.stream.units import Units
 
@@ -133,7 +133,8 @@ def draws_random_numbers(units: Units) -> bool:
         with torch.no_grad():
             for index in set(alike(units.layers)):
                 call = log.calls[index]
-                units.layers[index](log.hidden, *call.args, **call.kwargs)
+                with with_memory(units.layers[index]) as layer:
+                    layer(log.hidden, *call.args, **call.kwargs)
         return not torch.equal(before, torch.default_generator.get_state())
     finally:
         torch.default_generator.set_state(before)

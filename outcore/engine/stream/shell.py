@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from outcore.engine.stream.masks import MIN_MASK_NUMEL, MaskShrinker, restored
+from outcore.model.standin import is_stand_in
 
 
 class StreamUnsupported(ValueError):
@@ -212,3 +213,18 @@ def bound(owners: Sequence[Sequence[Owner]], tensors: Sequence[torch.Tensor]) ->
     finally:
         for module, attribute, parameter in reversed(before):
             module._parameters[attribute] = parameter
+
+
+@contextmanager
+def with_memory(layer: nn.Module) -> Iterator[nn.Module]:
+    """The layer, fit to be run: inside, parameters that are stand-ins are zeros of their own (one layer's memory),
+    because some kernels take no tensor without strides."""
+    places = [
+        (module, name, p)
+        for module in layer.modules()
+        for name, p in module._parameters.items()
+        if p is not None and is_stand_in(p)
+    ]
+    zeros = {id(p): torch.zeros(p.shape, dtype=p.dtype) for _, _, p in places}
+    with bound([[(module, name)] for module, name, _ in places], [zeros[id(p)] for _, _, p in places]):
+        yield layer

@@ -3,14 +3,16 @@
 The decoder stack is the module list that the decoder's own forward calls member by member with the hidden states. What
 the first layer gets is the embedding unit's result; what happens to the last one's is the head. Which parameters belong
 to which is read off autograd's graph of a run on two tokens (no gradient is computed), so no name matters and tied
-weights are seen as what they are: one home that two parts share. Cost: one embedding and one head evaluation of two
-tokens on the CPU. A model that does not work this way is refused with the reason (`StreamUnsupported`).
+weights are seen as what they are: one home that two parts share. Values do not matter, so a model that was loaded
+lazily is traced with its stand-ins. Cost: one embedding, layer and head evaluation of two tokens on the CPU. A model
+that does not work this way is refused with the reason (`StreamUnsupported`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from outcore.engine.stream.shell import (
     StreamUnsupported,
     bound,
     shell_of,
+    with_memory,
 )
 from outcore.model.head import CausalParts, unwrap
 from outcore.model.inputs import Isolation, forward_inputs
@@ -128,7 +131,8 @@ def _run_to_layers(shell: nn.Module, inputs: dict[str, Any]) -> None:
 
 
 def discover_units(loaded: LoadedModel) -> Units:
-    """Take a loaded model apart. Its parameters must be whole, on the CPU. StreamUnsupported says why not."""
+    """Take a loaded model apart. Its parameters must be whole, on the CPU, or stand-ins. StreamUnsupported says why
+    not."""
     causal = unwrap(loaded.model)
     if loaded.facts.is_encoder_decoder:
         raise StreamUnsupported("an encoder-decoder has two stacks of layers; only decoder-only models are streamed")
@@ -247,8 +251,8 @@ class _Discovery:
             shell = shell_of(self.parts.decoder, _layer_stands(self.stack, self.layers, log, None))
             _run_to_layers(shell, forward_inputs(self.parts.decoder, batch, self.isolation))
             call = log.calls[0]
-            with torch.no_grad():
-                units.form = ReturnForm.of(self.layers[0](log.hidden.detach(), *call.args, **call.kwargs))
+            with torch.no_grad(), with_memory(self.layers[0]) as layer:
+                units.form = ReturnForm.of(layer(log.hidden.detach(), *call.args, **call.kwargs))
             embed = parameters_behind([log.hidden])
             units.embed_paths = self._paths(embed)
             log = units.record(batch)
@@ -273,6 +277,13 @@ class _Discovery:
         return tuple(p for p in paths if not any(p.startswith(f"{outer}.") for outer in paths))
 
     def _check_complete(self, embed: list[nn.Parameter], head: list[nn.Parameter]) -> None:
+        names = sorted(self.names.values())
+        for name, following in pairwise(names):
+            if name == following:
+                raise StreamUnsupported(
+                    f"two of its parameters would both be saved as {name} (adapters on experts that are one weight: "
+                    "set lora target_modules to the attention's)"
+                )
         ends = {id(p) for p in (*embed, *head)}
         seen: dict[int, int] = {}
         for index, layer in enumerate(self.layers):

@@ -21,6 +21,7 @@ from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.layout import Slot
 from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.units import Unit
+from outcore.model.feed import WeightFeed
 from outcore.model.standin import stand_in
 from outcore.storage import StorageError, TensorSpec, TensorStore, Transfer
 
@@ -72,13 +73,19 @@ def _least(unit: Unit, whole: frozenset[int]) -> int:
 
 
 class WeightHomes:
-    """See the module docstring. `cuts`: from `plan_cuts`; `scratch` may be None where everything lives in RAM.
+    """See the module docstring. `cuts`: from `plan_cuts`; `scratch` may be None where everything lives in RAM; `feed`:
+    values of parameters that the model does not hold itself (loaded lazily).
 
     EngineError when the drives have no room.
     """
 
     def __init__(
-        self, units: Sequence[Unit], memory: HostMemory, cuts: dict[int, int], scratch: Scratch | None
+        self,
+        units: Sequence[Unit],
+        memory: HostMemory,
+        cuts: dict[int, int],
+        scratch: Scratch | None,
+        feed: WeightFeed | None = None,
     ) -> None:
         self._units = list(units)
         self._cuts = cuts
@@ -90,7 +97,7 @@ class WeightHomes:
         if spilled:
             assert scratch is not None, "nvme_path is checked with the settings"
             self.store = scratch.store(KIND, [_spec(unit, cuts[unit.index]) for unit in spilled])
-        self._memory = memory
+        self._memory, self._feed = memory, feed
         self._ram: dict[int, torch.Tensor] = {}
 
     @property
@@ -115,13 +122,24 @@ class WeightHomes:
 
     def adopt(self) -> None:
         """Take over the values of the model's parameters, whose storage is here from then on: one unit after another,
-        so that there is never a second copy of more than one."""
+        so that there is never a second copy of more than one. Values from the feed then come group by group."""
+        missing = set() if self._feed is None else set(self._feed.names)
         for unit in self._units:
             n_bytes = self._cuts[unit.index] * unit.layout.dtype.itemsize
             self._ram[unit.index] = self._memory.take(n_bytes, f"parameters of {unit.name}").view(unit.layout.dtype)
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-                self.write(slot.name, parameter.detach())
+                if slot.name not in missing:
+                    self.write(slot.name, parameter.detach())
                 parameter.data = self._bound(unit, slot)
+        for group in () if self._feed is None else self._feed.groups():
+            for name, value in group.items():
+                if value.shape != torch.Size(self._slots[name][1].shape):
+                    raise EngineError(
+                        f"{name}: the model has shape {self._slots[name][1].shape}, its value {value.shape}"
+                    )
+                self.write(name, value)
+                missing.discard(name)
+        assert not missing, f"the feed promised {sorted(missing)[0]} and did not give it"
 
     def _bound(self, unit: Unit, slot: Slot) -> torch.Tensor:
         if slot.end <= self._cuts[unit.index]:
