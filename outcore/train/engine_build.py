@@ -209,7 +209,7 @@ def build(request: EngineRequest, decided: Decided, say: Say) -> tuple[AnyEngine
     if decided.stream is None:
         assert decided.deepspeed is not None
         return build_engine(decided.deepspeed, request.settings, request.tokenizer, decided.loaded, say=say), decided
-    loaded = decided.loaded or load_model(request.settings, tokenizer=request.tokenizer, device="cpu")
+    loaded = decided.loaded or load_model(request.settings, tokenizer=request.tokenizer, lazy=True)
     device = "cuda" if request.hardware.has_cuda else "cpu"
     try:
         engine = build_stream_engine(loaded, decided.stream.settings, device=device, trial=False)
