@@ -21,8 +21,11 @@ SHAPES = {  # hidden size, layers, intermediate size, heads, key/value heads, vo
     "2.8b": (3072, 26, 8448, 24, 6, 32000),
     "8b": (4096, 32, 14336, 32, 8, 128256),
     "30b": (6656, 56, 17920, 52, 52, 32000),
+    "16k-layer": (16384, 1, 53248, 128, 8, 32000),
+    "tiny-layer": (256, 1, 832, 4, 1, 512),
 }
-"""Llama shapes, untied. 1.2b: 24 layers of 2048; 8b: Llama 3 8B; 30b: about LLaMA 30B."""
+"""Llama shapes, untied. 1.2b: 24 layers of 2048; 8b: Llama 3 8B; 30b: about LLaMA 30B; 16k-layer: one of Llama 3.1
+405B's layers, 3.2 B parameters."""
 
 
 def config_of(shape: str, seq_length: int) -> Any:

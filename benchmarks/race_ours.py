@@ -32,6 +32,7 @@ def random_model(options: dict[str, Any], device: str) -> LoadedModel:
     with torch.device("meta"):
         model = model_class_of(config)._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     real = model.to_empty(device="cpu")
+    torch.manual_seed(0)
     real.model.rotary_emb = type(real.model.rotary_emb)(config)
     with torch.no_grad():
         for name, p in real.named_parameters():

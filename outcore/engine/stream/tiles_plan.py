@@ -77,9 +77,7 @@ def plan_tiles(
         return TilePlan((), tile_bytes, "off")
     if choice == "on":
         chosen = [unit for unit in units.all if _has_large(unit, tile_bytes)]
-        reason = (
-            f"on: {_in_words(chosen)} in tiles of {format_gib(tile_bytes)}" if chosen else "on, but nothing is large"
-        )
+        reason = f"{_in_words(chosen)} in tiles of {format_gib(tile_bytes)}, as asked" if chosen else "nothing is large"
         return TilePlan(tuple(TiledUnit(unit, tile_bytes) for unit in chosen), tile_bytes, reason)
     if device_bytes is None:
         return TilePlan((), tile_bytes, "none (no limit of device memory is known)")
