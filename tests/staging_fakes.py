@@ -24,6 +24,9 @@ class LateEvent:
         self.passed = threading.Event()
         self.error: Exception | None = None
 
+    def has_ended(self) -> bool:
+        return self.passed.is_set() and self.error is None
+
     def synchronize(self) -> None:
         assert self.passed.wait(60), "the fake device hung"
         if self.error is not None:

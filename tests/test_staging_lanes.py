@@ -550,3 +550,26 @@ def test_soak_random_traffic_of_several_threads_through_shared_lanes(tmp_path: P
         assert up.stats().transfers > 100 and down.stats().transfers > 50
     engine.close()
     assert torch.equal(content_of(tmp_path / "f")[4 * range_bytes :], first[4 * range_bytes :])
+
+
+def test_nobody_watches_a_pinned_copy_until_somebody_asks(pool) -> None:
+    source = random_bytes(MIB)
+    outs = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(4)]
+    streams = LateStreams(pinned={source.data_ptr()})
+    with UploadLane(pool, None, CPU, SLOT_BYTES, streams=streams) as up:
+        looked, called, drained = (up.submit_host(source, out, after=AT_ONCE) for out in outs[:3])
+        deadline_s = time.monotonic() + 30
+        while not looked.done() and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        assert looked.done() and looked.wait(1) == MIB
+        ended = threading.Event()
+        called.add_done_callback(lambda transfer: ended.set())
+        assert ended.wait(30)
+        up.drain(30)
+        assert drained.done() and up.stats().transfers == 3 and up.stats().n_bytes == 3 * MIB
+        streams.fail_next = RuntimeError("the link is gone")
+        failing = up.submit_host(source, outs[3], after=AT_ONCE)
+        with pytest.raises(RuntimeError, match="link is gone"):
+            failing.wait(30)
+        up.drain(30)
+    assert all(torch.equal(out, source) for out in outs[:3])

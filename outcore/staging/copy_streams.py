@@ -26,6 +26,10 @@ class CopyEvent(Protocol):
         """True without waiting when the copy is known to have ended."""
         ...
 
+    def has_ended(self) -> bool:
+        """Asks, without waiting; raises what the device reports."""
+        ...
+
     def synchronize(self) -> None:
         """Blocks (without spinning) until the copy has ended; raises what the device reports."""
         ...
@@ -79,6 +83,9 @@ class FinishedCopy:
     def __init__(self, begin_s: float, end_s: float) -> None:
         self.span = (begin_s, end_s)
 
+    def has_ended(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
         return
 
@@ -127,6 +134,9 @@ class CudaCopy:
     @property
     def span(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         return self.begin, self.end
+
+    def has_ended(self) -> bool:
+        return self.end.query()
 
     def synchronize(self) -> None:
         self.end.synchronize()

@@ -20,6 +20,9 @@ import atexit
 import itertools
 import logging
 import threading
+from collections import deque
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -31,7 +34,7 @@ from outcore.staging.gate import Gate
 from outcore.staging.homes import FileHome, HostCopier, RamHome, StoreHome
 from outcore.staging.lane_driver import LaneDriver
 from outcore.staging.lane_stats import LaneClock, LaneStats
-from outcore.staging.lane_transfer import LaneClosed, LaneTransfer
+from outcore.staging.lane_transfer import LaneClosed, LaneTransfer, Unwatched
 from outcore.staging.lease import Lease
 from outcore.staging.pool import PinnedPool
 from outcore.staging.slots import SlotRing
@@ -120,6 +123,7 @@ class Lane:
         self._outstanding: set[LaneTransfer] = set()
         self._settled = threading.Condition()
         self._turns = itertools.count()
+        self._unwatched: deque[LaneTransfer] = deque()
         self._closed = False
         self._broken: BaseException | None = None
         self._copier = HostCopier(copy_threads, self.owner)
@@ -154,6 +158,9 @@ class Lane:
     def drain(self, timeout_s: float | None = None) -> None:
         """Blocks until nothing is under way; failures stay with their transfers. TimeoutError."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
+        for transfer in list(self._unwatched):
+            transfer.have_watched()
+        self._unwatched.clear()
         with self._settled:
             if not self._settled.wait_for(lambda: not self._outstanding, limit_s):
                 some = ", ".join(transfer.what for transfer in list(self._outstanding)[:3])
@@ -251,7 +258,8 @@ class Lane:
 
     def _copy_pinned(self, transfer: LaneTransfer, flat: torch.Tensor, memory: torch.Tensor) -> None:
         """Pinned RAM needs no slot: the copies are queued here and now, on the caller's thread, all on one stream (a
-        direction has one copy engine, so a second stream would only add events to wait for)."""
+        direction has one copy engine, so a second stream would only add events to wait for). No thread watches them
+        before somebody waits on the host: each wake-up takes the interpreter from the thread that feeds the GPU."""
         index = next(self._turns) % self.streams.count
         pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         for start_bytes in range(0, flat.numel(), HOME_COPY_BYTES):
@@ -265,7 +273,18 @@ class Lane:
             self._driver.lose(transfer, error)
             return
         transfer.note_issued(flat.numel(), index, copy)
-        self._driver.watch(index, copy, transfer, flat.numel(), memory)
+        n_bytes = flat.numel()
+        transfer.leave_unwatched(
+            Unwatched(
+                copy,
+                partial(self._driver.watch, index, copy, transfer, n_bytes, memory),
+                partial(self._driver.ended, transfer, n_bytes, copy, memory, None),
+            )
+        )
+        self._unwatched.append(transfer)
+        with suppress(IndexError):  # another thread may look, too
+            while self._unwatched[0].done():
+                self._unwatched.popleft()
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device != self.device:

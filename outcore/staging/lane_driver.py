@@ -94,8 +94,16 @@ class LaneDriver:
     def watch(self, index: int, copy: CopyEvent, transfer: LaneTransfer, n_bytes: int, keep: torch.Tensor) -> None:
         """Counts a copy that the caller queued on stream `index` itself; `keep` stays alive until it has ended."""
         self._waiters[index].put(
-            copy, lambda error: self.post(partial(self._watched, transfer, n_bytes, copy, keep, error))
+            copy, lambda error: self.post(partial(self.ended, transfer, n_bytes, copy, keep, error))
         )
+
+    def ended(
+        self, transfer: LaneTransfer, n_bytes: int, copy: CopyEvent, keep: torch.Tensor, error: BaseException | None
+    ) -> None:
+        """Counts a copy that has ended; on any thread, once."""
+        if error is None:
+            self._clock.copied(transfer.label, n_bytes, copy)
+        self._end(transfer, n_bytes, error)
 
     def lose(self, transfer: LaneTransfer, error: BaseException) -> None:
         """Ends a copy that the caller began (`begin_chunk`) and could not queue."""
@@ -244,13 +252,6 @@ class LaneDriver:
     def _end(self, transfer: LaneTransfer, n_bytes: int, error: BaseException | None) -> None:
         if transfer.end_chunk(n_bytes, error):
             self._settle(transfer)
-
-    def _watched(
-        self, transfer: LaneTransfer, n_bytes: int, copy: CopyEvent, keep: torch.Tensor, error: BaseException | None
-    ) -> None:
-        if error is None:
-            self._clock.copied(transfer.label, n_bytes, copy)
-        self._end(transfer, n_bytes, error)
 
     def _cancel(self, make_error: Callable[[LaneTransfer], BaseException]) -> None:
         while self._pending:

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,17 @@ logger = logging.getLogger(__name__)
 
 class LaneClosed(RuntimeError):
     """The lane was closed before this transfer had begun, or before it was submitted."""
+
+
+@dataclass(frozen=True)
+class Unwatched:
+    """A queued copy that only the device has to know of (its stream keeps the order)."""
+
+    copy: CopyEvent
+    watch: Callable[[], None]
+    """Have a thread wait for its end."""
+    end: Callable[[], None]
+    """It has ended well: count it."""
 
 
 class LaneTransfer:
@@ -49,6 +61,7 @@ class LaneTransfer:
         self._error: BaseException | None = None
         self._error_seen = False
         self._finished = False
+        self._unwatched: Unwatched | None = None
         self._copies: dict[int, CopyEvent] = {}
         self._callbacks: list[Callable[[LaneTransfer], object]] = []
         # The lane's side: kept alive until nothing is in flight.
@@ -62,6 +75,8 @@ class LaneTransfer:
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Blocks until done; the bytes moved. Raises the transfer's failure, or TimeoutError (it goes on)."""
+        if not self.done():
+            self.have_watched()
         self._block(lambda: self._finished, timeout_s, "done")
         return self.n_bytes
 
@@ -80,6 +95,8 @@ class LaneTransfer:
 
     def done(self) -> bool:
         """Whether it ended, well or badly."""
+        if self._unwatched is not None:
+            self._look()
         return self._finished
 
     @property
@@ -91,10 +108,13 @@ class LaneTransfer:
     def add_done_callback(self, fn: Callable[[LaneTransfer], object]) -> None:
         """Calls `fn(transfer)` when it ends, on the lane's thread (it must not block), or now if it has ended."""
         with self._condition:
-            if not self._finished:
+            waits = not self._finished
+            if waits:
                 self._callbacks.append(fn)
-                return
-        fn(self)
+        if waits:
+            self.have_watched()
+        else:
+            fn(self)
 
     def _block(self, is_there: Callable[[], bool], timeout_s: float | None, goal: str) -> None:
         limit_s = self._lane.timeout_s if timeout_s is None else timeout_s
@@ -124,7 +144,32 @@ class LaneTransfer:
         if error is not None and not self._error_seen and not isinstance(error, LaneClosed):
             logger.error("nobody waited for a transfer that failed: %s: %s", self.what, error)
 
+    def _look(self) -> None:
+        with self._condition:
+            unwatched = self._unwatched
+            if unwatched is None:
+                return
+            try:
+                if not unwatched.copy.has_ended():
+                    return
+            except RuntimeError:
+                return  # the lane's thread finds the same when it waits, and tells everybody
+            self._unwatched = None
+        unwatched.end()
+
     # ------------------------------------------------------------------ for the lane
+
+    def leave_unwatched(self, unwatched: Unwatched) -> None:
+        """No thread waits for this copy until somebody on the host wants to know that it ended."""
+        with self._condition:
+            self._unwatched = unwatched
+
+    def have_watched(self) -> None:
+        """From now on the lane's threads wait for its end, and say so."""
+        with self._condition:
+            unwatched, self._unwatched = self._unwatched, None
+        if unwatched is not None:
+            unwatched.watch()
 
     @property
     def failure(self) -> BaseException | None:

@@ -44,6 +44,9 @@ class CompiledLayers:
         self._like = alike(units.layers) if share else list(range(len(units.layers)))
         self._backend = backend
         self._functions: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        if not self.why_not:  # for good: a context around every call costs the host 0.1 ms
+            limits = torch._dynamo.config
+            limits.recompile_limit = max(limits.recompile_limit, MAX_RECOMPILES)
 
     @property
     def num_kinds(self) -> int:
@@ -78,7 +81,7 @@ class CompiledLayers:
         if kind not in self._functions:
             self._functions[kind] = self._compile(kind)
         try:
-            with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=MAX_RECOMPILES):  # pyright: ignore
+            with torch.no_grad():
                 return self._functions[kind][which](*args)
         except _compiler_errors() as error:
             text = str(error).strip().splitlines()

@@ -115,15 +115,24 @@ class _Stand(nn.Module):
             return getattr(self.__dict__["_original"], name)
 
 
+@dataclass
+class Tape:
+    """What the recorders of one model write to and return at present."""
+
+    log: CallLog = field(default_factory=CallLog)
+    form: ReturnForm | None = None
+
+
 class Recorder(_Stand):
     """Notes the call of layer `index` and passes the hidden states on."""
 
-    def __init__(self, layer: nn.Module, index: int, num_layers: int, log: CallLog, form: ReturnForm | None) -> None:
+    def __init__(self, layer: nn.Module, index: int, num_layers: int, tape: Tape) -> None:
         super().__init__(layer)
-        self.__dict__.update(_index=index, _num_layers=num_layers, _log=log, _form=form)
+        self.__dict__.update(_index=index, _num_layers=num_layers, _tape=tape)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        index, log, form = (self.__dict__[key] for key in ("_index", "_log", "_form"))
+        index, tape = self.__dict__["_index"], self.__dict__["_tape"]
+        log, form = tape.log, tape.form
         hidden, call = split_call(args, kwargs)
         if index != len(log.calls):
             raise StreamUnsupported(
@@ -140,15 +149,24 @@ class Recorder(_Stand):
         return form.wrap(hidden)
 
 
-class Relay(_Stand):
-    """Returns the given hidden states, whatever it is called with."""
+@dataclass
+class Held:
+    """What the relays of one model return at present."""
 
-    def __init__(self, layer: nn.Module, hidden: torch.Tensor, form: ReturnForm) -> None:
+    hidden: torch.Tensor | None = None
+    form: ReturnForm | None = None
+
+
+class Relay(_Stand):
+    """Returns the held hidden states, whatever it is called with."""
+
+    def __init__(self, layer: nn.Module, held: Held) -> None:
         super().__init__(layer)
-        self.__dict__.update(_hidden=hidden, _form=form)
+        self.__dict__["_held"] = held
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_form"].wrap(self.__dict__["_hidden"])
+        held = self.__dict__["_held"]
+        return held.form.wrap(held.hidden)
 
 
 class ShapeNote(_Stand):

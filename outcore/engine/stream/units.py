@@ -23,6 +23,7 @@ from outcore.engine.stream.packing import packing_known
 from outcore.engine.stream.shell import (
     Blank,
     CallLog,
+    Held,
     LayersReached,
     Owner,
     Recorder,
@@ -30,6 +31,7 @@ from outcore.engine.stream.shell import (
     ReturnForm,
     ShapeNote,
     StreamUnsupported,
+    Tape,
     bound,
     shell_of,
     with_memory,
@@ -75,6 +77,11 @@ class Units:
     """The same object as `embed` when weights are tied."""
     isolation: Isolation
 
+    def __post_init__(self) -> None:  # a hundred modules a micro-batch would cost milliseconds to make
+        self._tape, self._held = Tape(), Held()
+        self._recorders = recorders_of(self.layers, self._tape)
+        self._relays = nn.ModuleList([Relay(layer, self._held) for layer in self.layers])
+
     @property
     def tied(self) -> bool:
         return self.head is self.embed
@@ -96,11 +103,13 @@ class Units:
         shell = shell_of(
             decoder,
             {path: ShapeNote(decoder.get_submodule(path), path, log) for path in self.embed_paths}
-            | _layer_stands(self.stack, self.layers, log, form or self.form),
+            | {self.stack: self._recorders},
         )
         isolation: Isolation = self.isolation if with_masks else "position_ids"
+        self._tape.log, self._tape.form = log, form or self.form
         with packing_known(getattr(batch, "is_packed", None) if with_masks else False):
             _run_to_layers(shell, forward_inputs(decoder, batch, isolation))
+        self._tape.log = CallLog()
         if len(log.calls) != len(self.layers):
             raise StreamUnsupported(f"its decoder called {len(log.calls)} of its {len(self.layers)} layers")
         return log
@@ -108,18 +117,18 @@ class Units:
     def finish(self, hidden: torch.Tensor, batch: dict[str, torch.Tensor], log: CallLog) -> torch.Tensor:
         """What the decoder does after its last layer: hidden [B, T, H] -> hidden [B, T, H'] for the head."""
         decoder = self.parts.decoder
-        relays = nn.ModuleList([Relay(layer, hidden, self.form) for layer in self.layers])
+        self._held.hidden, self._held.form = hidden, self.form
         blanks = {p: Blank(decoder.get_submodule(p), log.shapes[p], hidden) for p in self.embed_paths}
         maskless = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
         with packing_known(False):
-            output = shell_of(decoder, {self.stack: relays} | blanks)(**forward_inputs(decoder, maskless))
+            output = shell_of(decoder, {self.stack: self._relays} | blanks)(**forward_inputs(decoder, maskless))
+        self._held.hidden = None
         return output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
 
 
-def _layer_stands(
-    stack: str, layers: Sequence[nn.Module], log: CallLog, form: ReturnForm | None
-) -> dict[str, nn.Module]:
-    return {stack: nn.ModuleList([Recorder(layer, i, len(layers), log, form) for i, layer in enumerate(layers)])}
+def recorders_of(layers: Sequence[nn.Module], tape: Tape) -> nn.ModuleList:
+    """What stands for the layers while a decoder's calls are recorded."""
+    return nn.ModuleList([Recorder(layer, index, len(layers), tape) for index, layer in enumerate(layers)])
 
 
 def _run_to_layers(shell: nn.Module, inputs: dict[str, Any]) -> None:
@@ -248,7 +257,7 @@ class _Discovery:
         )
         with torch.enable_grad():
             log = CallLog()
-            shell = shell_of(self.parts.decoder, _layer_stands(self.stack, self.layers, log, None))
+            shell = shell_of(self.parts.decoder, {self.stack: recorders_of(self.layers, Tape(log))})
             _run_to_layers(shell, forward_inputs(self.parts.decoder, batch, self.isolation))
             call = log.calls[0]
             with torch.no_grad(), with_memory(self.layers[0]) as layer:
