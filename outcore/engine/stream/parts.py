@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,6 +24,8 @@ from outcore.engine.stream.updates import UnitUpdates
 from outcore.optim import OptimizerPool
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
 from outcore.units import format_gb, format_gib
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -103,15 +107,19 @@ class EngineParts:
         return f"compiled, {compiled.num_kinds} kinds"
 
     def close(self) -> None:
-        """Threads and lanes first, then the memory they used."""
+        """Threads and lanes first, then the memory they used.
+
+        What cannot be closed is logged, and the rest is closed all the same: whatever ended the run must stay in sight.
+        """
         drive_is_idle = self.updates.close()
-        self.optimizer.close(cancel=True)
-        self.prefetcher.abort()
-        self.upload.close()
+        closing = [partial(self.optimizer.close, cancel=True), self.prefetcher.abort, self.upload.close]
         if self.drive_lane is not None:
-            self.drive_lane.close()
-        self.download_lane.close()
+            closing.append(self.drive_lane.close)
+        closing.append(self.download_lane.close)
         if self.scratch is not None and drive_is_idle:
-            self.scratch.close()  # waits without a limit; what is left the next run there removes
-        self.memory.close()
-        self.staging.close()
+            closing.append(self.scratch.close)  # waits without a limit; what is left the next run there removes
+        for close in (*closing, self.memory.close, self.staging.close):
+            try:
+                close()
+            except (RuntimeError, OSError) as error:  # TimeoutError is one
+                logger.error("while the engine was closed: %s", error)

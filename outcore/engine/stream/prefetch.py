@@ -12,6 +12,7 @@ of need, and go ahead as far as that lane's slots reach; the gate of each opens 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -138,9 +139,10 @@ class WeightPrefetcher:
         self._copies, self._reads = [], []
         for gate, _ in self._ahead.values():
             gate.cancel(RuntimeError("the pass that needed it was given up"))
+        until_s = time.monotonic() + self._lane.timeout_s  # for all of them together
         for transfer in (*(t for _, t in self._ahead.values()), *(t for pair in self._arriving.values() for t in pair)):
             if transfer is not None:
-                settle(transfer)
+                settle(transfer, max(0.0, until_s - time.monotonic()))
         self._ahead, self._arriving = {}, {}
 
     def _target(self, at: int) -> torch.Tensor:
@@ -196,9 +198,9 @@ def _wait_for_drive(unit: Unit, transfer: LaneTransfer) -> None:
         ) from error
 
 
-def settle(transfer: LaneTransfer) -> None:
+def settle(transfer: LaneTransfer, timeout_s: float | None = None) -> None:
     """After a failure elsewhere: wait until this transfer has ended, well or badly; its own error is only logged."""
     try:
-        transfer.wait()
+        transfer.wait(timeout_s)
     except (RuntimeError, OSError, TimeoutError) as error:
         logger.error("while another failure was handled: %s", error)
