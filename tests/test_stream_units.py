@@ -212,7 +212,7 @@ def test_frozen_parameters_get_no_gradient():
 def test_models_that_cannot_be_streamed_are_named_with_the_reason():
     loaded = tiny_loaded("llama")
     loaded.loss_fn = lambda model, batch: None
-    with pytest.raises(StreamUnsupported, match="own loss function"):
+    with pytest.raises(StreamUnsupported, match="its own loss"):
         discover_units(loaded)
     loaded = tiny_loaded("llama")
     layers = loaded.model.model.layers

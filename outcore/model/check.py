@@ -47,8 +47,16 @@ class Abilities:
         return self.isolation is not None
 
 
-def check_abilities(config: Any, attn_implementation: str = "auto", trust_remote_code: bool = False) -> Abilities:
-    """Try a tiny copy of a transformers config. Never raises for the model's sake: what fails is answered no."""
+def check_abilities(
+    config: Any,
+    attn_implementation: str = "auto",
+    trust_remote_code: bool = False,
+    build: Callable[..., nn.Module] | None = None,
+) -> Abilities:
+    """Try a tiny copy of a transformers config. Never raises for the model's sake: what fails is answered no.
+
+    `build`: what makes the model from a config, where that is not the config's own class.
+    """
     if getattr(config, "is_encoder_decoder", False):
         reason = "an encoder-decoder runs whole and one sample per row"
         return Abilities(False, reason, None, reason)
@@ -58,7 +66,7 @@ def check_abilities(config: Any, attn_implementation: str = "auto", trust_remote
         trial_attention = "sdpa"
     try:
         with without_partitioning(), seeded_cpu(0, "trial"):
-            model = _tiny_model(config, trial_attention, trust_remote_code)
+            model = _tiny_model(config, trial_attention, trust_remote_code, build)
     except Exception as error:  # any model's own code may fail in any way on a shrunken config
         reason = f"a tiny copy of the model could not be built to try it ({_first_line(error)})"
         return Abilities(False, reason, None, reason)
@@ -80,9 +88,11 @@ def supports_packing(model_or_config: Any, attn_implementation: str | None = Non
     return abilities.packing, abilities.packing_reason
 
 
-def _tiny_model(config: Any, attention: str, trust_remote_code: bool) -> nn.Module:
+def _tiny_model(
+    config: Any, attention: str, trust_remote_code: bool, build: Callable[..., nn.Module] | None
+) -> nn.Module:
     tiny = shrink_config(config)
-    build = builder_of(tiny, trust_remote_code)
+    build = build or builder_of(tiny, trust_remote_code)
     with torch.device("meta"):
         size = sum(p.numel() for p in build(tiny, dtype=torch.float32, attn_implementation=attention).parameters())
     if size > MAX_TRIAL_PARAMS:

@@ -2,7 +2,8 @@
 
     def build(config, tokenizer):                # config: a mapping of the run's model settings
         return model                             # an nn.Module, or
-        return model, loss_fn                    # loss_fn(model, batch) -> mean, or (sum, n_tokens)
+        return model, loss                       # loss(logits, labels) -> the loss of each token, or
+                                                 # loss(model, batch) -> mean, or (sum, n_tokens)
 
 The file is run as Python code: it is yours. See `examples/my_model.py` and docs/models.md.
 """
@@ -19,13 +20,15 @@ from typing import Any
 
 from torch import nn
 
-from outcore.model.loss import UserLoss
 from outcore.model.settings import ModelSettings, nearest
 from outcore.model.source import windows_path_hint
 
 
-def build_from_module(settings: ModelSettings, tokenizer: Any | None) -> tuple[nn.Module, UserLoss | None]:
-    """Load the file, call its function, check what comes back. ValueError says which part of the contract failed."""
+def build_from_module(settings: ModelSettings, tokenizer: Any | None) -> tuple[nn.Module, Any]:
+    """Load the file, call its function, check what comes back: a model, and its loss (of either kind) or None.
+
+    ValueError says which part of the contract failed.
+    """
     spec = str(settings.model_module)
     file_name, _, function_name = spec.rpartition(":")
     module = _load_file(file_name, spec)
@@ -73,17 +76,23 @@ def asdict_of(settings: ModelSettings) -> dict[str, Any]:
     return plain
 
 
+def is_head_loss(loss_fn: Any) -> bool:
+    """Whether a loss is one of each token's logits: its two parameters are called `logits` and `labels`."""
+    return loss_fn is not None and list(inspect.signature(loss_fn).parameters)[:2] == ["logits", "labels"]
+
+
 def _check_loss(loss_fn: Any, spec: str) -> None:
     if not callable(loss_fn):
         raise ValueError(
-            f"model_module {spec!r}: the second value must be a function loss(model, batch), "
+            f"model_module {spec!r}: the second value must be a function loss(logits, labels) or loss(model, batch), "
             f"it is {type(loss_fn).__name__}."
         )
     try:
         inspect.signature(loss_fn).bind(None, None)
     except TypeError as error:
         raise ValueError(
-            f"model_module {spec!r}: the loss function cannot be called as loss(model, batch): {error}."
+            f"model_module {spec!r}: the loss function cannot be called as loss(logits, labels) or loss(model, batch): "
+            f"{error}."
         ) from error
 
 

@@ -20,10 +20,11 @@ from torch import nn
 from outcore.model.check import Abilities, check_abilities
 from outcore.model.facts import ModelFacts, model_class_of, model_facts, resolve_attention
 from outcore.model.feed import InitialWeights, TrainedWeights, WeightFeed, shard_files
-from outcore.model.hook import build_from_module
+from outcore.model.hook import build_from_module, is_head_loss
 from outcore.model.initialise import initialise_weights, meta_skeleton
+from outcore.model.inputs import attention_of
 from outcore.model.lora import apply_lora
-from outcore.model.loss import LossModule, TokenLoss, UserLoss
+from outcore.model.loss import HeadLoss, LossModule, TokenLoss, UserLoss
 from outcore.model.settings import ModelSettings
 from outcore.model.source import ModelSource, hub_error, resolve_source
 from outcore.model.standin import without_memory
@@ -43,6 +44,9 @@ class LoadedModel:
     words: str
     """Where the model came from, for people."""
     loss_fn: UserLoss | None = None
+    """The user's loss of the whole model."""
+    head_loss: HeadLoss | None = None
+    """The user's loss of each token's logits."""
     notes: tuple[str, ...] = field(default_factory=tuple)
     load_s: float = 0.0
     """Seconds that making or reading it took."""
@@ -57,6 +61,7 @@ class LoadedModel:
             isolation=self.abilities.isolation or "position_ids",
             chunked=self.abilities.chunked_head,
             num_chunks=num_chunks,
+            head_loss=self.head_loss,
         )
 
     def loss_module(self, num_chunks: int | None = None) -> LossModule:
@@ -108,7 +113,8 @@ def load_model(
         enable_activation_checkpointing(model)
     model.train()
     load_s, notes = time.perf_counter() - began_s, source.notes + notes
-    return LoadedModel(model, source.config, model_facts(model), abilities, source.words, None, notes, load_s, feed)
+    facts = model_facts(model)
+    return LoadedModel(model, source.config, facts, abilities, source.words, notes=notes, load_s=load_s, feed=feed)
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:
@@ -234,13 +240,24 @@ def _load_own(settings: ModelSettings, tokenizer: Any | None, device: torch.devi
     model = model.to(device=device, dtype=settings.dtype)
     config = getattr(model, "config", None)
     config = config if hasattr(config, "to_dict") else None
+    abilities = _own_abilities(model)
     if settings.lora is not None:
         model = apply_lora(model, settings.lora, settings.seed)
     if settings.gradient_checkpointing:
         enable_activation_checkpointing(model)
     model.train()
-    abilities = Abilities(False, "an own module runs whole", None, "an own module is not checked for packing")
-    return LoadedModel(model, config, model_facts(model), abilities, f"own model {settings.model_module}", loss_fn)
+    words, facts = f"own model {settings.model_module}", model_facts(model)
+    of_tokens = is_head_loss(loss_fn)
+    whole: Any = None if of_tokens else loss_fn
+    return LoadedModel(model, config, facts, abilities, words, whole, loss_fn if of_tokens else None)
+
+
+def _own_abilities(model: Any) -> Abilities:
+    """A transformers model made by the user is tried as any other; what else there is runs whole."""
+    build = getattr(type(model), "_from_config", None)
+    if build is None or not hasattr(getattr(model, "config", None), "get_text_config"):
+        return Abilities(False, "an own module runs whole", None, "an own module is not checked for packing")
+    return check_abilities(model.config, attention_of(model) or "auto", build=build)
 
 
 def _attention_error(error: ValueError | ImportError, source: ModelSource, settings: ModelSettings) -> Exception:

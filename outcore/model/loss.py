@@ -29,6 +29,9 @@ from outcore.units import MIB
 UserLoss = Callable[[nn.Module, Batch], Any]
 """loss(model, batch) -> mean over the micro-batch's unmasked tokens, or (sum, number of tokens)."""
 
+HeadLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""loss(logits, labels) -> loss of each token: logits [n, V] in fp32, labels [n] the tokens to be predicted there."""
+
 LOGITS_CHUNK_BYTES = 256 * MIB
 """fp32 logits of one chunk; with their gradient and the 16-bit copies about three times as much is alive at once."""
 
@@ -68,22 +71,39 @@ def auto_num_chunks(num_tokens: int, vocab_size: int, chunk_bytes: int = LOGITS_
     return max(1, -(-num_tokens // tokens_per_chunk))
 
 
-def _ce_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(
-        logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORE, reduction="sum"
-    )
+def summed_loss(logits: torch.Tensor, targets: torch.Tensor, head_loss: HeadLoss | None = None) -> torch.Tensor:
+    """Loss summed over the unmasked targets (fp32 scalar): cross-entropy, or the user's `head_loss` of each token.
+
+    The user's function sees a token id everywhere (0 where there is no target); what it returns there counts nothing.
+    RuntimeError when it does not return one number for each token.
+    """
+    logits, targets = logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    if head_loss is None:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    counted = targets != IGNORE
+    losses = head_loss(logits, targets.masked_fill(~counted, 0))
+    if not isinstance(losses, torch.Tensor) or losses.shape != targets.shape:
+        raise RuntimeError(
+            f"Your loss(logits, labels) must return one loss for each of the {len(targets)} tokens; it returned "
+            f"{type(losses).__name__}{f' of shape {tuple(losses.shape)}' if isinstance(losses, torch.Tensor) else ''}."
+        )
+    return torch.where(counted, losses.float(), 0.0).sum()
 
 
 def chunked_ce_sum(
-    hidden: torch.Tensor, targets: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor], num_chunks: int
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    num_chunks: int,
+    head_loss: HeadLoss | None = None,
 ) -> torch.Tensor:
-    """Summed cross-entropy (fp32 scalar) of hidden [N, H] against targets [N], `num_chunks` chunks at a time.
+    """Summed cross-entropy or `head_loss` (fp32 scalar) of hidden [N, H] against targets [N], in `num_chunks` chunks.
 
     `logits_of`: hidden [1, n, H] -> logits [1, n, V]. With gradients on, each chunk is recomputed in the backward.
     """
 
     def one_chunk(hidden_chunk: torch.Tensor, target_chunk: torch.Tensor) -> torch.Tensor:
-        return _ce_sum(logits_of(hidden_chunk[None]), target_chunk)
+        return summed_loss(logits_of(hidden_chunk[None]), target_chunk, head_loss)
 
     num_chunks = min(num_chunks, hidden.shape[0])
     recompute = torch.is_grad_enabled() and num_chunks > 1
@@ -112,8 +132,10 @@ class TokenLoss:
         isolation: Isolation = "position_ids",
         chunked: bool = True,
         num_chunks: int | None = None,
+        head_loss: HeadLoss | None = None,
     ):
-        """`model`: transformers, peft or own. `loss_fn`: the user's own loss instead of cross-entropy.
+        """`model`: transformers, peft or own. `loss_fn`: the user's own loss of the whole model instead of
+        cross-entropy; `head_loss`: of each token's logits.
 
         `chunked`: False runs the model's whole forward (see `outcore.model.check`). `num_chunks`: head chunks per
         micro-batch; None: from the batch's size and LOGITS_CHUNK_BYTES. Several ranks under ZeRO-3 need equal numbers,
@@ -123,6 +145,7 @@ class TokenLoss:
         self.config = getattr(base, "config", None)
         self.encoder_decoder = bool(getattr(self.config, "is_encoder_decoder", False))
         self.loss_fn = loss_fn
+        self.head_loss = head_loss
         self.isolation: Isolation = isolation
         self.num_chunks = num_chunks
         self.base = base
@@ -165,7 +188,7 @@ class TokenLoss:
             aux = coefficient * parts.router_loss(hidden, output.router_logits, batch.get("attention_mask")).float()
         hidden = hidden.reshape(-1, hidden.shape[-1])
         num_chunks = self.num_chunks or auto_num_chunks(hidden.shape[0], self._vocab_size())
-        loss_sum = chunked_ce_sum(hidden, targets, parts.logits, num_chunks)
+        loss_sum = chunked_ce_sum(hidden, targets, parts.logits, num_chunks, self.head_loss)
         return LossSum(loss_sum, (targets != IGNORE).sum(), aux)
 
     def _whole(self, model: nn.Module, batch: Batch) -> LossSum:
@@ -193,7 +216,8 @@ class TokenLoss:
         aux = coefficient * aux.float() if coefficient and aux is not None else None
         flat, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
         num_chunks = self.num_chunks or auto_num_chunks(flat.shape[0], flat.shape[1])
-        return LossSum(chunked_ce_sum(flat, targets, lambda chunk: chunk, num_chunks), (targets != IGNORE).sum(), aux)
+        loss_sum = chunked_ce_sum(flat, targets, lambda chunk: chunk, num_chunks, self.head_loss)
+        return LossSum(loss_sum, (targets != IGNORE).sum(), aux)
 
     def _user_loss(self, model: nn.Module, batch: Batch) -> LossSum:
         assert self.loss_fn is not None

@@ -83,9 +83,19 @@ def check_trace(config: TrainConfig, choice: EngineChoice) -> None:
         )
 
 
-def with_flags(config: TrainConfig, user_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The file with the flags that have a key in its outcore block; both engines read them there."""
-    given: dict[str, Any] = {} if config.state_format == "auto" else {"state_format": config.state_format}
+def with_flags(config: TrainConfig, user_config: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """The file with the flags that have a key in its outcore block; both engines read them there.
+
+    ConfigError for a state format that cannot go with the precision.
+    """
+    name = config.state_format
+    if name.startswith("split") and precision != "bf16":
+        other = name.replace("split8", "fp32_m8").replace("split", "fp32")
+        raise ConfigError(
+            f"state_format {name} keeps the master as the bf16 parameter and a residual, so it needs --precision bf16; "
+            f"this run computes in {precision}. Use --state_format {other}."
+        )
+    given: dict[str, Any] = {} if name == "auto" else {"state_format": name}
     if config.ram_budget_gib is not None:
         given["ram_budget_gib"] = config.ram_budget_gib
     return {**user_config, "outcore": {**_block(user_config, "outcore"), **given}} if given else dict(user_config)

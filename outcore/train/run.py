@@ -61,7 +61,7 @@ class Run:
     def main(self) -> int:
         """Train, evaluate, save, export; the process's exit code."""
         config, started_s = self.config, time.perf_counter()
-        user_config = with_flags(config, read_user_config(config.deepspeed_config))
+        user_config = with_flags(config, read_user_config(config.deepspeed_config), self.hardware.precision)
         world_size = self._join()
         choice = choose_engine(config, user_config, world_size, self.hardware.precision)
         precision = self.hardware.precision

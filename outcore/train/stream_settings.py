@@ -110,11 +110,6 @@ def _state_format(outcore: Mapping[str, Any], sizes: RunSizes, notes: list[str])
     name = outcore["state_format"]
     if name == "auto":
         return "split" if sizes.precision == "bf16" else "fp32"
-    if name.startswith("split") and sizes.precision != "bf16":
-        raise ConfigError(
-            f"state_format {name} keeps the master as the bf16 parameter and a residual, so it needs --precision bf16; "
-            f"this run computes in {sizes.precision}. Use {name.replace('split8', 'fp32_m8').replace('split', 'fp32')}."
-        )
     if state_format(name).moments8:
         notes.append(
             f"state_format {name}: the optimizer's moments are kept in 8 bits, so results differ from fp32's moments"

@@ -186,6 +186,7 @@ def build_stream_engine(
             logits_chunk_bytes=settings.logits_chunk_bytes,
             compiled=compiled,
             tiles=tiles,
+            head_loss=loaded.head_loss,
         )
         num_layers = len(units.layers)
         activations: Activations = DeviceActivations()

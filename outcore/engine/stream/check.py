@@ -115,6 +115,7 @@ def run_units(
             vocab_size=loaded.facts.vocab_size,
             aux_coefficient=loaded.token_loss().aux_coefficient,
             logits_chunk_bytes=4 * 16 * loaded.facts.vocab_size,
+            head_loss=loaded.head_loss,
         )
     units = runner.units
     total = int((batch["labels"][:, 1:] != IGNORE).sum())

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from outcore.engine.stream.accumulator import GradAccumulator
@@ -25,7 +24,7 @@ from outcore.engine.stream.tiles_head import TiledHead
 from outcore.engine.stream.tiles_units import TiledUnits
 from outcore.engine.stream.units import Unit, Units
 from outcore.model.inputs import IGNORE, shifted_targets
-from outcore.model.loss import LOGITS_CHUNK_BYTES, auto_num_chunks
+from outcore.model.loss import LOGITS_CHUNK_BYTES, HeadLoss, auto_num_chunks, summed_loss
 
 Batch = dict[str, torch.Tensor]
 
@@ -61,7 +60,8 @@ class HeadResult:
 
 
 class UnitRunner:
-    """See the module docstring. `aux_coefficient` 0 switches the balancing loss off; `tiles`: units in tiles."""
+    """See the module docstring. `aux_coefficient` 0 switches the balancing loss off; `tiles`: units in tiles;
+    `head_loss`: of each token, instead of cross-entropy."""
 
     def __init__(
         self,
@@ -72,18 +72,25 @@ class UnitRunner:
         logits_chunk_bytes: int = LOGITS_CHUNK_BYTES,
         compiled: CompiledLayers | None = None,
         tiles: TiledUnits | None = None,
+        head_loss: HeadLoss | None = None,
     ) -> None:
         self.units = units
         self.vocab_size = vocab_size
         self.aux_coefficient = aux_coefficient
         self.logits_chunk_bytes = logits_chunk_bytes
         self.compiled = compiled
+        self.head_loss = head_loss
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Parameters as views of the few slabs there are, by (unit, address): made once, not for every call."""
         self.tiles = tiles
         self.tiled_head = (
             TiledHead(units, tiles, logits_chunk_bytes) if tiles is not None and units.head in tiles else None
         )
+        if head_loss is not None and self.tiled_head is not None:
+            raise StreamUnsupported(
+                "its own loss(logits, labels) needs all logits of a token, and its head is computed in tiles of the "
+                "vocabulary: raise tile_bytes"
+            )
         self._routers = [_router_modules(units, layer) for layer in units.layers] if aux_coefficient else []
         if aux_coefficient and not any(self._routers):
             raise StreamUnsupported("it has a balancing loss, but does not tell which modules are its routers")
@@ -268,9 +275,7 @@ class UnitRunner:
             for target in targets.tensor_split(num_chunks):
                 piece = flat[start : start + len(target)].detach().requires_grad_(train)
                 logits = self.units.parts.logits(piece[None])
-                part = F.cross_entropy(
-                    logits.float().reshape(-1, logits.shape[-1]), target, ignore_index=IGNORE, reduction="sum"
-                )
+                part = summed_loss(logits, target, self.head_loss)
                 ce_sum += part.detach()
                 if grad_flat is not None:
                     grad_piece, *grads = torch.autograd.grad(part * scale, [piece, *trainable], allow_unused=True)

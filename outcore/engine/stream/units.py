@@ -146,7 +146,10 @@ def discover_units(loaded: LoadedModel) -> Units:
     if loaded.facts.is_encoder_decoder:
         raise StreamUnsupported("an encoder-decoder has two stacks of layers; only decoder-only models are streamed")
     if loaded.loss_fn is not None:
-        raise StreamUnsupported("it comes with its own loss function, which may look at the whole model")
+        raise StreamUnsupported(
+            "it comes with its own loss(model, batch), which may look at the whole model; a loss(logits, labels) of "
+            "each token can be streamed"
+        )
     if loaded.config is None:
         raise StreamUnsupported("it is an own module without a transformers config")
     if not loaded.abilities.chunked_head:
