@@ -252,6 +252,7 @@ def check_config(config: TrainConfig) -> None:
     positive = ("seq_length", "per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs")
     positive += ("gradient_accumulation_steps", "learning_rate", "save_total_limit", "logging_steps", "lora_alpha")
     positive += ("aio_block_size", "aio_queue_depth", "max_train_samples", "max_eval_samples", "adam_epsilon")
+    positive += ("tile_bytes",)
     for name in positive:
         value = getattr(config, name)
         if value is not None and not 0 < value < math.inf:
@@ -304,7 +305,8 @@ def check_config(config: TrainConfig) -> None:
             "every state (it is ZeRO-Infinity for one GPU). Use --engine deepspeed, or leave zero_stage out."
         )
     if config.engine == "deepspeed":
-        only_stream = [n for n in ("activations", "compile") if getattr(config, n) != "auto"]
+        only_stream = [n for n in ("activations", "compile", "tiling") if getattr(config, n) != "auto"]
+        only_stream += ["tile_bytes"] if config.tile_bytes is not None else []
         if only_stream:
             raise ConfigError(
                 f"{only_stream[0]} is a setting of the streaming engine: leave it out, or leave out --engine deepspeed."

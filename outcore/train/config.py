@@ -194,6 +194,10 @@ class TrainConfig:
     """Engine stream: where activation checkpoints wait for their backward; auto: in RAM beside a GPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Engine stream: layers through torch.compile; auto: on a GPU, where the model allows it."""
+    tiling: Literal["auto", "on", "off"] = "auto"
+    """Engine stream: layers and heads computed in tiles; auto: those that do not fit on the GPU whole."""
+    tile_bytes: int | None = None
+    """Engine stream: bytes of one tile of a weight. Default: up to 64 MiB, by the GPU's memory."""
     deepspeed_config: str = "deepspeed_config.json"
     """The DeepSpeed configuration file."""
     zero_stage: ZeroStage | None = None

@@ -212,7 +212,7 @@ def build(request: EngineRequest, decided: Decided, say: Say) -> tuple[AnyEngine
     loaded = decided.loaded or load_model(request.settings, tokenizer=request.tokenizer, lazy=True)
     device = "cuda" if request.hardware.has_cuda else "cpu"
     try:
-        engine = build_stream_engine(loaded, decided.stream.settings, device=device, trial=False)
+        engine = build_stream_engine(loaded, decided.stream.settings, device=device)
     except StreamUnsupported as error:
         choice = decided.choice.give_way(str(error))
         say(f"engine: {choice.name} ({choice.reason})")

@@ -92,6 +92,8 @@ def stream_settings_of(
         accumulate=_accumulate(user_config, sizes.precision),
         activations=activations,
         compile=config.compile,
+        tiling=config.tiling,
+        tile_bytes=config.tile_bytes,
         staging_bytes=max(pinned, slots_bytes),
         write_combined=outcore["write_combined"] in ("on", True) and not homes,
         step_tokens=sizes.step_tokens,
