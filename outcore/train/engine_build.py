@@ -216,7 +216,8 @@ def build(request: EngineRequest, decided: Decided, say: Say) -> tuple[AnyEngine
     except StreamUnsupported as error:
         choice = decided.choice.give_way(str(error))
         say(f"engine: {choice.name} ({choice.reason})")
-        return build(request, _deepspeed(request, choice, loaded), say)
+        whole = loaded if loaded.feed is None else None  # loaded lazily, no weight has been read yet
+        return build(request, _deepspeed(request, choice, whole), say)
     for note in loaded.notes:
         say(f"model: {note}")
     say(f"engine: {engine.describe()}")
