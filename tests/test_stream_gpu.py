@@ -73,6 +73,15 @@ def test_pageable_homes_give_what_pinned_ones_give():
     assert pageable == pytest.approx(pinned, rel=1e-4)
 
 
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_states_on_nvme_give_what_ram_gives(tmp_path, max_grad_norm):
+    settings = replace(SETTINGS, states="split8", max_grad_norm=max_grad_norm, chunk_numel=1 << 12)
+    expected, _ = train("llama", settings, 6, dtype=torch.bfloat16)
+    spilled = replace(settings, nvme_path=str(tmp_path), state_ram_bytes=0, state_ring_slots=4)
+    losses, _ = train("llama", spilled, 6, dtype=torch.bfloat16)
+    assert losses == pytest.approx(expected, rel=1e-3)
+
+
 def test_compiled_layers_equal_eager_ones():
     eager, _ = train("llama", SETTINGS, 6, dtype=torch.bfloat16)
     compiled, _ = train("llama", replace(SETTINGS, compile="on"), 6, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The streaming engine behind the `Engine` protocol: one GPU, decoder-only models, states in RAM.
+"""The streaming engine behind the `Engine` protocol: one GPU, decoder-only models, states in RAM or on NVMe.
 
 A step: the vertical schedule computes gradients and sends them to RAM; the CPU optimizer updates each unit there. With
 clipping (or fp16) updates wait for the global norm and then run in the order in which the next forward needs them,
