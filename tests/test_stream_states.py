@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -171,6 +172,21 @@ def test_seconds_and_bytes_are_reported(build, faulty):
     engine.train_step(batches_of(1), LR)
     assert engine.train_step(batches_of(2), LR).phase_s["stall_nvme"] > 0
     assert "of states (100 %)" in engine.describe() and "3 slots" in engine.describe()
+
+
+@pytest.mark.parametrize("settings", [TINY, IMMEDIATE], ids=["deferred", "immediate"])
+def test_reading_ahead_begins_where_the_next_updates_do_and_leaves_a_slot(build, settings):
+    engine = build(settings, 0.0)
+    engine.train_step(batches_of(0), LR)
+    engine._parts.updates.drain()
+    ring, units = engine._parts.ring, engine._parts.units.all
+    assert not ring._passages
+    engine._parts.updates.begin_step()
+    deadline_s = time.monotonic() + 20
+    while len(ring._passages) < ring.num_slots - 1 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    first = engine._parts.homes.flowing(units[0] if settings is TINY else units[-1])
+    assert sorted(ring._passages) == [chunk.element_offset for chunk in first[: ring.num_slots - 1]]
 
 
 # --- the arena of gradients
