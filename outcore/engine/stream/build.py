@@ -129,12 +129,6 @@ def build_stream_engine(
         cuts = plan_cuts(
             units.all, units.layer_units, settings.weight_ram_bytes, settings.chunk_numel, whole=tile_plan.indices
         )
-        if any(cuts[unit.index] < unit.layout.trainable_numel for unit in units.all):
-            needed_bytes = sum(unit.layout.trainable_numel for unit in units.all) * dtype.itemsize
-            raise ValueError(
-                f"weight_ram_bytes: parameters that are trained must live in RAM, which takes {needed_bytes} bytes; "
-                "those that are frozen (LoRA) may live on NVMe"
-            )
         weights = WeightHomes(units.all, memory, cuts, scratch, loaded.feed)
         drive_lane = None
         if weights.store is not None:

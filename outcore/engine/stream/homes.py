@@ -122,6 +122,14 @@ class Homes:
         """A parameter as it is used in the forward: a view of its home in RAM, or a new tensor read from NVMe."""
         return self.weights.read(name)
 
+    def write_weight(self, name: str, value: torch.Tensor) -> None:
+        """Set a parameter alone; its master is not asked."""
+        self.weights.write(name, value)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in which a parameter is used."""
+        return self.weights.slot(name)[0].layout.dtype
+
     def read_state(self, name: str, family: StateName) -> torch.Tensor:
         """master, exp_avg or exp_avg_sq of a trainable parameter as a new fp32 tensor of its shape."""
         _, slot = self.weights.slot(name)
@@ -138,7 +146,11 @@ class Homes:
         flat = torch.zeros(end - slot.offset, dtype=torch.float32)
         flat[: slot.numel] = value.reshape(-1)
         for chunk, at, start, stop in self._pieces(name, end):
-            self._open(chunk, family, to_write=True).write(family, flat[at : at + stop - start], start)
+            state = self._open(chunk, family, to_write=True)
+            state.write(family, flat[at : at + stop - start], start)
+            if family == "master" and self.param_piece(chunk) is None:
+                assert state.param is not None
+                self.weights.write_range(chunk.unit, chunk.start, state.param)
 
     def flush_states(self) -> None:
         """After `write_state`: let the drive have what was written to chunks on NVMe."""
@@ -147,6 +159,10 @@ class Homes:
 
     def _open(self, chunk: StateChunk, family: StateName, *, to_write: bool = False) -> ChunkState:
         param = self.param_piece(chunk)
+        if param is None and family == "master":
+            param = self.weights.read_range(chunk.unit, chunk.start, chunk.stop)
+        elif param is None:  # moments do not look at it
+            param = torch.empty(chunk.numel, dtype=chunk.unit.layout.dtype)
         if chunk.buffer is not None:
             return ChunkState(self.state_format, chunk.buffer, chunk.numel, param)
         assert self._window is not None

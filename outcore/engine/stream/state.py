@@ -41,13 +41,13 @@ class StreamState:
     def size_bytes(self) -> int:
         """Bytes of tensors that `save` writes."""
         numel = {name: torch.Size(shape).numel() for name, shape in self._trainable.items()}
-        weights = sum(numel[name] * self._homes.weight(name).dtype.itemsize for name in numel)
+        weights = sum(numel[name] * self._homes.dtype(name).itemsize for name in numel)
         return weights + 12 * sum(numel.values()) + sum(t.nbytes for t in self._buffers().values())
 
     def save(self, folder: Path, on_file: OnFile, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write every family into `folder`; `on_file(path, crc32)` for each finished file."""
         buffers = self._buffers()
-        plans = [TensorPlan(n, self._homes.weight(n).dtype, shape) for n, shape in self._trainable.items()]
+        plans = [TensorPlan(n, self._homes.dtype(n), shape) for n, shape in self._trainable.items()]
         plans += [TensorPlan(n, t.dtype, tuple(t.shape)) for n, t in buffers.items()]
 
         def weight(name: str) -> torch.Tensor:
@@ -77,8 +77,8 @@ class StreamState:
             for family, reader in readers:
                 self._homes.write_state(name, family, reader.read(name).to(torch.float32))
             saved = weights.read(name)
-            if saved.dtype == self._homes.weight(name).dtype and not self._homes.state_format.split_master:
-                self._homes.weight(name).copy_(saved)
+            if saved.dtype == self._homes.dtype(name) and not self._homes.state_format.split_master:
+                self._homes.write_weight(name, saved)
         self._homes.flush_states()
         for name, buffer in self._buffers().items():
             if name in weights:

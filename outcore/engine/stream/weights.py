@@ -4,7 +4,8 @@ A RAM budget is spread evenly: every layer keeps the same share in RAM. The driv
 while the rest of it comes from RAM, so it is busy through the whole pass and each layer's reads hide behind its
 neighbours' compute; with the last layers wholly on NVMe it would be idle (its slots full) until they come and then be
 all that is waited for. Embedding and head come first into RAM: they have one device buffer and no neighbour to hide
-behind. A unit that is mostly frozen (LoRA) keeps what it trains in RAM.
+behind. A unit that is mostly frozen (LoRA) keeps what it trains in RAM. Elsewhere the cut lies between two chunks of
+optimizer states, so a chunk's parameters are in one place; those on NVMe are written back by the ring of states.
 
 A module's parameter is a view of its home where that is RAM, else a stand-in of the right shape without memory: who
 needs values asks here, by name.
