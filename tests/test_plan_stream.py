@@ -134,12 +134,13 @@ def test_without_clipping_few_gradients_are_enough():
 def test_budgets_that_an_engine_was_told():
     shape = preset_shape("llama-3b")
     n = shape.total_params
-    told = Residency(state_ram_bytes=6 * n, weight_ram_bytes=0, gradient_bytes=1, state_ring_bytes=7)
+    told = Residency(state_ram_bytes=6 * n, weight_ram_bytes=0, gradient_bytes=1, state_ring_bytes=5 * 14 * 2**22 + 9)
     layout = StreamLayout(1, 8, residency=told)
     p = plan_stream(shape, RunRequest(state_format="fp32", max_grad_norm=0.0), server(), 1024, layout)
     assert p.part_bytes("ram", "master") == 2 * n and p.part_bytes("nvme", "moments") == 4 * n
     assert p.part_bytes("nvme", "parameters") == 2 * n and p.part_bytes("pinned", "parameters") == 0
-    assert p.part_bytes("ram", "ring of states on their way") == 7
+    assert p.part_bytes("ram", "ring of states on their way") == 5 * 14 * 2**22  # whole slots
+    assert p.part_bytes("ram", "weights read ahead") == 512 * MIB
     assert sum(p.part_bytes(tier, "gradients") for tier in ("ram", "pinned")) == 6 * shape.largest_unit_params
     whole = plan_stream(shape, RunRequest(), server(), 1024, StreamLayout(1, 8, residency=Residency()))
     assert not whole.uses_drive and whole.part_bytes("ram", "ring of states on their way") == 0

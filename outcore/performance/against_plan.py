@@ -12,6 +12,8 @@ from outcore.plan.constants import RATED_WRITES_PER_BYTE
 BYTES_LIMIT_PCT, TIME_LIMIT_PCT = 10.0, 20.0
 WAIT_LIMIT_PCT, SAVE_LIMIT_PCT = 50.0, 50.0
 """Small remainders of two large figures, and the system's write-back, are forecast less well."""
+LEAST_WAIT = 0.1
+"""Of a step: a wait forecast wrong by less does not count."""
 SAVE_OVERHEAD_S = 0.5
 """Files made, synced and renamed, and their checksums written, whatever their size."""
 LEAST_DRIVE_BYTES = 50_000_000
@@ -59,7 +61,14 @@ def _streamed(plan: dict[str, Any], records: list[dict[str, Any]]) -> list[Row]:
     planned = times["compute_s"] + times["host_overhead_s"]
     return [
         Row("  of it computing", "s", planned, compute or None, TIME_LIMIT_PCT),
-        Row("  left by the overlap", "s", max(0.0, times["step_s"] - planned), step_s - compute, WAIT_LIMIT_PCT),
+        Row(
+            "  left by the overlap",
+            "s",
+            max(0.0, times["step_s"] - planned),
+            step_s - compute,
+            WAIT_LIMIT_PCT,
+            LEAST_WAIT * step_s,
+        ),
     ]
 
 

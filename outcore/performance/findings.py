@@ -32,6 +32,8 @@ class Row:
     measured: float | None
     limit_pct: float
     """How far the plan may be off before it is said."""
+    least: float | None = None
+    """Differences below it do not count; None: LEAST_DIFFERENCE."""
 
     @property
     def error_pct(self) -> float | None:
@@ -45,7 +47,8 @@ class Row:
         """The plan is further off than it should be, by enough to matter."""
         if self.error_pct is None or abs(self.error_pct) <= self.limit_pct:
             return False
-        return abs((self.planned or 0.0) - (self.measured or 0.0)) > LEAST_DIFFERENCE[self.unit]
+        least = LEAST_DIFFERENCE[self.unit] if self.least is None else self.least
+        return abs((self.planned or 0.0) - (self.measured or 0.0)) > least
 
 
 @dataclass(frozen=True)

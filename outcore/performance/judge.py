@@ -55,4 +55,4 @@ def judge(
 
 def _off(row: Row) -> str:
     error = row.error_pct or 0.0
-    return f"plan: {row.name} was forecast {abs(error):.0f} % too {'high' if error > 0 else 'low'}"
+    return f"plan: {row.name.strip()} was forecast {abs(error):.0f} % too {'high' if error > 0 else 'low'}"

@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from outcore.performance.findings import Row
 from outcore.performance.steps import measured_steps
@@ -93,6 +94,7 @@ def phases(found: dict[str, Any]) -> bytes | None:
     left.bar(range(1, len(steps) + 1), [step["step_s"] for step in steps], color=colors, width=0.7)
     _plain(left, "Seconds of each step (grey: warm-up)")
     left.set_xlabel("step")
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     records = measured_steps(found)
     names = [name for name in PHASES if any(name in record["phase_s"] for record in records)]
     names += sorted({name for record in records for name in record["phase_s"]} - set(names))

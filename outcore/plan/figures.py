@@ -32,7 +32,10 @@ CATEGORIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "master": ("#009E73", ("master",)),
     "moments": ("#56B4E9", ("moments",)),
     "activations and logits": ("#CC79A7", ("activation", "logits")),
-    "staging and buffers": ("#F0E442", ("slots", "bucket", "optimizer swap", "parameter swap", "ring of")),
+    "staging and buffers": (
+        "#F0E442",
+        ("slots", "bucket", "optimizer swap", "parameter swap", "ring of", "read ahead"),
+    ),
     "DeepSpeed's copies": ("#D55E00", ("DeepSpeed", "parameters kept")),
     "framework and reserve": ("#999999", ("framework", "page cache")),
     "checkpoints": ("#BBBBBB", (CHECKPOINTS,)),

@@ -13,7 +13,7 @@ from outcore.plan.hardware import Hardware
 from outcore.plan.record import Part
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
-from outcore.plan.stream_layout import Spill, StreamLayout
+from outcore.plan.stream_layout import Residency, Spill, StreamLayout
 from outcore.plan.work import layer_activation_bytes, logits_bytes
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
@@ -118,8 +118,11 @@ def spilled(
         for name, group in reversed(groups) if shape.lora_r else groups:
             if over <= 0 or not group or not hardware.nvme_free_bytes:
                 continue
-            if name == "states":
-                over += k.STATE_RING_BYTES
+            over += _ring_bytes(sizes, request, Spill(1.0, 0.0), None) if name == "states" else 0
+            if name == PARAMETERS:
+                over += k.WEIGHT_READ_AHEAD_BYTES
+                over += _ring_bytes(sizes, request, Spill(shares["states"], 1.0), None) if shares["states"] else 0
+                over -= _ring_bytes(sizes, request, Spill(shares["states"], 0.0), None) if shares["states"] else 0
             shares[name] = min(1.0, over / group)
             over -= group
         spill = Spill(shares["states"], shares[PARAMETERS])
@@ -129,8 +132,21 @@ def spilled(
         for p in parts
     ]
     if spill.states:
-        stay.append(Part("ram", RING, told.state_ring_bytes if told is not None else k.STATE_RING_BYTES))
+        stay.append(Part("ram", RING, _ring_bytes(sizes, request, spill, told)))
+    if spill.parameters:
+        stay.append(Part("ram", "weights read ahead", k.WEIGHT_READ_AHEAD_BYTES))
     return spill, stay
+
+
+def _ring_bytes(sizes: dict[str, int], request: RunRequest, spill: Spill, told: Residency | None) -> int:
+    """Whole slots of one chunk's states, with its piece of the parameters where those are on the drive, too."""
+    states = sum(sizes[name] for name in STATES)
+    trained = int(states / sum(k.STATE_FORMATS[request.format]))
+    slot = int(k.CHUNK_NUMEL * sum(k.STATE_FORMATS[request.format]))
+    slot += k.CHUNK_NUMEL * request.element_bytes if spill.parameters and spill.states else 0
+    limit = told.state_ring_bytes if told is not None else k.STATE_RING_BYTES
+    chunks = -(-int(spill.states * trained) // k.CHUNK_NUMEL)
+    return slot * max(1, min(k.STATE_RING_SLOTS, chunks, limit // slot))
 
 
 def _over(size: int, budget: int | None) -> float:
