@@ -96,8 +96,9 @@ def build_stream_engine(
         try_tiny_copy(loaded)
     dtype = units.embed.layout.dtype
     aux_coefficient = loaded.token_loss().aux_coefficient
-    compiled = _compiled(loaded, units, settings, device, aux_coefficient)
     tile_plan = _tile_plan(loaded, units, settings, device, trial)
+    all_tiled = all(unit.index in tile_plan.indices for unit in units.layer_units)
+    compiled = _compiled(loaded, units, settings, device, aux_coefficient, all_tiled=all_tiled)
     states = state_format(settings.states)
     states.check_param_dtype(dtype)
     deferred = settings.is_deferred(dtype)
@@ -278,13 +279,21 @@ def _arena_bytes(units: Units, settings: StreamSettings) -> int | None:
 
 
 def _compiled(
-    loaded: LoadedModel, units: Units, settings: StreamSettings, device: torch.device, aux_coefficient: float
+    loaded: LoadedModel,
+    units: Units,
+    settings: StreamSettings,
+    device: torch.device,
+    aux_coefficient: float,
+    *,
+    all_tiled: bool,
 ) -> CompiledLayers:
     compiled = CompiledLayers(units, settings.compile)
     if settings.compile == "off":
         return compiled
     if settings.compile == "auto" and device.type != "cuda":
         compiled.why_not = "compile: auto compiles on a GPU only"
+    elif all_tiled:
+        compiled.give_up("they are computed in tiles.")
     elif aux_coefficient:
         compiled.give_up("the routers' balancing loss needs their logits, which are read from the eager layers.")
     elif draws_random_numbers(units):
