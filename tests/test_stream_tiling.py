@@ -210,6 +210,25 @@ def test_a_model_is_tried_in_tiles_before_anything_is_spent(build, monkeypatch):
         build("llama", trial=True)
 
 
+@pytest.mark.parametrize(("model", "count"), [("llama", 1), ("gpt2", 2)])
+def test_an_mlp_takes_its_tokens_in_chunks_where_all_at_once_would_not_fit(build, model, count):
+    whole = gradients_of(build(model, TINY), batches_of(0, count))
+    engine = build(model, replace(TILED, device_bytes=60_000))
+    tiled = gradients_of(engine, batches_of(0, count))
+    assert engine._parts.schedule.runner.tiles.chunks.num_cut == 2 * 2 * count  # two layers, forward and recomputation
+    assert tiled[0] == pytest.approx(whole[0], rel=1e-6)
+    assert_same_grads(tiled[2], whole[2], rtol=1e-5)
+
+
+def test_dropout_in_chunks_is_replayed(build):
+    """The same gradients from one pass to the next, the first of which tries the module on two tokens."""
+    engine = build("gpt2", replace(TILED, device_bytes=60_000), dropout=0.3)
+    first, second = (gradients_of(engine, batches_of(0, 2)) for _ in range(2))
+    assert engine._parts.schedule.runner.tiles.chunks.num_cut > 0
+    assert first[:2] == second[:2] and all(torch.equal(first[2][n], second[2][n]) for n in first[2])
+    assert first[0] != gradients_of(build("gpt2"), batches_of(0, 2))[0]
+
+
 def test_a_failure_in_mid_step_leaves_nothing_under_way(build):
     engine = build("llama")
     expected = gradients_of(engine, batches_of(0, 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ SETTINGS = StreamSettings(
 )
 LR = 1e-3
 CAP_BYTES = 640 * MIB
-LARGE = {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 1, "vocab_size": 1024}
+LARGE: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 1, "vocab_size": 1024}
 """A layer of 110 M parameters: 0.2 GiB in bf16, with its gradients about 1 GiB of buffers."""
 
 

@@ -10,7 +10,7 @@ gradient with respect to each layer's router logits is taken at the head and joi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,7 +199,10 @@ class UnitRunner:
         self, index: int, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, call: LayerCall
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         routers: list[torch.Tensor] = []
-        with _weights(self.units.layer_units[index], tensors), self._router_logits(index, routers):
+        unit, layer = self.units.layer_units[index], self.units.layers[index]
+        tiles = None if self.aux_coefficient else self._tiles_of(unit)  # routers are seen once for all tokens
+        chunks = nullcontext() if tiles is None else tiles.chunks.applied(layer, tiles[unit], tensors)
+        with _weights(unit, tensors), chunks, self._router_logits(index, routers):
             output = self.units.layers[index](hidden, *call.args, **call.kwargs)
         return (output if isinstance(output, torch.Tensor) else output[0]), routers
 

@@ -23,6 +23,8 @@ TilingChoice = Literal["auto", "on", "off"]
 
 WEIGHTS_SHARE = 60
 """Percent of the device's memory that buffers of weights and gradients may take; activations get the rest."""
+CHUNK_SHARE = 40
+"""Percent of the device's memory that an MLP's intermediates may take in a tiled layer: its weights need little."""
 MAX_TILE_BYTES = 64 * MIB
 """Larger ones fill the link no better (16 MiB reach 99 % of its rate) and compute no faster."""
 TILES_PER_DEVICE = 96
@@ -37,6 +39,8 @@ class TilePlan:
     tile_bytes: int
     reason: str
     """One line for people."""
+    chunk_bytes: int | None = None
+    """Intermediates of an MLP that a tiled layer may hold at once; None: no limit is known."""
 
     @property
     def indices(self) -> frozenset[int]:
@@ -73,12 +77,13 @@ def plan_tiles(
         tile_bytes = MAX_TILE_BYTES
         if device_bytes is not None:
             tile_bytes = max(1, min(tile_bytes, device_bytes // TILES_PER_DEVICE))
+    chunk_bytes = None if device_bytes is None else max(1, device_bytes * CHUNK_SHARE // 100)
     if choice == "off":
         return TilePlan((), tile_bytes, "off")
     if choice == "on":
         chosen = [unit for unit in units.all if _has_large(unit, tile_bytes)]
         reason = f"{_in_words(chosen)} in tiles of {format_gib(tile_bytes)}, as asked" if chosen else "nothing is large"
-        return TilePlan(tuple(TiledUnit(unit, tile_bytes) for unit in chosen), tile_bytes, reason)
+        return TilePlan(tuple(TiledUnit(unit, tile_bytes) for unit in chosen), tile_bytes, reason, chunk_bytes)
     if device_bytes is None:
         return TilePlan((), tile_bytes, "none (no limit of device memory is known)")
     budget_bytes = device_bytes * WEIGHTS_SHARE // 100
@@ -97,7 +102,7 @@ def plan_tiles(
         f"{_in_words(chosen)} in tiles of {format_gib(tile_bytes)}: whole, weights and gradients would take "
         f"{format_gib(untiled_bytes)} of buffers, and the device has {format_gib(device_bytes)}"
     )
-    return TilePlan(tiled, tile_bytes, reason)
+    return TilePlan(tiled, tile_bytes, reason, chunk_bytes)
 
 
 def _choose(units: Units, budget_bytes: int, tile_bytes: int, num_layer_buffers: int, sum_itemsize: int) -> list[Unit]:

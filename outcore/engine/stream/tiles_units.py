@@ -17,6 +17,7 @@ from outcore.engine.stream.gradients import GradientDownload
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.prefetch import WeightPrefetcher, WeightSource
 from outcore.engine.stream.tiles import TiledUnit
+from outcore.engine.stream.tiles_chunks import TokenChunks
 from outcore.engine.stream.tiles_gradients import TileGradients
 from outcore.engine.stream.tiles_plan import TilePlan
 from outcore.engine.stream.tiles_ring import TileRing
@@ -28,8 +29,9 @@ from outcore.staging import DownloadLane, UploadLane
 class TiledUnits:
     """By unit; see the module docstring."""
 
-    def __init__(self, tiled: Sequence[TiledUnit], work: TileWork) -> None:
+    def __init__(self, tiled: Sequence[TiledUnit], work: TileWork, chunk_bytes: int | None = None) -> None:
         self.work = work
+        self.chunks = TokenChunks(chunk_bytes, work.gradients)
         self._tiled = {unit.unit.index: unit for unit in tiled}
         self._weights: dict[str, StreamedWeight] = {}
         for unit in tiled:
@@ -198,7 +200,7 @@ def open_tiles(
     dtype = plan.tiled[0].unit.layout.dtype
     ring = TileRing(source, upload, plan.tile_numel, dtype, stalls=prefetcher.stalls)
     gradients = TileGradients(plan.tiled, download, upload, down, memory)
-    tiles = TiledUnits(plan.tiled, TileWork(ring, source, upload, gradients))
+    tiles = TiledUnits(plan.tiled, TileWork(ring, source, upload, gradients), plan.chunk_bytes)
     return (
         tiles,
         TiledWeights(prefetcher, plan.tiled, source, upload, ring),
