@@ -2,7 +2,7 @@
 
 Usage: python staged_child.py FOLDER. Reads FOLDER/jobs.json, writes FOLDER/results-RANK.json. A job:
 {"name", "model": ModelSettings fields, "zero": DeepSpeedSettings fields, "config": deepspeed_config.json's content,
- "run": RunFacts fields, "do": [["train", steps], ["save", path], ["load", path], ["eval"], ["fault", ...]]}
+ "run": RunFacts fields, "min_bytes": smallest share that goes to the drive, "do": [["train", steps], ["save", path], ["load", path], ["eval"], ["fault", ...]]}
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ LR = 1e-3
 SEQ_LENGTH = 16
 
 
-def batches_of(step: int, rank: int, world_size: int) -> list:
+def batches_of(step: int, rank: int, world_size: int, *, packed: bool = True) -> list:
     """Two micro-batches of this rank; one rank trains on the rows of all."""
-    both = [plain_batch(2, SEQ_LENGTH, seed=2 * step), packed_batch(2, SEQ_LENGTH, seed=2 * step + 1)]
+    second = packed_batch if packed else plain_batch
+    both = [plain_batch(2, SEQ_LENGTH, seed=2 * step), second(2, SEQ_LENGTH, seed=2 * step + 1)]
     if world_size == 1:
         return both
     return [{name: value[rank : rank + 1] for name, value in batch.items()} for batch in both]
@@ -38,8 +39,9 @@ def batches_of(step: int, rank: int, world_size: int) -> list:
 def train(engine: DeepSpeedEngine, steps: int) -> list[list[float]]:
     first = engine.updates
     done = []
+    packed = not engine.loaded.facts.is_encoder_decoder
     for step in range(first, first + steps):
-        result = engine.train_step(batches_of(step, engine.rank, engine.world_size), LR)
+        result = engine.train_step(batches_of(step, engine.rank, engine.world_size, packed=packed), LR)
         done.append([result.loss, result.grad_norm])
     return done
 
@@ -55,6 +57,9 @@ def fingerprint(engine: DeepSpeedEngine) -> str:
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
+    import outcore.engine.deepspeed.staged.params as staged_params
+
+    staged_params.MIN_BYTES = job.get("min_bytes", 1 << 20)
     precision = job["run"].get("precision", "bf16")
     model = ModelSettings(precision=precision, seq_length=64, **job["model"])
     numbers = {
@@ -70,6 +75,9 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         "losses": [], "said": said, "staged": resolved.built.offload.staged,
         "optimizer": type(engine.ds.optimizer).__name__, "warnings": resolved.built.warnings,
     }  # fmt: skip
+    if result["staged"]:
+        states, params = engine.ds.optimizer.states, engine.ds.optimizer.session.params
+        result["state_bytes"], result["nvme_state_bytes"] = states.total_bytes, states.nvme_bytes
     try:
         for action, *arguments in job["do"]:
             if action == "train":
@@ -90,6 +98,15 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
             elif action == "export":
                 engine.export(Path(arguments[0]))
         result["fingerprint"] = fingerprint(engine)
+        if result["staged"]:
+            moved = (
+                {"state_read": states.ring.read_bytes, "state_written": states.ring.written_bytes}
+                if states.ring
+                else {}
+            )
+            if params is not None:
+                moved |= {"param_read": params.read_bytes, "params_on_nvme": len(params._places)}
+            result["moved"] = moved
     finally:
         engine.close()
         del engine

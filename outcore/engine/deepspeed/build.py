@@ -16,10 +16,10 @@ from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.builder import build_config
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.environment import prepare_environment
+from outcore.engine.deepspeed.nvme import validate_nvme_path
 from outcore.engine.deepspeed.offload import usable_for_deepspeed
 from outcore.engine.deepspeed.settings import BuiltConfig, DeepSpeedSettings, ModelFacts, RunFacts
 from outcore.engine.deepspeed.staged.binding import check_version
-from outcore.engine.deepspeed.staged.memory import StagedMemory
 from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.engine.deepspeed.user_file import check_by_deepspeed
 from outcore.model.facts import model_class_of, model_facts
@@ -74,8 +74,9 @@ def resolve(
     staged = _wants_staged(user_config)
     if staged:
         check_version()
-    built = build_config(user_config, settings, facts, run, nvme_check=usable_here, staged=staged)
-    if built.offload.staged and built.offload.uses_nvme:  # the staged engine keeps everything in RAM so far
+    check = validate_nvme_path if staged else usable_here
+    built = build_config(user_config, settings, facts, run, nvme_check=check, staged=staged)
+    if staged and built.offload.uses_nvme and not built.offload.staged:
         built = build_config(user_config, settings, facts, run, nvme_check=usable_here)
     check_by_deepspeed(built.config)
     return Resolved(built, facts, run), loaded
@@ -187,15 +188,17 @@ def _initialize(loaded: LoadedModel, config: dict[str, Any], staged: bool) -> An
 
 @contextmanager
 def staged_offload(resolved: Resolved) -> Iterator[None]:
-    """Inside, DeepSpeed's ZeRO-3 runs with outcore's optimizer step. The memory stays with the optimizer."""
+    """Inside, DeepSpeed's ZeRO-3 runs with outcore's optimizer step and swapper. The session stays with the optimizer,
+    which closes it."""
     from outcore.engine.deepspeed.staged.binding import staged
+    from outcore.engine.deepspeed.staged.session import StagedSession
 
     plan = make_plan(resolved.built, resolved.model, resolved.run)
     device = torch.device("cpu" if resolved.run.device == "cpu" else f"cuda:{torch.cuda.current_device()}")
-    memory = StagedMemory(device, home_bytes=plan.home_bytes, staging_bytes=plan.staging_bytes, pin=plan.pin)
+    session = StagedSession(plan, device, torch.distributed.get_rank())
     try:
-        with staged(memory, plan):
+        with staged(session):
             yield
     except BaseException:
-        memory.close()
+        session.close()
         raise

@@ -25,6 +25,7 @@ class StagedState(Stage3State):
 
     def get(self, param: Any, family: str) -> torch.Tensor:
         share = self.optimizer.share_of(param)
+        self.optimizer.settle()
         value = self.optimizer.states.read(share, family)  # pyright: ignore[reportArgumentType]
         shape = torch.Size(param.ds_shape)
         if self.engine.world_size == 1:
@@ -38,6 +39,7 @@ class StagedState(Stage3State):
     def begin_restore(self) -> None:
         """Parameters that are whole on the device let go of their old values."""
         self.optimizer._partition_all_parameters()
+        self.optimizer.settle()
 
     def restore(self, param: Any, weight: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
         """Set this rank's share; `weight` is not needed, it is the master rounded."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 from outcore.engine.base import EngineError
+from outcore.engine.deepspeed.staged.session import StagedSession
 
 TESTED_VERSIONS = ("0.19.8",)
 
@@ -51,10 +52,10 @@ def bound(make_optimizer: Any, make_param_swapper: Any) -> Iterator[None]:
                 yield
 
 
-def staged(memory: Any, plan: Any, swapper: Any = None) -> Any:
-    """`bound` with our optimizer, and with `swapper` for parameters on the drive."""
+def staged(session: StagedSession) -> AbstractContextManager[None]:
+    """`bound` with our optimizer, and with the session's swapper for parameters on the drive."""
     check_version()
     from outcore.engine.deepspeed.staged.optimizer import StagedOptimizer
 
-    make_swapper = None if swapper is None else lambda ds_config, dtype: swapper
-    return bound(functools.partial(StagedOptimizer, memory, plan), make_swapper)
+    make_swapper = None if session.params is None else lambda ds_config, dtype: session.params
+    return bound(functools.partial(StagedOptimizer, session), make_swapper)

@@ -14,27 +14,31 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from outcore.engine.deepspeed.staged.memory import StagedMemory
-from outcore.engine.deepspeed.staged.plan import StagedPlan
-from outcore.engine.deepspeed.staged.shares import Share, element_offsets, real_numel
-from outcore.engine.deepspeed.staged.states import RamStates
+from outcore.engine.deepspeed.staged.params import prefetch_by_trace
+from outcore.engine.deepspeed.staged.session import StagedSession
+from outcore.engine.deepspeed.staged.shares import Share, ShareLayout, element_offsets, real_numel
+from outcore.engine.deepspeed.staged.states import RingSize, ShareStates
 from outcore.optim import AdamWHyper, OptimizerPool, state_format
 from outcore.optim.formats import PARAM_DTYPES
+from outcore.units import format_gib
 
 
 class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
-    """See the module docstring. `memory` and `plan` come first, the rest is DeepSpeed's call."""
+    """See the module docstring. `session` comes first, the rest is DeepSpeed's call."""
 
-    def __init__(self, memory: StagedMemory, plan: StagedPlan, *args: Any, **kwargs: Any) -> None:
-        self.plan, self.memory = plan, memory
+    def __init__(self, session: StagedSession, *args: Any, **kwargs: Any) -> None:
+        self.session, self.plan, self.memory = session, session.plan, session.memory
         self.updates = 0
         self.seed = 0
         self._shares: dict[int, Share] = {}
-        self.pool = OptimizerPool(plan.optimizer_threads, backend=plan.optimizer_backend)
+        self.pool = OptimizerPool(self.plan.optimizer_threads, backend=self.plan.optimizer_backend)
         super().__init__(*args, **kwargs)
+        if session.params is not None:
+            prefetch_by_trace(self.parameter_offload.get_param_coordinator(), session.params)
 
     def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
         super()._configure_offloading(offload_optimizer_config, offload_param_config)
@@ -44,26 +48,41 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
     # --- homes of parameters
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        """One home per parameter group: all of its shares, or the leading sub-groups that the RAM for them holds."""
+        left_bytes = self.plan.param_ram_bytes
         for group in self.trainable_param_groups:
-            numel = sum(p.partition_numel() for p in group["params"])
-            n_bytes = numel * self.dtype.itemsize
-            home = self.memory.homes.take(n_bytes, "parameters").view(self.dtype)
+            numel = 0
+            for sub_group in self._create_fp16_sub_groups(group["params"]):
+                sub_numel = sum(p.partition_numel() for p in sub_group)
+                if self.session.params is not None and left_bytes is not None:
+                    left_bytes -= sub_numel * self.dtype.itemsize
+                    if left_bytes < 0:
+                        break
+                numel += sub_numel
+            home = self.memory.homes.take(numel * self.dtype.itemsize, "parameters").view(self.dtype)
             self.param_groups_fp16_flat_cpu_memory.append(home)
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
-        if self.offload_param:
-            self._house_frozen()
-
-    def _house_frozen(self) -> None:
-        """Frozen shares (LoRA's base) get pinned homes as well: they cross to the device in every pass."""
+        if not self.offload_param:
+            return
+        for sub_group, flat in zip(self.fp16_groups, self.fp16_partitioned_groups_flat, strict=True):
+            if flat is None:  # its small shares were never swapped
+                for param in sub_group:
+                    self._house(param)
         for param in self.module.parameters():
-            share = getattr(param, "ds_tensor", None)
-            if share is None or param.requires_grad or share.device.type != "cpu" or not share.numel():
-                continue
-            home = self.memory.homes.take(share.nbytes, "frozen parameters").view(share.dtype)
-            home.copy_(share.data)
-            share.data = home
+            if not param.requires_grad and hasattr(param, "ds_tensor"):
+                self._house(param)  # LoRA's base crosses to the device in every pass
+
+    def _house(self, param: Any) -> None:
+        """Give a share that is in memory of DeepSpeed's a home of ours."""
+        share = param.ds_tensor
+        if share.status != PartitionedParamStatus.AVAILABLE or not share.numel():
+            return
+        home = self.memory.homes.take(share.nbytes, "parameters").view(share.dtype)
+        home.copy_(share.data)
+        share.data = home
+        share.final_location = "not-nvme"
 
     # --- states and gradients
 
@@ -96,29 +115,46 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._make_shares(params, places)
         chosen = state_format(self.plan.states)
         chosen.check_param_dtype(self.dtype)
-        self.states = RamStates(list(self._shares.values()), chosen, self.memory.homes, self.pool)
+        if self.session.params is not None:
+            self.session.params.synchronize_writes()
+        self.states = ShareStates(
+            list(self._shares.values()),
+            chosen,
+            self.memory.homes,
+            self.pool,
+            params=self.session.params,
+            scratch=self.session.scratch,
+            state_ram_bytes=self.plan.state_ram_bytes,
+            ring=RingSize(self.plan.ring_bytes, self.plan.ring_slots),
+        )
         dist.barrier()
 
     def _make_shares(self, params: list[Any], grads: dict[int, torch.Tensor]) -> None:
         assert self.dtype in PARAM_DTYPES
         rank, world_size = dist.get_rank(), dist.get_world_size()
         offsets = element_offsets([p.partition_numel() for p in params], rank, world_size)
-        unit_of = {p.ds_id: number for number, group in enumerate(self.fp16_groups) for p in group}
-        for param, element_offset in zip(params, offsets, strict=True):
+        sub_group_of = {p.ds_id: number for number, group in enumerate(self.fp16_groups) for p in group}
+        for index, (param, element_offset) in enumerate(zip(params, offsets, strict=True)):
             padded = param.partition_numel()
             numel = real_numel(param.ds_numel, padded, rank)
-            share = param.ds_tensor.data.view(-1)
-            share[numel:].zero_()
-            home, on_device = share[:numel], None
-            if share.device.type != "cpu":
-                on_device = share[:numel]
-                home = self.memory.homes.take(on_device.nbytes, "parameters").view(share.dtype)
-                home.copy_(on_device)
-            unit = unit_of[param.ds_id]
+            home, on_device = self._home_of(param, numel)
+            sub_group = sub_group_of[param.ds_id]
             self._shares[param.ds_id] = Share(
-                param, param.ds_id, unit, numel, self.sub_group_to_group_id[unit], element_offset,
-                grads[param.ds_id][:numel], home, on_device,
+                param, index, sub_group, numel, self.sub_group_to_group_id[sub_group], element_offset,
+                ShareLayout(self.dtype), grads[param.ds_id][:numel], home, on_device,
             )  # fmt: skip
+
+    def _home_of(self, param: Any, numel: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(in RAM, on the device) of a share's `numel` elements; (None, None) when it lives on the drive."""
+        if param.ds_tensor.status != PartitionedParamStatus.AVAILABLE:
+            return None, None
+        share = param.ds_tensor.data.view(-1)
+        share[numel:].zero_()
+        if share.device.type == "cpu":
+            return share[:numel], None
+        home = self.memory.homes.take(numel * share.dtype.itemsize, "parameters").view(share.dtype)
+        home.copy_(share[:numel])
+        return home, share[:numel]
 
     def share_of(self, param: Any) -> Share:
         """This rank's share of a trainable parameter."""
@@ -142,6 +178,9 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         if self._loss_scale_update_and_overflow_cleanup():
             return
         self._global_grad_norm = norm / scale
+        if self.session.params is not None:
+            self.session.params.drop_ahead()
+            self.session.params.synchronize_writes()
         self.updates += 1
         grad_scale = 1.0 / (scale * self._clip_factor(float(norm) / scale))
         self.states.update(lambda group: self._hyper(group, grad_scale))
@@ -164,8 +203,16 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             eps=group["eps"], weight_decay=group["weight_decay"], grad_scale=grad_scale, seed=self.seed,
         )  # fmt: skip
 
+    def settle(self) -> None:
+        """Nothing under way on the drive, so that shares and states may be read and written from outside."""
+        if self.session.params is not None:
+            self.session.params.drop_ahead()
+            self.session.params.synchronize_writes()
+        self.states.settle()
+
     def publish(self) -> None:
         """After shares were written from outside: whatever the device holds of them is made anew."""
+        self.states.flush()
         self._copy_to_device()
         if len(self.persistent_parameters) > 0:
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
@@ -173,16 +220,26 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def words(self) -> str:
         """For people: where everything lives."""
         numel = sum(share.numel for share in self._shares.values())
-        return (
-            f"outcore's own optimizer step, states {self.plan.states} in RAM ({numel / 1e6:.1f} M parameters on this "
-            f"rank), {self.memory.words()}; {self.pool.num_threads} threads ({self.pool.backend.name})"
+        on_drive = sum(share.numel for share in self._shares.values() if share.home is None)
+        lines = (
+            f"outcore's own optimizer step for {numel / 1e6:.1f} M parameters on this rank, states {self.plan.states}"
         )
+        if self.states.nvme_bytes or on_drive:
+            share = 100 * self.states.nvme_bytes / self.states.total_bytes
+            lines += (
+                f", {format_gib(self.states.nvme_bytes)} of them ({share:.0f} %) and {on_drive / 1e6:.1f} M parameters "
+                f"on NVMe ({self.plan.nvme_path})"
+            )
+        else:
+            lines += " in RAM"
+        return f"{lines}; {self.memory.words()}; {self.pool.num_threads} threads ({self.pool.backend.name})"
 
     def destroy(self) -> None:
         """DeepSpeed's hooks first, then threads and memory. Nothing of the model may be used any more."""
         super().destroy()
+        idle = self.states.close()
         self.pool.close(cancel=True)
-        self.memory.close()
+        self.session.close(drive_is_idle=idle)
 
 
 def _accelerator() -> Any:

@@ -1,56 +1,30 @@
-"""A rank's shares: its part of every trainable parameter, cut into the chunks in which states move and are updated.
+"""A rank's shares: its part of every trainable parameter, which is what the optimizer updates as a unit.
 
-A chunk never crosses from one parameter into the next, so that it starts at the parameter's first element on the drive
-as well as in RAM, and so that 8-bit blocks belong to one parameter. Cost: a parameter of a few elements takes a page of
-states of its own.
+States move and are updated in chunks (`StateChunk` of the streaming engine's rooms, with a share as their unit). A chunk
+never crosses from one parameter into the next, so that it starts at the parameter's first element on the drive as well
+as in RAM, and so that 8-bit blocks belong to one parameter. Cost: a parameter of a few elements takes a page of states
+of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from outcore.optim import BLOCK_NUMEL
+from outcore.engine.stream.placement import StateChunk
+from outcore.optim import BLOCK_NUMEL, StateFormat
 from outcore.units import round_up
 
 CHUNK_NUMEL = 1 << 22
 """Parameters per chunk: 48 MiB of fp32 states, 8 MiB of 16-bit parameters, whole 4 KiB blocks of both."""
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Elements [start, stop) of one share."""
+class ShareLayout(NamedTuple):
+    """Of what type its elements are."""
 
-    share: Share
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def element_offset(self) -> int:
-        """Key of stochastic rounding: the same whatever the residency."""
-        return self.share.element_offset + self.start
-
-    @property
-    def name(self) -> str:
-        """Of its states in a store."""
-        return f"states {self.share.ds_id} {self.start}"
-
-    @property
-    def grad(self) -> torch.Tensor:
-        return self.share.grad[self.start : self.stop]
-
-    @property
-    def param(self) -> torch.Tensor | None:
-        """The parameters in RAM; None where the share lives on the drive."""
-        home = self.share.home
-        return None if home is None else home[self.start : self.stop]
+    dtype: torch.dtype
 
 
 @dataclass(eq=False)
@@ -59,13 +33,16 @@ class Share:
 
     param: Any
     """DeepSpeed's partitioned parameter; its `ds_tensor` is the share with padding."""
-    ds_id: int
-    unit: int
-    """DeepSpeed's sub-group, the order of updates."""
+    index: int
+    """In order of update."""
+    sub_group: int
+    """DeepSpeed's; shares of one are submitted to the optimizer together."""
     numel: int
     """Elements without the padding of the last rank; may be 0 on a rank beyond the parameter's end."""
     param_group: int
     element_offset: int
+    """Key of stochastic rounding: the same whatever the residency."""
+    layout: ShareLayout
     grad: torch.Tensor
     """[numel] in RAM, what DeepSpeed accumulates into."""
     home: torch.Tensor | None = None
@@ -73,10 +50,23 @@ class Share:
     on_device: torch.Tensor | None = None
     """[numel] where DeepSpeed keeps the share on the device: the home is copied there after an update."""
 
-    def chunks(self, chunk_numel: int = CHUNK_NUMEL) -> Iterator[Chunk]:
-        """All of the share, in order."""
+    @property
+    def ds_id(self) -> int:
+        return self.param.ds_id
+
+    @property
+    def name(self) -> str:
+        """For people and for the store."""
+        return f"parameter {self.ds_id}"
+
+    def chunks(self, state_format: StateFormat, chunk_numel: int = CHUNK_NUMEL) -> list[StateChunk]:
+        """All of the share, in order; no chunk has a home yet."""
+        cut = []
         for start in range(0, self.numel, chunk_numel):
-            yield Chunk(self, start, min(start + chunk_numel, self.numel))
+            stop = min(start + chunk_numel, self.numel)
+            n_bytes = state_format.chunk_bytes(stop - start)
+            cut.append(StateChunk(self, start, stop, self.element_offset + start, n_bytes))  # pyright: ignore[reportArgumentType]
+        return cut
 
 
 def real_numel(ds_numel: int, padded_numel: int, rank: int) -> int:

@@ -1,90 +1,220 @@
-"""Optimizer states of a rank's shares, and their update by the CPU optimizer that both engines share.
+"""Optimizer states of a rank's shares, in RAM and on NVMe, and their update by what both engines share.
 
 The gradients are read where DeepSpeed accumulated them and the 16-bit parameters are written where the next forward
-takes them from: no fp32 copy of either exists. Unscaling, clipping, AdamW and the cast are one pass over memory.
+takes them from: no fp32 copy of either exists. Unscaling, clipping, AdamW and the cast are one pass over memory. Chunks
+that have states and parameters in RAM are updated in place; the others flow through the streaming engine's ring of host
+buffers, read ahead and written behind (this class is the ring's `homes`). Results do not depend on which it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from outcore.engine.deepspeed.staged.shares import Chunk, Share
-from outcore.engine.stream.host_memory import HostMemory
+from outcore.engine.deepspeed.staged.params import StagedParams
+from outcore.engine.deepspeed.staged.shares import Share
+from outcore.engine.stream.host_memory import HostMemory, pageable
+from outcore.engine.stream.placement import StateChunk, spill
+from outcore.engine.stream.scratch import Scratch
+from outcore.engine.stream.state_ring import StateRing
+from outcore.engine.stream.state_window import StateWindow
 from outcore.optim import AdamWHyper, ChunkJob, ChunkState, JobBatch, OptimizerPool, StateFormat
 from outcore.optim.chunk_state import STATE_NAMES, StateName
+from outcore.storage import TensorSpec, TensorStore
 
 HyperOf = Callable[[int], AdamWHyper]
 """Hyper-parameters of this update by parameter group."""
+TIMEOUT_S = 600.0
 
 
-@dataclass
-class _Unit:
-    """What is submitted to the optimizer at once: a sub-group's chunks of one parameter group."""
+class RingSize(NamedTuple):
+    """Memory of the ring."""
 
-    number: int
+    n_bytes: int
+    max_slots: int
+
+
+class _Unit(NamedTuple):
+    """What is submitted to the optimizer at once: a sub-group's chunks of one parameter group, all in RAM."""
+
+    sub_group: int
     param_group: int
-    chunks: list[Chunk]
     jobs: JobBatch
 
 
-class RamStates:
-    """All states in RAM. `shares` in order of update."""
+class ShareStates:
+    """`shares` in order of update. `state_ram_bytes`: what of the states may live in RAM; None: all of them.
+
+    EngineError when the drive has no room; StorageError when a transfer fails.
+    """
 
     def __init__(
-        self, shares: Sequence[Share], state_format: StateFormat, memory: HostMemory, optimizer: OptimizerPool
+        self,
+        shares: Sequence[Share],
+        state_format: StateFormat,
+        memory: HostMemory,
+        optimizer: OptimizerPool,
+        *,
+        params: StagedParams | None,
+        scratch: Scratch | None,
+        state_ram_bytes: int | None,
+        ring: RingSize,
     ) -> None:
-        self.shares, self.state_format, self._optimizer = shares, state_format, optimizer
-        self._chunks: dict[int, list[tuple[Chunk, torch.Tensor]]] = {}
-        for share in shares:
-            kept = self._chunks[share.ds_id] = []
-            for chunk in share.chunks():
-                buffer = memory.take(state_format.chunk_bytes(chunk.numel), "optimizer states", pinned=False)
-                kept.append((chunk, buffer))
-        self._units = self._make_units()
-        self.reset()
+        self.units, self.state_format = tuple(share for share in shares if share.numel), state_format
+        self._optimizer, self._params = optimizer, params
+        self._chunks = {share.index: share.chunks(state_format) for share in self.units}
+        everything = [chunk for chunks in self._chunks.values() for chunk in chunks]
+        spill(everything, state_ram_bytes)
+        self.state_store = self._make_store([chunk for chunk in everything if chunk.on_nvme], scratch)
+        self._window = StateWindow(self.state_store, state_format) if self.state_store is not None else None
+        for chunk in everything:
+            if not chunk.on_nvme:
+                chunk.buffer = memory.take(chunk.n_bytes, "optimizer states", pinned=False)
+                param = self._read_param(chunk)
+                ChunkState(state_format, chunk.buffer, chunk.numel, param).initialise()
+        self._in_ram = self._make_units()
+        self.ring: StateRing | None = None
+        if any(self.flowing(share) for share in self.units):
+            self.ring = StateRing(
+                self,  # pyright: ignore[reportArgumentType]
+                optimizer,
+                memory,
+                ring_bytes=ring.n_bytes,
+                max_slots=ring.max_slots,
+                descending=False,
+                timeout_s=TIMEOUT_S,
+            )
+            self.ring.begin_step()
+
+    def _make_store(self, spilled: list[StateChunk], scratch: Scratch | None) -> TensorStore | None:
+        if not spilled:
+            return None
+        assert scratch is not None, "states go to the drive only where there is one"
+        return scratch.store("states", [TensorSpec(c.name, torch.uint8, (c.n_bytes,)) for c in spilled])
 
     def _make_units(self) -> list[_Unit]:
-        grouped: dict[tuple[int, int], list[tuple[Chunk, torch.Tensor]]] = {}
-        for share in self.shares:
-            grouped.setdefault((share.unit, share.param_group), []).extend(self._chunks[share.ds_id])
-        units = []
-        for (number, param_group), kept in sorted(grouped.items(), key=lambda item: item[0]):
-            if not kept:
-                continue
-            jobs = [ChunkJob(chunk.grad, buffer, chunk.param, chunk.element_offset) for chunk, buffer in kept]
-            units.append(_Unit(number, param_group, [c for c, _ in kept], JobBatch(self.state_format, jobs)))
-        return units
+        grouped: dict[tuple[int, int], list[ChunkJob]] = {}
+        for share in self.units:
+            for chunk in self._chunks[share.index]:
+                param = self.param_piece(chunk)
+                if chunk.buffer is not None and param is not None:
+                    job = ChunkJob(share.grad[chunk.start : chunk.stop], chunk.buffer, param, chunk.element_offset)
+                    grouped.setdefault((share.sub_group, share.param_group), []).append(job)
+        return [_Unit(*key, JobBatch(self.state_format, jobs)) for key, jobs in sorted(grouped.items())]
 
-    def reset(self) -> None:
-        """Zero moments, masters from the parameters as they are."""
-        for kept in self._chunks.values():
-            for chunk, buffer in kept:
-                ChunkState(self.state_format, buffer, chunk.numel, chunk.param).initialise()
+    # --- what the ring asks of its homes
+
+    def flowing(self, share: Share) -> list[StateChunk]:
+        """The share's chunks that are updated in the ring."""
+        return [chunk for chunk in self._chunks[share.index] if chunk.on_nvme or share.home is None]
+
+    def param_piece(self, chunk: StateChunk) -> torch.Tensor | None:
+        """The chunk's parameters in RAM; None when the share lives on the drive."""
+        home = _share(chunk).home
+        return None if home is None else home[chunk.start : chunk.stop]
+
+    def param_place(self, chunk: StateChunk) -> tuple[TensorStore, str, int]:
+        """(store, name, byte offset) of the chunk's parameters where `param_piece` is None."""
+        assert self._params is not None
+        return self._params.store_place(_share(chunk).ds_id, chunk.start)
+
+    # --- the update
 
     def update(self, hyper_of: HyperOf) -> None:
-        """One AdamW step on everything; returns when the parameters are up to date. UpdateFailed, TimeoutError."""
-        tickets = [
-            self._optimizer.submit(f"sub-group {unit.number}", index, unit.jobs, hyper_of(unit.param_group))
-            for index, unit in enumerate(self._units)
+        """One AdamW step on everything; returns when every parameter may be read, states on NVMe being written behind.
+
+        UpdateFailed, EngineError, TimeoutError: what memory and the drive hold is no longer of one step.
+        """
+        in_ring = []
+        if self.ring is not None:
+            for share in self.units:
+                if self.flowing(share):
+                    in_ring.append(self.ring.submit(share, share.grad, hyper_of(share.param_group)))  # pyright: ignore[reportArgumentType]
+        in_ram = [
+            self._optimizer.submit(f"sub-group {unit.sub_group}", place, unit.jobs, hyper_of(unit.param_group))
+            for place, unit in enumerate(self._in_ram)
         ]
-        for ticket in tickets:
+        for ticket in in_ram:
             self._optimizer.wait(ticket)
+        if self.ring is not None:
+            for ticket in in_ring:
+                self.ring.wait(ticket)
+            self.ring.begin_step()
+
+    def settle(self) -> None:
+        """Until the drive has everything; before states are read or written from outside."""
+        if self.ring is not None:
+            self.ring.flush()
+
+    # --- checkpoints
 
     def read(self, share: Share, name: StateName) -> torch.Tensor:
-        """One state of a share as a new fp32 tensor [numel]."""
+        """One state of a share as a new fp32 tensor [numel]. After `settle`."""
         value = torch.empty(share.numel, dtype=torch.float32)
-        for chunk, buffer in self._chunks[share.ds_id]:
-            state = ChunkState(self.state_format, buffer, chunk.numel, chunk.param)
-            value[chunk.start : chunk.stop] = state.read(name)
+        for chunk in self._chunks.get(share.index, ()):
+            param = self.param_piece(chunk)
+            if param is None:  # a moment can be read without it
+                is_needed = name == "master"
+                param = self._read_param(chunk) if is_needed else torch.empty(chunk.numel, dtype=share.layout.dtype)
+            value[chunk.start : chunk.stop] = self._open(chunk, name, param).read(name)
         return value
 
     def write(self, share: Share, values: dict[StateName, torch.Tensor]) -> None:
-        """Set states of a share from fp32 tensors [numel]; its parameters follow the master."""
-        for chunk, buffer in self._chunks[share.ds_id]:
-            state = ChunkState(self.state_format, buffer, chunk.numel, chunk.param)
+        """Set states of a share from fp32 tensors [numel]; its parameters follow the master. After `settle`."""
+        for chunk in self._chunks.get(share.index, ()):
+            param = self._read_param(chunk)
             for name in STATE_NAMES:
                 if name in values:
-                    state.write(name, values[name][chunk.start : chunk.stop])
+                    piece = values[name][chunk.start : chunk.stop]
+                    self._open(chunk, name, param, to_write=True).write(name, piece)
+            if self.param_piece(chunk) is None:
+                store, where, offset_bytes = self.param_place(chunk)
+                store.submit_write(where, param, offset_bytes).wait(TIMEOUT_S)
+
+    def flush(self) -> None:
+        """After `write`: let the drive have the last of it."""
+        if self._window is not None:
+            self._window.flush()
+
+    def _open(
+        self, chunk: StateChunk, name: StateName, param: torch.Tensor | None, *, to_write: bool = False
+    ) -> ChunkState:
+        if chunk.buffer is not None:
+            return ChunkState(self.state_format, chunk.buffer, chunk.numel, param)
+        assert self._window is not None
+        return self._window.open(chunk, name, param, to_write=to_write)
+
+    def _read_param(self, chunk: StateChunk) -> torch.Tensor:
+        """The chunk's parameters: its home, or a copy of what the drive has."""
+        piece = self.param_piece(chunk)
+        if piece is None:
+            share = _share(chunk)
+            n_bytes = chunk.numel * share.layout.dtype.itemsize
+            copy = pageable(n_bytes)
+            store, where, offset_bytes = self.param_place(chunk)
+            store.submit_read(where, copy, offset_bytes).wait(TIMEOUT_S)
+            piece = copy.view(share.layout.dtype)
+        return piece
+
+    # --- facts and the end
+
+    @property
+    def nvme_bytes(self) -> int:
+        """States that live on the drive."""
+        return sum(chunk.n_bytes for chunks in self._chunks.values() for chunk in chunks if chunk.on_nvme)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(chunk.n_bytes for chunks in self._chunks.values() for chunk in chunks)
+
+    def close(self) -> bool:
+        """Start nothing more on the drive and wait, with a limit, for what is under way; False when it did not end."""
+        return self.ring is None or self.ring.close()
+
+
+def _share(chunk: StateChunk) -> Share:
+    share = chunk.unit
+    assert isinstance(share, Share)
+    return share

@@ -1,0 +1,59 @@
+"""What the staged engine opens before the model is made and closes after DeepSpeed: memory, scratch files, the swapper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from outcore.engine.deepspeed.staged.memory import StagedMemory
+from outcore.engine.deepspeed.staged.plan import StagedPlan
+from outcore.engine.stream.scratch import Scratch
+from outcore.storage import StorageEngine, TensorSpec
+
+if TYPE_CHECKING:
+    from outcore.engine.deepspeed.staged.params import StagedParams
+
+
+class StagedSession:
+    """One rank's. `engine`: whose threads move bytes; None opens one where a drive is used.
+
+    Every rank has a folder of its own below `plan.nvme_path`. EngineError when it cannot be used or is too full.
+    """
+
+    def __init__(self, plan: StagedPlan, device: torch.device, rank: int, engine: StorageEngine | None = None) -> None:
+        self.plan = plan
+        self.scratch: Scratch | None = None
+        self.params: StagedParams | None = None
+        self.memory = StagedMemory(device, home_bytes=plan.home_bytes, staging_bytes=plan.staging_bytes, pin=plan.pin)
+        try:
+            if plan.nvme_path is not None:
+                self.scratch = Scratch([Path(plan.nvme_path) / f"rank{rank}"], engine)
+            if plan.param_store_bytes:
+                self.params = self._open_params()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_params(self) -> StagedParams:
+        from outcore.engine.deepspeed.staged.params import STORE_NAME, StagedParams
+
+        assert self.scratch is not None and self.memory.pool is not None
+        dtype = self.plan.dtype
+        spec = TensorSpec(STORE_NAME, dtype, (self.plan.param_store_bytes // dtype.itemsize,))
+        return StagedParams(
+            self.scratch.store("parameters", [spec]),
+            self.memory.pool,
+            ahead_bytes=self.plan.ahead_bytes,
+            element_bytes=dtype.itemsize,
+            world_size=torch.distributed.get_world_size(),
+        )
+
+    def close(self, *, drive_is_idle: bool = True) -> None:
+        """Wait for transfers, give memory back, remove the scratch files; safe to call twice."""
+        if self.params is not None:
+            self.params.close()
+        if self.scratch is not None and drive_is_idle:  # else it would wait without a limit; the next run cleans up
+            self.scratch.close()
+        self.memory.close()

@@ -1,0 +1,145 @@
+"""Staged offload with states and parameters on NVMe: the same bits as in RAM, through checkpoints, budgets and ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from staged_jobs import job, passed, run_jobs
+
+pytestmark = pytest.mark.timeout(600)
+SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 100, "sub_group_size": 20_000}}
+"""Sub-groups and persistence to the measure of the tiny model."""
+MIB = 1 << 20
+
+
+def infinity(nvme: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "zero_stage": "infinity", "nvme_offload_path": str(nvme), "strict_offload": True, "max_in_cpu_gb": 0.0, **more,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("staged-nvme")
+    nvme = folder / "nvme"
+    nvme.mkdir()
+    from_ram, from_nvme, exported = (str(folder / name) for name in ("from-ram", "from-nvme", "exported"))
+    halves = [["train", 2], ["eval"], ["train", 2]]
+    everything = infinity(nvme)
+    small_staging = {"staging_bytes": 64 * MIB, "ram_budget_gib": 3 + 66.2 / 1024}
+    jobs = [
+        job("RAM", [["train", 2], ["save", from_ram], ["eval"], ["train", 2]], config=SMALL),
+        job("states", halves, zero=infinity(nvme, nvme_offload_params=False), config=SMALL),
+        job("parameters", halves, zero=infinity(nvme, nvme_offload_optimizer=False), config=SMALL),
+        job(
+            "all", [["train", 2], ["save", from_nvme], ["eval"], ["train", 2], ["export", exported]],
+            zero=everything, config=SMALL,
+        ),
+        job("all, fp32 states", halves, zero=everything, config=SMALL, outcore={"states": "fp32"}),
+        job("all, 8-bit", halves, zero=everything, config=SMALL, outcore={"states": "split8"}),
+        job("RAM, 8-bit", halves, config=SMALL, outcore={"states": "split8"}),
+        job("part", halves, zero=infinity(nvme, nvme_offload_params=False), config=SMALL, outcore=small_staging),
+        job("part of parameters", halves, zero=infinity(nvme, max_in_cpu_gb=0.00015), config=SMALL),
+        job("RAM to NVMe", [["load", from_ram], ["train", 2]], zero=everything, config=SMALL),
+        job("NVMe to RAM", [["load", from_nvme], ["train", 2]], config=SMALL),
+        job("little staging", halves, zero=everything, config=SMALL, outcore={"staging_bytes": MIB}),
+    ]  # fmt: skip
+    found = run_jobs(folder / "jobs", jobs)[0]
+    found["left on the drive"] = [str(path) for path in nvme.rglob("*") if path.is_file()]
+    found["checkpoints"] = (from_ram, from_nvme)
+    found["exported"] = exported
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["states", "parameters", "all", "all, fp32 states", "part", "part of parameters", "little staging"]
+)
+def test_residency_does_not_change_a_bit(results: dict[str, Any], name: str) -> None:
+    ram, other = passed(results, "RAM"), passed(results, name)
+    assert other["losses"] == ram["losses"]
+    assert other["fingerprint"] == ram["fingerprint"]
+    assert other["evals"] == ram["evals"]
+
+
+def test_everything_is_where_it_was_asked_to_be(results: dict[str, Any]) -> None:
+    states, everything, part = (passed(results, name) for name in ("states", "all", "part"))
+    assert states["nvme_state_bytes"] == states["state_bytes"]
+    assert "params_on_nvme" not in states["moved"]
+    assert everything["nvme_state_bytes"] == everything["state_bytes"]
+    assert everything["moved"]["params_on_nvme"] >= 20 and everything["moved"]["param_read"] > 0
+    assert 0.2 < part["nvme_state_bytes"] / part["state_bytes"] < 0.8
+    assert passed(results, "RAM")["nvme_state_bytes"] == 0
+    some = passed(results, "part of parameters")["moved"]["params_on_nvme"]
+    assert 0 < some < everything["moved"]["params_on_nvme"]
+
+
+def test_a_step_writes_every_state_once(results: dict[str, Any]) -> None:
+    states = passed(results, "states")
+    assert states["moved"]["state_written"] == 4 * states["state_bytes"]
+    assert (
+        states["moved"]["state_read"] <= 5.2 * states["state_bytes"]
+    )  # four steps, and what was read ahead of a fifth
+
+
+def test_8_bit_moments_are_the_same_in_ram_and_on_nvme(results: dict[str, Any]) -> None:
+    drive, ram = passed(results, "all, 8-bit"), passed(results, "RAM, 8-bit")
+    assert drive["losses"] == ram["losses"] and drive["fingerprint"] == ram["fingerprint"]
+    assert ram["losses"] != passed(results, "RAM")["losses"]
+
+
+@pytest.mark.parametrize("name", ["RAM to NVMe", "NVMe to RAM"])
+def test_a_checkpoint_continues_bit_by_bit_in_the_other_residency(results: dict[str, Any], name: str) -> None:
+    ram, resumed = passed(results, "RAM"), passed(results, name)
+    assert resumed["losses"] == ram["losses"][2:]
+    assert resumed["fingerprint"] == ram["fingerprint"]
+
+
+def test_checkpoints_of_both_residencies_are_the_same_files(results: dict[str, Any]) -> None:
+    first, second = (Path(folder) for folder in results["checkpoints"])
+    names = sorted(path.name for path in first.iterdir())
+    assert names == sorted(path.name for path in second.iterdir()) and len(names) >= 4
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_nothing_is_left_on_the_drive(results: dict[str, Any]) -> None:
+    assert results["left on the drive"] == []
+
+
+def test_two_ranks_have_a_share_and_a_store_each(tmp_path: Path, results: dict[str, Any]) -> None:
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    go = [["train", 3]]
+    jobs = [
+        job("all", go, zero=infinity(nvme), config=SMALL, micro_batch_size=1),
+        job("RAM", go, config=SMALL, micro_batch_size=1),
+    ]
+    ranks = run_jobs(tmp_path / "jobs", jobs, world_size=2)
+    ram = passed(ranks[0], "RAM")
+    for rank in ranks:
+        drive = passed(rank, "all")
+        assert drive["losses"] == ram["losses"] and drive["fingerprint"] == ram["fingerprint"]
+        assert drive["nvme_state_bytes"] == pytest.approx(passed(results, "all")["state_bytes"] / 2, rel=0.2)
+    for (loss, _), (one, _) in zip(ram["losses"], passed(results, "RAM")["losses"], strict=False):
+        assert loss == pytest.approx(one, rel=5e-3)
+
+
+@pytest.mark.parametrize("preset", ["tiny-moe", "tiny-t5"])
+def test_mixture_of_experts_and_encoder_decoder_train_with_all_on_nvme(tmp_path: Path, preset: str) -> None:
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    model = {"preset": preset, "config_overrides": {"vocab_size": 512}}
+    go = [["train", 3]]
+    found = run_jobs(
+        tmp_path / "jobs",
+        [
+            job("all", go, model=model, zero=infinity(nvme), config=SMALL, min_bytes=65536),
+            job("RAM", go, model=model, config=SMALL),
+        ],
+    )[0]
+    drive, ram = passed(found, "all"), passed(found, "RAM")
+    assert drive["losses"] == ram["losses"] and drive["fingerprint"] == ram["fingerprint"]
+    assert drive["losses"][2] != drive["losses"][0]
+    assert drive["moved"]["params_on_nvme"] > 0
