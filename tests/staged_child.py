@@ -2,7 +2,9 @@
 
 Usage: python staged_child.py FOLDER. Reads FOLDER/jobs.json, writes FOLDER/results-RANK.json. A job:
 {"name", "model": ModelSettings fields, "zero": DeepSpeedSettings fields, "config": deepspeed_config.json's content,
- "run": RunFacts fields, "min_bytes": smallest share that goes to the drive, "do": [["train", steps], ["save", path], ["load", path], ["eval"], ["fault", ...]]}
+ "run": RunFacts fields, "min_bytes": smallest share that goes to the drive,
+ "do": [["train", steps], ["save", path], ["load", path], ["eval"], ["export", path], ["fault", ...]],
+ "may_fail": whether an error is expected, which is then the result's "stopped": [type, message]}
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from stream_models import packed_batch, plain_batch
 from outcore.engine.deepspeed.build import build_engine, init_process_group, resolve
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
+from outcore.engine.stream import scratch as scratch_room
 from outcore.model.settings import ModelSettings
+from outcore.storage import FaultyEngine, open_engine
 
 LR = 1e-3
 SEQ_LENGTH = 16
@@ -56,10 +60,49 @@ def fingerprint(engine: DeepSpeedEngine) -> str:
     return digest.hexdigest()
 
 
+def make_fault(engine: DeepSpeedEngine, kind: str, *arguments: Any) -> None:
+    """Break the drive from now on: every later transfer of that kind, or a file of the scratch stores."""
+    scratch = engine.ds.optimizer.session.scratch
+    if kind == "truncate":
+        engine.ds.optimizer.settle()
+        for folder in scratch.folders:
+            for file in (folder / arguments[0]).rglob("*"):
+                if file.stat().st_size > 65536:
+                    os.truncate(file, 65536)
+        return
+    of, settings = arguments
+    getattr(scratch.engine, kind)(of, times=None, **settings)
+
+
+def perform(actions: list, engine: DeepSpeedEngine, result: dict[str, Any]) -> None:
+    """Do what a job asks for, one after another."""
+    for action, *arguments in actions:
+        if action == "train":
+            result["losses"] += train(engine, arguments[0])
+        elif action == "fault":
+            make_fault(engine, *arguments)
+        elif action == "eval":
+            batches = [plain_batch(2, SEQ_LENGTH, seed=1000)]
+            result.setdefault("evals", []).append(engine.evaluate(batches).loss)
+        elif action == "save":
+            folder = Path(arguments[0])
+            folder.mkdir(parents=True, exist_ok=True)
+            state = engine.save(folder, lambda path, crc: None)
+            if engine.rank == 0:
+                (folder / "engine.json").write_text(json.dumps(state))
+            torch.distributed.barrier()
+        elif action == "load":
+            folder = Path(arguments[0])
+            engine.load(folder, json.loads((folder / "engine.json").read_text()))
+        elif action == "export":
+            engine.export(Path(arguments[0]))
+
+
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
     import outcore.engine.deepspeed.staged.params as staged_params
 
     staged_params.MIN_BYTES = job.get("min_bytes", 1 << 20)
+    scratch_room.open_engine = lambda *args, **kwargs: FaultyEngine(open_engine(*args, **kwargs))
     precision = job["run"].get("precision", "bf16")
     model = ModelSettings(precision=precision, seq_length=64, **job["model"])
     numbers = {
@@ -79,24 +122,13 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         states, params = engine.ds.optimizer.states, engine.ds.optimizer.session.params
         result["state_bytes"], result["nvme_state_bytes"] = states.total_bytes, states.nvme_bytes
     try:
-        for action, *arguments in job["do"]:
-            if action == "train":
-                result["losses"] += train(engine, arguments[0])
-            elif action == "eval":
-                batches = [plain_batch(2, SEQ_LENGTH, seed=1000)]
-                result.setdefault("evals", []).append(engine.evaluate(batches).loss)
-            elif action == "save":
-                folder = Path(arguments[0])
-                folder.mkdir(parents=True, exist_ok=True)
-                state = engine.save(folder, lambda path, crc: None)
-                if engine.rank == 0:
-                    (folder / "engine.json").write_text(json.dumps(state))
-                torch.distributed.barrier()
-            elif action == "load":
-                folder = Path(arguments[0])
-                engine.load(folder, json.loads((folder / "engine.json").read_text()))
-            elif action == "export":
-                engine.export(Path(arguments[0]))
+        try:
+            perform(job["do"], engine, result)
+        except Exception as error:
+            if not job.get("may_fail"):
+                raise
+            result["stopped"] = [type(error).__name__, str(error)]
+            return result
         result["fingerprint"] = fingerprint(engine)
         if result["staged"]:
             moved = (

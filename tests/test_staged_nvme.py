@@ -1,7 +1,8 @@
-"""Staged offload with states and parameters on NVMe: the same bits as in RAM, through checkpoints, budgets and ranks."""
+"""Staged offload with states and parameters on NVMe: the bits of RAM, through checkpoints, budgets, faults, ranks."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,15 @@ pytestmark = pytest.mark.timeout(600)
 SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 100, "sub_group_size": 20_000}}
 """Sub-groups and persistence to the measure of the tiny model."""
 MIB = 1 << 20
+FAULTS = {
+    "a write fails": ["fail", "write", {}],
+    "the drive is full": ["fail", "write", {"errno": errno.ENOSPC}],
+    "a read fails": ["fail", "read", {}],
+    "a read comes back short": ["short", "read", {"got": 512}],
+    "a write is short": ["short", "write", {"got": 512}],
+    "the states are truncated": ["truncate", "states"],
+    "the parameters are truncated": ["truncate", "parameters"],
+}
 
 
 def infinity(nvme: Path, **more: Any) -> dict[str, Any]:
@@ -37,15 +47,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "all", [["train", 2], ["save", from_nvme], ["eval"], ["train", 2], ["export", exported]],
             zero=everything, config=SMALL,
         ),
-        job("all, fp32 states", halves, zero=everything, config=SMALL, outcore={"states": "fp32"}),
-        job("all, 8-bit", halves, zero=everything, config=SMALL, outcore={"states": "split8"}),
-        job("RAM, 8-bit", halves, config=SMALL, outcore={"states": "split8"}),
+        job("all, fp32 states", halves, zero=everything, config=SMALL, outcore={"state_format": "fp32"}),
+        job("all, 8-bit", halves, zero=everything, config=SMALL, outcore={"state_format": "split8"}),
+        job("RAM, 8-bit", halves, config=SMALL, outcore={"state_format": "split8"}),
         job("part", halves, zero=infinity(nvme, nvme_offload_params=False), config=SMALL, outcore=small_staging),
         job("part of parameters", halves, zero=infinity(nvme, max_in_cpu_gb=0.00015), config=SMALL),
         job("RAM to NVMe", [["load", from_ram], ["train", 2]], zero=everything, config=SMALL),
         job("NVMe to RAM", [["load", from_nvme], ["train", 2]], config=SMALL),
         job("little staging", halves, zero=everything, config=SMALL, outcore={"staging_bytes": MIB}),
     ]  # fmt: skip
+    for name, fault in FAULTS.items():
+        do = [["train", 2], ["fault", *fault], ["train", 2]]
+        jobs.append(job(name, do, zero=everything, config=SMALL) | {"may_fail": True})
+    jobs.append(job("after the faults", [["load", from_nvme], ["train", 2]], zero=everything, config=SMALL))
     found = run_jobs(folder / "jobs", jobs)[0]
     found["left on the drive"] = [str(path) for path in nvme.rglob("*") if path.is_file()]
     found["checkpoints"] = (from_ram, from_nvme)
@@ -143,3 +157,18 @@ def test_mixture_of_experts_and_encoder_decoder_train_with_all_on_nvme(tmp_path:
     assert drive["losses"] == ram["losses"] and drive["fingerprint"] == ram["fingerprint"]
     assert drive["losses"][2] != drive["losses"][0]
     assert drive["moved"]["params_on_nvme"] > 0
+
+
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_a_fault_of_the_drive_stops_the_run_with_the_reason(results: dict[str, Any], name: str) -> None:
+    result = passed(results, name)
+    assert "stopped" in result, "the run went on as if nothing had happened"
+    kind, message = result["stopped"]
+    assert kind in ("EngineError", "StorageError"), message
+    expected = {"the drive is full": "ENOSPC", "a write fails": "EIO", "a read fails": "EIO"}.get(name, "wanted")
+    assert expected in message, message
+
+
+def test_a_checkpoint_is_intact_after_faults(results: dict[str, Any]) -> None:
+    resumed, ram = passed(results, "after the faults"), passed(results, "RAM")
+    assert resumed["losses"] == ram["losses"][2:] and resumed["fingerprint"] == ram["fingerprint"]

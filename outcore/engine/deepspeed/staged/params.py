@@ -139,7 +139,7 @@ class StagedParams:
         for ds_id, param in reversed(list(self._ahead.items())):
             if ds_id in self._reading:
                 _, transfer, buffer = self._reading.pop(ds_id)
-                transfer.wait(TIMEOUT_S)
+                _end(transfer, buffer)
             elif param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
                 buffer = self._held.pop(ds_id)
                 self._mark_absent(param)
@@ -278,7 +278,7 @@ class StagedParams:
         if ds_id not in self._reading:
             return
         param, transfer, buffer = self._reading.pop(ds_id)
-        transfer.wait(TIMEOUT_S)
+        _end(transfer, buffer)
         self._held[ds_id] = buffer
         param.ds_tensor.data = buffer.data(self._places[ds_id])
         param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
@@ -286,7 +286,7 @@ class StagedParams:
     def _finish_write(self, ds_id: int) -> None:
         pending = self._writing.pop(ds_id, None)
         if pending is not None:
-            pending[0].wait(TIMEOUT_S)
+            _end(*pending)
             pending[1].release()
 
     def _mark_absent(self, param: Any) -> None:
@@ -308,6 +308,17 @@ class StagedParams:
         self._reading.clear()
         self._held.clear()
         self._ahead.clear()
+
+
+def _end(transfer: Transfer, buffer: _Buffer) -> None:
+    """Wait for a transfer; one that failed gives its memory back, one that hangs keeps it."""
+    try:
+        transfer.wait(TIMEOUT_S)
+    except TimeoutError:
+        raise
+    except BaseException:
+        buffer.release()
+        raise
 
 
 def _settle(wait: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""What the staged engine opens before the model is made and closes after DeepSpeed: memory, scratch files, the swapper."""
+"""What the staged engine opens before the model is made and closes after DeepSpeed: memory, files, the swapper."""
 
 from __future__ import annotations
 
