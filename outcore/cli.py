@@ -11,6 +11,7 @@ from types import MappingProxyType
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "plan": ("outcore.plan.main", "will a model fit this machine, how fast, what to change"),
+        "export": ("outcore.train.export_main", "a checkpoint as a model that from_pretrained loads, without a GPU"),
         "watch": ("outcore.monitor.watch", "a running or finished run, live in the terminal"),
     }
 )

@@ -48,7 +48,7 @@ def export_model(
             _write_model(aside, tensors, rank, max_shard_bytes)
             base = network.get_base_model() if is_peft else network  # pyright: ignore[reportCallIssue]
             if rank == 0:
-                _write_config(aside, base)
+                write_config(aside, base)
         if rank == 0:
             if tokenizer is not None:
                 tokenizer.save_pretrained(str(aside))
@@ -133,7 +133,8 @@ def _write_model(
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
-def _write_config(folder: Path, network: Any) -> None:
+def write_config(folder: Path, network: Any) -> None:
+    """config.json and generation_config.json of a transformers model, as inference wants them; nothing without them."""
     config: Any = getattr(network, "config", None)
     if config is None or not hasattr(config, "save_pretrained"):
         return  # a user's own module: the weights are there, its code builds it

@@ -19,6 +19,7 @@ from outcore.engine.base import Engine, MicroBatch, StepResult
 from outcore.monitor import MetricsLog, Progress, Sampler, plot_loss
 from outcore.train.checkpoint import Checkpoint, check_same_run, save_checkpoint
 from outcore.train.config import TrainConfig
+from outcore.train.export_files import save_export_files
 from outcore.train.memory_advice import TierFull
 from outcore.train.random_state import load_random_state, save_random_state
 from outcore.train.run_folder import RunFolder
@@ -75,6 +76,8 @@ class TrainerParts:
     watches: tuple[Any, ...] = ()
     """Free space and memory, looked at every step; a verdict that says so stops the run after a save."""
     max_skips: int = 20
+    tokenizer: Any = None
+    """Kept beside the weights of every checkpoint, so that it can be exported without the run; None: left out."""
 
 
 class Trainer:
@@ -253,6 +256,7 @@ class Trainer:
         numbers, path, crc = save_random_state(folder, p.engine.rank)
         if self.is_main:
             on_file(path, crc)
+            save_export_files(folder, p.engine.loaded.model, p.tokenizer)
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,

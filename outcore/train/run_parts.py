@@ -135,6 +135,7 @@ class RunContext:
             prompt_ids=tokenizer(config.sample_prompt or DEFAULT_PROMPT)["input_ids"],
             decode=lambda ids: tokenizer.decode(ids),
             eos_token_id=tokenizer.eos_token_id,
+            tokenizer=tokenizer,
             fingerprint={"parameters": engine.loaded.facts.total_params, **self.fingerprint},
         )
 

@@ -1,0 +1,118 @@
+"""What a checkpoint needs beside its weights to become a model that others load: configuration and tokenizer, and how.
+
+The `model-*` shards of a checkpoint are what transformers reads, under the names it reads them by; `save_export_files`
+puts configuration and tokenizer into `export/` beside them, and `export_checkpoint` copies both into a folder of their
+own. No model is built, nothing is loaded into memory, and no GPU is needed. Cost: a copy of the 16-bit weights, or none
+at all where the file system shares blocks (XFS, Btrfs).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.engine.export import write_config
+from outcore.engine.shards import CheckpointError, ShardReader, TensorPlan, read_header, write_shard
+from outcore.train.checkpoint import Checkpoint, check_space
+
+FOLDER = "export"
+ADAPTER = "adapter_config.json"
+COPY_BYTES = 64 << 20
+
+
+def save_export_files(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Configuration (with LoRA the adapter's as well) and tokenizer into `folder/export`. A model of the user's own
+    without a transformers configuration leaves only the tokenizer."""
+    target = folder / FOLDER
+    target.mkdir()
+    adapters = getattr(model, "peft_config", None)
+    write_config(target, model.get_base_model() if adapters else model)
+    if adapters:
+        adapters["default"].save_pretrained(str(target))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(target))
+
+
+def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
+    """Copy a verified checkpoint's weights, configuration and tokenizer to `target`, which must not exist yet.
+
+    A LoRA checkpoint gives its adapter in peft's format. CheckpointError when it cannot be exported or the drive is too
+    full; `target` appears only when it is whole.
+    """
+    if target.exists():
+        raise CheckpointError(f"{target}: exists already. Give another folder with --out, or remove it.")
+    files = checkpoint.path / FOLDER
+    if not files.is_dir():
+        raise CheckpointError(
+            f"{checkpoint.path}: holds no {FOLDER}/ with the model's configuration: it was made by an older version. "
+            "Resume it with train_model.py, which exports at the end."
+        )
+    shards = sorted(checkpoint.path.glob("model-*-of-*.safetensors"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    check_space(target.parent, sum(shard.stat().st_size for shard in shards))
+    aside = target.with_name(f".{target.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.copytree(files, aside)
+    try:
+        if (files / ADAPTER).is_file():
+            _write_adapter(checkpoint.path, aside)
+        else:
+            _copy_shards(shards, aside)
+        os.rename(aside, target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return target
+
+
+def _copy_shards(shards: list[Path], folder: Path) -> None:
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for shard in shards:
+        name = "model.safetensors" if len(shards) == 1 else shard.name
+        copy_file(shard, folder / name)
+        for tensor, entry in read_header(folder / name).items():
+            weight_map[tensor] = name
+            total_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _write_adapter(checkpoint: Path, folder: Path) -> None:
+    reader = ShardReader(checkpoint, "model")
+    saved = {name: name for name in reader.names() if "lora_" in name}
+    plans = [TensorPlan(f"base_model.model.{n}", _dtype(reader, n), reader.shapes[n]) for n in saved]
+    prefix = len("base_model.model.")
+    write_shard(folder / "adapter_model.safetensors", plans, lambda name: reader.read(name[prefix:]))
+
+
+def _dtype(reader: ShardReader, name: str) -> torch.dtype:
+    return reader.read(name).dtype
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy by copy_file_range, which shares blocks where the file system can. CheckpointError when it is short."""
+    size_bytes = source.stat().st_size
+    with open(source, "rb") as reader, open(target, "wb") as writer:
+        done = 0
+        try:
+            while done < size_bytes:
+                moved = os.copy_file_range(reader.fileno(), writer.fileno(), min(COPY_BYTES, size_bytes - done))
+                if not moved:
+                    break
+                done += moved
+        except (AttributeError, OSError) as error:  # not here, or not between these two file systems
+            if done:
+                raise
+            shutil.copyfileobj(reader, writer, COPY_BYTES)
+            del error
+        writer.flush()
+        os.fsync(writer.fileno())
+    if target.stat().st_size != size_bytes:
+        raise CheckpointError(f"{target}: {target.stat().st_size} of {size_bytes} bytes of {source} were copied.")
