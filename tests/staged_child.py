@@ -118,6 +118,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         "losses": [], "said": said, "staged": resolved.built.offload.staged,
         "optimizer": type(engine.ds.optimizer).__name__, "warnings": resolved.built.warnings,
     }  # fmt: skip
+    states = params = None
     if result["staged"]:
         states, params = engine.ds.optimizer.states, engine.ds.optimizer.session.params
         result["state_bytes"], result["nvme_state_bytes"] = states.total_bytes, states.nvme_bytes
@@ -130,7 +131,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
             result["stopped"] = [type(error).__name__, str(error)]
             return result
         result["fingerprint"] = fingerprint(engine)
-        if result["staged"]:
+        if states is not None:
             moved = (
                 {"state_read": states.ring.read_bytes, "state_written": states.ring.written_bytes}
                 if states.ring

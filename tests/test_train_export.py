@@ -21,7 +21,8 @@ def tiny(**fields: Any) -> Any:
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, **fields
     )
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model: Any = transformers.LlamaForCausalLM(config)
+    return model.to(torch.bfloat16)
 
 
 def save(model: Any, run: Path, step: int, max_shard_bytes: int = 1 << 30) -> Path:
@@ -89,7 +90,7 @@ def test_a_copy_that_fails_half_way_is_removed(tmp_path: Path, monkeypatch: pyte
 
 def test_a_checkpoint_without_configuration_says_what_to_do(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "run", 1, lambda f, on_file: {"step": 1}, needed_bytes=0, keep=1)
-    with pytest.raises(RuntimeError, match="older version.*train_model.py"):
+    with pytest.raises(RuntimeError, match=r"older version.*train_model\.py"):
         export_checkpoint(open_checkpoint(folder), tmp_path / "out")
     assert isinstance(open_checkpoint(folder), Checkpoint)
 

@@ -59,6 +59,8 @@ class Engine(Protocol):
     rank: int
     world_size: int
     device: torch.device
+    loaded: Any
+    """The `LoadedModel` that it trains."""
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """One optimizer step over this rank's micro-batches. ValueError when no token of the global batch counts."""

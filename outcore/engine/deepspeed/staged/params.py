@@ -155,8 +155,8 @@ class StagedParams:
 
     def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
         """Whether a share is worth a place on the drive."""
-        numel = param.ds_tensor.ds_numel if numel is None else numel
-        return numel * self._element_bytes >= MIN_BYTES
+        count = int(param.ds_tensor.ds_numel if numel is None else numel)
+        return count * self._element_bytes >= MIN_BYTES
 
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
         """Memory for a new share of `numel` elements, to be filled and swapped out."""
