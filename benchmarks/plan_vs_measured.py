@@ -57,9 +57,9 @@ def child(cap_bytes: int, report: Path, argv: list[str]) -> int:
 class Watch(threading.Thread):
     """Highest resident memory of one process and highest use of the GPU, looked at every POLL_S."""
 
-    def __init__(self, pid: int, gpu_before_bytes: int | None) -> None:
+    def __init__(self, pid: int, gpu: GpuMemory, gpu_before_bytes: int | None) -> None:
         super().__init__(daemon=True)
-        self.pid, self.before = pid, gpu_before_bytes
+        self.pid, self.gpu, self.before = pid, gpu, gpu_before_bytes
         self.rss_bytes = 0
         self.gpu_bytes = 0
         self.over = threading.Event()
@@ -71,20 +71,27 @@ class Watch(threading.Thread):
                 self.rss_bytes = max(self.rss_bytes, pages * os.sysconf("SC_PAGE_SIZE"))
             except (OSError, IndexError):
                 pass
-            used = gpu_used_bytes()
+            used = self.gpu.used_bytes()
             if used is not None and self.before is not None:
                 self.gpu_bytes = max(self.gpu_bytes, used - self.before)
 
 
-def gpu_used_bytes() -> int | None:
-    """Memory in use on the first GPU, all processes; None without one."""
-    try:
-        import pynvml
+class GpuMemory:
+    """Memory in use on the first GPU by all processes; None without one."""
 
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
-    except Exception:  # no library, no driver, no GPU: each has an error of its own
-        return None
+    def __init__(self) -> None:
+        self._read: Any = None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            self._read = lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        except Exception:  # no library, no driver, no GPU: each has an error of its own
+            return
+
+    def used_bytes(self) -> int | None:
+        return None if self._read is None else self._read()
 
 
 def flags_of(run: PlannedRun, args: argparse.Namespace, folder: Path, steps: int) -> list[str]:
@@ -111,7 +118,8 @@ def measure(run: PlannedRun, args: argparse.Namespace, folder: Path) -> dict[str
     steps = 2 if args.dry_run else args.steps
     report, log = folder / f"{run.name}.held.json", folder / f"{run.name}.log"
     argv = flags_of(run, args, folder, steps)
-    before = gpu_used_bytes()
+    gpu = GpuMemory()
+    before = gpu.used_bytes()
     started_s = time.monotonic()
     with open(log, "w") as sink:
         process = subprocess.Popen(
@@ -120,7 +128,7 @@ def measure(run: PlannedRun, args: argparse.Namespace, folder: Path) -> dict[str
             stdout=sink,
             stderr=subprocess.STDOUT,
         )
-        watch = Watch(process.pid, before)
+        watch = Watch(process.pid, gpu, before)
         watch.start()
         try:
             code = process.wait(timeout=args.run_limit_s)

@@ -445,3 +445,12 @@ def test_compute_rates_of_this_cpu_are_real_and_checked(monkeypatch):
     monkeypatch.setattr(compute_bench.torch, "mm", broken)
     with pytest.raises(RuntimeError, match="not healthy"):
         compute_bench.measure_compute(torch.device("cpu"), 0.01)
+
+
+@pytest.mark.gpu
+def test_compute_rates_of_a_gpu():
+    from outcore.probe.compute_bench import measure_compute
+
+    rates = measure_compute(torch.device("cuda", 0), 1.0)
+    assert rates.dtype in ("bf16", "fp16") and 1 < rates.matmul_tflops < 5000
+    assert 50 < rates.memory_gb_per_s < 20_000 and rates.elapsed_s < 20

@@ -234,7 +234,7 @@ class PerformanceTest:
             "save_s": trial.get("save_s"),
             "load_s": trial.get("load_s"),
             "gpu_mem_peak_bytes": max((r["gpu_mem_peak_bytes"] or 0 for r in trial["steps"]), default=0),
-            "ram_rss_bytes": max((r["ram_rss_bytes"] or 0 for r in trial["steps"]), default=0),
+            "ram_rss_bytes": max((point.get("rss_bytes", 0) for point in trial["timeline"]), default=0),
         }
         return {name: value for name, value in figures.items() if value is not None}
 
