@@ -1,0 +1,162 @@
+"""LoRA on a base that does not fit in RAM: step time of the streaming engine, and what the drive did meanwhile.
+
+The base is one random layer, handed out again for every layer, so that filling 60 GB takes a minute and not ten; step
+time does not depend on values. Prints one JSON line: seconds per step and per wait, bytes read from NVMe per step and
+the rate that makes, the raw read rate of the same store in the same run, peaks of RAM and of GPU memory.
+
+    python benchmarks/stream_lora.py --preset qwen3-32b --ram_gib 52 --nvme /drive/folder --steps 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.engine import StreamEngine
+from outcore.engine.stream.settings import StreamSettings
+from outcore.model.load import LoadedModel, load_model
+from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.storage import aligned_bytes
+from outcore.units import GIB, MIB
+
+PROBE_BYTES = 4 * GIB
+PIECE_BYTES = 32 * MIB
+
+
+class RepeatedLayer:
+    """A `WeightFeed` of random values, the same for all parameters of one shape."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        assert loaded.feed is not None
+        self.names = loaded.feed.names
+        self._shapes = {name: p.shape for name, p in loaded.model.named_parameters() if "lora_" not in name}
+        self._dtype = next(loaded.model.parameters()).dtype
+
+    def groups(self) -> Iterator[dict[str, torch.Tensor]]:
+        from outcore.model.names import checkpoint_name
+
+        made: dict[torch.Size, torch.Tensor] = {}
+        for full_name, shape in self._shapes.items():
+            if len(shape) == 1:
+                value = torch.ones(shape, dtype=self._dtype)
+            elif ".layers." in full_name:
+                value = made.setdefault(shape, torch.empty(0))
+                if not value.numel():
+                    value = made[shape] = torch.empty(shape, dtype=self._dtype).normal_(0, 0.02)
+            else:
+                value = torch.empty(shape, dtype=self._dtype).normal_(0, 0.02)
+            yield {checkpoint_name(full_name): value}
+
+
+def raw_read_rate(engine: StreamEngine, n_bytes: int) -> float:
+    """GB/s of the store of weights, read by the engine's own threads into page-aligned memory."""
+    weights = engine._parts.homes.weights
+    assert weights.store is not None
+    store, memory = weights.store, torch.from_numpy(aligned_bytes(8 * PIECE_BYTES))
+    places = [
+        (name, at) for name in store.names for at in range(0, store.spec(name).n_bytes - PIECE_BYTES + 1, PIECE_BYTES)
+    ][: max(1, n_bytes // PIECE_BYTES)]
+    under_way, begin_s = [], time.perf_counter()
+    for number, (name, at) in enumerate(places):
+        if len(under_way) == 8:
+            under_way.pop(0).wait(60)
+        slot = number % 8 * PIECE_BYTES
+        under_way.append(store.submit_read(name, memory[slot : slot + PIECE_BYTES], at))
+    for transfer in under_way:
+        transfer.wait(60)
+    return len(places) * PIECE_BYTES / (time.perf_counter() - begin_s) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="qwen3-32b")
+    parser.add_argument("--ram_gib", type=float, default=52.0, help="RAM for the parameters' homes")
+    parser.add_argument("--nvme", required=True, help="folder on the drive for the rest")
+    parser.add_argument("--read_ahead_mib", type=int, default=512)
+    parser.add_argument("--staging_gib", type=float, default=4.0, help="pinned memory in all")
+    parser.add_argument("--activations", choices=("device", "ram", "nvme"), default="ram")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--micro_batches", type=int, default=2)
+    parser.add_argument("--seq_length", type=int, default=2048)
+    parser.add_argument("--lora_r", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--vram_gib", type=float, help="cap of the allocator")
+    parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--layers", type=int, help="fewer layers, for a quick try")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.vram_gib and device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(arguments.vram_gib * GIB / total)
+    overrides = {"num_hidden_layers": arguments.layers} if arguments.layers else {}
+    model = ModelSettings(
+        preset=arguments.preset,
+        precision="bf16",
+        seq_length=arguments.seq_length,
+        lora=LoraSettings(r=arguments.lora_r),
+        config_overrides=overrides,
+    )
+    begin_s = time.perf_counter()
+    loaded = load_model(model, lazy=True)
+    loaded = replace(loaded, feed=RepeatedLayer(loaded))
+    settings = StreamSettings(
+        weight_ram_bytes=int(arguments.ram_gib * GIB),
+        nvme_path=arguments.nvme,
+        activations=arguments.activations,
+        staging_bytes=int(arguments.staging_gib * GIB),
+        weight_read_ahead_bytes=arguments.read_ahead_mib * MIB,
+        compile=arguments.compile,
+        step_tokens=(arguments.rows * arguments.seq_length,) * arguments.micro_batches,
+    )
+    engine = build_stream_engine(loaded, settings, device=device)
+    try:
+        print(engine.describe(), flush=True)
+        load_s = time.perf_counter() - begin_s
+        generator = torch.Generator().manual_seed(0)
+        shape = (arguments.rows, arguments.seq_length)
+        seconds, stalls = [], []
+        for step in range(arguments.steps + 1):
+            ids = [
+                torch.randint(2, loaded.facts.vocab_size, shape, generator=generator)
+                for _ in range(arguments.micro_batches)
+            ]
+            begin_s = time.perf_counter()
+            result = engine.train_step([{"input_ids": row, "labels": row} for row in ids], 1e-4)
+            engine._parts.updates.drain()
+            print(f"step {step}: {time.perf_counter() - begin_s:.2f} s, {result.phase_s}", flush=True)
+            if step:  # the first one compiles
+                seconds.append(time.perf_counter() - begin_s)
+                stalls.append(result.phase_s.get("stall_nvme", 0.0))
+        weights, lane = engine._parts.homes.weights, engine._parts.drive_lane
+        read_bytes = lane.stats().n_bytes / (arguments.steps + 1) if lane is not None else 0
+        step_s = statistics.median(seconds)
+        found = {
+            **vars(arguments),
+            "params": loaded.facts.total_params,
+            "load_s": round(load_s, 1),
+            "step_s": round(step_s, 3),
+            "stall_nvme_s": round(statistics.median(stalls), 3),
+            "tokens_per_s": round(sum(settings.step_tokens or ()) / step_s),
+            "weights_ram_gib": round(weights.ram_bytes / GIB, 2),
+            "weights_nvme_gib": round(weights.nvme_bytes / GIB, 2),
+            "nvme_read_gb_per_step": round(read_bytes / 1e9, 2),
+            "nvme_gb_per_s": round(read_bytes / step_s / 1e9, 2),
+            "raw_gb_per_s": round(raw_read_rate(engine, PROBE_BYTES), 2) if lane is not None else None,
+            "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
+            "peak_vram_gib": round(torch.cuda.max_memory_reserved() / GIB, 2) if device == "cuda" else None,
+        }
+        print(json.dumps(found))
+    finally:
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()
