@@ -14,6 +14,7 @@ from outcore.engine.stream.device_memory import let_segments_grow
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.gradient_arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
 from outcore.engine.stream.gradients import GradientDownload
+from outcore.engine.stream.graphs import LayerGraphs
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.parts import EngineParts
@@ -287,7 +288,8 @@ def _compiled(
     *,
     all_tiled: bool,
 ) -> CompiledLayers:
-    compiled = CompiledLayers(units, settings.compile)
+    graphs = LayerGraphs(device) if device.type == "cuda" and settings.cuda_graphs == "auto" else None
+    compiled = CompiledLayers(units, settings.compile, graphs=graphs)
     if settings.compile == "off":
         return compiled
     if settings.compile == "auto" and device.type != "cuda":
@@ -302,7 +304,7 @@ def _compiled(
         logger.warning(
             "layers that look alike differ in their results, so each is compiled by itself: a slow first step"
         )
-        return CompiledLayers(units, settings.compile, share=False)
+        return CompiledLayers(units, settings.compile, share=False, graphs=graphs)
     return compiled
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.func import functional_call, vjp
 
 from outcore.engine.base import EngineError
+from outcore.engine.stream.graphs import LayerGraphs
 from outcore.engine.stream.shell import LayerCall, with_memory
 from outcore.engine.stream.structure import alike
 from outcore.engine.stream.units import Units
@@ -38,11 +39,13 @@ class CompiledLayers:
         backend: str | Callable[..., Any] = "inductor",
         *,
         share: bool = True,
+        graphs: LayerGraphs | None = None,
     ) -> None:
         self.units, self.choice = units, choice
         self.why_not = "compile: off" if choice == "off" else ""
         self._like = alike(units.layers) if share else list(range(len(units.layers)))
         self._backend = backend
+        self.graphs = graphs
         self._functions: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         if not self.why_not:  # for good: a context around every call costs the host 0.1 ms
             limits = torch._dynamo.config
@@ -72,8 +75,9 @@ class CompiledLayers:
 
     def backward(
         self, layer: int, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, call: LayerCall, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-        """(gradient of the input, gradients of the trainable parameters); None when it could not be compiled."""
+    ) -> Sequence[Any] | None:
+        """(gradient of the input, then those of the trainable parameters, which are valid until the next call); None
+        when it could not be compiled."""
         return self._run(layer, 1, list(tensors), hidden, call.args, call.kwargs, grad)
 
     def _run(self, layer: int, which: int, *args: Any) -> Any:
@@ -82,7 +86,8 @@ class CompiledLayers:
             self._functions[kind] = self._compile(kind)
         try:
             with torch.no_grad():
-                return self._functions[kind][which](*args)
+                function = self._functions[kind][which]
+                return function(*args) if self.graphs is None else self.graphs.run((kind, which), function, *args)
         except _compiler_errors() as error:
             text = str(error).strip().splitlines()
             self.give_up(f"torch.compile failed ({type(error).__name__}: {text[0][:300] if text else ''}).")
@@ -99,7 +104,7 @@ class CompiledLayers:
 
         def backward(
             tensors: list[torch.Tensor], hidden: torch.Tensor, args: tuple, kwargs: dict, grad: torch.Tensor
-        ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        ) -> tuple[torch.Tensor, ...]:
             frozen = [t for t, wanted in zip(tensors, trainable, strict=True) if not wanted]
             wanted = [t for t, is_wanted in zip(tensors, trainable, strict=True) if is_wanted]
 
@@ -108,7 +113,7 @@ class CompiledLayers:
 
             pull = vjp(run, wanted, hidden)[1]
             grads, grad_x = pull(grad)
-            return grad_x, grads
+            return grad_x, *grads
 
         return (
             torch.compile(forward, fullgraph=True, backend=self._backend),

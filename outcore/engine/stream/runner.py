@@ -179,7 +179,7 @@ class UnitRunner:
             found = self.compiled.backward(index, self._tensors(unit, slab), hidden, call, grad)
             if found is not None:
                 if into is not None:
-                    into.add(found[1])
+                    into.add(found[1:])
                 return found[0]
         leaves, trainable = self._leaves(unit, slab)
         x = hidden.detach().requires_grad_()

@@ -57,6 +57,8 @@ class StreamSettings:
     """Slots at most: a drive needs many requests under way, in both directions."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Layers through torch.compile. auto: on a GPU, where the model allows it; the reason is said where not."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """Compiled layers as CUDA graphs where their launches would keep a fast GPU waiting; see `graphs`."""
     num_layer_buffers: int = 3
     """Layers on the device at a time (two are enough where the optimizer keeps up)."""
     tiling: Literal["auto", "on", "off"] = "auto"
@@ -161,6 +163,7 @@ _CHOICES = {
     "update": ("auto", "deferred", "immediate"),
     "accumulate": ("fp32", "weights"),
     "compile": ("auto", "on", "off"),
+    "cuda_graphs": ("auto", "off"),
     "activations": ("auto", "device", "ram", "nvme"),
     "tiling": ("auto", "on", "off"),
 }

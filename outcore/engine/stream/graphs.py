@@ -1,0 +1,147 @@
+"""CUDA graphs of compiled layers: a layer's twenty to forty launches become one.
+
+A layer of a 1 B model on a fast GPU takes a millisecond, about as long as the host needs to launch its kernels while it
+also feeds lanes and optimizer, so the GPU waits for the host. A graph is captured once per (function, weight buffer,
+shapes), after a few ordinary calls, and replayed from then on; inputs are copied into the graph's own tensors first. It
+holds the memory of one layer's intermediate results for good, in a pool that all graphs share (they never run at the
+same time). Calls that take the device longer than `LONG_S` gain nothing, so they stay as they are, at no memory.
+
+Results are those of the captured kernels: the same bits as without graphs. When a capture fails, layers run without
+graphs and the reason is said once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+logger = logging.getLogger(__name__)
+
+CALLS_BEFORE = 4
+"""Ordinary calls of the same kind before a capture: compilation and tuning are over, and shapes that come once or twice
+are not captured."""
+LONG_S = 5e-3
+"""A call that keeps the device busy this long hides its launches many times over."""
+MAX_GRAPHS = 32
+"""Three weight buffers, forward and backward, are six per shape; long-tailed shapes beyond run without."""
+
+Function = Callable[..., Any]
+"""(weights, hidden, args, kwargs[, grad]) -> tensor or nested tuple of tensors."""
+
+
+@dataclass
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    inputs: list[torch.Tensor]
+    outputs: Any
+
+
+class LayerGraphs:
+    """Runs functions through graphs where it can. Use from one thread, under no_grad."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.why_not = ""
+        """Why nothing is captured any more."""
+        self._graphs: dict[Hashable, _Graph | None] = {}
+        """None: not worth it, or no room."""
+        self._calls: dict[Hashable, int] = {}
+        self._static: dict[Hashable, list[torch.Tensor]] = {}
+        self._pool: Any = None
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(graph is not None for graph in self._graphs.values())
+
+    def run(
+        self,
+        name: Hashable,
+        function: Function,
+        weights: list[torch.Tensor],
+        hidden: torch.Tensor,
+        args: tuple,
+        kwargs: dict,
+        *grad: torch.Tensor,
+    ) -> Any:
+        """`function(weights, hidden, args, kwargs, *grad)`. The first tensor of the result is the caller's to keep, the
+        others are valid until the next call."""
+        leaves, spec = tree_flatten((args, kwargs))
+        inputs = [hidden, *grad, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
+        others = tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
+        shapes = (name, spec, others, tuple((t.shape, t.stride(), t.dtype) for t in inputs))
+        key = (shapes, weights[0].data_ptr())
+        try:
+            found = self._graphs.get(key, False)
+        except TypeError:  # an argument that cannot be compared
+            return function(weights, hidden, args, kwargs, *grad)
+        if isinstance(found, _Graph):
+            return self._replay(found, inputs)
+        if found is None or self.why_not:
+            return function(weights, hidden, args, kwargs, *grad)
+        self._calls[key] = self._calls.get(key, 0) + 1
+        if self._calls[key] <= CALLS_BEFORE or len(self._graphs) >= MAX_GRAPHS:
+            return function(weights, hidden, args, kwargs, *grad)
+        graph = self._graphs[key] = self._captured(shapes, function, weights, inputs, leaves, spec, len(grad))
+        return function(weights, hidden, args, kwargs, *grad) if graph is None else self._replay(graph, inputs)
+
+    def _replay(self, graph: _Graph, inputs: list[torch.Tensor]) -> Any:
+        torch._foreach_copy_(graph.inputs, inputs)  # pyright: ignore[reportPrivateImportUsage]
+        graph.graph.replay()
+        if isinstance(graph.outputs, torch.Tensor):
+            return graph.outputs.clone()
+        first, *rest = graph.outputs
+        return (first.clone(), *rest)
+
+    def _captured(
+        self,
+        shapes: Hashable,
+        function: Function,
+        weights: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        leaves: list[Any],
+        spec: TreeSpec,
+        num_grads: int,
+    ) -> _Graph | None:
+        if shapes not in self._static:
+            self._static[shapes] = [
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs
+            ]
+        static = self._static[shapes]
+        tensors = iter(static[1 + num_grads :])
+        args, kwargs = tree_unflatten([next(tensors) if isinstance(t, torch.Tensor) else t for t in leaves], spec)
+
+        def call() -> Any:
+            return function(weights, static[0], args, kwargs, *static[1 : 1 + num_grads])
+
+        try:
+            torch._foreach_copy_(static, inputs)  # pyright: ignore[reportPrivateImportUsage]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            call()  # whatever is still to be compiled for these tensors
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            if begin.elapsed_time(end) > LONG_S * 1e3:
+                return None
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads wait for copies meanwhile, which a capture of the whole process would forbid.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                outputs = call()
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            self.give_up(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
+            return None
+        return _Graph(graph, static, outputs)
+
+    def give_up(self, reason: str) -> None:
+        """Capture nothing any more; what was captured is let go."""
+        self.why_not = reason
+        self._graphs.clear()
+        self._static.clear()
+        logger.warning("layers run without CUDA graphs: %s", reason)
