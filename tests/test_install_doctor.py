@@ -150,6 +150,17 @@ def test_set_without_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert rows[-1].part == "deepspeed" and not rows[-1].holds and "WSL2" in rows[-1].fix
 
 
+def test_the_cpu_optimizer_is_built_ahead_or_torch_is_named() -> None:
+    built = doctor.optimizer_row({"CPU optimizer": fine("CPU optimizer")}, "")
+    assert built.status == "OK" and built.found.startswith("built: ")
+    why = "no C++ compiler (g++, clang++, c++) on PATH, so the CPU optimizer cannot be built\nand more"
+    missing = doctor.optimizer_row({"CPU optimizer": {"ok": False, "why": why}}, "")
+    assert missing.status == "degraded" and missing.holds and "torch does its work" in missing.found
+    assert "apt install g++" in missing.fix and "and more" not in missing.found
+    crashed = doctor.optimizer_row({}, "the check was ended by SIGABRT")
+    assert crashed.status == "degraded" and "SIGABRT" in crashed.found and "outcore.optim" in crashed.fix
+
+
 def test_interrupt_ends_the_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[int] = []
 
@@ -173,7 +184,7 @@ def test_packages_of_this_environment_work(tmp_path: Path) -> None:
     """The trials themselves, on what is installed here."""
     check_packages(Recorder(tmp_path / "r"), "cpu")
     findings = read_findings(tmp_path / "r", "")
-    assert set(findings) == set(PACKAGE_PARTS)
+    assert set(findings) == {*PACKAGE_PARTS, "CPU optimizer"}
     broken = {part: finding["why"] for part, finding in findings.items() if not finding["ok"]}
     assert broken == {}
 

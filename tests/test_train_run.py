@@ -176,6 +176,23 @@ def test_exact_states_in_two_formats_train_the_same_numbers(tmp_path: Path, corp
     assert not same(states(tmp_path / "m8" / at_end), states(straight / at_end))
 
 
+@pytest.mark.parametrize("budget_gib", ["0", "0.02"])
+def test_states_on_nvme_train_the_same_numbers_and_leave_nothing_there(
+    tmp_path: Path, corpus: Path, straight: Path, budget_gib: str
+) -> None:
+    """RAM first up to a budget, the rest on the drive: the same bits, the scratch gone, checkpoints whole."""
+    drive = tmp_path / "drive"
+    argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--eval_steps", "0")
+    argv += ["--nvme_offload_path", str(drive), "--ram_budget_gib", budget_gib, "--save_steps", "4", "--no_export"]
+    assert main(argv) == 0
+    plan = json.loads((tmp_path / "log/r/plan.json").read_text())
+    assert plan["stream"]["nvme_path"] == str(drive) and plan["stream"]["state_ram_bytes"] is not None
+    assert any("on NVMe" in note for note in plan["notes"])
+    for step in ("step-00000004", "step-00000006"):
+        assert same(states(tmp_path / "checkpoint/r" / step), states(straight / "checkpoint/r" / step))
+    assert not any(drive.rglob("*")), "scratch is removed with the engine"
+
+
 @pytest.mark.parametrize("how", ["stream", "deepspeed", "zero1", "zero2", "none"])
 def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], how: str) -> None:
     """Stopped after step 2 and resumed to 6 equals six steps at once; for each engine and ZeRO stage."""

@@ -36,6 +36,7 @@ PACKAGE_PARTS = {
     "TensorBoard": ("tensorboard", False),
     "matplotlib": ("matplotlib", False),
 }
+OPTIMIZER_USE = "the streaming engine's optimizer at the speed of memory (in torch several times slower)"
 PROBE_TIMEOUT_S = 180.0
 
 
@@ -126,6 +127,7 @@ def probe_rows(
                 child.stop()
             raise
     rows = package_rows(outcomes[0][0], outcomes[0][1], environment, chosen)
+    rows.append(optimizer_row(outcomes[0][0], outcomes[0][1]))
     if with_deepspeed:
         rows += deepspeed_rows(outcomes[1][0], outcomes[1][1], environment, chosen)
         rows += extension_rows(outcomes[1][0], outcomes[1][1], chosen, built, build_results, directory)
@@ -148,6 +150,16 @@ def package_rows(
         wrong = pinned and version.split("+")[0] != chosen.pins[pinned]
         rows.append(_row(part, findings.get(part), needed, required, ended, version if wrong else None))
     return rows
+
+
+def optimizer_row(findings: Mapping[str, Mapping[str, Any]], ended: str) -> Row:
+    """The C++ optimizer of the streaming engine: built ahead, or why not; torch is the next best."""
+    finding = findings.get("CPU optimizer") or {"ok": False, "why": f"not tried: {ended}"}
+    if finding["ok"]:
+        return Row("CPU optimizer", f"built: {finding['found']}", OPTIMIZER_USE, OK, False)
+    reason = str(finding["why"]).splitlines()[0]
+    fix = "`sudo apt install g++ && python setup.py`" if "compiler" in reason else "`python -m outcore.optim` says more"
+    return Row("CPU optimizer", f"not built: {reason}; torch does its work", OPTIMIZER_USE, DEGRADED, False, fix)
 
 
 def deepspeed_rows(

@@ -23,6 +23,7 @@ def check_packages(recorder: Recorder, accelerator: str) -> None:
     recorder.try_part("psutil", _try_psutil)
     recorder.try_part("TensorBoard", _try_tensorboard)
     recorder.try_part("matplotlib", _try_matplotlib)
+    recorder.try_part("CPU optimizer", _try_optimizer)
 
 
 def _try_torch(accelerator: str) -> str:
@@ -192,3 +193,22 @@ def _try_matplotlib() -> str:
         if out.tell() < 1000:
             raise RuntimeError("the picture is empty")
     return f"{matplotlib.__version__}, drew a picture"
+
+
+def _try_optimizer() -> str:
+    """Build the C++ optimizer where training will look for it (4 s of one core, once), and let it make a step."""
+    import torch
+
+    from outcore.optim import SPLIT, AdamWHyper, ChunkJob, ChunkState, open_backend
+
+    backend = open_backend("extension")
+    numel, made = 1000, []
+    for one in (backend, open_backend("torch")):
+        param = torch.linspace(-1, 1, numel).to(torch.bfloat16)
+        buffer = torch.zeros(SPLIT.chunk_bytes(numel), dtype=torch.uint8)
+        ChunkState(SPLIT, buffer, numel, param).initialise()
+        one.update(SPLIT, ChunkJob(param.clone().mul_(3), buffer, param, 0), AdamWHyper(lr=0.1, step=1))
+        made.append((param, buffer))
+    if not all(torch.equal(a, b) for a, b in zip(*made, strict=True)):
+        raise RuntimeError("a step of the built extension differs from torch's")
+    return f"{backend.name}, a step equal to torch's bit by bit"

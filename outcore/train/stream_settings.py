@@ -178,6 +178,8 @@ def _homes(
         if given is not None
         else f"{format_gib(sizes.ram_available_bytes)} available, {format_gib(RAM_RESERVE_BYTES)} of it left alone"
     )
+    if given is None and needed > budget:
+        budget = max(0, budget - StreamSettings.state_ring_bytes)  # through which states on the drive flow
     room = max(0, budget - gradients - waiting)
     weight_ram = min(weights, room) if wanted.params else weights
     state_ram = min(state_bytes, max(0, room - weight_ram)) if wanted.states else state_bytes
@@ -252,9 +254,7 @@ def _check_ram(
             f"there; {format_gib(sizes.ram_available_bytes)} are available. {way}"
         )
     if given is not None and needed > given * GIB:
-        warnings.append(
-            f"RAM: {format_gib(needed)} are needed, more than {words}, and nothing may go to a drive. {way}"
-        )
+        warnings.append(f"RAM: {format_gib(needed)} are needed, more than {words}, and no drive takes the rest. {way}")
     elif needed > sizes.ram_available_bytes - RAM_RESERVE_BYTES and needed > RAM_RESERVE_BYTES:
         warnings.append(f"RAM: {format_gib(needed)} are needed, {words}: it may get tight. {way}")
 
