@@ -71,7 +71,7 @@ class Job:
         plan(engine)
         for fault in engine._faults:
             fault.matches = lambda *_: self.is_broken
-        self.patch.setattr(scratch, "open_engine", lambda *_: engine)
+        self.patch.setattr(scratch, "open_engine", lambda *_, **__: engine)
 
     def fails(self, *words: str, stuck: str | None = None, **fields: Any) -> str:
         """The message of the run that fails; it has these words. `stuck`: whose threads cannot end."""
@@ -117,6 +117,23 @@ def test_a_drive_that_fails_in_mid_step(job: Job, name: str) -> None:
     job.fails(*words, "resume from the last checkpoint", **job.on_nvme())
     if name in ("write error", "full"):
         job.resumes(**job.on_nvme())
+
+
+STATE_FAULTS = {
+    "write error": (lambda drive: drive.fail("write", after=3), "Input/output error"),
+    "short read": (lambda drive: drive.short("read", got=4096), "4096"),
+    "full": (lambda drive: drive.fail("write", errno=errno.ENOSPC), "No space left on device"),
+}
+
+
+@pytest.mark.parametrize("name", STATE_FAULTS)
+def test_a_drive_that_fails_under_the_optimizer(job: Job, name: str) -> None:
+    plan, word = STATE_FAULTS[name]
+    job.faulty_drive(plan)
+    fields = {"nvme_path": str(job.root / "drive"), "state_ram_bytes": 0}
+    job.fails("optimizer states", "tensors.bin", word, "the last checkpoint is intact", **fields)
+    if name == "write error":
+        job.resumes(**fields)
 
 
 @pytest.mark.parametrize("where", ["layer", "layer_backward"])

@@ -31,11 +31,11 @@ def straight(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 def nvme(root: Path) -> dict:
     """Everything that can live on a drive does."""
-    return {"nvme_path": str(root / "drive"), "activations": "nvme"}
+    return {"nvme_path": str(root / "drive"), "state_ram_bytes": 0, "activations": "nvme"}
 
 
 def half_on_nvme(root: Path) -> dict:
-    return {**nvme(root), "states": "split"}
+    return {**nvme(root), "state_ram_bytes": 1 << 24, "states": "split"}
 
 
 HOMES = {"RAM": lambda root: RAM, "split": lambda root: SPLIT, "NVMe": nvme, "half split": half_on_nvme}

@@ -20,10 +20,12 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.moments import HostTime
 from outcore.engine.stream.picture import _draw, main, short_name, step_slices
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.stalls import Stalls
+from outcore.engine.stream.stalls import BusyTime, Stalls
 from outcore.engine.stream.trace import NO_TRACE
 from outcore.engine.stream.trace_file import Slice, read_trace, rows_of, write_trace
 from outcore.engine.stream.trace_window import TracePlan
+from outcore.optim import torch_backend
+from outcore.storage.posix_engine import PosixMover
 from outcore.units import MIB
 
 SETTINGS = StreamSettings(
@@ -267,6 +269,40 @@ def test_stalls_are_shared_out_to_the_reasons_that_blocked(monkeypatch):
     assert stalls.seconds()["stall_optimizer"] == 3.0
     stalls.begin()
     assert set(stalls.seconds().values()) == {0.0}
+
+
+def test_busy_time_counts_overlapping_work_once(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    busy = BusyTime()
+    for at_s, call in ((1.0, busy.begins), (2.0, busy.begins), (4.0, busy.ends), (5.0, busy.ends), (9.0, busy.begins)):
+        now[0] = at_s
+        call()
+    now[0] = 9.5
+    assert busy.total_s() == 4.5
+
+
+def test_states_on_a_slow_drive_are_waited_for_and_traced(build, tmp_path, monkeypatch):
+    """The drive is slow: the wait is its, not the optimizer's. The optimizer is slow: the other way round."""
+    fields = {"nvme_path": str(tmp_path), "state_ram_bytes": 0, "chunk_numel": 1 << 12}
+    engine = build(replace(SETTINGS, **fields, state_ring_slots=2))
+    drive = PosixMover.move
+    update = torch_backend.update_chunk
+    monkeypatch.setattr(PosixMover, "move", lambda *args: (time.sleep(0.01), drive(*args))[1])
+    engine.trace(TracePlan(tmp_path / "t.json", 0, 2, 1), lambda _: None)
+    train(engine, 1)
+    slow_drive = train(engine, 1, first=1)[0].phase_s
+    assert slow_drive["stall_nvme"] > 3 * slow_drive["stall_optimizer"] >= 0
+    monkeypatch.setattr(PosixMover, "move", drive)
+    monkeypatch.setattr(torch_backend, "update_chunk", lambda *args: (time.sleep(0.03), update(*args))[1])
+    train(engine, 1, first=2)
+    slow_cpu = train(engine, 1, first=3)[0].phase_s
+    assert slow_cpu["stall_optimizer"] > 3 * slow_cpu["stall_nvme"] >= 0
+    slices, _ = read_trace(tmp_path / "t.json")
+    for kind in ("read", "write"):
+        assert "optimizer states" in {s.name for s in slices if s.track == f"drive {kind}"}
+    units = {unit.name for unit in engine._parts.units.all}
+    assert all(any(unit in s.name for unit in units) for s in slices if s.track == "optimizer")
 
 
 def test_a_host_that_waits_while_the_device_works_is_no_stall():

@@ -86,7 +86,7 @@ def short_name(one: Slice) -> str:
     """What fits into a slice: the layer's number, or the first letters of embedding and head."""
     if "waits" in one.track:
         return ""
-    number = re.search(r"(\d+)$", one.name)
+    number = re.search(r"(?:layer|activations) (\d+)", one.name)
     if number:
         return number.group(1)
     return {"head": "H"}.get(one.name, "E" if one.name.startswith("embedding") else "")

@@ -10,6 +10,7 @@ both clocks are the host's. Cost: two CUDA events for each place (about 130 a st
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,33 @@ class _Stall:
     told_s: float = 0.0
     """Until when (host seconds) the trace has been told what it was waiting for."""
     host_s: dict[Reason, float] = field(default_factory=dict)
+
+
+class BusyTime:
+    """Seconds in which at least one of several things was going on; safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count, self._since_s, self._total_s = 0, 0.0, 0.0
+
+    def begins(self) -> None:
+        """One more."""
+        with self._lock:
+            if not self._count:
+                self._since_s = time.perf_counter()
+            self._count += 1
+
+    def ends(self) -> None:
+        """One less."""
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._total_s += time.perf_counter() - self._since_s
+
+    def total_s(self) -> float:
+        """Up to now."""
+        with self._lock:
+            return self._total_s + (time.perf_counter() - self._since_s if self._count else 0.0)
 
 
 class Stalls:
@@ -75,7 +103,7 @@ class Stalls:
             self.trace.host_wait(what, reason, begin_s, end_s)
 
     def add(self, reason: Reason, seconds: float) -> None:
-        """The host was blocked for so long, told afterwards."""
+        """The host was blocked for so long, told afterwards; below 0 takes back what was for another reason."""
         if self._open is not None:
             self._open.host_s[reason] = self._open.host_s.get(reason, 0.0) + seconds
 

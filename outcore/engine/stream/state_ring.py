@@ -28,6 +28,7 @@ from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.placement import StateChunk
 from outcore.engine.stream.ring_slots import RingSlot, ring_slots
+from outcore.engine.stream.stalls import BusyTime
 from outcore.engine.stream.units import Unit
 from outcore.optim import AdamWHyper, ChunkJob, ChunkResult, JobBatch, OptimizerPool
 from outcore.storage import Transfer, gather
@@ -92,6 +93,8 @@ class StateRing:
         self.num_slots, self.slot_bytes = len(slots), slots[0].n_bytes
         self.read_bytes = self.written_bytes = 0
         """Moved by updates so far."""
+        self.optimizer_time = BusyTime()
+        """When the optimizer had a chunk of the ring to work at; otherwise whoever waits, waits for the drive."""
         self.error: BaseException | None = None
         self._fill(slots)
         # All below belongs to the driver thread.
@@ -279,10 +282,12 @@ class StateRing:
         priority = chunk.unit.index - BEFORE_ALL_UNITS
         submitted = self._pool.submit(chunk.name, priority, batch, ticket.hyper, notify_chunks=True)
         self._updating[submitted.ticket_id] = (passage, ticket)
+        self.optimizer_time.begins()
         self._updates_out.release()
 
     def _updated(self, report: ChunkResult) -> None:
         passage, ticket = self._updating.pop(report.ticket.ticket_id)
+        self.optimizer_time.ends()
         if report.status != "done":
             self._pool.wait(report.ticket, self._timeout_s)  # raises what went wrong
             raise EngineError(f"the update of {passage.chunk.name} was {report.status}")

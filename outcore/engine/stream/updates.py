@@ -142,8 +142,12 @@ class UnitUpdates:
                 skipped = self._pool.wait(pending.ticket, self._timeout_s).status == "skipped"
         if pending.ring_ticket is not None and not skipped:
             assert self._ring is not None
+            busy_s = self._ring.optimizer_time.total_s()
             with self._stalls.because("nvme", f"states of {unit.name}"):
                 self._ring.wait(pending.ring_ticket)
+            busy_s = self._ring.optimizer_time.total_s() - busy_s
+            self._stalls.add("nvme", -busy_s)
+            self._stalls.add("optimizer", busy_s)
         if skipped:
             raise NonFiniteLossError(
                 f"the gradient of {unit.name} was not finite. Its states were left alone, those of other layers may "
