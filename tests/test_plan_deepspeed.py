@@ -41,12 +41,32 @@ def test_measured_memory():
     )
     resident = in_ram.used_bytes("ram") - in_ram.part_bytes("ram", "page cache reserve")
     assert resident / 1e9 == pytest.approx(32.6, rel=0.05)
-    tensors = in_ram.used_bytes("vram") - k.VRAM_OVERHEAD_BYTES
-    assert tensors / 1e9 == pytest.approx(2.6, rel=0.10)
     on_gpu = plan_deepspeed(
         prototype_shape(), RunRequest(), server(), 1024, DeepSpeedLayout("zero3", "none", "none", 4, 4)
     )
     assert (on_gpu.used_bytes("vram") - k.VRAM_OVERHEAD_BYTES) / 1e9 == pytest.approx(20, rel=0.10)
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulation", "step_s", "tensors_gb", "rss_gb"),
+    [
+        (("zero3", "cpu", "cpu"), 4, 1.796, 3.748, 33.76),
+        (("zero3", "cpu", "cpu"), 1, 0.848, 3.747, 34.14),
+        (("infinity", "nvme", "nvme"), 1, 15.99, 3.747, 20.64),
+        (("none", "none", "none"), 4, 0.484, 24.79, 2.68),
+    ],
+)
+def test_measured_runs_of_llama_1b(layout, accumulation, step_s, tensors_gb, rss_gb):
+    """benchmarks/results/engines-h200-1gpu*.json and zero_stages-h200-1gpu-infinity.json: stock DeepSpeed."""
+    p = plan_deepspeed(
+        preset_shape("llama-1b"), RunRequest(), server(), 1024, DeepSpeedLayout(*layout, 4, accumulation)
+    )
+    assert p.time.step_s == pytest.approx(step_s, rel=0.20)
+    assert (p.expected_bytes("vram") - k.GPU_FRAMEWORK_BYTES) / 1e9 == pytest.approx(tensors_gb, rel=0.10)
+    assert p.expected_bytes("ram", "pinned") / 1e9 == pytest.approx(rss_gb, rel=0.10)
+    if layout[0] == "infinity":
+        assert p.drive_read_bytes_per_step / 1e9 == pytest.approx(23.8, rel=0.10)
+        assert p.drive_written_bytes_per_step / 1e9 == pytest.approx(21.3, rel=0.10)
 
 
 def test_bytes_by_hand_without_offload():

@@ -110,7 +110,10 @@ def test_wrong_usage(argv, words, capsys):
 
 
 def test_stream_note_follows_what_is_shipped(monkeypatch, capsys):
-    for shipped, words in ((False, "does not have that engine yet"), (True, "not yet compared with the engine itself")):
+    for shipped, words in (
+        (False, "does not have that engine yet"),
+        (True, "compared with the engine on one server only"),
+    ):
         monkeypatch.setattr(show_module, "stream_is_shipped", lambda shipped=shipped: shipped)
         assert main(["--model", "llama-8b", *LAPTOP]) == 0
         assert words in " ".join(capsys.readouterr().out.split())

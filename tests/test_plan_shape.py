@@ -97,8 +97,8 @@ def test_work_by_hand():
     assert checkpoint_bytes(shape, request, 2048) == 2048 * 4096 * 2 * 33
     # per token: norms 2 x (16,384 + 16,384), residual 16,384, q 32,768, kv 6,144, ffn 114,688, in flight 73,728
     assert layer_activation_bytes(shape, request, 1024, 1) == 65_536 + 16_384 + 32_768 + 6_144 + 114_688 + 73_728
-    assert logits_bytes(shape, 10**6) == 3 * 4 * (2**28 // (4 * 128256)) * 128256
-    assert logits_bytes(shape, 7) == 3 * 4 * 7 * 128256
+    assert logits_bytes(shape, 10**6) == 4 * 4 * (2**28 // (4 * 128256)) * 128256
+    assert logits_bytes(shape, 7) == 4 * 4 * 7 * 128256
     flops = step_flops(shape, request, 1024, 1)
     layers = 2 * 32 * 218_112_000 + 2 * 1024 * 4096 * 32
     head = 2 * 128256 * 4096

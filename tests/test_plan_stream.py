@@ -102,6 +102,16 @@ def test_prototype_resident_memory():
         assert resident / GIB == pytest.approx(measured_gib, rel=0.10)
 
 
+@pytest.mark.parametrize(("accumulation", "step_s", "tensors_gb"), [(1, 0.355, 5.124), (4, 0.520, 5.989)])
+def test_measured_runs_of_llama_1b(accumulation, step_s, tensors_gb):
+    """benchmarks/results/engines-h200-1gpu*.json; the pool held 3.51 GB that no home needed, and no longer does."""
+    layout = StreamLayout(4, accumulation, residency=Residency())
+    p = plan_stream(preset_shape("llama-1b"), RunRequest(state_format="fp32"), server(), 1024, layout)
+    assert p.time.step_s == pytest.approx(step_s, rel=0.10)
+    assert (p.expected_bytes("vram") - k.GPU_FRAMEWORK_BYTES) / 1e9 == pytest.approx(tensors_gb, rel=0.03)
+    assert (p.expected_bytes("ram", "pinned") + 3.51e9) / 1e9 == pytest.approx(26.1, rel=0.03)
+
+
 def test_spill_order_and_traffic():
     shape, layout = preset_shape("llama-3b"), StreamLayout(1, 8)
     n = shape.total_params

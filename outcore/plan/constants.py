@@ -65,12 +65,10 @@ DEFAULT_GLOBAL_BATCH = 8
 DEFAULT_SEQ_LENGTH = 1024
 LOGITS_CHUNK_BYTES = 256 * MIB
 """fp32 logits of one chunk (outcore/model/loss.py)."""
-LOGITS_ALIVE = 3.0
-"""Chunks' worth alive at once: fp32 logits, their fp32 gradient and the 16-bit copies (outcore/model/loss.py)."""
-STREAM_LOGITS_ALIVE = 4.0
-"""The same in the streaming engine, which keeps the softmax too: 5.12 GB of tensors with llama-1b, measured, leave
-1.03 GB for chunks of 0.263 GB (benchmarks/results/engines-h200-1gpu-4096tokens.json)."""
-
+LOGITS_ALIVE = 4.0
+"""Chunks' worth alive at once: fp32 logits, their softmax, its gradient, the 16-bit logits and their gradient.
+Measured: 5.12 GB of tensors with llama-1b in the streaming engine leave 1.03 GB for chunks of 0.263 GB
+(benchmarks/results/engines-h200-1gpu-4096tokens.json)."""
 COMPILED_ACTIVATIONS = 0.6
 """What a compiled layer's backward holds of what autograd keeps of an eager one. A planning figure."""
 LOSS_BYTES_PER_LOGIT = 30

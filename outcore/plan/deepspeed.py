@@ -134,8 +134,8 @@ def _vram_parts(
     if stage == 3:
         fp32_gradients = min(fp32_gradients, 4 * 2 * k.DEEPSPEED_BUCKET_NUMEL)  # one sub-group of 100 M elements
         largest = max(shape.largest_weight_numel, max(shape.layer_params) if shape.is_moe else 0)
-        live = k.DEEPSPEED_LIVE_NUMEL if layout.params != "nvme" else 0
-        gathered = e * min(base, live + largest) if gpus > 1 or layout.params != "none" else 0
+        # Measured alike with parameters in RAM and on NVMe: the limit on live parameters is used up either way.
+        gathered = e * min(base, k.DEEPSPEED_LIVE_NUMEL + largest) if gpus > 1 or layout.params != "none" else 0
         parts.append(Part("vram", "gathered parameters", gathered))
         parts.append(Part("vram", "gradient of the largest weight", 0 if shape.lora_r else e * largest))
         bucket *= 2  # reduction and prefetch

@@ -17,7 +17,7 @@ from outcore.units import GB, GIB, format_count, format_gb, format_gib, format_s
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-STREAM_NOTE = "stream: forecast from a prototype's measurements, not yet compared with the engine itself"
+STREAM_NOTE = "stream: forecast compared with the engine on one server only (docs/planning.md), with no laptop"
 STREAM_MISSING = f"{STREAM_NOTE}; this version of outcore does not have that engine yet"
 LAUNCH_NOTE = "steps this short are bound by kernel launches, which are not modelled: a lower bound"
 SHORT_STEP_S = 0.2

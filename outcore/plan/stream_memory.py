@@ -46,7 +46,7 @@ def vram_parts(
         * layer_activation_bytes(shape, request, seq_length, tokens)
     )
     layer_peak = (activations, e * (adapters if shape.lora_r else layer))
-    head_peak = (logits_bytes(shape, tokens, k.STREAM_LOGITS_ALIVE), 0 if shape.lora_r else e * ends)
+    head_peak = (logits_bytes(shape, tokens), 0 if shape.lora_r else e * ends)
     work, gradients = max(layer_peak, head_peak, key=sum)
     name = "activations of the largest unit" if (work, gradients) == layer_peak else "logits of one chunk"
     return [
