@@ -148,6 +148,8 @@ def ram_disk(world: World) -> None:
 
 
 def no_libaio(world: World) -> None:
+    """DeepSpeed's own offload, which needs its drive extension, where that cannot be built."""
+    ds_config(outcore={"offload": "stock"})(world)
     from deepspeed.accelerator import get_accelerator
 
     accelerator: Any = get_accelerator()
