@@ -1,4 +1,5 @@
-"""Runs in a child process: DeepSpeed's engine with outcore's staged offload on tiny models, on the CPU accelerator.
+"""Runs in a child process: DeepSpeed's engine with outcore's staged offload on tiny models, on the CPU accelerator,
+or on the GPU with STAGED_DEVICE=cuda in the environment.
 
 Usage: python staged_child.py FOLDER. Reads FOLDER/jobs.json, writes FOLDER/results-RANK.json. A job:
 {"name", "model": ModelSettings fields, "zero": DeepSpeedSettings fields, "config": deepspeed_config.json's content,
@@ -28,6 +29,7 @@ from outcore.model.settings import ModelSettings
 from outcore.storage import FaultyEngine, open_engine
 
 LR = 1e-3
+ON_GPU = os.environ.get("STAGED_DEVICE") == "cuda"
 SEQ_LENGTH = 16
 
 
@@ -106,9 +108,9 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     precision = job["run"].get("precision", "bf16")
     model = ModelSettings(precision=precision, seq_length=64, **job["model"])
     numbers = {
-        "device": "cpu", "micro_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": LR,
-        "max_grad_norm": 1.0, "lr_scheduler_type": "none", "total_steps": 50, "precision": precision,
-        "world_size": torch.distributed.get_world_size(), "memlock_limit_bytes": 1 << 60,
+        "device": "cuda" if ON_GPU else "cpu", "micro_batch_size": 2, "gradient_accumulation_steps": 2,
+        "learning_rate": LR, "max_grad_norm": 1.0, "lr_scheduler_type": "none", "total_steps": 50,
+        "precision": precision, "world_size": torch.distributed.get_world_size(), "memlock_limit_bytes": 1 << 60,
     }  # fmt: skip
     run = RunFacts(**{**numbers, **job["run"]})
     resolved, _ = resolve(job.get("config", {}), DeepSpeedSettings(**job["zero"]), model, run, None)
@@ -149,7 +151,9 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    init_process_group(False, int(os.environ.get("LOCAL_RANK", "0")))
+    if ON_GPU:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    init_process_group(ON_GPU, int(os.environ.get("LOCAL_RANK", "0")))
     rank = torch.distributed.get_rank()
     results: dict[str, Any] = {}
     for job in json.loads((folder / "jobs.json").read_text()):

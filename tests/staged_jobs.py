@@ -34,9 +34,15 @@ def job(
     }  # fmt: skip
 
 
-def environment(rank: int = 0, world_size: int = 1, port: int | None = None) -> dict[str, str]:
+def environment(
+    rank: int = 0, world_size: int = 1, port: int | None = None, device: str = "cpu"
+) -> dict[str, str]:  # fmt: skip
     """Of a child process: this process's own without a launcher's marks."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(CHILD.parents[1])}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHILD.parents[1]), "STAGED_DEVICE": device}
+    if device == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     ranks = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_SIZE": world_size,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or free_port(),
@@ -44,7 +50,9 @@ def environment(rank: int = 0, world_size: int = 1, port: int | None = None) -> 
     return {**env, **{name: str(value) for name, value in ranks.items()}}
 
 
-def run_jobs(folder: Path, jobs: list[dict[str, Any]], world_size: int = 1, timeout_s: float = 500) -> list[dict]:
+def run_jobs(
+    folder: Path, jobs: list[dict[str, Any]], world_size: int = 1, timeout_s: float = 500, device: str = "cpu"
+) -> list[dict]:
     """Results of every rank, by job name."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -53,7 +61,7 @@ def run_jobs(folder: Path, jobs: list[dict[str, Any]], world_size: int = 1, time
     children = [
         subprocess.Popen(
             [sys.executable, str(CHILD), str(folder)],
-            env=environment(rank, world_size, port), stdout=logs[rank], stderr=subprocess.STDOUT,
+            env=environment(rank, world_size, port, device), stdout=logs[rank], stderr=subprocess.STDOUT,
         )
         for rank in range(world_size)
     ]  # fmt: skip

@@ -141,7 +141,7 @@ def build_engine(
     offload = resolved.built.offload
     with ExitStack() as opened:
         if offload.staged:
-            opened.enter_context(staged_offload(resolved))
+            opened.enter_context(staged_offload(resolved, say))
         if loaded is None:
             device = "cpu" if resolved.run.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
             zero3_config = config if offload.stage == 3 else None
@@ -187,13 +187,15 @@ def _initialize(loaded: LoadedModel, config: dict[str, Any], staged: bool) -> An
 
 
 @contextmanager
-def staged_offload(resolved: Resolved) -> Iterator[None]:
+def staged_offload(resolved: Resolved, say: Callable[[str], None]) -> Iterator[None]:
     """Inside, DeepSpeed's ZeRO-3 runs with outcore's optimizer step and swapper. The session stays with the optimizer,
     which closes it."""
     from outcore.engine.deepspeed.staged.binding import staged
     from outcore.engine.deepspeed.staged.session import StagedSession
 
     plan = make_plan(resolved.built, resolved.model, resolved.run)
+    for note in plan.notes:
+        say(f"offload: {note}")
     device = torch.device("cpu" if resolved.run.device == "cpu" else f"cuda:{torch.cuda.current_device()}")
     session = StagedSession(plan, device, torch.distributed.get_rank())
     try:

@@ -121,7 +121,7 @@ def place(
             budget_bytes = max(0, ram_bytes - RAM_RESERVE_BYTES)
         optimizer, params = spilled
     if settings.nvme_offload_gradients:
-        _explain_gradients(name, optimizer, notes)
+        _explain_gradients(name, optimizer, costs, notes)
     if "nvme" not in (optimizer, params):
         if settings.nvme_offload_path and settings.was_given("nvme_offload_path"):
             notes.warn(
@@ -327,13 +327,19 @@ def _spill(
     return "nvme", "nvme" if spill_params else params
 
 
-def _explain_gradients(name: str, optimizer: Device, notes: Notes) -> None:
+def _explain_gradients(name: str, optimizer: Device, costs: OffloadCosts, notes: Notes) -> None:
     if optimizer != "nvme":
         raise ValueError(
             "nvme_offload_gradients needs the optimizer on NVMe as well (zero_stage infinity with "
             "nvme_offload_optimizer "
             f"true); zero_stage is {name} and the optimizer states live on {optimizer}."
         )
+    if costs.is_partial:
+        notes.warn(
+            "nvme_offload_gradients has no effect: gradients stay in RAM, 2 bytes per parameter in 16 bit, where the "
+            "optimizer reads them; they never travel to the drive and back."
+        )
+        return
     notes.warn(
         "nvme_offload_gradients changes nothing in DeepSpeed: it has no such setting. With the optimizer on NVMe its "
         "fp32 "

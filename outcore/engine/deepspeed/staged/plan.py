@@ -8,10 +8,11 @@ import torch
 
 from outcore.engine.deepspeed.settings import ELEMENT_BYTES, BuiltConfig, ModelFacts, Precision, RunFacts
 from outcore.engine.deepspeed.staged.choice import RAM_OVERHEAD_BYTES
+from outcore.engine.deepspeed.staged.shares import CHUNK_NUMEL
 from outcore.engine.deepspeed.swapping import partition_numel
 from outcore.optim import default_num_threads, state_format
 from outcore.optim.backend import BackendName
-from outcore.units import GIB, MIB, round_up
+from outcore.units import GIB, MIB, format_gib, round_up
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PADDING_BYTES = 8192
@@ -19,6 +20,8 @@ PADDING_BYTES = 8192
 RING_BYTES = GIB
 RING_SLOTS = 24
 """As the streaming engine's: a drive needs many requests under way, in both directions."""
+LEAST_SLOTS = 4
+"""With fewer the drive would read, compute and write in turn."""
 AHEAD_BYTES = 512 * MIB
 """Parameters read ahead of use: 0.1 s of a fast drive."""
 
@@ -54,6 +57,8 @@ class StagedPlan:
     optimizer_threads: int | None = None
     """None: all cores but two."""
     optimizer_backend: BackendName = "auto"
+    notes: tuple[str, ...] = ()
+    """What was not taken as the user asked, a sentence each."""
 
     def __post_init__(self) -> None:
         state_format(self.states)
@@ -85,7 +90,17 @@ def make_plan(built: BuiltConfig, model: ModelFacts, run: RunFacts) -> StagedPla
         store_bytes = round_up(param_bytes + 2 * largest_bytes, 4096)
         staging_bytes, ahead_bytes = _param_staging(zero, built, run, param_bytes, largest_bytes, element_bytes)
         param_ram_bytes = int(zero["offload_param"].get("max_in_cpu", 0)) * element_bytes
-    ring_bytes = min(RING_BYTES, int(built.config["outcore"]["staging_bytes"]) // run.local_ranks)
+    allowed_bytes = int(built.config["outcore"]["staging_bytes"]) // run.local_ranks
+    chunk_numel = min(CHUNK_NUMEL, partition_numel(model.largest_weight_numel, run.world_size))
+    least_bytes = LEAST_SLOTS * ring_slot_bytes(offload.states, element_bytes, chunk_numel)
+    ring_bytes = max(least_bytes, min(RING_BYTES, allowed_bytes))
+    notes = []
+    if (states_on_nvme or params_on_nvme) and allowed_bytes < ring_bytes + staging_bytes:
+        notes.append(
+            f"outcore.staging_bytes of {format_gib(allowed_bytes)} per process is raised to "
+            f"{format_gib(ring_bytes + staging_bytes)}: {LEAST_SLOTS} chunks of states and the largest weight three "
+            "times are the least that flows"
+        )
     state_ram_bytes: int | None = 0 if states_on_nvme else None
     if budget_bytes is not None:
         left_bytes = budget_bytes - RAM_OVERHEAD_BYTES - grad_bytes - staging_bytes - ring_bytes
@@ -108,7 +123,13 @@ def make_plan(built: BuiltConfig, model: ModelFacts, run: RunFacts) -> StagedPla
         ahead_bytes=ahead_bytes,
         ring_bytes=ring_bytes,
         optimizer_threads=max(1, default_num_threads() // run.local_ranks),
+        notes=tuple(notes),
     )
+
+
+def ring_slot_bytes(states: str, element_bytes: int, chunk_numel: int = CHUNK_NUMEL) -> int:
+    """Memory that the largest chunk takes in the ring, states and parameters."""
+    return state_format(states).chunk_bytes(chunk_numel) + round_up(chunk_numel * element_bytes, 4096)
 
 
 def _param_staging(

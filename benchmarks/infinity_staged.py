@@ -1,0 +1,258 @@
+"""ZeRO-Infinity through DeepSpeed's own offload and through outcore's staged one: seconds, drive bytes, memory, losses.
+
+    python benchmarks/infinity_staged.py --nvme /mnt/nvme --out staged.json                  (all, 20-30 minutes)
+    python benchmarks/infinity_staged.py --nvme /mnt/nvme --only rate,stock-all --out a.json (a part of it)
+    python benchmarks/infinity_staged.py --nvme /tmp/x --preset tiny --cpu --seq_length 64 --micro_batch 2 --steps 2 \
+        --only rate,ours-ram,ours-opt,ours-all                                               (dry run without a GPU)
+
+Every variant is a process of its own with the same model, tokens and seed: llama-1b, 16,384 tokens a step, torch's
+allocator capped at 6.5 GiB. `-ram`: everything in RAM; `-opt`: optimizer states on NVMe, parameters in RAM; `-all`:
+both on NVMe. `ours-*` keeps the lossless split master (10 B per parameter), `ours-*-fp32` plain fp32 states (12 B).
+Stock DeepSpeed runs with the swap sizes of outcore's builder, which do not crash, and the drive settings of its tuner
+on the measured machine (queue depth 32, 8 threads).
+
+`rate` writes and reads at the same time through outcore's storage engine: the mixed rate of this drive in this run, to
+which drive bytes are compared. Drive bytes are the block device's, of all processes. Prints a table with the
+acceptance figures that the variants at hand allow; exit code 1 when a variant failed or losses of ours differ in a bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+TUNED_AIO = {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 8}
+ZERO = {
+    "ram": {"zero_stage": "zero3"},
+    "opt": {"zero_stage": "infinity", "nvme_offload_params": False},
+    "all": {"zero_stage": "infinity", "max_in_cpu_gb": 0.0},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{f"stock-{where}": {"where": where, "outcore": {"offload": "stock"}} for where in ZERO},
+    **{f"ours-{where}": {"where": where, "outcore": {"state_format": "split"}} for where in ZERO},
+    **{f"ours-{where}-fp32": {"where": where, "outcore": {"state_format": "fp32"}} for where in ZERO},
+}
+TIMEOUT_S = 900
+RATE_TENSOR_BYTES = 48 << 20
+RATE_TENSORS = 64
+
+
+def train(options: dict[str, Any]) -> dict[str, Any]:
+    """Child: a variant's seconds per step, phases, drive bytes, memory and losses."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+    from race_common import cap_allocator, drive_bytes, rss_bytes, synchronize
+
+    from outcore.engine.deepspeed.build import build_engine, init_process_group, resolve
+    from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
+    from outcore.model.settings import ModelSettings
+
+    has_cuda = not options["cpu"]
+    init_process_group(has_cuda, 0)
+    if has_cuda:
+        cap_allocator(options["cap_gib"])
+    model = ModelSettings(
+        preset=options["preset"], precision="bf16", seq_length=options["seq_length"], gradient_checkpointing=True
+    )
+    zero = dict(ZERO[options["where"]])
+    if options["where"] != "ram":
+        zero |= {"nvme_offload_path": options["nvme"], "strict_offload": True}
+    run = RunFacts(
+        device="cuda" if has_cuda else "cpu", precision="bf16", micro_batch_size=options["micro_batch"],
+        gradient_accumulation_steps=options["accumulation"], learning_rate=1e-4, max_grad_norm=1.0,
+        lr_scheduler_type="none", total_steps=1000,
+    )  # fmt: skip
+    config = {"aio": TUNED_AIO, "outcore": options["outcore"]}
+    resolved, _ = resolve(config, DeepSpeedSettings(**zero), model, run, None)
+    engine = build_engine(resolved, model, None, say=lambda line: print(line, flush=True))
+    generator = torch.Generator().manual_seed(0)
+    shape = (options["micro_batch"], options["seq_length"])
+
+    def batches() -> list:
+        rows = [torch.randint(0, 4096, shape, generator=generator) for _ in range(options["accumulation"])]
+        return [{"input_ids": ids, "labels": ids.clone()} for ids in rows]
+
+    times, losses, phases = [], [], []
+    for _ in range(options["warm"]):
+        losses.append(engine.train_step(batches(), 1e-4).loss)
+    if has_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    before = drive_bytes(options["nvme"])
+    for _ in range(options["steps"]):
+        synchronize()
+        start_s = time.perf_counter()
+        result = engine.train_step(batches(), 1e-4)
+        synchronize()
+        times.append(time.perf_counter() - start_s)
+        losses.append(result.loss)
+        phases.append(result.phase_s)
+    after = drive_bytes(options["nvme"])
+    params = engine.loaded.facts.trainable_params
+    found = {
+        "step_s": statistics.median(times), "times_s": times, "losses": losses, "params": params,
+        "phase_s": {name: statistics.median(p.get(name, 0.0) for p in phases) for name in phases[0]},
+        "rss": rss_bytes(), "versions": {"torch": torch.__version__},
+    }  # fmt: skip
+    if before and after:
+        moved = {kind: (after[kind] - before[kind]) / options["steps"] for kind in after}
+        found |= {"drive_bytes": moved, "drive_bytes_per_param": sum(moved.values()) / params}
+    if has_cuda:
+        found["gpu_peak_bytes"] = torch.cuda.max_memory_reserved()
+    engine.close()
+    return found
+
+
+def mixed_rate(nvme: str, seconds: float) -> dict[str, Any]:
+    """Child: bytes per second when reads and writes are under way at the same time, half of each."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    from outcore.storage import TensorSpec, TensorStore, aligned_bytes, open_engine
+
+    folder = Path(tempfile.mkdtemp(prefix="mixed-rate-", dir=nvme))
+    engine = open_engine("auto", num_threads=16)
+    specs = [TensorSpec(str(n), torch.uint8, (RATE_TENSOR_BYTES,)) for n in range(RATE_TENSORS)]
+    store = TensorStore.create([folder / "store"], specs, engine=engine)
+    try:
+        buffers = [torch.from_numpy(aligned_bytes(RATE_TENSOR_BYTES)) for _ in range(16)]
+        for n in range(RATE_TENSORS):  # reads of blocks that were never written do not reach the drive
+            store.submit_write(str(n), buffers[0]).wait()
+        moved, n = 0, 0
+        under_way: list[Any] = [None] * len(buffers)
+        start_s = time.perf_counter()
+        while time.perf_counter() - start_s < seconds:
+            slot = n % len(buffers)
+            if under_way[slot] is not None:
+                moved += under_way[slot].wait()
+            submit = store.submit_read if n % 2 else store.submit_write
+            place = n if n % 2 else n + RATE_TENSORS // 2  # a tensor is never read and written at the same time
+            under_way[slot] = submit(str(place % RATE_TENSORS), buffers[slot])
+            n += 1
+        elapsed_s = time.perf_counter() - start_s
+        for transfer in under_way:
+            if transfer is not None:
+                transfer.wait()
+        return {"bytes_per_s": moved / elapsed_s, "moved_bytes": moved}
+    finally:
+        store.delete()
+        engine.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_child(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One variant in a process of its own; {"error": ...} when it failed."""
+    options = {
+        "preset": args.preset, "seq_length": args.seq_length, "micro_batch": args.micro_batch, "cpu": args.cpu,
+        "accumulation": args.accumulation, "warm": args.warm, "steps": args.steps, "cap_gib": args.cap_gib,
+        "nvme": str(args.nvme / name), "rate_seconds": args.rate_seconds, **VARIANTS.get(name, {}),
+    }  # fmt: skip
+    Path(options["nvme"]).mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", name, json.dumps(options)]
+    try:
+        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=TIMEOUT_S, env=os.environ)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not finished after {TIMEOUT_S} s"}
+    finally:
+        shutil.rmtree(options["nvme"], ignore_errors=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        return {"error": (done.stdout + done.stderr)[-3000:]}
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def report(results: dict[str, dict[str, Any]]) -> bool:
+    """Print the table and the acceptance figures; False when bits of ours differ."""
+    header = ("s/step", "optimizer s", "B/param", "read GB", "write GB", "RSS GB", "GPU GiB", "loss")
+    print(f"{'variant':16}" + "".join(f"{title:>12}" for title in header))
+    good = {name: r for name, r in results.items() if "error" not in r}
+    for name, r in good.items():
+        if name == "rate":
+            print(f"{name:16}{r['bytes_per_s'] / 1e9:12.2f} GB/s, reads and writes together")
+            continue
+        moved = r.get("drive_bytes") or {"read": 0, "written": 0}
+        cells = [r["step_s"], r["phase_s"].get("optimizer", 0.0), r.get("drive_bytes_per_param", 0.0)]
+        cells += [moved["read"] / 1e9, moved["written"] / 1e9, r["rss"]["VmHWM"] / 1e9]
+        cells += [r.get("gpu_peak_bytes", 0) / 2**30, r["losses"][-1]]
+        print(f"{name:16}" + "".join(f"{cell:12.3f}" for cell in cells))
+    rate = good.get("rate", {}).get("bytes_per_s")
+    for where in ZERO:
+        for suffix in ("", "-fp32"):
+            ours, stock = good.get(f"ours-{where}{suffix}"), good.get(f"stock-{where}")
+            if ours is None:
+                continue
+            words = f"ours-{where}{suffix}:"
+            if stock:
+                words += f" {stock['step_s'] / ours['step_s']:.2f}x stock;"
+            if rate and "drive_bytes" in ours and where != "ram":
+                drive_s = sum(ours["drive_bytes"].values()) / rate
+                compute_s = ours["phase_s"].get("forward", 0.0) + ours["phase_s"].get("backward", 0.0)
+                floor_s = max(drive_s, (good.get("ours-ram") or {"step_s": compute_s})["step_s"])
+                words += f" {ours['step_s'] / floor_s:.2f} x max(drive bytes / mixed rate {drive_s:.2f} s, compute)"
+            print(words)
+    same = True
+    reference = next((r for name, r in good.items() if name.startswith("ours-")), None)
+    for name, r in good.items():
+        if name.startswith("ours-") and reference is not None:
+            same &= r["losses"] == reference["losses"]
+        elif name.startswith("stock-") and reference is not None:
+            worst = max(abs(a - b) / b for a, b in zip(reference["losses"], r["losses"], strict=True))
+            print(f"{name}: largest relative difference of a loss to ours {worst:.3%}")
+    print(f"losses of ours bit-identical among residencies and formats: {same}")
+    for name, r in results.items():
+        if "error" in r:
+            print(f"--- {name} failed:\n{r['error']}")
+    return same
+
+
+def main() -> int:
+    """Run the variants and print what they say."""
+    if len(sys.argv) > 1 and sys.argv[1] == "--child":
+        options = json.loads(sys.argv[3])
+        is_rate = sys.argv[2] == "rate"
+        result = mixed_rate(options["nvme"], options["rate_seconds"]) if is_rate else train(options)
+        print("RESULT " + json.dumps(result), flush=True)
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme", type=Path, required=True, help="folder on the drive; subfolders are made and removed")
+    parser.add_argument("--only", help=f"of rate, {', '.join(VARIANTS)}")
+    parser.add_argument("--preset", default="llama-1b")
+    parser.add_argument("--seq_length", type=int, default=1024)
+    parser.add_argument("--micro_batch", type=int, default=16)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--cap_gib", type=float, default=6.5)
+    parser.add_argument("--rate_seconds", type=float, default=10.0)
+    parser.add_argument("--cpu", action="store_true", help="no GPU: a dry run of the same code")
+    parser.add_argument("--out", type=Path, help="raw results as JSON; results of an earlier part in it are kept")
+    args = parser.parse_args()
+    names = args.only.split(",") if args.only else ["rate", *VARIANTS]
+    unknown = set(names) - {"rate", *VARIANTS}
+    if unknown:
+        parser.error(f"unknown variants: {', '.join(sorted(unknown))}")
+    results: dict[str, dict[str, Any]] = {}
+    if args.out and args.out.exists():
+        results = json.loads(args.out.read_text())["results"]
+    for name in names:
+        print(f"running {name}", flush=True)
+        results[name] = run_child(name, args)
+        if args.out:
+            settings = {key: str(value) for key, value in vars(args).items()}
+            args.out.write_text(json.dumps({"settings": settings, "results": results}, indent=1))
+    same = report(results)
+    return 0 if same and not any("error" in r for r in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""What the staged engine is told: sizes from settings, none too small, a RAM budget divided in order of spilling."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from outcore.engine.deepspeed.builder import DeepSpeedSettings, ModelFacts, RunFacts, build_config
+from outcore.engine.deepspeed.staged.choice import RAM_OVERHEAD_BYTES
+from outcore.engine.deepspeed.staged.plan import StagedPlan, make_plan, ring_slot_bytes
+from outcore.engine.deepspeed.staged.shares import element_offsets, real_numel
+from outcore.units import GIB
+
+BILLION = 10**9
+MODEL = ModelFacts(3 * BILLION, 250_000_000, num_tensors=300, hidden_size=3072)
+NVME = {"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "strict_offload": True, "max_in_cpu_gb": 0.0}
+
+
+def plan_of(
+    settings: dict[str, Any], outcore: dict[str, Any] | None = None, model: ModelFacts = MODEL, **run: Any
+) -> StagedPlan:
+    facts = RunFacts(precision=run.pop("precision", "bf16"), lr_scheduler_type="none", **run)
+    user = {"outcore": outcore or {}}
+    check = lambda path, gb: (True, path)  # noqa: E731
+    built = build_config(user, DeepSpeedSettings(**settings), model, facts, nvme_check=check, staged=True)
+    assert built.offload.staged
+    return make_plan(built, model, facts)
+
+
+def test_everything_in_ram_needs_no_drive_and_no_staging() -> None:
+    plan = plan_of({"zero_stage": "zero3"})
+    assert plan.nvme_path is None and plan.state_ram_bytes is None
+    assert plan.staging_bytes == plan.param_store_bytes == 0
+    assert plan.states == "split" and plan.dtype == torch.bfloat16
+    assert 4.0 <= plan.home_bytes / MODEL.total_params < 4.1  # parameters and gradients, 2 B each
+
+
+def test_fp32_and_fp16_keep_a_whole_master() -> None:
+    assert plan_of({"zero_stage": "zero3"}, precision="fp32").states == "fp32"
+    assert plan_of({"zero_stage": "zero3"}, precision="fp16").states == "fp32"
+    with pytest.raises(ValueError, match="split"):
+        plan_of({"zero_stage": "zero3"}, {"state_format": "split"}, precision="fp16")
+
+
+def test_what_is_sent_to_the_drive_lives_there() -> None:
+    states = plan_of({**NVME, "nvme_offload_params": False})
+    assert states.state_ram_bytes == 0 and states.param_store_bytes == 0
+    everything = plan_of(NVME)
+    assert everything.state_ram_bytes == 0 and everything.param_ram_bytes == 0
+    assert everything.param_store_bytes >= 2 * MODEL.total_params
+    assert everything.staging_bytes >= 3 * 2 * MODEL.largest_weight_numel
+
+
+def test_ranks_share_evenly() -> None:
+    one, two = plan_of(NVME), plan_of(NVME, world_size=2)
+    assert two.param_store_bytes == pytest.approx(one.param_store_bytes / 2, rel=0.01)
+    assert two.home_bytes == pytest.approx(one.home_bytes / 2, rel=0.01)
+    assert two.optimizer_threads is not None and one.optimizer_threads is not None
+    assert two.optimizer_threads <= max(1, one.optimizer_threads // 2)
+
+
+@pytest.mark.parametrize("budget_gib", [12, 20, 30])
+def test_a_budget_is_kept_and_states_spill_before_parameters(budget_gib: int) -> None:
+    plan = plan_of(NVME, {"ram_budget_gib": budget_gib})
+    assert plan.state_ram_bytes is not None and plan.param_ram_bytes is not None
+    grads = 2 * MODEL.total_params
+    used = RAM_OVERHEAD_BYTES + grads + plan.staging_bytes + plan.ring_bytes
+    used += plan.param_ram_bytes + plan.state_ram_bytes
+    assert used <= max(budget_gib * GIB, RAM_OVERHEAD_BYTES + grads + plan.staging_bytes + plan.ring_bytes) + 1
+    if plan.state_ram_bytes:
+        assert plan.param_ram_bytes >= 2 * MODEL.total_params  # no parameter spills while a state is in RAM
+    if budget_gib == 30:
+        assert plan.state_ram_bytes > 5 * GIB
+
+
+def test_ram_that_does_not_reach_spills_by_itself() -> None:
+    settings = {"zero_stage": "zero3", "nvme_offload_path": "/mnt/nvme"}
+    roomy = plan_of(settings, ram_available_bytes=100 * GIB)
+    tight = plan_of(settings, ram_available_bytes=32 * GIB)
+    assert roomy.state_ram_bytes is None
+    assert tight.state_ram_bytes is not None and 0 < tight.state_ram_bytes < 10 * MODEL.total_params
+
+
+@pytest.mark.parametrize("staging_bytes", [1, 1 << 20, 1 << 28])
+def test_a_staging_size_too_small_is_raised_and_said(staging_bytes: int) -> None:
+    plan = plan_of(NVME, {"staging_bytes": staging_bytes})
+    assert plan.ring_bytes >= 4 * ring_slot_bytes("split", 2)
+    assert plan.staging_bytes >= 3 * 2 * MODEL.largest_weight_numel
+    assert len(plan.notes) == 1 and "raised to" in plan.notes[0]
+    assert plan_of(NVME).notes == ()
+
+
+def test_users_swap_sizes_and_zero_limits_are_not_needed() -> None:
+    facts = RunFacts(precision="bf16", lr_scheduler_type="none")
+    block = {"device": "nvme", "nvme_path": "/mnt/nvme", "buffer_count": 1, "buffer_size": 10}
+    user = {"zero_optimization": {"stage": 3, "offload_param": block, "offload_optimizer": {**block, "pipeline": True}}}
+    user["zero_optimization"]["offload_optimizer"] = {
+        "device": "nvme", "nvme_path": "/mnt/nvme", "buffer_count": 1, "pipeline_read": True,
+    }  # fmt: skip
+    check = lambda path, gb: (True, path)  # noqa: E731
+    built = build_config(user, DeepSpeedSettings(), MODEL, facts, nvme_check=check, staged=True)
+    zero = built.config["zero_optimization"]
+    assert "buffer_count" not in zero["offload_param"] and zero["stage3_max_live_parameters"] > 0
+    assert zero["sub_group_size"] > 1 and built.offload.locked_bytes == 0
+    assert any("buffer_count" in note and "not used" in note for note in built.notes)
+    stock = build_config(user, DeepSpeedSettings(), MODEL, facts, nvme_check=check)
+    assert not stock.offload.staged and stock.config["zero_optimization"]["offload_param"]["buffer_count"] > 1
+
+
+def test_gradients_on_the_drive_are_refused_in_words() -> None:
+    facts = RunFacts(precision="bf16", lr_scheduler_type="none")
+    settings = DeepSpeedSettings(**NVME, nvme_offload_gradients=True)
+    check = lambda path, gb: (True, path)  # noqa: E731
+    built = build_config({}, settings, MODEL, facts, nvme_check=check, staged=True)
+    assert any("gradients stay in RAM" in warning for warning in built.warnings)
+
+
+def test_shares_cover_every_element_once_and_keys_never_meet() -> None:
+    for numel, world_size in ((10, 1), (10, 3), (1, 4), (1000, 7)):
+        padded = -(-numel // world_size)
+        assert sum(real_numel(numel, padded, rank) for rank in range(world_size)) == numel
+    padded = [300, 1, 256, 5000]
+    ranges = []
+    for rank in range(3):
+        starts = element_offsets(padded, rank, 3)
+        assert all(start % 256 == 0 for start in starts)
+        ranges += [(start, start + numel) for start, numel in zip(starts, padded, strict=True)]
+    ranges.sort()
+    assert all(a[1] <= b[0] for a, b in pairwise(ranges))
