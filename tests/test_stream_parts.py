@@ -112,6 +112,7 @@ def test_host_memory_is_pinned_while_the_pool_lasts():
         is_pinned, free_bytes = True, 10000
 
         def lease(self, n_bytes, owner):
+            assert n_bytes > 0, "as the pool does"
             self.free_bytes -= n_bytes
             return Lease(n_bytes)
 
@@ -128,6 +129,7 @@ def test_host_memory_is_pinned_while_the_pool_lasts():
     first, second, third = memory.take(6000, "a"), memory.take(6000, "b"), memory.take(2000, "c", pinned=False)
     assert (memory.pinned_bytes, memory.pageable_bytes) == (6000, 8000)
     assert [t.numel() for t in (first, second, third)] == [6000, 6000, 2000]
+    assert memory.take(0, "nothing of this unit").numel() == 0
     assert not bool(first.any() or second.any())
     memory.close()
     memory.close()

@@ -30,7 +30,7 @@ class HostMemory:
 
     def take(self, n_bytes: int, owner: str, *, pinned: bool = True) -> torch.Tensor:
         """1-D uint8 of `n_bytes`, all zero. `pinned` False: memory that never crosses to the device."""
-        if pinned and self._pool is not None and self._pool.free_bytes >= n_bytes + self._reserve_bytes:
+        if pinned and n_bytes and self._pool is not None and self._pool.free_bytes >= n_bytes + self._reserve_bytes:
             try:
                 lease = self._pool.lease(n_bytes, owner)
             except PinnedPoolFull:
