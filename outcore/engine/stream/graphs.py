@@ -4,7 +4,9 @@ A layer of a 1 B model on a fast GPU takes a millisecond, about as long as the h
 also feeds lanes and optimizer, so the GPU waits for the host. A graph is captured once per (function, weight buffer,
 shapes), after a few ordinary calls, and replayed from then on; inputs are copied into the graph's own tensors first. It
 holds the memory of one layer's intermediate results for good, in a pool that all graphs share (they never run at the
-same time). Calls that take the device longer than `LONG_S` gain nothing, so they stay as they are, at no memory.
+same time). Calls that take the device longer than `LONG_S` gain nothing, so they stay as they are, at no memory; so does
+everything when the device is rather full. Seen on one H200 (1.2 B parameters, 16,384 tokens a step, no clipping): 0.46 s
+a step without, 0.39 s with graphs, in two runs.
 
 Results are those of the captured kernels: the same bits as without graphs. When a capture fails, layers run without
 graphs and the reason is said once.
@@ -20,6 +22,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from outcore.engine.stream.tiles_plan import free_device_bytes
+
 logger = logging.getLogger(__name__)
 
 CALLS_BEFORE = 4
@@ -27,6 +31,9 @@ CALLS_BEFORE = 4
 are not captured."""
 LONG_S = 5e-3
 """A call that keeps the device busy this long hides its launches many times over."""
+FREE_SHARE = 0.4
+"""Of the device's memory (under the allocator's cap) must be free for a capture: graphs keep theirs for good, 1.1 GiB for
+layers of 44 M parameters and 4,096 tokens (M), and a step must never fail for want of it."""
 MAX_GRAPHS = 32
 """Three weight buffers, forward and backward, are six per shape; long-tailed shapes beyond run without."""
 
@@ -126,7 +133,7 @@ class LayerGraphs:
             call()
             end.record()
             end.synchronize()
-            if begin.elapsed_time(end) > LONG_S * 1e3:
+            if begin.elapsed_time(end) > LONG_S * 1e3 or not self._has_room():
                 return None
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
@@ -138,6 +145,10 @@ class LayerGraphs:
             self.give_up(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
             return None
         return _Graph(graph, static, outputs)
+
+    def _has_room(self) -> bool:
+        free = free_device_bytes(self.device) or 0
+        return free >= FREE_SHARE * (free + torch.cuda.memory_allocated(self.device))
 
     def give_up(self, reason: str) -> None:
         """Capture nothing any more; what was captured is let go."""
