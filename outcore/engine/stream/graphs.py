@@ -4,9 +4,9 @@ A layer of a 1 B model on a fast GPU takes a millisecond, about as long as the h
 also feeds lanes and optimizer, so the GPU waits for the host. A graph is captured once per (function, weight buffer,
 shapes), after a few ordinary calls, and replayed from then on; inputs are copied into the graph's own tensors first. It
 holds the memory of one layer's intermediate results for good, in a pool that all graphs share (they never run at the
-same time). Calls that take the device longer than `LONG_S` gain nothing, so they stay as they are, at no memory; so does
-everything when the device is rather full. Seen on one H200 (1.2 B parameters, 16,384 tokens a step, no clipping): 0.46 s
-a step without, 0.39 s with graphs, in two runs.
+same time). Calls that take the device longer than `LONG_S` gain nothing, so they stay as they are, at no memory, and so
+does everything when the device is rather full. Seen on one H200 (1.2 B parameters, 16,384 tokens a step, no clipping):
+0.46 s a step without, 0.39 s with graphs, in two runs.
 
 Results are those of the captured kernels: the same bits as without graphs. When a capture fails, layers run without
 graphs and the reason is said once.
@@ -32,8 +32,8 @@ are not captured."""
 LONG_S = 5e-3
 """A call that keeps the device busy this long hides its launches many times over."""
 FREE_SHARE = 0.4
-"""Of the device's memory (under the allocator's cap) must be free for a capture: graphs keep theirs for good, 1.1 GiB for
-layers of 44 M parameters and 4,096 tokens (M), and a step must never fail for want of it."""
+"""Of the device's memory (under the allocator's cap) must be free for a capture: graphs keep theirs for good, 1.1 GiB
+for layers of 44 M parameters and 4,096 tokens (M), and a step must never fail for want of it."""
 MAX_GRAPHS = 32
 """Three weight buffers, forward and backward, are six per shape; long-tailed shapes beyond run without."""
 
