@@ -73,7 +73,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         gradient_accumulation_steps=options["accumulation"], learning_rate=1e-4, max_grad_norm=1.0,
         lr_scheduler_type="none", total_steps=1000,
     )  # fmt: skip
-    config = {"aio": TUNED_AIO, "outcore": options["outcore"]}
+    config = {"aio": TUNED_AIO, "outcore": options["outcore"], "zero_optimization": {"overlap_comm": True}}
     resolved, _ = resolve(config, DeepSpeedSettings(**zero), model, run, None)
     engine = build_engine(resolved, model, None, say=lambda line: print(line, flush=True))
     generator = torch.Generator().manual_seed(0)

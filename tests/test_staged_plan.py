@@ -35,6 +35,7 @@ def test_everything_in_ram_needs_no_drive_and_no_staging() -> None:
     assert plan.nvme_path is None and plan.state_ram_bytes is None
     assert plan.staging_bytes == plan.param_store_bytes == 0
     assert plan.states == "split" and plan.dtype == torch.bfloat16
+    assert plan.pin and not plan_of({"zero_stage": "zero3", "pin_memory": False}).pin
     assert 4.0 <= plan.home_bytes / MODEL.total_params < 4.1  # parameters and gradients, 2 B each
 
 

@@ -162,12 +162,17 @@ def staged_block(
     name: str, user_zero: Mapping[str, Any], placement: Placement, settings: DeepSpeedSettings, precision: Precision,
     notes: Notes,
 ) -> dict[str, Any]:  # fmt: skip
-    """offload_param or offload_optimizer as the staged engine needs it: where, and how much may stay in RAM."""
+    """offload_param or offload_optimizer as the staged engine needs it: where, and how much may stay in RAM.
+
+    offload_optimizer's pin_memory says whether outcore pins the homes of parameters and gradients.
+    """
     user = dict(user_zero.get(name) or {})
     device = placement.params if name == "offload_param" else placement.optimizer
     block: dict[str, Any] = {"device": device, "pin_memory": _pin(user, settings, name, notes)}
     if device == "nvme":
         block["nvme_path"] = placement.nvme_path
+    if name == "offload_param":  # DeepSpeed would pin every share while loading, rounded up, and never give it back
+        block["pin_memory"] = False
     unused = sorted(set(user) & {"buffer_count", "buffer_size", "pipeline_read", "pipeline_write", "fast_init"})
     if unused:
         notes.lines.append(f"{name}.{', '.join(unused)}: not used, outcore sizes its staging memory itself")

@@ -63,6 +63,8 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self.param_groups_fp16_flat_cpu_memory.append(home)
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
+        if self.session.params is not None:
+            self.session.params.synchronize_writes()  # or leases in the middle of the pool would split the homes' place
         super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
         if not self.offload_param:
             return
@@ -115,8 +117,6 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._make_shares(params, places)
         chosen = state_format(self.plan.states)
         chosen.check_param_dtype(self.dtype)
-        if self.session.params is not None:
-            self.session.params.synchronize_writes()
         self.states = ShareStates(
             list(self._shares.values()),
             chosen,
