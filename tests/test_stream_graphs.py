@@ -21,36 +21,29 @@ LR = 3e-3
 
 
 class Rerun:
-    """Stands for a graph: runs the function again on the same tensors, into the same results."""
+    """Stands for a graph: runs the function again on the same tensors, into the same result."""
 
-    def __init__(self, call, outputs):
-        self.call, self.outputs = call, outputs
+    def __init__(self, call, output):
+        self.call, self.output = call, output
 
     def replay(self):
-        for old, new in zip(self.outputs, self.call(), strict=True):
-            old.copy_(new)
+        self.output.copy_(self.call())
 
 
 class CpuGraphs(LayerGraphs):
     """Captures by remembering the call."""
 
-    def _captured(self, shapes, function, weights, inputs, leaves, spec, num_grads):
+    def _captured(self, shapes, function, weights, inputs, leaves, spec, sums):
         static = [t.clone() for t in inputs]
-        tensors = iter(static[1 + num_grads :])
-        args, kwargs = module.tree_unflatten([next(tensors) if torch.is_tensor(t) else t for t in leaves], spec)
-
-        def call():
-            return function(weights, static[0], args, kwargs, *static[1 : 1 + num_grads])
-
-        outputs = call()
-        as_tuple = (lambda: (call(),)) if torch.is_tensor(outputs) else call
-        flat = (outputs,) if torch.is_tensor(outputs) else outputs
-        return _Graph(Rerun(as_tuple, flat), static, outputs)  # type: ignore[arg-type]
+        call = module.call_on(function, weights, static, leaves, spec)
+        output = call(None if sums is None else [t.clone() for t in sums])
+        return _Graph(Rerun(lambda: call(sums), output), static, output)  # type: ignore[arg-type]
 
 
-def twice(weights, hidden, args, kwargs, *grad):
-    scaled = hidden * weights[0] + kwargs["shift"]
-    return (scaled, scaled.sum(0)) if grad else scaled
+def twice(weights, hidden, args, kwargs, grad=None, sums=()):
+    for total in sums:
+        total.add_(grad)
+    return hidden * weights[0] + kwargs["shift"]
 
 
 def call(graphs, hidden, shift, name="f"):
@@ -70,6 +63,19 @@ def test_every_call_gets_its_own_result_from_its_own_inputs():
         assert float(call(graphs, torch.ones(2, 3), torch.tensor(0.0))[0, 0]) == 3.0
     finally:
         WEIGHT.fill_(2.0)
+
+
+def test_gradients_are_added_once_per_call_to_the_sums_of_that_call():
+    graphs = CpuGraphs(torch.device("cpu"))
+    mine, yours = torch.zeros(2, 3), torch.zeros(2, 3)
+    shift = {"shift": torch.tensor(0.0), "cache": False}
+    for i in range(CALLS_BEFORE + 4):
+        for sums in (mine, yours):
+            grad = torch.full((2, 3), float(i + 1) * (1 if sums is mine else 10))
+            graphs.run("b", twice, [WEIGHT], torch.ones(2, 3), (None,), shift, grad, [sums])
+    expected = sum(range(1, CALLS_BEFORE + 5))
+    assert graphs.num_graphs == 2
+    assert float(mine[0, 0]) == expected and float(yours[1, 2]) == 10 * expected
 
 
 def test_shapes_names_and_buffers_have_graphs_of_their_own():

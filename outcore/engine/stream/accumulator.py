@@ -40,6 +40,17 @@ class GradAccumulator:
         if later[0]:
             torch._foreach_add_(*later)  # pyright: ignore[reportPrivateImportUsage]
 
+    def sums(self) -> list[torch.Tensor]:
+        """Views, one per trainable slot, for whoever adds to them himself; those without a gradient so far are zero."""
+        if all(self._empty):
+            self.flat.zero_()
+        else:
+            for view, is_empty in zip(self._views, self._empty, strict=True):
+                if is_empty:
+                    view.zero_()
+        self._empty = [False] * len(self._views)
+        return self._views
+
     def complete(self) -> torch.Tensor:
         """The sum [trainable_numel]; parameters without a gradient are zero in it."""
         for view, is_empty in zip(self._views, self._empty, strict=True):

@@ -74,11 +74,17 @@ class CompiledLayers:
         return self._run(layer, 0, list(tensors), hidden, call.args, call.kwargs)
 
     def backward(
-        self, layer: int, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, call: LayerCall, grad: torch.Tensor
-    ) -> Sequence[Any] | None:
-        """(gradient of the input, then those of the trainable parameters, which are valid until the next call); None
-        when it could not be compiled."""
-        return self._run(layer, 1, list(tensors), hidden, call.args, call.kwargs, grad)
+        self,
+        layer: int,
+        tensors: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        call: LayerCall,
+        grad: torch.Tensor,
+        sums: list[torch.Tensor],
+    ) -> torch.Tensor | None:
+        """Gradient of the input; those of the trainable parameters are added to `sums`. None when it could not be
+        compiled (nothing was added then)."""
+        return self._run(layer, 1, list(tensors), hidden, call.args, call.kwargs, grad, sums)
 
     def _run(self, layer: int, which: int, *args: Any) -> Any:
         kind = self._like[layer]
@@ -103,8 +109,13 @@ class CompiledLayers:
             return output if isinstance(output, torch.Tensor) else output[0]
 
         def backward(
-            tensors: list[torch.Tensor], hidden: torch.Tensor, args: tuple, kwargs: dict, grad: torch.Tensor
-        ) -> tuple[torch.Tensor, ...]:
+            tensors: list[torch.Tensor],
+            hidden: torch.Tensor,
+            args: tuple,
+            kwargs: dict,
+            grad: torch.Tensor,
+            sums: list[torch.Tensor],
+        ) -> torch.Tensor:
             frozen = [t for t, wanted in zip(tensors, trainable, strict=True) if not wanted]
             wanted = [t for t, is_wanted in zip(tensors, trainable, strict=True) if is_wanted]
 
@@ -113,7 +124,9 @@ class CompiledLayers:
 
             pull = vjp(run, wanted, hidden)[1]
             grads, grad_x = pull(grad)
-            return grad_x, *grads
+            for total, part in zip(sums, grads, strict=True):
+                total.add_(part)
+            return grad_x
 
         return (
             torch.compile(forward, fullgraph=True, backend=self._backend),

@@ -37,15 +37,15 @@ for layers of 44 M parameters and 4,096 tokens (M), and a step must never fail f
 MAX_GRAPHS = 32
 """Three weight buffers, forward and backward, are six per shape; long-tailed shapes beyond run without."""
 
-Function = Callable[..., Any]
-"""(weights, hidden, args, kwargs[, grad]) -> tensor or nested tuple of tensors."""
+Function = Callable[..., torch.Tensor]
+"""(weights, hidden, args, kwargs[, grad, sums]) -> tensor; adds to the tensors in `sums`, which stay where they are."""
 
 
 @dataclass
 class _Graph:
     graph: torch.cuda.CUDAGraph
     inputs: list[torch.Tensor]
-    outputs: Any
+    output: torch.Tensor
 
 
 class LayerGraphs:
@@ -73,36 +73,38 @@ class LayerGraphs:
         hidden: torch.Tensor,
         args: tuple,
         kwargs: dict,
-        *grad: torch.Tensor,
-    ) -> Any:
-        """`function(weights, hidden, args, kwargs, *grad)`. The first tensor of the result is the caller's to keep, the
-        others are valid until the next call."""
+        grad: torch.Tensor | None = None,
+        sums: list[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """`function(weights, hidden, args, kwargs)`, or with `grad` and `sums` behind; the result is the caller's."""
+        more: list[Any] = [] if grad is None else [grad, sums or []]
         leaves, spec = tree_flatten((args, kwargs))
-        inputs = [hidden, *grad, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
+        inputs = [
+            hidden,
+            *([] if grad is None else [grad]),
+            *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)),
+        ]
         others = tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
         shapes = (name, spec, others, tuple((t.shape, t.stride(), t.dtype) for t in inputs))
-        key = (shapes, weights[0].data_ptr())
+        key = (shapes, weights[0].data_ptr(), sums[0].data_ptr() if sums else 0)
         try:
             found = self._graphs.get(key, False)
         except TypeError:  # an argument that cannot be compared
-            return function(weights, hidden, args, kwargs, *grad)
+            return function(weights, hidden, args, kwargs, *more)
         if isinstance(found, _Graph):
             return self._replay(found, inputs)
         if found is None or self.why_not:
-            return function(weights, hidden, args, kwargs, *grad)
+            return function(weights, hidden, args, kwargs, *more)
         self._calls[key] = self._calls.get(key, 0) + 1
         if self._calls[key] <= CALLS_BEFORE or len(self._graphs) >= MAX_GRAPHS:
-            return function(weights, hidden, args, kwargs, *grad)
-        graph = self._graphs[key] = self._captured(shapes, function, weights, inputs, leaves, spec, len(grad))
-        return function(weights, hidden, args, kwargs, *grad) if graph is None else self._replay(graph, inputs)
+            return function(weights, hidden, args, kwargs, *more)
+        graph = self._graphs[key] = self._captured(shapes, function, weights, inputs, leaves, spec, sums)
+        return function(weights, hidden, args, kwargs, *more) if graph is None else self._replay(graph, inputs)
 
-    def _replay(self, graph: _Graph, inputs: list[torch.Tensor]) -> Any:
+    def _replay(self, graph: _Graph, inputs: list[torch.Tensor]) -> torch.Tensor:
         torch._foreach_copy_(graph.inputs, inputs)  # pyright: ignore[reportPrivateImportUsage]
         graph.graph.replay()
-        if isinstance(graph.outputs, torch.Tensor):
-            return graph.outputs.clone()
-        first, *rest = graph.outputs
-        return (first.clone(), *rest)
+        return graph.output.clone()
 
     def _captured(
         self,
@@ -112,27 +114,22 @@ class LayerGraphs:
         inputs: list[torch.Tensor],
         leaves: list[Any],
         spec: TreeSpec,
-        num_grads: int,
+        sums: list[torch.Tensor] | None,
     ) -> _Graph | None:
         if shapes not in self._static:
-            self._static[shapes] = [
-                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs
-            ]
+            self._static[shapes] = [empty_like(t) for t in inputs]
         static = self._static[shapes]
-        tensors = iter(static[1 + num_grads :])
-        args, kwargs = tree_unflatten([next(tensors) if isinstance(t, torch.Tensor) else t for t in leaves], spec)
-
-        def call() -> Any:
-            return function(weights, static[0], args, kwargs, *static[1 : 1 + num_grads])
-
+        call = call_on(function, weights, static, leaves, spec)
         try:
             torch._foreach_copy_(static, inputs)  # pyright: ignore[reportPrivateImportUsage]
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            call()  # whatever is still to be compiled for these tensors
+            unused = None if sums is None else [empty_like(t) for t in sums]  # the trial's gradients count for nothing
+            call(unused)  # whatever is still to be compiled for these tensors
             begin.record()
-            call()
+            call(unused)
             end.record()
             end.synchronize()
+            del unused
             if begin.elapsed_time(end) > LONG_S * 1e3 or not self._has_room():
                 return None
             if self._pool is None:
@@ -140,11 +137,11 @@ class LayerGraphs:
             graph = torch.cuda.CUDAGraph()
             # Other threads wait for copies meanwhile, which a capture of the whole process would forbid.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                outputs = call()
+                output = call(sums)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             self.give_up(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
             return None
-        return _Graph(graph, static, outputs)
+        return _Graph(graph, static, output)
 
     def _has_room(self) -> bool:
         free = free_device_bytes(self.device) or 0
@@ -156,3 +153,22 @@ class LayerGraphs:
         self._graphs.clear()
         self._static.clear()
         logger.warning("layers run without CUDA graphs: %s", reason)
+
+
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """With the same strides, values undefined."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def call_on(
+    function: Function, weights: list[torch.Tensor], static: list[torch.Tensor], leaves: list[Any], spec: TreeSpec
+) -> Callable[[list[torch.Tensor] | None], torch.Tensor]:
+    """The function on a graph's own inputs, given the sums it adds to (None: a forward)."""
+    num_tensors = sum(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    tensors = iter(static[len(static) - num_tensors :])
+    args, kwargs = tree_unflatten([next(tensors) if isinstance(t, torch.Tensor) else t for t in leaves], spec)
+
+    def call(sums: list[torch.Tensor] | None) -> torch.Tensor:
+        return function(weights, static[0], args, kwargs, *([] if sums is None else [static[1], sums]))
+
+    return call

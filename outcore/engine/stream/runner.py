@@ -176,11 +176,10 @@ class UnitRunner:
         if (tiles := self._tiles_of(unit)) is not None:
             tiles.begin_backward(unit)
         elif self.compiled is not None and self.compiled.is_active(index):
-            found = self.compiled.backward(index, self._tensors(unit, slab), hidden, call, grad)
+            sums = into.sums() if into is not None else []
+            found = self.compiled.backward(index, self._tensors(unit, slab), hidden, call, grad, sums)
             if found is not None:
-                if into is not None:
-                    into.add(found[1:])
-                return found[0]
+                return found
         leaves, trainable = self._leaves(unit, slab)
         x = hidden.detach().requires_grad_()
         with torch.enable_grad():
