@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from outcore.engine.deepspeed.builder import DeepSpeedSettings, ModelFacts, RunFacts, build_config
-from outcore.engine.deepspeed.staged.choice import RAM_OVERHEAD_BYTES
 from outcore.engine.deepspeed.staged.plan import StagedPlan, make_plan, ring_slot_bytes
 from outcore.engine.deepspeed.staged.shares import element_offsets, real_numel
+from outcore.engine.deepspeed.staged.sizes import RAM_OVERHEAD_BYTES
 from outcore.units import GIB
 
 BILLION = 10**9

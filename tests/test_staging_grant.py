@@ -289,7 +289,8 @@ def test_a_pool_on_a_faked_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = StrictRuntime(64 * MIB)
     monkeypatch.setattr(pool_module, "CudaRuntime", lambda device: runtime)
     pool = PinnedPool(8 * MIB, device="cuda", write_combined_bytes=2 * MIB, probe=False)
-    assert pool.is_pinned and pool.write_combined_bytes == 2 * MIB and pool.capacity_bytes == 8 * MIB
+    assert pool.is_pinned and pool.write_combined_bytes == 2 * MIB
+    assert pool.pinned_bytes == pool.capacity_bytes == 8 * MIB
     with pool.lease(4096, "up", write_combined=True) as lease:
         assert lease.write_combined and lease.is_pinned
         assert pool.largest_free_bytes(write_combined=True) == 2 * MIB - 4096

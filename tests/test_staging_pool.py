@@ -22,7 +22,7 @@ def cpu_pool(capacity_bytes: int, **settings_: object) -> PinnedPool:
 def test_leases_have_the_exact_size_aligned_starts_and_memory_that_holds_data() -> None:
     with cpu_pool(4 * MIB + 4096) as pool:
         assert pool.capacity_bytes == pool.asked_bytes == 4 * MIB + 4096
-        assert not pool.is_pinned and pool.notes == []
+        assert not pool.is_pinned and pool.pinned_bytes == 0 and pool.notes == []
         a, b = pool.lease(100, "a"), pool.lease(3 * MIB + 1, "b")
         for lease, n_bytes in ((a, 100), (b, 3 * MIB + 1)):
             assert lease.tensor.dtype == torch.uint8 and lease.tensor.shape == (n_bytes,)

@@ -118,6 +118,7 @@ def test_a_run_leaves_what_it_promises(straight_by: Callable[[str], Path], engin
         " nvme_read_bytes nvme_write_bytes nvme_free_bytes nvme_temp_c throttle pcie_rx_gb_per_s gpu_mem_peak_bytes"
     )
     assert set(wanted.split()) <= set(steps[0])
+    assert steps[0]["pinned_bytes"] == 0, "the engine knows, and nothing is pinned without a GPU"
     assert steps[-1]["loss"] < steps[0]["loss"] and steps[0]["grad_norm"] > 0
     assert {line["step"] for line in lines if line.get("event") == "eval"} == {3, 6}
     assert (straight / "log/r/loss.png").stat().st_size > 10_000

@@ -85,6 +85,10 @@ class Engine(Protocol):
         """Bytes that `save` will write, so that space is checked before it starts."""
         ...
 
+    def pinned_bytes(self) -> int | None:
+        """Pinned memory that this rank holds now; None where the engine cannot tell. May be called at any time."""
+        ...
+
     def load(self, folder: Path, state: dict) -> None:
         """Restore exactly what `save` wrote. CheckpointError when it does not fit this model."""
         ...

@@ -74,7 +74,7 @@ class Sampler:
             the drives under it, of whatever kind they are; the counters are the whole drives', all processes included.
         gpu: NVML index, UUID or PCI bus id (see GpuSensor); None: no GPU is looked at.
         interval_s: time between samples.
-        pinned_bytes: called at each snapshot; returns the bytes of pinned memory held (the pool's leased bytes).
+        pinned_bytes: called at each snapshot; returns the bytes of pinned memory that the engine holds.
         nvml, psutil_module, root (of sys and proc), run_command: fakes for tests.
     """
 

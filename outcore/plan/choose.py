@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from outcore.plan import constants as k
-from outcore.plan.deepspeed import OFFLOADS, DeepSpeedLayout, plan_deepspeed
+from outcore.plan.deepspeed import OFFLOADS, STAGE_NUMBER, DeepSpeedLayout, plan_deepspeed
+from outcore.plan.deepspeed_staged import Staged
 from outcore.plan.engine_rule import why_not_stream
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Plan
 from outcore.plan.request import STAGES, RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream import StreamLayout, plan_stream
+from outcore.units import GIB
 
 TILES = (1, 2, 4, 8, 16)
 MICRO_BATCHES = (8, 4, 2, 1)
@@ -161,15 +163,32 @@ def batches(request: RunRequest) -> list[tuple[int, int]]:
 
 def best_stage(shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, stage: str) -> Plan:
     """The best plan of one ZeRO stage: least offload and largest micro-batch that fit, whatever is faster."""
-    return _best(
-        [
-            plan_deepspeed(
-                shape, request, hardware, seq_length, DeepSpeedLayout(stage, optimizer, params, micro, accumulation)
-            )
-            for optimizer, params in OFFLOADS[stage]
-            for micro, accumulation in batches(request)
-        ]
-    )
+    plans = [
+        plan_deepspeed(
+            shape,
+            request,
+            hardware,
+            seq_length,
+            DeepSpeedLayout(stage, optimizer, params, micro, accumulation, staged),
+        )
+        for optimizer, params in OFFLOADS[stage]
+        for micro, accumulation in batches(request)
+        for staged in _staged(stage, optimizer, request, hardware)
+    ]
+    # A budget that holds everything is zero3 under another name.
+    return _best([plan for plan in plans if plan.ram_budget_bytes is None or plan.uses_drive])
+
+
+def _staged(stage: str, optimizer: str, request: RunRequest, hardware: Hardware) -> list[Staged | None]:
+    """How the run moves what is offloaded: whole to the drive, or within a budget that leaves no RAM idle."""
+    if STAGE_NUMBER[stage] < 3 or optimizer == "none":
+        return [None]
+    staging = request.staging_bytes or k.DEFAULT_STAGING_BYTES
+    whole = Staged(request.format, staging_bytes=staging)
+    if stage != "infinity":
+        return [whole]
+    budget = (hardware.ram_bytes - k.PAGE_CACHE_RESERVE_BYTES) // GIB * GIB
+    return [whole, dataclasses.replace(whole, ram_budget_bytes=budget)] if budget > 0 else [whole]
 
 
 def best_stream(shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int) -> Plan:

@@ -129,8 +129,8 @@ DEEPSPEED_RAM_BYTES_PER_PARAM = 24
 parameters, 71 GB at 2.83 B, and 33.8-34.1 GB with llama-1b (benchmarks/results/engines-h200-1gpu.json): the line gives
 32.9, 71.8 and 33.6 GB."""
 DEEPSPEED_RAM_OVERHEAD_BYTES = int(3.9 * GB)
-STAGED_RAM_OVERHEAD_BYTES = 3 * GIB
-"""The same with outcore's staged states in DeepSpeed's place (outcore/engine/deepspeed/staged/choice.py)."""
+MAX_IN_CPU_BYTES = GB
+"""Parameters that --max_in_cpu_gb keeps in RAM where they may go to the drive: its default."""
 DEEPSPEED_NVME_RAM_BYTES_PER_PARAM = 6
 """RAM with the optimizer (or all) on NVMe, swap buffers not counted: 16-bit parameters and gradients and a copy of the
 gradients while they are written. llama-1b, measured with everything on NVMe: 20.6 GB resident."""

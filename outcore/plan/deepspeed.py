@@ -1,4 +1,7 @@
-"""Forecast of stock DeepSpeed 0.19.8 at every ZeRO stage: bytes per tier and seconds per step. Pure functions.
+"""Forecast of DeepSpeed 0.19.8 at every ZeRO stage: bytes per tier and seconds per step. Pure functions.
+
+Stage 3 with offloaded states is planned as the run does it, with outcore's staged offload (`deepspeed_staged`); here is
+the rest, and the offload of stock DeepSpeed, which a run takes where `outcore.offload` says stock.
 
 What it does was read in its source and measured (constants.py). Per parameter on the GPU without offload: weight 2,
 gradient 2, master 4, moments 8, and the fp32 copy of the gradients made in the optimizer step 4 (ZeRO-3: of one
@@ -10,18 +13,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outcore.engine.deepspeed.settings import Device
 from outcore.plan import constants as k
 from outcore.plan.cpu import without_gpu
+from outcore.plan.deepspeed_staged import NOTE as STAGED_NOTE
+from outcore.plan.deepspeed_staged import (
+    Staged,
+    StagedHomes,
+    staged_drive_parts,
+    staged_homes,
+    staged_host_parts,
+    staged_update,
+)
 from outcore.plan.hardware import Hardware
 from outcore.plan.nvme_space import CHECKPOINTS, nvme_use
 from outcore.plan.record import Part, Plan, StepTime, TierUse
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
+from outcore.plan.stream_layout import Spill
 from outcore.plan.work import checkpoint_bytes, layer_activation_bytes, logits_bytes, step_flops, step_traffic
 from outcore.units import GB
 
 STAGE_NUMBER = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
-OFFLOADS: dict[str, tuple[tuple[str, str], ...]] = {
+OFFLOADS: dict[str, tuple[tuple[Device, Device], ...]] = {
     "none": (("none", "none"),),
     "zero1": (("none", "none"), ("cpu", "none")),
     "zero2": (("none", "none"), ("cpu", "none")),
@@ -37,14 +51,17 @@ class DeepSpeedLayout:
     """One choice of what the planner may vary."""
 
     stage: str
-    optimizer: str
+    optimizer: Device
     """'none' (GPU) | 'cpu' | 'nvme'."""
-    params: str
+    params: Device
     micro_batch: int
     accumulation: int
-    staged_states: str | None = None
-    """Format of the states where outcore's own optimizer step runs in DeepSpeed's place (ZeRO-3 with the optimizer in
-    RAM); None: stock DeepSpeed."""
+    staged: Staged | None = None
+    """How outcore moves what is offloaded in DeepSpeed's place; None: stock DeepSpeed, or nothing is offloaded."""
+
+    @property
+    def homes(self) -> tuple[Device, Device]:
+        return self.optimizer, self.params
 
 
 def plan_deepspeed(
@@ -53,15 +70,21 @@ def plan_deepspeed(
     """The plan of one layout, whether it fits or not."""
     gpus = hardware.num_gpus
     vram = _vram_parts(shape, request, gpus, seq_length, layout)
-    ram, pinned, buffers_note = _host_parts(shape, request, gpus, layout)
+    homes = None
+    if layout.staged is not None:
+        homes = staged_homes(shape, request, gpus, layout.optimizer, layout.params, layout.staged)
+        ram, pinned = staged_host_parts(homes, layout.staged, hardware)
+        drive, buffers_note = staged_drive_parts(homes, layout.staged), [STAGED_NOTE] if "nvme" in layout.homes else []
+    else:
+        ram, pinned, buffers_note = _host_parts(shape, request, gpus, layout)
+        drive = _drive_parts(shape, request, layout)
     saved_bytes = k.CHECKPOINT_BYTES_PER_TRAINABLE * shape.trainable_params
-    drive = _drive_parts(shape, request, layout)
     in_drive = sum(p.size_bytes for p in drive if p.name in ("master", "moments"))
     if not request.checkpoints_elsewhere:
         drive.append(Part("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
     parts = tuple(p for p in (*vram, *pinned, *ram, *drive) if p.size_bytes > 0)
     pinned_bytes = sum(p.size_bytes for p in pinned)
-    time, read, written = _time(shape, request, hardware, seq_length, layout)
+    time, read, written = _time(shape, request, hardware, seq_length, layout, homes)
     notes = list(buffers_note)
     if layout.stage in ("none", "zero1", "zero2") or gpus > 1:
         notes.append(UNMEASURED)
@@ -74,8 +97,8 @@ def plan_deepspeed(
         machine=hardware.name,
         engine="deepspeed",
         zero_stage=layout.stage,
-        offload=_words(layout),
-        state_format=layout.staged_states or "fp32",
+        offload=_words(layout) if homes is None else _staged_words(homes, layout),
+        state_format=layout.staged.states if layout.staged is not None else "fp32",
         precision=request.precision,
         seq_length=seq_length,
         micro_batch=layout.micro_batch,
@@ -83,15 +106,16 @@ def plan_deepspeed(
         num_gpus=gpus,
         lora_r=shape.lora_r,
         homes={
-            "parameters": _HOME[layout.params],
-            "optimizer states": _HOME[layout.optimizer],
+            "parameters": _home(layout.params, homes and homes.params_in_ram, homes and homes.params_on_drive),
+            "optimizer states": _home(layout.optimizer, homes and homes.states_in_ram, homes and homes.states_on_drive),
             "gradients": "VRAM" if layout.optimizer == "none" else "RAM",
             "activation checkpoints": "VRAM",
         },
         parts=parts,
         tiers=(
             TierUse("vram", sum(p.size_bytes for p in vram), hardware.vram_bytes),
-            TierUse("pinned", pinned_bytes, hardware.ram_bytes),  # locked, not registered with CUDA: RAM is its limit
+            # Stock DeepSpeed's swap buffers are locked, not registered with CUDA: RAM is their limit.
+            TierUse("pinned", pinned_bytes, hardware.ram_bytes if homes is None else hardware.pinned_bytes),
             TierUse("ram", sum(p.size_bytes for p in ram) + pinned_bytes, hardware.ram_bytes),
             nvme_use(drive, hardware),
         ),
@@ -103,11 +127,29 @@ def plan_deepspeed(
         checkpoint_s=hardware.drive_s(in_drive, saved_bytes),
         notes=tuple(notes),
         compute_known=hardware.compute_tflops is not None,
+        staged=layout.staged is not None,
+        ram_budget_bytes=layout.staged.ram_budget_bytes if layout.staged is not None else None,
     )
     return without_gpu(plan, hardware) if hardware.is_cpu else plan
 
 
-_HOME = {"none": "VRAM", "cpu": "RAM", "nvme": "NVMe"}
+_HOME: dict[str, str] = {"none": "VRAM", "cpu": "RAM", "nvme": "NVMe"}
+
+
+def _home(device: str, in_ram: int | None, on_drive: int | None) -> str:
+    if device != "nvme" or not in_ram or on_drive is None:
+        return _HOME[device]
+    share = on_drive / (in_ram + on_drive)
+    return "RAM" if share == 0 else f"RAM {100 * (1 - share):.0f} % + NVMe {100 * share:.0f} %"
+
+
+def _staged_words(homes: StagedHomes, layout: DeepSpeedLayout) -> str:
+    """As the streaming engine says it, where the drive takes a part of what may go there."""
+    both = ((homes.states_in_ram, homes.states_on_drive), (homes.params_in_ram, homes.params_on_drive))
+    if "nvme" not in layout.homes or not any(in_ram and on_drive for in_ram, on_drive in both):
+        return _words(layout)
+    states, parameters = (on_drive / max(1, in_ram + on_drive) for in_ram, on_drive in both)
+    return Spill(states, parameters).words()
 
 
 def _words(layout: DeepSpeedLayout) -> str:
@@ -172,20 +214,6 @@ def _host_parts(
     ram = [Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES)]
     if layout.optimizer == "none" and layout.params == "none":
         return [*ram, Part("ram", "framework overhead", k.STREAM_RAM_OVERHEAD_BYTES * gpus)], [], []
-    if layout.staged_states is not None:
-        master, moments = k.STATE_FORMATS[layout.staged_states]
-        return (
-            [
-                *ram,
-                Part("ram", "parameters", e * (trained + frozen) if layout.params == "cpu" else 0),
-                Part("ram", "gradients", e * trained),
-                Part("ram", "master", int(master * trained)),
-                Part("ram", "moments", int(moments * trained)),
-                Part("ram", "framework overhead", k.STAGED_RAM_OVERHEAD_BYTES * gpus),
-            ],
-            [],
-            [],
-        )
     if layout.optimizer != "nvme":
         # The measured line holds for parameters in RAM as well; with them on the GPU 2 B less.
         extra = int((k.DEEPSPEED_RAM_BYTES_PER_PARAM - 16) * trained)
@@ -241,7 +269,12 @@ def _drive_parts(shape: ModelShape, request: RunRequest, layout: DeepSpeedLayout
 
 
 def _time(
-    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: DeepSpeedLayout
+    shape: ModelShape,
+    request: RunRequest,
+    hardware: Hardware,
+    seq_length: int,
+    layout: DeepSpeedLayout,
+    homes: StagedHomes | None,
 ) -> tuple[StepTime, float, float]:
     """The step, and the bytes that the drive reads and writes in it (all ranks)."""
     e, trained, gpus = request.element_bytes, shape.trainable_params, hardware.num_gpus
@@ -257,15 +290,17 @@ def _time(
     d2h = e * trained // gpus * passes if layout.optimizer != "none" else 0
     if layout.params == "none" and layout.optimizer != "none":
         h2d += e * trained // gpus  # updated weights return
-    params_read = 2 * e * shape.total_params * passes if layout.params == "nvme" else 0
-    rate = k.DEEPSPEED_DRIVE_SHARE
+    rate = k.DEEPSPEED_DRIVE_SHARE if homes is None else k.STREAM_DRIVE_SHARE
+    on_drive = homes.params_on_drive if homes is not None else e * shape.total_params
+    params_read = 2 * on_drive * passes if layout.params == "nvme" else 0
     params_read_s = hardware.drive_s(params_read, 0) / rate
     h2d_s, d2h_s = h2d / (hardware.h2d_gb_per_s * GB), d2h / (hardware.d2h_gb_per_s * GB)
     pass_s = max(compute_s, host_s, h2d_s, d2h_s, params_read_s)
     optimizer_s = optimizer_drive_s = read = written = 0.0
-    if layout.staged_states is not None:
-        moved = k.OPTIMIZER_DRAM_BYTES[layout.staged_states] * trained
-        optimizer_s = moved / (k.DRAM_SHARE * hardware.ram_gb_per_s * GB)
+    if layout.staged is not None and homes is not None:
+        update = staged_update(shape, homes, layout.staged, hardware)
+        read, written = update.read_bytes, update.written_bytes
+        optimizer_drive_s, optimizer_s = update.drive_s, update.cpu_s
     elif layout.optimizer == "cpu":
         optimizer_s = k.DEEPSPEED_OPTIMIZER_DRAM_BYTES * trained / (hardware.ram_gb_per_s * GB)
     elif layout.optimizer == "nvme":

@@ -48,7 +48,7 @@ def guide_text() -> str:
         "",
         *_table([_answer(name, RunRequest(), hardware, 16) for name in MODELS]),
         "",
-        "With stock DeepSpeed 0.19.8 only (`--engine deepspeed`), full training:",
+        "With DeepSpeed's engine and outcore's staged offload (`--engine deepspeed`), full training:",
         "",
         *_table([_answer(name, RunRequest(engine="deepspeed"), hardware, 0) for name in MODELS]),
         "",

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from outcore.units import GIB
+
 TIERS = ("vram", "pinned", "ram", "nvme")
 RESERVES = ("desktop reserve", "page cache reserve")
 """Parts that a plan leaves free for others: no measurement of a run will find them."""
@@ -103,6 +105,10 @@ class Plan:
     checkpoint_s: float
     notes: tuple[str, ...] = ()
     compute_known: bool = True
+    staged: bool = False
+    """DeepSpeed with outcore's staged offload."""
+    ram_budget_bytes: int | None = None
+    """Of the staged offload, where the plan rests on one."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -182,7 +188,11 @@ class Plan:
                     words.append(f"--offload_params {home[self.homes['parameters']]}")
         elif self.zero_stage == "infinity":
             words.append("--nvme_offload_path DIR")
-        if self.engine == "stream" and self.state_format != ("split" if self.precision == "bf16" else "fp32"):
+        if self.ram_budget_bytes is not None:
+            words.append(f"--ram_budget_gib {self.ram_budget_bytes // GIB}")
+        if (self.engine == "stream" or self.staged) and self.state_format != (
+            "split" if self.precision == "bf16" else "fp32"
+        ):
             words.append(f"--state_format {self.state_format}")
         if self.lora_r:
             words.append(f"--lora_r {self.lora_r}")
@@ -216,6 +226,8 @@ class Plan:
             "num_gpus": self.num_gpus,
             "lora_r": self.lora_r,
             "homes": self.homes,
+            "staged": self.staged,
+            "ram_budget_bytes": self.ram_budget_bytes,
             "fits": self.fits,
             "forecast": True,
             "vram_bytes": self.used_bytes("vram"),

@@ -24,7 +24,8 @@ class RunRequest:
     engine: str = "auto"
     zero_stage: str | None = None
     state_format: str | None = None
-    """Of the streaming engine's optimizer states (`constants.STATE_FORMATS`). None: lossless, as small as possible."""
+    """Of optimizer states that outcore moves, streaming or with staged offload (`constants.STATE_FORMATS`). None:
+    lossless, as small as possible."""
     precision: str = "bf16"
     activation_checkpointing: bool = True
     max_grad_norm: float = 1.0

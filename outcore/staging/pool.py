@@ -94,6 +94,11 @@ class PinnedPool:
         return sum(slab.size_bytes for slab in self._slabs)
 
     @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the capacity that really are pinned; 0 on a machine without CUDA."""
+        return sum(slab.size_bytes for slab in self._slabs if slab.is_pinned)
+
+    @property
     def write_combined_bytes(self) -> int:
         """Bytes of the capacity that really are write-combined."""
         return sum(slab.size_bytes for slab in self._slabs if slab.is_write_combined)

@@ -30,9 +30,11 @@ from outcore.plan import (
     choose_or_change,
     load_hardware,
 )
+from outcore.plan import constants as k
 from outcore.plan.advice import advise
 from outcore.plan.choose import best_stage, best_stream, stream_refusal
 from outcore.plan.deepspeed import DeepSpeedLayout, plan_deepspeed
+from outcore.plan.deepspeed_staged import Staged
 from outcore.plan.hardware import LINKS
 from outcore.plan.profile import MEASURED_PROFILE
 from outcore.plan.request import STAGES
@@ -56,6 +58,10 @@ class RunFigures:
     max_grad_norm: float
     activation_checkpointing: bool
     save_total_limit: int
+    staging_bytes: int = k.DEFAULT_STAGING_BYTES
+    """Of DeepSpeed's staged offload, all ranks of the host."""
+    max_in_ram_bytes: int = k.MAX_IN_CPU_BYTES
+    """Parameters per rank that staged offload keeps in RAM though they may go to the drive."""
 
     @classmethod
     def of(cls, settings: ModelSettings, built: Mapping[str, Any], save_total_limit: int) -> RunFigures:
@@ -68,7 +74,14 @@ class RunFigures:
             max_grad_norm=float(built.get("gradient_clipping") or 0.0),
             activation_checkpointing=settings.gradient_checkpointing,
             save_total_limit=save_total_limit,
+            staging_bytes=int(built.get("outcore", {}).get("staging_bytes", k.DEFAULT_STAGING_BYTES)),
+            max_in_ram_bytes=_max_in_ram_bytes(built, settings.precision),
         )
+
+
+def _max_in_ram_bytes(built: Mapping[str, Any], precision: str) -> int:
+    block = built.get("zero_optimization", {}).get("offload_param") or {}
+    return int(block.get("max_in_cpu", 0)) * (4 if precision == "fp32" else k.BYTES_16BIT)
 
 
 def run_hardware(
@@ -147,9 +160,21 @@ def run_plan(
         offload.params,
         figures.micro_batch,
         figures.accumulation,
-        staged_states=offload.states if offload.staged and offload.optimizer == "cpu" else None,
+        staged=_staged(offload, figures, hardware.num_gpus),
     )
     return plan_deepspeed(shape, request, hardware, figures.seq_length, layout)
+
+
+def _staged(offload: ChosenOffload, figures: RunFigures, num_gpus: int) -> Staged | None:
+    if not offload.staged:
+        return None
+    per_rank = offload.ram_budget_bytes
+    return Staged(
+        offload.states,
+        None if per_rank is None else per_rank * num_gpus,
+        figures.staging_bytes,
+        figures.max_in_ram_bytes,
+    )
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class RunContext:
             evals = EvalStream(self.data.eval, eval_micro, engine.rank, engine.world_size)
         gpu = str(torch.cuda.get_device_properties(engine.device).uuid) if self.hardware.has_cuda else None
         nvme_path = self.decided.nvme_path
-        sampler = Sampler(nvme_path or folder.checkpoints, gpu=gpu).start()
+        sampler = Sampler(nvme_path or folder.checkpoints, gpu=gpu, pinned_bytes=engine.pinned_bytes).start()
         opened.callback(sampler.close)
         resume_step = self.checkpoint.step if self.checkpoint else None
         loggers = make_loggers(config.report_to, folder.logs, resume_step=resume_step, enabled=is_main, say=say)

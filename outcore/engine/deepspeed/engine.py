@@ -163,6 +163,13 @@ class DeepSpeedEngine:
             torch.Size(self._shape(p)).numel() * (p.dtype.itemsize + per_param) for _, p in self._trainable()
         ) + sum(t.numel() * t.dtype.itemsize for t in self._buffers().values())
 
+    def pinned_bytes(self) -> int | None:
+        """Of the staged engine's pool; None with stock offload, whose buffers lie in torch's cache of pinned memory."""
+        session = getattr(self.ds.optimizer, "session", None)
+        if session is None:
+            return None
+        return session.memory.pool.pinned_bytes if session.memory.pool is not None else 0
+
     def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:
         """Write shards; see `Engine`. Every rank takes part, rank 0 writes."""
         trainable = dict(self._trainable())

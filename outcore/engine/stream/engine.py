@@ -237,6 +237,10 @@ class StreamEngine:
         """Bytes that `save` writes."""
         return self._state.size_bytes()
 
+    def pinned_bytes(self) -> int:
+        """Of the staging pool: the lanes' slots and the homes in it."""
+        return self._parts.staging.pinned_bytes
+
     def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:
         """Write shards; see `Engine` and `state`."""
         self._parts.updates.drain()

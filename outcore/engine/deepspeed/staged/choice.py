@@ -8,12 +8,10 @@ from typing import Any
 from outcore.engine.deepspeed.notes import Notes
 from outcore.engine.deepspeed.offload import OffloadCosts
 from outcore.engine.deepspeed.settings import ELEMENT_BYTES, Precision
+from outcore.engine.deepspeed.staged.sizes import RAM_OVERHEAD_BYTES
 from outcore.optim import state_format
-from outcore.units import GIB
 
 _SAMPLE_NUMEL = 1 << 22
-RAM_OVERHEAD_BYTES = 3 * GIB
-"""Python, torch, CUDA and DeepSpeed themselves, per rank."""
 
 
 def can_stage(user: Mapping[str, Any], zero: Mapping[str, Any], notes: Notes) -> bool:

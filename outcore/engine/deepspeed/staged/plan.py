@@ -7,23 +7,16 @@ from dataclasses import dataclass
 import torch
 
 from outcore.engine.deepspeed.settings import ELEMENT_BYTES, BuiltConfig, ModelFacts, Precision, RunFacts
-from outcore.engine.deepspeed.staged.choice import RAM_OVERHEAD_BYTES
 from outcore.engine.deepspeed.staged.shares import CHUNK_NUMEL
+from outcore.engine.deepspeed.staged.sizes import LEAST_SLOTS, RING_BYTES, RING_SLOTS, StagedFacts, staged_sizes
 from outcore.engine.deepspeed.swapping import partition_numel
 from outcore.optim import default_num_threads, state_format
 from outcore.optim.backend import BackendName
-from outcore.units import GIB, MIB, format_gib, round_up
+from outcore.units import format_gib, round_up
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PADDING_BYTES = 8192
 """Per tensor: pages that its homes do not fill, and DeepSpeed's padding of shares."""
-RING_BYTES = GIB
-RING_SLOTS = 24
-"""As the streaming engine's: a drive needs many requests under way, in both directions."""
-LEAST_SLOTS = 4
-"""With fewer the drive would read, compute and write in turn."""
-AHEAD_BYTES = 512 * MIB
-"""Parameters read ahead of use: 0.1 s of a fast drive."""
 
 
 @dataclass(frozen=True)
@@ -75,53 +68,51 @@ def make_plan(built: BuiltConfig, model: ModelFacts, run: RunFacts) -> StagedPla
     """From a resolved configuration (`build_config(..., staged=True)`) and the facts of the run."""
     zero, offload = built.config["zero_optimization"], built.offload
     element_bytes = ELEMENT_BYTES[_precision(built)]
-    trainable = partition_numel(model.trainable, run.world_size)
-    whole = partition_numel(model.total_params, run.world_size)
     padding_bytes = max(1, model.num_tensors) * PADDING_BYTES
-    grad_bytes = trainable * element_bytes
-    param_bytes = (trainable if offload.params == "none" else whole) * element_bytes + padding_bytes
-    params_on_nvme, states_on_nvme = offload.params == "nvme", offload.optimizer == "nvme"
-    budget_bytes = offload.ram_budget_bytes if states_on_nvme or params_on_nvme else None
-    store_bytes = staging_bytes = ahead_bytes = 0
-    param_ram_bytes: int | None = None
-    largest_bytes = round_up(partition_numel(model.largest_weight_numel, run.world_size) * element_bytes, 4096)
-    if params_on_nvme:
-        # a tied weight is made before it is tied, and has a place of its own until then
-        store_bytes = round_up(param_bytes + 2 * largest_bytes, 4096)
-        staging_bytes, ahead_bytes = _param_staging(zero, built, run, param_bytes, largest_bytes, element_bytes)
-        param_ram_bytes = int(zero["offload_param"].get("max_in_cpu", 0)) * element_bytes
+    largest_numel = partition_numel(model.largest_weight_numel, run.world_size)
     allowed_bytes = int(built.config["outcore"]["staging_bytes"]) // run.local_ranks
-    chunk_numel = min(CHUNK_NUMEL, partition_numel(model.largest_weight_numel, run.world_size))
-    least_bytes = LEAST_SLOTS * ring_slot_bytes(offload.states, element_bytes, chunk_numel)
-    ring_bytes = max(least_bytes, min(RING_BYTES, allowed_bytes))
+    live_numel = max_in_cpu = 0
+    if offload.params == "nvme":
+        live_numel = int(zero["stage3_max_live_parameters"]) + int(zero["stage3_prefetch_bucket_size"])
+        max_in_cpu = int(zero["offload_param"].get("max_in_cpu", 0))
+    sizes = staged_sizes(
+        StagedFacts(
+            trainable_bytes=partition_numel(model.trainable, run.world_size) * element_bytes,
+            whole_bytes=partition_numel(model.total_params, run.world_size) * element_bytes,
+            largest_bytes=round_up(largest_numel * element_bytes, 4096),
+            live_bytes=live_numel * element_bytes // run.world_size,
+            slot_bytes=ring_slot_bytes(offload.states, element_bytes, min(CHUNK_NUMEL, largest_numel)),
+            optimizer=offload.optimizer,
+            params=offload.params,
+            allowed_bytes=allowed_bytes,
+            ram_budget_bytes=offload.ram_budget_bytes,
+            max_in_ram_bytes=max_in_cpu * element_bytes,
+            padding_bytes=padding_bytes,
+        )
+    )
+    needed_bytes = sizes.ring_bytes + sizes.staging_bytes
     notes = []
-    if (states_on_nvme or params_on_nvme) and allowed_bytes < ring_bytes + staging_bytes:
+    if offload.uses_nvme and allowed_bytes < needed_bytes:
         notes.append(
             f"outcore.staging_bytes of {format_gib(allowed_bytes)} per process is raised to "
-            f"{format_gib(ring_bytes + staging_bytes)}: {LEAST_SLOTS} chunks of states and the largest weight three "
+            f"{format_gib(needed_bytes)}: {LEAST_SLOTS} chunks of states and the largest weight three "
             "times are the least that flows"
         )
-    state_ram_bytes: int | None = 0 if states_on_nvme else None
-    if budget_bytes is not None:
-        left_bytes = budget_bytes - RAM_OVERHEAD_BYTES - grad_bytes - staging_bytes - ring_bytes
-        if params_on_nvme:
-            param_ram_bytes = min(param_bytes, max(0, left_bytes))
-        left_bytes -= param_ram_bytes if param_ram_bytes is not None else param_bytes
-        if states_on_nvme:
-            state_ram_bytes = max(0, left_bytes)
-    in_ram_bytes = param_bytes if param_ram_bytes is None else min(param_bytes, param_ram_bytes + padding_bytes)
+    in_ram_bytes = sizes.param_bytes
+    if sizes.param_ram_bytes is not None:
+        in_ram_bytes = min(sizes.param_bytes, sizes.param_ram_bytes + padding_bytes)
     return StagedPlan(
         states=offload.states,
         dtype=DTYPES[_precision(built)],
-        home_bytes=in_ram_bytes + grad_bytes,
+        home_bytes=in_ram_bytes + sizes.grad_bytes,
         pin=bool(zero["offload_optimizer"].get("pin_memory", True)),
         nvme_path=offload.nvme_path,
-        state_ram_bytes=state_ram_bytes,
-        param_store_bytes=store_bytes,
-        param_ram_bytes=param_ram_bytes,
-        staging_bytes=staging_bytes,
-        ahead_bytes=ahead_bytes,
-        ring_bytes=ring_bytes,
+        state_ram_bytes=sizes.state_ram_bytes,
+        param_store_bytes=sizes.store_bytes,
+        param_ram_bytes=sizes.param_ram_bytes,
+        staging_bytes=sizes.staging_bytes,
+        ahead_bytes=sizes.ahead_bytes,
+        ring_bytes=sizes.ring_bytes,
         optimizer_threads=max(1, default_num_threads() // run.local_ranks),
         notes=tuple(notes),
     )
@@ -130,22 +121,6 @@ def make_plan(built: BuiltConfig, model: ModelFacts, run: RunFacts) -> StagedPla
 def ring_slot_bytes(states: str, element_bytes: int, chunk_numel: int = CHUNK_NUMEL) -> int:
     """Memory that the largest chunk takes in the ring, states and parameters."""
     return state_format(states).chunk_bytes(chunk_numel) + round_up(chunk_numel * element_bytes, 4096)
-
-
-def _param_staging(
-    zero: dict, built: BuiltConfig, run: RunFacts, param_bytes: int, largest_bytes: int, element_bytes: int
-) -> tuple[int, int]:
-    """Pinned bytes for parameters from the drive, and how many of them for reading ahead.
-
-    DeepSpeed may hold `max_live_parameters` on the device and fetch a prefetch bucket more; each keeps its staging
-    memory until it is released. At least three of the largest: one in use, one on its way, one ahead.
-    """
-    live_numel = int(zero["stage3_max_live_parameters"]) + int(zero["stage3_prefetch_bucket_size"])
-    live_bytes = live_numel * element_bytes // run.world_size
-    ahead_bytes = max(largest_bytes, AHEAD_BYTES)
-    wanted_bytes = min(live_bytes + ahead_bytes, param_bytes + largest_bytes)
-    allowed_bytes = int(built.config["outcore"]["staging_bytes"]) // run.local_ranks
-    return round_up(max(3 * largest_bytes, min(wanted_bytes, allowed_bytes)), 4096), ahead_bytes
 
 
 def _precision(built: BuiltConfig) -> Precision:

@@ -1,0 +1,108 @@
+"""How much of each kind the staged engine keeps where: one rule, for the run (`plan`) and for the planner. Pure.
+
+RAM must hold gradients, the ring of states and the staging memory of parameters; of what a budget leaves, parameters
+take what they need before states do, because a parameter crosses the link three times a step and a state twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outcore.engine.deepspeed.settings import Device
+from outcore.units import GIB, MIB, round_up
+
+RAM_OVERHEAD_BYTES = 3 * GIB
+"""Python, torch, CUDA and DeepSpeed themselves, per rank."""
+RING_BYTES = GIB
+RING_SLOTS = 24
+"""As the streaming engine's: a drive needs many requests under way, in both directions."""
+LEAST_SLOTS = 4
+"""With fewer the drive would read, compute and write in turn."""
+AHEAD_BYTES = 512 * MIB
+"""Parameters read ahead of use: 0.1 s of a fast drive."""
+
+
+@dataclass(frozen=True)
+class StagedFacts:
+    """Of one rank."""
+
+    trainable_bytes: int
+    """Its share of the trainable parameters in their own type; gradients take as much."""
+    whole_bytes: int
+    """Its share of all parameters."""
+    largest_bytes: int
+    """Its share of the largest weight, in whole pages."""
+    live_bytes: int
+    """Parameters that DeepSpeed may hold on the device, prefetch included: the rank's share of them."""
+    slot_bytes: int
+    """One chunk's states and parameters in the ring."""
+    optimizer: Device
+    params: Device
+    allowed_bytes: int
+    """outcore.staging_bytes of the rank."""
+    ram_budget_bytes: int | None = None
+    max_in_ram_bytes: int = 0
+    """Parameters kept in RAM though they may go to the drive, where no budget says (--max_in_cpu_gb)."""
+    padding_bytes: int = 0
+    """Of parameters: pages that their homes do not fill."""
+
+
+@dataclass(frozen=True)
+class StagedSizes:
+    """Of one rank."""
+
+    param_bytes: int
+    """Homes of parameters; with parameters on the GPU those of the trainable ones, which the optimizer writes."""
+    grad_bytes: int
+    store_bytes: int
+    """Room on the drive for parameters; 0: they never go there."""
+    param_ram_bytes: int | None
+    """None: all."""
+    state_ram_bytes: int | None
+    """None: all; 0: every state lives on the drive."""
+    staging_bytes: int
+    ahead_bytes: int
+    ring_bytes: int
+
+
+def staged_sizes(facts: StagedFacts) -> StagedSizes:
+    """Divide memory; see the module docstring."""
+    params_on_nvme, states_on_nvme = facts.params == "nvme", facts.optimizer == "nvme"
+    param_bytes = (facts.trainable_bytes if facts.params == "none" else facts.whole_bytes) + facts.padding_bytes
+    store_bytes = staging_bytes = ahead_bytes = 0
+    param_ram_bytes: int | None = None
+    if params_on_nvme:
+        # a tied weight is made before it is tied, and has a place of its own until then
+        store_bytes = round_up(param_bytes + 2 * facts.largest_bytes, 4096)
+        staging_bytes, ahead_bytes = _param_staging(facts, param_bytes)
+        param_ram_bytes = facts.max_in_ram_bytes
+    ring_bytes = max(LEAST_SLOTS * facts.slot_bytes, min(RING_BYTES, facts.allowed_bytes))
+    state_ram_bytes: int | None = 0 if states_on_nvme else None
+    if facts.ram_budget_bytes is not None and (states_on_nvme or params_on_nvme):
+        left_bytes = facts.ram_budget_bytes - RAM_OVERHEAD_BYTES - facts.trainable_bytes - staging_bytes - ring_bytes
+        if params_on_nvme:
+            param_ram_bytes = min(param_bytes, max(0, left_bytes))
+        left_bytes -= param_ram_bytes if param_ram_bytes is not None else param_bytes
+        if states_on_nvme:
+            state_ram_bytes = max(0, left_bytes)
+    return StagedSizes(
+        param_bytes,
+        facts.trainable_bytes,
+        store_bytes,
+        param_ram_bytes,
+        state_ram_bytes,
+        staging_bytes,
+        ahead_bytes,
+        ring_bytes,
+    )
+
+
+def _param_staging(facts: StagedFacts, param_bytes: int) -> tuple[int, int]:
+    """Pinned bytes for parameters from the drive, and how many of them for reading ahead.
+
+    DeepSpeed may hold `max_live_parameters` on the device and fetch a prefetch bucket more; each keeps its staging
+    memory until it is released. At least three of the largest: one in use, one on its way, one ahead.
+    """
+    ahead_bytes = max(facts.largest_bytes, AHEAD_BYTES)
+    wanted_bytes = min(facts.live_bytes + ahead_bytes, param_bytes + facts.largest_bytes)
+    return round_up(max(3 * facts.largest_bytes, min(wanted_bytes, facts.allowed_bytes)), 4096), ahead_bytes

@@ -1,0 +1,145 @@
+"""Forecast of DeepSpeed's ZeRO-3 with outcore's staged offload, which is what a run with offloaded states really does.
+
+Who keeps how much where is decided by the engine's own rule (`outcore.engine.deepspeed.staged.sizes`), asked for one
+rank. Every state is read once and written once an update; parameters on the drive are read in forward and backward of
+each micro-batch, and once more, and written, by the update. Rates are the streaming engine's, whose ring and optimizer
+these are. Bytes and seconds were not yet compared with a run that uses a drive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outcore.engine.deepspeed.settings import Device
+from outcore.engine.deepspeed.staged.sizes import RAM_OVERHEAD_BYTES, RING_SLOTS, StagedFacts, staged_sizes
+from outcore.plan import constants as k
+from outcore.plan.hardware import Hardware
+from outcore.plan.record import Part
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import ModelShape
+from outcore.units import GB, round_up
+
+NOTE = "staged offload: sizes by the engine's own rule, seconds by the streaming engine's rates; no run on a drive yet"
+
+
+@dataclass(frozen=True)
+class Staged:
+    """How states are moved in DeepSpeed's place, as the run was or will be told."""
+
+    states: str
+    """Format of the states."""
+    ram_budget_bytes: int | None = None
+    """Of all ranks of the host. None: what is sent to the drive lives there whole."""
+    staging_bytes: int = k.DEFAULT_STAGING_BYTES
+    max_in_ram_bytes: int = k.MAX_IN_CPU_BYTES
+
+
+@dataclass(frozen=True)
+class StagedHomes:
+    """Bytes of all ranks of the host."""
+
+    params_in_ram: int
+    params_on_drive: int
+    states_in_ram: int
+    states_on_drive: int
+    gradients: int
+    staging: int
+    ring: int
+    overhead: int
+
+
+@dataclass(frozen=True)
+class StagedUpdate:
+    """One optimizer phase."""
+
+    read_bytes: float
+    written_bytes: float
+    drive_s: float
+    cpu_s: float
+
+
+def staged_homes(
+    shape: ModelShape, request: RunRequest, gpus: int, optimizer: Device, params: Device, staged: Staged
+) -> StagedHomes:
+    """What lives where, by the engine's rule."""
+    e, state_bytes = request.element_bytes, sum(k.STATE_FORMATS[staged.states])
+    trained, whole = -(-shape.trainable_params // gpus), -(-shape.total_params // gpus)
+    largest = -(-shape.largest_weight_numel // gpus)
+    chunk = min(k.CHUNK_NUMEL, largest)
+    slot = int(chunk * state_bytes) + round_up(chunk * e, 4096)
+    budget = staged.ram_budget_bytes
+    sizes = staged_sizes(
+        StagedFacts(
+            trainable_bytes=e * trained,
+            whole_bytes=e * whole,
+            largest_bytes=round_up(e * largest, 4096),
+            live_bytes=e * (k.DEEPSPEED_LIVE_NUMEL + k.DEEPSPEED_BUCKET_NUMEL) // gpus,
+            slot_bytes=slot,
+            optimizer=optimizer,
+            params=params,
+            allowed_bytes=staged.staging_bytes // gpus,
+            ram_budget_bytes=None if budget is None else budget // gpus,
+            max_in_ram_bytes=staged.max_in_ram_bytes,
+        )
+    )
+    states = int(state_bytes * trained)
+    states_in_ram = states if sizes.state_ram_bytes is None else min(states, sizes.state_ram_bytes)
+    in_ram = sizes.param_bytes if sizes.param_ram_bytes is None else min(sizes.param_bytes, sizes.param_ram_bytes)
+    flows = states - states_in_ram + sizes.param_bytes - in_ram
+    chunks = -(-flows // slot)
+    return StagedHomes(
+        params_in_ram=gpus * in_ram,
+        params_on_drive=gpus * (sizes.param_bytes - in_ram),
+        states_in_ram=gpus * states_in_ram,
+        states_on_drive=gpus * (states - states_in_ram),
+        gradients=gpus * sizes.grad_bytes,
+        staging=gpus * sizes.staging_bytes,
+        ring=gpus * slot * min(RING_SLOTS, sizes.ring_bytes // slot, chunks),
+        overhead=gpus * RAM_OVERHEAD_BYTES,
+    )
+
+
+def staged_host_parts(homes: StagedHomes, staged: Staged, hardware: Hardware) -> tuple[list[Part], list[Part]]:
+    """RAM, and what of it is pinned: staging memory, then homes of gradients and parameters as far as it reaches."""
+    master, moments = k.STATE_FORMATS[staged.states]
+    ram = [
+        Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
+        Part("ram", "master", int(homes.states_in_ram * master / (master + moments))),
+        Part("ram", "moments", int(homes.states_in_ram * moments / (master + moments))),
+        Part("ram", "ring of states on their way", homes.ring),
+        Part("ram", "framework overhead", homes.overhead),
+    ]
+    pinned, left = [], hardware.pinned_bytes
+    for name, size in (
+        ("parameters on their way", homes.staging),
+        ("gradients", homes.gradients),
+        ("parameters", homes.params_in_ram),
+    ):
+        taken = min(left, size)
+        left -= taken
+        pinned.append(Part("pinned", name, taken))
+        ram.append(Part("ram", name, size - taken))
+    return ram, pinned
+
+
+def staged_drive_parts(homes: StagedHomes, staged: Staged) -> list[Part]:
+    """What lives on the drive during the run: no gradients."""
+    master, moments = k.STATE_FORMATS[staged.states]
+    return [
+        Part("nvme", "master", int(homes.states_on_drive * master / (master + moments))),
+        Part("nvme", "moments", int(homes.states_on_drive * moments / (master + moments))),
+        Part("nvme", "parameters", homes.params_on_drive),
+    ]
+
+
+def staged_update(shape: ModelShape, homes: StagedHomes, staged: Staged, hardware: Hardware) -> StagedUpdate:
+    """The drive and the CPU work at the same time."""
+    trained_on_drive = homes.params_on_drive * shape.trainable_params / shape.total_params
+    moved = float(homes.states_on_drive + trained_on_drive)
+    dram_bytes = k.OPTIMIZER_DRAM_BYTES[staged.states] * shape.trainable_params + 2 * moved
+    return StagedUpdate(
+        read_bytes=moved,
+        written_bytes=moved,
+        drive_s=hardware.drive_s(moved, moved) / k.STREAM_DRIVE_SHARE,
+        cpu_s=dram_bytes / (k.DRAM_SHARE * hardware.ram_gb_per_s * GB),
+    )

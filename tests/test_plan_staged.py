@@ -1,0 +1,92 @@
+"""Staged offload in the plan: bytes by hand, what the engine is told by the same settings, flags that reproduce it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from plan_fakes import server
+
+from outcore.engine.deepspeed.builder import DeepSpeedSettings, ModelFacts, RunFacts, build_config
+from outcore.engine.deepspeed.staged.plan import make_plan
+from outcore.plan.choose import best_stage
+from outcore.plan.deepspeed import DeepSpeedLayout, plan_deepspeed
+from outcore.plan.deepspeed_staged import Staged
+from outcore.plan.profile import load_hardware
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import preset_shape
+from outcore.train.forecast import RunFigures, run_plan
+from outcore.units import GIB
+
+LAPTOP = load_hardware("rtx4070-laptop")
+SHAPE = preset_shape("llama-3b")
+N = 3_212_749_824
+GB1 = 10**9
+
+
+def test_all_on_the_drive_by_hand():
+    layout = DeepSpeedLayout("infinity", "nvme", "nvme", 2, 4, Staged("split"))
+    p = plan_deepspeed(SHAPE, RunRequest(), LAPTOP, 1024, layout)
+    on_drive = 2 * N - GB1  # --max_in_cpu_gb keeps 1 GB of parameters in RAM
+    assert p.part_bytes("nvme", "parameters") == on_drive
+    assert (p.part_bytes("nvme", "master"), p.part_bytes("nvme", "moments")) == (2 * N, 8 * N)
+    assert p.part_bytes("nvme", "gradients") == 0
+    assert p.drive_written_bytes_per_step == 10 * N + on_drive
+    assert p.drive_read_bytes_per_step == 10 * N + on_drive + 2 * 4 * on_drive  # weights twice per micro-batch
+    in_ram = sum(p.part_bytes(tier, name) for tier in ("ram", "pinned") for name in ("gradients", "parameters"))
+    assert in_ram == 2 * N + GB1
+    assert p.part_bytes("ram", "ring of states on their way") <= GIB
+
+
+@pytest.mark.parametrize(
+    ("settings", "outcore"),
+    [
+        ({"zero_stage": "zero3"}, {}),
+        ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme"}, {}),
+        ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme"}, {"staging_bytes": GIB, "state_format": "fp32"}),
+        ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "nvme_offload_params": False}, {}),
+        ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme"}, {"ram_budget_gib": 20}),
+        ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "max_in_cpu_gb": 3.0}, {}),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_plan_of_a_run_is_what_the_engine_is_told(settings: dict[str, Any], outcore: dict[str, Any], ranks: int):
+    facts = ModelFacts(SHAPE.total_params, SHAPE.largest_weight_numel)
+    run = RunFacts(precision="bf16", lr_scheduler_type="none", world_size=ranks)
+    chosen = DeepSpeedSettings(**settings, strict_offload=True)
+    built = build_config({"outcore": outcore}, chosen, facts, run, nvme_check=lambda path, gb: (True, ""), staged=True)
+    told = make_plan(built, facts, run)
+    figures = RunFigures.of(
+        dataclasses.make_dataclass("S", ["seq_length", "precision", "gradient_checkpointing"])(1024, "bf16", True),
+        built.config,
+        2,
+    )
+    p = run_plan(SHAPE, figures, server(num_gpus=ranks), offload=built.offload)
+    assert p.staged and p.state_format == told.states
+    state_bytes = (12 if told.states == "fp32" else 10) * -(-N // ranks)
+    in_ram = state_bytes if told.state_ram_bytes is None else min(state_bytes, told.state_ram_bytes)
+    planned = sum(p.part_bytes("ram", name) for name in ("master", "moments"))
+    assert planned == pytest.approx(ranks * in_ram, abs=100_000)
+    homes = sum(p.part_bytes(tier, name) for tier in ("ram", "pinned") for name in ("gradients", "parameters"))
+    assert homes == pytest.approx(ranks * told.home_bytes, abs=100_000)
+    assert p.part_bytes("pinned", "parameters on their way") == pytest.approx(ranks * told.staging_bytes, abs=50_000)
+    assert p.part_bytes("ram", "ring of states on their way") <= ranks * told.ring_bytes
+
+
+def test_stages_with_offload_are_planned_staged_and_their_flags_say_the_budget():
+    zero3 = best_stage(SHAPE, RunRequest(), LAPTOP, 1024, "zero3")
+    assert zero3.staged and zero3.state_format == "split" and zero3.ram_budget_bytes is None
+    large = best_stage(preset_shape("llama-8b"), RunRequest(), LAPTOP, 1024, "infinity")
+    assert large.fits and large.ram_budget_bytes is not None
+    assert f"--ram_budget_gib {large.ram_budget_bytes // GIB}" in large.flags
+    assert "% of states on NVMe" in large.offload and large.homes["optimizer states"].startswith("RAM ")
+    assert large.tier("ram").used_bytes <= LAPTOP.ram_bytes
+    assert not best_stage(SHAPE, RunRequest(), LAPTOP, 1024, "zero2").staged
+    compact = best_stage(SHAPE, RunRequest(state_format="split8"), LAPTOP, 1024, "zero3")
+    assert "--state_format split8" in compact.flags
+
+
+def test_an_infinity_plan_uses_the_drive():
+    p = best_stage(preset_shape("llama-1b"), RunRequest(), LAPTOP, 1024, "infinity")
+    assert p.uses_drive and p.ram_budget_bytes is None
