@@ -149,6 +149,33 @@ def test_words_for_a_full_tier() -> None:
     assert explain(ValueError("x"), config, 1) is None
 
 
+def test_words_for_a_full_tier_name_the_streaming_engines_settings() -> None:
+    oom = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ... of which 1.50 GiB is free.")
+
+    def vram(micro_batch: int = 1, **settings: object) -> str:
+        return str(explain(oom, TrainConfig(**settings), micro_batch, "stream"))  # pyright: ignore[reportArgumentType]
+
+    assert "--per_device_train_batch_size 2" in vram(4)
+    assert "--activations ram" in vram(activations="device")
+    assert "--tiling auto" in vram(tiling="off")
+    assert "--tiling on" in vram(seq_length=256) and "--seq_length 128" in vram(seq_length=256)
+    assert "tiling" not in vram(tiling="on") and "--seq_length" in vram(tiling="on")
+    assert "activation_checkpointing" not in vram(activation_checkpointing=False), "it recomputes layers anyway"
+
+    def ram(**settings: object) -> str:
+        config = TrainConfig(**settings)  # pyright: ignore[reportArgumentType]
+        return str(explain(MemoryError("no room"), config, 1, "stream"))
+
+    assert "RAM is full (no room). Use --nvme_offload_path DIR" in ram() and "--state_format split8" in ram()
+    assert "--state_format fp32_m8" in ram(precision="fp32")
+    assert "--ram_budget_gib 4 " in ram(nvme_offload_path="/n", ram_budget_gib=8.0)
+    assert "a lower --ram_budget_gib (" in ram(nvme_offload_path="/n")
+    nothing_left = {"nvme_offload_path": "/n", "ram_budget_gib": 0.0}
+    assert "--activations nvme" in ram(**nothing_left)
+    assert "--max_grad_norm 0" in ram(**nothing_left, activations="nvme")
+    assert "--lora_r 16" in ram(state_format="split8") and "8-bit" not in ram(state_format="split8")
+
+
 def test_environment_keeps_what_a_launcher_set() -> None:
     env = {"RANK": "3", "MASTER_PORT": "1", "TORCH_CUDA_ARCH_LIST": "8.0 9.0a", "PATH": "/bin"}
     added = prepare_environment(False, 2, env)

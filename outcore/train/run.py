@@ -46,6 +46,8 @@ class Run:
         self.hardware = choose_hardware(config)
         self.is_main = True
         self.micro_batch_size = config.per_device_train_batch_size or 1
+        self.engine_name = "deepspeed"
+        """Who trains, as far as it is decided; advice for a full tier names that engine's settings."""
         self.opened = ExitStack()
         """What must be closed, also when assembling the rest fails; in reverse order."""
         self._said: list[str] = []
@@ -80,6 +82,7 @@ class Run:
         tokenizer = load_tokenizer(config, settings, self.say)
         request = EngineRequest(config, user_config, settings, tokenizer, self.hardware, world_size, folder.name)
         decided = decide(request, choice, self.say)
+        self.engine_name = decided.choice.name
         self.micro_batch_size = decided.config["train_micro_batch_size_per_gpu"]
         data = load_data(config, settings, tokenizer, decided.loaded, self.say)
         length = run_length(
@@ -99,6 +102,7 @@ class Run:
                     self.say(f"sleep: {hold.words}")
             built_s = time.perf_counter()
             engine, decided = build(request, decided, self.say)
+            self.engine_name = decided.choice.name
             self.opened.callback(engine.close)
             self.startup_s = startup_s(engine, built_s - started_s, time.perf_counter() - built_s)
             self._say_model(engine)
@@ -199,7 +203,7 @@ def main(argv: list[str] | None = None, make: Callable[[TrainConfig], Run] = Run
         run = make(parse_config(argv))
         return run.main()
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
-        full = explain(error, run.config, run.micro_batch_size) if run is not None else None
+        full = explain(error, run.config, run.micro_batch_size, run.engine_name) if run is not None else None
         if full is not None:
             error = full
         elif not _raised_by_us(error):
