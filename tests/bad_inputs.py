@@ -27,6 +27,7 @@ from bad_inputs_setups import (
     newest_damaged,
     no_gpu,
     no_libaio,
+    nvme_in_use,
     offline,
     pickled_weights,
     ram_disk,
@@ -37,7 +38,7 @@ from bad_inputs_setups import (
     truncated_shard,
     weights_only,
 )
-from bad_inputs_world import LEAVES, REPOSITORY, Case, NotHere, Outcome, Shared, run_case
+from bad_inputs_world import LEAVES, REPOSITORY, TWO_PROCESSES, Case, NotHere, Outcome, Shared, run_case
 
 TABLE = REPOSITORY / "docs/bad_inputs.md"
 LONGEST = 420
@@ -318,6 +319,31 @@ CASES: list[Case] = [
          ("Windows spelling", "/mnt/e/nvme"), "empty folders"),
     # --- the other programs
     Case("gds-flag", "an unknown flag", "--fast", 2, ("unrecognized arguments: --fast",), program="gds_optimizer.py"),
+    # --- the streaming engine
+    Case("stream-processes", "the streaming engine on two processes", "--engine stream", 2,
+         ("it drives one GPU, 2 were asked for", "--engine deepspeed"), program=TWO_PROCESSES),
+    Case("stream-stage-none", "the streaming engine without offload", "--engine stream --zero_stage none", 2,
+         ("contradict each other", "--engine deepspeed")),
+    Case("stream-stage-in-file", "the streaming engine, and ZeRO-1 in the file",
+         "--engine stream --deepspeed_config {here}/ds.json", 2,
+         ("zero_stage zero1 was asked for", "--engine auto"), setup=ds_config(zero_optimization={"stage": 1})),
+    Case("stream-encoder-decoder", "a model that cannot be streamed", "--engine stream --preset tiny-t5", 2,
+         ("only decoder-only models are streamed", "--engine deepspeed"), "empty folders"),
+    Case("stream-ram", "a model larger than RAM, and no drive", "--engine stream --preset llama-70b", 2,
+         ("of RAM for parameters", "are available", "--nvme_offload_path DIR"), "empty folders"),
+    Case("stream-budget", "a RAM budget that is too small, and no drive", "--engine stream --ram_budget_gib 0.001", 0,
+         ("no drive takes the rest", "--nvme_offload_path DIR"), "the run"),
+    Case("stream-folder-in-use", "the NVMe folder of a run that is under way",
+         "--engine stream --nvme_offload_path {here}/nvme --ram_budget_gib 0", 1,
+         ("DIR/nvme is in use by another process", "folder of its own"), "empty folders", nvme_in_use),
+    Case("stream-activations", "activation checkpoints on a drive that is not named",
+         "--engine stream --activations nvme", 2, ("--nvme_offload_path DIR",), "empty folders"),
+    Case("stream-split-fp32", "split states, which need bf16, in fp32",
+         "--engine stream --state_format split --precision fp32", 2, ("--precision bf16", "--state_format fp32")),
+    Case("trace-deepspeed", "a timeline of DeepSpeed's engine", "--trace", 2,
+         ("streaming engine only", "--engine stream"), "empty folders"),
+    Case("tiling-deepspeed", "a setting that only the streaming engine has", "--tiling on", 2,
+         ("tiling is a setting of the streaming engine",)),
     Case("gds-path", "a folder that is not there", "--path {here}/nvme", 2, ("does not exist", "mkdir -p"),
          program="gds_optimizer.py"),
     Case("gds-config", "a damaged configuration", "--config {here}/ds.json", 2, ("not valid JSON", "line 2"),
@@ -362,9 +388,9 @@ Each line is something that people get wrong, what they typed, and what the prog
 `tests/test_bad_inputs.py` runs it, checks the exit code, the words and the files on disk, and that this table says the
 same. Written by `python tests/bad_inputs.py --write`; `…` marks what is left out. DIR, DATA, MODEL, RUN and LAST stand
 for folders: LAST is a copy of the newest checkpoint of RUN, which the case damages; DATA has a space in its name, so
-every run here also shows that such paths work. The lines run with `--engine deepspeed`; configuration, data, model and
-checkpoints are read by the same code for every engine. Cases that mount a small or read-only drive are skipped where
-mounting is not permitted.
+every run here also shows that such paths work. The lines run with `--engine deepspeed` where they do not say otherwise;
+configuration, data, model and checkpoints are read by the same code for both engines. Cases that mount a small or
+read-only drive are skipped where mounting is not permitted.
 
 Exit codes of `train_model.py`: 0 done, 1 the run failed, 2 wrong input, 128 + signal when stopped and saved.
 

@@ -157,6 +157,14 @@ def no_libaio(world: World) -> None:
     world.patch(builder, "is_compatible", lambda self, verbose=False: False)
 
 
+def nvme_in_use(world: World) -> None:
+    """Another run has its scratch files in {here}/nvme."""
+    from outcore.engine.stream.scratch import Scratch
+
+    other = Scratch([world.here / "nvme"])
+    world.undo.callback(other.close)
+
+
 def no_gpu(world: World) -> None:
     import torch
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +28,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FAST = "--seq_length 32 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --sample_tokens 0 "
 FAST += "--eval_steps 0 --save_steps 0 --max_steps 1 --report_to none --logging_steps 100 --run_name new "
 FAST += "--engine deepspeed"
+TWO_PROCESSES = "deepspeed --num_gpus=2 train_model.py"
+"""A program of `Case`: two processes with the variables that a launcher sets; what rank 0 says counts."""
 SENTENCE = "the quick brown fox jumps over the lazy dog and runs away from the {} {} bears\n"
 
 
@@ -192,6 +197,8 @@ def _entry(program: str, argv: list[str]) -> int:
         from outcore.train.run import main
 
         return main(argv)
+    if program == TWO_PROCESSES:
+        return _two_processes(argv)
     if program == "gds_optimizer.py":
         from outcore.probe.main import main as optimize
 
@@ -204,6 +211,30 @@ def _entry(program: str, argv: list[str]) -> int:
     return job.exit_code
 
 
+def _two_processes(argv: list[str]) -> int:
+    """train_model.py twice, as ranks 0 and 1 of one run; rank 0's output is printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks: list[subprocess.Popen[str]] = []
+    for rank in range(2):
+        launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "train_model.py", *argv]
+        ranks.append(
+            subprocess.Popen(
+                command, env={**os.environ, **launched}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    try:
+        printed = [process.communicate(timeout=240)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    print(printed[0])
+    return ranks[0].returncode
+
+
 def run_case(case: Case, here: Path, shared: Shared) -> Outcome:
     """Prepare, run and clean up one case. NotHere when this machine cannot prepare it."""
     world = World(here, shared)
@@ -211,7 +242,7 @@ def run_case(case: Case, here: Path, shared: Shared) -> Outcome:
         if case.setup is not None:
             case.setup(world)
         argv = [word.format_map(_Places(world)) for word in shlex.split(case.argv)]
-        if case.program == "train_model.py":
+        if case.program.endswith("train_model.py"):
             argv = [*shared.flags(here), *argv]
         done = call(case.program, argv, shared.streams)
         problem = LEAVES[case.leaves][1](world)

@@ -99,7 +99,7 @@ def test_verdicts():
     for changes, words in (
         ({"checks": [Check("power", "warning", "hot")]}, "power: hot"),
         ({"rows": [Row("step", "s", 1.0, 2.0, 20.0)]}, "step was forecast 50 % too low"),
-        ({"regressions": [Regression("step_s", 1.0, 1.5)]}, "step_s got worse by 50 %"),
+        ({"regressions": [Regression("step_s", 1.0, 1.5)]}, "seconds per step got worse by 50 %"),
         ({"fits": False}, "the plan says that it does not fit"),
         ({"projection": run}, "drive wear"),
     ):

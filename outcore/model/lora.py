@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ def apply_lora(model: nn.Module, settings: LoraSettings, seed: int, gather: Gath
         task_type=TaskType.SEQ_2_SEQ_LM if encoder_decoder else TaskType.CAUSAL_LM,
         init_lora_weights=True,
     )
-    peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)  # pyright: ignore[reportArgumentType]
+    with warnings.catch_warnings():  # peft asks transformers for an attribute by its old name
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)  # pyright: ignore[reportArgumentType]
     _initialise_adapters(peft_model, seed, gather)
     return peft_model
 

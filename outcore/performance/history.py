@@ -9,7 +9,7 @@ from typing import Any
 from outcore.performance.findings import SCHEMA_VERSION, Regression
 
 WORSE = 0.10
-LEAST_S = 0.05
+LEAST_S = 0.2
 """Times below it are noise."""
 HIGHER_IS_BETTER = ("tokens_per_s", "_gb_per_s", "_tflops")
 

@@ -8,6 +8,19 @@ from outcore.units import format_gb
 MOST_RATING_SHARE = 0.05
 """A run that takes more of the drive's rated writes than this is worth a thought."""
 
+WORDS = {
+    "step_s": "seconds per step",
+    "tokens_per_s": "tokens per second",
+    "model_load_s": "seconds to load the model",
+    "engine_init_s": "seconds to make the engine",
+    "first_step_s": "seconds of the first step",
+    "save_s": "seconds to save a checkpoint",
+    "load_s": "seconds to load a checkpoint",
+    "gpu_mem_peak_bytes": "bytes of GPU memory",
+    "ram_rss_bytes": "bytes of resident RAM",
+}
+"""The figures of a run as a person calls them; links have their own names."""
+
 
 def judge(
     checks: list[Check],
@@ -38,7 +51,8 @@ def judge(
         warnings.append("the plan says that it does not fit, the trial says that it does: the room left is small")
     warnings += [_off(row) for row in rows if row.is_off]
     warnings += [
-        f"{r.name} got worse by {r.worse_pct:.0f} % since the last test ({r.before:.4g} -> {r.now:.4g})"
+        f"{WORDS.get(r.name, r.name)} got worse by {r.worse_pct:.0f} % since the last test "
+        f"({r.before:.4g} -> {r.now:.4g})"
         for r in regressions
     ]
     if projection is not None and MOST_RATING_SHARE < (projection.rating_share or 0.0) <= 1.0:

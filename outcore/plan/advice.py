@@ -49,7 +49,8 @@ def advise(shape: ModelShape, request: RunRequest, hardware: Hardware, plan: Pla
     seconds = plan.time.terms_s
     longest = plan.time.longest
     taken_s = seconds["drive_read_s"] + seconds["drive_write_s"] if longest == "drive_s" else seconds[longest]
-    constraint = f"{TERM_WORDS[longest]}: {format_s(taken_s)} of a step of {format_s(plan.time.step_s)}"
+    words = TERM_WORDS[longest].replace("GPU", "CPU") if hardware.is_cpu else TERM_WORDS[longest]
+    constraint = f"{words}: {format_s(taken_s)} of a step of {format_s(plan.time.step_s)}"
     best_words, best_gain = None, WORTH_SAYING
     same = dataclasses.replace(request, engine=plan.engine)
     for words, changed, machine in _changes(shape, same, hardware, plan):

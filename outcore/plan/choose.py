@@ -192,10 +192,17 @@ def _staged(stage: str, optimizer: str, request: RunRequest, hardware: Hardware)
 
 
 def best_stream(shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int) -> Plan:
-    """The best plan of the streaming engine."""
+    """The best plan of the streaming engine, which compiles layers on a GPU only."""
+    compiled = not hardware.is_cpu
     return _best(
         [
-            plan_stream(shape, request, hardware, seq_length, StreamLayout(micro, accumulation, tiles, home, buffers))
+            plan_stream(
+                shape,
+                request,
+                hardware,
+                seq_length,
+                StreamLayout(micro, accumulation, tiles, home, buffers, compiled=compiled),
+            )
             for micro, accumulation in batches(request)
             for home in ("vram", "ram", "nvme")
             for tiles in TILES

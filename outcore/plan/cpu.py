@@ -26,4 +26,5 @@ def without_gpu(plan: Plan, hardware: Hardware) -> Plan:
             parts.append(part)
     used = sum(part.size_bytes for part in parts if part.tier == "ram")
     tiers = (TierUse("vram", 0, 0), TierUse("pinned", 0, 0), TierUse("ram", used, hardware.ram_bytes))
-    return dataclasses.replace(plan, parts=tuple(parts), tiers=(*tiers, plan.tier("nvme")))
+    where = plan.offload.replace("all on the GPU", "all in RAM").replace("GPU", "RAM")
+    return dataclasses.replace(plan, offload=where, parts=tuple(parts), tiers=(*tiers, plan.tier("nvme")))

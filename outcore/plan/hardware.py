@@ -136,8 +136,8 @@ def hardware_of(
     notes: list[str] = list(machine.notes)
     if is_cpu:
         notes.append(
-            f"{name} has no GPU: planned for training on the CPU. Name another machine with --machine (for example "
-            "rtx4070-laptop), or give a GPU's memory with --vram_gib"
+            f"{name} has no GPU: planned for training on the CPU. Another machine: outcore plan --machine "
+            "rtx4070-laptop; a GPU added to this one: outcore plan --vram_gib 8"
         )
     drive = planning_drive(machine)
     if drive is None:
@@ -223,7 +223,7 @@ def _rates(
         if link in missing:
             assert fallback is not None
             rates[link], sources[link] = getattr(fallback, link), "nominal"
-            notes.append(f"{link} was not measured: planned with the nominal {rates[link]:g}")
+            notes.append(f"{link} was not measured: planned with the nominal {rates[link]:g} GB/s")
         else:
             assert links is not None
             rates[link], sources[link] = getattr(links, link), links.source

@@ -69,7 +69,7 @@ def _measured_here(here: Machine, measured: Path, allow_nominal: bool) -> tuple[
             f"{problem} Run python gds_optimizer.py to measure this one, add --nominal to plan with data-sheet rates, "
             "or name a machine: --machine rtx4070-laptop."
         )
-    return None, f"{problem} Planned with nominal rates."
+    return None, f"{problem} Planned with nominal rates; python gds_optimizer.py measures them."
 
 
 def differs(here: Machine, saved: Machine) -> list[str]:

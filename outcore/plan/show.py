@@ -64,8 +64,10 @@ def to_json(answer: Answer, advice: Advice, hardware: Hardware) -> dict[str, Any
     }
 
 
-def show(answer: Answer, advice: Advice, hardware: Hardware, *, file: IO[str] | None = None) -> None:
-    """Print the answer."""
+def show(
+    answer: Answer, advice: Advice, hardware: Hardware, *, run_it: str | None = None, file: IO[str] | None = None
+) -> None:
+    """Print the answer. `run_it`: the command that makes the plan a run; None: train_model.py with the plan's flags."""
     from rich.console import Console
 
     console = Console(file=file, highlight=False)
@@ -90,7 +92,7 @@ def show(answer: Answer, advice: Advice, hardware: Hardware, *, file: IO[str] | 
     _wear(console, plan)
     console.print()
     console.print(_stages(answer))
-    console.print(f"Run it: python train_model.py {plan.flags}" if plan.fits else "")
+    console.print(f"Run it: {run_it or f'python train_model.py {plan.flags}'}" if plan.fits else "")
     for note in (*plan_notes(plan), *hardware.notes):
         console.print(f"- {note}")
     console.print("All bytes and times are forecasts; the constants and their sources: outcore/plan/constants.py")
@@ -159,9 +161,9 @@ def _stages(answer: Answer) -> RenderableType:
     from rich.table import Table
 
     table = Table(title="Every ZeRO stage side by side (VRAM and RAM in GiB, NVMe in GB)", title_justify="left")
-    for column in ("stage", "where", "VRAM", "RAM", "NVMe", "s/step", "speed", "short of"):
-        left = column in ("stage", "where", "short of")
-        table.add_column(column, justify="left" if left else "right", min_width=20 if column == "where" else None)
+    for column in ("stage", "where", "VRAM", "RAM", "NVMe", "s/step", "speed", "short"):
+        left = column in ("stage", "where", "short")
+        table.add_column(column, justify="left" if left else "right", min_width=16 if column == "where" else None)
     rows = [*answer.stages.items(), *([("stream", answer.stream)] if answer.stream else [])]
     fastest = max((plan.tokens_per_s for _, plan in rows if plan.fits), default=0.0)
     for name, plan in rows:

@@ -98,8 +98,12 @@ class StorageError(OSError):
 
     def __reduce__(self) -> tuple:
         state = {name: getattr(self, name) for name in ("path", "offset", "wanted", "got", "errno", "reason")}
-        return _rebuild, (self.action, state)
+        return _rebuild, (type(self), self.action, state)
 
 
-def _rebuild(action: str, state: dict) -> StorageError:
-    return StorageError(action, **state)
+class StoreInUse(StorageError):
+    """Another process, or another store object of this one, holds the lock of a store's folder."""
+
+
+def _rebuild(kind: type[StorageError], action: str, state: dict) -> StorageError:
+    return kind(action, **state)

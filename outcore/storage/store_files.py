@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outcore.storage.block_file import BlockFile
-from outcore.storage.errors import StorageError
+from outcore.storage.errors import StorageError, StoreInUse
 from outcore.storage.filesystem import sync_directory
 from outcore.storage.host_buffer import aligned_bytes
 from outcore.storage.manifest import FILE_NAME as MANIFEST_NAME
@@ -30,7 +30,7 @@ LOCK_NAME = "store.lock"
 
 
 class DirectoryLock:
-    """An flock on a directory's lock file. Raises StorageError when another process or store object holds it."""
+    """An flock on a directory's lock file. Raises StoreInUse when another process or store object holds it."""
 
     def __init__(self, directory: Path, *, exclusive: bool) -> None:
         self.path = directory / LOCK_NAME
@@ -59,7 +59,7 @@ class DirectoryLock:
                     f"the store is in use by another process (or another store object of this one), so it cannot be "
                     f"opened for {use}: wait until that run has ended, or choose another directory"
                 )
-                raise StorageError("lock of the store", path=directory, reason=reason) from error
+                raise StoreInUse("lock of the store", path=directory, reason=reason) from error
             self.release()
 
     def release(self, *, remove: bool = False) -> None:

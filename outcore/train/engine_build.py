@@ -182,7 +182,8 @@ def _loud(decided: Decided) -> list[str]:
         plan = decided.stream
         lines = [f"WARNING: {warning}" for warning in dict.fromkeys(plan.warnings)]
         lines += [f"engine: {note}" for note in plan.notes]
-        return [*lines, f"engine: without effect here, of the DeepSpeed file: {grouped(plan.unused) or 'nothing'}"]
+        unused = f"engine: of the DeepSpeed file, only DeepSpeed uses {grouped(plan.unused, most=2)}"
+        return [*lines, *([unused] if plan.unused else [])]
     assert decided.deepspeed is not None
     built = decided.deepspeed.built
     slow_drive = [note for note in built.notes if "Warning:" in note]
@@ -195,13 +196,18 @@ def _loud(decided: Decided) -> list[str]:
     ]
 
 
-def grouped(keys: list[str]) -> str:
-    """Dotted keys in one line, those of one block together: 'zero_optimization (a, b), aio'."""
+def grouped(keys: list[str], most: int | None = None) -> str:
+    """Dotted keys in one line, those of one block together: 'zero_optimization (a, b), aio'; more than `most` of a
+    block are only counted (plan.json has them all)."""
     blocks: dict[str, list[str]] = {}
     for key in keys:
         block, _, rest = key.partition(".")
         blocks.setdefault(block, []).extend([rest] if rest else [])
-    return ", ".join(f"{block} ({', '.join(rest)})" if rest else block for block, rest in blocks.items())
+    words = {
+        block: ", ".join(rest) if most is None or len(rest) <= most else f"{len(rest)} keys"
+        for block, rest in blocks.items()
+    }
+    return ", ".join(f"{block} ({inside})" if inside else block for block, inside in words.items())
 
 
 def build(request: EngineRequest, decided: Decided, say: Say) -> tuple[AnyEngine, Decided]:

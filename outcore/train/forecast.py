@@ -251,7 +251,8 @@ class Forecaster:
         shape, hardware = self._known
         answer = beside_others(shape, forecast.plan, hardware)
         request = request_of(forecast.plan, save_total_limit=1)
-        show(answer, advise(shape, request, hardware, forecast.plan), hardware)
+        advice = advise(shape, request, hardware, forecast.plan)
+        show(answer, advice, hardware, run_it="the same command without --plan")
 
 
 def beside_others(shape: ModelShape, plan: Plan, hardware: Hardware) -> Answer:

@@ -191,7 +191,7 @@ def _homes(
     if folder is None:
         if activations == "nvme":
             raise ConfigError("activations nvme: the drive cannot be used (see above). Use --activations ram.")
-        _check_ram(needed, sizes, given, words, wanted, warnings)
+        _check_ram(needed, sizes, states, given, words, wanted, warnings)
         notes.append(f"RAM: {format_gib(needed)} of parameters, gradients and states, all of it in RAM ({words})")
         return {}
     notes.append(
@@ -239,13 +239,12 @@ def _drive(
 
 
 def _check_ram(
-    needed: int, sizes: RunSizes, given: float | None, words: str, wanted: Wanted, warnings: list[str]
+    needed: int, sizes: RunSizes, states: str, given: float | None, words: str, wanted: Wanted, warnings: list[str]
 ) -> None:
     """ConfigError for what does not fit the machine at all, a warning for what leaves too little."""
-    way = (
-        "Give a drive (--nvme_offload_path DIR), smaller states (--state_format split, or split8 with 8-bit moments), "
-        "or train adapters (--lora_r 16)."
-    )
+    compact = "split8" if sizes.precision == "bf16" else "fp32_m8"
+    smaller = f"8-bit moments (--state_format {compact}; other numerics), " * (not state_format(states).moments8)
+    way = f"Give a drive (--nvme_offload_path DIR), {smaller}or train adapters (--lora_r 16)."
     if wanted.folder is not None and not (wanted.states and wanted.params):
         way = "Let states and parameters go to the drive: --zero_stage infinity, or leave offload_* and residency out."
     if needed > sizes.ram_available_bytes:

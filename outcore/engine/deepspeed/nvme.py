@@ -122,8 +122,9 @@ def describe_drive(folder: Path) -> tuple[str, list[str]]:
         "drive.",
         "tmpfs": "Warning: this is a RAM disk; offloading to it saves no RAM and is lost at power-off. Use "
         "--offload_optimizer cpu.",
-        "virtual": "Whether an NVMe drive is behind this virtual disk cannot be seen from here; its speed is measured.",
-        "unknown": "What kind of drive this is cannot be seen from here; its speed is measured.",
+        "virtual": "Whether an NVMe drive is behind this virtual disk cannot be seen from here; python "
+        "gds_optimizer.py measures its speed.",
+        "unknown": "What kind of drive this is cannot be seen from here; python gds_optimizer.py measures its speed.",
     }
     return what, [warnings[drive.kind]] if drive.kind in warnings else []
 

@@ -60,20 +60,23 @@ class EngineParts:
         total = sum(unit.layout.num_params for unit in units)
         trained = sum(slot.numel for unit in units for slot in unit.layout.trainable_slots)
         tied = ", embedding and head tied" if self.units.tied else ""
+        homes = {"device": "on the device", "ram": "in RAM", "nvme": "on NVMe"}
+        pinned = f"{format_gib(self.memory.pinned_bytes)} of it pinned" if self.memory.pinned_bytes else "not pinned"
+        threads = f"{self.optimizer.num_threads} thread{'s' if self.optimizer.num_threads > 1 else ''}"
         when = "under the next forward, after the global norm is known" if deferred else "as each gradient arrives"
         return "\n".join(
             [
                 f"stream: {len(self.units.layers)} layers of {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M "
                 f"trained{tied}",
                 f"  device: {format_gib(self.prefetcher.device_bytes)} of weight buffers, "
-                f"{format_gib(self.download.device_bytes)} of gradient buffers, checkpoints: "
-                f"{settings.activations_on(self.device)}",
-                f"  RAM: {format_gib(self.memory.pinned_bytes)} of pinned homes, "
-                f"{format_gib(self.memory.pageable_bytes)} pageable; states {settings.states}",
+                f"{format_gib(self.download.device_bytes)} of gradient buffers; activation checkpoints "
+                f"{homes[settings.activations_on(self.device)]}",
+                f"  RAM: {format_gib(self.memory.pinned_bytes + self.memory.pageable_bytes)} of parameters, gradients "
+                f"and {settings.states} states, {pinned}",
                 *self._nvme_in_words(),
                 f"  layers: {self._layers_in_words()}",
                 *([f"  tiles: {self.tile_plan.reason}"] if self.tile_plan.tiled else []),
-                f"  updates: {when}, on {self.optimizer.num_threads} threads ({self.optimizer.backend.name})",
+                f"  updates: {when}, on {threads} ({self.optimizer.backend.name})",
             ]
         )
 
@@ -93,11 +96,12 @@ class EngineParts:
             return []
         chunks = [chunk for unit in self.units.all for chunk in self.homes[unit].chunks]
         spilled = sum(chunk.n_bytes for chunk in chunks if chunk.on_nvme)
+        moved = f"; so far {format_gb(self.ring.read_bytes)} read and {format_gb(self.ring.written_bytes)} written"
+        moved = moved if self.ring.read_bytes else ""
         share = 100 * spilled / sum(chunk.n_bytes for chunk in chunks)
         return [
             f"  NVMe: {format_gib(spilled)} of states ({share:.0f} %), through {self.ring.num_slots} slots of "
-            f"{format_gib(self.ring.slot_bytes)}; so far {format_gb(self.ring.read_bytes)} read and "
-            f"{format_gb(self.ring.written_bytes)} written"
+            f"{format_gib(self.ring.slot_bytes)}{moved}"
         ]
 
     def _layers_in_words(self) -> str:

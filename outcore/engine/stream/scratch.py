@@ -15,6 +15,7 @@ from pathlib import Path
 
 from outcore.engine.base import EngineError
 from outcore.storage import StorageEngine, StorageError, TensorSpec, TensorStore, open_engine
+from outcore.storage.errors import StoreInUse
 from outcore.storage.store_files import DirectoryLock, lock_directories
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,12 @@ class Scratch:
         except OSError as error:  # StorageError is one
             for lock in self._locks:
                 lock.release()
+            if isinstance(error, StoreInUse):
+                places = ", ".join(str(folder.parent) for folder in self.folders)
+                raise EngineError(
+                    f"nvme_path: {places} is in use by another process: a run keeps its parameters or states there. "
+                    "Wait until it has ended, or give this run a folder of its own (--nvme_offload_path DIR)"
+                ) from error
             raise EngineError(f"nvme_path: {self.folders[0]} cannot be used for scratch files: {error}") from error
         self.engine: StorageEngine = engine if engine is not None else open_engine("auto", num_threads=IO_THREADS)
 
