@@ -317,11 +317,9 @@ CASES: list[Case] = [
     Case("nvme-windows", "a Windows path as the NVMe folder",
          r"--zero_stage infinity --nvme_offload_path 'E:\nvme' --strict_offload", 2,
          ("Windows spelling", "/mnt/e/nvme"), "empty folders"),
-    # --- the other programs
-    Case("gds-flag", "an unknown flag", "--fast", 2, ("unrecognized arguments: --fast",), program="gds_optimizer.py"),
     # --- the streaming engine
     Case("stream-processes", "the streaming engine on two processes", "--engine stream", 2,
-         ("it drives one GPU, 2 were asked for", "--engine deepspeed"), program=TWO_PROCESSES),
+         ("it drives one GPU, 2 were asked for", "--engine deepspeed"), setup=no_gpu, program=TWO_PROCESSES),
     Case("stream-stage-none", "the streaming engine without offload", "--engine stream --zero_stage none", 2,
          ("contradict each other", "--engine deepspeed")),
     Case("stream-stage-in-file", "the streaming engine, and ZeRO-1 in the file",
@@ -344,6 +342,8 @@ CASES: list[Case] = [
          ("streaming engine only", "--engine stream"), "empty folders"),
     Case("tiling-deepspeed", "a setting that only the streaming engine has", "--tiling on", 2,
          ("tiling is a setting of the streaming engine",)),
+    # --- the other programs
+    Case("gds-flag", "an unknown flag", "--fast", 2, ("unrecognized arguments: --fast",), program="gds_optimizer.py"),
     Case("gds-path", "a folder that is not there", "--path {here}/nvme", 2, ("does not exist", "mkdir -p"),
          program="gds_optimizer.py"),
     Case("gds-config", "a damaged configuration", "--config {here}/ds.json", 2, ("not valid JSON", "line 2"),

@@ -248,3 +248,13 @@ def test_nothing_is_lost_between_the_tiers(name, ram_gib, states):
         assert held == pytest.approx(bytes_per_param * shape.total_params, abs=4)
     if p.uses_drive and p.homes["optimizer states"] != "NVMe":
         assert p.tier("ram").used_bytes == pytest.approx(hardware.ram_bytes, abs=8)
+
+
+def test_layers_are_recomputed_whatever_the_request_says():
+    shape = preset_shape("llama-1b")
+    kept, recomputed = (
+        plan_stream(shape, RunRequest(activation_checkpointing=on), LAPTOP, 1024, StreamLayout(2, 4))
+        for on in (False, True)
+    )
+    assert kept.time == recomputed.time and kept.parts == recomputed.parts
+    assert any("always recomputes" in note for note in kept.notes) and not recomputed.notes

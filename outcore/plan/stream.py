@@ -8,6 +8,8 @@ seconds; here both become a `Plan`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from outcore.plan import constants as k
 from outcore.plan.cpu import without_gpu
 from outcore.plan.hardware import Hardware
@@ -26,7 +28,8 @@ __all__ = ["Residency", "StreamLayout", "plan_stream"]
 def plan_stream(
     shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout
 ) -> Plan:
-    """The plan of one layout, whether it fits or not."""
+    """The plan of one layout, whether it fits or not. Layers are recomputed whatever the request says."""
+    asked, request = request, replace(request, activation_checkpointing=True)
     checkpoints = checkpoint_bytes(shape, request, seq_length * layout.micro_batch * layout.accumulation)
     ram, sizes = ram_parts(shape, request, layout, checkpoints)
     spill, ram = spilled(ram, sizes, shape, request, hardware, layout)
@@ -77,7 +80,7 @@ def plan_stream(
         drive_rated_write_bytes=hardware.rated_write_bytes,
         checkpoint_bytes=saved_bytes,
         checkpoint_s=hardware.drive_s(saved_bytes * spill.states, saved_bytes),
-        notes=_notes(request, layout, pageable),
+        notes=_notes(asked, layout, pageable),
         compute_known=hardware.compute_tflops is not None,
     )
     return without_gpu(plan, hardware) if hardware.is_cpu else plan

@@ -185,11 +185,12 @@ class TrainConfig:
     """Who moves the bytes: auto streams a decoder-only model on one process and says why where it does not.
     Default: deepspeed_config.json's outcore block (auto)."""
     state_format: StateFormat = "auto"
-    """Engine stream: optimizer states as fp32, or split (bf16 only: the same numbers in 10 B a parameter instead of
-    12), or with 8-bit moments as fp32_m8 or split8 (other numerics). auto: split with bf16, else fp32."""
+    """Offloaded optimizer states, with either engine: as fp32, or split (bf16 only: the same numbers in 10 B a
+    parameter instead of 12), or with 8-bit moments as fp32_m8 or split8 (other numerics). auto: split with bf16, else
+    fp32."""
     ram_budget_gib: float | None = None
-    """Engine stream: GiB of RAM for parameters, gradients and optimizer states; what does not fit goes to the NVMe
-    path. Default: what is available now, less 3 GiB."""
+    """GiB of RAM for parameters, gradients and optimizer states; what does not fit goes to the NVMe path. Default: what
+    is available now, less 3 GiB (DeepSpeed's engine: 2 GiB, and it counts the whole process)."""
     activations: Literal["auto", "device", "ram", "nvme"] = "auto"
     """Engine stream: where activation checkpoints wait for their backward; auto: in RAM beside a GPU."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -203,25 +204,25 @@ class TrainConfig:
     zero_stage: ZeroStage | None = None
     """none, zero1, zero2, zero3 or infinity (0/1/2/3 accepted). Default: deepspeed_config.json's (3)."""
     nvme_offload_path: str | None = None
-    """Folder on an NVMe drive for offloaded states."""
+    """Folder on an NVMe drive for what RAM does not hold."""
     nvme_offload_optimizer: bool = True
     """With infinity: optimizer states on NVMe."""
     nvme_offload_params: bool = True
     """With infinity: parameters on NVMe."""
     nvme_offload_gradients: bool = False
-    """With infinity: gradients on NVMe as well (slower)."""
+    """Accepted for DeepSpeed's own offload, whose fp32 gradients travel with its states; elsewhere they stay in RAM."""
     offload_optimizer: Literal["auto", "none", "cpu", "nvme"] = "auto"
     """Where optimizer states live below infinity; auto: deepspeed_config.json's, RAM for zero3."""
     offload_params: Literal["auto", "none", "cpu", "nvme"] = "auto"
     """Where parameters live below infinity; auto: deepspeed_config.json's, RAM for zero3."""
     aio_block_size: int = 1048576
-    """Bytes per drive request."""
+    """DeepSpeed's own NVMe offload: bytes per drive request."""
     aio_queue_depth: int = 8
-    """Drive requests in flight."""
+    """DeepSpeed's own NVMe offload: drive requests in flight."""
     pin_memory: bool = True
     """Pinned staging buffers."""
     max_in_cpu_gb: float = 1.0
-    """With parameters on NVMe: GB of them kept in RAM."""
+    """DeepSpeed with parameters on NVMe: GB of them kept in RAM."""
     strict_offload: bool = False
     """An unusable NVMe path is an error; otherwise the run falls back to RAM and says so."""
     local_rank: int = -1

@@ -182,7 +182,7 @@ def _loud(decided: Decided) -> list[str]:
         plan = decided.stream
         lines = [f"WARNING: {warning}" for warning in dict.fromkeys(plan.warnings)]
         lines += [f"engine: {note}" for note in plan.notes]
-        unused = f"engine: of the DeepSpeed file, only DeepSpeed uses {grouped(plan.unused, most=2)}"
+        unused = f"engine: without effect here, of the DeepSpeed file: {grouped(plan.unused, most=2)}"
         return [*lines, *([unused] if plan.unused else [])]
     assert decided.deepspeed is not None
     built = decided.deepspeed.built
