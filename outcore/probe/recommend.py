@@ -46,8 +46,8 @@ def recommend(
     found = Recommendation()
     use_gds, gds_reason = _use_gds(verdict, staging, direct_gb_per_s)
     if drive is not None and (setting := recommended(drive)) is not None:
-        _recommend_io(found, setting, use_gds)
-        found.why["aio.use_gds"] = gds_reason
+        _recommend_io(found, setting)
+        found.why["aio.use_gds"] = f"{gds_reason}; never through DeepSpeed, which does not check its transfers"
     if staging is not None and staging.granted_bytes:
         _recommend_staging(found, staging, verdict, use_gds, direct_gb_per_s)
     if nvme_path is not None:
@@ -56,7 +56,7 @@ def recommend(
     return found
 
 
-def _recommend_io(found: Recommendation, setting: Measurement, use_gds: bool) -> None:
+def _recommend_io(found: Recommendation, setting: Measurement) -> None:
     threads = min(setting.depth, AIO_MAX_THREADS)
     what = "reads and writes at once" if setting.link == "drive_mixed" else "reads"
     rate = f"{what} reach {setting.gb_per_s:.2f} GB/s at {setting.block_bytes // KIB} KiB x {setting.depth} in flight"
@@ -66,7 +66,7 @@ def _recommend_io(found: Recommendation, setting: Measurement, use_gds: bool) ->
         "intra_op_parallelism": threads,
         "single_submit": False,
         "overlap_events": True,
-        "use_gds": use_gds,
+        "use_gds": False,  # train_model.py refuses true
     }
     found.why |= {
         "aio.block_size": f"{rate}; larger gains less than 3 %",
