@@ -79,6 +79,7 @@ def test_plan_flag_prints_and_makes_nothing(
     assert main(flags) == 0
     out = capsys.readouterr().out
     assert "fits" in out and "stream" in out and "Every ZeRO stage side by side" in out
+    assert "Run it: the same command without --plan" in out, "its own flags would lack the data"
     assert not [name for name in ("checkpoint", "log", "export") if (tmp_path / name).exists()]
     small = server(ram_bytes=1 << 20, vram_bytes=1 << 20, is_cpu=True)
     monkeypatch.setattr(forecast_module, "run_hardware", lambda *a, **k: small)
@@ -92,7 +93,7 @@ def test_plan_flag_prints_and_makes_nothing(
 def test_lora_and_own_models():
     settings = ModelSettings(preset="tiny", seq_length=64, lora=LoraSettings(r=4, alpha=8.0))
     assert run_shape(settings, None).adapter_params > 0
-    with pytest.raises(ValueError, match="builder only"):
+    with pytest.raises(ValueError, match="only its own builder knows"):
         run_shape(ModelSettings(model_module="mine.py:build", seq_length=64), None)
 
 

@@ -173,6 +173,7 @@ def test_keys_without_effect_are_listed_once():
     assert "zero_optimization.overlap_comm" in found and "aio" in found and "outcore.streams" in found
     assert not any(key.endswith(("stage", "device", "nvme_path", "state_format", "residency")) for key in found)
     assert grouped(found).count("zero_optimization") == 1 and "aio" in grouped(found)
+    assert grouped(["a.b", "a.c", "a.d", "e", "f.g"], most=2) == "a (3 keys), e, f (g)"
 
 
 def test_activations_are_counted_layer_by_layer():

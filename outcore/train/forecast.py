@@ -105,7 +105,7 @@ def run_hardware(
 def run_shape(settings: ModelSettings, tokenizer: Any) -> ModelShape:
     """Counted on the meta device. ValueError for a model of the user's own module, which only its builder knows."""
     if settings.model_module is not None:
-        raise ValueError("a model_module's model is known to its builder only, so there is no forecast for it")
+        raise ValueError("the planner cannot count a model_module's model, which only its own builder knows")
     name = settings.preset or settings.model_name_or_path or settings.config_file or "model"
     shape = shape_from_config(
         Path(name).stem if settings.config_file else name, resolve_source(settings, tokenizer).config

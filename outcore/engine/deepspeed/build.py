@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -119,7 +121,8 @@ def init_process_group(has_cuda: bool, local_rank: int) -> None:
     if has_cuda:
         torch.cuda.set_device(max(local_rank, 0))
     if not torch.distributed.is_initialized():
-        deepspeed.init_distributed(verbose=False)
+        with contextlib.redirect_stdout(io.StringIO()):  # "... built successfully", also where nothing was built
+            deepspeed.init_distributed(verbose=False)
         atexit.register(_leave_process_group)
 
 

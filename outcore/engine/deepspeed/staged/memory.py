@@ -29,10 +29,11 @@ class StagedMemory:
     def words(self) -> str:
         """For people."""
         staging_bytes = self.pool.free_bytes if self.pool is not None else 0
-        return (
-            f"{format_gib(self.homes.pinned_bytes)} of pinned homes, {format_gib(self.homes.pageable_bytes)} pageable, "
-            f"{format_gib(staging_bytes)} of staging memory"
+        pinned, pageable = self.homes.pinned_bytes, self.homes.pageable_bytes
+        words = f"{format_gib(pinned + pageable)} of RAM, " + (
+            f"{format_gib(pinned)} pinned" if pinned else "not pinned"
         )
+        return words + (f", and {format_gib(staging_bytes)} of staging memory" if staging_bytes else "")
 
     def close(self) -> None:
         """Give everything back; no tensor of it may be used any more."""
