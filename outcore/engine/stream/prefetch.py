@@ -77,7 +77,7 @@ class WeightPrefetcher:
         self._ends = {id(units.embed), id(units.head)}
         self._source, self._lane, self._drive_lane = source, lane, drive_lane
         self._over: dict[tuple[int, int], Any] = {}
-        """Event after the last use of (kind, buffer)."""
+        """Event after the last use of (kind, buffer). Empty until the first pass and after one that was aborted."""
         self._uses: list[tuple[Unit, int, SlotUse]] = []
         self._copies: list[int] = []
         self._reads: list[int] = []
@@ -108,6 +108,9 @@ class WeightPrefetcher:
         self._reads = [at for at in self._copies if self._source.stored(self._uses[at][0]) is not None]
         assert not self._ahead, "the pass before was not ended: abort it"
         self._arriving = {}
+        if not self._over:  # what is queued so far may use any buffer: their allocation, or a pass that was aborted
+            now = self._lane.streams.now()
+            self._over = {(kind, number): now for kind in (0, 1) for number in range(len(self._buffers[kind]))}
         self._released = -1
         self.stalls.begin()
         self._read_ahead(needed=-1)
@@ -143,7 +146,7 @@ class WeightPrefetcher:
         for transfer in (*(t for _, t in self._ahead.values()), *(t for pair in self._arriving.values() for t in pair)):
             if transfer is not None:
                 settle(transfer, max(0.0, until_s - time.monotonic()))
-        self._ahead, self._arriving = {}, {}
+        self._ahead, self._arriving, self._over = {}, {}, {}
 
     def _target(self, at: int) -> torch.Tensor:
         unit, kind, use = self._uses[at]

@@ -234,7 +234,9 @@ class TileGradients:
         state.transfer.wait()
         home = self._download.home(matrix.unit) if state.where == "home" else self._sum_home(matrix)
         if not self._back:
-            self._back = [torch.zeros_like(buffer) for buffer in self._ship]
+            self._back = [torch.empty_like(buffer) for buffer in self._ship]
+            # Their memory may have been that of work which is still queued on this stream.
+            self._back_over = [self._up.streams.now()] * NUM_BUFFERS
         start, stop = matrix.span(tile)
         found = self._back[self._back_turn][: (stop - start) * home.dtype.itemsize].view(home.dtype)
         event = self._back_over[self._back_turn]

@@ -51,7 +51,8 @@ class TileRing:
             raise ValueError(f"tiles need at least one device buffer, got {num_buffers}")
         self._source, self._lane = source, lane
         self._buffers = [torch.zeros(tile_numel, dtype=dtype, device=lane.device) for _ in range(num_buffers)]
-        self._over: list[Any] = [None] * num_buffers
+        self._over: list[Any] = [lane.streams.now()] * num_buffers
+        """Events after the last use of each; at first after its allocation, which is work of that stream."""
         self._turn = 0
         self._coming: deque[_Coming] = deque()
         self._held = 0
