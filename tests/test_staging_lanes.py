@@ -300,6 +300,17 @@ def test_closing_with_work_in_flight_finishes_it_or_cancels_what_has_not_begun(p
     engine.close()
 
 
+def test_a_bounded_queue_of_pinned_copies_makes_room_although_nobody_asks_for_them(pool) -> None:
+    source = random_bytes(MIB)
+    outs = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(6)]
+    streams = LateStreams(pinned={source.data_ptr()})
+    with UploadLane(pool, None, CPU, SLOT_BYTES, streams=streams, max_queued=2, timeout_s=30) as up:
+        transfers = [up.submit_host(source, out, after=AT_ONCE) for out in outs]
+        up.drain()
+        assert all(transfer.done() for transfer in transfers) and up.stats().transfers == len(outs)
+    assert all(torch.equal(out, source) for out in outs)
+
+
 def test_a_bounded_queue_holds_the_caller_back(pool, tmp_path: Path) -> None:
     engine = TroubledEngine()
     out = torch.zeros(100, dtype=torch.uint8)

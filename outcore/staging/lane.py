@@ -158,9 +158,7 @@ class Lane:
     def drain(self, timeout_s: float | None = None) -> None:
         """Blocks until nothing is under way; failures stay with their transfers. TimeoutError."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        for transfer in list(self._unwatched):
-            transfer.have_watched()
-        self._unwatched.clear()
+        self._watch_all()
         with self._settled:
             if not self._settled.wait_for(lambda: not self._outstanding, limit_s):
                 some = ", ".join(transfer.what for transfer in list(self._outstanding)[:3])
@@ -282,9 +280,14 @@ class Lane:
             )
         )
         self._unwatched.append(transfer)
-        with suppress(IndexError):  # another thread may look, too
-            while self._unwatched[0].done():
-                self._unwatched.popleft()
+        with suppress(IndexError, ValueError):  # another thread may look, too
+            while (first := self._unwatched[0]).done():
+                self._unwatched.remove(first)
+
+    def _watch_all(self) -> None:
+        while self._unwatched:
+            with suppress(IndexError):
+                self._unwatched.popleft().have_watched()
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device != self.device:
@@ -307,8 +310,10 @@ class Lane:
         return self.streams.now() if after is None else after
 
     def _register(self, transfer: LaneTransfer) -> None:
-        if self._room is not None and not self._room.acquire(timeout=self.timeout_s):
-            raise TimeoutError(f"no room for {transfer.what} after {format_s(self.timeout_s)}: {self.describe()}")
+        if self._room is not None and not self._room.acquire(blocking=False):
+            self._watch_all()  # else nobody would hear that one of them made room
+            if not self._room.acquire(timeout=self.timeout_s):
+                raise TimeoutError(f"no room for {transfer.what} after {format_s(self.timeout_s)}: {self.describe()}")
         with self._settled:
             if not self._closed and self._broken is None:
                 self._outstanding.add(transfer)
