@@ -10,6 +10,7 @@ from stream_models import assert_same_grads, packed_batch, padded_batch, plain_b
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.clock import PhaseClock
+from outcore.engine.stream.gradient_arena import gradient_bytes_of
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.shell import StreamUnsupported
 from outcore.model.facts import model_facts
@@ -193,6 +194,19 @@ def test_a_tied_vocabulary_in_tiles_needs_no_sum_of_it_on_the_device(build):
     whole, tiled = (build("gemma2", settings, vocab_size=4096) for settings in (TINY, TILED))
     assert whole._parts.units.tied
     assert tiled._parts.download.device_bytes < whole._parts.download.device_bytes / 20
+
+
+def test_a_tied_vocabulary_in_tiles_keeps_its_room_for_gradients_until_the_end(build):
+    settings = replace(TILED, max_grad_norm=0.0, update="immediate")
+    roomy = build("gpt2", settings)
+    sizes = {unit.name: gradient_bytes_of(unit) for unit in roomy._parts.units.all}
+    least = sizes.pop("embedding and head") + max(sizes.values())
+    with pytest.raises(ValueError, match="embedding and head and layer"):
+        build("gpt2", replace(settings, gradient_bytes=least - 4096))
+    tight = build("gpt2", replace(settings, gradient_bytes=least + 4096))
+    assert tight._parts.arena.size_bytes < least + max(sizes.values())
+    for step in range(2):
+        assert tight.train_step(batches_of(step), LR).loss == roomy.train_step(batches_of(step), LR).loss
 
 
 def test_a_model_is_tried_in_tiles_before_anything_is_spent(build, monkeypatch):

@@ -139,7 +139,8 @@ def build_stream_engine(
                 UploadLane(staging, None, device, settings.slot_bytes, num_slots, owner="weights from NVMe")
             )
         homes = Homes(units.all, memory, states, chunks, _state_store(chunks, scratch), weights=weights)
-        arena = GradientArena(units.all, memory, None if deferred else _arena_bytes(units, settings))
+        early = units.embed if units.tied and units.embed.index in tile_plan.indices else None
+        arena = GradientArena(units.all, memory, None if deferred else _arena_bytes(units, settings), early=early)
         optimizer = undo.enter_context(OptimizerPool(settings.optimizer_threads, backend=settings.optimizer_backend))
         stalls = Stalls(device)
         ring = None

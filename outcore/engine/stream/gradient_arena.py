@@ -35,10 +35,18 @@ def smallest_arena_bytes(units: Sequence[Unit]) -> int:
 class GradientArena:
     """Gradients by unit. `limit_bytes` None: all have a home of their own. Used from one thread.
 
-    ValueError for a limit that cannot hold the largest gradient.
+    `early`: a unit whose home is taken before all others' and whose update comes last: no wait makes its room free.
+    ValueError for a limit that cannot hold the largest gradient (beside the early one's).
     """
 
-    def __init__(self, units: Sequence[Unit], memory: HostMemory, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        memory: HostMemory,
+        limit_bytes: int | None = None,
+        *,
+        early: Unit | None = None,
+    ) -> None:
         trainable = [unit for unit in units if unit.is_trainable]
         self._held: dict[int, tuple[torch.Tensor, Extent | None]] = {}
         self._allocator: ExtentAllocator | None = None
@@ -49,11 +57,14 @@ class GradientArena:
                 home = memory.take(gradient_bytes_of(unit), f"gradients of {unit.name}")
                 self._held[unit.index] = (home.view(unit.layout.dtype), None)
             return
-        largest = max(trainable, key=gradient_bytes_of)
-        if limit_bytes < gradient_bytes_of(largest):
+        together = [unit for unit in trainable if unit is early]
+        together += sorted((unit for unit in trainable if unit is not early), key=gradient_bytes_of)[-1:]
+        least_bytes = sum(round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES) for unit in together)
+        if round_up(limit_bytes, ALIGNMENT_BYTES) < least_bytes:
             raise ValueError(
-                f"gradient_bytes {format_gib(limit_bytes)} cannot hold the gradient of {largest.name}, "
-                f"{format_gib(gradient_bytes_of(largest))}: give at least that, better three times as much"
+                f"gradient_bytes {format_gib(limit_bytes)} cannot hold the gradient of "
+                f"{' and '.join(unit.name for unit in together)}, {format_gib(least_bytes)}: give at least that, "
+                "better three times as much"
             )
         self.size_bytes = round_up(limit_bytes, ALIGNMENT_BYTES)
         self._allocator = ExtentAllocator(self.size_bytes)
