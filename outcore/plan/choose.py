@@ -22,7 +22,6 @@ from outcore.plan.shape import ModelShape
 from outcore.plan.stream import StreamLayout, plan_stream
 from outcore.units import GIB
 
-TILES = (1, 2, 4, 8, 16)
 MICRO_BATCHES = (8, 4, 2, 1)
 NO_REASON_TO_SPILL = 1.05
 """A plan that is slower by less than this and writes less to the drive is preferred."""
@@ -201,12 +200,11 @@ def best_stream(shape: ModelShape, request: RunRequest, hardware: Hardware, seq_
                 request,
                 hardware,
                 seq_length,
-                StreamLayout(micro, accumulation, tiles, home, buffers, compiled=compiled),
+                StreamLayout(micro, accumulation, home, compiled=compiled, tiling=tiling),
             )
+            for tiling in ("auto", "off")
             for micro, accumulation in batches(request)
             for home in ("vram", "ram", "nvme")
-            for tiles in TILES
-            for buffers in k.LAYER_BUFFERS
         ]
     )
 
@@ -222,10 +220,10 @@ def _best(plans: list[Plan]) -> Plan:
     return min(near, key=lambda plan: (plan.drive_written_bytes_per_step, _moved_from_default(plan), plan.time.step_s))
 
 
-def _moved_from_default(plan: Plan) -> tuple[int, int]:
-    """Plain before offloaded, deepspeed_config.json's micro-batch before others."""
+def _moved_from_default(plan: Plan) -> tuple[bool, int, int]:
+    """No flag for tiles before one, plain before offloaded, deepspeed_config.json's micro-batch before others."""
     offloaded = sum(home != "VRAM" for home in plan.homes.values())
-    return offloaded, abs(plan.micro_batch - k.DEFAULT_MICRO_BATCH)
+    return plan.tiling != "auto", offloaded, abs(plan.micro_batch - k.DEFAULT_MICRO_BATCH)
 
 
 def _reason(best: Plan, stages: dict[str, Plan], stream: Plan | None, request: RunRequest, refusal: str | None) -> str:

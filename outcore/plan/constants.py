@@ -52,8 +52,15 @@ DEFAULT_STAGING_BYTES = 8 * GIB
 """outcore.staging_bytes of deepspeed_config.json."""
 STAY_LAYERS = 2
 """The last layers' activation checkpoints stay on the GPU (outcore/engine/stream/residency.py)."""
-LAYER_BUFFERS = (3, 2)
-"""Layers on the GPU at a time, the streaming engine's default first."""
+LAYER_BUFFERS = 3
+"""Layers on the GPU at a time (outcore/engine/stream/settings.py)."""
+GRAPH_LONG_S, GRAPH_FREE_SHARE = 5e-3, 0.4
+"""Layers that compute longer are not captured as CUDA graphs, nor is anything with less of the device free
+(outcore/engine/stream/graphs.py)."""
+GRAPH_ACTIVATIONS = 2.0
+"""Memory that the graphs of one layer keep, in eager activations of the layer. Measured (M) once, 1.2 B parameters and
+4 rows of 1,024 tokens: 1.1 GiB more of tensors at the peak, where a layer's activations are 0.52 GiB; elsewhere scaled
+(benchmarks/results/stream_race-h200-graphs.json and -before-graphs.json)."""
 WSL2_PINNED_BYTES = 512 * MIB
 """Reports of what WSL2 lets a process pin range from 0.5 to 5 GB; the least of them."""
 

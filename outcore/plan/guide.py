@@ -53,7 +53,7 @@ def guide_text() -> str:
         *_table([_answer(name, RunRequest(engine="deepspeed"), hardware, 0) for name in MODELS]),
         "",
         "Largest model of a Llama-like family that fits, checkpoints on another drive. Beyond 70 B this rests on "
-        "layers computed in up to 16 tiles and is arithmetic, not experience: nothing of that size was run.",
+        "layers computed in tiles and is arithmetic, not experience: nothing of that size was run.",
         "",
         "| training | largest | where it lives | s/step | tokens/s |",
         "|---|---:|---|---:|---:|",

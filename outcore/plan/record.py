@@ -105,6 +105,8 @@ class Plan:
     checkpoint_s: float
     notes: tuple[str, ...] = ()
     compute_known: bool = True
+    tiling: str = "auto"
+    """Of the streaming engine; 'off' where its own decision would leave no room elsewhere."""
     staged: bool = False
     """DeepSpeed with outcore's staged offload."""
     ram_budget_bytes: int | None = None
@@ -188,6 +190,8 @@ class Plan:
                     words.append(f"--offload_params {home[self.homes['parameters']]}")
         elif self.zero_stage == "infinity":
             words.append("--nvme_offload_path DIR")
+        if self.engine == "stream" and self.tiling != "auto":
+            words.append(f"--tiling {self.tiling}")
         if self.ram_budget_bytes is not None:
             words.append(f"--ram_budget_gib {self.ram_budget_bytes // GIB}")
         if (self.engine == "stream" or self.staged) and self.state_format != (
@@ -226,6 +230,7 @@ class Plan:
             "num_gpus": self.num_gpus,
             "lora_r": self.lora_r,
             "homes": self.homes,
+            "tiling": self.tiling,
             "staged": self.staged,
             "ram_budget_bytes": self.ram_budget_bytes,
             "fits": self.fits,

@@ -1,9 +1,9 @@
 """Forecast of the layer-streaming engine on one GPU: bytes per tier and seconds per step. Pure functions.
 
 Schedule (vertical): every unit runs all micro-batches before the next, so parameters cross the link once forward and
-once backward whatever the accumulation. Two or three layer buffers and one for embedding and head, an fp32 sum of a
-unit's gradients and two buffers for their way down, AdamW on the CPU. `stream_memory` counts bytes, `stream_time`
-seconds; here both become a `Plan`.
+once backward whatever the accumulation (units in tiles: oftener). Three layer buffers and one for embedding and head,
+an fp32 sum of a unit's gradients and two buffers for their way down, AdamW on the CPU. `stream_memory` counts bytes,
+`stream_time` seconds, `stream_tiles` asks the engine's rule what is tiled; here they become a `Plan`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from outcore.plan.record import Part, Plan, TierUse
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream_layout import Residency, Spill, StreamLayout
-from outcore.plan.stream_memory import drive_states, pinned_and_rest, ram_parts, spilled, vram_parts
+from outcore.plan.stream_memory import drive_states, graph_bytes, pinned_and_rest, ram_parts, spilled, vram_parts
+from outcore.plan.stream_tiles import Tiling, tiling_of
 from outcore.plan.stream_time import step_time
 from outcore.plan.work import checkpoint_bytes
 
@@ -31,10 +32,14 @@ def plan_stream(
     """The plan of one layout, whether it fits or not. Layers are recomputed whatever the request says."""
     asked, request = request, replace(request, activation_checkpointing=True)
     checkpoints = checkpoint_bytes(shape, request, seq_length * layout.micro_batch * layout.accumulation)
-    ram, sizes = ram_parts(shape, request, layout, checkpoints)
-    spill, ram = spilled(ram, sizes, shape, request, hardware, layout)
+    tiling = tiling_of(shape, request, hardware, layout)
+    ram, sizes = ram_parts(shape, request, layout, checkpoints, tiling)
+    spill, ram = spilled(ram, sizes, shape, request, hardware, layout, tiling)
     ram, pinned, pageable = pinned_and_rest(ram, request, hardware)
-    vram = vram_parts(shape, request, seq_length, layout, checkpoints)
+    vram = vram_parts(shape, request, seq_length, layout, checkpoints, tiling)
+    if not tiling.layers:
+        graphs = graph_bytes(shape, request, hardware, seq_length, layout, vram)
+        vram.append(Part("vram", "CUDA graphs of layers", graphs))
     drive = drive_states(sizes, spill)
     if layout.checkpoints_home == "nvme":
         drive.append(Part("nvme", "activation checkpoints", checkpoints))
@@ -43,7 +48,7 @@ def plan_stream(
         drive.append(Part("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
     parts = [p for p in (*vram, *pinned, *ram, *drive) if p.size_bytes > 0]
     time, read_bytes, written_bytes = step_time(
-        shape, request, hardware, seq_length, layout, sizes, spill, pageable, checkpoints
+        shape, request, hardware, seq_length, layout, sizes, spill, pageable, checkpoints, tiling
     )
     ram_used = sum(p.size_bytes for p in parts if p.tier in ("ram", "pinned"))
     plan = Plan(
@@ -80,7 +85,8 @@ def plan_stream(
         drive_rated_write_bytes=hardware.rated_write_bytes,
         checkpoint_bytes=saved_bytes,
         checkpoint_s=hardware.drive_s(saved_bytes * spill.states, saved_bytes),
-        notes=_notes(asked, layout, pageable),
+        tiling=layout.tiling,
+        notes=_notes(shape, asked, tiling, pageable),
         compute_known=hardware.compute_tflops is not None,
     )
     return without_gpu(plan, hardware) if hardware.is_cpu else plan
@@ -92,12 +98,10 @@ def _home(share: float) -> str:
     return "NVMe" if share >= 1 else f"RAM {100 * (1 - share):.0f} % + NVMe {100 * share:.0f} %"
 
 
-def _notes(request: RunRequest, layout: StreamLayout, pageable: float) -> tuple[str, ...]:
+def _notes(shape: ModelShape, request: RunRequest, tiling: Tiling, pageable: float) -> tuple[str, ...]:
     notes = []
-    if layout.tiles > 1:
-        notes.append(
-            f"the largest unit is computed in {layout.tiles} tiles, so that its weights and gradients fit the GPU"
-        )
+    if tiling.any:
+        notes.append(tiling.words(shape))
     if pageable > 0.01:
         notes.append(
             f"{100 * pageable:.0f} % of the homes in RAM are pageable and pass the lanes' slots: three times their "

@@ -24,13 +24,18 @@ class StreamLayout:
 
     micro_batch: int
     accumulation: int
-    tiles: int = 1
-    """Slices of the largest unit that are on the GPU one at a time; smaller units are cut only to that size."""
     checkpoints_home: str = "vram"
     """'vram' | 'ram' | 'nvme'."""
-    layer_buffers: int = k.LAYER_BUFFERS[0]
+    layer_buffers: int = k.LAYER_BUFFERS
     compiled: bool = True
     """Layers through torch.compile."""
+    cuda_graphs: bool = True
+    """Compiled layers as CUDA graphs where they are short."""
+    tiling: str = "auto"
+    """'auto' | 'on' | 'off', as the engine's setting."""
+    tile_bytes: int | None = None
+    device_bytes: int | None = None
+    """Memory that the engine plans tiles for. None: the card's, less framework and desktop."""
     residency: Residency | None = None
     """None: the planner decides, RAM first and the drive for what does not fit."""
 

@@ -14,43 +14,61 @@ from outcore.plan.record import Part
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream_layout import Residency, Spill, StreamLayout
-from outcore.plan.work import layer_activation_bytes, logits_bytes
+from outcore.plan.stream_tiles import TILES_HELD, Tiling
+from outcore.plan.work import (
+    layer_activation_bytes,
+    logits_bytes,
+    mlp_activation_bytes,
+    step_flops,
+    step_traffic,
+)
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 STATES = ("master", "moments")
 SLOTS, RING = "lanes' slots", "ring of states on their way"
+TILED_SUMS_FROM = 3
+"""Micro-batches from which a tiled layer's gradients have an fp32 home."""
 LEAST_GRADIENTS = 3
 """Units' worth of gradients without clipping, where RAM is short."""
 
 
 def vram_parts(
-    shape: ModelShape, request: RunRequest, seq_length: int, layout: StreamLayout, all_checkpoints: int
+    shape: ModelShape, request: RunRequest, seq_length: int, layout: StreamLayout, all_checkpoints: int, tiling: Tiling
 ) -> list[Part]:
     """Of the GPU. The peak is the worse of a layer's backward and the head's: activations or logits, and gradients as
-    autograd returns them, before they are added to the sum."""
-    e, tile = request.element_bytes, -(-shape.largest_unit_params // layout.tiles)
+    autograd returns them, before they are added to the sum. Tiled units hold tiles instead of all that."""
+    e = request.element_bytes
     adapters = -(-shape.adapter_params // shape.num_layers)  # a layer's
-    layer, ends = min(max(shape.layer_params) + adapters, tile), min(shape.ends_params, tile)
+    whole = [params for i, params in enumerate(shape.layer_params) if i not in tiling.layers]
+    layer, ends = max(whole) + adapters if whole else 0, 0 if tiling.ends else shape.ends_params
     tokens = seq_length * layout.micro_batch
     batch_hidden = tokens * layout.accumulation * shape.hidden_size * e
     # With another home: those of the last layers, whose backward comes at once, and one layer's on its way.
     checkpoints = all_checkpoints if layout.checkpoints_home == "vram" else (k.STAY_LAYERS + 1) * batch_hidden
-    buffers = min(layout.layer_buffers, shape.num_layers) * layer + ends
+    buffers = min(layout.layer_buffers, len(whole)) * layer + ends
     # Sum over micro-batches in fp32: of one unit, and of a tied weight until its second use is in.
     if shape.lora_r:
-        trained = summed = adapters
+        trained = summed = adapters if whole else 0
     else:
         trained, summed = max(layer, ends), layer + ends if shape.tied else max(layer, ends)
-    activations = int(
-        (k.COMPILED_ACTIVATIONS if layout.compiled else 1.0)
-        * layer_activation_bytes(shape, request, seq_length, tokens)
-    )
+    eager = layer_activation_bytes(shape, request, seq_length, tokens)
+    if tiling.layers and tiling.chunk_bytes is not None:  # tiled layers are eager, their MLP takes tokens in chunks
+        mlp = mlp_activation_bytes(shape, request, tokens)
+        activations = eager - mlp + min(mlp, tiling.chunk_bytes)
+    else:
+        activations = int((k.COMPILED_ACTIVATIONS if layout.compiled else 1.0) * eager)
     layer_peak = (activations, e * (adapters if shape.lora_r else layer))
-    head_peak = (logits_bytes(shape, tokens), 0 if shape.lora_r else e * ends)
+    logits, sums = logits_bytes(shape, tokens), 0
+    if tiling.ends:  # logits of one tile's rows; gradients of all tokens' hidden states are summed over tiles, in fp32
+        rows = min(shape.vocab_size, max(1, tiling.tile_bytes // (e * shape.hidden_size)))
+        logits = int(k.LOGITS_ALIVE * 4 * rows * min(tokens, max(16, k.LOGITS_CHUNK_BYTES // (4 * rows))))
+        sums = 4 * tokens * layout.accumulation * shape.hidden_size
+    head_peak = (logits + sums, 0 if shape.lora_r else e * ends)
     work, gradients = max(layer_peak, head_peak, key=sum)
     name = "activations of the largest unit" if (work, gradients) == layer_peak else "logits of one chunk"
     return [
         Part("vram", PARAMETERS, e * buffers),
+        Part("vram", "tiles and their gradients", TILES_HELD * tiling.tile_bytes if tiling.any else 0),
         Part("vram", GRADIENTS, 4 * summed + 2 * e * trained),
         Part("vram", "gradients before they are summed", gradients),
         Part("vram", "activation checkpoints", checkpoints),
@@ -61,8 +79,25 @@ def vram_parts(
     ]
 
 
+def graph_bytes(
+    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout, vram: list[Part]
+) -> int:
+    """What CUDA graphs of compiled layers keep on the GPU; 0 where layers compute long or the GPU is rather full."""
+    if hardware.is_cpu or not (layout.compiled and layout.cuda_graphs) or hardware.compute_tflops is None:
+        return 0
+    tokens = seq_length * layout.micro_batch
+    flops, traffic = step_flops(shape, request, seq_length, tokens), step_traffic(shape, request, tokens, 1)
+    head = 2.0 * tokens * shape.head_weight_numel
+    if hardware.compute_s(flops.forward - head, traffic.forward) / shape.num_layers > k.GRAPH_LONG_S:
+        return 0
+    tensors = sum(p.size_bytes for p in vram) - k.VRAM_OVERHEAD_BYTES
+    if tensors > (1 - k.GRAPH_FREE_SHARE) * (hardware.vram_bytes - k.VRAM_OVERHEAD_BYTES):
+        return 0
+    return int(k.GRAPH_ACTIVATIONS * layer_activation_bytes(shape, request, seq_length, tokens))
+
+
 def ram_parts(
-    shape: ModelShape, request: RunRequest, layout: StreamLayout, all_checkpoints: int
+    shape: ModelShape, request: RunRequest, layout: StreamLayout, all_checkpoints: int, tiling: Tiling
 ) -> tuple[list[Part], dict[str, int]]:
     """RAM with everything in it, and the sizes of what may spill or shrink."""
     e, trained = request.element_bytes, shape.trainable_params
@@ -78,6 +113,9 @@ def ram_parts(
         Part("ram", "framework overhead", k.STREAM_RAM_OVERHEAD_BYTES),
         Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
     ]
+    if tiling.layers and layout.accumulation >= TILED_SUMS_FROM and not shape.lora_r:
+        largest = max(shape.layer_params[i] for i in tiling.layers)
+        fixed.append(Part("ram", "sums of tiled gradients", 4 * largest))
     if layout.checkpoints_home == "ram":
         fixed.append(Part("ram", "activation checkpoints beyond gradients' homes", _beyond(shape, e, all_checkpoints)))
     return [Part("ram", name, size) for name, size in sizes.items()] + fixed, sizes
@@ -98,14 +136,17 @@ def spilled(
     request: RunRequest,
     hardware: Hardware,
     layout: StreamLayout,
+    tiling: Tiling,
 ) -> tuple[Spill, list[Part]]:
-    """Shares that go to the drive, and the RAM parts that stay."""
+    """Shares that go to the drive, and the RAM parts that stay: what is computed in tiles has its parameters in RAM."""
+    may_spill = max(0, sizes[PARAMETERS] - request.element_bytes * tiling.params(shape))
     states = sum(sizes[name] for name in STATES)
     gradients = sizes[GRADIENTS]
     least = min(gradients, LEAST_GRADIENTS * request.element_bytes * shape.largest_unit_params)
     told = layout.residency
     if told is not None:
-        spill = Spill(_over(states, told.state_ram_bytes), _over(sizes[PARAMETERS], told.weight_ram_bytes))
+        weights = min(_over(sizes[PARAMETERS], told.weight_ram_bytes), may_spill / sizes[PARAMETERS])
+        spill = Spill(_over(states, told.state_ram_bytes), weights)
         if told.gradient_bytes is not None and not request.clips:
             gradients = min(gradients, max(least, told.gradient_bytes))
     else:
@@ -114,7 +155,7 @@ def spilled(
             kept = max(least, gradients - over)
             gradients, over = kept, over - (gradients - kept)
         shares = {"states": 0.0, PARAMETERS: 0.0}
-        groups = [("states", states), (PARAMETERS, sizes[PARAMETERS])]
+        groups = [("states", states), (PARAMETERS, may_spill)]
         for name, group in reversed(groups) if shape.lora_r else groups:
             if over <= 0 or not group or not hardware.nvme_free_bytes:
                 continue
@@ -125,7 +166,7 @@ def spilled(
                 over -= _ring_bytes(sizes, request, Spill(shares["states"], 0.0), None) if shares["states"] else 0
             shares[name] = min(1.0, over / group)
             over -= group
-        spill = Spill(shares["states"], shares[PARAMETERS])
+        spill = Spill(shares["states"], shares[PARAMETERS] * may_spill / sizes[PARAMETERS])
     shares = {PARAMETERS: spill.parameters, **dict.fromkeys(STATES, spill.states)}
     stay = [
         Part(p.tier, p.name, gradients if p.name == GRADIENTS else int(p.size_bytes * (1 - shares.get(p.name, 0.0))))

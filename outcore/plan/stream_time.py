@@ -13,20 +13,22 @@ from outcore.plan.record import StepTime
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream_layout import Spill, StreamLayout
-from outcore.plan.work import overlapped_s, step_flops, step_traffic
+from outcore.plan.stream_tiles import Tiling
+from outcore.plan.work import mlp_activation_bytes, overlapped_s, step_flops, step_traffic
 from outcore.units import GB
 
 
 def step_time(
     shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout,
-    sizes: dict[str, int], spill: Spill, pageable: float, all_checkpoints: int,
+    sizes: dict[str, int], spill: Spill, pageable: float, all_checkpoints: int, tiling: Tiling,
 ) -> tuple[StepTime, float, float]:  # fmt: skip
     """The step, and the bytes the drive reads and writes in it. `pageable`: share of homes that is not pinned."""
     e, trained = request.element_bytes, shape.trainable_params
     micro_tokens = seq_length * layout.micro_batch
     flops = step_flops(shape, request, seq_length, micro_tokens * layout.accumulation)
     traffic = step_traffic(shape, request, micro_tokens, layout.accumulation)
-    slower = 1.0 if layout.compiled else k.EAGER_SLOWDOWN
+    compiled = layout.compiled and len(tiling.layers) < shape.num_layers  # tiled layers are eager
+    slower = 1.0 if compiled else k.EAGER_SLOWDOWN
     device_s = [
         slower * hardware.compute_s(flops.forward, traffic.forward),
         slower * hardware.compute_s(flops.backward, traffic.backward),
@@ -38,6 +40,7 @@ def step_time(
     up_backward = e * (sum(shape.layer_params) + shape.adapter_params)
     moved = all_checkpoints if layout.checkpoints_home != "vram" else 0
     down = e * trained
+    extra_forward, extra_backward, extra_down = _tile_traffic(shape, request, micro_tokens, layout, tiling, head)
     states = spill.states * (sizes["master"] + sizes["moments"])
     weights = spill.parameters * e * shape.total_params
     in_drive = moved if layout.checkpoints_home == "nvme" else 0
@@ -50,8 +53,8 @@ def step_time(
     copies_s = [
         (ring * copied + through_drive) / dram_per_s
         for copied, through_drive in (
-            (up_forward + moved, forward_read + forward_written),
-            (up_backward + moved + down, backward_read + backward_written),
+            (up_forward + moved + extra_forward, forward_read + forward_written),
+            (up_backward + moved + down + extra_backward + extra_down, backward_read + backward_written),
         )
     ]
     h2d_rate, d2h_rate = hardware.h2d_gb_per_s * GB, hardware.d2h_gb_per_s * GB
@@ -59,8 +62,8 @@ def step_time(
         hardware.drive_s(read, written) / k.STREAM_DRIVE_SHARE
         for read, written in ((forward_read, forward_written), (backward_read, backward_written))
     ]
-    h2d_s = [up_forward / h2d_rate, (up_backward + moved) / h2d_rate]
-    d2h_s = [moved / d2h_rate, down / d2h_rate]
+    h2d_s = [(up_forward + extra_forward) / h2d_rate, (up_backward + moved + extra_backward) / h2d_rate]
+    d2h_s = [moved / d2h_rate, (down + extra_down) / d2h_rate]
     if request.clips:  # updates wait for the norm, then run under the next forward pass
         step_s = overlapped_s(gpu_s[0], h2d_s[0], d2h_s[0], optimizer_s + copies_s[0], drive_s[0])
         step_s += overlapped_s(gpu_s[1], h2d_s[1], d2h_s[1], copies_s[1], drive_s[1])
@@ -84,3 +87,31 @@ def step_time(
         read,
         written,
     )
+
+
+def _tile_traffic(
+    shape: ModelShape, request: RunRequest, micro_tokens: int, layout: StreamLayout, tiling: Tiling, head: int
+) -> tuple[float, float, float]:
+    """Bytes beyond the untiled ones over the link: up in forward, up in backward, down. See docs/tiling.md.
+
+    A tiled layer's weights come up once in forward and twice in backward of each micro-batch, and once more in each of
+    these for every further chunk of tokens through its MLP. Gradients in parts wait in RAM and come up again. The
+    head's weights come up a second time; of the embedding only rows that occur.
+    """
+    e, passes = request.element_bytes, layout.accumulation
+    up_forward = up_backward = down = 0.0
+    if tiling.ends:
+        rows = min(shape.vocab_size, micro_tokens * passes) * shape.hidden_size
+        up_forward += e * (head - shape.embedding_params + rows)
+    if tiling.layers:
+        chunks = 1
+        if tiling.chunk_bytes is not None:
+            chunks = -(-mlp_activation_bytes(shape, request, micro_tokens) // tiling.chunk_bytes)
+        weights = e * sum(shape.layer_params[i] for i in tiling.layers)
+        up_forward += weights * (passes * chunks - 1)
+        up_backward += weights * (passes * (2 if chunks == 1 else 3 * chunks) - 1)
+        parts = passes * chunks
+        if parts > 1 and not shape.lora_r:
+            again = weights + 2 * weights * (parts - 2)  # the first part as it is, sums of several in fp32
+            up_backward, down = up_backward + again, down + again
+    return up_forward, up_backward, down

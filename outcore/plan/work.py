@@ -95,6 +95,11 @@ def layer_activation_bytes(shape: ModelShape, request: RunRequest, seq_length: i
     return tokens * per_token
 
 
+def mlp_activation_bytes(shape: ModelShape, request: RunRequest, tokens: int) -> int:
+    """Of `layer_activation_bytes`, the intermediates of the feed-forward part."""
+    return tokens * request.element_bytes * shape.ffn_width * ((4 if shape.gated_ffn else 3) + 2)
+
+
 def checkpoint_bytes(shape: ModelShape, request: RunRequest, tokens: int) -> int:
     """Activation checkpoints: the input of every layer, and the last one's output."""
     return tokens * shape.hidden_size * request.element_bytes * (shape.num_layers + 1)

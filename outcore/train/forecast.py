@@ -146,6 +146,10 @@ def run_plan(
             figures.accumulation,
             checkpoints_home=CHECKPOINT_HOMES[stream.activations_on(device)],
             layer_buffers=stream.num_layer_buffers,
+            cuda_graphs=stream.cuda_graphs == "auto",
+            tiling=stream.tiling,
+            tile_bytes=stream.tile_bytes,
+            device_bytes=stream.device_bytes,
             compiled=compiled,
             residency=Residency(
                 stream.state_ram_bytes, stream.weight_ram_bytes, stream.gradient_bytes, stream.state_ring_bytes

@@ -13,12 +13,11 @@ import torch
 
 from outcore.engine.stream.layout import SlabLayout, Slot
 from outcore.engine.stream.shell import StreamUnsupported
+from outcore.engine.stream.tile_rule import RESIDENT_SHARE
 from outcore.engine.stream.units import Unit
 
 ROUND_ROWS = 64
 """Tiles of at least so many rows have a multiple of it: whole blocks of a GPU's matrix units."""
-RESIDENT_SHARE = 4
-"""Weights of at most a tile's bytes divided by this are resident."""
 
 
 @dataclass(frozen=True)

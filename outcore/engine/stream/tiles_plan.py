@@ -1,10 +1,7 @@
-"""Which units are computed in tiles: those without which the device could not hold what streaming needs.
+"""The tile plan of a model: the rule of `tile_rule` asked about its units.
 
-Untiled, the device holds buffers for whole layers and for embedding or head, their gradients as autograd makes them,
-the sums of these in fp32 and two buffers in which they leave. When that is more than a share of the device's memory
-(the rest is for activations and logits), embedding and head are tiled, then the largest layers, until it fits. Tiling
-costs time (weights cross the link more often, see `tiles_weight` and `tiles_head`), so nothing is tiled that fits.
-Pure, but for `free_device_bytes`.
+Tiling costs time (weights cross the link more often, see `tiles_weight` and `tiles_head`), so nothing is tiled that
+fits. Pure, but for `free_device_bytes`.
 """
 
 from __future__ import annotations
@@ -15,20 +12,20 @@ from typing import Literal
 import torch
 
 from outcore.engine.stream.shell import StreamUnsupported
+from outcore.engine.stream.tile_rule import (
+    Buffers,
+    UnitSize,
+    choose_tiled,
+    chunk_bytes_of,
+    tile_bytes_of,
+    weights_budget,
+    whole_bytes,
+)
 from outcore.engine.stream.tiles import TiledUnit, is_large
 from outcore.engine.stream.units import Unit, Units
-from outcore.units import MIB, format_gib
+from outcore.units import format_gib
 
 TilingChoice = Literal["auto", "on", "off"]
-
-WEIGHTS_SHARE = 60
-"""Percent of the device's memory that buffers of weights and gradients may take; activations get the rest."""
-CHUNK_SHARE = 40
-"""Percent of the device's memory that an MLP's intermediates may take in a tiled layer: its weights need little."""
-MAX_TILE_BYTES = 64 * MIB
-"""Larger ones fill the link no better (16 MiB reach 99 % of its rate) and compute no faster."""
-TILES_PER_DEVICE = 96
-"""Auto: tiles of the device's memory divided by this, at most. About ten tiles' bytes are held at a time."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +71,8 @@ def plan_tiles(
     StreamUnsupported when a unit that must be tiled cannot be.
     """
     if tile_bytes is None:
-        tile_bytes = MAX_TILE_BYTES
-        if device_bytes is not None:
-            tile_bytes = max(1, min(tile_bytes, device_bytes // TILES_PER_DEVICE))
-    chunk_bytes = None if device_bytes is None else max(1, device_bytes * CHUNK_SHARE // 100)
+        tile_bytes = tile_bytes_of(device_bytes)
+    chunk_bytes = None if device_bytes is None else chunk_bytes_of(device_bytes)
     if choice == "off":
         return TilePlan((), tile_bytes, "off")
     if choice == "on":
@@ -86,9 +81,12 @@ def plan_tiles(
         return TilePlan(tuple(TiledUnit(unit, tile_bytes) for unit in chosen), tile_bytes, reason, chunk_bytes)
     if device_bytes is None:
         return TilePlan((), tile_bytes, "none (no limit of device memory is known)")
-    budget_bytes = device_bytes * WEIGHTS_SHARE // 100
-    untiled_bytes = whole_bytes(units, frozenset(), num_layer_buffers, sum_itemsize)
-    chosen = _choose(units, budget_bytes, tile_bytes, num_layer_buffers, sum_itemsize)
+    budget_bytes = weights_budget(device_bytes)
+    sizes = _sizes(units, tile_bytes)
+    buffers = Buffers(num_layer_buffers, units.embed.layout.dtype.itemsize, sum_itemsize, units.tied)
+    untiled_bytes = whole_bytes(sizes, frozenset(), buffers)
+    indices = choose_tiled(sizes, budget_bytes, buffers)
+    chosen = [unit for unit in units.all if unit.index in indices]
     if not chosen:
         return TilePlan((), tile_bytes, f"none ({format_gib(untiled_bytes)} of buffers fit the device)")
     tiled = tuple(TiledUnit(unit, tile_bytes) for unit in sorted(chosen, key=lambda unit: unit.index))
@@ -105,38 +103,18 @@ def plan_tiles(
     return TilePlan(tiled, tile_bytes, reason, chunk_bytes)
 
 
-def _choose(units: Units, budget_bytes: int, tile_bytes: int, num_layer_buffers: int, sum_itemsize: int) -> list[Unit]:
-    """Embedding and head first, for theirs is the cheaper way in tiles; then layers, the largest first."""
-
-    def fits(chosen: list[Unit]) -> bool:
-        tiled = frozenset(unit.index for unit in chosen)
-        return whole_bytes(units, tiled, num_layer_buffers, sum_itemsize) <= budget_bytes
-
-    large = [unit for unit in units.all if _has_large(unit, tile_bytes)]
-    layers = [unit for unit in large if unit in units.layer_units]
-    ends = [unit for unit in large if unit not in units.layer_units]
-    chosen: list[Unit] = []
-    if fits(chosen):
-        return chosen
-    for size_bytes in [0, *sorted({unit.layout.size_bytes for unit in layers}, reverse=True)]:
-        chosen += [unit for unit in layers if unit.layout.size_bytes == size_bytes]
-        if fits(ends + chosen):
-            break
-    return chosen if chosen and fits(chosen) else ends + chosen
-
-
-def whole_bytes(units: Units, tiled: frozenset[int], num_layer_buffers: int, sum_itemsize: int = 4) -> int:
-    """Device memory for weights and gradients of all units but the tiled ones."""
-    layers = [unit for unit in units.layer_units if unit.index not in tiled]
-    ends = [unit for unit in {id(u): u for u in (units.embed, units.head)}.values() if unit.index not in tiled]
-    trained = [unit.layout.trainable_numel for unit in (*layers, *ends)]
-    itemsize = units.embed.layout.dtype.itemsize
-    weights = max((unit.layout.size_bytes for unit in layers), default=0) * min(num_layer_buffers, len(layers))
-    weights += max((unit.layout.size_bytes for unit in ends), default=0)
-    largest = max(trained, default=0)
-    made_and_leaving = 3 * largest * itemsize
-    tied = units.embed.layout.trainable_numel if units.tied and ends else 0
-    return weights + made_and_leaving + (largest + tied) * sum_itemsize
+def _sizes(units: Units, tile_bytes: int) -> list[UnitSize]:
+    layers = {unit.index for unit in units.layer_units}
+    return [
+        UnitSize(
+            unit.index,
+            unit.index in layers,
+            unit.layout.size_bytes,
+            unit.layout.trainable_numel,
+            _has_large(unit, tile_bytes),
+        )
+        for unit in units.all
+    ]
 
 
 def _has_large(unit: Unit, tile_bytes: int) -> bool:

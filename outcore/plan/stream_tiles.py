@@ -1,0 +1,101 @@
+"""Which units the streaming engine will compute in tiles, by its own rule, and what that costs.
+
+The engine decides from units' sizes and from what is free on the device when it is built; a plan takes the card's
+memory less framework and desktop. Costs are those of docs/tiling.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outcore.engine.stream.tile_rule import (
+    RESIDENT_SHARE,
+    Buffers,
+    UnitSize,
+    choose_tiled,
+    chunk_bytes_of,
+    tile_bytes_of,
+    weights_budget,
+)
+from outcore.plan import constants as k
+from outcore.plan.hardware import Hardware
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import ModelShape
+from outcore.plan.stream_layout import StreamLayout
+from outcore.units import format_gib
+
+TILES_HELD = 10
+"""Tiles' worth of weights, sums and gradients on the device at a time (docs/tiling.md)."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The engine's decision. `layers`: indices of tiled layers, from 0."""
+
+    ends: bool = False
+    layers: frozenset[int] = frozenset()
+    tile_bytes: int = 0
+    chunk_bytes: int | None = None
+
+    @property
+    def any(self) -> bool:
+        return self.ends or bool(self.layers)
+
+    def params(self, shape: ModelShape) -> int:
+        """Elements of the tiled units; their home is RAM whatever the drive takes of the others."""
+        ends = shape.embedding_params + shape.head_params if self.ends else 0
+        return ends + sum(shape.layer_params[i] for i in self.layers)
+
+    def words(self, shape: ModelShape) -> str:
+        """For people."""
+        what = ["embedding and head"] if self.ends else []
+        if self.layers:
+            all_of_them = len(self.layers) == shape.num_layers
+            what.append("all layers" if all_of_them else f"{len(self.layers)} of {shape.num_layers} layers")
+        return f"{' and '.join(what)} computed in tiles of {format_gib(self.tile_bytes)}: whole they leave no room"
+
+
+def device_bytes_of(hardware: Hardware, layout: StreamLayout) -> int | None:
+    """Memory that the engine plans tiles for; None without a GPU, where no limit is known."""
+    if layout.device_bytes is not None:
+        return layout.device_bytes
+    return None if hardware.is_cpu else max(1, hardware.vram_bytes - k.VRAM_OVERHEAD_BYTES)
+
+
+def tiling_of(shape: ModelShape, request: RunRequest, hardware: Hardware, layout: StreamLayout) -> Tiling:
+    """What the engine will do with this model there."""
+    device_bytes = device_bytes_of(hardware, layout)
+    if layout.tiling == "off" or (device_bytes is None and layout.tiling == "auto"):
+        return Tiling()
+    tile_bytes = layout.tile_bytes or tile_bytes_of(device_bytes)
+    chunk_bytes = None if device_bytes is None else chunk_bytes_of(device_bytes)
+    units = _units(shape, request.element_bytes, tile_bytes)
+    if layout.tiling == "on":
+        indices = frozenset(unit.index for unit in units if unit.is_large)
+    else:
+        assert device_bytes is not None
+        buffers = Buffers(layout.layer_buffers, request.element_bytes, tied=shape.tied)
+        indices = choose_tiled(units, weights_budget(device_bytes), buffers)
+    ends = frozenset(unit.index for unit in units if not unit.is_layer)
+    layers = frozenset(index - 1 for index in indices - ends)
+    return Tiling(bool(indices & ends), layers, tile_bytes, chunk_bytes)
+
+
+def _units(shape: ModelShape, element_bytes: int, tile_bytes: int) -> list[UnitSize]:
+    """As the engine takes the model apart; gaps between parameters are not counted."""
+    adapters = -(-shape.adapter_params // shape.num_layers)
+
+    def unit(index: int, is_layer: bool, params: int, largest_weight: int) -> UnitSize:
+        trained = (adapters if is_layer else 0) if shape.lora_r else params
+        size = element_bytes * (params + (adapters if is_layer else 0))
+        return UnitSize(index, is_layer, size, trained, element_bytes * largest_weight > tile_bytes // RESIDENT_SHARE)
+
+    def largest_of(params: int) -> int:
+        widest = max(shape.num_heads * shape.head_dim, shape.ffn_width)
+        return params // 4 if shape.is_moe else shape.hidden_size * widest
+
+    layers = [unit(1 + i, True, params, largest_of(params)) for i, params in enumerate(shape.layer_params)]
+    found = [unit(0, False, shape.embedding_params, shape.head_weight_numel), *layers]
+    if not shape.tied:
+        found.append(unit(1 + shape.num_layers, False, shape.head_params, shape.head_weight_numel))
+    return found
