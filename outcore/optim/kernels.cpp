@@ -4,116 +4,52 @@
 // square root), so the variants differ in speed only. Nothing of the C++ library is used here: a template of it,
 // instantiated with AVX-512, could be the copy that the linker keeps for the other objects.
 //
-// A tile of 256 elements passes through L1: gradient -> fp32, states in place or unpacked, AdamW, states packed.
+// A block of 256 elements stays in L1 while short loops pass over it: moments, then the master, then, for 8-bit moments,
+// random numbers and codes. A loop that did all of it would be slower: the processor looks ahead by so many operations,
+// and finds more elements to work on while a division or a square root takes its time.
 #include "abi.h"
+#include "lanes.h"
 
 #ifndef OUTCORE_VARIANT
 #error "compile with -DOUTCORE_VARIANT=<name>"
 #endif
-#define INLINE static inline __attribute__((always_inline))
 
 namespace outcore {
 namespace {
 
 constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr int32_t kNanBits = 0x7fc00000;
-constexpr int32_t kSmallestNormalBits = 0x00800000;  // 2^-126: below it, moments become zero
+constexpr float kSmallestNormal = 1.1754943508222875e-38f;  // 2^-126: below it, moments become zero
 // 8-bit moments: the smallest code of a block must stay a normal fp32, so that a checkpoint in fp32 is exact.
-constexpr int32_t kSmallestExpAvg8Bits = (127 - 112) << 23;   // 2^-112
-constexpr int32_t kSmallestExpAvgSq8Bits = (127 - 93) << 23;  // 2^-93
+constexpr float kSmallestExpAvg8 = 1.925929944387236e-34f;   // 2^-112
+constexpr float kSmallestExpAvgSq8 = 1.0097419586828951e-28f;  // 2^-93
 constexpr float kLevels = 127.f * 127.f, kInverseLevels = 1.f / kLevels;
 constexpr float kRootLevels = 255.f * 255.f, kInverseRootLevels = 1.f / kRootLevels;
 
-INLINE uint32_t bits_of(float x) { uint32_t u; __builtin_memcpy(&u, &x, 4); return u; }
-INLINE float float_of(uint32_t u) { float x; __builtin_memcpy(&x, &u, 4); return x; }
-INLINE int32_t magnitude_bits(float x) { return (int32_t)(bits_of(x) & 0x7fffffffu); }
-
 // One quiet NaN for all of them: which payload survives depends on the order of operands a compiler picks.
-INLINE uint32_t one_nan(uint32_t u) { return (int32_t)(u & 0x7fffffffu) > kInfinityBits ? (uint32_t)kNanBits : u; }
+INLINE Floats one_nan(Floats x) { return x == x ? x : floats_of(all(kNanBits)); }
+
 // Moments below `smallest` become +0: a moment that decays for ever would end as a denormal, for which many processors
 // take a slow path.
-INLINE float without_tiny(float x, int32_t smallest) {
-  return float_of(bits_of(x) & (uint32_t)-(int32_t)(magnitude_bits(x) >= smallest));
+INLINE Floats without_tiny(Floats x, float smallest) { return magnitude(x) < smallest ? Floats{} : x; }
+
+// master <-> (parameter, residual): the parameter is the rounded master, the residual the master's low 16 bits. The
+// carry into the parameter is the residual's top bit, so the pair determines all 2^32 patterns.
+INLINE Floats join(const uint16_t* param, const int16_t* residual) {
+  return floats_of((load_wide(param) << 16) + load_wide(residual));
 }
 
-INLINE float from_half(uint32_t h) {
-  const uint32_t em = h & 0x7fffu;
-  uint32_t u = (em << 13) + (112u << 23);
-  u = em >= 0x7c00u ? u + (112u << 23) : u;
-  const float subnormal = (float)(int32_t)em * 5.9604644775390625e-8f;  // 2^-24
-  u = em < 0x400u ? bits_of(subnormal) : u;
-  return float_of(u | (h & 0x8000u) << 16);
+// g, m, v -> m, v. Returns its square root. The order of operations is torch.optim.AdamW's, see hyper.py.
+INLINE Floats new_moments(Floats& m, Floats& v, Floats g, const Hyper& h, float smallest_m, float smallest_v) {
+  g *= h.grad_scale;
+  const Floats base = h.lerp_from_grad ? g : m;
+  m = without_tiny(base + h.lerp_coefficient * (g - m), smallest_m);
+  v = without_tiny(v * h.beta2 + (h.one_minus_beta2 * g) * g, smallest_v);
+  return square_root(v);
 }
 
-INLINE uint16_t to_half(float x) {  // to nearest, ties to even
-  const uint32_t u = bits_of(x), a = u & 0x7fffffffu;
-  const uint32_t normal = (a + 0xfffu + ((a >> 13) & 1u) - (112u << 23)) >> 13;
-  const uint32_t subnormal = bits_of(float_of(a) + 0.5f) - 0x3f000000u;  // the addition rounds to 2^-24
-  uint32_t h = (int32_t)a < 0x38800000 ? subnormal : normal;
-  h = (int32_t)a >= 0x47800000 ? 0x7c00u : h;
-  h = (int32_t)a > kInfinityBits ? 0x7e00u : h | ((u >> 16) & 0x8000u);
-  return (uint16_t)h;
-}
-
-// Rounded half up in its bit pattern, as the split needs it, in every format: they all give the same parameters.
-INLINE uint16_t to_bfloat16(float x) { return (uint16_t)((bits_of(x) + 0x8000u) >> 16); }
-
-INLINE void load_as_float(float* __restrict out, int32_t dtype, const void* data, int64_t at, int64_t n) {
-  if (dtype == kFloat32) {
-    const float* __restrict x = (const float*)data + at;
-    for (int64_t i = 0; i < n; i++) out[i] = x[i];
-  } else if (dtype == kBfloat16) {
-    const uint16_t* __restrict x = (const uint16_t*)data + at;
-    for (int64_t i = 0; i < n; i++) out[i] = float_of((uint32_t)x[i] << 16);
-  } else {
-    const uint16_t* __restrict x = (const uint16_t*)data + at;
-    for (int64_t i = 0; i < n; i++) out[i] = from_half(x[i]);
-  }
-}
-
-INLINE void store_param(int32_t dtype, void* param, int64_t at, const float* __restrict w, int64_t n) {
-  if (dtype == kBfloat16) {
-    uint16_t* __restrict p = (uint16_t*)param + at;
-    for (int64_t i = 0; i < n; i++) p[i] = to_bfloat16(w[i]);
-  } else if (dtype == kFloat16) {
-    uint16_t* __restrict p = (uint16_t*)param + at;
-    for (int64_t i = 0; i < n; i++) p[i] = to_half(w[i]);
-  } else if (dtype == kFloat32) {
-    float* __restrict p = (float*)param + at;
-    for (int64_t i = 0; i < n; i++) p[i] = w[i];
-  }
-}
-
-// master <-> (parameter, residual): the parameter is the rounded master, the residual the master's low 16 bits. The carry into the parameter is the residual's top bit, so the pair determines all 2^32 patterns.
-INLINE void join(float* __restrict w, const uint16_t* __restrict p, const uint16_t* __restrict residual, int64_t n) {
-  for (int64_t i = 0; i < n; i++)
-    w[i] = float_of(((uint32_t)p[i] << 16) + (uint32_t)(int32_t)(int16_t)residual[i]);
-}
-INLINE void split(uint16_t* __restrict p, uint16_t* __restrict residual, const float* __restrict w, int64_t n) {
-  for (int64_t i = 0; i < n; i++) {
-    p[i] = to_bfloat16(w[i]);
-    residual[i] = (uint16_t)bits_of(w[i]);
-  }
-}
-
-// g, m, v, w -> m, v (its square root when `root`), w. The order of operations is torch.optim.AdamW's, see hyper.py.
-template <bool root>
-INLINE void adamw(float* __restrict w, float* __restrict m, float* __restrict v, const float* __restrict g, int64_t n,
-                  const Hyper& h, int32_t smallest_m, int32_t smallest_v) {
-  const float scale = h.grad_scale, coefficient = h.lerp_coefficient, beta2 = h.beta2, rest2 = h.one_minus_beta2;
-  const float correction = h.bias_correction2_sqrt, eps = h.eps, step = h.negative_step_size, decay = h.decay;
-  const uint32_t from_grad = h.lerp_from_grad ? ~0u : 0u;
-  for (int64_t i = 0; i < n; i++) {
-    const float gi = g[i] * scale;
-    const float base = float_of((bits_of(gi) & from_grad) | (bits_of(m[i]) & ~from_grad));
-    const float mi = without_tiny(base + coefficient * (gi - m[i]), smallest_m);
-    const float vi = without_tiny(v[i] * beta2 + (rest2 * gi) * gi, smallest_v);
-    const float si = __builtin_sqrtf(vi);
-    const float wi = w[i] * decay + (step * mi) / (si / correction + eps);
-    m[i] = root ? mi : float_of(one_nan(bits_of(mi)));  // 8-bit moments show it in their scales
-    v[i] = root ? si : float_of(one_nan(bits_of(vi)));
-    w[i] = float_of(one_nan(bits_of(wi)));
-  }
+INLINE Floats new_master(Floats w, Floats m, Floats root, const Hyper& h) {
+  return one_nan(w * h.decay + (h.negative_step_size * m) / (root / h.bias_correction2_sqrt + h.eps));
 }
 
 INLINE uint64_t mix(uint64_t x) {  // splitmix64's finalizer
@@ -122,117 +58,162 @@ INLINE uint64_t mix(uint64_t x) {  // splitmix64's finalizer
   return x ^ (x >> 31);
 }
 
-INLINE int32_t largest_magnitude(const float* __restrict x, int64_t n) {
-  int32_t largest = 0;
-  for (int64_t i = 0; i < n; i++) {
-    const int32_t a = magnitude_bits(x[i]);
-    largest = a > largest ? a : largest;
-  }
-  return largest;
-}
-
 // Codes: m = scale * (q/127)|q/127|, sqrt(v) = scale * (r/255)^2. Rounding is stochastic and unbiased in m and in
 // sqrt(v); the largest of a block is exact, and no v of a block with one above zero becomes zero (it divides).
-INLINE void unpack(float* __restrict m, float* __restrict v, const int8_t* __restrict q, const uint8_t* __restrict r,
-                   float scale_m, float scale_s, int64_t n) {
-  for (int64_t i = 0; i < n; i++) {
-    const float code = (float)q[i];
-    m[i] = scale_m * ((code * float_of((uint32_t)magnitude_bits(code))) * kInverseLevels);
-  }
-  for (int64_t i = 0; i < n; i++) {
-    const float code = (float)r[i];
-    const float s = scale_s * ((code * code) * kInverseRootLevels);
-    v[i] = s * s;
-  }
+INLINE Floats unpack_exp_avg(Ints q, float scale) {
+  const Floats code = to_floats(q);
+  return scale * ((code * magnitude(code)) * kInverseLevels);
+}
+INLINE Floats unpack_exp_avg_sq(Ints r, float scale) {
+  const Floats code = to_floats(r);
+  const Floats root = scale * ((code * code) * kInverseRootLevels);
+  return root * root;
 }
 
 // One of the two whole numbers around sqrt(x), at random so that its square is x on average: the upper one if
 // uniform * (high^2 - low^2) < x - low^2. `twice` is twice the uniform number in [0, 1).
-INLINE int32_t round_root(float x, float twice) {
-  const int32_t floor = (int32_t)__builtin_sqrtf(x);
-  const float low = (float)floor;
-  return floor + (int32_t)(twice * (low + 0.5f) < x - low * low);
+INLINE Ints round_root(Floats x, Floats twice) {
+  const Ints floor = truncated(square_root(x));
+  const Floats low = to_floats(floor);
+  return twice * (low + 0.5f) < x - low * low ? floor + 1 : floor;
 }
 
 // Maps the largest magnitude of a block to `levels`, or by rounding a hair above it, never below.
-INLINE float to_levels(int32_t top, float levels) {
-  return top == 0 ? 0.f : (levels / float_of((uint32_t)top)) * 1.0000002384185791015625f;  // 1 + 2^-22
-}
+INLINE float to_levels(float top, float levels) { return top == 0 ? 0.f : (levels / top) * 1.0000002384185791015625f; }
 
-INLINE void pack(int8_t* __restrict q, uint8_t* __restrict r, float* scale_m, float* scale_s,
-                 const float* __restrict m, const float* __restrict s, int64_t n, uint64_t key) {
-  const int32_t top_m = largest_magnitude(m, n), top_s = largest_magnitude(s, n);
-  if (top_m >= kInfinityBits || top_s >= kInfinityBits) {  // shows, and stays
-    *scale_m = *scale_s = float_of(kNanBits);
-    for (int64_t i = 0; i < n; i++) q[i] = 0, r[i] = 0;
+struct Block {  // where kBlock elements are; without param_dtype, param is nothing
+  const void* grad;
+  void* param;
+  void* master;  // fp32, or the residual of a split
+  void* exp_avg;
+  void* exp_avg_sq;
+  float* scale_m;  // the block's, for 8-bit moments
+  float* scale_s;
+};
+
+INLINE void pack(const Block& block, const float* exp_avg, const float* root, int32_t top_m_bits, int32_t top_s_bits,
+                 uint64_t key) {
+  uint8_t* q = (uint8_t*)block.exp_avg;
+  uint8_t* r = (uint8_t*)block.exp_avg_sq;
+  if (top_m_bits >= kInfinityBits || top_s_bits >= kInfinityBits) {  // shows, and stays
+    *block.scale_m = *block.scale_s = __builtin_nanf("");
+    __builtin_memset(q, 0, kBlock);
+    __builtin_memset(r, 0, kBlock);
     return;
   }
-  *scale_m = float_of((uint32_t)top_m);
-  *scale_s = float_of((uint32_t)top_s);
-  const float factor_m = to_levels(top_m, kLevels), factor_s = to_levels(top_s, kRootLevels);
-  const int32_t most_m = (int32_t)bits_of(kLevels), most_s = (int32_t)bits_of(kRootLevels);
-  const int32_t least_s = top_s == 0 ? 0 : (int32_t)bits_of(1.f);
-  const uint32_t key_high = (uint32_t)(key >> 32);
-  uint32_t counter = (uint32_t)key;
-  // Numbers of 32 bits first, narrowed afterwards: a loop that stores bytes works on four times the registers at once.
-  alignas(64) int32_t code_m[kBlock], code_s[kBlock];
-  for (int64_t i = 0; i < n; i++) {
-    uint32_t x = counter;
-    counter += 0x9e3779b9u;
-    x = (x ^ (x >> 16)) * 0x7feb352du;
+  __builtin_memcpy(block.scale_m, &top_m_bits, 4);
+  __builtin_memcpy(block.scale_s, &top_s_bits, 4);
+  const float factor_m = to_levels(*block.scale_m, kLevels), factor_s = to_levels(*block.scale_s, kRootLevels);
+  const Floats least_s = all(top_s_bits == 0 ? 0.f : 1.f);
+  // A hash of 32 bits has two uniform numbers. The element half a block further takes them the other way round: each
+  // element's two are independent, and so are those of all exp_avg and those of all exp_avg_sq.
+  constexpr int64_t kHalf = kBlock / 2;
+  alignas(64) float twice[kBlock];
+  const Words key_high = all((uint32_t)(key >> 32));
+  Words counter = (Words)counting() * 0x9e3779b9u + (uint32_t)key;
+  for (int64_t i = 0; i < kHalf; i += kLanes) {
+    Words x = (counter ^ (counter >> 16)) * 0x7feb352du;
+    counter += kLanes * 0x9e3779b9u;
     x ^= key_high;
     x = (x ^ (x >> 15)) * 0x846ca68bu;
     x ^= x >> 16;
-    const float twice_m = (float)(int32_t)(x & 0xffffu) * (1.f / 32768);
-    const float twice_s = (float)(int32_t)(x >> 16) * (1.f / 32768);
-
-    int32_t y = (int32_t)bits_of(float_of((uint32_t)magnitude_bits(m[i])) * factor_m);
-    y = y > most_m ? most_m : y;
-    const int32_t sign = (int32_t)bits_of(m[i]) >> 31;
-    code_m[i] = (round_root(float_of((uint32_t)y), twice_m) ^ sign) - sign;
-
-    int32_t z = (int32_t)bits_of(s[i] * factor_s);
-    z = z > most_s ? most_s : z;
-    z = z < least_s ? least_s : z;
-    code_s[i] = round_root(float_of((uint32_t)z), twice_s);
+    store(twice + i, to_floats((Ints)(x & 0xffffu)) * (1.f / 32768));
+    store(twice + i + kHalf, to_floats((Ints)(x >> 16)) * (1.f / 32768));
   }
-  for (int64_t i = 0; i < n; i++) q[i] = (int8_t)code_m[i];
-  for (int64_t i = 0; i < n; i++) r[i] = (uint8_t)code_s[i];
+  for (int64_t i = 0; i < kBlock; i += kLanes) {
+    const Floats m = load(exp_avg + i), s = load(root + i);
+    const Ints code = round_root(smaller(magnitude(m) * factor_m, all(kLevels)), load(twice + i));
+    store_narrow(q + i, bits_of(m) < 0 ? -code : code);
+    const Floats z = larger(smaller(s * factor_s, all(kRootLevels)), least_s);
+    store_narrow(r + i, round_root(z, load(twice + (i ^ kHalf))));
+  }
 }
 
-INLINE void update_tile(const Types& types, const Job& job, const Layout& at, const Hyper& h, uint64_t key,
-                        int64_t start, int64_t n) {
-  alignas(64) float grad[kBlock], master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock];
-  char* state = (char*)job.state;
-  uint16_t* residual = (uint16_t*)(state + at.master) + start;
-  uint16_t* param16 = (uint16_t*)job.param + start;
-  load_as_float(grad, types.grad_dtype, job.grad, start, n);
-  float* w = is_split(types.format) ? master : (float*)(state + at.master) + start;
-  if (is_split(types.format)) join(master, param16, residual, n);
-  if (has_moments8(types.format)) {
-    int8_t* q = (int8_t*)(state + at.exp_avg) + start;
-    uint8_t* r = (uint8_t*)(state + at.exp_avg_sq) + start;
-    float* scale_m = (float*)(state + at.exp_avg_scale) + start / kBlock;
-    float* scale_s = (float*)(state + at.exp_avg_sq_scale) + start / kBlock;
-    unpack(exp_avg, exp_avg_sq, q, r, *scale_m, *scale_s, n);
-    adamw<true>(w, exp_avg, exp_avg_sq, grad, n, h, kSmallestExpAvg8Bits, kSmallestExpAvgSq8Bits);
-    const uint64_t block = (uint64_t)((job.element_offset + start) / kBlock);
-    pack(q, r, scale_m, scale_s, exp_avg, exp_avg_sq, n, mix(key + block * 0x9e3779b97f4a7c15ull));
-  } else {
-    adamw<false>(w, (float*)(state + at.exp_avg) + start, (float*)(state + at.exp_avg_sq) + start, grad, n, h,
-                 kSmallestNormalBits, kSmallestNormalBits);
+template <bool kSplit, bool kMoments8>
+INLINE void update_block(const Types& types, const Block& block, const Hyper& h, uint64_t key) {
+  alignas(64) float unpacked[kMoments8 ? kBlock : 1], root[kBlock];
+  float* const exp_avg = kMoments8 ? unpacked : (float*)block.exp_avg;
+  Ints top_m{}, top_s{};
+  for (int64_t i = 0; i < kBlock; i += kLanes) {
+    const Floats g = load_as_float(types.grad_dtype, block.grad, i);
+    if constexpr (kMoments8) {
+      Floats m = unpack_exp_avg(load_wide((const int8_t*)block.exp_avg + i), *block.scale_m);
+      Floats v = unpack_exp_avg_sq(load_wide((const uint8_t*)block.exp_avg_sq + i), *block.scale_s);
+      const Floats s = new_moments(m, v, g, h, kSmallestExpAvg8, kSmallestExpAvgSq8);
+      top_m = larger(top_m, bits_of(magnitude(m)));  // NaN is the largest
+      top_s = larger(top_s, bits_of(magnitude(s)));
+      store(exp_avg + i, m);
+      store(root + i, s);
+    } else {
+      Floats m = load(exp_avg + i), v = load((float*)block.exp_avg_sq + i);
+      store(root + i, new_moments(m, v, g, h, kSmallestNormal, kSmallestNormal));
+      store(exp_avg + i, one_nan(m));
+      store((float*)block.exp_avg_sq + i, one_nan(v));
+    }
   }
-  if (is_split(types.format)) split(param16, residual, master, n);
-  else store_param(types.param_dtype, job.param, start, w, n);
+  for (int64_t i = 0; i < kBlock; i += kLanes) {
+    const Floats m = load(exp_avg + i), s = load(root + i);
+    if constexpr (kSplit) {
+      uint16_t *param = (uint16_t*)block.param + i, *residual = (uint16_t*)block.master + i;
+      const Floats w = new_master(join(param, (const int16_t*)residual), m, s, h);
+      store_as(kBfloat16, block.param, i, w);
+      store_narrow(residual, bits_of(w));
+    } else {
+      const Floats w = new_master(load((float*)block.master + i), m, s, h);
+      store((float*)block.master + i, w);
+      store_as(types.param_dtype, block.param, i, w);
+    }
+  }
+  if constexpr (kMoments8) pack(block, exp_avg, root, largest_of(top_m), largest_of(top_s), key);
+}
+
+static inline int64_t size_of(int32_t dtype) { return dtype == kNone ? 0 : dtype == kFloat32 ? 4 : 2; }
+
+template <bool kSplit, bool kMoments8>
+void update_range(const Types types, const Job job, const Hyper h, int64_t start, int64_t stop) {
+  const Layout at = layout_of(types.format, job.numel);
+  const uint64_t step_key = mix(mix(h.seed + 0x9e3779b97f4a7c15ull) ^ (uint64_t)h.step);
+  const int64_t grad_size = size_of(types.grad_dtype), param_size = size_of(types.param_dtype);
+  constexpr int64_t kMasterSize = kSplit ? 2 : 4, kMomentSize = kMoments8 ? 1 : 4;
+  char* state = (char*)job.state;
+  for (; start < stop; start += kBlock) {
+    Block block;
+    block.grad = (const char*)job.grad + start * grad_size;
+    block.param = (char*)job.param + start * param_size;
+    block.master = state + at.master + start * kMasterSize;
+    block.exp_avg = state + at.exp_avg + start * kMomentSize;
+    block.exp_avg_sq = state + at.exp_avg_sq + start * kMomentSize;
+    block.scale_m = (float*)(state + at.exp_avg_scale) + start / kBlock;
+    block.scale_s = (float*)(state + at.exp_avg_sq_scale) + start / kBlock;
+    const uint64_t key = mix(step_key + (uint64_t)((job.element_offset + start) / kBlock) * 0x9e3779b97f4a7c15ull);
+    const int64_t n = stop - start;
+    if (n >= kBlock) {
+      update_block<kSplit, kMoments8>(types, block, h, key);
+    } else {  // the last few of a chunk, in a block filled up with zeros, which stay zeros
+      alignas(64) char grad[4 * kBlock] = {}, param[4 * kBlock] = {}, master[4 * kBlock] = {};
+      alignas(64) char exp_avg[4 * kBlock] = {}, exp_avg_sq[4 * kBlock] = {};
+      __builtin_memcpy(grad, block.grad, n * grad_size);
+      __builtin_memcpy(param, block.param, n * param_size);
+      __builtin_memcpy(master, block.master, n * kMasterSize);
+      __builtin_memcpy(exp_avg, block.exp_avg, n * kMomentSize);
+      __builtin_memcpy(exp_avg_sq, block.exp_avg_sq, n * kMomentSize);
+      update_block<kSplit, kMoments8>(
+          types, Block{grad, param, master, exp_avg, exp_avg_sq, block.scale_m, block.scale_s}, h, key);
+      __builtin_memcpy(block.param, param, n * param_size);
+      __builtin_memcpy(block.master, master, n * kMasterSize);
+      __builtin_memcpy(block.exp_avg, exp_avg, n * kMomentSize);
+      __builtin_memcpy(block.exp_avg_sq, exp_avg_sq, n * kMomentSize);
+    }
+  }
 }
 
 void update(const Types& types, const Job& job, const Hyper& hyper, int64_t start, int64_t stop) {
   Hyper h = hyper;
   if (!job.decays) h.decay = 1.f;
-  const Layout at = layout_of(types.format, job.numel);
-  const uint64_t key = mix(mix(h.seed + 0x9e3779b97f4a7c15ull) ^ (uint64_t)h.step);
-  for (; start + kBlock <= stop; start += kBlock) update_tile(types, job, at, h, key, start, kBlock);
-  if (start < stop) update_tile(types, job, at, h, key, start, stop - start);
+  if (types.format == kFp32) update_range<false, false>(types, job, h, start, stop);
+  else if (types.format == kSplit) update_range<true, false>(types, job, h, start, stop);
+  else if (types.format == kFp32Moments8) update_range<false, true>(types, job, h, start, stop);
+  else update_range<true, true>(types, job, h, start, stop);
 }
 
 typedef float Float8 __attribute__((vector_size(32)));
@@ -258,16 +239,24 @@ INLINE double sum_block(const float* x) {
 
 uint32_t sum_squares(int32_t dtype, const void* grad, int64_t start, int64_t stop, double* partial) {
   alignas(64) float tile[kSumBlock];
-  int32_t largest = 0;
+  alignas(64) char filled[4 * kSumBlock];
+  const int64_t size = size_of(dtype);
+  Ints top{};
   for (; start < stop; start += kSumBlock) {
-    const int64_t n = stop - start < kSumBlock ? stop - start : kSumBlock;
-    load_as_float(tile, dtype, grad, start, n);
-    for (int64_t i = n; i < kSumBlock; i++) tile[i] = 0.f;
-    const int32_t top = largest_magnitude(tile, kSumBlock);
-    largest = top > largest ? top : largest;
+    const void* block = (const char*)grad + start * size;
+    if (stop - start < kSumBlock) {  // the last few, filled up with zeros
+      __builtin_memset(filled, 0, sizeof filled);
+      __builtin_memcpy(filled, block, (stop - start) * size);
+      block = filled;
+    }
+    for (int64_t i = 0; i < kSumBlock; i += kLanes) {
+      const Floats x = load_as_float(dtype, block, i);
+      top = larger(top, bits_of(magnitude(x)));
+      store(tile + i, x);
+    }
     *partial++ = sum_block(tile);
   }
-  return (uint32_t)largest;
+  return (uint32_t)largest_of(top);
 }
 
 }  // namespace

@@ -155,13 +155,17 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _random(seed: int, step: int, first_block: int, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two independent multiples of 2^-16 in [0, 1) per element, fp32 [num_blocks, 256] each."""
+    """Two independent multiples of 2^-16 in [0, 1) per element, fp32 [num_blocks, 256] each.
+
+    A hash of 32 bits has two. The element half a block further takes them the other way round.
+    """
     key = _mix_int(_mix_int(seed + GOLDEN_64) ^ step)
     block = torch.arange(first_block, first_block + num_blocks, dtype=torch.int64)
     block_key = _mix(block * _signed(GOLDEN_64) + _signed(key))[:, None]
-    x = torch.arange(BLOCK_NUMEL, dtype=torch.int64) * 0x9E3779B9 + (block_key & MASK_32) & MASK_32
+    x = torch.arange(BLOCK_NUMEL // 2, dtype=torch.int64) * 0x9E3779B9 + (block_key & MASK_32) & MASK_32
     x = (x ^ (x >> 16)) * 0x7FEB352D & MASK_32
     x = x ^ ((block_key >> 32) & MASK_32)
     x = (x ^ (x >> 15)) * 0x846CA68B & MASK_32
     x = x ^ (x >> 16)
-    return (x & 0xFFFF).float() * 2.0**-16, (x >> 16).float() * 2.0**-16
+    low, high = (x & 0xFFFF).float() * 2.0**-16, (x >> 16).float() * 2.0**-16  # [num_blocks, 128]
+    return torch.cat([low, high], 1), torch.cat([high, low], 1)
