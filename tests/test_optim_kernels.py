@@ -312,3 +312,24 @@ def test_a_broken_gradient_shows_in_8_bit_moments():
         backend.update(SPLIT8, ChunkJob(torch.zeros(512), other.state, other.param), hyper(2))
         assert chunk.read("exp_avg_sq")[256:].isnan().all()
         assert chunk.read("master")[256:].isnan().all()
+
+
+@pytest.mark.parametrize("numel", [1, 255, 300])
+@pytest.mark.parametrize("state_format", FORMATS, ids=lambda f: f.name)
+def test_what_lies_behind_a_chunk_is_neither_used_nor_written(state_format, numel):
+    """Chunks end within a block; their neighbours in gradient and parameter begin right behind."""
+    generator = torch.Generator().manual_seed(11)
+    job = make_job(state_format, numel, generator)
+    assert job.param is not None
+    param = torch.cat([job.param, torch.full((256,), 7.0).bfloat16()])
+    grad = torch.cat([job.grad, torch.full((256,), math.nan).bfloat16()])
+    for backend in all_variants():
+        alone, beside = copy_of(job), dataclasses.replace(copy_of(job), grad=grad[:numel], param=param.clone()[:numel])
+        assert beside.param is not None
+        behind = torch.as_strided(beside.param, (256,), (1,), numel)
+        beside.state[state_format.chunk_bytes(numel) - 1] = alone.state[-1] = 0xAA
+        backend.update(state_format, alone, hyper())
+        backend.update(state_format, beside, hyper())
+        assert same_bytes(alone, beside)
+        assert torch.equal(behind, torch.full((256,), 7.0).bfloat16())
+        assert alone.state[-1] == 0xAA

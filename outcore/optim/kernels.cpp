@@ -4,9 +4,9 @@
 // square root), so the variants differ in speed only. Nothing of the C++ library is used here: a template of it,
 // instantiated with AVX-512, could be the copy that the linker keeps for the other objects.
 //
-// A block of 256 elements stays in L1 while short loops pass over it: moments, then the master, then, for 8-bit moments,
-// random numbers and codes. A loop that did all of it would be slower: the processor looks ahead by so many operations,
-// and finds more elements to work on while a division or a square root takes its time.
+// A block of 256 elements stays in L1 while short loops pass over it: moments, then the master, then, for 8-bit
+// moments, random numbers and codes. One loop that does all of it is slower: a processor looks ahead by so many
+// operations, and in a short loop finds more elements to work on while a division or a square root takes its time.
 #include "abi.h"
 #include "lanes.h"
 
@@ -21,7 +21,7 @@ constexpr int32_t kInfinityBits = 0x7f800000;
 constexpr int32_t kNanBits = 0x7fc00000;
 constexpr float kSmallestNormal = 1.1754943508222875e-38f;  // 2^-126: below it, moments become zero
 // 8-bit moments: the smallest code of a block must stay a normal fp32, so that a checkpoint in fp32 is exact.
-constexpr float kSmallestExpAvg8 = 1.925929944387236e-34f;   // 2^-112
+constexpr float kSmallestExpAvg8 = 1.925929944387236e-34f;     // 2^-112
 constexpr float kSmallestExpAvgSq8 = 1.0097419586828951e-28f;  // 2^-93
 constexpr float kLevels = 127.f * 127.f, kInverseLevels = 1.f / kLevels;
 constexpr float kRootLevels = 255.f * 255.f, kInverseRootLevels = 1.f / kRootLevels;
@@ -183,8 +183,8 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
     block.master = state + at.master + start * kMasterSize;
     block.exp_avg = state + at.exp_avg + start * kMomentSize;
     block.exp_avg_sq = state + at.exp_avg_sq + start * kMomentSize;
-    block.scale_m = (float*)(state + at.exp_avg_scale) + start / kBlock;
-    block.scale_s = (float*)(state + at.exp_avg_sq_scale) + start / kBlock;
+    block.scale_m = kMoments8 ? (float*)(state + at.exp_avg_scale) + start / kBlock : nullptr;
+    block.scale_s = kMoments8 ? (float*)(state + at.exp_avg_sq_scale) + start / kBlock : nullptr;
     const uint64_t key = mix(step_key + (uint64_t)((job.element_offset + start) / kBlock) * 0x9e3779b97f4a7c15ull);
     const int64_t n = stop - start;
     if (n >= kBlock) {
@@ -193,13 +193,13 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
       alignas(64) char grad[4 * kBlock] = {}, param[4 * kBlock] = {}, master[4 * kBlock] = {};
       alignas(64) char exp_avg[4 * kBlock] = {}, exp_avg_sq[4 * kBlock] = {};
       __builtin_memcpy(grad, block.grad, n * grad_size);
-      __builtin_memcpy(param, block.param, n * param_size);
+      if (param_size > 0) __builtin_memcpy(param, block.param, n * param_size);
       __builtin_memcpy(master, block.master, n * kMasterSize);
       __builtin_memcpy(exp_avg, block.exp_avg, n * kMomentSize);
       __builtin_memcpy(exp_avg_sq, block.exp_avg_sq, n * kMomentSize);
       update_block<kSplit, kMoments8>(
           types, Block{grad, param, master, exp_avg, exp_avg_sq, block.scale_m, block.scale_s}, h, key);
-      __builtin_memcpy(block.param, param, n * param_size);
+      if (param_size > 0) __builtin_memcpy(block.param, param, n * param_size);
       __builtin_memcpy(block.master, master, n * kMasterSize);
       __builtin_memcpy(block.exp_avg, exp_avg, n * kMomentSize);
       __builtin_memcpy(block.exp_avg_sq, exp_avg_sq, n * kMomentSize);

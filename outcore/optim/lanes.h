@@ -1,6 +1,6 @@
-// Full registers of 32-bit numbers, as wide as the instruction set this is compiled for: what kernels.cpp computes with.
+// Full registers of 32-bit numbers, as wide as the instruction set this is compiled for; kernels.cpp computes in them.
 //
-// Arithmetic is that of the compiler's vector types, element by element, in IEEE single precision. Intrinsics only where
+// Arithmetic is that of the compiler's vector types, element by element in IEEE single precision. Intrinsics only where
 // these have none (square roots) or where compilers take element after element (numbers of 8 and 16 bits).
 #pragma once
 #include <stdint.h>
@@ -92,8 +92,12 @@ INLINE void store_narrow(uint8_t* to, Ints x) { _mm_storeu_si128((__m128i*)to, _
 #elif defined(__AVX2__)
 INLINE Ints load_wide(const int8_t* from) { return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
 INLINE Ints load_wide(const uint8_t* from) { return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)); }
-INLINE Ints load_wide(const int16_t* from) { return (Ints)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)from)); }
-INLINE Ints load_wide(const uint16_t* from) { return (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)); }
+INLINE Ints load_wide(const int16_t* from) {
+  return (Ints)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)from));
+}
+INLINE Ints load_wide(const uint16_t* from) {
+  return (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+}
 INLINE void store_narrow(uint16_t* to, Ints x) {
   const __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xffff));
   const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
@@ -128,11 +132,15 @@ INLINE void store_narrow(uint8_t* to, Ints x) {
 #else
 template <typename Narrow>
 INLINE Ints load_wide(const Narrow* from) {
-  return Ints{from[0], from[1], from[2], from[3]};
+  Narrow x[kLanes];
+  __builtin_memcpy(x, from, sizeof x);
+  return Ints{x[0], x[1], x[2], x[3]};
 }
 template <typename Narrow>
 INLINE void store_narrow(Narrow* to, Ints x) {
-  for (int lane = 0; lane < kLanes; lane++) to[lane] = (Narrow)x[lane];
+  Narrow narrow[kLanes];
+  for (int lane = 0; lane < kLanes; lane++) narrow[lane] = (Narrow)x[lane];
+  __builtin_memcpy(to, narrow, sizeof narrow);
 }
 #endif
 
