@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -30,6 +31,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
         if "gds" in item.keywords and "gds" not in chosen:
             item.add_marker(pytest.mark.skip(reason="needs a proven GPUDirect Storage path: run with -m gds"))
+
+
+@pytest.fixture(autouse=True)
+def _linear_as_torch_has_it() -> Iterator[None]:
+    """DeepSpeed's zero.Init replaces torch.nn.functional.linear for the whole process, and says that it stays so."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.nn.functional.linear is not torch._C._nn.linear:
+        torch.nn.functional.linear = torch._C._nn.linear
 
 
 @pytest.fixture(autouse=True)
