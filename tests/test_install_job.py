@@ -249,11 +249,13 @@ class Calls:
         return self.code
 
 
-def test_tests_are_started_with_coverage(repository: Path) -> None:
+def test_tests_are_started_with_coverage(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(repository, tests=True)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
     calls = Calls(code=5)
     assert run(make_job(repository, "--test", call=calls)) == 5
-    assert calls.commands == [["-m", "pytest", "--cov=outcore", "--cov-report=term", "--cov-fail-under=80"]]
+    whole = ["-m", "pytest", "--cov=outcore", "--cov-report=term", "--cov-fail-under=80"]
+    assert calls.commands == [[*whole, "-n", "3", "--dist", "loadfile"]]
     environ = calls.more[0]["env"]
     assert environ["TORCH_EXTENSIONS_DIR"] == str(repository / ".venv/torch_extensions")
     assert environ["DS_ACCELERATOR"] == "cpu"

@@ -34,6 +34,9 @@ OUTPUT_FOLDERS = ("checkpoints", "logs", "final_model")
 # Variables of a surrounding launcher or interpreter that would mislead the children.
 DROPPED_VARIABLES = ("PYTHONHOME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
 
+TEST_PROCESSES = 4
+"""Each holds torch and tiny models, about 1.5 GB."""
+
 
 class Job:
     """One run of the set-up. Use as a context manager: errors end in `exit_code` and a message, not in a traceback."""
@@ -217,9 +220,17 @@ class Job:
             self.exit_code = self._start([str(script), *self.options.rest])
 
     def _pytest_arguments(self) -> list[str]:
-        """The whole suite must cover 80 % of the package; a chosen part of it need not."""
+        """The whole suite must cover 80 % of the package; a chosen part of it need not.
+
+        Without a GPU the whole suite runs in a process per core (at most `TEST_PROCESSES`), a file in one of them;
+        tests of a GPU measure its memory and must be alone on it.
+        """
         coverage = ["--cov=outcore", "--cov-report=term"]
-        return [*coverage, *self.options.rest] if self.options.rest else [*coverage, "--cov-fail-under=80"]
+        if self.options.rest:
+            return [*coverage, *self.options.rest]
+        processes = min(TEST_PROCESSES, os.cpu_count() or 1) if self.chosen.name == "cpu" else 1
+        together = ["-n", str(processes), "--dist", "loadfile"] if processes > 1 else []
+        return [*coverage, "--cov-fail-under=80", *together]
 
     def _start(self, arguments: list[str]) -> int:
         sys.stdout.flush()
