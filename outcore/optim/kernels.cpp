@@ -216,22 +216,25 @@ void update(const Types& types, const Job& job, const Hyper& hyper, int64_t star
   else update_range<true, true>(types, job, h, start, stop);
 }
 
-typedef float Float8 __attribute__((vector_size(32)));
-typedef double Double8 __attribute__((vector_size(64)));
-
 // 64 lanes, each the sum of 64 squares one after the other, then halves added until one is left. The products are
 // exact in double precision.
 INLINE double sum_block(const float* x) {
-  Double8 lane[8] = {};
-  for (int row = 0; row < 64; row++)
-    for (int j = 0; j < 8; j++) {
-      Float8 f;
-      __builtin_memcpy(&f, x + 64 * row + 8 * j, sizeof f);
-      const Double8 d = __builtin_convertvector(f, Double8);
-      lane[j] += d * d;
-    }
+  constexpr int kTogether = kLanes / 2;  // lanes of a register; four of these at a time
   double flat[64];
-  __builtin_memcpy(flat, lane, sizeof flat);
+  for (int first = 0; first < 64; first += 4 * kTogether) {
+    Doubles a{}, b{}, c{}, d{};
+    for (int row = 0; row < 64; row++) {
+      const float* at = x + 64 * row + first;
+      a += squares(at);
+      b += squares(at + kTogether);
+      c += squares(at + 2 * kTogether);
+      d += squares(at + 3 * kTogether);
+    }
+    store(flat + first, a);
+    store(flat + first + kTogether, b);
+    store(flat + first + 2 * kTogether, c);
+    store(flat + first + 3 * kTogether, d);
+  }
   for (int half = 32; half >= 1; half /= 2)
     for (int j = 0; j < half; j++) flat[j] += flat[j + half];
   return flat[0];

@@ -75,6 +75,20 @@ INLINE Floats load(const float* from) {
 }
 INLINE void store(float* to, Floats x) { __builtin_memcpy(to, &x, sizeof x); }
 
+typedef double Doubles __attribute__((vector_size(4 * kLanes)));
+INLINE void store(double* to, Doubles x) { __builtin_memcpy(to, &x, sizeof x); }
+// The squares of kLanes / 2 numbers, exact.
+INLINE Doubles squares(const float* from) {
+#if defined(__AVX512F__)
+  const Doubles x = (Doubles)_mm512_cvtps_pd(_mm256_loadu_ps(from));
+#elif defined(__AVX2__)
+  const Doubles x = (Doubles)_mm256_cvtps_pd(_mm_loadu_ps(from));
+#else
+  const Doubles x = {from[0], from[1]};
+#endif
+  return x * x;
+}
+
 // Numbers of 8 and 16 bits as 32-bit ones, and the low 8 or 16 bits of 32-bit ones.
 #if defined(__AVX512F__)
 INLINE Ints load_wide(const int8_t* from) { return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)); }
