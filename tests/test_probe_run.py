@@ -110,7 +110,13 @@ def test_several_paths_and_a_bad_one(tmp_path: Path, capsys: Any) -> None:
 
 def test_ctrl_c_removes_the_test_file(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "gds_optimizer.py"), "--file-mib", "64", "--path", str(tmp_path)]
-    process = subprocess.Popen([*command, "--logs", str(tmp_path / "logs")], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "--logs", str(tmp_path / "logs")],
+        stderr=subprocess.PIPE,
+        text=True,
+        # Whoever started the tests in the background may have had Ctrl-C ignored; children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         deadline_s = time.monotonic() + 60
         assert process.stderr is not None

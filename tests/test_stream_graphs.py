@@ -78,6 +78,15 @@ def test_gradients_are_added_once_per_call_to_the_sums_of_that_call():
     assert float(mine[0, 0]) == expected and float(yours[1, 2]) == 10 * expected
 
 
+def test_an_expanded_input_is_held_dense():
+    mask = torch.arange(3.0).expand(4, 3)
+    held = module.empty_like(mask)
+    torch._foreach_copy_([held], [mask])
+    assert torch.equal(held, mask) and held.is_contiguous()
+    transposed = torch.empty(2, 3).t()
+    assert module.empty_like(transposed).stride() == transposed.stride()
+
+
 def test_shapes_names_and_buffers_have_graphs_of_their_own():
     graphs = CpuGraphs(torch.device("cpu"))
     zero = torch.tensor(0.0)

@@ -93,7 +93,7 @@ class LayerGraphs:
             return function(weights, hidden, args, kwargs, *more)
         if isinstance(found, _Graph):
             return self._replay(found, inputs)
-        if found is None or self.why_not:
+        if found is None or self.why_not or any(t.device != hidden.device for t in inputs):  # a graph would keep values
             return function(weights, hidden, args, kwargs, *more)
         self._calls[key] = self._calls.get(key, 0) + 1
         if self._calls[key] <= CALLS_BEFORE or len(self._graphs) >= MAX_GRAPHS:
@@ -156,7 +156,9 @@ class LayerGraphs:
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """With the same strides, values undefined."""
+    """With the same strides (dense where it was expanded, so that it can be written to), values undefined."""
+    if 0 in tensor.stride():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
