@@ -49,8 +49,8 @@ DEFAULT_TIMEOUT_S = 600.0
 """Longest silent wait: a slow drive needs under a minute for the largest layer; more means that something hangs."""
 EXIT_TIMEOUT_S = 10.0
 HOME_COPY_BYTES = 64 * MIB
-"""Piece of a copy between pinned RAM and the device: few calls a layer (each costs the host some 20 us), and at 12 GB/s
-other lanes get between after 5 ms."""
+"""Piece of a copy between pinned RAM and the device: few calls a layer, and at 12 GB/s other lanes get between
+after 5 ms."""
 
 AT_ONCE: Literal["at once"] = "at once"
 """For `after=`: the device memory is ready, wait for nothing."""

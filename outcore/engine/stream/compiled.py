@@ -47,7 +47,7 @@ class CompiledLayers:
         self._backend = backend
         self.graphs = graphs
         self._functions: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-        if not self.why_not:  # for good: a context around every call costs the host 0.1 ms
+        if not self.why_not:  # for good, not in a context around every call
             limits = torch._dynamo.config
             limits.recompile_limit = max(limits.recompile_limit, MAX_RECOMPILES)
 

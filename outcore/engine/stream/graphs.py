@@ -116,9 +116,9 @@ class LayerGraphs:
         spec: TreeSpec,
         sums: list[torch.Tensor] | None,
     ) -> _Graph | None:
-        if shapes not in self._static:
-            self._static[shapes] = [empty_like(t) for t in inputs]
-        static = self._static[shapes]
+        if not self._has_room():  # not even for the trial
+            return None
+        static = self._static.get(shapes) or [empty_like(t) for t in inputs]
         call = call_on(function, weights, static, leaves, spec)
         try:
             torch._foreach_copy_(static, inputs)  # pyright: ignore[reportPrivateImportUsage]
@@ -130,7 +130,7 @@ class LayerGraphs:
             end.record()
             end.synchronize()
             del unused
-            if begin.elapsed_time(end) > LONG_S * 1e3 or not self._has_room():
+            if begin.elapsed_time(end) > LONG_S * 1e3:
                 return None
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
@@ -141,11 +141,12 @@ class LayerGraphs:
         except (RuntimeError, torch.OutOfMemoryError) as error:
             self.give_up(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
             return None
+        self._static[shapes] = static
         return _Graph(graph, static, output)
 
     def _has_room(self) -> bool:
-        free = free_device_bytes(self.device) or 0
-        return free >= FREE_SHARE * (free + torch.cuda.memory_allocated(self.device))
+        free = free_device_bytes(self.device)
+        return free is None or free >= FREE_SHARE * (free + torch.cuda.memory_allocated(self.device))
 
     def give_up(self, reason: str) -> None:
         """Capture nothing any more; what was captured is let go."""

@@ -89,7 +89,7 @@ Lend = Callable[[int], torch.Tensor | None]
 
 
 class RamActivations:
-    """Down to RAM and back, a layer's micro-batches as one transfer: each costs the host time that launches need (M).
+    """Down to RAM and back, a layer's micro-batches as one transfer: each takes the host time that launches need.
 
     `num_layers`: of the model; `stay`: how many of the last ones stay on the device.
 

@@ -77,7 +77,7 @@ class Units:
     """The same object as `embed` when weights are tied."""
     isolation: Isolation
 
-    def __post_init__(self) -> None:  # a hundred modules a micro-batch would cost milliseconds to make
+    def __post_init__(self) -> None:  # once: they are used by every micro-batch
         self._tape, self._held = Tape(), Held()
         self._recorders = recorders_of(self.layers, self._tape)
         self._relays = nn.ModuleList([Relay(layer, self._held) for layer in self.layers])
