@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from outcore.engine.base import EvalResult, MicroBatch, NonFiniteLossError, StepResult
+from outcore.engine.deepspeed.shared_memory import remove_own_buffer
 from outcore.engine.deepspeed.state import FAMILIES, open_state
 from outcore.engine.export import export_model
 from outcore.engine.shards import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
@@ -270,6 +271,7 @@ class DeepSpeedEngine:
             return
         self._closed = True
         self.ds.destroy()
+        remove_own_buffer(self.rank)
 
 
 class _Marks:
