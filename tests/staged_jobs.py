@@ -38,7 +38,8 @@ def environment(
     rank: int = 0, world_size: int = 1, port: int | None = None, device: str = "cpu"
 ) -> dict[str, str]:  # fmt: skip
     """Of a child process: this process's own without a launcher's marks."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHILD.parents[1]), "STAGED_DEVICE": device}
+    path = os.pathsep.join(filter(None, [str(CHILD.parents[1]), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "STAGED_DEVICE": device}
     if device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
     else:
