@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stream_models import plain_batch, set_dropout, tiny_loaded
 
-from outcore.engine.base import EngineError
+from outcore.engine.base import EngineError, NonFiniteLossError
 from outcore.engine.stream.accumulator import GradAccumulator
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.clock import PhaseClock
@@ -206,6 +206,33 @@ def test_a_failed_download_comes_out_where_the_weights_are_needed(engine):
     assert updates.is_done(unit)
     with pytest.raises(EngineError, match="the copy failed"):
         engine.evaluate([plain_batch()])
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf"), 2.0**61, 1.0])
+def test_a_norm_that_came_with_the_gradient_spares_the_look_at_it(engine, monkeypatch, norm):
+    updates, unit = engine._parts.updates, engine._parts.units.layer_units[0]
+    submitted = []
+    submit = engine._parts.optimizer.submit
+    monkeypatch.setattr(
+        engine._parts.optimizer, "submit", lambda *args, **more: submitted.append(more) or submit(*args, **more)
+    )
+    updates._arena.try_take(unit).zero_()
+
+    class Here:
+        error = None
+
+        def add_done_callback(self, fn):
+            fn(self)
+
+    updates.submit(unit, Here(), engine._hyper(1e-3, 1.0), guard=True, norm_of=lambda _: norm)
+    if norm == 1.0:
+        updates.wait(unit)
+        assert submitted == [{"guard": False}]
+    else:
+        with pytest.raises(NonFiniteLossError, match="was not finite"):
+            updates.wait(unit)
+        assert not submitted
+        updates._pending.clear()
 
 
 def test_a_gradient_that_never_arrives_ends_in_a_timeout(engine):

@@ -170,6 +170,7 @@ def build_stream_engine(
             accumulate_dtype=sum_dtype,
             skip=skip,
             stalls=stalls,
+            norm_per_unit=not deferred,
         )
         tiles = None
         if tile_plan.tiled:

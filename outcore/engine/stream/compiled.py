@@ -94,7 +94,7 @@ class CompiledLayers:
             with torch.no_grad():
                 function = self._functions[kind][which]
                 return function(*args) if self.graphs is None else self.graphs.run((kind, which), function, *args)
-        except _compiler_errors() as error:
+        except compiler_errors() as error:
             text = str(error).strip().splitlines()
             self.give_up(f"torch.compile failed ({type(error).__name__}: {text[0][:300] if text else ''}).")
             return None
@@ -139,7 +139,8 @@ def _names_in(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[str
     return [by_id[id(p)] for p in parameters]
 
 
-def _compiler_errors() -> tuple[type[BaseException], ...]:
+def compiler_errors() -> tuple[type[BaseException], ...]:
+    """What a call of a compiled function raises when it could not be compiled."""
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import InductorError
 

@@ -101,7 +101,7 @@ class StreamEngine:
             if immediate is None:
                 shipped.append((unit, transfer))
             else:
-                parts.updates.submit(unit, transfer, immediate, guard=True)
+                parts.updates.submit(unit, transfer, immediate, guard=True, norm_of=parts.download.norm_of)
 
         sums = parts.schedule.train(
             [self._to_device(batch) for batch in micro_batches],

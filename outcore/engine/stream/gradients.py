@@ -22,7 +22,8 @@ class GradientDownload:
     update and gives its gradient's memory back.
 
     `skip`: indices of units whose gradients never come in whole (they are computed in tiles); no buffer has room for
-    them, but what `count` is told of them is part of the norm.
+    them, but what `count` is told of them is part of the norm. `norm_per_unit`: each shipped unit's own norm comes down
+    before its gradient, so that nobody has to read the gradient once more to see whether it is finite.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class GradientDownload:
         num_buffers: int = 2,
         skip: frozenset[int] = frozenset(),
         stalls: Stalls | None = None,
+        norm_per_unit: bool = False,
     ) -> None:
         self._arena, self._lane, self._make_room = arena, lane, make_room
         self._stalls = stalls or Stalls(lane.device)
@@ -58,6 +60,10 @@ class GradientDownload:
         self._leaving: list[LaneTransfer | None] = [None] * num_buffers
         self._turn = 0
         self._sumsq = torch.zeros((), dtype=torch.float64, device=lane.device)
+        self._norms: torch.Tensor | None = None
+        if norm_per_unit:
+            on_gpu = lane.device.type == "cuda"
+            self._norms = torch.full((len(units.all),), torch.nan, dtype=torch.float32, pin_memory=on_gpu)
 
     @property
     def device_bytes(self) -> int:
@@ -80,7 +86,9 @@ class GradientDownload:
         if complete.data_ptr() != target.data_ptr():
             target = self._take_buffer(unit)
             target.copy_(complete)
-        self.count(target)
+        norm = self.count(target)
+        if self._norms is not None:  # queued before the gradient's copy, so it is there when that has arrived
+            self._norms[unit.index].copy_(norm, non_blocking=True)
         transfer = self._lane.submit_host(target, self.home(unit), label=unit.name)
         self._leaving[self._turn] = transfer
         self._turn = (self._turn + 1) % len(self._ship)
@@ -95,9 +103,18 @@ class GradientDownload:
             home = self._arena.try_take(unit)
         return home
 
-    def count(self, rounded: torch.Tensor) -> None:
-        """Let values that go down (or lie in RAM) take part in the norm."""
-        self._sumsq += torch.linalg.vector_norm(rounded, dtype=torch.float32).double().square().to(self._sumsq.device)
+    def count(self, rounded: torch.Tensor) -> torch.Tensor:
+        """Let values that go down (or lie in RAM) take part in the norm; their own (fp32 scalar)."""
+        norm = torch.linalg.vector_norm(rounded, dtype=torch.float32)
+        self._sumsq += norm.double().square().to(self._sumsq.device)
+        return norm
+
+    def norm_of(self, unit: Unit) -> float | None:
+        """L2 norm of a unit's gradient once that has arrived in its home; not finite if anything in it was not. None
+        where it was not asked for, or the gradient came down in tiles."""
+        if self._norms is None or unit.index not in self._sums:
+            return None
+        return float(self._norms[unit.index])
 
     def norm(self) -> torch.Tensor:
         """fp64 scalar on the device: L2 norm of everything shipped in this step; not finite if anything was not."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from outcore.engine.stream.accumulator import GradAccumulator
 from outcore.engine.stream.compiled import CompiledLayers
+from outcore.engine.stream.cross_entropy import CrossEntropy
 from outcore.engine.stream.shell import CallLog, LayerCall, StreamUnsupported, bound
 from outcore.engine.stream.tiles_head import TiledHead
 from outcore.engine.stream.tiles_units import TiledUnits
@@ -80,6 +81,7 @@ class UnitRunner:
         self.logits_chunk_bytes = logits_chunk_bytes
         self.compiled = compiled
         self.head_loss = head_loss
+        self._cross_entropy = CrossEntropy(compiled=compiled is not None and not compiled.why_not)
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Parameters as views of the few slabs there are, by (unit, address): made once, not for every call."""
         self.tiles = tiles
@@ -277,14 +279,17 @@ class UnitRunner:
             for target in targets.tensor_split(num_chunks):
                 piece = flat[start : start + len(target)].detach().requires_grad_(train)
                 logits = self.units.parts.logits(piece[None])
-                part = summed_loss(logits, target, self.head_loss)
-                ce_sum += part.detach()
-                if grad_flat is not None:
-                    grad_piece, *grads = torch.autograd.grad(part * scale, [piece, *trainable], allow_unused=True)
+                if grad_flat is None:
+                    ce_sum += summed_loss(logits, target, self.head_loss)
+                else:
+                    part, seed, grad_seed = self._loss_and_seed(logits, target, scale)
+                    ce_sum += part
+                    del logits, part
+                    grad_piece, *grads = torch.autograd.grad(seed, [piece, *trainable], grad_seed, allow_unused=True)
+                    del seed, grad_seed
                     grad_flat[start : start + len(target)] = grad_piece
                     if into is not None:
                         into.add(grads)
-                del logits, part
                 start += len(target)
             result = HeadResult(ce_sum, n_tokens)
             if grad_flat is not None:
@@ -294,6 +299,16 @@ class UnitRunner:
                 if into is not None:
                     into.add(grads)
         return result
+
+    def _loss_and_seed(
+        self, logits: torch.Tensor, target: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(loss of a chunk, tensor that backward starts at, the gradient there)."""
+        if self.head_loss is not None:
+            part = summed_loss(logits, target, self.head_loss)
+            return part.detach(), part * scale, None
+        part, grad = self._cross_entropy(logits.detach().reshape(-1, logits.shape[-1]), target, scale)
+        return part, logits, grad.view_as(logits)
 
     def _router_loss(
         self, result: HeadResult, final: torch.Tensor, batch: Batch, routers: Sequence[torch.Tensor], grad_scale: float

@@ -179,8 +179,11 @@ class TiledDownload(GradientDownload):
         tiled = self._tiled.get(unit.index)
         return self._inner.ship(unit, accumulator) if tiled is None else self._gradients.finish(tiled, accumulator)
 
-    def count(self, rounded: torch.Tensor) -> None:
-        self._inner.count(rounded)
+    def count(self, rounded: torch.Tensor) -> torch.Tensor:
+        return self._inner.count(rounded)
+
+    def norm_of(self, unit: Unit) -> float | None:
+        return self._inner.norm_of(unit)
 
     def norm(self) -> torch.Tensor:
         return self._inner.norm()

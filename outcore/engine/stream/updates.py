@@ -1,15 +1,16 @@
 """Updates under way: which unit waits for its gradient, which for the CPU optimizer, which is up to date.
 
 `submit` returns at once: when the gradient has arrived in RAM (a callback on the lane's thread), the unit goes to the
-optimizer with its order of need as priority; its chunks on NVMe go through the ring. A guarded unit with such chunks
-has its gradient looked at first, so that one that is not finite skips the unit whole. `wait` blocks until the unit's
-parameters may be read and is where failures come out: a failed download, transfer or update, a gradient that was not
-finite in a guarded update.
+optimizer with its order of need as priority; its chunks on NVMe go through the ring. A guarded unit is skipped whole
+when its gradient is not finite: by the norm that came down with it, or else by looking at it first. `wait` blocks until the
+unit's parameters may be read and is where failures come out: a failed download, transfer or update, a gradient that was
+not finite in a guarded update.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -64,8 +65,17 @@ class UnitUpdates:
             self._ring.check()
             self._ring.begin_step()
 
-    def submit(self, unit: Unit, gradient: LaneTransfer, hyper: AdamWHyper, *, guard: bool = False) -> None:
-        """Update `unit` once `gradient` has arrived in its home."""
+    def submit(
+        self,
+        unit: Unit,
+        gradient: LaneTransfer,
+        hyper: AdamWHyper,
+        *,
+        guard: bool = False,
+        norm_of: Callable[[Unit], float | None] | None = None,
+    ) -> None:
+        """Update `unit` once `gradient` has arrived in its home. `norm_of`: its norm, if that is known then, which
+        spares a guarded update a pass over the gradient."""
         assert unit.index not in self._pending, f"{unit.name} is still being updated"
         pending = self._pending[unit.index] = _Pending(unit)
         grad = self._arena[unit]
@@ -76,10 +86,16 @@ class UnitUpdates:
             try:
                 if transfer.error is not None:
                     raise transfer.error
-                if guard and self._guards is not None and self._homes.flowing(unit):
+                norm = norm_of(unit) if guard and norm_of is not None else None
+                if norm is not None:
+                    pending.skipped = not is_usable(norm, hyper)
+                    if not pending.skipped:
+                        self._begin(pending, grad, hyper, guard=False)
+                elif guard and self._guards is not None and self._homes.flowing(unit):
                     self._guards.submit(self._begin_finite, pending, grad, hyper)
                     return
-                self._begin(pending, grad, hyper, guard=guard)
+                else:
+                    self._begin(pending, grad, hyper, guard=guard)
             except BaseException as error:  # raised again on the thread that waits
                 pending.error = error
             pending.handed_over.set()
@@ -102,7 +118,7 @@ class UnitUpdates:
             ticket = self._pool.submit_sumsq(f"gradient of {pending.unit.name}", priority, pieces)
             stats = self._pool.wait(ticket, self._timeout_s).stats
             assert stats is not None
-            pending.skipped = not stats.all_finite or stats.sumsq**0.5 * hyper.grad_scale > LARGEST_GRAD
+            pending.skipped = not stats.all_finite or not is_usable(stats.sumsq**0.5, hyper)
             if not pending.skipped:
                 self._begin(pending, grad, hyper, guard=False)
         except BaseException as error:  # raised again on the thread that waits
@@ -178,3 +194,8 @@ class UnitUpdates:
         if self._guards is not None:
             self._guards.shutdown(wait=False, cancel_futures=True)
         return self._ring is None or self._ring.close()
+
+
+def is_usable(norm: float, hyper: AdamWHyper) -> bool:
+    """Whether a gradient of this norm may reach the states: finite, and squares of its values do not overflow."""
+    return norm * hyper.grad_scale <= LARGEST_GRAD
