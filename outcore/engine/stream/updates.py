@@ -2,9 +2,9 @@
 
 `submit` returns at once: when the gradient has arrived in RAM (a callback on the lane's thread), the unit goes to the
 optimizer with its order of need as priority; its chunks on NVMe go through the ring. A guarded unit is skipped whole
-when its gradient is not finite: by the norm that came down with it, or else by looking at it first. `wait` blocks until the
-unit's parameters may be read and is where failures come out: a failed download, transfer or update, a gradient that was
-not finite in a guarded update.
+when its gradient is not finite: by the norm that came down with it, or else by looking at it first. `wait` blocks until
+the unit's parameters may be read and is where failures come out: a failed download, transfer or update, a gradient that
+was not finite in a guarded update.
 """
 
 from __future__ import annotations
