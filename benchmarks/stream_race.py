@@ -73,7 +73,8 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "ours-fp32-eager": ours(shape, t16, 0, "fp32", compile="off"),
         "ours-fp32-clip-4gib": ours(shape, t16, 1, "fp32", staging_bytes=4 << 30),
         "ours-fp32-clip-1gib": ours(shape, t16, 1, "fp32", staging_bytes=1 << 30),
-        "ours-fp32-clip-actram": ours(shape, t16, 1, "fp32", activations="ram"),
+        "ours-fp32-12threads": ours(shape, t16, 0, "fp32", optimizer_threads=12),
+        "ours-fp32-actdevice": ours(shape, t16, 0, "fp32", activations="device"),
     }
     if shape == "1.2b":
         ram |= {
