@@ -33,11 +33,10 @@ class Rerun:
 class CpuGraphs(LayerGraphs):
     """Captures by remembering the call."""
 
-    def _captured(self, shapes, function, weights, inputs, leaves, spec, sums):
-        static = [t.clone() for t in inputs]
-        call = module.call_on(function, weights, static, leaves, spec)
-        output = call(None if sums is None else [t.clone() for t in sums])
-        return _Graph(Rerun(lambda: call(sums), output), static, output)  # type: ignore[arg-type]
+    def _capture(self, call, static):
+        unused = None if call.sums is None else [t.clone() for t in call.sums]
+        output = replace(call, sums=unused).on(static)
+        return _Graph(Rerun(lambda: call.on(static), output), static, output)  # type: ignore[arg-type]
 
 
 def twice(weights, hidden, args, kwargs, grad=None, sums=()):
