@@ -21,11 +21,10 @@ def compare(result: dict[str, Any]) -> dict[str, Any]:
     """One run's figures: forecast, measured, error in percent."""
     forecast, measured = result["forecast"], result["measured"]
     vram = forecast["expected_vram_bytes"] or None
-    framework = forecast["parts_bytes"]["vram"].get("framework overhead", 0)
     reads, writes = forecast["drive_read_bytes_per_step"], forecast["drive_written_bytes_per_step"]
     pairs = {
         "vram_driver_bytes": (vram, measured["driver_vram_bytes"]),
-        "vram_tensors_bytes": (vram - framework if vram else None, measured["allocator_peak_bytes"]),
+        "vram_tensors_bytes": (forecast["expected_tensor_bytes"] or None, measured["allocator_peak_bytes"]),
         "rss_bytes": (forecast["expected_rss_bytes"], measured["rss_bytes"]),
         "drive_read_bytes": _drive(reads, measured["drive_read_bytes"]),
         "drive_write_bytes": _drive(writes, measured["drive_write_bytes"]),

@@ -69,7 +69,18 @@ def machine(**changes: Any) -> Machine:
             drives=(
                 Drive("/", "nvme", "test", "/", "ext4", total_bytes=2 * TB, free_bytes=TB, pcie_gen=4, pcie_width=4),
             ),
-            links=LinkRates("measured", 25.0, 24.0, 40.0, 6.0, 5.0, 5.5, 60.0),
+            links=LinkRates(
+                "measured",
+                25.0,
+                24.0,
+                40.0,
+                6.0,
+                5.0,
+                5.5,
+                60.0,
+                optimizer_gparams_per_s={"fp32": 1.5, "split": 1.6, "fp32_m8": 2.2, "split8": 2.4},
+                optimizer_scan_gparams_per_s=20.0,
+            ),
         ),
         **changes,
     )

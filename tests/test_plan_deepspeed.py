@@ -44,7 +44,7 @@ def test_measured_memory():
     on_gpu = plan_deepspeed(
         prototype_shape(), RunRequest(), server(), 1024, DeepSpeedLayout("zero3", "none", "none", 4, 4)
     )
-    assert (on_gpu.used_bytes("vram") - k.VRAM_OVERHEAD_BYTES) / 1e9 == pytest.approx(20, rel=0.10)
+    assert on_gpu.tensor_bytes / 1e9 == pytest.approx(20, rel=0.10)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_measured_runs_of_llama_1b(layout, accumulation, step_s, tensors_gb, rss
         preset_shape("llama-1b"), RunRequest(), server(), 1024, DeepSpeedLayout(*layout, 4, accumulation)
     )
     assert p.time.step_s == pytest.approx(step_s, rel=0.20)
-    assert (p.expected_bytes("vram") - k.GPU_FRAMEWORK_BYTES) / 1e9 == pytest.approx(tensors_gb, rel=0.10)
+    assert p.tensor_bytes / 1e9 == pytest.approx(tensors_gb, rel=0.10)
     assert p.expected_bytes("ram", "pinned") / 1e9 == pytest.approx(rss_gb, rel=0.10)
     if layout[0] == "infinity":
         assert p.drive_read_bytes_per_step / 1e9 == pytest.approx(23.8, rel=0.10)

@@ -14,7 +14,7 @@ from outcore.plan import show as show_module
 from outcore.plan.figures import category
 from outcore.plan.guide import BEGIN, END, guide_state, replace_between_markers
 from outcore.plan.main import main
-from outcore.plan.record import RESERVES
+from outcore.plan.record import NOT_TENSORS
 
 ROOT = Path(__file__).resolve().parent.parent
 LAPTOP = ["--machine", "rtx4070-laptop"]
@@ -89,7 +89,7 @@ def test_every_part_has_a_category(capsys):
     for plan in (*answer["stages"].values(), answer["stream"]):
         for tier in plan["parts_bytes"].values():
             for name in tier:
-                assert category(name) != "framework and reserve" or name in ("framework overhead", *RESERVES)
+                assert category(name) != "framework and reserve" or name in NOT_TENSORS
 
 
 @pytest.mark.parametrize(

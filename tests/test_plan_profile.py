@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from plan_fakes import TB, machine, server
@@ -194,3 +195,33 @@ def test_what_gds_optimizer_saves_is_what_the_planner_loads(tmp_path):
     with pytest.raises(ProfileError, match="no link of it was measured"):
         load_hardware(str(saved))
     assert json.loads(saved.read_text())["links"]["source"] == "measured"
+
+
+def test_rates_of_the_optimizer_are_taken_where_they_were_measured(tmp_path):
+    path = str(machine().save(tmp_path / "desktop.json"))
+    measured = load_hardware(path)
+    assert measured.optimizer_gparams_per_s["split8"] == 2.4 and measured.optimizer_scan_gparams_per_s == 20.0
+    assert "measured: fp32 1.5" in measured.sources["optimizer_gparams_per_s"] and not measured.notes
+    record = json.loads(Path(path).read_text())
+    for name in ("optimizer_gparams_per_s", "optimizer_scan_gparams_per_s"):
+        del record["links"][name]  # a profile from before
+    Path(path).write_text(json.dumps(record))
+    older = load_hardware(path)
+    assert older.optimizer_gparams_per_s == {} and "the memory's" in older.sources["optimizer_gparams_per_s"]
+    assert any("CPU optimizer was not measured" in note for note in older.notes)
+    record["links"]["optimizer_gparams_per_s"] = {"fp32": "fast"}
+    Path(path).write_text(json.dumps(record))
+    with pytest.raises(ProfileError, match=r"optimizer_gparams_per_s\.fp32 must be float"):
+        load_hardware(path)
+    record["links"]["optimizer_gparams_per_s"] = [1.0]
+    Path(path).write_text(json.dumps(record))
+    with pytest.raises(ProfileError, match="must be an object"):
+        load_hardware(path)
+    assert not any("optimizer" in note for note in load_hardware("rtx4070-laptop").notes)  # nominal anyway
+
+
+def test_memory_for_tensors_by_the_size_of_the_card():
+    small, large = server(vram_bytes=8 * GIB), server(vram_bytes=140 * GIB)
+    assert small.tensor_bytes / GIB == pytest.approx(6.5, abs=0.01)
+    assert large.gpu_context_bytes / 1e9 == pytest.approx(0.875, rel=0.01)  # measured
+    assert server(vram_bytes=GIB).tensor_bytes == 1

@@ -90,3 +90,12 @@ def test_stages_with_offload_are_planned_staged_and_their_flags_say_the_budget()
 def test_an_infinity_plan_uses_the_drive():
     p = best_stage(preset_shape("llama-1b"), RunRequest(), LAPTOP, 1024, "infinity")
     assert p.uses_drive and p.ram_budget_bytes is None
+
+
+def test_the_optimizer_phase_takes_the_measured_rate():
+    phase_s = []
+    for rates in ({}, {"split": 0.1}):
+        p = best_stage(SHAPE, RunRequest(), dataclasses.replace(LAPTOP, optimizer_gparams_per_s=rates), 1024, "zero3")
+        phase_s.append(p.time.cpu_optimizer_s)
+    assert phase_s[0] == pytest.approx(26 * N / (0.78 * 65e9))
+    assert phase_s[1] == pytest.approx(N / 0.1e9)

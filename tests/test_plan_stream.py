@@ -81,7 +81,8 @@ def test_bytes_by_hand_mixture_of_experts():
 def test_prototype_times_with_states_in_ram(states, clip, accumulation, measured_s):
     request = RunRequest(state_format=states, max_grad_norm=clip, staging_bytes=100 * GIB)  # it pinned everything
     p = plan_stream(prototype_shape(), request, server(), 1024, StreamLayout(4, accumulation))
-    assert p.time.step_s == pytest.approx(measured_s, rel=0.20)
+    between_s = 26 * k.STREAM_HOST_S_PER_UNIT  # it had neither data nor a loop around its passes
+    assert p.time.step_s - between_s == pytest.approx(measured_s, rel=0.20)
 
 
 @pytest.mark.parametrize(("states", "measured_s", "mixed"), [("fp32", 8.71, 3.9), ("split8", 2.5, 4.2)])
@@ -108,8 +109,73 @@ def test_measured_runs_of_llama_1b(accumulation, step_s, tensors_gb):
     layout = StreamLayout(4, accumulation, cuda_graphs=False, residency=Residency())  # as the engine was then
     p = plan_stream(preset_shape("llama-1b"), RunRequest(state_format="fp32"), server(), 1024, layout)
     assert p.time.step_s == pytest.approx(step_s, rel=0.10)
-    assert (p.expected_bytes("vram") - k.GPU_FRAMEWORK_BYTES) / 1e9 == pytest.approx(tensors_gb, rel=0.03)
+    assert p.tensor_bytes / 1e9 == pytest.approx(tensors_gb, rel=0.03)
     assert (p.expected_bytes("ram", "pinned") + 3.51e9) / 1e9 == pytest.approx(26.1, rel=0.03)
+
+
+# One H200 with 16 cores, benchmarks/plan_vs_measured.py: shape, rows, states, clipping, seconds, GB of tensors and of
+# the driver. Rates of the optimizer were not measured in that run; these are the ones that its forward passes tell.
+INFERRED = {"fp32": 4.15, "split": 3.75, "split8": 5.4}
+H200_RUNS = [
+    ((1024, 24, 16, 4, 4096, False), (2048, 2, 4), "split", 1.0, 0.253, 1.86, 3.24),
+    ((2048, 24, 16, 4, 5632, False), (1024, 4, 4), "fp32", 1.0, 0.554, 2.92, 4.18),
+    ((2048, 24, 16, 4, 5632, False), (1024, 4, 1), "split8", 0.0, 0.279, 2.66, 4.17),
+    ((2048, 24, 32, 8, 6144, True), (4096, 1, 4), "split", 1.0, 0.731, 5.51, 6.84),
+    ((2560, 32, 20, 4, 9216, False), (512, 4, 4), "split8", 1.0, 0.921, 2.81, 4.37),
+]
+
+
+@pytest.mark.parametrize(("widths", "rows", "states", "clip", "step_s", "tensors_gb", "driver_gb"), H200_RUNS)
+def test_measured_runs_with_one_rate_of_the_optimizer_for_each_format(
+    widths, rows, states, clip, step_s, tensors_gb, driver_gb
+):
+    hidden, layers, heads, kv_heads, ffn, tied = widths
+    fields = {
+        "vocab_size": 128256 if tied else 32000, "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": ffn,
+        "max_position_embeddings": 16384, "tie_word_embeddings": tied,
+    }  # fmt: skip
+    hardware = server(
+        vram_bytes=150754820096, h2d_gb_per_s=54.2, d2h_gb_per_s=54.1, ram_gb_per_s=80.8, compute_tflops=728.6,
+        device_memory_gb_per_s=4184.3, optimizer_gparams_per_s=INFERRED, optimizer_scan_gparams_per_s=45.0,
+    )  # fmt: skip
+    seq_length, micro_batch, accumulation = rows
+    layout = StreamLayout(micro_batch, accumulation, checkpoints_home="ram", residency=Residency())
+    request = RunRequest(state_format=states, max_grad_norm=clip)
+    p = plan_stream(shape_from_fields("run", "llama", fields), request, hardware, seq_length, layout)
+    assert p.time.step_s == pytest.approx(step_s, rel=0.12)
+    assert p.tensor_bytes / 1e9 == pytest.approx(tensors_gb, rel=0.10)
+    assert p.expected_bytes("vram") / 1e9 == pytest.approx(driver_gb, rel=0.08)
+
+
+def test_seconds_of_an_update_by_hand():
+    bare = server(ram_gb_per_s=100.0)  # an update gets 78 GB/s of it
+    assert bare.update_s("fp32", 1e9) == pytest.approx(28 / 78)
+    assert bare.update_s("fp32", 1e9, 11e9, scanned=True) == pytest.approx(39 / 78)
+    measured = server(
+        ram_gb_per_s=100.0, optimizer_gparams_per_s={"fp32": 4.0, "split8": 5.0}, optimizer_scan_gparams_per_s=50.0
+    )
+    assert measured.dram_gb_per_s == 112.0  # 4e9 updates of 28 bytes: more than the triad told
+    assert measured.update_s("fp32", 1e9) == pytest.approx(1 / 4)
+    assert measured.update_s("fp32", 1e9, 5.6e9) == pytest.approx((28 + 5.6) / 112)  # copies take their share
+    assert measured.update_s("split8", 1e9, 5.6e9) == pytest.approx(1 / 5)  # bound by the cores: room for copies
+    assert measured.update_s("split8", 1e9, 56e9) == pytest.approx((14.1 + 56) / 112)  # until they fill the memory
+    assert measured.update_s("split8", 1e9, scanned=True) == pytest.approx(1 / 5 + 1 / 50)
+    assert measured.update_s("split", 1e9) == pytest.approx(26 / 112)  # not measured: by its bytes
+    assert server(ram_gb_per_s=200.0, optimizer_gparams_per_s={"fp32": 4.0}).dram_gb_per_s == 156.0
+    with pytest.raises(ValueError, match="optimizer_gparams_per_s has 'fp31'"):
+        server(optimizer_gparams_per_s={"fp31": 1.0})
+    with pytest.raises(ValueError, match="rates above 0"):
+        server(optimizer_gparams_per_s={"fp32": 0.0})
+
+
+def test_a_measured_optimizer_sets_the_step():
+    shape, layout, n = prototype_shape(), StreamLayout(4, 1, cuda_graphs=False), 1_213_302_784
+    slow = server(optimizer_gparams_per_s=dict.fromkeys(k.STATE_FORMATS, 0.5), optimizer_scan_gparams_per_s=5.0)
+    clipped = plan_stream(shape, RunRequest(state_format="split8"), slow, 1024, layout).time
+    assert clipped.cpu_optimizer_s == pytest.approx(n / 0.5e9, rel=0.05) and clipped.step_s > n / 0.5e9
+    free = plan_stream(shape, RunRequest(state_format="split8", max_grad_norm=0.0), slow, 1024, layout).time
+    assert free.cpu_optimizer_s == pytest.approx(n / 0.5e9 + n / 5e9)  # every gradient is looked at first
 
 
 def test_spill_order_and_traffic():
@@ -217,14 +283,18 @@ def test_a_huge_vocabulary_fits_a_small_gpu_in_tiles():
 
 def test_graphs_take_memory_where_layers_are_short_and_there_is_room():
     shape, fast = prototype_shape(), server()
-    p = plan_stream(shape, RunRequest(), fast, 1024, StreamLayout(4, 4))
-    assert p.part_bytes("vram", "CUDA graphs of layers") / GIB == pytest.approx(1.1, rel=0.1)  # measured
+    p = plan_stream(shape, RunRequest(), fast, 1024, StreamLayout(4, 4, checkpoints_home="ram"))
+    measured_gb = 2.924 - 2.405  # peaks of tensors with and without graphs
+    name, spare = "CUDA graphs of layers", "allocator's spare memory"
+    assert p.part_bytes("vram", name) / 1e9 == pytest.approx(measured_gb, rel=0.4)
+    assert p.tensor_bytes / 1e9 == pytest.approx(2.924, rel=0.08)
     slow = plan_stream(shape, RunRequest(), dataclasses.replace(fast, compute_tflops=20.0), 1024, StreamLayout(4, 4))
     assert slow.part_bytes("vram", "CUDA graphs of layers") == 0
     full = plan_stream(shape, RunRequest(), dataclasses.replace(fast, vram_bytes=5 * GIB), 1024, StreamLayout(4, 4))
     assert full.part_bytes("vram", "CUDA graphs of layers") == 0
-    off = plan_stream(shape, RunRequest(), fast, 1024, StreamLayout(4, 4, cuda_graphs=False))
-    assert p.used_bytes("vram") - off.used_bytes("vram") == p.part_bytes("vram", "CUDA graphs of layers")
+    off = plan_stream(shape, RunRequest(), fast, 1024, StreamLayout(4, 4, checkpoints_home="ram", cuda_graphs=False))
+    assert p.tensor_bytes - off.tensor_bytes == p.part_bytes("vram", name)
+    assert p.part_bytes("vram", spare) - off.part_bytes("vram", spare) == k.GRAPH_SPARE_BYTES
 
 
 def test_checkpoints_of_activations_in_ram_or_on_the_drive_leave_vram():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from outcore.probe import direct_bench, test_file
+from outcore.probe import direct_bench, test_file, update_bench
 from outcore.probe.budget import EFFORTS, Budget, cell_time_s
 from outcore.probe.device_bench import measure_copies, measure_peers
 from outcore.probe.direct_bench import measure_direct, open_direct_engine
@@ -454,3 +454,27 @@ def test_compute_rates_of_a_gpu():
     rates = measure_compute(torch.device("cuda", 0), 1.0)
     assert rates.dtype in ("bf16", "fp16") and 1 < rates.matmul_tflops < 5000
     assert 50 < rates.memory_gb_per_s < 20_000 and rates.elapsed_s < 20
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_updates_of_every_format_are_measured(backend: Any) -> None:
+    rates = update_bench.measure_updates(0.0, num_threads=1, backend=backend, most_numel=20_000)
+    assert set(rates.gparams_per_s) == {"fp32", "split", "fp32_m8", "split8"}
+    assert min(*rates.gparams_per_s.values(), rates.scan_gparams_per_s) > 0
+    assert (rates.params, rates.threads) == (20_000, 1)
+    assert rates.backend == "torch" or backend == "auto"
+
+
+def test_the_rate_of_updates_is_parameters_over_the_median_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 4.0, 10.0, 11.0, 20.0, 22.0])  # passes of 4, 1 and 2 seconds
+    calls = []
+    monkeypatch.setattr(update_bench.time, "perf_counter", lambda: next(clock))
+    assert update_bench._median_s(lambda: calls.append(1), 7.0) == 2.0
+    assert len(calls) == 4  # one to warm up
+
+
+def test_updates_take_no_more_than_their_share_of_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_bench, "CHUNK_NUMEL", 4096)
+    monkeypatch.setattr(update_bench, "available_ram_bytes", lambda: 4 * 16 * 10_000)
+    rates = update_bench.measure_updates(5.0, num_threads=1, most_numel=1 << 20)
+    assert rates.params == 8192  # whole chunks of a quarter of the RAM at 16 bytes

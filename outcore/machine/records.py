@@ -115,6 +115,10 @@ class LinkRates:
     """Matrix products of the first GPU in bf16; without a GPU those of the CPU in fp32."""
     device_memory_gb_per_s: float | None = None
     """Copies within that device's memory, reads and writes counted."""
+    optimizer_gparams_per_s: dict[str, float] | None = None
+    """Format of the states -> 10^9 parameters per second that the CPU optimizer updates, all cores but two at work."""
+    optimizer_scan_gparams_per_s: float | None = None
+    """10^9 gradients per second that it looks through for what is not finite: before each update without clipping."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +245,10 @@ def _convert(hint: typing.Any, value: typing.Any, where: str) -> typing.Any:
         if len(value) != len(args):
             raise ValueError(f"{where} must have {len(args)} entries, got {len(value)}")
         return tuple(_convert(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(args, value)))
+    if origin is dict:
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+            raise ValueError(f"{where} must be an object, got {type(value).__name__}")
+        return {name: _convert(args[1], item, f"{where}.{name}") for name, item in value.items()}
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _build(hint, value, where)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

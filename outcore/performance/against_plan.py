@@ -27,8 +27,7 @@ def compare(found: dict[str, Any]) -> list[Row]:
         return []
     records = measured_steps(found)
     gpu_peaks = [r["gpu_mem_peak_bytes"] for r in found["steps"] if r.get("gpu_mem_peak_bytes")]
-    framework = plan["parts_bytes"]["vram"].get("framework overhead", 0)
-    tensors = plan["expected_vram_bytes"] - framework if plan["expected_vram_bytes"] else None
+    tensors = plan["expected_tensor_bytes"] or None
     # The process alone: the compiler's workers, which a step's record counts in, share their pages with it.
     rss = max((point["rss_bytes"] for point in found["timeline"] if "rss_bytes" in point), default=None)
     times = plan["time_s"]
@@ -54,22 +53,14 @@ def compare(found: dict[str, Any]) -> list[Row]:
 
 
 def _streamed(plan: dict[str, Any], records: list[dict[str, Any]]) -> list[Row]:
-    """Computing, and what the overlap leaves: waits on the device and what comes after its passes."""
+    """The device and the host at work, and the waits that the overlap leaves: for copies, the drive, the optimizer."""
     times, step_s = plan["time_s"], median_of(records, "step_s") or 0.0
-    passes = _phase(records, "forward") + _phase(records, "backward")
-    stalls = sum(_phase(records, name) for name in ("stall_pcie", "stall_nvme", "stall_optimizer"))
-    compute = max(0.0, passes - stalls)
+    waits = sum(_phase(records, name) for name in ("stall_pcie", "stall_nvme", "stall_optimizer"))
     planned = times["compute_s"] + times["host_overhead_s"]
+    left, least = max(0.0, times["step_s"] - planned), LEAST_WAIT * step_s
     return [
-        Row("  of it computing", "s", planned, compute or None, TIME_LIMIT_PCT),
-        Row(
-            "  left by the overlap",
-            "s",
-            max(0.0, times["step_s"] - planned),
-            step_s - compute,
-            WAIT_LIMIT_PCT,
-            LEAST_WAIT * step_s,
-        ),
+        Row("  of it computing, with the host's work", "s", planned, max(0.0, step_s - waits) or None, TIME_LIMIT_PCT),
+        Row("  of it waiting (what the overlap leaves)", "s", left, waits, WAIT_LIMIT_PCT, least),
     ]
 
 

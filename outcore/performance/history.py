@@ -11,7 +11,8 @@ from outcore.performance.findings import SCHEMA_VERSION, Regression
 WORSE = 0.10
 LEAST_S = 0.2
 """Times below it are noise."""
-HIGHER_IS_BETTER = ("tokens_per_s", "_gb_per_s", "_tflops")
+MACHINE_RATES = ("_gb_per_s", "_tflops", "_gparams_per_s")
+HIGHER_IS_BETTER = ("tokens_per_s", *MACHINE_RATES)
 
 
 def last_report(path: Path) -> dict[str, Any] | None:
@@ -33,7 +34,7 @@ def compared(
         return [], "the last test was made on another machine"
     before = last["figures"]
     same_run = last["run_key"] == run_key
-    names = [name for name in figures if name in before and (same_run or name.endswith(("_gb_per_s", "_tflops")))]
+    names = [name for name in figures if name in before and (same_run or name.endswith(MACHINE_RATES))]
     found = [
         Regression(name, before[name], figures[name]) for name in names if _is_worse(name, before[name], figures[name])
     ]

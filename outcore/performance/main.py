@@ -222,6 +222,9 @@ class PerformanceTest:
             links = None
         if links is not None:
             figures |= {name: value for name in RATES if (value := getattr(links, name)) is not None}
+            figures |= {
+                f"{n}_optimizer_gparams_per_s": rate for n, rate in (links.optimizer_gparams_per_s or {}).items()
+            }
         if trial is None:
             return figures
         records = measured_steps(trial)

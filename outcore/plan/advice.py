@@ -20,7 +20,7 @@ TERM_WORDS = {
     "h2d_s": "the link to the GPU (parameters up)",
     "d2h_s": "the link from the GPU (gradients down)",
     "drive_s": "the drive",
-    "cpu_optimizer_s": "memory bandwidth (the update on the CPU)",
+    "cpu_optimizer_s": "the update on the CPU (cores and memory bandwidth)",
     "host_overhead_s": "Python between the layers",
 }
 

@@ -26,12 +26,18 @@ CHECKPOINT_BYTES_PER_TRAINABLE = 14
 
 # --- framework
 
-GPU_FRAMEWORK_BYTES = int(0.75 * GIB)
-"""CUDA context, libraries' workspaces, compiled kernels, what the allocator rounds up."""
+GPU_CONTEXT_BYTES, GPU_CONTEXT_SHARE = int(0.59 * GIB), 0.0016
+"""CUDA context and libraries: so much on any card, and of its memory. Measured (M) on an H200 of 140 GiB: 0.87-0.89 GB
+that the driver counts and the allocator does not, in six runs (benchmarks/plan_vs_measured.py). Smaller cards are
+scaled: a context grows with the chip and its memory; that an 8 GiB card takes 0.60 GiB is assumed, not measured."""
+GPU_SPARE_BYTES = int(0.15 * GIB)
+"""What the allocator rounds up and keeps for later. Measured without graphs: 0.16 GB
+(benchmarks/results/stream_race-h200-before-graphs.json)."""
+GRAPH_SPARE_BYTES = int(0.36 * GIB)
+"""The same on top of it with CUDA graphs, whose pool nothing else may use: 0.38-0.67 GB in all, in six runs (M)."""
 VRAM_RESERVE_BYTES = int(0.75 * GIB)
-"""For the desktop and what else draws on the card. With both an 8 GiB card is planned with 6.5 GiB of tensors, the cap
-under which the streaming engine is accepted."""
-VRAM_OVERHEAD_BYTES = GPU_FRAMEWORK_BYTES + VRAM_RESERVE_BYTES
+"""For the desktop and what else draws on the card. With all of these an 8 GiB card is planned with 6.5 GiB of tensors,
+the cap under which the streaming engine is accepted."""
 STREAM_RAM_OVERHEAD_BYTES = int(2.5 * GIB)
 """Interpreter, torch, CUDA libraries. Measured: 26.1 GB resident with llama-1b, of which 23.4 GB are homes and staging
 (benchmarks/results/engines-h200-1gpu-4096tokens.json)."""
@@ -57,10 +63,11 @@ LAYER_BUFFERS = 3
 GRAPH_LONG_S, GRAPH_FREE_SHARE = 5e-3, 0.4
 """Layers that compute longer are not captured as CUDA graphs, nor is anything with less of the device free
 (outcore/engine/stream/graphs.py)."""
-GRAPH_ACTIVATIONS = 2.0
-"""Memory that the graphs of one layer keep, in eager activations of the layer. Measured (M) once, 1.2 B parameters and
-4 rows of 1,024 tokens: 1.1 GiB more of tensors at the peak, where a layer's activations are 0.52 GiB; elsewhere scaled
-(benchmarks/results/stream_race-h200-graphs.json and -before-graphs.json)."""
+GRAPH_ACTIVATIONS = 0.6
+"""Memory that the graphs of layers keep, in eager activations of one layer: what it holds compiled
+(COMPILED_ACTIVATIONS), since all graphs share a pool. Measured on one H200: 1.2 B parameters and 4 rows of 1,024 tokens
+2.92 GB of tensors at the peak with graphs and 2.40 without, where a layer's activations are 0.56 GB; with this factor
+six runs of 0.1 to 2.9 B parameters are within 8 %."""
 WSL2_PINNED_BYTES = 512 * MIB
 """Reports of what WSL2 lets a process pin range from 0.5 to 5 GB; the least of them."""
 
@@ -108,13 +115,17 @@ and where both come from. A name with "laptop", "ti" or "super" in it is another
 MATMUL_SHARE = 0.93
 """Of the measured rate of large matrix products that those of a layer reach. Prototype, measured: 158 TFLOP in 0.290 s
 on a GPU of about 720 TFLOPS, less what passes through its memory."""
-STREAM_HOST_S_PER_CALL = 0.0006
-"""Python and launches of one layer's forward or backward on one micro-batch. A planning figure, not yet measured."""
+STREAM_HOST_S_PER_CALL = 0.001
+"""Python and launches of one layer's forward or backward on one micro-batch. Measured (M), 0.4 B parameters on an H200:
+0.111 s of a backward pass of 24 layers and 4 micro-batches, 0.014 of them waits for copies."""
+STREAM_HOST_S_PER_UNIT = 0.0009
+"""Between the passes of a step, per layer, embedding and head: the batch, the norm, handing updates over. Measured
+(benchmarks/plan_vs_measured.py, one H200): 0.016-0.036 s a step outside the passes with 26 to 34 units."""
 EAGER_SLOWDOWN = 1.5
 """Eager against compiled layers. Prototype, measured: 0.482 s against 0.324 s a step."""
 DRAM_SHARE = 0.78
-"""Of the triad rate that the CPU optimizer reaches. Prototype, measured: 5 Gparam/s at 28 B and 10 Gparam/s at 14 B
-per parameter, both 140 of 180 GB/s."""
+"""Of the triad rate that the CPU optimizer reaches, used where the optimizer itself was not measured. Prototype,
+measured: 5 Gparam/s at 28 B and 10 Gparam/s at 14 B per parameter, both 140 of 180 GB/s."""
 OPTIMIZER_DRAM_BYTES: Mapping[str, float] = MappingProxyType({"fp32": 28, "split": 26, "fp32_m8": 16.1, "split8": 14.1})
 """DRAM bytes per parameter of one update: gradient 2 read, parameter 2 (split: 2 + 2), each state read and written."""
 STREAM_DRIVE_SHARE = 0.89

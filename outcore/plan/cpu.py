@@ -6,9 +6,9 @@ import dataclasses
 
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import Part, Plan, TierUse
+from outcore.plan.record import OVERHEAD, SPARE, Part, Plan, TierUse
 
-DROPPED = ("framework overhead", "desktop reserve")
+DROPPED = (OVERHEAD, SPARE, "desktop reserve")
 """Of a GPU only."""
 
 
@@ -20,7 +20,7 @@ def without_gpu(plan: Plan, hardware: Hardware) -> Plan:
             if part.name not in DROPPED:
                 parts.append(Part("ram", f"device: {part.name}", part.size_bytes))
         elif part.tier in ("ram", "pinned"):
-            size = k.CPU_RAM_OVERHEAD_BYTES if part.name == "framework overhead" else part.size_bytes
+            size = k.CPU_RAM_OVERHEAD_BYTES if part.name == OVERHEAD else part.size_bytes
             parts.append(Part("ram", part.name, size))
         else:
             parts.append(part)

@@ -27,7 +27,7 @@ from outcore.plan.deepspeed_staged import (
 )
 from outcore.plan.hardware import Hardware
 from outcore.plan.nvme_space import CHECKPOINTS, nvme_use
-from outcore.plan.record import Part, Plan, StepTime, TierUse
+from outcore.plan.record import OVERHEAD, SPARE, Part, Plan, StepTime, TierUse
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream_layout import Spill
@@ -69,7 +69,7 @@ def plan_deepspeed(
 ) -> Plan:
     """The plan of one layout, whether it fits or not."""
     gpus = hardware.num_gpus
-    vram = _vram_parts(shape, request, gpus, seq_length, layout)
+    vram = _vram_parts(shape, request, hardware, seq_length, layout)
     homes = None
     if layout.staged is not None:
         homes = staged_homes(shape, request, gpus, layout.optimizer, layout.params, layout.staged)
@@ -163,8 +163,9 @@ def _words(layout: DeepSpeedLayout) -> str:
 
 
 def _vram_parts(
-    shape: ModelShape, request: RunRequest, gpus: int, seq_length: int, layout: DeepSpeedLayout
+    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: DeepSpeedLayout
 ) -> list[Part]:
+    gpus = hardware.num_gpus
     e, stage = request.element_bytes, STAGE_NUMBER[layout.stage]
     base, trained, tokens = shape.total_params, shape.trainable_params, seq_length * layout.micro_batch
     bucket = e * k.DEEPSPEED_BUCKET_NUMEL if stage else 0
@@ -200,7 +201,8 @@ def _vram_parts(
         Part("vram", "activation checkpoints", checkpoints),
         Part("vram", "activations of the largest unit", activations),
         Part("vram", "logits chunk beyond it", max(0, logits_bytes(shape, tokens) - activations)),
-        Part("vram", "framework overhead", k.GPU_FRAMEWORK_BYTES),
+        Part("vram", OVERHEAD, hardware.gpu_context_bytes),
+        Part("vram", SPARE, k.GPU_SPARE_BYTES),
         Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
     ]
 

@@ -17,7 +17,7 @@ from outcore.plan.hardware import Hardware
 from outcore.plan.record import Part
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
-from outcore.units import GB, round_up
+from outcore.units import round_up
 
 NOTE = "staged offload: sizes by the engine's own rule, seconds by the streaming engine's rates; no run on a drive yet"
 
@@ -136,10 +136,9 @@ def staged_update(shape: ModelShape, homes: StagedHomes, staged: Staged, hardwar
     """The drive and the CPU work at the same time."""
     trained_on_drive = homes.params_on_drive * shape.trainable_params / shape.total_params
     moved = float(homes.states_on_drive + trained_on_drive)
-    dram_bytes = k.OPTIMIZER_DRAM_BYTES[staged.states] * shape.trainable_params + 2 * moved
     return StagedUpdate(
         read_bytes=moved,
         written_bytes=moved,
         drive_s=hardware.drive_s(moved, moved) / k.STREAM_DRIVE_SHARE,
-        cpu_s=dram_bytes / (k.DRAM_SHARE * hardware.ram_gb_per_s * GB),
+        cpu_s=hardware.update_s(staged.states, shape.trainable_params, 2 * moved),
     )

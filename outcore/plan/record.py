@@ -11,6 +11,9 @@ from outcore.units import GIB
 TIERS = ("vram", "pinned", "ram", "nvme")
 RESERVES = ("desktop reserve", "page cache reserve")
 """Parts that a plan leaves free for others: no measurement of a run will find them."""
+OVERHEAD, SPARE = "framework overhead", "allocator's spare memory"
+"""Of a GPU: what the driver counts and the allocator does not; what the allocator holds beyond its tensors."""
+NOT_TENSORS = (OVERHEAD, SPARE, *RESERVES)
 TIER_WORDS = {"vram": "VRAM", "pinned": "pinned RAM", "ram": "RAM", "nvme": "NVMe"}
 
 
@@ -48,7 +51,7 @@ class StepTime:
     drive_read_s: float
     drive_write_s: float
     cpu_optimizer_s: float
-    """DRAM-bound update on the CPU, the copies' share of DRAM included."""
+    """Update on the CPU, by its measured rate or by the bytes of RAM that it and the copies need; see `Hardware`."""
     host_overhead_s: float
     """Python and launches that no GPU work hides behind."""
     step_s: float
@@ -146,6 +149,11 @@ class Plan:
         """What a measurement of the run should find in these tiers together: their parts without reserves."""
         return sum(part.size_bytes for part in self.parts if part.tier in tiers and part.name not in RESERVES)
 
+    @property
+    def tensor_bytes(self) -> int:
+        """What the allocator's peak should be."""
+        return sum(part.size_bytes for part in self.parts if part.tier == "vram" and part.name not in NOT_TENSORS)
+
     def tier(self, tier: str) -> TierUse:
         """A tier's use against its capacity."""
         return next(use for use in self.tiers if use.tier == tier)
@@ -240,6 +248,7 @@ class Plan:
             "ram_bytes": self.used_bytes("ram"),
             "nvme_bytes": self.used_bytes("nvme"),
             "expected_vram_bytes": self.expected_bytes("vram"),
+            "expected_tensor_bytes": self.tensor_bytes,
             "expected_rss_bytes": self.expected_bytes("ram", "pinned"),
             "parts_bytes": by_tier,
             "tiers": {

@@ -14,7 +14,7 @@ from outcore.plan import constants as k
 from outcore.plan.cpu import without_gpu
 from outcore.plan.hardware import Hardware
 from outcore.plan.nvme_space import CHECKPOINTS, nvme_use
-from outcore.plan.record import Part, Plan, TierUse
+from outcore.plan.record import SPARE, Part, Plan, TierUse
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream_layout import Residency, Spill, StreamLayout
@@ -36,10 +36,12 @@ def plan_stream(
     ram, sizes = ram_parts(shape, request, layout, checkpoints, tiling)
     spill, ram = spilled(ram, sizes, shape, request, hardware, layout, tiling)
     ram, pinned, pageable = pinned_and_rest(ram, request, hardware)
-    vram = vram_parts(shape, request, seq_length, layout, checkpoints, tiling)
+    vram = vram_parts(shape, request, hardware, seq_length, layout, checkpoints, tiling)
     if not tiling.layers:
         graphs = graph_bytes(shape, request, hardware, seq_length, layout, vram)
         vram.append(Part("vram", "CUDA graphs of layers", graphs))
+        if graphs:
+            vram = [replace(p, size_bytes=p.size_bytes + k.GRAPH_SPARE_BYTES) if p.name == SPARE else p for p in vram]
     drive = drive_states(sizes, spill)
     if layout.checkpoints_home == "nvme":
         drive.append(Part("nvme", "activation checkpoints", checkpoints))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import Part
+from outcore.plan.record import NOT_TENSORS, OVERHEAD, SPARE, Part
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream_layout import Residency, Spill, StreamLayout
@@ -33,8 +33,9 @@ LEAST_GRADIENTS = 3
 
 
 def vram_parts(
-    shape: ModelShape, request: RunRequest, seq_length: int, layout: StreamLayout, all_checkpoints: int, tiling: Tiling
-) -> list[Part]:
+    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout,
+    all_checkpoints: int, tiling: Tiling,
+) -> list[Part]:  # fmt: skip
     """Of the GPU. The peak is the worse of a layer's backward and the head's: activations or logits, and gradients as
     autograd returns them, before they are added to the sum. Tiled units hold tiles instead of all that."""
     e = request.element_bytes
@@ -74,7 +75,8 @@ def vram_parts(
         Part("vram", "activation checkpoints", checkpoints),
         Part("vram", "activations and gradients between units", 2 * batch_hidden),
         Part("vram", name, work),
-        Part("vram", "framework overhead", k.GPU_FRAMEWORK_BYTES),
+        Part("vram", OVERHEAD, hardware.gpu_context_bytes),
+        Part("vram", SPARE, k.GPU_SPARE_BYTES),
         Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
     ]
 
@@ -90,8 +92,8 @@ def graph_bytes(
     head = 2.0 * tokens * shape.head_weight_numel
     if hardware.compute_s(flops.forward - head, traffic.forward) / shape.num_layers > k.GRAPH_LONG_S:
         return 0
-    tensors = sum(p.size_bytes for p in vram) - k.VRAM_OVERHEAD_BYTES
-    if tensors > (1 - k.GRAPH_FREE_SHARE) * (hardware.vram_bytes - k.VRAM_OVERHEAD_BYTES):
+    tensors = sum(p.size_bytes for p in vram if p.name not in NOT_TENSORS)
+    if tensors > (1 - k.GRAPH_FREE_SHARE) * hardware.tensor_bytes:
         return 0
     return int(k.GRAPH_ACTIVATIONS * layer_activation_bytes(shape, request, seq_length, tokens))
 

@@ -17,7 +17,6 @@ from outcore.engine.stream.tile_rule import (
     tile_bytes_of,
     weights_budget,
 )
-from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
@@ -59,7 +58,7 @@ def device_bytes_of(hardware: Hardware, layout: StreamLayout) -> int | None:
     """Memory that the engine plans tiles for; None without a GPU, where no limit is known."""
     if layout.device_bytes is not None:
         return layout.device_bytes
-    return None if hardware.is_cpu else max(1, hardware.vram_bytes - k.VRAM_OVERHEAD_BYTES)
+    return None if hardware.is_cpu else hardware.tensor_bytes
 
 
 def tiling_of(shape: ModelShape, request: RunRequest, hardware: Hardware, layout: StreamLayout) -> Tiling:

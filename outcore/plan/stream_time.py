@@ -47,11 +47,9 @@ def step_time(
     forward_read = spill.parameters * up_forward + states
     forward_written = states + in_drive + (weights if not shape.lora_r else 0.0)
     backward_read, backward_written = spill.parameters * up_backward + in_drive, 0.0
-    dram_per_s = k.DRAM_SHARE * hardware.ram_gb_per_s * GB
-    optimizer_s = k.OPTIMIZER_DRAM_BYTES[request.format] * trained / dram_per_s
     ring = 1 + 2 * pageable  # a pageable home is copied once more, through a slot: a read and a write
-    copies_s = [
-        (ring * copied + through_drive) / dram_per_s
+    copied_bytes = [
+        ring * copied + through_drive
         for copied, through_drive in (
             (up_forward + moved + extra_forward, forward_read + forward_written),
             (up_backward + moved + down + extra_backward + extra_down, backward_read + backward_written),
@@ -65,12 +63,19 @@ def step_time(
     h2d_s = [(up_forward + extra_forward) / h2d_rate, (up_backward + moved + extra_backward) / h2d_rate]
     d2h_s = [moved / d2h_rate, (down + extra_down) / d2h_rate]
     if request.clips:  # updates wait for the norm, then run under the next forward pass
-        step_s = overlapped_s(gpu_s[0], h2d_s[0], d2h_s[0], optimizer_s + copies_s[0], drive_s[0])
-        step_s += overlapped_s(gpu_s[1], h2d_s[1], d2h_s[1], copies_s[1], drive_s[1])
+        update_s = [
+            hardware.update_s(request.format, trained, copied_bytes[0]),
+            hardware.copies_s(copied_bytes[1]),
+        ]
+        step_s = overlapped_s(gpu_s[0], h2d_s[0], d2h_s[0], update_s[0], drive_s[0])
+        step_s += overlapped_s(gpu_s[1], h2d_s[1], d2h_s[1], update_s[1], drive_s[1])
     else:
-        step_s = overlapped_s(sum(gpu_s), sum(h2d_s), sum(d2h_s), optimizer_s + sum(copies_s), sum(drive_s))
+        update_s = [hardware.update_s(request.format, trained, sum(copied_bytes), scanned=True)]
+        step_s = overlapped_s(sum(gpu_s), sum(h2d_s), sum(d2h_s), sum(update_s), sum(drive_s))
+    between_s = 0.0 if hardware.is_cpu else k.STREAM_HOST_S_PER_UNIT * (shape.num_layers + (1 if shape.tied else 2))
+    step_s += between_s
     if hardware.is_cpu:  # the update computes where the layers do: one after the other
-        step_s = sum(gpu_s) + optimizer_s + sum(copies_s) + max(0.0, sum(drive_s) - sum(gpu_s))
+        step_s = sum(gpu_s) + sum(update_s) + max(0.0, sum(drive_s) - sum(gpu_s))
     read, written = forward_read + backward_read, forward_written + backward_written
     both_s, alone = sum(drive_s), read + written
     return (
@@ -80,8 +85,8 @@ def step_time(
             d2h_s=sum(d2h_s),
             drive_read_s=both_s * read / alone if alone else 0.0,
             drive_write_s=both_s * written / alone if alone else 0.0,
-            cpu_optimizer_s=optimizer_s + sum(copies_s),
-            host_overhead_s=sum(gpu_s) - sum(device_s),
+            cpu_optimizer_s=sum(update_s),
+            host_overhead_s=sum(gpu_s) - sum(device_s) + between_s,
             step_s=step_s,
         ),
         read,

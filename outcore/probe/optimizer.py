@@ -32,6 +32,7 @@ from outcore.probe.recommend import recommend
 from outcore.probe.report import Findings
 from outcore.probe.system import RealSystem, System
 from outcore.probe.test_file import TestFile
+from outcore.probe.update_bench import MOST_NUMEL, measure_updates
 from outcore.probe.verdict import judge
 from outcore.staging import PinnedPool, UploadLane
 from outcore.storage import BlockFile, BufferedFallbackWarning, PosixEngine, StorageEngine, StorageError
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 WEIGHTS = {
     "drive": 40.0,
     "ram": 4.0,
+    "updates": 5.0,
     "compute": 4.0,
     "copies": 14.0,
     "lanes": 24.0,
@@ -56,6 +58,7 @@ STAGES = (
     "staging buffer",
     "drives",
     "memory",
+    "CPU optimizer",
     "compute",
     "copies",
     "lanes",
@@ -63,6 +66,9 @@ STAGES = (
     "peers",
 )
 MOST_COMPUTE_S = 3.0
+MOST_UPDATES_S, LEAST_UPDATES_SHARE = 6.0, 0.35
+"""Of all measurements' time: 3.5 s of --quick, on top of what the budget gives when that is less."""
+UPDATES_NUMEL = MOST_NUMEL
 LEAST_STAGE_S = 0.5  # lanes and latency are measured in any case, in short cells when the time is up
 NO_GPU_POOL_BYTES = GIB
 COPY_MEMORY_BYTES = 256 * MIB
@@ -102,6 +108,7 @@ class Optimizer:
             pool = self._pool(found, stack)
             files = self._drives(found, facts, pool, stack)
             self._ram(found)
+            self._updates(found)
             self._compute(found)
             drive = found.main_drive()
             file = files.get(drive.target) if drive is not None else None
@@ -187,6 +194,16 @@ class Optimizer:
         stage_s = self.budget.begin("ram")
         counts = thread_counts(found.machine.cpu_cores, found.machine.cpu_threads)
         found.measurements += measure_ram(counts, stage_s, self.effort.cell_s)
+
+    def _updates(self, found: Findings) -> None:
+        self.progress.stage("CPU optimizer")
+        stage_s = self.budget.begin("updates", LEAST_UPDATES_SHARE * self.effort.total_s)
+        try:
+            found.updates = measure_updates(
+                min(MOST_UPDATES_S, stage_s), most_numel=UPDATES_NUMEL, tick=self.progress.tick
+            )
+        except (MemoryError, RuntimeError, TimeoutError) as error:
+            found.skipped.append(f"the CPU optimizer: {error}")
 
     def _compute(self, found: Findings) -> None:
         self.progress.stage("compute")

@@ -23,9 +23,10 @@ from outcore.probe.latency_bench import LatencyResult
 from outcore.probe.load_sampler import LinkUnderLoad
 from outcore.probe.measurement import Measurement, best
 from outcore.probe.recommend import Recommendation
+from outcore.probe.update_bench import UpdateRates
 from outcore.probe.verdict import LadderRow, Verdict
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _NUMBER = (int, float)
 _OPTIONAL_NUMBER = (int, float, type(None))
@@ -43,6 +44,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "ladder": (list,),
     "links": (dict,),
     "compute": (dict, type(None)),
+    "optimizer": (dict, type(None)),
     "drives": (list,),
     "staging": (dict, type(None)),
     "latency": (dict, type(None)),
@@ -82,6 +84,7 @@ class Findings:
     latency: LatencyResult | None = None
     pcie: LinkUnderLoad | None = None
     compute: ComputeRates | None = None
+    updates: UpdateRates | None = None
     direct_gb_per_s: dict[str, float] = field(default_factory=dict)
     settings: Recommendation = field(default_factory=Recommendation)
     warnings: list[str] = field(default_factory=list)
@@ -132,6 +135,7 @@ def build_report(findings: Findings) -> dict[str, Any]:
         "ladder": [dataclasses.asdict(row) for row in findings.ladder],
         "links": {f"{link}_gb_per_s": rate for link, rate in findings.link_rates().items()},
         "compute": _compute(findings.compute),
+        "optimizer": dataclasses.asdict(findings.updates) if findings.updates else None,
         "drives": [_drive(drive) for drive in findings.drives],
         "staging": _staging(findings.staging),
         "latency": _latency(findings.latency),
@@ -173,7 +177,7 @@ def check_report(report: Any) -> list[str]:
 
 def measured_machine(findings: Findings) -> Machine:
     """The machine with its measured links, as the planner loads it. A link that was not measured stays None."""
-    rates, compute = findings.link_rates(), findings.compute
+    rates, compute, updates = findings.link_rates(), findings.compute, findings.updates
     links = LinkRates(
         source="measured",
         h2d_gb_per_s=rates["h2d"],
@@ -185,6 +189,8 @@ def measured_machine(findings: Findings) -> Machine:
         ram_gb_per_s=rates["ram"],
         matmul_tflops=round(compute.matmul_tflops, 3) if compute else None,
         device_memory_gb_per_s=round(compute.memory_gb_per_s, 2) if compute else None,
+        optimizer_gparams_per_s=updates.gparams_per_s if updates else None,
+        optimizer_scan_gparams_per_s=updates.scan_gparams_per_s if updates else None,
     )
     return dataclasses.replace(findings.machine, links=links)
 

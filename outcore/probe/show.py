@@ -108,6 +108,15 @@ def _links(found: Findings) -> str:
         where = "GPU" if rates.device.startswith("cuda") else "CPU"
         lines.append(f"{f'matrix products, {where}, {rates.dtype}':<40} {rates.matmul_tflops:8.2f} TFLOPS")
         lines.append(f"{f'copies within the memory of the {where}':<40} {rates.memory_gb_per_s:8.2f} GB/s")
+    if found.updates is not None:
+        updates = found.updates
+        lines += [
+            f"{f'CPU optimizer, {name} states':<40} {rate:8.3f} 10^9 parameters/s"
+            for name, rate in updates.gparams_per_s.items()
+        ]
+        name = "its look for gradients not finite"
+        how = f"{updates.threads} thread{'s' if updates.threads > 1 else ''}, {updates.backend}"
+        lines.append(f"{name:<40} {updates.scan_gparams_per_s:8.3f} 10^9 parameters/s ({how})")
     return "\n".join(lines) or "nothing could be measured"
 
 
