@@ -79,7 +79,6 @@ def machine(**changes: Any) -> Machine:
                 5.5,
                 60.0,
                 optimizer_gparams_per_s={"fp32": 1.5, "split": 1.6, "fp32_m8": 2.2, "split8": 2.4},
-                optimizer_scan_gparams_per_s=20.0,
             ),
         ),
         **changes,

@@ -117,8 +117,6 @@ class LinkRates:
     """Copies within that device's memory, reads and writes counted."""
     optimizer_gparams_per_s: dict[str, float] | None = None
     """Format of the states -> 10^9 parameters per second that the CPU optimizer updates, all cores but two at work."""
-    optimizer_scan_gparams_per_s: float | None = None
-    """10^9 gradients per second that it looks through for what is not finite: before each update without clipping."""
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,6 @@ class Hardware:
     """Of the GPU's own memory. None: what passes through it is counted in `compute_tflops` already."""
     optimizer_gparams_per_s: Mapping[str, float] = field(default_factory=dict)
     """Format of the states -> 10^9 parameters that the CPU optimizer updates per second; {}: not measured."""
-    optimizer_scan_gparams_per_s: float | None = None
-    """10^9 gradients per second that it looks through before their update where nothing is clipped."""
     is_cpu: bool = False
     """There is no GPU: the run trains on the CPU, and what would be in VRAM is in RAM."""
     num_gpus: int = 1
@@ -69,8 +67,7 @@ class Hardware:
         for name in ("vram_bytes", "ram_bytes", "pinned_bytes", "nvme_free_bytes", "nvme_total_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but an amount of memory cannot be negative.")
-        others = ("drive_mixed_gb_per_s", "compute_tflops", "device_memory_gb_per_s", "optimizer_scan_gparams_per_s")
-        for name in (*LINKS, *others):
+        for name in (*LINKS, "drive_mixed_gb_per_s", "compute_tflops", "device_memory_gb_per_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}, but a rate must be above 0. Measure it again: gds_optimizer.py")
@@ -117,20 +114,15 @@ class Hardware:
         """Seconds in which RAM takes copies and nothing else."""
         return copied_bytes / (self.dram_gb_per_s * GB)
 
-    def update_s(self, states: str, params: float, copied_bytes: float = 0.0, *, scanned: bool = False) -> float:
+    def update_s(self, states: str, params: float, copied_bytes: float = 0.0) -> float:
         """Seconds of an update on the CPU while `copied_bytes` pass through the same RAM.
 
         The cores need their measured time whatever else goes on, the memory the bytes of both: the longer of the two.
-        Where no rate was measured, the memory alone. `scanned`: every gradient is looked through before its update.
+        Where no rate was measured, the memory alone.
         """
         memory_s = self.copies_s(k.OPTIMIZER_DRAM_BYTES[states] * params + copied_bytes)
         rate = self.optimizer_gparams_per_s.get(states)
-        if rate is None:
-            return memory_s
-        cores_s = params / (rate * 1e9)
-        if scanned and self.optimizer_scan_gparams_per_s is not None:
-            cores_s += params / (self.optimizer_scan_gparams_per_s * 1e9)
-        return max(cores_s, memory_s)
+        return memory_s if rate is None else max(memory_s, params / (rate * 1e9))
 
     def _alone_s(self, read_bytes: float, written_bytes: float) -> float:
         return read_bytes / (self.drive_read_gb_per_s * GB) + written_bytes / (self.drive_write_gb_per_s * GB)
@@ -192,7 +184,7 @@ def hardware_of(
     rates, sources = _rates(machine, name, drive, allow_nominal, notes)
     tflops, memory, source = _compute(machine, overrides.tflops)
     sources["compute_tflops"] = source
-    updates, scan, sources["optimizer_gparams_per_s"] = _updates(machine, notes)
+    updates, sources["optimizer_gparams_per_s"] = _updates(machine, notes)
     if tflops is None:
         notes.append(
             f"the compute rate of {machine.gpus[0].name if machine.gpus else 'this machine'} is not known: step times "
@@ -220,7 +212,6 @@ def hardware_of(
         compute_tflops=tflops,
         device_memory_gb_per_s=memory,
         optimizer_gparams_per_s=updates,
-        optimizer_scan_gparams_per_s=scan,
         is_cpu=is_cpu,
         num_gpus=overrides.num_gpus,
         sources=sources,
@@ -282,18 +273,18 @@ def _rates(
     return rates, sources
 
 
-def _updates(machine: Machine, notes: list[str]) -> tuple[dict[str, float], float | None, str]:
-    """(rates of the CPU optimizer by format, of its look at the gradients, where they come from)."""
+def _updates(machine: Machine, notes: list[str]) -> tuple[dict[str, float], str]:
+    """(rates of the CPU optimizer by format, where they come from)."""
     links = machine.links
     if links is not None and links.optimizer_gparams_per_s:
         words = ", ".join(f"{name} {rate:g}" for name, rate in links.optimizer_gparams_per_s.items())
-        return links.optimizer_gparams_per_s, links.optimizer_scan_gparams_per_s, f"{links.source}: {words}"
+        return links.optimizer_gparams_per_s, f"{links.source}: {words}"
     if links is not None and links.source == "measured":
         notes.append(
             "the CPU optimizer was not measured: its time is planned from the memory's rate, which on one server made "
             "steps up to 50 % too long; python gds_optimizer.py measures it"
         )
-    return {}, None, f"the memory's: bytes of an update at {k.DRAM_SHARE:g} of ram_gb_per_s"
+    return {}, f"the memory's: bytes of an update at {k.DRAM_SHARE:g} of ram_gb_per_s"
 
 
 def _compute(machine: Machine, given: float | None) -> tuple[float | None, float | None, str]:

@@ -9,8 +9,9 @@ from typing import Any
 from outcore.units import GIB
 
 TIERS = ("vram", "pinned", "ram", "nvme")
-RESERVES = ("desktop reserve", "page cache reserve")
-"""Parts that a plan leaves free for others: no measurement of a run will find them."""
+EVALUATION = "evaluation beyond a step"
+RESERVES = ("desktop reserve", "page cache reserve", EVALUATION)
+"""Parts that a plan leaves free: no measurement of a training step will find them."""
 OVERHEAD, SPARE = "framework overhead", "allocator's spare memory"
 """Of a GPU: what the driver counts and the allocator does not; what the allocator holds beyond its tensors."""
 NOT_TENSORS = (OVERHEAD, SPARE, *RESERVES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import NOT_TENSORS, OVERHEAD, SPARE, Part
+from outcore.plan.record import EVALUATION, NOT_TENSORS, OVERHEAD, SPARE, Part
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream_layout import Residency, Spill, StreamLayout
@@ -59,13 +59,17 @@ def vram_parts(
     else:
         activations = int((k.COMPILED_ACTIVATIONS if layout.compiled else 1.0) * eager)
     layer_peak = (activations, e * (adapters if shape.lora_r else layer))
-    logits, sums = logits_bytes(shape, tokens), 0
+    alive = e / 4 + (e / 4 if layout.compiled else k.EAGER_LOSS_ALIVE)  # logits, and what their loss takes
+    logits, sums = logits_bytes(shape, tokens, alive), 0
     if tiling.ends:  # logits of one tile's rows; gradients of all tokens' hidden states are summed over tiles, in fp32
         rows = min(shape.vocab_size, max(1, tiling.tile_bytes // (e * shape.hidden_size)))
         logits = int(k.LOGITS_ALIVE * 4 * rows * min(tokens, max(16, k.LOGITS_CHUNK_BYTES // (4 * rows))))
         sums = 4 * tokens * layout.accumulation * shape.hidden_size
     head_peak = (logits + sums, 0 if shape.lora_r else e * ends)
     work, gradients = max(layer_peak, head_peak, key=sum)
+    # Instead of checkpoints and gradients of hidden states, an evaluation holds hidden states of some micro-batches.
+    evaluated = logits_bytes(shape, tokens, k.EVAL_LOGITS_ALIVE) + 2 * k.EVAL_GROUP * tokens * shape.hidden_size * e
+    beyond = 0 if tiling.ends else max(0, evaluated - (work + gradients + checkpoints + 2 * batch_hidden))
     name = "activations of the largest unit" if (work, gradients) == layer_peak else "logits of one chunk"
     return [
         Part("vram", PARAMETERS, e * buffers),
@@ -75,6 +79,7 @@ def vram_parts(
         Part("vram", "activation checkpoints", checkpoints),
         Part("vram", "activations and gradients between units", 2 * batch_hidden),
         Part("vram", name, work),
+        Part("vram", EVALUATION, beyond),
         Part("vram", OVERHEAD, hardware.gpu_context_bytes),
         Part("vram", SPARE, k.GPU_SPARE_BYTES),
         Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),

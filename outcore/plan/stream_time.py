@@ -70,7 +70,7 @@ def step_time(
         step_s = overlapped_s(gpu_s[0], h2d_s[0], d2h_s[0], update_s[0], drive_s[0])
         step_s += overlapped_s(gpu_s[1], h2d_s[1], d2h_s[1], update_s[1], drive_s[1])
     else:
-        update_s = [hardware.update_s(request.format, trained, sum(copied_bytes), scanned=True)]
+        update_s = [hardware.update_s(request.format, trained, sum(copied_bytes))]
         step_s = overlapped_s(sum(gpu_s), sum(h2d_s), sum(d2h_s), sum(update_s), sum(drive_s))
     between_s = 0.0 if hardware.is_cpu else k.STREAM_HOST_S_PER_UNIT * (shape.num_layers + (1 if shape.tied else 2))
     step_s += between_s

@@ -105,9 +105,9 @@ def checkpoint_bytes(shape: ModelShape, request: RunRequest, tokens: int) -> int
     return tokens * shape.hidden_size * request.element_bytes * (shape.num_layers + 1)
 
 
-def logits_bytes(shape: ModelShape, tokens: int) -> int:
-    """Alive at once for one chunk of the loss: [chunk, vocabulary] in fp32, LOGITS_ALIVE times."""
-    return int(k.LOGITS_ALIVE * 4 * chunk_tokens(shape, tokens) * shape.vocab_size)
+def logits_bytes(shape: ModelShape, tokens: int, alive: float = k.LOGITS_ALIVE) -> int:
+    """Alive at once for one chunk of the loss: [chunk, vocabulary] in fp32, `alive` times."""
+    return int(alive * 4 * chunk_tokens(shape, tokens) * shape.vocab_size)
 
 
 def overlapped_s(*terms_s: float) -> float:

@@ -190,7 +190,6 @@ def measured_machine(findings: Findings) -> Machine:
         matmul_tflops=round(compute.matmul_tflops, 3) if compute else None,
         device_memory_gb_per_s=round(compute.memory_gb_per_s, 2) if compute else None,
         optimizer_gparams_per_s=updates.gparams_per_s if updates else None,
-        optimizer_scan_gparams_per_s=updates.scan_gparams_per_s if updates else None,
     )
     return dataclasses.replace(findings.machine, links=links)
 

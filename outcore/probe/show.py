@@ -110,13 +110,11 @@ def _links(found: Findings) -> str:
         lines.append(f"{f'copies within the memory of the {where}':<40} {rates.memory_gb_per_s:8.2f} GB/s")
     if found.updates is not None:
         updates = found.updates
+        how = f"{updates.threads} thread{'s' if updates.threads > 1 else ''}, {updates.backend}"
         lines += [
-            f"{f'CPU optimizer, {name} states':<40} {rate:8.3f} 10^9 parameters/s"
+            f"{f'CPU optimizer, {name} states':<40} {rate:8.3f} 10^9 parameters/s ({how})"
             for name, rate in updates.gparams_per_s.items()
         ]
-        name = "its look for gradients not finite"
-        how = f"{updates.threads} thread{'s' if updates.threads > 1 else ''}, {updates.backend}"
-        lines.append(f"{name:<40} {updates.scan_gparams_per_s:8.3f} 10^9 parameters/s ({how})")
     return "\n".join(lines) or "nothing could be measured"
 
 

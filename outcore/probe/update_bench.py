@@ -2,9 +2,9 @@
 
 The optimizer itself is run (`outcore.optim`, all cores but two, as both engines run it), one AdamW update per pass over
 arrays far larger than any cache: the memory's rate alone says too little about it, because some formats are bound by
-arithmetic and a triad without streaming stores is slower than the memory. With clipping an update is all that runs on
-the CPU (the norm is the GPU's work); without it each gradient is looked at before its update, so the rate of that scan
-is measured beside it. Cost: the time given, up to 2 GiB of RAM (a quarter of what is available at most).
+arithmetic and a triad without streaming stores is slower than the memory. An update is all that the engines run on the
+CPU, with clipping and without: norms are the GPU's work. Cost: the time given, up to 2 GiB of RAM (a quarter of what is
+available at most).
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ class UpdateRates:
     params: int
     gparams_per_s: dict[str, float]
     """Of one AdamW update, by state format."""
-    scan_gparams_per_s: float
-    """Of looking for gradients that are not finite, which comes before each update when nothing is clipped."""
     elapsed_s: float
 
 
@@ -71,19 +69,16 @@ def measure_updates(
         arrays = _Arrays(min(TRIAL_NUMEL, most))
         pass_s = _median_s(arrays.update(pool, FORMATS[0]), 0.0)
         rate = arrays.numel / pass_s
-        numel = int(rate * limit_s / ((len(FORMATS) + 1) * PASSES_PLANNED)) // CHUNK_NUMEL * CHUNK_NUMEL
+        numel = int(rate * limit_s / (len(FORMATS) * PASSES_PLANNED)) // CHUNK_NUMEL * CHUNK_NUMEL
         numel = min(most, max(least, numel))
         if numel != arrays.numel:
             arrays = _Arrays(numel)
-        each_s = max(0.0, limit_s - (time.perf_counter() - begin_s)) / (2 * (len(FORMATS) + 1))
+        each_s = max(0.0, limit_s - (time.perf_counter() - begin_s)) / (2 * len(FORMATS))
         rates = {}
         for chosen in FORMATS:
             tick(f"one update in the format {chosen.name}")
             rates[chosen.name] = round(arrays.numel / _median_s(arrays.update(pool, chosen), each_s) / 1e9, 4)
-        scan = arrays.numel / _median_s(arrays.scan(pool), each_s) / 1e9
-        return UpdateRates(
-            opened.name, pool.num_threads, arrays.numel, rates, round(scan, 4), time.perf_counter() - begin_s
-        )
+        return UpdateRates(opened.name, pool.num_threads, arrays.numel, rates, time.perf_counter() - begin_s)
 
 
 class _Arrays:
@@ -121,17 +116,6 @@ class _Arrays:
         def once() -> None:
             hyper = AdamWHyper(lr=1e-4, step=next(steps), weight_decay=0.1)
             pool.wait(pool.submit("all", 0, batch, hyper), TIMEOUT_S)
-
-        return once
-
-    def scan(self, pool: OptimizerPool) -> Callable[[], None]:
-        """What looks at every gradient once."""
-        grads = list(self.grads.split(CHUNK_NUMEL))
-
-        def once() -> None:
-            stats = pool.wait(pool.submit_sumsq("all", 0, grads), TIMEOUT_S).stats
-            if stats is None or not stats.all_finite:
-                raise RuntimeError("the scan of finite numbers found others: this RAM or CPU is not healthy")
 
         return once
 
