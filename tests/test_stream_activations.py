@@ -11,7 +11,7 @@ from stream_models import packed_batch, padded_batch, plain_batch, set_dropout, 
 
 from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.residency import BEHIND_LAYERS
+from outcore.engine.stream.residency import BEHIND_LAYERS, DEVICE_STACKS
 from outcore.engine.stream.scratch import FOLDER, Scratch
 from outcore.engine.stream.settings import StreamSettings
 from outcore.storage import FaultyEngine, PosixEngine, TensorSpec
@@ -226,3 +226,22 @@ def test_checkpoints_in_ram_lie_in_the_gradients_homes_while_they_fit(build):
     in_ram, on_device = trained("ram"), trained("device")
     assert in_ram[0] == on_device[0]
     assert all(torch.equal(a, b) for a, b in zip(in_ram[1], on_device[1], strict=True))
+
+
+def test_checkpoints_on_their_way_to_ram_take_two_buffers_however_many_layers_there_are(build):
+    engine = build("ram")
+    kept = engine._parts.schedule.activations
+    seen = []
+    for lane, place in ((kept._download, 0), (kept._upload, 1)):
+        submit = lane.submit_host
+
+        def watched(*tensors, submit=submit, place=place, **more):
+            if "activations" in more.get("label", ""):
+                seen.append(tensors[place].untyped_storage().data_ptr())
+            return submit(*tensors, **more)
+
+        lane.submit_host = watched
+    for _ in range(2):
+        engine.train_step(batches_of(0), LR)
+    assert len(seen) >= 4 * (LAYERS - 2)
+    assert len(set(seen)) == DEVICE_STACKS

@@ -25,6 +25,8 @@ from outcore.units import round_up
 
 STAY_LAYERS = 2
 """The last layers' checkpoints stay on the device: their backward comes before anything could be fetched."""
+DEVICE_STACKS = 2
+"""Buffers on the device for a layer's checkpoints on their way: one gathered or used while the other is copied."""
 NAME = "activations"
 BEHIND_LAYERS = 2
 """Layers whose checkpoints may be on their way to the drive: one being copied down, one being written."""
@@ -91,7 +93,8 @@ Lend = Callable[[int], torch.Tensor | None]
 class RamActivations:
     """Down to RAM and back, a layer's micro-batches as one transfer: each takes the host time that launches need.
 
-    `num_layers`: of the model; `stay`: how many of the last ones stay on the device.
+    `num_layers`: of the model; `stay`: how many of the last ones stay on the device. The others pass through
+    `DEVICE_STACKS` buffers there, so that a host that runs far ahead of the device takes no more of its memory.
 
     `lend`: a layer's gradient home. Its old gradient is used up before the layer's forward (the update was waited for)
     and its new one comes after the checkpoint was taken back for the backward, so checkpoints lie there as far as they
@@ -118,7 +121,12 @@ class RamActivations:
         self._homes: dict[int, torch.Tensor] = {}
         """By layer: RAM of our own for what is not lent."""
         self._forms: dict[tuple[int, int], tuple[torch.dtype, torch.Size]] = {}
+        self._stacks: list[torch.Tensor] = []
+        self._leaving: list[list[LaneTransfer]] = [[] for _ in range(DEVICE_STACKS)]
+        """By buffer: what still reads it."""
+        self._turn = 0
         self._stack: torch.Tensor | None = None
+        """The buffer that a layer's checkpoints are being gathered in."""
         self._going: dict[int, list[LaneTransfer]] = {}
         self._coming: dict[int, tuple[torch.Tensor, list[LaneTransfer]]] = {}
 
@@ -138,7 +146,7 @@ class RamActivations:
             return
         assert hidden.nbytes == self._sizes[micro_batch], "hidden states keep their size from layer to layer"
         if self._stack is None:
-            self._stack = torch.empty(self._offsets[-1], dtype=torch.uint8, device=hidden.device)
+            self._stack = self._next_stack()
         start = self._offsets[micro_batch]
         self._stack[start : start + hidden.nbytes].view(hidden.dtype).view(hidden.shape).copy_(hidden)
         self._forms[layer, micro_batch] = (hidden.dtype, hidden.shape)
@@ -147,6 +155,7 @@ class RamActivations:
                 self._download.submit_host(self._stack[begin:end], home, label=f"activations {layer}")
                 for begin, end, home in self._pieces(layer)
             ]
+            self._leaving[self._turn] = self._going[layer]
             self._stack = None
 
     def prefetch(self, layer: int) -> None:
@@ -154,7 +163,7 @@ class RamActivations:
             return
         for transfer in self._going.pop(layer):
             transfer.wait()
-        stack = torch.empty(self._offsets[-1], dtype=torch.uint8, device=self._upload.device)
+        stack = self._next_stack()  # what read it last has been queued: the layer above the one whose turn it is
         self._coming[layer] = (
             stack,
             [
@@ -184,7 +193,22 @@ class RamActivations:
             settle(transfer)
         for held in (self._going, self._coming, self._forms):
             held.clear()
+        self._leaving = [[] for _ in range(DEVICE_STACKS)]
         self._stack = None
+
+    def _next_stack(self) -> torch.Tensor:
+        """The buffer whose turn it is; work queued on the current stream from now on may write to it."""
+        total = self._offsets[-1]
+        if not self._stacks or len(self._stacks[0]) < total:  # transfers under way keep the old ones alive
+            self._stacks = [
+                torch.empty(total, dtype=torch.uint8, device=self._upload.device) for _ in range(DEVICE_STACKS)
+            ]
+            self._leaving = [[] for _ in range(DEVICE_STACKS)]
+        self._turn = (self._turn + 1) % DEVICE_STACKS
+        for transfer in self._leaving[self._turn]:
+            transfer.wait_stream()
+        self._leaving[self._turn] = []
+        return self._stacks[self._turn][:total]
 
     def _pieces(self, layer: int) -> list[tuple[int, int, torch.Tensor]]:
         """(begin, end, RAM) of a layer's checkpoints: as many micro-batches as fit lie in what is lent."""
