@@ -83,9 +83,9 @@ LOGITS_ALIVE = 4.0
 """Chunks' worth alive at once where autograd computes the loss: fp32 logits, their softmax, its gradient, the 16-bit
 logits and their gradient. Measured: 5.12 GB of tensors with llama-1b in the streaming engine, as it was then, leave
 1.03 GB for chunks of 0.263 GB (benchmarks/results/engines-h200-1gpu-4096tokens.json)."""
-EVAL_LOGITS_ALIVE, EVAL_GROUP = 2.5, 8
-"""The same in an evaluation of the streaming engine: 16-bit logits, fp32 copy, its log-softmax; micro-batches at a
-time."""
+EVAL_LOGITS_ALIVE, EVAL_GROUP = 2.5 / 4, 8
+"""The same in an evaluation of the streaming engine: 16-bit logits, fp32 copy, its log-softmax of chunks a quarter as
+large (outcore/engine/stream/runner.py); micro-batches at a time."""
 EAGER_LOSS_ALIVE = 2.5
 """In the streaming engine's head, which computes loss and gradient at once: beside the logits of the chunk, in fp32
 logits, without a compiler. Compiled: the gradient, in the logits' type (outcore/engine/stream/cross_entropy.py)."""

@@ -28,6 +28,9 @@ from outcore.model.inputs import IGNORE, shifted_targets
 from outcore.model.loss import LOGITS_CHUNK_BYTES, HeadLoss, auto_num_chunks, summed_loss
 
 Batch = dict[str, torch.Tensor]
+EVAL_CHUNKS = 4
+"""An evaluation takes chunks this many times smaller: its loss makes fp32 copies, and should not need more memory than
+training."""
 
 
 @dataclass
@@ -274,7 +277,8 @@ class UnitRunner:
             flat = final.reshape(-1, final.shape[-1])
             grad_flat = torch.empty_like(flat) if train else None
             ce_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
-            num_chunks = min(flat.shape[0], auto_num_chunks(flat.shape[0], self.vocab_size, self.logits_chunk_bytes))
+            chunk_bytes = self.logits_chunk_bytes if train else max(1, self.logits_chunk_bytes // EVAL_CHUNKS)
+            num_chunks = min(flat.shape[0], auto_num_chunks(flat.shape[0], self.vocab_size, chunk_bytes))
             start = 0
             for target in targets.tensor_split(num_chunks):
                 piece = flat[start : start + len(target)].detach().requires_grad_(train)
