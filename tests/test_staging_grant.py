@@ -232,6 +232,20 @@ def test_ram_and_control_groups_limit_the_ask(tmp_path: Path, monkeypatch: pytes
     assert (grant.pinned_bytes, grant.write_combined_bytes) == (3 * MIB, 1 * MIB)
 
 
+def test_a_child_is_asked_only_where_a_refusal_does_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pinned_grant.refusal_is_harmless("Linux", "6.8.0-45-generic")
+    assert not pinned_grant.refusal_is_harmless("Linux", "5.15.167.4-microsoft-standard-WSL2")
+    assert not pinned_grant.refusal_is_harmless("Windows", "10")
+    asked = []
+    monkeypatch.setattr(pinned_grant, "probe_pinned_memory", lambda *sizes: asked.append(sizes))
+    for harmless in (True, False):
+        monkeypatch.setattr(pinned_grant, "refusal_is_harmless", lambda answer=harmless: answer)
+        pinned_grant.settle_grant(CUDA0, 2 * MIB, 1 * MIB, True)
+        pinned_grant.settle_grant(CUDA0, 2 * MIB, 1 * MIB, False)
+        assert len(asked) == (not harmless)
+    assert asked == [(CUDA0, 2 * MIB, 1 * MIB)]
+
+
 # ---------------------------------------------------------------------- slabs
 
 
@@ -283,6 +297,30 @@ def test_pageable_memory_when_nothing_can_be_pinned() -> None:
 def test_a_refused_mapping_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MemoryError, match="refused to map"):
         MappedSlab(1 << 60, None)
+
+
+@pytest.mark.parametrize("touch", [True, False])
+@pytest.mark.parametrize("size_bytes", [4096, 20 * MIB + 4096])
+def test_mapped_memory_reads_as_zeros_and_is_writable_to_the_last_byte(size_bytes: int, touch: bool) -> None:
+    slab = MappedSlab(size_bytes, None, touch=touch)
+    assert len(slab.tensor) == size_bytes and not slab.tensor.any()
+    slab.tensor.fill_(7)
+    assert int(slab.tensor.sum(dtype=torch.int64)) == 7 * size_bytes
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory as Linux counts it")
+def test_memory_is_real_at_once_unless_its_first_writer_makes_it_so() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    size_bytes, before = 64 * MIB, resident_bytes()
+    touched = MappedSlab(size_bytes, None)
+    assert resident_bytes() - before > size_bytes * 0.9
+    before = resident_bytes()
+    lazy = MappedSlab(size_bytes, None, touch=False)
+    assert resident_bytes() - before < size_bytes * 0.1
+    touched.close()
+    lazy.close()
 
 
 def test_a_pool_on_a_faked_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:

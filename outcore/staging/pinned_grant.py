@@ -1,13 +1,16 @@
 """What the machine grants of the pinned memory that was asked for: RAM first, then a probe in a child process.
 
 A refused pinned allocation can leave a CUDA context unusable (seen on WSL2, where the limit is anywhere from 0.5 to
-5 GB), so the asking is done by `probe_pinned.py` in a process of its own. Cost: about a second plus 0.5 s per GiB.
-The grant can be kept and given to later pools (`PinnedPool(..., probe=grant)`).
+5 GB), so there the asking is done by `probe_pinned.py` in a process of its own. Cost: a second or more for a second
+CUDA context, and 0.5 s per GiB. On native Linux a refusal is an ordinary error, after which the pool asks for less
+(`slab.build_slabs`), so nothing is asked beforehand. The grant can be kept and given to later pools
+(`PinnedPool(..., probe=grant)`).
 """
 
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -103,10 +106,18 @@ def probe_pinned_memory(
     return _read_answer(grant, found, complete, ending)
 
 
+def refusal_is_harmless(system: str | None = None, kernel: str | None = None) -> bool:
+    """True on native Linux, where the driver refuses pinned memory with an error and the context lives on; False on
+    WSL2 and Windows, where its budget is shared with the display driver. Both names as `platform` has them."""
+    system, kernel = system or platform.system(), kernel or platform.release()
+    return system == "Linux" and "microsoft" not in kernel.lower()
+
+
 def settle_grant(
     device: torch.device, pinned_bytes: int, write_combined_bytes: int, probe: bool | PinnedGrant
 ) -> PinnedGrant:
-    """The grant for a pool: probed (True, on CUDA), limited by an earlier one, or by RAM alone (False, or the CPU)."""
+    """The grant for a pool: probed (True, on CUDA, unless a refusal does no harm here), limited by an earlier one, or
+    by RAM alone."""
     if isinstance(probe, PinnedGrant):
         ram_bytes = available_ram_bytes() - reserve_bytes()
         grant = fit_into_ram(pinned_bytes, write_combined_bytes, min(probe.total_bytes, ram_bytes))
@@ -117,7 +128,7 @@ def settle_grant(
             probe.largest_piece_bytes,
             grant.reasons if ram_bytes < probe.total_bytes else probe.reasons,
         )
-    if probe and device.type == "cuda":
+    if probe and device.type == "cuda" and not refusal_is_harmless():
         return probe_pinned_memory(device, pinned_bytes, write_combined_bytes)
     return plain_grant(pinned_bytes, write_combined_bytes)
 

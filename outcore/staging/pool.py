@@ -2,8 +2,9 @@
 
 Purpose: one place that pins memory, so that nothing is rounded up, nothing fragments and a full pool can say why.
 Algorithm: one slab per kind (default, write-combined) where the machine allows it, several where it only pins smaller
-pieces; leases are cut best-fit from the slabs in 4 KiB steps and merge again on release. The amount is first probed
-in a child process (`pinned_grant`). Cost: about 0.5 s per GiB at the start, microseconds per lease.
+pieces; leases are cut best-fit from the slabs in 4 KiB steps and merge again on release. Where a refusal does harm
+the amount is first probed in a child process (`pinned_grant`). Cost: about 0.5 s per GiB at the start, microseconds per
+lease.
 Fallback, each said once in `notes` and in the log: less memory than asked where RAM or CUDA do not give it; default
 memory where write-combined memory is refused; page-aligned pageable memory where nothing can be pinned or there is no
 CUDA device.
@@ -38,8 +39,8 @@ class PinnedPool:
     """`capacity_bytes` of staging memory in all, `write_combined_bytes` of it write-combined.
 
     - `device`: a CUDA device pins the memory (for every device of the process); the CPU gives plain aligned memory.
-    - `probe`: True asks a child process first what CUDA grants; a `PinnedGrant` uses what an earlier probe found; False
-      relies on the RAM test alone.
+    - `probe`: True asks a child process first what CUDA grants, where a refusal would do harm; a `PinnedGrant` uses
+      what an earlier probe found; False relies on the RAM test alone.
 
     Sizes are rounded up to 4 KiB and never further. ValueError for impossible sizes, RuntimeError when the machine
     gives no memory at all. Thread-safe. Close it (or leave its `with` block) after its lanes.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -26,7 +27,9 @@ from outcore.staging.pinned_grant import PinnedGrant
 from outcore.units import MIB, format_gib, round_up
 
 HUGE_PAGE_BYTES = 2 * MIB  # transparent huge pages of x86-64 and of arm64 with 4 KiB pages
-TOUCH_STEP_BYTES = 64 * MIB
+TOUCH_STEP_BYTES = 8 * MIB
+"""Four huge pages: a home of one chunk of states (tens of MiB) still keeps several threads busy."""
+MAX_TOUCH_THREADS = 16
 MIN_SLAB_BYTES = 64 * MIB
 """When CUDA refuses a slab it is halved down to this size before the rest is given up."""
 
@@ -45,12 +48,13 @@ class Slab(Protocol):
 class MappedSlab:
     """Anonymous memory of exactly `size_bytes` (a multiple of 4 KiB), pinned when a `runtime` is given.
 
+    `touch` False leaves the pages to whoever writes them first: they read as zeros until then, and cost nothing.
     Raises MemoryError when the operating system refuses the mapping, PinRefused when CUDA refuses to pin it.
     """
 
     is_write_combined = False
 
-    def __init__(self, size_bytes: int, runtime: CudaRuntime | None, num_touch_threads: int = 4) -> None:
+    def __init__(self, size_bytes: int, runtime: CudaRuntime | None, *, touch: bool = True) -> None:
         self.size_bytes = size_bytes
         self.is_pinned = False
         self._runtime = runtime
@@ -75,7 +79,8 @@ class MappedSlab:
             except OSError:
                 pass  # a kernel without transparent huge pages: small pages hold the same bytes
         self.tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=size_bytes, offset=start_bytes)
-        self._touch(num_touch_threads)
+        if touch or runtime is not None:
+            self._touch(_touch_threads())
         if runtime is not None:
             runtime.register(self.address, size_bytes)
             self.is_pinned = True
@@ -84,8 +89,11 @@ class MappedSlab:
         def fill(start_bytes: int) -> None:
             ctypes.memset(self.address + start_bytes, 0, min(TOUCH_STEP_BYTES, self.size_bytes - start_bytes))
 
-        with ThreadPoolExecutor(max(1, num_threads), thread_name_prefix="slab-touch") as threads:
-            list(threads.map(fill, range(0, self.size_bytes, TOUCH_STEP_BYTES)))
+        starts = range(0, self.size_bytes, TOUCH_STEP_BYTES)
+        if len(starts) == 1:
+            return fill(0)
+        with ThreadPoolExecutor(min(num_threads, len(starts)), thread_name_prefix="slab-touch") as threads:
+            list(threads.map(fill, starts))
 
     def close(self) -> None:
         """Unpins; the mapping goes with the last tensor over it. A second call does nothing."""
@@ -160,6 +168,12 @@ def _add_mapped(
                 notes.append(f"{format_gib(left_bytes)} less staging memory than planned: {refusal}")
                 return
             piece_bytes = round_up(n_bytes // 2, ALIGNMENT_BYTES)
+
+
+def _touch_threads() -> int:
+    """As many as this process may run at once: giving pages out is bound by the cores that clear them."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MAX_TOUCH_THREADS, usable)
 
 
 def _map_anonymous(n_bytes: int) -> mmap.mmap:

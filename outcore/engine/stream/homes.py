@@ -73,7 +73,8 @@ class Homes:
                     self._initialise(chunk, memory)
 
     def _initialise(self, chunk: StateChunk, memory: HostMemory) -> None:
-        chunk.buffer = memory.take(chunk.n_bytes, f"states of {chunk.unit.name}", pinned=False)
+        # `initialise` zeroes the whole buffer, with all of torch's threads: that makes its pages real
+        chunk.buffer = memory.take(chunk.n_bytes, f"states of {chunk.unit.name}", pinned=False, touch=False)
         param = self.weights.read_range(chunk.unit, chunk.start, chunk.stop)
         ChunkState(self.state_format, chunk.buffer, chunk.numel, param).initialise()
 

@@ -1,7 +1,7 @@
 """RAM for homes: leased from the pinned pool while it lasts (less a reserve), pageable beyond it.
 
-Pageable memory is mapped privately with huge pages asked for, and touched at once. Pinned homes are copied directly,
-pageable ones through the lanes' pinned slots, so results never depend on which it was.
+Pageable memory is mapped privately with huge pages asked for, and touched at once (or by its first writer). Pinned homes
+are copied directly, pageable ones through the lanes' pinned slots, so results never depend on which it was.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class HostMemory:
         self.pinned_bytes = 0
         self.pageable_bytes = 0
 
-    def take(self, n_bytes: int, owner: str, *, pinned: bool = True) -> torch.Tensor:
-        """1-D uint8 of `n_bytes`, all zero. `pinned` False: memory that never crosses to the device."""
+    def take(self, n_bytes: int, owner: str, *, pinned: bool = True, touch: bool = True) -> torch.Tensor:
+        """1-D uint8 of `n_bytes`, all zero. `pinned` False: memory that never crosses to the device; `touch` False:
+        the caller writes all of it at once, and so makes its pages real without a pass more."""
         if pinned and n_bytes and self._pool is not None and self._pool.free_bytes >= n_bytes + self._reserve_bytes:
             try:
                 lease = self._pool.lease(n_bytes, owner)
@@ -40,7 +41,7 @@ class HostMemory:
                 self.pinned_bytes += n_bytes
                 return lease.tensor.zero_()
         self.pageable_bytes += n_bytes
-        return pageable(n_bytes)
+        return pageable(n_bytes, touch=touch)
 
     def close(self) -> None:
         """Give the leases back; nothing taken may be used any more."""
@@ -50,8 +51,8 @@ class HostMemory:
         self._leases.clear()
 
 
-def pageable(n_bytes: int) -> torch.Tensor:
-    """1-D uint8 of `n_bytes` zeros at the start of a page."""
+def pageable(n_bytes: int, *, touch: bool = True) -> torch.Tensor:
+    """1-D uint8 of `n_bytes` zeros at the start of a page; with `touch` its pages are real from here on."""
     if n_bytes == 0:
         return torch.zeros(0, dtype=torch.uint8)
-    return MappedSlab(round_up(n_bytes, ALIGNMENT_BYTES), None).tensor[:n_bytes]
+    return MappedSlab(round_up(n_bytes, ALIGNMENT_BYTES), None, touch=touch).tensor[:n_bytes]

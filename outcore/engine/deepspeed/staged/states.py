@@ -71,7 +71,7 @@ class ShareStates:
         self._window = StateWindow(self.state_store, state_format) if self.state_store is not None else None
         for chunk in everything:
             if not chunk.on_nvme:
-                chunk.buffer = memory.take(chunk.n_bytes, "optimizer states", pinned=False)
+                chunk.buffer = memory.take(chunk.n_bytes, "optimizer states", pinned=False, touch=False)
                 param = self._read_param(chunk)
                 ChunkState(state_format, chunk.buffer, chunk.numel, param).initialise()
         self._in_ram = self._make_units()
