@@ -1,7 +1,7 @@
 """RAM for homes: leased from the pinned pool while it lasts (less a reserve), pageable beyond it.
 
-Pageable memory is mapped privately with huge pages asked for, and touched at once (or by its first writer). Pinned homes
-are copied directly, pageable ones through the lanes' pinned slots, so results never depend on which it was.
+Pageable memory is mapped privately with huge pages asked for, and touched at once (or by its first writer). Pinned
+homes are copied directly, pageable ones through the lanes' pinned slots, so results never depend on which it was.
 """
 
 from __future__ import annotations
