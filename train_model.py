@@ -4,12 +4,14 @@ Without flags: a tiny model on Python's own source, so that everything can be se
 """
 
 import sys
+import time
 
 from outcore.install.bootstrap import ensure_environment
 
 ensure_environment(__file__)
 
 if __name__ == "__main__":
+    began_s = time.perf_counter()
     from outcore.train.run import main
 
-    sys.exit(main())
+    sys.exit(main(began_s=began_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -127,6 +128,26 @@ def test_dropout_and_balancing_losses_stay_eager():
     engine = build_stream_engine(moe, settings, device="cpu", pinned_grant=False, trial=False)
     assert "eager (compile: auto compiles on a GPU only)" in engine.describe()
     engine.close()
+
+
+def test_the_compiler_is_imported_beside_the_block_when_layers_are_compiled(monkeypatch: pytest.MonkeyPatch):
+    units, loads = discover_units(tiny_loaded("llama")), []
+
+    def load(name: str):
+        inside.wait(10)
+        loads.append((name, threading.current_thread().name))
+        raise ImportError("a compiler that cannot be imported is told at the first step")
+
+    monkeypatch.setattr("outcore.engine.stream.compiled.importlib.import_module", load)
+    for compiled in (CompiledLayers(units, "off"), CompiledLayers(units, "on", backend="eager")):
+        with compiled.loading_compiler():
+            pass
+    assert not loads
+    inside = threading.Event()
+    with CompiledLayers(units, "on").loading_compiler():
+        assert not loads
+        inside.set()
+    assert loads == [("torch._inductor.compile_fx", "load-compiler")]
 
 
 @pytest.mark.slow

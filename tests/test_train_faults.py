@@ -81,7 +81,9 @@ def test_gpu_drive_profile_and_port_fail_and_training_goes_on(
     plan = json.loads((tmp_path / "log" / "r" / "plan.json").read_text())
     notes = " ".join(plan["forecast"]["machine_notes"])
     assert "damaged" in notes and "nominal" in notes and plan["forecast"]["time_s"]["step_s"] > 0
-    assert set(plan["startup_s"]) == {"before_model", "model_load", "engine_init"}
+    assert set(plan["startup_s"]) == {"settings", "data", "plan", "model_load", "engine_init", "logs"}
+    assert steps[0]["startup_s"].keys() == plan["startup_s"].keys() | {"first_step", "compile"}
+    assert steps[0]["startup_s"]["first_step"] == steps[0]["step_s"] and not any("startup_s" in s for s in steps[1:])
 
 
 def test_no_nvml_and_a_profile_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -45,7 +45,7 @@ class TrialRun(Run):
     def _train(self, trainer: Trainer, context: RunContext, started_s: float) -> int:
         parts = trainer.parts
         found: dict[str, Any] = {
-            "startup_s": {**self.startup_s, "all": time.perf_counter() - started_s},
+            "startup_s": {**self.clock.parts_s, "all": time.perf_counter() - started_s},
             "engine": {"name": context.decided.choice.name, "reason": context.decided.choice.reason},
             "model": self.model,
             "length": {

@@ -24,6 +24,7 @@ from outcore.train.memory_advice import TierFull
 from outcore.train.random_state import load_random_state, save_random_state
 from outcore.train.run_folder import RunFolder
 from outcore.train.schedule import LrSchedule
+from outcore.train.startup_clock import StartupClock
 from outcore.train.stop_request import StopRequest
 
 
@@ -83,8 +84,10 @@ class TrainerParts:
 class Trainer:
     """Runs `TrainerParts` from a checkpoint, or from the beginning, to the end."""
 
-    def __init__(self, parts: TrainerParts) -> None:
+    def __init__(self, parts: TrainerParts, clock: StartupClock) -> None:
         self.parts = parts
+        self._clock: StartupClock | None = clock
+        """Until the first step of this process is over, whose record has the start's parts."""
         self.step = 0
         self.tokens_seen = 0
         self.last_eval: dict[str, float] | None = None
@@ -153,6 +156,9 @@ class Trainer:
             "phase_s": {**result.phase_s, "data": data_s},
             **p.sampler.snapshot(_gpu_peak_bytes()),
         }
+        if self._clock is not None:
+            record["startup_s"] = self._clock.of_first_step(step_s)
+            self._clock = None
         if result.aux_loss:
             record["aux_loss"] = result.aux_loss
         if p.metrics is not None:

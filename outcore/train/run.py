@@ -34,6 +34,7 @@ from outcore.train.run_data import default_seq_length, load_data, load_tokenizer
 from outcore.train.run_folder import choose_run, default_name
 from outcore.train.run_parts import RunContext
 from outcore.train.settings import choose_hardware, model_settings_of, run_length, schedule_of
+from outcore.train.startup_clock import StartupClock
 from outcore.train.stop_request import StopRequest
 from outcore.units import format_count, format_s
 
@@ -51,8 +52,7 @@ class Run:
         self.opened = ExitStack()
         """What must be closed, also when assembling the rest fails; in reverse order."""
         self._said: list[str] = []
-        self.startup_s: dict[str, float] = {}
-        """Seconds until the engine stood, by part."""
+        self.clock = StartupClock()
 
     def say(self, line: str) -> None:
         """A line on the screen, from rank 0 only."""
@@ -84,7 +84,9 @@ class Run:
         decided = decide(request, choice, self.say)
         self.engine_name = decided.choice.name
         self.micro_batch_size = decided.config["train_micro_batch_size_per_gpu"]
+        self.clock.mark("settings")
         data = load_data(config, settings, tokenizer, decided.loaded, self.say)
+        self.clock.mark("data")
         length = run_length(
             config, self._batches_per_epoch(data, world_size), decided.config["gradient_accumulation_steps"]
         )
@@ -100,11 +102,11 @@ class Run:
                 hold = self.opened.enter_context(hold_off_sleep(f"outcore run {folder.name}"))
                 if not hold.held:
                     self.say(f"sleep: {hold.words}")
-            built_s = time.perf_counter()
+            self.clock.mark("plan")
             engine, decided = build(request, decided, self.say)
             self.engine_name = decided.choice.name
             self.opened.callback(engine.close)
-            self.startup_s = startup_s(engine, built_s - started_s, time.perf_counter() - built_s)
+            self.clock.mark("engine_init", of_it={"model_load": engine.loaded.load_s})
             self._say_model(engine)
             forecast = forecaster.of(decided, config.save_total_limit)
             if forecast.problem:
@@ -112,8 +114,10 @@ class Run:
             context = context.with_engine(decided, forecast)
             context.start_trace(engine, self.say)
             parts = context.make_parts(engine, self.opened, self.say)
-            context.write_plan(self._said, self.startup_s)
-            return self._train(Trainer(parts), context, started_s)
+            self.clock.mark("logs")
+            self.say(self.clock.words())
+            context.write_plan(self._said, self.clock.parts_s)
+            return self._train(Trainer(parts, self.clock), context, started_s)
 
     def _plan(self, user_config: dict[str, Any], choice: EngineChoice, settings: ModelSettings, world_size: int) -> int:
         """`--plan`: everything up to the engine's settings, then the forecast; the exit code says whether it fits."""
@@ -187,20 +191,20 @@ class Run:
             self.say(f"model:              {folder.export}  (AutoModelForCausalLM.from_pretrained loads it)")
 
 
-def startup_s(engine: AnyEngine, before_s: float, build_s: float) -> dict[str, float]:
-    """Seconds by part; of building an engine, the model's own are told apart."""
-    load_s = min(engine.loaded.load_s, build_s)
-    return {"before_model": before_s, "model_load": load_s, "engine_init": build_s - load_s}
-
-
-def main(argv: list[str] | None = None, make: Callable[[TrainConfig], Run] = Run) -> int:
+def main(
+    argv: list[str] | None = None, make: Callable[[TrainConfig], Run] = Run, *, began_s: float | None = None
+) -> int:
     """Entry of train_model.py: parse, run, and turn failures into one clear paragraph and an exit code.
+
+    `began_s`: time.perf_counter before this module was imported; without it imports are not among the start's parts.
 
     0 done; 1 the run failed (checkpoints intact); 2 wrong input; 128 + signal when stopped and saved.
     """
     run: Run | None = None
     try:
+        clock = StartupClock(began_s)
         run = make(parse_config(argv))
+        run.clock = clock
         return run.main()
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         full = explain(error, run.config, run.micro_batch_size, run.engine_name) if run is not None else None

@@ -109,11 +109,11 @@ def build_stream_engine(
     _prepare_model(units, device, expert_by_expert=bool(tile_plan.tiled))
     with ExitStack() as undo:
         combined_bytes = settings.lane_bytes // 2 if settings.write_combined else 0
-        staging = undo.enter_context(
-            PinnedPool(
+        with compiled.loading_compiler():  # pinning waits for the kernel meanwhile
+            pool = PinnedPool(
                 _pool_bytes(units, settings), device=device, write_combined_bytes=combined_bytes, probe=pinned_grant
             )
-        )
+        staging = undo.enter_context(pool)
         scratch = undo.enter_context(Scratch(settings.nvme_paths, storage)) if settings.nvme_paths else None
         upload = undo.enter_context(
             UploadLane(

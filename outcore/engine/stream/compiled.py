@@ -8,8 +8,11 @@ Cost: seconds to a minute at the first step, and a recompilation for a new seque
 
 from __future__ import annotations
 
+import importlib
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -27,6 +30,9 @@ logger = logging.getLogger(__name__)
 CompileChoice = Literal["auto", "on", "off"]
 MAX_RECOMPILES = 64
 """Graphs per function: kinds of layers x shapes. torch's default of 8 would be reached by long-tailed row lengths."""
+
+LOAD_TIMEOUT_S = 120.0
+"""Importing the compiler takes seconds; whoever needs it waits for the rest."""
 
 
 class CompiledLayers:
@@ -55,6 +61,26 @@ class CompiledLayers:
     def num_kinds(self) -> int:
         """Different layers, each compiled once."""
         return len(set(self._like))
+
+    @contextmanager
+    def loading_compiler(self) -> Iterator[None]:
+        """Have torch's compiler imported (seconds) in a thread while the block runs, which must import nothing itself;
+        without effect where layers run eagerly. An import that fails does so again, and is told, at the first step."""
+
+        def load() -> None:
+            with suppress(Exception):
+                importlib.import_module("torch._inductor.compile_fx")
+                torch._dynamo.list_backends()  # looks each of them up, as the first compilation does
+
+        if self.why_not or self._backend != "inductor":
+            yield
+            return
+        thread = threading.Thread(target=load, name="load-compiler", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join(LOAD_TIMEOUT_S)
 
     def is_active(self, layer: int) -> bool:
         """Whether this layer is to be run compiled now: while training, until the compiler gave up."""
