@@ -24,6 +24,7 @@ from outcore.engine.deepspeed.settings import BuiltConfig, DeepSpeedSettings, Mo
 from outcore.engine.deepspeed.staged.binding import check_version
 from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.engine.deepspeed.user_file import check_by_deepspeed
+from outcore.engine.device_memory import let_segments_grow
 from outcore.model.facts import model_class_of, model_facts
 from outcore.model.initialise import meta_skeleton
 from outcore.model.load import LoadedModel, load_model
@@ -142,6 +143,8 @@ def build_engine(
     """Load the model (partitioned under ZeRO-3) and make the engine. The process group must be there already."""
     config = resolved.built.config
     offload = resolved.built.offload
+    if resolved.run.device != "cpu":
+        let_segments_grow(torch.device("cuda", torch.cuda.current_device()))
     with ExitStack() as opened:
         if offload.staged:
             opened.enter_context(staged_offload(resolved, say))

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 import psutil
 import torch
 
+from outcore.engine.device_memory import let_segments_grow
 from outcore.engine.stream.check import sharing_holds, try_tiny_copy
 from outcore.engine.stream.compiled import CompiledLayers, draws_random_numbers
-from outcore.engine.stream.device_memory import let_segments_grow
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.gradient_arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
 from outcore.engine.stream.gradients import GradientDownload

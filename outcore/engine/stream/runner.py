@@ -294,6 +294,7 @@ class UnitRunner:
                     grad_flat[start : start + len(target)] = grad_piece
                     if into is not None:
                         into.add(grads)
+                    del grad_piece, grads  # one chunk's at a time
                 start += len(target)
             result = HeadResult(ce_sum, n_tokens)
             if grad_flat is not None:
