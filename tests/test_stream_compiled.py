@@ -86,6 +86,32 @@ def test_compiled_layers_equal_eager_ones(model_type):
     assert not compiled.is_active(0)
 
 
+def test_the_usual_shape_keeps_code_of_its_own():
+    """After rows of other lengths, for which code for any length is made."""
+    loaded = tiny_loaded("llama")
+    units = discover_units(loaded)
+    sizes = []
+
+    def backend(module, inputs):
+        free = any(isinstance(value, torch.SymInt) for value in inputs)
+
+        def run(*args):
+            sizes.append("any" if free else "fixed")
+            return module(*args)
+
+        return run
+
+    compiled = CompiledLayers(units, "on", backend=backend)
+    runner = UnitRunner(units, vocab_size=loaded.facts.vocab_size, compiled=compiled)
+    found = []
+    for length in (16, 12, 10, 14, 16, 9, 16):
+        sizes.clear()
+        run_units(loaded, plain_batch(2, length), runner)
+        found.append(set(sizes))
+    assert found[0] == found[4] == found[6] == {"fixed"}
+    assert "any" in found[3] and "any" in found[5]
+
+
 def test_what_cannot_be_compiled_runs_eagerly_with_the_reason():
     loaded = tiny_loaded("llama")
     batch = plain_batch()

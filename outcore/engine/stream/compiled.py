@@ -3,6 +3,8 @@
 The backward function recomputes and differentiates in one graph (a vector-Jacobian product), so the compiler drops what
 no gradient needs, such as the layer's last matrix product. Without compiler support for a model the layers run eagerly,
 with the reason said once. Dropout stays eager: the two graphs would draw different numbers from one seed.
+Micro-batches of the shape that came first have functions of their own, compiled for just that shape: once rows of
+several lengths were seen, the compiler makes code for any length, which would serve the usual shape from then on, too.
 Cost: seconds to a minute at the first step, and a recompilation for a new sequence length.
 """
 
@@ -52,7 +54,9 @@ class CompiledLayers:
         self._like = alike(units.layers) if share else list(range(len(units.layers)))
         self._backend = backend
         self.graphs = graphs
-        self._functions: dict[int, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._functions: dict[tuple[int, bool], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        """By kind, and whether for the usual shape only."""
+        self._usual: torch.Size | None = None
         if not self.why_not:  # for good, not in a context around every call
             limits = torch._dynamo.config
             limits.recompile_limit = max(limits.recompile_limit, MAX_RECOMPILES)
@@ -113,19 +117,22 @@ class CompiledLayers:
         return self._run(layer, 1, list(tensors), hidden, call.args, call.kwargs, grad, sums)
 
     def _run(self, layer: int, which: int, *args: Any) -> Any:
-        kind = self._like[layer]
-        if kind not in self._functions:
-            self._functions[kind] = self._compile(kind)
+        hidden: torch.Tensor = args[1]
+        if self._usual is None:
+            self._usual = hidden.shape
+        kind, usual = self._like[layer], hidden.shape == self._usual
+        if (kind, usual) not in self._functions:
+            self._functions[kind, usual] = self._compile(kind, usual=usual)
         try:
             with torch.no_grad():
-                function = self._functions[kind][which]
+                function = self._functions[kind, usual][which]
                 return function(*args) if self.graphs is None else self.graphs.run((kind, which), function, *args)
         except compiler_errors() as error:
             text = str(error).strip().splitlines()
             self.give_up(f"torch.compile failed ({type(error).__name__}: {text[0][:300] if text else ''}).")
             return None
 
-    def _compile(self, kind: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def _compile(self, kind: int, *, usual: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
         unit, template = self.units.layer_units[kind], self.units.layers[kind]
         names = _names_in(template, unit.parameters)
         trainable = [slot.trainable for slot in unit.layout.slots]
@@ -154,9 +161,13 @@ class CompiledLayers:
                 total.add_(part)
             return grad_x
 
+        if usual:  # code objects of their own: what was compiled is looked up by these
+            forward.__code__ = forward.__code__.replace(co_name="forward_usual")
+            backward.__code__ = backward.__code__.replace(co_name="backward_usual")
+        dynamic = False if usual else None
         return (
-            torch.compile(forward, fullgraph=True, backend=self._backend),
-            torch.compile(backward, fullgraph=True, backend=self._backend),
+            torch.compile(forward, fullgraph=True, backend=self._backend, dynamic=dynamic),
+            torch.compile(backward, fullgraph=True, backend=self._backend, dynamic=dynamic),
         )
 
 
