@@ -3,12 +3,14 @@
     python benchmarks/plan_vs_measured.py --nvme /nvme --out results/            (about 6 minutes on one H200)
     python benchmarks/plan_vs_measured.py --only s-1.2b-fp32,d-0.4b-ram          (parts; --list names them)
     python benchmarks/plan_vs_measured.py --dry-run                              (tiny shapes, CPU, minutes)
+    python benchmarks/plan_vs_measured.py --again plan_vs_measured.json          (no run: today's planner, those runs)
 
 Each run is `train_model.py` in a process of its own, its allocator capped at 8 GB. The forecast is the one that the run
 wrote into its plan.json, made with the machine profile that `gds_optimizer.py --quick` measures at the start. Measured:
 process memory as the driver sees it (used by the device, less what was used before), the allocator's peak, resident
 memory of the process, drive bytes of the block device, seconds per step (medians after --warmup steps). Writes
-plan_vs_measured.json and .md. Exit code 1 when a run failed.
+plan_vs_measured.json and .md. Exit code 1 when a run failed. --again asks today's planner about the runs of such a
+file, same settings and machine, and writes FILE-again.md: constants were fitted to those runs, so it is no forecast.
 """
 
 from __future__ import annotations
@@ -186,6 +188,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="names, with commas; 'all' for every one")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="results of before: plan them anew, run nothing")
+    parser.add_argument("--note", default="", help="with --again: a line below the table, such as what changed since")
     parser.add_argument("--list", action="store_true", help="the runs and their flags")
     parser.add_argument("--nvme", type=Path, default=ROOT / "nvme", help="folder on the drive for states")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="where the tables go")
@@ -198,9 +202,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def again(results: Path, note: str) -> int:
+    """Today's forecasts beside what was measured then."""
+    from plan_again import AGAIN_NOTE, planned_again  # outcore is found by now
+
+    kept = json.loads(results.read_text())
+    runs = [run for run in kept["runs"] if not run["rc"] and run["forecast"]]
+    table = markdown([compare(planned_again(run, kept["links"])) for run in runs])
+    target = results.with_name(f"{results.stem}-again.md")
+    text = f"{AGAIN_NOTE}\n\n{table}" + (f"\n{note}\n" if note else "")
+    target.write_text(text)
+    print(f"{text}\nwritten: {target}")
+    return 0
+
+
 def main(argv: list[str]) -> int:
     """Profile, runs, tables."""
     args = parse(argv)
+    if args.again:
+        return again(args.again, args.note)
     names = DEFAULT if args.only is None else tuple(RUNS) if args.only == "all" else tuple(args.only.split(","))
     if args.list:
         for name in names:

@@ -78,8 +78,9 @@ def test_every_part_has_a_category(capsys):
     assert main(["--model", "llama-3b", "--json", *LAPTOP]) == 0
     answer = json.loads(capsys.readouterr().out)
     expected = {
-        "parameters": "parameters", "gathered parameters": "parameters", "gradient of the largest weight": "gradients",
-        "fp32 gradients in the step": "gradients", "lanes' slots": "staging and buffers", "checkpoints": "checkpoints",
+        "parameters": "parameters", "gathered parameters": "parameters", "lanes' slots": "staging and buffers",
+        "gradients before they are summed": "gradients", "masks of packed rows": "activations and logits",
+        "fp32 gradients in the step beyond activations": "gradients", "checkpoints": "checkpoints",
         "optimizer swap buffers": "staging and buffers", "parameter swap buffers": "staging and buffers",
         "DeepSpeed's further copies": "DeepSpeed's copies", "activation checkpoints": "activations and logits",
         "page cache reserve": "framework and reserve", "parameters kept or copied in RAM": "DeepSpeed's copies",

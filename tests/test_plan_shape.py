@@ -10,7 +10,7 @@ from outcore.model.presets import PRESETS, preset_config
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import preset_shape, shape_from_fields
 from outcore.plan.shape_source import resolve_shape, shape_from_config
-from outcore.plan.work import checkpoint_bytes, layer_activation_bytes, logits_bytes, step_flops
+from outcore.plan.work import checkpoint_bytes, layer_activation_bytes, logits_bytes, mask_bytes, step_flops
 
 
 def test_tied_embeddings_by_hand():
@@ -97,15 +97,18 @@ def test_work_by_hand():
     assert checkpoint_bytes(shape, request, 2048) == 2048 * 4096 * 2 * 33
     # per token: norms 2 x (16,384 + 16,384), residual 16,384, q 32,768, kv 6,144, ffn 114,688, in flight 73,728
     assert layer_activation_bytes(shape, request, 1024, 1) == 65_536 + 16_384 + 32_768 + 6_144 + 114_688 + 73_728
-    assert logits_bytes(shape, 10**6) == 4 * 4 * (2**28 // (4 * 128256)) * 128256
-    assert logits_bytes(shape, 7) == 4 * 4 * 7 * 128256
+    assert logits_bytes(shape, 10**6) == 3 * 4 * (2**28 // (4 * 128256)) * 128256
+    assert logits_bytes(shape, 7) == 3 * 4 * 7 * 128256
+    assert mask_bytes(shape, request, 1024, 2048) == 2 * 1024 * 1024 * (1 + 2)
+    assert mask_bytes(preset_shape("t5-small"), request, 512, 512) == 0  # one document a row
     flops = step_flops(shape, request, 1024, 1)
-    layers = 2 * 32 * 218_112_000 + 2 * 1024 * 4096 * 32
+    layers, attention = 2 * 32 * 218_112_000, 2 * 1024 * 4096 * 32
     head = 2 * 128256 * 4096
-    assert flops.forward == layers + head
-    assert flops.backward == 2 * (layers + head) + layers
+    assert flops.forward == layers + head and flops.attention_forward == attention
+    assert flops.backward == 2 * (layers + head) + layers and flops.attention_backward == 3.5 * attention
+    assert flops.total == 4 * layers + 3 * head + 4.5 * attention
     no_recompute = step_flops(shape, RunRequest(activation_checkpointing=False), 1024, 1)
-    assert no_recompute.backward == 2 * (layers + head)
+    assert no_recompute.backward == 2 * (layers + head) and no_recompute.attention_backward == 2.5 * attention
 
 
 def test_unfused_attention_keeps_its_scores():

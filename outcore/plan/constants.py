@@ -3,7 +3,9 @@
 Measured means: on a server with one H200 (989 TFLOPS dense bf16, PCIe 5.0 x16 at 55 GB/s, STREAM triad 180 GB/s, drive
 3.4-4.8 GB/s mixed), Llama of 1.21 B parameters (hidden 2048, 24 layers, vocabulary 32,000), sequences of 1,024, unless
 said otherwise. "Prototype" is a throw-away layer-streaming trainer that was raced there against stock DeepSpeed 0.19.8.
-What was measured on that one server and is scaled to another machine is a forecast, and shown as one.
+(R) are the twelve runs of benchmarks/results/plan_vs_measured-h200-before-calibration.json, on another server of that
+kind (784 TFLOPS of matrix products, STREAM triad 82 GB/s, drive 3.0 GB/s mixed). What was measured there and is scaled
+to another machine is a forecast, and shown as one.
 """
 
 from __future__ import annotations
@@ -31,10 +33,14 @@ GPU_CONTEXT_BYTES, GPU_CONTEXT_SHARE = int(0.59 * GIB), 0.0016
 that the driver counts and the allocator does not, in six runs (benchmarks/plan_vs_measured.py). Smaller cards are
 scaled: a context grows with the chip and its memory; that an 8 GiB card takes 0.60 GiB is assumed, not measured."""
 GPU_SPARE_BYTES = int(0.15 * GIB)
-"""What the allocator rounds up and keeps for later. Measured without graphs: 0.16 GB
-(benchmarks/results/stream_race-h200-before-graphs.json)."""
+"""What the allocator rounds up and keeps for later, with segments that grow. Measured without graphs: 0.16 GB
+(benchmarks/results/stream_race-h200-before-graphs.json), 0.01 (R). DeepSpeed's engine asks for such segments since it
+held 0.69-1.51 GB in fixed ones (R); its spare is not measured yet."""
 GRAPH_SPARE_BYTES = int(0.36 * GIB)
 """The same on top of it with CUDA graphs, whose pool nothing else may use: 0.38-0.67 GB in all, in six runs (M)."""
+NCCL_BYTES = int(0.49 * GIB)
+"""NCCL's communicator, which DeepSpeed makes even for one rank. Measured (R): 1.39-1.40 GB that the driver counts and
+the allocator does not in four runs of DeepSpeed, 0.87-0.89 in eight of the streaming engine."""
 VRAM_RESERVE_BYTES = int(0.75 * GIB)
 """For the desktop and what else draws on the card. With all of these an 8 GiB card is planned with 6.5 GiB of tensors,
 the cap under which the streaming engine is accepted."""
@@ -63,11 +69,11 @@ LAYER_BUFFERS = 3
 GRAPH_LONG_S, GRAPH_FREE_SHARE = 5e-3, 0.4
 """Layers that compute longer are not captured as CUDA graphs, nor is anything with less of the device free
 (outcore/engine/stream/graphs.py)."""
-GRAPH_ACTIVATIONS = 0.6
-"""Memory that the graphs of layers keep, in eager activations of one layer: what it holds compiled
-(COMPILED_ACTIVATIONS), since all graphs share a pool. Measured on one H200: 1.2 B parameters and 4 rows of 1,024 tokens
-2.92 GB of tensors at the peak with graphs and 2.40 without, where a layer's activations are 0.56 GB; with this factor
-six runs of 0.1 to 2.9 B parameters are within 8 %."""
+GRAPH_POOL, GRAPH_TENSORS = 1.1, 9
+"""What the graphs of layers keep: their common pool, in activations of one compiled layer, and tensors of a
+micro-batch's hidden states (outputs of six graphs, forward and backward with three weight buffers; three inputs).
+Fitted to the allocator's peak in seven runs of 0.1 to 2.9 B parameters on an H200 (R): within 1 % in five of them, 4 %
+in one, and 5 % in that of 8,192 tokens with MASKS."""
 WSL2_PINNED_BYTES = 512 * MIB
 """Reports of what WSL2 lets a process pin range from 0.5 to 5 GB; the least of them."""
 
@@ -79,10 +85,13 @@ DEFAULT_GLOBAL_BATCH = 8
 DEFAULT_SEQ_LENGTH = 1024
 LOGITS_CHUNK_BYTES = 256 * MIB
 """fp32 logits of one chunk (outcore/model/loss.py)."""
-LOGITS_ALIVE = 4.0
-"""Chunks' worth alive at once where autograd computes the loss: fp32 logits, their softmax, its gradient, the 16-bit
-logits and their gradient. Measured: 5.12 GB of tensors with llama-1b in the streaming engine, as it was then, leave
-1.03 GB for chunks of 0.263 GB (benchmarks/results/engines-h200-1gpu-4096tokens.json)."""
+LOGITS_ALIVE = 3.0
+"""Chunks' worth alive at once where autograd computes the loss: the fp32 log-softmax that it keeps, the gradient of the
+loss with respect to it and the one with respect to the logits (outcore/model/loss.py: of one chunk at a time)."""
+TILED_LOGITS_ALIVE = 4.0
+"""The same where the streaming engine computes the head in tiles. A planning figure."""
+HEAD_GRADIENTS = 2
+"""16-bit gradients of the output head that autograd holds there: this chunk's, and the sum over those before."""
 EVAL_LOGITS_ALIVE, EVAL_GROUP = 2.5 / 4, 8
 """The same in an evaluation of the streaming engine: 16-bit logits, fp32 copy, its log-softmax of chunks a quarter as
 large (outcore/engine/stream/runner.py); micro-batches at a time."""
@@ -91,6 +100,15 @@ EAGER_LOSS_ALIVE = 2.5
 logits, without a compiler. Compiled: the gradient, in the logits' type (outcore/engine/stream/cross_entropy.py)."""
 COMPILED_ACTIVATIONS = 0.6
 """What a compiled layer's backward holds of what autograd keeps of an eager one. A planning figure."""
+ATTENTION_BACKWARD = 2.5
+"""Times attention's forward: five matrix products for two, as flash-attention's own benchmark counts."""
+ATTENTION_SHARE = 0.26
+"""Of the rate of a layer's matrix products that attention reaches, by its causal FLOPs, where half of the micro-batches
+have a row with several documents. Without a mask 0.46 (340 of 728 TFLOPS; FlashAttention-3's paper says 35 % of the
+peak, 346 TFLOPS, of FlashAttention-2 on an H100); with one, torch's memory-efficient kernel computes the whole square
+and 0.18 is left. Both from one run on an H200 (R, 8,192 tokens, head 64): 0.265 s a step before the first packed row,
+0.32 s after it; half: counted in the benchmark's text. Heads of 128 and older chips do better (FlashAttention-2: 50 to
+73 % of an A100's peak, where products of matrices reach 80)."""
 LOSS_BYTES_PER_LOGIT = 30
 """Written and read per logit of the loss: 16-bit logits, fp32 copy, softmax, gradient, 16-bit gradient."""
 
@@ -121,9 +139,12 @@ and where both come from. A name with "laptop", "ti" or "super" in it is another
 MATMUL_SHARE = 0.93
 """Of the measured rate of large matrix products that those of a layer reach. Prototype, measured: 158 TFLOP in 0.290 s
 on a GPU of about 720 TFLOPS, less what passes through its memory."""
-STREAM_HOST_S_PER_CALL = 0.001
-"""Python and launches of one layer's forward or backward on one micro-batch. Measured (M), 0.4 B parameters on an H200:
-0.111 s of a backward pass of 24 layers and 4 micro-batches, 0.014 of them waits for copies."""
+STREAM_HOST_S_PER_CALL = (0.001, 0.001)
+"""Python and launches of one compiled layer on one micro-batch, forward and backward. Measured (M), 0.4 B parameters on
+an H200: 0.111 s of a backward pass of 24 layers and 4 micro-batches, 0.014 of them waits for copies."""
+STREAM_EAGER_HOST_S_PER_CALL = (0.0021, 0.0036)
+"""The same of an eager layer, recomputation included. Measured (R), 0.4 B parameters: 0.099 s forward and 0.172 s
+backward for 24 layers and 2 micro-batches, nowhere near the GPU's own time."""
 STREAM_HOST_S_PER_UNIT = 0.0009
 """Between the passes of a step, per layer, embedding and head: the batch, the norm, handing updates over. Measured
 (benchmarks/plan_vs_measured.py, one H200): 0.016-0.036 s a step outside the passes with 26 to 34 units."""
@@ -134,8 +155,9 @@ DRAM_SHARE = 0.78
 measured: 5 Gparam/s at 28 B and 10 Gparam/s at 14 B per parameter, both 140 of 180 GB/s."""
 OPTIMIZER_DRAM_BYTES: Mapping[str, float] = MappingProxyType({"fp32": 28, "split": 26, "fp32_m8": 16.1, "split8": 14.1})
 """DRAM bytes per parameter of one update: gradient 2 read, parameter 2 (split: 2 + 2), each state read and written."""
-STREAM_DRIVE_SHARE = 0.89
-"""Of the mixed drive rate. Prototype, measured: 86-92 %."""
+STREAM_DRIVE_SHARE = 0.95
+"""Of the mixed drive rate. Measured, of the phase that waits for the drive: prototype 86-92 %; streaming 96 and 99 %,
+staged DeepSpeed 107 % (R). More than all of it is the probe's error: it tries the drive for seconds only."""
 OVERLAP_RESIDUE = 0.14
 """What the second longest term adds to the longest although they overlap. Fitted to the prototype's six runs with
 states in RAM (16,384 and 4,096 tokens, fp32 and compact, with and without clipping); worst error of the fit 16 %."""
@@ -143,9 +165,15 @@ states in RAM (16,384 and 4,096 tokens, fp32 and compact, with and without clipp
 DEEPSPEED_OPTIMIZER_DRAM_BYTES = 104
 """180 GB/s x 1.21 B parameters / 2.1e9: DeepSpeed's optimizer phase with states in RAM, gradients' copies and clipping
 included. Measured: 0.99 s a step with one micro-batch and 1.87 s with four leave 0.70 s, i.e. 1.73 Gparam/s."""
-DEEPSPEED_HOST_S_PER_LAYER = 0.0134
-"""Python hooks of ZeRO-3 per layer and micro-batch (forward, recomputation, backward). Measured: 1.29 s without any
-offload = 4 micro-batches x 24 layers, far above the GPU's own work. It hides under a slower GPU's compute."""
+DEEPSPEED_HOST_S_PER_LAYER = 0.0155
+"""Python hooks of ZeRO-3 per layer and micro-batch (forward, recomputation, backward). Measured: 13.4 ms (1.29 s
+without any offload = 4 micro-batches x 24 layers, far above the GPU's own work); on another host, whose cores are
+slower, 17.1 and 18.9 ms with 0.4 B parameters (R). Between the hosts; it hides under a slower GPU's compute."""
+DEEPSPEED_PLAIN_HOST_S_PER_LAYER = 0.0047
+"""The same below ZeRO-3: Python and launches of an eager layer. Measured (R), 0.1 B parameters, stage none: 0.036 s
+forward and 0.076 s backward, recomputation included, for 12 layers and 2 micro-batches."""
+DEEPSPEED_GPU_UPDATE_S_PER_LAYER = 0.0017
+"""Python and launches of an update on the GPU. Measured in that run: 0.020 s, 12 layers."""
 DEEPSPEED_DRIVE_SHARE = 0.67
 """Of the mixed drive rate. Measured: 32 B per parameter in 14 s of optimizer phase, 2.8 of about 4.1 GB/s."""
 DEEPSPEED_RAM_BYTES_PER_PARAM = 24

@@ -6,9 +6,9 @@ import dataclasses
 
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import OVERHEAD, SPARE, Part, Plan, TierUse
+from outcore.plan.record import COMMUNICATOR, OVERHEAD, SPARE, Part, Plan, TierUse
 
-DROPPED = (OVERHEAD, SPARE, "desktop reserve")
+DROPPED = (OVERHEAD, SPARE, COMMUNICATOR, "desktop reserve")
 """Of a GPU only."""
 
 

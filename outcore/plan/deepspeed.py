@@ -27,11 +27,19 @@ from outcore.plan.deepspeed_staged import (
 )
 from outcore.plan.hardware import Hardware
 from outcore.plan.nvme_space import CHECKPOINTS, nvme_use
-from outcore.plan.record import OVERHEAD, SPARE, Part, Plan, StepTime, TierUse
+from outcore.plan.record import COMMUNICATOR, MASKS, OVERHEAD, SPARE, Part, Plan, StepTime, TierUse
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream_layout import Spill
-from outcore.plan.work import checkpoint_bytes, layer_activation_bytes, logits_bytes, step_flops, step_traffic
+from outcore.plan.work import (
+    checkpoint_bytes,
+    chunk_tokens,
+    layer_activation_bytes,
+    logits_bytes,
+    mask_bytes,
+    step_flops,
+    step_traffic,
+)
 from outcore.units import GB
 
 STAGE_NUMBER = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
@@ -168,7 +176,7 @@ def _vram_parts(
     gpus = hardware.num_gpus
     e, stage = request.element_bytes, STAGE_NUMBER[layout.stage]
     base, trained, tokens = shape.total_params, shape.trainable_params, seq_length * layout.micro_batch
-    bucket = e * k.DEEPSPEED_BUCKET_NUMEL if stage else 0
+    bucket = e * k.DEEPSPEED_BUCKET_NUMEL if stage else 0  # of reductions; what is prefetched counts as gathered
     params = e * base // (gpus if stage == 3 else 1)
     gradients = e * trained // (gpus if stage >= 2 else 1)
     share = gpus if stage >= 1 else 1
@@ -180,8 +188,6 @@ def _vram_parts(
         # Measured alike with parameters in RAM and on NVMe: the limit on live parameters is used up either way.
         gathered = e * min(base, k.DEEPSPEED_LIVE_NUMEL + largest) if gpus > 1 or layout.params != "none" else 0
         parts.append(Part("vram", "gathered parameters", gathered))
-        parts.append(Part("vram", "gradient of the largest weight", 0 if shape.lora_r else e * largest))
-        bucket *= 2  # reduction and prefetch
     if layout.optimizer != "none":
         master = moments = fp32_gradients = gradients = 0
     if layout.params != "none":
@@ -190,18 +196,29 @@ def _vram_parts(
     checkpoints = checkpoint_bytes(shape, request, tokens)
     if not request.activation_checkpointing:
         activations, checkpoints = activations * shape.num_layers, 0
+    # The worse of a layer's backward and the head's, with gradients as autograd returns them.
+    largest_layer = 0 if shape.lora_r else e * max(shape.layer_params)
+    held = min(k.HEAD_GRADIENTS, -(-tokens // chunk_tokens(shape, tokens)))
+    head_gradients = 0 if shape.lora_r else held * e * shape.head_weight_numel
+    logits = logits_bytes(shape, tokens)
+    layer_peak, head_peak = (activations, largest_layer), (logits, head_gradients)
+    work, before_sum = max(layer_peak, head_peak, key=sum)
+    name = "activations of the largest unit" if (work, before_sum) == layer_peak else "logits of one chunk"
+    in_step = max(0, fp32_gradients - work - before_sum - checkpoints)  # none of these is there in the step
     return [
         Part("vram", "parameters", params),
         Part("vram", "gradients", gradients),
         Part("vram", "master", master),
         Part("vram", "moments", moments),
-        Part("vram", "fp32 gradients in the step", fp32_gradients),
+        Part("vram", "gradients before they are summed", before_sum),
+        Part("vram", "fp32 gradients in the step beyond activations", in_step),
         *parts,
         Part("vram", "buckets", bucket),
         Part("vram", "activation checkpoints", checkpoints),
-        Part("vram", "activations of the largest unit", activations),
-        Part("vram", "logits chunk beyond it", max(0, logits_bytes(shape, tokens) - activations)),
+        Part("vram", name, work),
+        Part("vram", MASKS, mask_bytes(shape, request, seq_length, tokens)),
         Part("vram", OVERHEAD, hardware.gpu_context_bytes),
+        Part("vram", COMMUNICATOR, k.NCCL_BYTES),
         Part("vram", SPARE, k.GPU_SPARE_BYTES),
         Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
     ]
@@ -283,10 +300,13 @@ def _time(
     stage, passes = STAGE_NUMBER[layout.stage], layout.accumulation
     tokens = seq_length * layout.micro_batch * passes
     traffic = step_traffic(shape, request, seq_length * layout.micro_batch, passes)
+    flops = step_flops(shape, request, seq_length, tokens)
     compute_s = k.EAGER_SLOWDOWN * hardware.compute_s(
-        step_flops(shape, request, seq_length, tokens).total, traffic.forward + traffic.backward
+        flops.forward + flops.backward, traffic.forward + traffic.backward, flops.attention
     )
-    host_s = k.DEEPSPEED_HOST_S_PER_LAYER * shape.num_layers * passes if stage == 3 and not hardware.is_cpu else 0.0
+    calls = 0 if hardware.is_cpu else shape.num_layers * passes
+    host_s = calls * (k.DEEPSPEED_HOST_S_PER_LAYER if stage == 3 else k.DEEPSPEED_PLAIN_HOST_S_PER_LAYER)
+    update_host_s = 0.0
     swept = 2 * e * shape.total_params // (gpus if stage == 3 else 1)  # forward, and backward with its recomputation
     h2d = swept * passes if layout.params != "none" else 0
     d2h = e * trained // gpus * passes if layout.optimizer != "none" else 0
@@ -303,6 +323,8 @@ def _time(
         update = staged_update(shape, homes, layout.staged, hardware)
         read, written = update.read_bytes, update.written_bytes
         optimizer_drive_s, optimizer_s = update.drive_s, update.cpu_s
+    elif layout.optimizer == "none" and not hardware.is_cpu:
+        update_host_s = k.DEEPSPEED_GPU_UPDATE_S_PER_LAYER * shape.num_layers
     elif layout.optimizer == "cpu":
         optimizer_s = k.DEEPSPEED_OPTIMIZER_DRAM_BYTES * trained / (hardware.ram_gb_per_s * GB)
     elif layout.optimizer == "nvme":
@@ -310,7 +332,7 @@ def _time(
         read, written = 16.0 * trained, 16.0 * trained + (e * trained if layout.params == "nvme" else 0)
         optimizer_drive_s = hardware.drive_s(read, written) / rate
         optimizer_s = k.OPTIMIZER_DRAM_BYTES["fp32"] * trained / (k.DRAM_SHARE * hardware.ram_gb_per_s * GB)
-    step_s = pass_s + max(optimizer_drive_s, optimizer_s)
+    step_s = pass_s + max(optimizer_drive_s, optimizer_s, update_host_s)
     drive_read_s = params_read_s + (optimizer_drive_s * read / (read + written) if read else 0.0)
     return (
         StepTime(
@@ -320,7 +342,7 @@ def _time(
             drive_read_s=drive_read_s,
             drive_write_s=optimizer_drive_s * written / (read + written) if written else 0.0,
             cpu_optimizer_s=optimizer_s,
-            host_overhead_s=max(0.0, host_s - max(compute_s, h2d_s, d2h_s, params_read_s)),
+            host_overhead_s=max(0.0, host_s - max(compute_s, h2d_s, d2h_s, params_read_s)) + update_host_s,
             step_s=step_s,
         ),
         read + params_read,

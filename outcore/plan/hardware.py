@@ -87,12 +87,15 @@ class Hardware:
             return both / (self.drive_mixed_gb_per_s * GB) + self._alone_s(rest_read, rest_written)
         return self._alone_s(read_bytes, written_bytes)
 
-    def compute_s(self, flops: float, traffic_bytes: float) -> float:
-        """Seconds of arithmetic, with what passes through the device's memory where its rate was measured."""
+    def compute_s(self, flops: float, traffic_bytes: float, attention_flops: float = 0.0) -> float:
+        """Seconds of matrix products and attention, with what passes through the device's memory. Where that was not
+        measured, `compute_tflops` is the rate of whole layers, in which both are counted already."""
         if self.compute_tflops is None:
             return 0.0
-        moved_s = traffic_bytes / (self.device_memory_gb_per_s * GB) if self.device_memory_gb_per_s else 0.0
-        return flops / (self.compute_tflops * 1e12) + moved_s
+        if self.device_memory_gb_per_s is None:
+            return (flops + attention_flops) / (self.compute_tflops * 1e12)
+        products_s = (flops + attention_flops / k.ATTENTION_SHARE) / (self.compute_tflops * 1e12)
+        return products_s + traffic_bytes / (self.device_memory_gb_per_s * GB)
 
     @property
     def gpu_context_bytes(self) -> int:

@@ -12,9 +12,11 @@ TIERS = ("vram", "pinned", "ram", "nvme")
 EVALUATION = "evaluation beyond a step"
 RESERVES = ("desktop reserve", "page cache reserve", EVALUATION)
 """Parts that a plan leaves free: no measurement of a training step will find them."""
-OVERHEAD, SPARE = "framework overhead", "allocator's spare memory"
-"""Of a GPU: what the driver counts and the allocator does not; what the allocator holds beyond its tensors."""
-NOT_TENSORS = (OVERHEAD, SPARE, *RESERVES)
+OVERHEAD, SPARE, COMMUNICATOR = "framework overhead", "allocator's spare memory", "NCCL's communicator"
+"""Of a GPU: what the driver counts and the allocator does not; what the allocator holds beyond its tensors; buffers of
+DeepSpeed's collectives, which the driver counts, too."""
+NOT_TENSORS = (OVERHEAD, SPARE, COMMUNICATOR, *RESERVES)
+MASKS = "masks of packed rows"
 TIER_WORDS = {"vram": "VRAM", "pinned": "pinned RAM", "ram": "RAM", "nvme": "NVMe"}
 
 

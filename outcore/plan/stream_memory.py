@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import EVALUATION, NOT_TENSORS, OVERHEAD, SPARE, Part
+from outcore.plan.record import EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Part
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream_layout import Residency, Spill, StreamLayout
@@ -18,6 +18,7 @@ from outcore.plan.stream_tiles import TILES_HELD, Tiling
 from outcore.plan.work import (
     layer_activation_bytes,
     logits_bytes,
+    mask_bytes,
     mlp_activation_bytes,
     step_flops,
     step_traffic,
@@ -63,7 +64,7 @@ def vram_parts(
     logits, sums = logits_bytes(shape, tokens, alive), 0
     if tiling.ends:  # logits of one tile's rows; gradients of all tokens' hidden states are summed over tiles, in fp32
         rows = min(shape.vocab_size, max(1, tiling.tile_bytes // (e * shape.hidden_size)))
-        logits = int(k.LOGITS_ALIVE * 4 * rows * min(tokens, max(16, k.LOGITS_CHUNK_BYTES // (4 * rows))))
+        logits = int(k.TILED_LOGITS_ALIVE * 4 * rows * min(tokens, max(16, k.LOGITS_CHUNK_BYTES // (4 * rows))))
         sums = 4 * tokens * layout.accumulation * shape.hidden_size
     head_peak = (logits + sums, 0 if shape.lora_r else e * ends)
     work, gradients = max(layer_peak, head_peak, key=sum)
@@ -79,11 +80,18 @@ def vram_parts(
         Part("vram", "activation checkpoints", checkpoints),
         Part("vram", "activations and gradients between units", 2 * batch_hidden),
         Part("vram", name, work),
+        Part("vram", MASKS, _masks(shape, request, seq_length, tokens, layout.accumulation)),
         Part("vram", EVALUATION, beyond),
         Part("vram", OVERHEAD, hardware.gpu_context_bytes),
         Part("vram", SPARE, k.GPU_SPARE_BYTES),
         Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
     ]
+
+
+def _masks(shape: ModelShape, request: RunRequest, seq_length: int, tokens: int, accumulation: int) -> int:
+    """The one in use, and as bits those of all micro-batches of a step (outcore/engine/stream/masks.py)."""
+    in_use = mask_bytes(shape, request, seq_length, tokens)
+    return in_use + (tokens * seq_length * accumulation // 8 if in_use else 0)
 
 
 def graph_bytes(
@@ -95,12 +103,14 @@ def graph_bytes(
     tokens = seq_length * layout.micro_batch
     flops, traffic = step_flops(shape, request, seq_length, tokens), step_traffic(shape, request, tokens, 1)
     head = 2.0 * tokens * shape.head_weight_numel
-    if hardware.compute_s(flops.forward - head, traffic.forward) / shape.num_layers > k.GRAPH_LONG_S:
+    layers_s = hardware.compute_s(flops.forward - head, traffic.forward, flops.attention_forward)
+    if layers_s / shape.num_layers > k.GRAPH_LONG_S:
         return 0
     tensors = sum(p.size_bytes for p in vram if p.name not in NOT_TENSORS)
     if tensors > (1 - k.GRAPH_FREE_SHARE) * hardware.tensor_bytes:
         return 0
-    return int(k.GRAPH_ACTIVATIONS * layer_activation_bytes(shape, request, seq_length, tokens))
+    held = k.GRAPH_POOL * k.COMPILED_ACTIVATIONS * layer_activation_bytes(shape, request, seq_length, tokens)
+    return int(held) + k.GRAPH_TENSORS * tokens * shape.hidden_size * request.element_bytes
 
 
 def ram_parts(

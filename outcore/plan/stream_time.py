@@ -30,11 +30,12 @@ def step_time(
     compiled = layout.compiled and len(tiling.layers) < shape.num_layers  # tiled layers are eager
     slower = 1.0 if compiled else k.EAGER_SLOWDOWN
     device_s = [
-        slower * hardware.compute_s(flops.forward, traffic.forward),
-        slower * hardware.compute_s(flops.backward, traffic.backward),
+        slower * hardware.compute_s(flops.forward, traffic.forward, flops.attention_forward),
+        slower * hardware.compute_s(flops.backward, traffic.backward, flops.attention_backward),
     ]
-    launches_s = 0.0 if hardware.is_cpu else k.STREAM_HOST_S_PER_CALL * shape.num_layers * layout.accumulation
-    gpu_s = [max(seconds, slower * launches_s) for seconds in device_s]
+    per_call_s = k.STREAM_HOST_S_PER_CALL if compiled else k.STREAM_EAGER_HOST_S_PER_CALL
+    calls = 0 if hardware.is_cpu else shape.num_layers * layout.accumulation
+    gpu_s = [max(seconds, calls * call_s) for seconds, call_s in zip(device_s, per_call_s, strict=True)]
     head = shape.head_params + (shape.head_weight_numel if shape.tied else 0)
     up_forward = e * (shape.embedding_params + sum(shape.layer_params) + shape.adapter_params + head)
     up_backward = e * (sum(shape.layer_params) + shape.adapter_params)

@@ -20,26 +20,38 @@ class Flops:
     forward: float
     backward: float
     """Recomputation included."""
+    attention_forward: float = 0.0
+    attention_backward: float = 0.0
+    """Scores and weighted values, counted as causal; not in the two above, since their kernels are slower."""
 
     @property
     def total(self) -> float:
-        return self.forward + self.backward
+        """Matrix products and attention."""
+        return self.forward + self.backward + self.attention
+
+    @property
+    def attention(self) -> float:
+        return self.attention_forward + self.attention_backward
 
 
 def step_flops(shape: ModelShape, request: RunRequest, seq_length: int, tokens: int) -> Flops:
-    """Matrix products of a step over `tokens` tokens of this GPU.
+    """Arithmetic of a step over `tokens` tokens of this GPU.
 
     Forward: 2 FLOPs per active parameter and token, and causal attention 2 * seq * q per layer. Backward: twice that
-    for full training, once with adapters only (no gradients of frozen weights). Recomputation: the layers once more.
+    for full training, once with adapters only (no gradients of frozen weights); attention 2.5 times, because its
+    kernels recompute the scores. Recomputation: the layers once more.
     """
-    attention = 2 * seq_length * shape.num_heads * shape.head_dim * shape.num_layers
+    attention = tokens * 2.0 * seq_length * shape.num_heads * shape.head_dim * shape.num_layers
     active = shape.active_layer_params / max(1, sum(shape.layer_params))
-    layers = 2 * (shape.active_layer_params + active * shape.adapter_params) + attention
+    layers = 2 * (shape.active_layer_params + active * shape.adapter_params)
     head = 2 * shape.head_weight_numel
     gradient_passes = 1 if shape.lora_r else 2
-    recompute = layers if request.activation_checkpointing else 0
+    again = 1 if request.activation_checkpointing else 0
     return Flops(
-        forward=tokens * float(layers + head), backward=tokens * float(gradient_passes * (layers + head) + recompute)
+        forward=tokens * float(layers + head),
+        backward=tokens * float(gradient_passes * (layers + head) + again * layers),
+        attention_forward=attention,
+        attention_backward=(k.ATTENTION_BACKWARD + again) * attention,
     )
 
 
@@ -98,6 +110,14 @@ def layer_activation_bytes(shape: ModelShape, request: RunRequest, seq_length: i
 def mlp_activation_bytes(shape: ModelShape, request: RunRequest, tokens: int) -> int:
     """Of `layer_activation_bytes`, the intermediates of the feed-forward part."""
     return tokens * request.element_bytes * shape.ffn_width * ((4 if shape.gated_ffn else 3) + 2)
+
+
+def mask_bytes(shape: ModelShape, request: RunRequest, seq_length: int, tokens: int) -> int:
+    """Of a micro-batch in which a row holds several documents: a boolean mask [rows, T, T], and the numbers that the
+    attention kernel makes of it. 0 where rows are not packed, or the scores outweigh it."""
+    if shape.is_encoder_decoder or not shape.fused_attention:
+        return 0
+    return tokens * seq_length * (1 + request.element_bytes)
 
 
 def checkpoint_bytes(shape: ModelShape, request: RunRequest, tokens: int) -> int:

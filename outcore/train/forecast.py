@@ -8,7 +8,7 @@ means data-sheet rates and a sentence, a model that the planner cannot count mea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,12 +188,19 @@ class Forecast:
     plan: Plan | None
     hardware: Hardware | None
     problem: str = ""
+    asked: Mapping[str, Any] | None = None
+    """What `run_plan` was given beside the model, as plain values: enough to ask a later planner the same."""
 
     def to_dict(self) -> dict[str, Any] | None:
         """For plan.json; None without a plan."""
         if self.plan is None or self.hardware is None:
             return None
-        return {**self.plan.to_dict(), "rates": self.hardware.sources, "machine_notes": list(self.hardware.notes)}
+        return {
+            **self.plan.to_dict(),
+            "rates": self.hardware.sources,
+            "machine_notes": list(self.hardware.notes),
+            "asked": self.asked,
+        }
 
     def measured_links(self) -> dict[str, float]:
         """GB/s of this machine's links that the probe measured, by name; {} when it never did."""
@@ -245,7 +252,10 @@ class Forecaster:
             figures = RunFigures.of(self._settings, decided.config, save_total_limit)
             stream = decided.stream.settings if decided.stream is not None else None
             offload = decided.deepspeed.built.offload if decided.deepspeed is not None else None
-            return Forecast(run_plan(shape, figures, hardware, stream=stream, offload=offload), hardware)
+            plan = run_plan(shape, figures, hardware, stream=stream, offload=offload)
+            asked = {"figures": figures, "stream": stream, "offload": offload, "hardware": hardware}
+            plain = {name: asdict(value) if value is not None else None for name, value in asked.items()}
+            return Forecast(plan, hardware, asked=plain)
         except Exception as error:
             return Forecast(None, None, _words(error))
 
