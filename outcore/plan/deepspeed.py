@@ -5,7 +5,7 @@ the rest, and the offload of stock DeepSpeed, which a run takes where `outcore.o
 
 What it does was read in its source and measured (constants.py). Per parameter on the GPU without offload: weight 2,
 gradient 2, master 4, moments 8, and the fp32 copy of the gradients made in the optimizer step 4 (ZeRO-3: of one
-sub-group only). Stages 1 / 2 / 3 divide states / gradients too / parameters too by the number of GPUs. With offload,
+sub-group only), when activations are gone. Stages 1 / 2 / 3 divide states / gradients too / parameters too by the number of GPUs. With offload,
 parameters cross the link twice per micro-batch, and the optimizer phase runs after the last backward pass, alone.
 """
 
@@ -51,7 +51,7 @@ OFFLOADS: dict[str, tuple[tuple[Device, Device], ...]] = {
     "infinity": (("nvme", "cpu"), ("nvme", "nvme")),
 }
 """Stage -> (optimizer, parameters) homes worth planning, fastest first."""
-UNMEASURED = "measured only as ZeRO-3 on one GPU; this stage's bytes are derived from DeepSpeed's source"
+UNMEASURED = "measured only as ZeRO-3 and without ZeRO, on one GPU; these bytes are derived from DeepSpeed's source"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def plan_deepspeed(
     pinned_bytes = sum(p.size_bytes for p in pinned)
     time, read, written = _time(shape, request, hardware, seq_length, layout, homes)
     notes = list(buffers_note)
-    if layout.stage in ("none", "zero1", "zero2") or gpus > 1:
+    if layout.stage in ("zero1", "zero2") or gpus > 1:
         notes.append(UNMEASURED)
     if layout.stage in ("zero1", "zero2") and gpus == 1 and layout.optimizer == "none":
         notes.append(f"on one GPU {layout.stage} divides nothing: it is plain training with smaller buckets")
