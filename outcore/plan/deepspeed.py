@@ -4,9 +4,10 @@ Stage 3 with offloaded states is planned as the run does it, with outcore's stag
 the rest, and the offload of stock DeepSpeed, which a run takes where `outcore.offload` says stock.
 
 What it does was read in its source and measured (constants.py). Per parameter on the GPU without offload: weight 2,
-gradient 2, master 4, moments 8, and the fp32 copy of the gradients made in the optimizer step 4 (ZeRO-3: of one
-sub-group only), when activations are gone. Stages 1 / 2 / 3 divide states / gradients too / parameters too by the number of GPUs. With offload,
-parameters cross the link twice per micro-batch, and the optimizer phase runs after the last backward pass, alone.
+gradient 2, master 4, moments 8, and the fp32 copy of the gradients made in the optimizer step 4 (ZeRO-3: of one sub-
+group only), when activations are gone. Stages 1 / 2 / 3 divide states / gradients too / parameters too by the number of
+GPUs. With offload, parameters cross the link twice per micro-batch, and the optimizer phase runs after the last
+backward pass, alone.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.units import round_up
 
-NOTE = "staged offload: sizes by the engine's own rule, seconds by the streaming engine's rates; compared with one run on a drive"
+NOTE = "staged offload: sizes by the engine's own rule, seconds by the streaming engine's rates; one run compared"
 
 
 @dataclass(frozen=True)
