@@ -161,8 +161,14 @@ def test_a_layer_that_fails_leaves_nothing_under_way(engine):
     engine._parts.updates.drain()
     before = [p.detach().clone() for p in engine.loaded.model.parameters()]
     runner = engine._parts.schedule.runner
-    for name, call in (("layer", 1), ("head", 0), ("layer_backward", 0), ("embed_backward", 0)):
-        original, calls = getattr(runner, name), []
+    places = (
+        (runner, "layer", 1),
+        (runner.head, "one", 0),
+        (runner, "layer_backward", 0),
+        (runner, "embed_backward", 0),
+    )
+    for owner, name, call in places:
+        original, calls = getattr(owner, name), []
 
         def fails(*args, original=original, calls=calls, call=call, **kwargs):
             calls.append(1)
@@ -170,10 +176,10 @@ def test_a_layer_that_fails_leaves_nothing_under_way(engine):
                 raise torch.OutOfMemoryError("out of memory (made by the test)")
             return original(*args, **kwargs)
 
-        setattr(runner, name, fails)
+        setattr(owner, name, fails)
         with pytest.raises(torch.OutOfMemoryError):
             engine.train_step([plain_batch(seed=1), plain_batch(seed=2)], 1e-3)
-        setattr(runner, name, original)
+        setattr(owner, name, original)
         engine._parts.upload.drain(5)
         engine._parts.download_lane.drain(5)
         assert all(torch.equal(a, b) for a, b in zip(before, engine.loaded.model.parameters(), strict=True))

@@ -71,7 +71,7 @@ def run_units(loaded, batches, *, chunk_bytes=4 * 128 * 16, seed=None):
                 hidden, found = runner.layer(i, slabs[id(unit)], hidden, log.calls[i])
                 routers += found
                 counts.append(len(found))
-            result = runner.head(
+            result = runner.head.one(
                 slabs[id(units.head)], hidden, batch, log, routers, grad_scale=1.0 / total, into=sums[id(units.head)]
             )
             ce += float(result.ce_sum) / total
@@ -198,7 +198,7 @@ def test_frozen_parameters_get_no_gradient():
         inputs.append(hidden)
         hidden, _ = runner.layer(i, slab_of(unit), hidden, log.calls[i])
     into = GradAccumulator(units.head.layout, torch.empty(units.head.layout.numel))
-    result = runner.head(slab_of(units.head), hidden, batches[0], log, grad_scale=1 / total, into=into)
+    result = runner.head.one(slab_of(units.head), hidden, batches[0], log, grad_scale=1 / total, into=into)
     last = units.layer_units[-1]
     found = GradAccumulator(last.layout, torch.empty(last.layout.numel))
     runner.layer_backward(len(inputs) - 1, slab_of(last), inputs[-1], log.calls[-1], result.grad_hidden, [], found)

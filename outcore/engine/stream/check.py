@@ -129,7 +129,7 @@ def run_units(
         routers += found
         counts.append(len(found))
     head = units.head.index
-    result = runner.head(slabs[head], hidden, batch, log, routers, grad_scale=1.0 / total, into=sums[head])
+    result = runner.head.one(slabs[head], hidden, batch, log, routers, grad_scale=1.0 / total, into=sums[head])
     grad, grad_routers = result.grad_hidden, result.grad_routers
     for index, unit in reversed(list(enumerate(units.layer_units))):
         cut = len(grad_routers) - counts[index]

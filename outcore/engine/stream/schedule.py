@@ -19,10 +19,11 @@ import torch
 from outcore.engine.stream.accumulator import GradAccumulator
 from outcore.engine.stream.clock import PhaseClock
 from outcore.engine.stream.gradients import GradientDownload
+from outcore.engine.stream.head import Batch, HeadInput
 from outcore.engine.stream.prefetch import WeightPrefetcher
 from outcore.engine.stream.residency import Activations
 from outcore.engine.stream.rng import UnitRandom, generators_kept
-from outcore.engine.stream.runner import Batch, HeadInput, UnitRunner
+from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.shell import CallLog
 from outcore.engine.stream.trace import NO_TRACE, Trace
 from outcore.engine.stream.units import Unit
@@ -131,7 +132,7 @@ class VerticalSchedule:
         at = self._forward_only(micro)
         slab = self.prefetcher.acquire(at)
         sums = _zeros(self.device)
-        results = self.runner.heads(slab, (HeadInput(i.take_hidden(), i.batch, i.log) for i in micro))
+        results = self.runner.head.run(slab, (HeadInput(i.take_hidden(), i.batch, i.log) for i in micro))
         for m in range(len(micro)):
             with self.trace.compute("head", "head", m):
                 result = next(results)
@@ -144,7 +145,7 @@ class VerticalSchedule:
         """fp32 logits [V] after input_ids [1, T]."""
         item = _MicroBatch({"input_ids": input_ids})
         at = self._forward_only([item])
-        logits = self.runner.next_logits(self.prefetcher.acquire(at), item.take_hidden(), item.batch, item.log)
+        logits = self.runner.head.next_logits(self.prefetcher.acquire(at), item.take_hidden(), item.batch, item.log)
         self.prefetcher.release(at)
         return logits
 
@@ -216,7 +217,7 @@ class VerticalSchedule:
                 routers, item.routers = item.routers, []
                 yield HeadInput(item.take_hidden(), item.batch, item.log, routers)
 
-        results = self.runner.heads(slab, inputs(), grad_scale=grad_scale, into=into)
+        results = self.runner.head.run(slab, inputs(), grad_scale=grad_scale, into=into)
         for m, item in enumerate(micro):
             with self.trace.compute("head", "head", m):
                 result = next(results)

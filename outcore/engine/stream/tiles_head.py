@@ -26,7 +26,7 @@ from outcore.engine.stream.units import Units
 from outcore.model.inputs import IGNORE, shifted_targets
 
 if TYPE_CHECKING:
-    from outcore.engine.stream.runner import HeadInput, HeadResult
+    from outcore.engine.stream.head import HeadInput, HeadResult
 
 
 @dataclass
@@ -96,7 +96,7 @@ class TiledHead:
         grad_scale: float | None,
         into: GradAccumulator | None,
     ) -> list[HeadResult]:
-        """As `UnitRunner.heads`; `make_result(item, final, ce_sum, n_tokens)` begins a result."""
+        """As `HeadRunner.run`; `make_result(item, final, ce_sum, n_tokens)` begins a result."""
         train = grad_scale is not None
         leaves, trainable = self.tiles.leaves(self.units.head, slab)
         results: list[HeadResult] = []
