@@ -6,6 +6,7 @@ what their forecast says: where things live, how much each tier has, which rates
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from plan_runs import RUNS, config_of
@@ -26,20 +27,12 @@ AGAIN_NOTE = (
 def planned_again(result: dict[str, Any], links: dict[str, Any] | None) -> dict[str, Any]:
     """The result with today's forecast in place of its own. `links`: the machine's, as the results have them."""
     asked = result["forecast"].get("asked") or _asked(result, links or {})
-    shape = shape_of(result["name"], result["argv"])
+    shape = ModelShape(**{**asked["shape"], "layer_params": tuple(asked["shape"]["layer_params"])})
     stream = StreamSettings(**asked["stream"]) if asked["stream"] else None
     offload = ChosenOffload(**asked["offload"]) if asked["offload"] else None
     hardware = Hardware(**asked["hardware"])
     plan = run_plan(shape, RunFigures(**asked["figures"]), hardware, stream=stream, offload=offload)
     return {**result, "forecast": {**plan.to_dict(), "asked": asked}}
-
-
-def shape_of(name: str, argv: list[str]) -> ModelShape:
-    """Of a run by its name; its flags tell whether it was a dry run's tiny model."""
-    run = RUNS[name]
-    tiny = int(_flag(argv, "--seq_length") or 0) != run.seq_length
-    fields = config_of(run.shape, tiny=tiny)
-    return shape_from_fields(run.shape, "llama", fields)
 
 
 def _flag(argv: list[str], name: str) -> str | None:
@@ -70,7 +63,9 @@ def _asked(result: dict[str, Any], links: dict[str, Any]) -> dict[str, Any]:
         **{name: links[name] for name in _RATES},
         "is_cpu": tiers["vram"]["capacity_bytes"] == 0,
     }
-    asked: dict[str, Any] = {"figures": figures, "hardware": hardware, "stream": None, "offload": None}
+    name = RUNS[result["name"]].shape
+    shape = dataclasses.asdict(shape_from_fields(name, "llama", config_of(name)))
+    asked: dict[str, Any] = {"shape": shape, "figures": figures, "hardware": hardware, "stream": None, "offload": None}
     if f["engine"] == "stream":
         in_ram = parts["ram"].get("master", 0) + parts["ram"].get("moments", 0)
         on_drive = parts["nvme"].get("master", 0) > 0

@@ -14,7 +14,7 @@ from plan_fakes import server
 from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
 from outcore.plan import constants as k
-from outcore.plan.shape import preset_shape, shape_from_fields
+from outcore.plan.shape import preset_shape
 from outcore.train.forecast import Forecast, RunFigures, run_plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,17 +56,15 @@ def test_measured_runs_are_described_within_the_limits(planned_again: Any, run: 
 def test_a_run_keeps_what_its_planner_was_asked(
     planned_again: Any, stream: StreamSettings | None, offload: ChosenOffload | None
 ):
-    fields = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4}
-    fields |= {"intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 16384}
-    shape = shape_from_fields("0.4b", "llama", {**fields, "tie_word_embeddings": False})
+    shape = preset_shape("llama-1b").with_lora(4)
     hardware = server(ram_bytes=10**11, sources={"h2d_gb_per_s": "measured"})
     figures = dataclasses.replace(FIGURES, save_total_limit=5, max_grad_norm=0.0)
     plan = run_plan(shape, figures, hardware, stream=stream, offload=offload)
-    given = {"figures": figures, "hardware": hardware, "stream": stream, "offload": offload}
+    given = {"shape": shape, "figures": figures, "hardware": hardware, "stream": stream, "offload": offload}
     asked = {name: dataclasses.asdict(value) if value else None for name, value in given.items()}
     kept = json.loads(json.dumps(Forecast(plan, hardware, asked=asked).to_dict()))
     kept["time_s"], kept["micro_batch"] = {}, 77  # only `asked` counts
-    result = {"name": "s-0.4b-eager", "argv": ["--seq_length", "1024"], "forecast": kept}
+    result = {"name": "some run", "argv": [], "forecast": kept}
     again = planned_again(result, None)["forecast"]
     assert {name: value for name, value in again.items() if name != "asked"} == json.loads(json.dumps(plan.to_dict()))
 

@@ -141,6 +141,8 @@ def test_whatever_fails_in_a_forecast_is_a_sentence(monkeypatch: pytest.MonkeyPa
     header, record = fine.header(), fine.to_dict()
     assert header is not None and record is not None and header["step_s"] == record["time_s"]["step_s"] > 0
     assert header["rss_bytes"] == record["expected_rss_bytes"] < record["ram_bytes"]
+    asked = json.loads(json.dumps(record["asked"]))  # for a planner of later
+    assert asked["figures"]["save_total_limit"] == 2 and asked["shape"]["hidden_size"] > 0 and asked["hardware"]
 
     def broken(*_: object, **__: object) -> None:
         raise KeyError("no such thing")

@@ -189,7 +189,7 @@ class Forecast:
     hardware: Hardware | None
     problem: str = ""
     asked: Mapping[str, Any] | None = None
-    """What `run_plan` was given beside the model, as plain values: enough to ask a later planner the same."""
+    """What `run_plan` was given, as plain values: enough to ask a later planner the same."""
 
     def to_dict(self) -> dict[str, Any] | None:
         """For plan.json; None without a plan."""
@@ -253,7 +253,7 @@ class Forecaster:
             stream = decided.stream.settings if decided.stream is not None else None
             offload = decided.deepspeed.built.offload if decided.deepspeed is not None else None
             plan = run_plan(shape, figures, hardware, stream=stream, offload=offload)
-            asked = {"figures": figures, "stream": stream, "offload": offload, "hardware": hardware}
+            asked = {"shape": shape, "figures": figures, "stream": stream, "offload": offload, "hardware": hardware}
             plain = {name: asdict(value) if value is not None else None for name, value in asked.items()}
             return Forecast(plan, hardware, asked=plain)
         except Exception as error:
