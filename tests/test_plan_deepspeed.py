@@ -90,6 +90,18 @@ def test_bytes_by_hand_without_offload():
     assert not p.fits and p.tier("vram").short_bytes == p.used_bytes("vram") - LAPTOP.vram_bytes
 
 
+def test_gradients_alive_where_a_layers_backward_is_the_peak():
+    layout = DeepSpeedLayout("zero3", "cpu", "cpu", 8, 1)
+    dense, sparse = preset_shape("llama-8b"), preset_shape("qwen3-30b-a3b")
+    for shape, alive in ((dense, 218_112_000), (sparse, sparse.layer_params[0])):  # below the embedding's; all experts
+        p = plan_deepspeed(shape, RunRequest(), server(), 16384, layout)
+        activations = layer_activation_bytes(shape, RunRequest(), 16384, 8 * 16384)
+        assert p.part_bytes("vram", "activations of the largest unit") == activations
+        assert p.part_bytes("vram", "gradients before they are summed") == 2 * alive
+        adapters = plan_deepspeed(shape.with_lora(8), RunRequest(), server(), 16384, layout)
+        assert adapters.part_bytes("vram", "gradients before they are summed") == 0
+
+
 @pytest.mark.parametrize(
     ("stage", "divided"),
     [

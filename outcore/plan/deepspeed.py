@@ -4,22 +4,20 @@ Stage 3 with offloaded states is planned as the run does it, with outcore's stag
 the rest, and the offload of stock DeepSpeed, which a run takes where `outcore.offload` says stock.
 
 What it does was read in its source and measured (constants.py). Per parameter on the GPU without offload: weight 2,
-gradient 2, master 4, moments 8, and the fp32 copy of the gradients made in the optimizer step 4 (ZeRO-3: of one sub-
-group only), when activations are gone. Stages 1 / 2 / 3 divide states / gradients too / parameters too by the number of
-GPUs. With offload, parameters cross the link twice per micro-batch, and the optimizer phase runs after the last
-backward pass, alone.
+gradient 2, master 4, moments 8, and the fp32 copy of the gradients made in the optimizer step 4 (ZeRO-3: of one
+sub-group only), when activations are gone. Stages 1 / 2 / 3 divide states / gradients too / parameters too by the
+number of GPUs. With offload, parameters cross the link twice per micro-batch, and the optimizer phase runs after the
+last backward pass, alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from outcore.engine.deepspeed.settings import Device
 from outcore.plan import constants as k
 from outcore.plan.cpu import without_gpu
+from outcore.plan.deepspeed_memory import STAGE_NUMBER, DeepSpeedLayout, drive_parts, host_parts, vram_parts
 from outcore.plan.deepspeed_staged import NOTE as STAGED_NOTE
 from outcore.plan.deepspeed_staged import (
-    Staged,
     StagedHomes,
     staged_drive_parts,
     staged_homes,
@@ -28,22 +26,13 @@ from outcore.plan.deepspeed_staged import (
 )
 from outcore.plan.hardware import Hardware
 from outcore.plan.nvme_space import CHECKPOINTS, nvme_use
-from outcore.plan.record import COMMUNICATOR, MASKS, OVERHEAD, SPARE, Part, Plan, StepTime, TierUse
+from outcore.plan.record import Part, Plan, StepTime, TierUse
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream_layout import Spill
-from outcore.plan.work import (
-    checkpoint_bytes,
-    chunk_tokens,
-    layer_activation_bytes,
-    logits_bytes,
-    mask_bytes,
-    step_flops,
-    step_traffic,
-)
+from outcore.plan.work import step_flops, step_traffic
 from outcore.units import GB
 
-STAGE_NUMBER = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
 OFFLOADS: dict[str, tuple[tuple[Device, Device], ...]] = {
     "none": (("none", "none"),),
     "zero1": (("none", "none"), ("cpu", "none")),
@@ -55,38 +44,20 @@ OFFLOADS: dict[str, tuple[tuple[Device, Device], ...]] = {
 UNMEASURED = "measured only as ZeRO-3 and without ZeRO, on one GPU; these bytes are derived from DeepSpeed's source"
 
 
-@dataclass(frozen=True)
-class DeepSpeedLayout:
-    """One choice of what the planner may vary."""
-
-    stage: str
-    optimizer: Device
-    """'none' (GPU) | 'cpu' | 'nvme'."""
-    params: Device
-    micro_batch: int
-    accumulation: int
-    staged: Staged | None = None
-    """How outcore moves what is offloaded in DeepSpeed's place; None: stock DeepSpeed, or nothing is offloaded."""
-
-    @property
-    def homes(self) -> tuple[Device, Device]:
-        return self.optimizer, self.params
-
-
 def plan_deepspeed(
     shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: DeepSpeedLayout
 ) -> Plan:
     """The plan of one layout, whether it fits or not."""
     gpus = hardware.num_gpus
-    vram = _vram_parts(shape, request, hardware, seq_length, layout)
+    vram = vram_parts(shape, request, hardware, seq_length, layout)
     homes = None
     if layout.staged is not None:
         homes = staged_homes(shape, request, gpus, layout.optimizer, layout.params, layout.staged)
         ram, pinned = staged_host_parts(homes, layout.staged, hardware)
         drive, buffers_note = staged_drive_parts(homes, layout.staged), [STAGED_NOTE] if "nvme" in layout.homes else []
     else:
-        ram, pinned, buffers_note = _host_parts(shape, request, gpus, layout)
-        drive = _drive_parts(shape, request, layout)
+        ram, pinned, buffers_note = host_parts(shape, request, gpus, layout)
+        drive = drive_parts(shape, request, layout)
     saved_bytes = k.CHECKPOINT_BYTES_PER_TRAINABLE * shape.trainable_params
     in_drive = sum(p.size_bytes for p in drive if p.name in ("master", "moments"))
     if not request.checkpoints_elsewhere:
@@ -169,123 +140,6 @@ def _words(layout: DeepSpeedLayout) -> str:
         return f"all in {_HOME[homes[0]]}" if homes[0] == "cpu" else "all on NVMe"
     where = {"none": "GPU", "cpu": "RAM", "nvme": "NVMe"}
     return f"optimizer {where[layout.optimizer]}, parameters {where[layout.params]}"
-
-
-def _vram_parts(
-    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: DeepSpeedLayout
-) -> list[Part]:
-    gpus = hardware.num_gpus
-    e, stage = request.element_bytes, STAGE_NUMBER[layout.stage]
-    base, trained, tokens = shape.total_params, shape.trainable_params, seq_length * layout.micro_batch
-    bucket = e * k.DEEPSPEED_BUCKET_NUMEL if stage else 0  # of reductions; what is prefetched counts as gathered
-    params = e * base // (gpus if stage == 3 else 1)
-    gradients = e * trained // (gpus if stage >= 2 else 1)
-    share = gpus if stage >= 1 else 1
-    master, moments, fp32_gradients = 4 * trained // share, 8 * trained // share, 4 * trained // share
-    parts = []
-    if stage == 3:
-        fp32_gradients = min(fp32_gradients, 4 * 2 * k.DEEPSPEED_BUCKET_NUMEL)  # one sub-group of 100 M elements
-        largest = max(shape.largest_weight_numel, max(shape.layer_params) if shape.is_moe else 0)
-        # Measured alike with parameters in RAM and on NVMe: the limit on live parameters is used up either way.
-        gathered = e * min(base, k.DEEPSPEED_LIVE_NUMEL + largest) if gpus > 1 or layout.params != "none" else 0
-        parts.append(Part("vram", "gathered parameters", gathered))
-    if layout.optimizer != "none":
-        master = moments = fp32_gradients = gradients = 0
-    if layout.params != "none":
-        params = 0
-    activations = layer_activation_bytes(shape, request, seq_length, tokens)
-    checkpoints = checkpoint_bytes(shape, request, tokens)
-    if not request.activation_checkpointing:
-        activations, checkpoints = activations * shape.num_layers, 0
-    # The worse of a layer's backward and the head's, with gradients as autograd returns them.
-    largest_layer = 0 if shape.lora_r else e * max(shape.layer_params)
-    held = min(k.HEAD_GRADIENTS, -(-tokens // chunk_tokens(shape, tokens)))
-    head_gradients = 0 if shape.lora_r else held * e * shape.head_weight_numel
-    logits = logits_bytes(shape, tokens)
-    layer_peak, head_peak = (activations, largest_layer), (logits, head_gradients)
-    work, before_sum = max(layer_peak, head_peak, key=sum)
-    name = "activations of the largest unit" if (work, before_sum) == layer_peak else "logits of one chunk"
-    in_step = max(0, fp32_gradients - work - before_sum - checkpoints)  # none of these is there in the step
-    return [
-        Part("vram", "parameters", params),
-        Part("vram", "gradients", gradients),
-        Part("vram", "master", master),
-        Part("vram", "moments", moments),
-        Part("vram", "gradients before they are summed", before_sum),
-        Part("vram", "fp32 gradients in the step beyond activations", in_step),
-        *parts,
-        Part("vram", "buckets", bucket),
-        Part("vram", "activation checkpoints", checkpoints),
-        Part("vram", name, work),
-        Part("vram", MASKS, mask_bytes(shape, request, seq_length, tokens)),
-        Part("vram", OVERHEAD, hardware.gpu_context_bytes),
-        Part("vram", COMMUNICATOR, k.NCCL_BYTES),
-        Part("vram", SPARE, k.GPU_SPARE_BYTES),
-        Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
-    ]
-
-
-def _host_parts(
-    shape: ModelShape, request: RunRequest, gpus: int, layout: DeepSpeedLayout
-) -> tuple[list[Part], list[Part], list[str]]:
-    """RAM, locked swap buffers, and what there is to say of them."""
-    e, trained = request.element_bytes, shape.trainable_params
-    frozen = shape.total_params - trained
-    ram = [Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES)]
-    if layout.optimizer == "none" and layout.params == "none":
-        return [*ram, Part("ram", "framework overhead", k.STREAM_RAM_OVERHEAD_BYTES * gpus)], [], []
-    if layout.optimizer != "nvme":
-        # The measured line holds for parameters in RAM as well; with them on the GPU 2 B less.
-        extra = int((k.DEEPSPEED_RAM_BYTES_PER_PARAM - 16) * trained)
-        in_ram = layout.params == "cpu"
-        return (
-            [
-                *ram,
-                Part("ram", "parameters", e * (trained + frozen) if in_ram else 0),
-                Part("ram", "gradients", e * trained),
-                Part("ram", "master", 4 * trained),
-                Part("ram", "moments", 8 * trained),
-                Part("ram", "DeepSpeed's further copies", extra),
-                Part("ram", "framework overhead", k.DEEPSPEED_RAM_OVERHEAD_BYTES * gpus),
-            ],
-            [],
-            [],
-        )
-    buffer_bytes = 4 * -(-shape.largest_weight_numel // gpus)
-    count = next(
-        (n for n in k.DEEPSPEED_OPTIMIZER_BUFFERS if n * buffer_bytes * gpus <= k.DEEPSPEED_SWAP_BUDGET_BYTES),
-        k.DEEPSPEED_OPTIMIZER_BUFFERS[-1],
-    )
-    pinned = [Part("pinned", "optimizer swap buffers", count * buffer_bytes * gpus)]
-    if layout.params == "nvme":
-        size = e * shape.largest_weight_numel
-        pinned.append(Part("pinned", "parameter swap buffers", (k.DEEPSPEED_PARAM_BUFFERS + gpus) * size))
-    notes = [] if count > 4 else ["the swap buffers are so large that DeepSpeed's optimizer I/O is not pipelined"]
-    measured = int(k.DEEPSPEED_NVME_RAM_BYTES_PER_PARAM * trained)
-    params_bytes = e * (trained + frozen) if layout.params == "cpu" else 0
-    ram += [
-        Part("ram", "parameters", params_bytes),
-        Part("ram", "gradients", e * trained),
-        Part("ram", "DeepSpeed's further copies", max(0, measured - 2 * e * trained)),
-        Part("ram", "framework overhead", k.STREAM_RAM_OVERHEAD_BYTES * gpus),
-    ]
-    if layout.params == "nvme":
-        # Measured alike with parameters in RAM and on NVMe: what is saved is taken by buffers and copies.
-        ram.append(Part("ram", "parameters kept or copied in RAM", e * trained))
-    return ram, pinned, notes
-
-
-def _drive_parts(shape: ModelShape, request: RunRequest, layout: DeepSpeedLayout) -> list[Part]:
-    trained, parts = shape.trainable_params, []
-    if layout.optimizer == "nvme":
-        parts += [
-            Part("nvme", "master", 4 * trained),
-            Part("nvme", "moments", 8 * trained),
-            Part("nvme", "gradients", 4 * trained),
-        ]
-    if layout.params == "nvme":
-        parts.append(Part("nvme", "parameters", request.element_bytes * shape.total_params))
-    return parts
 
 
 def _time(
