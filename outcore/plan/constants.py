@@ -72,8 +72,8 @@ GRAPH_LONG_S, GRAPH_FREE_SHARE = 5e-3, 0.4
 GRAPH_POOL, GRAPH_TENSORS = 1.1, 9
 """What the graphs of layers keep: their common pool, in activations of one compiled layer, and tensors of a
 micro-batch's hidden states (outputs of six graphs, forward and backward with three weight buffers; three inputs).
-Fitted to the allocator's peak in seven runs of 0.1 to 2.9 B parameters on an H200 (R): within 1 % in five of them, 4 %
-in one, and 5 % in that of 8,192 tokens with MASKS."""
+Fitted to the allocator's peak in seven runs of 0.1 to 2.9 B parameters on an H200 (R), which held a second gradient of
+the head: with it within 1 % in four of them, 4 % in two, and 5 % in that of 8,192 tokens, masks of rows included."""
 WSL2_PINNED_BYTES = 512 * MIB
 """Reports of what WSL2 lets a process pin range from 0.5 to 5 GB; the least of them."""
 
