@@ -178,13 +178,18 @@ def test_only_what_does_not_fit_is_tiled_and_it_is_said(build):
     roomy = build("qwen3", replace(TINY, device_bytes=64 * MIB))
     assert not roomy._parts.tile_plan.tiled and "tiles:" not in roomy.describe()
     found = []
-    for device_bytes, vocab_size in ((1_500_000, 4096), (1_000_000, 64), (30_000, 4096)):
+    for device_bytes, vocab_size in ((1_500_000, 4096), (900_000, 64), (30_000, 4096)):
         engine = build("qwen3", replace(TINY, device_bytes=device_bytes, tile_bytes=1024), vocab_size=vocab_size)
         found.append(sorted(engine._parts.tile_plan.indices))
         line = next(line for line in engine.describe().splitlines() if "tiles:" in line)
         assert "the device has" in line
         assert ("embedding and head" in line, "2 layers" in line) == (0 in found[-1], 1 in found[-1])
     assert found == [[0, 3], [1, 2], [0, 1, 2, 3]]
+    tight = build("qwen3", replace(TINY, device_bytes=1_300_000), vocab_size=64)  # less is held, nothing is tiled
+    assert not tight._parts.tile_plan.tiled
+    assert "to fit the device: two layers at a time, gradients leave through one buffer" in tight.describe()
+    assert "to fit" not in roomy.describe()
+    assert tight._parts.prefetcher.device_bytes + tight._parts.download.device_bytes < 0.6 * 1_300_000
     plain = build("qwen3", TINY, vocab_size=4096)
     assert engine._parts.prefetcher.device_bytes < plain._parts.prefetcher.device_bytes / 4
     assert engine._parts.download.device_bytes < plain._parts.download.device_bytes / 4

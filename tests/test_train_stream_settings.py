@@ -30,6 +30,7 @@ SIZES = RunSizes(
     num_layers=10,
     hidden_size=100,
     step_tokens=(64, 64),
+    row_tokens=32,
     precision="bf16",
     ram_available_bytes=40 * GIB,
     has_cuda=True,
@@ -92,7 +93,7 @@ def test_everything_fits_in_ram():
     s = plan.settings
     assert s.nvme_paths == () and s.state_ram_bytes is None and s.weight_ram_bytes is None
     assert s.states == "split" and s.betas == (0.8, 0.9) and s.eps == 1e-7 and s.weight_decay == 0.5
-    assert s.max_grad_norm == 0.25 and s.step_tokens == (64, 64) and s.activations == "auto"
+    assert s.max_grad_norm == 0.25 and s.step_tokens == (64, 64) and s.row_tokens == 32 and s.activations == "auto"
     assert any("all of it in RAM" in note and "40.00 GiB available" in note for note in plan.notes)
     assert plan_of(sizes=replace(SIZES, precision="fp32")).settings.states == "fp32"
 

@@ -20,6 +20,7 @@ from outcore.plan.record import Plan
 from outcore.plan.request import STAGES, RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream import StreamLayout, plan_stream
+from outcore.plan.stream_memory import TILES
 from outcore.units import GIB
 
 MICRO_BATCHES = (8, 4, 2, 1)
@@ -220,10 +221,12 @@ def _best(plans: list[Plan]) -> Plan:
     return min(near, key=lambda plan: (plan.drive_written_bytes_per_step, _moved_from_default(plan), plan.time.step_s))
 
 
-def _moved_from_default(plan: Plan) -> tuple[bool, int, int]:
-    """No flag for tiles before one, plain before offloaded, deepspeed_config.json's micro-batch before others."""
+def _moved_from_default(plan: Plan) -> tuple[bool, bool, int, int]:
+    """Whole units before tiles, no flag for tiles before one, plain before offloaded, deepspeed_config.json's
+    micro-batch before others."""
+    in_tiles = plan.part_bytes("vram", TILES) > 0
     offloaded = sum(home != "VRAM" for home in plan.homes.values())
-    return plan.tiling != "auto", offloaded, abs(plan.micro_batch - k.DEFAULT_MICRO_BATCH)
+    return in_tiles, plan.tiling != "auto", offloaded, abs(plan.micro_batch - k.DEFAULT_MICRO_BATCH)
 
 
 def _reason(best: Plan, stages: dict[str, Plan], stream: Plan | None, request: RunRequest, refusal: str | None) -> str:

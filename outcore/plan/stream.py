@@ -32,11 +32,11 @@ def plan_stream(
     """The plan of one layout, whether it fits or not. Layers are recomputed whatever the request says."""
     asked, request = request, replace(request, activation_checkpointing=True)
     checkpoints = checkpoint_bytes(shape, request, seq_length * layout.micro_batch * layout.accumulation)
-    tiling = tiling_of(shape, request, hardware, layout)
+    tiling = tiling_of(shape, request, hardware, seq_length, layout)
     ram, sizes = ram_parts(shape, request, layout, checkpoints, tiling)
     spill, ram = spilled(ram, sizes, shape, request, hardware, layout, tiling)
     ram, pinned, pageable = pinned_and_rest(ram, request, hardware)
-    vram = vram_parts(shape, request, hardware, seq_length, layout, checkpoints, tiling)
+    vram = vram_parts(shape, request, hardware, seq_length, layout, tiling)
     if not tiling.layers:
         graphs = graph_bytes(shape, request, hardware, seq_length, layout, vram)
         vram.append(Part("vram", "CUDA graphs of layers", graphs))

@@ -14,18 +14,13 @@ from outcore.plan.record import EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE,
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream_layout import Residency, Spill, StreamLayout
-from outcore.plan.stream_tiles import TILES_HELD, Tiling
-from outcore.plan.work import (
-    layer_activation_bytes,
-    logits_bytes,
-    mask_bytes,
-    mlp_activation_bytes,
-    step_flops,
-    step_traffic,
-)
+from outcore.plan.stream_tiles import Tiling
+from outcore.plan.stream_work import step_work
+from outcore.plan.work import layer_activation_bytes, step_flops, step_traffic
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 STATES = ("master", "moments")
+TILES = "tiles and their gradients"
 SLOTS, RING = "lanes' slots", "ring of states on their way"
 TILED_SUMS_FROM = 3
 """Micro-batches from which a tiled layer's gradients have an fp32 home."""
@@ -35,63 +30,45 @@ LEAST_GRADIENTS = 3
 
 def vram_parts(
     shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout,
-    all_checkpoints: int, tiling: Tiling,
+    tiling: Tiling,
 ) -> list[Part]:  # fmt: skip
     """Of the GPU. The peak is the worse of a layer's backward and the head's: activations or logits, and gradients as
     autograd returns them, before they are added to the sum. Tiled units hold tiles instead of all that."""
-    e = request.element_bytes
+    e, holding = request.element_bytes, tiling.holding
     adapters = -(-shape.adapter_params // shape.num_layers)  # a layer's
     whole = [params for i, params in enumerate(shape.layer_params) if i not in tiling.layers]
     layer, ends = max(whole) + adapters if whole else 0, 0 if tiling.ends else shape.ends_params
-    tokens = seq_length * layout.micro_batch
-    batch_hidden = tokens * layout.accumulation * shape.hidden_size * e
-    # With another home: those of the last layers, whose backward comes at once, and one layer's on its way.
-    checkpoints = all_checkpoints if layout.checkpoints_home == "vram" else (k.STAY_LAYERS + 1) * batch_hidden
-    buffers = min(layout.layer_buffers, len(whole)) * layer + ends
+    buffers = min(holding.layer_buffers, len(whole)) * layer + ends
+    of_layer, of_ends = (adapters if whole else 0, 0) if shape.lora_r else (layer, ends)  # elements with gradients
     # Sum over micro-batches in fp32: of one unit, and of a tied weight until its second use is in.
-    if shape.lora_r:
-        trained = summed = adapters if whole else 0
-    else:
-        trained, summed = max(layer, ends), layer + ends if shape.tied else max(layer, ends)
-    eager = layer_activation_bytes(shape, request, seq_length, tokens)
-    if tiling.layers and tiling.chunk_bytes is not None:  # tiled layers are eager, their MLP takes tokens in chunks
-        mlp = mlp_activation_bytes(shape, request, tokens)
-        activations = eager - mlp + min(mlp, tiling.chunk_bytes)
-    else:
-        activations = int((k.COMPILED_ACTIVATIONS if layout.compiled else 1.0) * eager)
-    layer_peak = (activations, e * (adapters if shape.lora_r else layer))
-    alive = e / 4 + (e / 4 if layout.compiled else k.EAGER_LOSS_ALIVE)  # logits, and what their loss takes
-    logits, sums = logits_bytes(shape, tokens, alive), 0
-    if tiling.ends:  # logits of one tile's rows; gradients of all tokens' hidden states are summed over tiles, in fp32
-        rows = min(shape.vocab_size, max(1, tiling.tile_bytes // (e * shape.hidden_size)))
-        logits = int(k.TILED_LOGITS_ALIVE * 4 * rows * min(tokens, max(16, k.LOGITS_CHUNK_BYTES // (4 * rows))))
-        sums = 4 * tokens * layout.accumulation * shape.hidden_size
-    head_peak = (logits + sums, 0 if shape.lora_r else e * ends)
+    summed = of_layer + of_ends if shape.tied else max(of_layer, of_ends)
+    leaving = max(of_layer, min(holding.part_numel, of_ends) if holding.ends_in_parts else of_ends)
+    needs = step_work(
+        shape, request, seq_length, seq_length * layout.micro_batch, layout.accumulation,
+        checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
+        tile_bytes=tiling.tile_bytes, chunk_bytes=tiling.chunk_bytes,
+    )  # fmt: skip
+    layer_peak = (needs.tiled_layer if tiling.layers else needs.layer, e * of_layer)
+    head_peak = (needs.tiled_head if tiling.ends else needs.head, e * of_ends)
     work, gradients = max(layer_peak, head_peak, key=sum)
     # Instead of checkpoints and gradients of hidden states, an evaluation holds hidden states of some micro-batches.
-    evaluated = logits_bytes(shape, tokens, k.EVAL_LOGITS_ALIVE) + 2 * k.EVAL_GROUP * tokens * shape.hidden_size * e
-    beyond = 0 if tiling.ends else max(0, evaluated - (work + gradients + checkpoints + 2 * batch_hidden))
+    in_step = work + gradients + needs.checkpoints + needs.between
+    beyond = 0 if tiling.ends else max(0, needs.evaluation - in_step)
     name = "activations of the largest unit" if (work, gradients) == layer_peak else "logits of one chunk"
     return [
         Part("vram", PARAMETERS, e * buffers),
-        Part("vram", "tiles and their gradients", TILES_HELD * tiling.tile_bytes if tiling.any else 0),
-        Part("vram", GRADIENTS, 4 * summed + 2 * e * trained),
+        Part("vram", TILES, tiling.held_tile_bytes),
+        Part("vram", GRADIENTS, 4 * summed + holding.ship_buffers * e * leaving),
         Part("vram", "gradients before they are summed", gradients),
-        Part("vram", "activation checkpoints", checkpoints),
-        Part("vram", "activations and gradients between units", 2 * batch_hidden),
+        Part("vram", "activation checkpoints", needs.checkpoints),
+        Part("vram", "activations and gradients between units", needs.between),
         Part("vram", name, work),
-        Part("vram", MASKS, _masks(shape, request, seq_length, tokens, layout.accumulation)),
+        Part("vram", MASKS, needs.masks),
         Part("vram", EVALUATION, beyond),
         Part("vram", OVERHEAD, hardware.gpu_context_bytes),
         Part("vram", SPARE, k.GPU_SPARE_BYTES),
         Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
     ]
-
-
-def _masks(shape: ModelShape, request: RunRequest, seq_length: int, tokens: int, accumulation: int) -> int:
-    """The one in use, and as bits those of all micro-batches of a step (outcore/engine/stream/masks.py)."""
-    in_use = mask_bytes(shape, request, seq_length, tokens)
-    return in_use + (tokens * seq_length * accumulation // 8 if in_use else 0)
 
 
 def graph_bytes(

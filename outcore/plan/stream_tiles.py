@@ -1,4 +1,4 @@
-"""Which units the streaming engine will compute in tiles, by its own rule, and what that costs.
+"""How the streaming engine will hold units on the device and which it will compute in tiles, by its own rule.
 
 The engine decides from units' sizes and from what is free on the device when it is built; a plan takes the card's
 memory less framework and desktop. Costs are those of docs/tiling.md.
@@ -6,25 +6,25 @@ memory less framework and desktop. Costs are those of docs/tiling.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outcore.engine.stream.tile_rule import (
+    HELD_WHOLE,
     RESIDENT_SHARE,
-    Buffers,
+    TILES_HELD,
+    Holding,
+    Model,
     UnitSize,
-    choose_tiled,
+    choose_holding,
     chunk_bytes_of,
     tile_bytes_of,
-    weights_budget,
 )
 from outcore.plan.hardware import Hardware
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream_layout import StreamLayout
+from outcore.plan.stream_work import step_work
 from outcore.units import format_gib
-
-TILES_HELD = 10
-"""Tiles' worth of weights, sums and gradients on the device at a time (docs/tiling.md)."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Tiling:
     layers: frozenset[int] = frozenset()
     tile_bytes: int = 0
     chunk_bytes: int | None = None
+    holding: Holding = HELD_WHOLE
+    """How whole units are held."""
 
     @property
     def any(self) -> bool:
@@ -44,6 +46,11 @@ class Tiling:
         """Elements of the tiled units; their home is RAM whatever the drive takes of the others."""
         ends = shape.embedding_params + shape.head_params if self.ends else 0
         return ends + sum(shape.layer_params[i] for i in self.layers)
+
+    @property
+    def held_tile_bytes(self) -> int:
+        """Tiles, their sums and gradients on the device."""
+        return TILES_HELD * self.tile_bytes if self.any else 0
 
     def words(self, shape: ModelShape) -> str:
         """For people."""
@@ -61,26 +68,38 @@ def device_bytes_of(hardware: Hardware, layout: StreamLayout) -> int | None:
     return None if hardware.is_cpu else hardware.tensor_bytes
 
 
-def tiling_of(shape: ModelShape, request: RunRequest, hardware: Hardware, layout: StreamLayout) -> Tiling:
+def tiling_of(
+    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout
+) -> Tiling:
     """What the engine will do with this model there."""
     device_bytes = device_bytes_of(hardware, layout)
-    if layout.tiling == "off" or (device_bytes is None and layout.tiling == "auto"):
-        return Tiling()
+    holding = Holding(layer_buffers=layout.layer_buffers)
+    if device_bytes is None and layout.tiling != "on":
+        return Tiling(holding=holding)
     tile_bytes = layout.tile_bytes or tile_bytes_of(device_bytes)
     chunk_bytes = None if device_bytes is None else chunk_bytes_of(device_bytes)
     units = _units(shape, request.element_bytes, tile_bytes)
+    model = Model(units, request.element_bytes, tied=shape.tied)
     if layout.tiling == "on":
-        indices = frozenset(unit.index for unit in units if unit.is_large)
+        holding = replace(holding, tiled=frozenset(unit.index for unit in units if unit.is_large))
     else:
         assert device_bytes is not None
-        buffers = Buffers(layout.layer_buffers, request.element_bytes, tied=shape.tied)
-        indices = choose_tiled(units, weights_budget(device_bytes), buffers)
+        tokens = seq_length * layout.micro_batch
+        work = step_work(
+            shape, request, seq_length, tokens, layout.accumulation,
+            checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
+            tile_bytes=tile_bytes, chunk_bytes=chunk_bytes,
+        )  # fmt: skip
+        holding = choose_holding(
+            model, device_bytes, tile_bytes,
+            layer_buffers=layout.layer_buffers, work=work, may_tile=layout.tiling == "auto",
+        )  # fmt: skip
     ends = frozenset(unit.index for unit in units if not unit.is_layer)
-    layers = frozenset(index - 1 for index in indices - ends)
-    return Tiling(bool(indices & ends), layers, tile_bytes, chunk_bytes)
+    layers = frozenset(index - 1 for index in holding.tiled - ends)
+    return Tiling(bool(holding.tiled & ends), layers, tile_bytes, chunk_bytes, holding)
 
 
-def _units(shape: ModelShape, element_bytes: int, tile_bytes: int) -> list[UnitSize]:
+def _units(shape: ModelShape, element_bytes: int, tile_bytes: int) -> tuple[UnitSize, ...]:
     """As the engine takes the model apart; gaps between parameters are not counted."""
     adapters = -(-shape.adapter_params // shape.num_layers)
 
@@ -94,7 +113,10 @@ def _units(shape: ModelShape, element_bytes: int, tile_bytes: int) -> list[UnitS
         return params // 4 if shape.is_moe else shape.hidden_size * widest
 
     layers = [unit(1 + i, True, params, largest_of(params)) for i, params in enumerate(shape.layer_params)]
-    found = [unit(0, False, shape.embedding_params, shape.head_weight_numel), *layers]
+    found = [
+        unit(0, False, shape.ends_params if shape.tied else shape.embedding_params, shape.head_weight_numel),
+        *layers,
+    ]
     if not shape.tied:
         found.append(unit(1 + shape.num_layers, False, shape.head_params, shape.head_weight_numel))
-    return found
+    return tuple(found)

@@ -29,9 +29,10 @@ def step_time(
     traffic = step_traffic(shape, request, micro_tokens, layout.accumulation)
     compiled = layout.compiled and len(tiling.layers) < shape.num_layers  # tiled layers are eager
     slower = 1.0 if compiled else k.EAGER_SLOWDOWN
+    again = 2.0 * micro_tokens * layout.accumulation * shape.head_weight_numel if tiling.ends else 0.0  # its logits
     device_s = [
         slower * hardware.compute_s(flops.forward, traffic.forward, flops.attention_forward),
-        slower * hardware.compute_s(flops.backward, traffic.backward, flops.attention_backward),
+        slower * hardware.compute_s(flops.backward + again, traffic.backward, flops.attention_backward),
     ]
     per_call_s = k.STREAM_HOST_S_PER_CALL if compiled else k.STREAM_EAGER_HOST_S_PER_CALL
     calls = 0 if hardware.is_cpu else shape.num_layers * layout.accumulation
@@ -63,6 +64,9 @@ def step_time(
     ]
     h2d_s = [(up_forward + extra_forward) / h2d_rate, (up_backward + moved + extra_backward) / h2d_rate]
     d2h_s = [moved / d2h_rate, (down + extra_down) / d2h_rate]
+    if tiling.holding.layer_buffers == 1 and len(tiling.layers) < shape.num_layers:  # a layer comes when one has gone
+        reads_s = [hardware.drive_s(spill.parameters * up, 0.0) for up in (up_forward, up_backward)]
+        gpu_s = [gpu + max(up, read) for gpu, up, read in zip(gpu_s, h2d_s, reads_s, strict=True)]
     if request.clips:  # updates wait for the norm, then run under the next forward pass
         update_s = [
             hardware.update_s(request.format, trained, copied_bytes[0]),

@@ -173,6 +173,7 @@ def _sizes(request: EngineRequest, built: dict[str, Any], facts: ModelFacts, loa
         precision=request.hardware.precision,
         ram_available_bytes=available,
         has_cuda=request.hardware.has_cuda,
+        row_tokens=request.settings.seq_length,
     )
 
 

@@ -42,6 +42,8 @@ class RunSizes:
     precision: str
     ram_available_bytes: int
     has_cuda: bool
+    row_tokens: int | None = None
+    """Tokens of a row."""
 
 
 @dataclass
@@ -97,6 +99,7 @@ def stream_settings_of(
         staging_bytes=max(pinned, slots_bytes),
         write_combined=outcore["write_combined"] in ("on", True) and not homes,
         step_tokens=sizes.step_tokens,
+        row_tokens=sizes.row_tokens,
         initial_loss_scale=2.0 ** fp16.get("initial_scale_power", 16),
         loss_scale_window=fp16.get("loss_scale_window", StreamSettings.loss_scale_window),
         loss_scale_hysteresis=fp16.get("hysteresis", StreamSettings.loss_scale_hysteresis),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from functools import partial
 
 import psutil
 import torch
@@ -30,6 +31,7 @@ from outcore.engine.stream.state_ring import StateRing
 from outcore.engine.stream.tiles_plan import TilePlan, free_device_bytes, plan_tiles
 from outcore.engine.stream.tiles_trial import try_tiled_copy
 from outcore.engine.stream.tiles_units import open_tiles
+from outcore.engine.stream.tiles_work import work_of_step
 from outcore.engine.stream.units import Unit, Units, discover_units
 from outcore.engine.stream.updates import TIMEOUT_S, UnitUpdates
 from outcore.engine.stream.weights import WeightHomes, plan_cuts
@@ -97,9 +99,11 @@ def build_stream_engine(
         try_tiny_copy(loaded)
     dtype = units.embed.layout.dtype
     aux_coefficient = loaded.token_loss().aux_coefficient
-    tile_plan = _tile_plan(loaded, units, settings, device, trial)
-    all_tiled = all(unit.index in tile_plan.indices for unit in units.layer_units)
-    compiled = _compiled(loaded, units, settings, device, aux_coefficient, all_tiled=all_tiled)
+    compiled = _compiled(loaded, units, settings, device, aux_coefficient)
+    tile_plan = _tile_plan(loaded, units, settings, device, trial, compiled=not compiled.why_not)
+    holding = tile_plan.holding
+    if not compiled.why_not and all(unit.index in tile_plan.indices for unit in units.layer_units):
+        compiled.give_up("they are computed in tiles.")
     states = state_format(settings.states)
     states.check_param_dtype(dtype)
     deferred = settings.is_deferred(dtype)
@@ -159,7 +163,7 @@ def build_stream_engine(
         source = _Source(homes, updates)
         skip = tile_plan.indices
         prefetcher = WeightPrefetcher(
-            units, source, upload, settings.num_layer_buffers, skip, drive_lane=drive_lane, stalls=stalls
+            units, source, upload, holding.layer_buffers, skip, drive_lane=drive_lane, stalls=stalls
         )
         sum_dtype = torch.float32 if settings.accumulate == "fp32" else dtype
         download = GradientDownload(
@@ -168,6 +172,9 @@ def build_stream_engine(
             download_lane,
             make_room=updates.make_room,
             accumulate_dtype=sum_dtype,
+            num_buffers=holding.ship_buffers,
+            ends_in_parts=holding.ends_in_parts,
+            part_numel=holding.part_numel,
             skip=skip,
             stalls=stalls,
             norm_per_unit=not deferred,
@@ -238,12 +245,18 @@ def _lender(units: Units, arena: GradientArena, tiled: frozenset[int]) -> Lend:
 
 
 def _tile_plan(
-    loaded: LoadedModel, units: Units, settings: StreamSettings, device: torch.device, trial: bool
+    loaded: LoadedModel, units: Units, settings: StreamSettings, device: torch.device, trial: bool, *, compiled: bool
 ) -> TilePlan:
     device_bytes = free_device_bytes(device) if settings.device_bytes is None else settings.device_bytes
     sum_itemsize = 4 if settings.accumulate == "fp32" else units.embed.layout.dtype.itemsize
     plan = plan_tiles(
-        units, settings.tiling, device_bytes, settings.tile_bytes, settings.num_layer_buffers, sum_itemsize
+        units,
+        settings.tiling,
+        device_bytes,
+        settings.tile_bytes,
+        settings.num_layer_buffers,
+        sum_itemsize,
+        partial(work_of_step, loaded, settings, device, compiled=compiled),
     )
     if plan.tiled:
         logger.info("computed in tiles: %s", plan.reason)
@@ -287,8 +300,6 @@ def _compiled(
     settings: StreamSettings,
     device: torch.device,
     aux_coefficient: float,
-    *,
-    all_tiled: bool,
 ) -> CompiledLayers:
     graphs = LayerGraphs(device) if device.type == "cuda" and settings.cuda_graphs == "auto" else None
     compiled = CompiledLayers(units, settings.compile, graphs=graphs)
@@ -296,8 +307,6 @@ def _compiled(
         return compiled
     if settings.compile == "auto" and device.type != "cuda":
         compiled.why_not = "compile: auto compiles on a GPU only"
-    elif all_tiled:
-        compiled.give_up("they are computed in tiles.")
     elif aux_coefficient:
         compiled.give_up("the routers' balancing loss needs their logits, which are read from the eager layers.")
     elif draws_random_numbers(units):

@@ -75,6 +75,7 @@ class EngineParts:
                 f"and {settings.states} states, {pinned}",
                 *self._nvme_in_words(),
                 f"  layers: {self._layers_in_words()}",
+                *([f"  to fit the device: {less}"] if (less := self.tile_plan.holding.words()) else []),
                 *([f"  tiles: {self.tile_plan.reason}"] if self.tile_plan.tiled else []),
                 f"  updates: {when}, on {threads} ({self.optimizer.backend.name})",
             ]

@@ -37,7 +37,10 @@ class StreamSettings:
     homes (no RAM of their own as far as they fit, and a layer's compute hides the way down and up)."""
     step_tokens: tuple[int, ...] | None = None
     """Tokens (rows x length) of each micro-batch of a step, where known: space for activation checkpoints on NVMe is
-    then reserved when the engine is built instead of in the first step."""
+    then reserved when the engine is built instead of in the first step, and what a step needs on the device is known
+    when it is decided how units are held there."""
+    row_tokens: int | None = None
+    """Tokens of a row, where known. None: as if a micro-batch were one."""
     nvme_path: str | tuple[str, ...] | None = None
     """Folder for what does not live in RAM, or several on different drives, which are then used side by side. Scratch:
     made when the engine is built, removed when it is closed. None: everything lives in RAM."""
@@ -60,9 +63,9 @@ class StreamSettings:
     cuda_graphs: Literal["auto", "off"] = "auto"
     """Compiled layers as CUDA graphs where their launches would keep a fast GPU waiting; see `graphs`."""
     num_layer_buffers: int = 3
-    """Layers on the device at a time (two are enough where the optimizer keeps up)."""
+    """Layers on the device at a time, at most: where memory is short, fewer (`tile_rule`)."""
     tiling: Literal["auto", "on", "off"] = "auto"
-    """Units whose weights and gradients do not fit on the device whole are computed in tiles. on: every unit."""
+    """Units that do not fit on the device whole, however little else is held, are computed in tiles. on: every unit."""
     device_bytes: int | None = None
     """Device memory to plan for. None: what is free on a GPU (under the allocator's cap), no limit on the CPU."""
     tile_bytes: int | None = None
@@ -98,7 +101,7 @@ class StreamSettings:
         for name in ("num_layer_buffers", "num_slots", "eval_group", "logits_chunk_bytes", "state_ring_slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("device_bytes", "tile_bytes"):
+        for name in ("device_bytes", "tile_bytes", "row_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, or None to let the engine choose; got {value}")

@@ -11,9 +11,8 @@ micro-batches tile by tile, so theirs go down once.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,49 +24,12 @@ from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.prefetch import settle
 from outcore.engine.stream.tiles import TiledMatrix, TiledUnit
 from outcore.engine.stream.tiles_rows import RowSums
+from outcore.engine.stream.transfer_group import TransferGroup
 from outcore.engine.stream.units import Unit
 from outcore.staging import AT_ONCE, DownloadLane, LaneTransfer, UploadLane
 
 NUM_BUFFERS = 2
 SUM_DTYPE = torch.float32
-
-
-class TransferGroup:
-    """Several transfers that a caller treats as one `LaneTransfer`. A failure is the first one's."""
-
-    def __init__(self, transfers: Sequence[LaneTransfer]) -> None:
-        self._transfers = list(transfers)
-        self._left = len(self._transfers)
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[Any], object]] = []
-        for transfer in self._transfers:
-            transfer.add_done_callback(self._one_ended)
-
-    @property
-    def error(self) -> BaseException | None:
-        errors = [transfer.error for transfer in self._transfers]
-        return next((error for error in errors if error is not None), None)
-
-    def done(self) -> bool:
-        return self._left == 0
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        """Blocks until all are done; the bytes moved."""
-        return sum(transfer.wait(timeout_s) for transfer in self._transfers)
-
-    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        with self._lock:
-            if self._left:
-                self._callbacks.append(fn)
-                return
-        fn(self)
-
-    def _one_ended(self, transfer: LaneTransfer) -> None:
-        with self._lock:
-            self._left -= 1
-            callbacks = [] if self._left else self._callbacks
-        for fn in callbacks:
-            fn(self)
 
 
 @dataclass

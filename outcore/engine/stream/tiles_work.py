@@ -1,0 +1,47 @@
+"""What a step needs on the device beside units' buffers, as the planner counts it from the model's configuration."""
+
+from __future__ import annotations
+
+import torch
+
+from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream.tile_rule import Work
+from outcore.model.load import LoadedModel
+from outcore.plan.request import RunRequest
+from outcore.plan.shape_source import shape_from_config
+from outcore.plan.stream_work import step_work
+
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def work_of_step(
+    loaded: LoadedModel,
+    settings: StreamSettings,
+    device: torch.device,
+    tile_bytes: int,
+    chunk_bytes: int,
+    *,
+    compiled: bool,
+) -> Work | None:
+    """For the largest micro-batch of a step. None where a step's tokens are not told, or the configuration does not say
+    what a layer computes: the rule then leaves a fixed share of the device to it."""
+    if not settings.step_tokens:
+        return None
+    try:
+        shape = shape_from_config("model", loaded.config)
+    except ValueError:
+        return None
+    tokens = max(settings.step_tokens)
+    home = "vram" if settings.activations_on(device) == "device" else "elsewhere"
+    request = RunRequest(precision=PRECISIONS[next(loaded.model.parameters()).dtype])
+    return step_work(
+        shape,
+        request,
+        settings.row_tokens or tokens,
+        tokens,
+        -(-sum(settings.step_tokens) // tokens),
+        checkpoints_home=home,
+        compiled=compiled,
+        tile_bytes=tile_bytes,
+        chunk_bytes=chunk_bytes,
+    )
