@@ -12,6 +12,10 @@ import pytest
 from outcore.install.bootstrap import add_to_path
 
 
+SLOW_LIMIT_S = 3600
+"""Of a slow test without a limit of its own: hundreds of examples, or every pattern of 32 bits."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # The environment's own ninja checks DeepSpeed's extensions; another version would compile them all again.
     add_to_path(os.path.dirname(sys.executable))
@@ -29,6 +33,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if "slow" in item.keywords and "slow" not in chosen:
             item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+        elif "slow" in item.keywords and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
         if "gds" in item.keywords and "gds" not in chosen:
             item.add_marker(pytest.mark.skip(reason="needs a proven GPUDirect Storage path: run with -m gds"))
 

@@ -284,7 +284,6 @@ def test_results_are_the_same_bits_wherever_things_live(model, one, other, steps
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @settings(max_examples=400, **SLOW)
 @training_cases()
 def test_fp32_training_is_plain_pytorch_at_length(model, chosen, steps, held_out):
@@ -292,7 +291,6 @@ def test_fp32_training_is_plain_pytorch_at_length(model, chosen, steps, held_out
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @settings(max_examples=200, **SLOW)
 @training_cases(**HALF)
 def test_16_bit_training_is_plain_mixed_precision_at_length(model, chosen, steps, held_out):
@@ -300,7 +298,6 @@ def test_16_bit_training_is_plain_mixed_precision_at_length(model, chosen, steps
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @settings(max_examples=200, **SLOW)
 @place_cases()
 def test_results_are_the_same_bits_at_length(model, one, other, steps, resumed):
