@@ -11,7 +11,6 @@ import pytest
 
 from outcore.install.bootstrap import add_to_path
 
-
 SLOW_LIMIT_S = 3600
 """Of a slow test without a limit of its own: hundreds of examples, or every pattern of 32 bits."""
 
