@@ -100,7 +100,11 @@ def test_training_with_shrunk_masks_is_the_same(monkeypatch, count):
     for min_numel in (1 << 40, 1):
         monkeypatch.setattr(shell.CallLog.shrink_masks, "__defaults__", (min_numel,))
         engine = build_stream_engine(
-            tiny_loaded("mistral"), replace(SETTINGS, seed=1), device="cpu", pinned_grant=False, trial=False
+            tiny_loaded("mistral"),
+            replace(SETTINGS, seed=1, packed_attention="masks"),
+            device="cpu",
+            pinned_grant=False,
+            trial=False,
         )
         layers = len(engine._parts.units.layers)
         results.append([(r.loss, r.grad_norm) for r in (engine.train_step(batches, 1e-3) for _ in range(2))])

@@ -60,7 +60,7 @@ def document_mask(
     if window is not None:
         near &= index[None, :] > index[:, None] - window
     allowed = ((documents[:, :, None] == documents[:, None, :]) & near)[:, None]
-    if attn_implementation == "sdpa":
+    if attn_implementation.endswith("sdpa"):
         return allowed
     zero = torch.zeros((), dtype=dtype, device=allowed.device)
     return torch.where(allowed, zero, torch.full_like(zero, torch.finfo(dtype).min))

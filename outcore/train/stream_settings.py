@@ -94,6 +94,7 @@ def stream_settings_of(
         accumulate=_accumulate(user_config, sizes.precision),
         activations=activations,
         compile=config.compile,
+        packed_attention="auto" if config.attn_implementation == "auto" else "masks",
         tiling=config.tiling,
         tile_bytes=config.tile_bytes,
         staging_bytes=max(pinned, slots_bytes),

@@ -18,6 +18,7 @@ from outcore.engine.stream.gradients import GradientDownload
 from outcore.engine.stream.graphs import LayerGraphs
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
+from outcore.engine.stream.packed_rows import attention_to_packed_rows
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.placement import StateChunk, cut_states, spill
 from outcore.engine.stream.prefetch import WeightPrefetcher
@@ -99,6 +100,9 @@ def build_stream_engine(
         try_tiny_copy(loaded)
     dtype = units.embed.layout.dtype
     aux_coefficient = loaded.token_loss().aux_coefficient
+    packed_rows = attention_to_packed_rows(
+        loaded, device, dtype, wanted=settings.packed_attention == "auto", trial=trial
+    )
     compiled = _compiled(loaded, units, settings, device, aux_coefficient)
     tile_plan = _tile_plan(loaded, units, settings, device, trial, compiled=not compiled.why_not)
     holding = tile_plan.holding
@@ -226,6 +230,7 @@ def build_stream_engine(
                 tile_plan,
                 arena,
                 ring,
+                packed_rows,
             ),
         )
         undo.pop_all()

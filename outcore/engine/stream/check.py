@@ -15,16 +15,19 @@ from torch import nn
 from torch.func import functional_call
 
 from outcore.engine.stream.accumulator import GradAccumulator
+from outcore.engine.stream.packing import DeviceBatch
 from outcore.engine.stream.runner import UnitRunner
-from outcore.engine.stream.shell import StreamUnsupported
+from outcore.engine.stream.shell import CallLog, StreamUnsupported
 from outcore.engine.stream.structure import alike
-from outcore.engine.stream.units import Unit, discover_units
+from outcore.engine.stream.units import Unit, Units, discover_units
+from outcore.model.borders import PACKED_ATTENTION
 from outcore.model.check import MAX_TRIAL_PARAMS, Abilities, builder_of, check_abilities
 from outcore.model.facts import model_facts, resolve_attention
 from outcore.model.head import unwrap
 from outcore.model.initialise import seeded_cpu
 from outcore.model.inputs import IGNORE, attention_of
 from outcore.model.load import LoadedModel
+from outcore.model.packed_trial import takes_packed_attention
 from outcore.model.shrink import VOCAB, shrink_config
 
 TOLERANCE = 1e-3
@@ -91,17 +94,26 @@ def sharing_holds(loaded: LoadedModel) -> bool:
     """Whether, in a tiny copy, layers that look alike (`structure`) give the same bits with each other's weights."""
     with seeded_cpu(0, "stream trial"):
         tiny = tiny_copy(loaded)
-        units = discover_units(tiny)
-        log = units.record({"input_ids": torch.randint(2, VOCAB, (2, 12))})
-    with torch.no_grad():
-        for index, like in enumerate(alike(units.layers)):
-            call, own = log.calls[index], units.layers[index]
-            weights: dict[str, torch.Tensor] = dict(own.named_parameters())
-            shared = functional_call(units.layers[like], weights, (log.hidden, *call.args), call.kwargs)
-            output = own(log.hidden, *call.args, **call.kwargs)
-            pair = [value if isinstance(value, torch.Tensor) else value[0] for value in (shared, output)]
-            if not torch.equal(*pair):
-                return False
+        ids = torch.randint(2, VOCAB, (2, 12))
+    batches: list[Batch] = [{"input_ids": ids}]
+    if attention_of(unwrap(loaded.model)) == PACKED_ATTENTION:  # its windows come from the layers, not with a mask
+        takes_packed_attention(unwrap(tiny.model))
+        positions = torch.cat([torch.arange(11), torch.arange(1)]).expand(2, -1)
+        batches.append(DeviceBatch({"input_ids": ids, "position_ids": positions}, torch.device("cpu")))
+    units = discover_units(tiny)
+    return all(_sharing_holds(units, units.record(batch)) for batch in batches)
+
+
+@torch.no_grad()
+def _sharing_holds(units: Units, log: CallLog) -> bool:
+    for index, like in enumerate(alike(units.layers)):
+        call, own = log.calls[index], units.layers[index]
+        weights: dict[str, torch.Tensor] = dict(own.named_parameters())
+        shared = functional_call(units.layers[like], weights, (log.hidden, *call.args), call.kwargs)
+        output = own(log.hidden, *call.args, **call.kwargs)
+        pair = [value if isinstance(value, torch.Tensor) else value[0] for value in (shared, output)]
+        if not torch.equal(*pair):
+            return False
     return True
 
 

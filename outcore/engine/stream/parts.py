@@ -53,6 +53,8 @@ class EngineParts:
     arena: GradientArena
     ring: StateRing | None
     """None: all states live in RAM."""
+    packed_rows: str = ""
+    """How attention keeps packed documents apart, for people; '' when it does not come up."""
 
     def describe(self, settings: StreamSettings, *, deferred: bool) -> str:
         """For people."""
@@ -76,6 +78,7 @@ class EngineParts:
                 *self._nvme_in_words(),
                 f"  layers: {self._layers_in_words()}",
                 *([f"  to fit the device: {less}"] if (less := self.tile_plan.holding.words()) else []),
+                *([f"  packed rows: {self.packed_rows}"] if self.packed_rows else []),
                 *([f"  tiles: {self.tile_plan.reason}"] if self.tile_plan.tiled else []),
                 f"  updates: {when}, on {threads} ({self.optimizer.backend.name})",
             ]

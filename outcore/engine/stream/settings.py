@@ -62,6 +62,9 @@ class StreamSettings:
     """Layers through torch.compile. auto: on a GPU, where the model allows it; the reason is said where not."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """Compiled layers as CUDA graphs where their launches would keep a fast GPU waiting; see `graphs`."""
+    packed_attention: Literal["auto", "masks"] = "auto"
+    """Documents in packed rows. auto: torch's variable-length kernel where it computes what masks do; see
+    `packed_rows`."""
     num_layer_buffers: int = 3
     """Layers on the device at a time, at most: where memory is short, fewer (`tile_rule`)."""
     tiling: Literal["auto", "on", "off"] = "auto"
@@ -167,6 +170,7 @@ _CHOICES = {
     "accumulate": ("fp32", "weights"),
     "compile": ("auto", "on", "off"),
     "cuda_graphs": ("auto", "off"),
+    "packed_attention": ("auto", "masks"),
     "activations": ("auto", "device", "ram", "nvme"),
     "tiling": ("auto", "on", "off"),
 }

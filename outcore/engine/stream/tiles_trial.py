@@ -71,6 +71,7 @@ def _gradients(
         optimizer_threads=1,
         optimizer_backend="torch",
         compile="off",
+        packed_attention="masks",
         logits_chunk_bytes=TILE_BYTES,
     )
     engine = build(tiny, settings, device="cpu", pinned_grant=False, trial=False)

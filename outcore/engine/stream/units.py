@@ -107,7 +107,8 @@ class Units:
         )
         isolation: Isolation = self.isolation if with_masks else "position_ids"
         self._tape.log, self._tape.form = log, form or self.form
-        with packing_known(getattr(batch, "is_packed", None) if with_masks else False):
+        is_packed = getattr(batch, "is_packed", None) if with_masks else False
+        with packing_known(is_packed, getattr(batch, "borders", None)):
             _run_to_layers(shell, forward_inputs(decoder, batch, isolation))
         self._tape.log = CallLog()
         if len(log.calls) != len(self.layers):
