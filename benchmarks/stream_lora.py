@@ -135,8 +135,8 @@ def main() -> None:
             if step:  # the first one compiles
                 seconds.append(time.perf_counter() - begin_s)
                 stalls.append(result.phase_s.get("stall_nvme", 0.0))
-        weights, lane = engine._parts.homes.weights, engine._parts.drive_lane
-        read_bytes = lane.stats().n_bytes / (arguments.steps + 1) if lane is not None else 0
+        weights, lanes = engine._parts.homes.weights, engine._parts.drive_lanes
+        read_bytes = sum(lane.stats().n_bytes for lane in lanes) / (arguments.steps + 1)
         step_s = statistics.median(seconds)
         found = {
             **vars(arguments),
@@ -149,7 +149,7 @@ def main() -> None:
             "weights_nvme_gib": round(weights.nvme_bytes / GIB, 2),
             "nvme_read_gb_per_step": round(read_bytes / 1e9, 2),
             "nvme_gb_per_s": round(read_bytes / step_s / 1e9, 2),
-            "raw_gb_per_s": round(raw_read_rate(engine, PROBE_BYTES), 2) if lane is not None else None,
+            "raw_gb_per_s": round(raw_read_rate(engine, PROBE_BYTES), 2) if lanes else None,
             "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
             "peak_vram_gib": round(torch.cuda.max_memory_reserved() / GIB, 2) if device == "cuda" else None,
         }

@@ -8,15 +8,20 @@ import pytest
 import torch
 from stream_models import assert_same_grads, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 
+from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.clock import PhaseClock
 from outcore.engine.stream.gradient_arena import gradient_bytes_of
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.shell import StreamUnsupported
+from outcore.engine.stream.tile_rule import Holding
+from outcore.engine.stream.tiles import TiledUnit
+from outcore.engine.stream.tiles_plan import TilePlan
 from outcore.model.facts import model_facts
 from outcore.model.inputs import count_target_tokens
 from outcore.model.lora import apply_lora
 from outcore.model.settings import LoraSettings
+from outcore.storage import FaultyEngine, PosixEngine
 from outcore.units import MIB
 
 TINY = StreamSettings(
@@ -153,6 +158,77 @@ def test_results_in_tiles_do_not_depend_on_lanes_or_residency(build):
         expected = expected or found
         assert losses == expected[0]
         assert all(torch.equal(found[1][n], expected[1][n]) for n in found[1])
+
+
+@pytest.mark.parametrize(("model", "max_grad_norm"), [("gpt2", 0.5), ("mixtral", 0.0)])
+def test_tiles_come_from_the_drive_with_the_same_bits(build, tmp_path, model, max_grad_norm):
+    """Layers' parameters and their states on NVMe, some or all; embedding and head stay in RAM."""
+    settings = replace(TILED, max_grad_norm=max_grad_norm, chunk_numel=512, states="split", weight_read_ahead_bytes=1)
+    expected = None
+    for number, ram_bytes in enumerate((None, 150_000, 0)):
+        spilled = {} if ram_bytes is None else {"nvme_path": str(tmp_path / str(number)), "weight_ram_bytes": ram_bytes}
+        if ram_bytes == 0:
+            spilled["state_ram_bytes"] = 0
+        engine = build(model, replace(settings, **spilled), dtype=torch.bfloat16, dropout=0.1, num_hidden_layers=3)
+        losses = [engine.train_step(batches_of(s, 1 + s), LR).loss for s in range(3)]
+        parts = engine._parts
+        parts.updates.drain()
+        found = {name: parts.homes.weights.read(name).clone() for name in parts.homes.names()}
+        layers = sum(unit.layout.size_bytes for unit in parts.units.layer_units)
+        ends = sum(unit.layout.size_bytes for unit in parts.units.all) - layers
+        if ram_bytes is not None:
+            assert [lane.owner for lane in parts.drive_lanes] == ["tiles from NVMe"]
+            assert parts.homes.weights.nvme_bytes == pytest.approx(min(layers, layers + ends - ram_bytes), abs=4096)
+        expected = expected or (losses, found)
+        assert losses == expected[0], ram_bytes
+        assert all(torch.equal(found[n], expected[1][n]) for n in found), ram_bytes
+
+
+def test_whole_and_tiled_layers_share_a_drive(build, tmp_path):
+    """Reads of whole units are queued far ahead, and must not stand before the tiles that these wait for."""
+    settings = replace(TINY, tile_bytes=2500, max_grad_norm=0.5, chunk_numel=512, num_layer_buffers=1)
+    settings = replace(settings, slot_bytes=4096, weight_read_ahead_bytes=16384)
+    results = []
+    for spilled in ({}, {"nvme_path": str(tmp_path), "weight_ram_bytes": 0}):
+        loaded = tiny_loaded("llama", num_hidden_layers=4, dtype=torch.bfloat16)
+        set_dropout(loaded.model, 0.0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("outcore.engine.stream.build.plan_tiles", _second_layer_in_tiles)
+            engine = build_stream_engine(
+                loaded, replace(settings, **spilled), device="cpu", pinned_grant=False, trial=False
+            )
+        try:
+            assert len(engine._parts.drive_lanes) == (2 if spilled else 0)
+            results.append([engine.train_step(batches_of(s), LR).loss for s in range(3)])
+        finally:
+            engine.close()
+    assert results[0] == results[1]
+
+
+def _second_layer_in_tiles(units, *_):
+    tiled = TiledUnit(units.layer_units[1], 2500)
+    return TilePlan((tiled,), 2500, "as the test says", None, Holding(frozenset({2}), layer_buffers=1))
+
+
+def test_a_tile_that_cannot_be_read_stops_the_step(build, tmp_path):
+    inner = PosixEngine(1)
+    drive = FaultyEngine(inner)
+    loaded = tiny_loaded("llama", dtype=torch.bfloat16)
+    settings = replace(TILED, nvme_path=str(tmp_path), weight_ram_bytes=0, chunk_numel=512)
+    engine = build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False, storage=drive)
+    try:
+        engine.train_step(batches_of(0), LR)
+        engine._parts.updates.drain()
+        plan = drive.fail("read", after=9)
+        with pytest.raises(EngineError, match=r"layer \d+ could not be read from NVMe"):
+            engine.train_step(batches_of(1), LR)
+        assert plan.fired
+        drive.clear()
+        engine._parts.updates.drain()
+        engine.evaluate(batches_of(2))  # buffers and lanes are in order again
+    finally:
+        engine.close()
+        inner.close()
 
 
 def test_a_frozen_base_in_tiles_trains_its_adapters(build):

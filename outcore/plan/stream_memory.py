@@ -132,8 +132,8 @@ def spilled(
     layout: StreamLayout,
     tiling: Tiling,
 ) -> tuple[Spill, list[Part]]:
-    """Shares that go to the drive, and the RAM parts that stay: what is computed in tiles has its parameters in RAM."""
-    may_spill = max(0, sizes[PARAMETERS] - request.element_bytes * tiling.params(shape))
+    """Shares that go to the drive, and the RAM parts that stay: a vocabulary in tiles has its parameters in RAM."""
+    may_spill = max(0, sizes[PARAMETERS] - request.element_bytes * tiling.params_in_ram(shape))
     states = sum(sizes[name] for name in STATES)
     gradients = sizes[GRADIENTS]
     least = min(gradients, LEAST_GRADIENTS * request.element_bytes * shape.largest_unit_params)

@@ -42,10 +42,9 @@ class Tiling:
     def any(self) -> bool:
         return self.ends or bool(self.layers)
 
-    def params(self, shape: ModelShape) -> int:
-        """Elements of the tiled units; their home is RAM whatever the drive takes of the others."""
-        ends = shape.embedding_params + shape.head_params if self.ends else 0
-        return ends + sum(shape.layer_params[i] for i in self.layers)
+    def params_in_ram(self, shape: ModelShape) -> int:
+        """Elements whose home is RAM whatever the drive takes of the others: rows of an embedding are picked there."""
+        return shape.embedding_params + shape.head_params if self.ends else 0
 
     @property
     def held_tile_bytes(self) -> int:

@@ -7,6 +7,8 @@ they are from the engine itself is in docs/planning.md.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import StepTime
@@ -42,19 +44,21 @@ def step_time(
     up_backward = e * (sum(shape.layer_params) + shape.adapter_params)
     moved = all_checkpoints if layout.checkpoints_home != "vram" else 0
     down = e * trained
-    extra_forward, extra_backward, extra_down = _tile_traffic(shape, request, micro_tokens, layout, tiling, head)
+    tiles = _tile_traffic(shape, request, micro_tokens, layout, tiling, head)
+    extra_forward, extra_backward = tiles.ends + tiles.weights_forward, tiles.weights_backward + tiles.gradients
     states = spill.states * (sizes["master"] + sizes["moments"])
     weights = spill.parameters * e * shape.total_params
     in_drive = moved if layout.checkpoints_home == "nvme" else 0
-    forward_read = spill.parameters * up_forward + states
+    forward_read = spill.parameters * (up_forward + tiles.weights_forward) + states
     forward_written = states + in_drive + (weights if not shape.lora_r else 0.0)
-    backward_read, backward_written = spill.parameters * up_backward + in_drive, 0.0
+    backward_read = spill.parameters * (up_backward + tiles.weights_backward) + in_drive
+    backward_written = 0.0
     ring = 1 + 2 * pageable  # a pageable home is copied once more, through a slot: a read and a write
     copied_bytes = [
         ring * copied + through_drive
         for copied, through_drive in (
             (up_forward + moved + extra_forward, forward_read + forward_written),
-            (up_backward + moved + down + extra_backward + extra_down, backward_read + backward_written),
+            (up_backward + moved + down + extra_backward + tiles.gradients, backward_read + backward_written),
         )
     ]
     h2d_rate, d2h_rate = hardware.h2d_gb_per_s * GB, hardware.d2h_gb_per_s * GB
@@ -63,7 +67,7 @@ def step_time(
         for read, written in ((forward_read, forward_written), (backward_read, backward_written))
     ]
     h2d_s = [(up_forward + extra_forward) / h2d_rate, (up_backward + moved + extra_backward) / h2d_rate]
-    d2h_s = [moved / d2h_rate, (down + extra_down) / d2h_rate]
+    d2h_s = [moved / d2h_rate, (down + tiles.gradients) / d2h_rate]
     if tiling.holding.layer_buffers == 1 and len(tiling.layers) < shape.num_layers:  # a layer comes when one has gone
         reads_s = [hardware.drive_s(spill.parameters * up, 0.0) for up in (up_forward, up_backward)]
         gpu_s = [gpu + max(up, read) for gpu, up, read in zip(gpu_s, h2d_s, reads_s, strict=True)]
@@ -99,29 +103,43 @@ def step_time(
     )
 
 
+@dataclass(frozen=True)
+class _TileTraffic:
+    """Bytes beyond the untiled ones over the link in a step."""
+
+    ends: float = 0.0
+    """Up in forward, from RAM."""
+    weights_forward: float = 0.0
+    weights_backward: float = 0.0
+    """Of layers, up, from where they live."""
+    gradients: float = 0.0
+    """Of layers, down in parts and up again, each way, all in backward."""
+
+
 def _tile_traffic(
     shape: ModelShape, request: RunRequest, micro_tokens: int, layout: StreamLayout, tiling: Tiling, head: int
-) -> tuple[float, float, float]:
-    """Bytes beyond the untiled ones over the link: up in forward, up in backward, down. See docs/tiling.md.
+) -> _TileTraffic:
+    """See docs/tiling.md.
 
     A tiled layer's weights come up once in forward and twice in backward of each micro-batch, and once more in each of
     these for every further chunk of tokens through its MLP. Gradients in parts wait in RAM and come up again. The
     head's weights come up a second time; of the embedding only rows that occur.
     """
     e, passes = request.element_bytes, layout.accumulation
-    up_forward = up_backward = down = 0.0
+    ends = 0.0
     if tiling.ends:
         rows = min(shape.vocab_size, micro_tokens * passes) * shape.hidden_size
-        up_forward += e * (head - shape.embedding_params + rows)
-    if tiling.layers:
-        chunks = 1
-        if tiling.chunk_bytes is not None:
-            chunks = -(-mlp_activation_bytes(shape, request, micro_tokens) // tiling.chunk_bytes)
-        weights = e * sum(shape.layer_params[i] for i in tiling.layers)
-        up_forward += weights * (passes * chunks - 1)
-        up_backward += weights * (passes * (2 if chunks == 1 else 3 * chunks) - 1)
-        parts = passes * chunks
-        if parts > 1 and not shape.lora_r:
-            again = weights + 2 * weights * (parts - 2)  # the first part as it is, sums of several in fp32
-            up_backward, down = up_backward + again, down + again
-    return up_forward, up_backward, down
+        ends = e * (head - shape.embedding_params + rows)
+    if not tiling.layers:
+        return _TileTraffic(ends)
+    chunks = 1
+    if tiling.chunk_bytes is not None:
+        chunks = -(-mlp_activation_bytes(shape, request, micro_tokens) // tiling.chunk_bytes)
+    weights = e * sum(shape.layer_params[i] for i in tiling.layers)
+    parts = passes * chunks
+    again = 0.0
+    if parts > 1 and not shape.lora_r:
+        again = weights + 2 * weights * (parts - 2)  # the first part as it is, sums of several in fp32
+    return _TileTraffic(
+        ends, weights * (passes * chunks - 1), weights * (passes * (2 if chunks == 1 else 3 * chunks) - 1), again
+    )

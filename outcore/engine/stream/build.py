@@ -137,15 +137,24 @@ def build_stream_engine(
         memory = HostMemory(staging)
         undo.callback(memory.close)
         cuts = plan_cuts(
-            units.all, units.layer_units, settings.weight_ram_bytes, settings.chunk_numel, whole=tile_plan.indices
+            units.all,
+            units.layer_units,
+            settings.weight_ram_bytes,
+            settings.chunk_numel,
+            whole=tile_plan.indices & {units.embed.index, units.head.index},  # rows of an embedding come from RAM
         )
         weights = WeightHomes(units.all, memory, cuts, scratch, loaded.feed)
-        drive_lane = None
-        if weights.store is not None:
-            num_slots = max(2, min(settings.weight_read_ahead_bytes, staging.free_bytes // 2) // settings.slot_bytes)
-            drive_lane = undo.enter_context(
-                UploadLane(staging, None, device, settings.slot_bytes, num_slots, owner="weights from NVMe")
+        on_nvme = {unit.index for unit in units.all if cuts[unit.index] < unit.layout.numel}
+        lanes = {"weights": bool(on_nvme - tile_plan.indices), "tiles": bool(on_nvme & tile_plan.indices)}
+        left = min(settings.weight_read_ahead_bytes, staging.free_bytes // 2)
+        num_slots = max(2, left // max(1, sum(lanes.values())) // settings.slot_bytes)
+        drive_lanes = {
+            what: undo.enter_context(
+                UploadLane(staging, None, device, settings.slot_bytes, num_slots, owner=f"{what} from NVMe")
             )
+            for what, is_needed in lanes.items()
+            if is_needed
+        }
         homes = Homes(units.all, memory, states, chunks, _state_store(chunks, scratch), weights=weights)
         early = units.embed if units.tied and units.embed.index in tile_plan.indices else None
         arena = GradientArena(units.all, memory, None if deferred else _arena_bytes(units, settings), early=early)
@@ -167,7 +176,7 @@ def build_stream_engine(
         source = _Source(homes, updates)
         skip = tile_plan.indices
         prefetcher = WeightPrefetcher(
-            units, source, upload, holding.layer_buffers, skip, drive_lane=drive_lane, stalls=stalls
+            units, source, upload, holding.layer_buffers, skip, drive_lane=drive_lanes.get("weights"), stalls=stalls
         )
         sum_dtype = torch.float32 if settings.accumulate == "fp32" else dtype
         download = GradientDownload(
@@ -186,7 +195,15 @@ def build_stream_engine(
         tiles = None
         if tile_plan.tiled:
             tiles, prefetcher, download = open_tiles(
-                tile_plan, source, memory, upload, download_lane, prefetcher, download, sum_dtype
+                tile_plan,
+                source,
+                memory,
+                upload,
+                drive_lanes.get("tiles"),
+                download_lane,
+                prefetcher,
+                download,
+                sum_dtype,
             )
         runner = UnitRunner(
             units,
@@ -219,7 +236,7 @@ def build_stream_engine(
                 scratch,
                 homes,
                 upload,
-                drive_lane,
+                list(drive_lanes.values()),
                 download_lane,
                 optimizer,
                 updates,

@@ -40,8 +40,8 @@ class EngineParts:
     """None: everything lives in RAM."""
     homes: Homes
     upload: UploadLane
-    drive_lane: UploadLane | None
-    """For parameters on NVMe; None when all are in RAM."""
+    drive_lanes: list[UploadLane]
+    """For parameters on NVMe, of whole units and of tiles; none when all are in RAM."""
     download_lane: DownloadLane
     optimizer: OptimizerPool
     updates: UnitUpdates
@@ -87,8 +87,9 @@ class EngineParts:
     def _nvme_in_words(self) -> list[str]:
         if self.scratch is None:
             return []
-        weights, lane = self.homes.weights, self.drive_lane
-        ahead = "" if lane is None else f", read ahead in {lane.num_slots} slots of {format_gib(lane.slot_bytes)}"
+        weights, lanes = self.homes.weights, self.drive_lanes
+        num_slots = sum(lane.num_slots for lane in lanes)
+        ahead = f", read ahead in {num_slots} slots of {format_gib(lanes[0].slot_bytes)}" if lanes else ""
         return [
             f"  NVMe: {format_gib(self.scratch.size_bytes)} reserved in {', '.join(map(str, self.scratch.folders))}; "
             f"{format_gib(weights.nvme_bytes)} of parameters{ahead}",
@@ -121,9 +122,7 @@ class EngineParts:
         """
         drive_is_idle = self.updates.close()
         closing = [partial(self.optimizer.close, cancel=True), self.prefetcher.abort, self.upload.close]
-        if self.drive_lane is not None:
-            closing.append(self.drive_lane.close)
-        closing.append(self.download_lane.close)
+        closing += [lane.close for lane in (*self.drive_lanes, self.download_lane)]
         if self.scratch is not None and drive_is_idle:
             closing.append(self.scratch.close)  # waits without a limit; what is left the next run there removes
         for close in (*closing, self.memory.close, self.staging.close):

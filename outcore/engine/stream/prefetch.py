@@ -126,7 +126,7 @@ class WeightPrefetcher:
                 from_ram.wait_stream()
             if from_drive is not None:
                 with self.stalls.because("nvme", f"weights of {unit.name} from NVMe"):
-                    _wait_for_drive(unit, from_drive)
+                    wait_for_drive(unit, from_drive)
         return self._target(at).view(unit.layout.dtype)
 
     def release(self, at: int) -> None:
@@ -191,7 +191,8 @@ class WeightPrefetcher:
             self._reads.pop(0)
 
 
-def _wait_for_drive(unit: Unit, transfer: LaneTransfer) -> None:
+def wait_for_drive(unit: Unit, transfer: LaneTransfer) -> None:
+    """As `transfer.wait_stream()`; EngineError for what could not be read."""
     try:
         transfer.wait_stream()
     except OSError as error:
@@ -201,7 +202,7 @@ def _wait_for_drive(unit: Unit, transfer: LaneTransfer) -> None:
         ) from error
 
 
-def settle(transfer: LaneTransfer, timeout_s: float | None = None) -> None:
+def settle(transfer: Any, timeout_s: float | None = None) -> None:
     """After a failure elsewhere: wait until this transfer has ended, well or badly; its own error is only logged."""
     try:
         transfer.wait(timeout_s)

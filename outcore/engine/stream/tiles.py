@@ -22,7 +22,7 @@ ROUND_ROWS = 64
 
 @dataclass(frozen=True)
 class TiledMatrix:
-    """A 2-D weight [num_rows, num_cols] in RAM, in tiles of `tile_rows` rows (the last one may be smaller)."""
+    """A 2-D weight [num_rows, num_cols] at home, in tiles of `tile_rows` rows (the last one may be smaller)."""
 
     unit: Unit
     slot: Slot

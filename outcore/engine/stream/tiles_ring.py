@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from outcore.engine.stream.prefetch import WeightSource, settle
+from outcore.engine.stream.prefetch import settle
 from outcore.engine.stream.stalls import Stalls
 from outcore.engine.stream.tiles import TiledMatrix
+from outcore.engine.stream.tiles_source import RangeUpload, SlabRanges
 from outcore.engine.stream.units import Unit
-from outcore.staging import AT_ONCE, LaneTransfer, UploadLane
+from outcore.staging import AT_ONCE
 
 NUM_BUFFERS = 3
 
@@ -31,7 +32,7 @@ class _Coming:
     matrix: TiledMatrix
     tile: int
     buffer: int
-    transfer: LaneTransfer
+    transfer: RangeUpload
 
 
 class TileRing:
@@ -39,8 +40,7 @@ class TileRing:
 
     def __init__(
         self,
-        source: WeightSource,
-        lane: UploadLane,
+        ranges: SlabRanges,
         tile_numel: int,
         dtype: torch.dtype,
         num_buffers: int = NUM_BUFFERS,
@@ -49,7 +49,8 @@ class TileRing:
     ) -> None:
         if num_buffers < 1:
             raise ValueError(f"tiles need at least one device buffer, got {num_buffers}")
-        self._source, self._lane = source, lane
+        self._ranges, lane = ranges, ranges.lane
+        self._lane = lane
         self._buffers = [torch.zeros(tile_numel, dtype=dtype, device=lane.device) for _ in range(num_buffers)]
         self._over: list[Any] = [lane.streams.now()] * num_buffers
         """Events after the last use of each; at first after its allocation, which is work of that stream."""
@@ -110,7 +111,8 @@ class TileRing:
 
     def _hold(self, number: int) -> Iterator[tuple[int, torch.Tensor]]:
         coming = self._coming.popleft()
-        with self._stalls.until(f"a tile of {coming.matrix.slot.name}", "pcie"):
+        link = "nvme" if coming.transfer.is_from_drive else "pcie"
+        with self._stalls.until(f"a tile of {coming.matrix.slot.name}", link):
             coming.transfer.wait_stream()
         first, last = coming.matrix.rows(number)
         self._held += 1
@@ -135,10 +137,7 @@ class TileRing:
         start, stop = matrix.span(tile)
         buffer, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
         event = self._over[buffer]
-        transfer = self._lane.submit_host(
-            self._source.slab(matrix.unit)[start:stop].view(torch.uint8),
-            self._buffers[buffer][: stop - start].view(torch.uint8),
-            after=AT_ONCE if event is None else event,
-        )
+        target = self._buffers[buffer][: stop - start]
+        transfer = self._ranges.submit(matrix.unit, start, stop, target, after=AT_ONCE if event is None else event)
         self.num_uploads += 1
         self._coming.append(_Coming(matrix, tile, buffer, transfer))

@@ -21,6 +21,7 @@ from outcore.engine.stream.tiles_chunks import TokenChunks
 from outcore.engine.stream.tiles_gradients import TileGradients
 from outcore.engine.stream.tiles_plan import TilePlan
 from outcore.engine.stream.tiles_ring import TileRing
+from outcore.engine.stream.tiles_source import SlabRanges
 from outcore.engine.stream.tiles_weight import StreamedWeight, TileWork
 from outcore.engine.stream.units import Unit
 from outcore.staging import DownloadLane, UploadLane
@@ -91,15 +92,14 @@ class TiledWeights(WeightPrefetcher):
         self,
         inner: WeightPrefetcher,
         tiled: Sequence[TiledUnit],
-        source: WeightSource,
-        lane: UploadLane,
+        ranges: SlabRanges,
         ring: TileRing,
     ) -> None:
-        self._inner, self._source, self._lane, self._ring = inner, source, lane, ring
+        self._inner, self._ranges, self._ring = inner, ranges, ring
         self.stalls = inner.stalls
         self._tiled = {unit.unit.index: unit for unit in tiled}
         numel = max((unit.resident.numel for unit in tiled), default=0)
-        self._resident = torch.zeros(numel, dtype=tiled[0].unit.layout.dtype, device=lane.device)
+        self._resident = torch.zeros(numel, dtype=tiled[0].unit.layout.dtype, device=ranges.lane.device)
         self._places: list[tuple[Unit, int | None]] = []
         """For each use, its unit and its place among the uses of units that come in whole."""
 
@@ -121,11 +121,10 @@ class TiledWeights(WeightPrefetcher):
             return self._inner.acquire(place)
         tiled = self._tiled[unit.index]
         with self.stalls.until(f"small weights of {unit.name}", "pcie"):
-            self._source.wait_ready(unit)
+            self._ranges.source.wait_ready(unit)
             self._ring.open(unit)
-            slab = self._source.slab(unit)
             uploads = [
-                self._lane.submit_host(slab[home.offset : home.end], self._resident[own.offset : own.end])
+                self._ranges.submit(unit, home.offset, home.end, self._resident[own.offset : own.end])
                 for home, own in tiled.resident_homes
             ]
             for upload in uploads:
@@ -194,18 +193,23 @@ def open_tiles(
     source: WeightSource,
     memory: HostMemory,
     upload: UploadLane,
+    drive_lane: UploadLane | None,
     down: DownloadLane,
     prefetcher: WeightPrefetcher,
     download: GradientDownload,
     sum_dtype: torch.dtype,
 ) -> tuple[TiledUnits, TiledWeights, TiledDownload]:
-    """What a plan with tiled units needs on the device, around the prefetcher and download for the others."""
+    """What a plan with tiled units needs on the device, around the prefetcher and download for the others.
+
+    `drive_lane`: for tiled units' parameters on NVMe, nobody else's; None when all are in RAM.
+    """
     dtype = plan.tiled[0].unit.layout.dtype
-    ring = TileRing(source, upload, plan.tile_numel, dtype, stalls=prefetcher.stalls)
+    ranges = SlabRanges(source, upload, drive_lane)
+    ring = TileRing(ranges, plan.tile_numel, dtype, stalls=prefetcher.stalls)
     gradients = TileGradients(plan.tiled, download, upload, down, memory)
     tiles = TiledUnits(plan.tiled, TileWork(ring, source, upload, gradients), plan.chunk_bytes)
     return (
         tiles,
-        TiledWeights(prefetcher, plan.tiled, source, upload, ring),
+        TiledWeights(prefetcher, plan.tiled, ranges, ring),
         TiledDownload(download, plan.tiled, gradients, sum_dtype, upload.device),
     )

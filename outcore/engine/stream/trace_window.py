@@ -109,9 +109,8 @@ class TraceWindow:
         parts = self._parts
         recorder = self._recorder = TraceRecorder(parts.device)
         parts.schedule.trace = parts.stalls.trace = recorder
-        for lane in (parts.upload, parts.drive_lane):
-            if lane is not None:
-                lane.clock.on_copy = partial(recorder.copied, "upload")
+        for lane in (parts.upload, *parts.drive_lanes):
+            lane.clock.on_copy = partial(recorder.copied, "upload")
         parts.download_lane.clock.on_copy = partial(recorder.copied, "download")
         parts.optimizer.on_finished = recorder.updated
         if (drives := self._drives()) is not None:
@@ -121,9 +120,9 @@ class TraceWindow:
     def _detach(self) -> None:
         parts = self._parts
         parts.schedule.trace = parts.stalls.trace = NO_TRACE
-        parts.upload.clock.on_copy = parts.download_lane.clock.on_copy = parts.optimizer.on_finished = None
-        if parts.drive_lane is not None:
-            parts.drive_lane.clock.on_copy = None
+        parts.optimizer.on_finished = None
+        for lane in (parts.upload, parts.download_lane, *parts.drive_lanes):
+            lane.clock.on_copy = None
         if (drives := self._drives()) is not None:
             drives.on_finished = None
 
