@@ -16,6 +16,7 @@ from stream_models import (
     set_dropout,
     tiny_loaded,
 )
+from test_stream_graphs import CpuGraphs
 from varlen_kernel import imitated
 
 from outcore.engine.stream import build, packed_rows
@@ -119,18 +120,24 @@ def fresh_compiler():
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("graphed", [False, True])
 @pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
-def test_compiled_layers_take_borders_and_compile_once_for_all_of_them(model_type, fresh_compiler, monkeypatch):
+def test_compiled_layers_take_borders_and_compile_once_for_all_of_them(
+    model_type, graphed, fresh_compiler, monkeypatch
+):
     """The compiler's front end and autograd's graphs over the operator, without code generation."""
     from torch._dynamo.backends.registry import lookup_backend
 
-    graphs = []
+    compilations = []
 
     def counting(graph, inputs):
-        graphs.append(graph)
+        compilations.append(graph)
         return lookup_backend("aot_eager")(graph, inputs)
 
-    monkeypatch.setattr(build, "CompiledLayers", lambda *args, **more: CompiledLayers(*args, backend=counting, **more))
+    def compiled_layers(*args, graphs, **more):
+        return CompiledLayers(*args, backend=counting, graphs=CpuGraphs(CPU) if graphed else None, **more)
+
+    monkeypatch.setattr(build, "CompiledLayers", compiled_layers)
     losses = {}
     with imitated() as calls:
         for way in ("auto", "masks"):
@@ -140,16 +147,19 @@ def test_compiled_layers_take_borders_and_compile_once_for_all_of_them(model_typ
             engine = build_stream_engine(loaded, settings, device="cpu", pinned_grant=False)
             calls.clear()
             losses[way] = [engine.train_step([packed_batch(2, 18, seed=7)], 1e-2).loss]
-            assert bool(calls) == (way == "auto")
-            first = len(graphs)
-            losses[way].append(engine.train_step([other_documents(2, 18)], 1e-2).loss)
-            assert len(graphs) == first
+            first = len(compilations)
+            for lengths in ((2, 1, 5, 10), [1] * 18, (9, 9), (17, 1), [1] * 18):
+                losses[way].append(engine.train_step([other_documents(2, 18, lengths)], 1e-2).loss)
+            assert len(compilations) == first
+            assert set(calls) == ({16, 64} if way == "auto" else set())
+            compiled = engine._parts.schedule.runner.compiled
+            assert compiled is not None and (compiled.graphs.num_graphs > 0 if compiled.graphs else not graphed)
             engine.close()
     assert losses["auto"] == pytest.approx(losses["masks"], rel=1e-5)
 
 
-def other_documents(rows, length):
-    positions = torch.cat([torch.arange(n) for n in (2, 1, 5, length - 8)])
+def other_documents(rows, length, lengths):
+    positions = torch.cat([torch.arange(n) for n in lengths])
     return {**packed_batch(rows, length, seed=8), "position_ids": positions.expand(rows, -1).contiguous()}
 
 

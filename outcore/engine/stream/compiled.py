@@ -26,6 +26,7 @@ from outcore.engine.stream.graphs import LayerGraphs
 from outcore.engine.stream.shell import LayerCall, with_memory
 from outcore.engine.stream.structure import alike
 from outcore.engine.stream.units import Units
+from outcore.model.borders import are_borders
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,9 @@ class CompiledLayers:
 
     def _run(self, layer: int, which: int, *args: Any) -> Any:
         hidden: torch.Tensor = args[1]
+        for value in (*args[2], *args[3].values()):
+            if are_borders(value):  # one code for any number of documents
+                torch._dynamo.maybe_mark_dynamic(value, 0)
         if self._usual is None:
             self._usual = hidden.shape
         kind, usual = self._like[layer], hidden.shape == self._usual
