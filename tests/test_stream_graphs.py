@@ -77,6 +77,19 @@ def test_gradients_are_added_once_per_call_to_the_sums_of_that_call():
     assert float(mine[0, 0]) == expected and float(yours[1, 2]) == 10 * expected
 
 
+def test_sums_of_another_type_in_the_same_memory_have_a_graph_of_their_own():
+    """Where gradients leave through one buffer, those that come once are summed there in the parameters' type."""
+    graphs, memory = CpuGraphs(torch.device("cpu")), torch.zeros(6)
+    shift = {"shift": torch.tensor(0.0), "cache": False}
+    once = memory.view(torch.bfloat16)[:6].view(2, 3)
+    for sums in (memory.view(2, 3), once):
+        for _ in range(CALLS_BEFORE + 2):
+            sums.zero_()
+            graphs.run("b", twice, [WEIGHT], torch.ones(2, 3), (None,), shift, torch.full((2, 3), 7.0), [sums])
+            assert torch.equal(sums, torch.full_like(sums, 7.0))
+    assert graphs.num_graphs == 2
+
+
 def test_an_expanded_input_is_held_dense():
     mask = torch.arange(3.0).expand(4, 3)
     held = module.empty_like(mask)

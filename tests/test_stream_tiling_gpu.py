@@ -61,6 +61,16 @@ def test_tiles_on_the_gpu_train_as_whole_units_do(model, count):
     assert tiled[0] == pytest.approx(whole[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_tiles_from_the_drive_train_as_those_from_ram_do(tmp_path, model, device="cuda"):
+    """Many small tiles, so that one read into a buffer that is still in use shows."""
+    settings = replace(SETTINGS, tiling="on", tile_bytes=6000, chunk_numel=1 << 12, states="split")
+    spilled = replace(settings, nvme_path=str(tmp_path), weight_ram_bytes=0, state_ram_bytes=0)
+    in_ram = train(settings, 2, model, steps=4, device=device)
+    found = train(spilled, 2, model, steps=4, device=device)
+    assert found[1].tiled and found[0] == pytest.approx(in_ram[0], rel=1e-3)
+
+
 def test_a_layer_that_does_not_fit_trains_in_tiles(capped):
     def whole() -> str:
         try:

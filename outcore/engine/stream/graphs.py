@@ -121,7 +121,7 @@ class LayerGraphs:
         call = _Call(function, weights, inputs, leaves, spec, None if grad is None else sums or [])
         others = tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
         shapes = (name, spec, others, tuple((t.shape, t.stride(), t.dtype) for t in inputs))
-        key = (shapes, weights[0].data_ptr(), sums[0].data_ptr() if sums else 0)
+        key = (shapes, weights[0].data_ptr(), (sums[0].data_ptr(), sums[0].dtype) if sums else 0)
         try:
             graph = self._graphs.get(key)
         except TypeError:  # an argument that cannot be compared
