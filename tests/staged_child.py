@@ -3,7 +3,8 @@ or on the GPU with STAGED_DEVICE=cuda in the environment.
 
 Usage: python staged_child.py FOLDER. Reads FOLDER/jobs.json, writes FOLDER/results-RANK.json. A job:
 {"name", "model": ModelSettings fields, "zero": DeepSpeedSettings fields, "config": deepspeed_config.json's content,
- "run": RunFacts fields, "min_bytes": smallest share that goes to the drive,
+ "run": RunFacts fields, "min_bytes": smallest share that goes to the drive, "chunk_numel": parameters per chunk of
+ states, "flight_bytes", "slot_bytes": of gradients on their way,
  "do": [["train", steps], ["save", path], ["load", path], ["eval"], ["export", path], ["fault", ...]],
  "may_fail": whether an error is expected, which is then the result's "stopped": [type, message]}
 """
@@ -15,6 +16,7 @@ import hashlib
 import json
 import os
 import sys
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from stream_models import packed_batch, plain_batch
 from outcore.engine.deepspeed.build import build_engine, init_process_group, resolve
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
+from outcore.engine.deepspeed.staged.shares import Share
 from outcore.engine.stream import scratch as scratch_room
 from outcore.model.settings import ModelSettings
 from outcore.storage import FaultyEngine, open_engine
@@ -31,23 +34,27 @@ from outcore.storage import FaultyEngine, open_engine
 LR = 1e-3
 ON_GPU = os.environ.get("STAGED_DEVICE") == "cuda"
 SEQ_LENGTH = 16
+CHUNKS = Share.chunks
 
 
-def batches_of(step: int, rank: int, world_size: int, *, packed: bool = True) -> list:
-    """Two micro-batches of this rank; one rank trains on the rows of all."""
+def batches_of(step: int, rank: int, world_size: int, *, packed: bool = True, count: int = 2) -> list:
+    """`count` micro-batches of this rank; one rank trains on the rows of all."""
     second = packed_batch if packed else plain_batch
-    both = [plain_batch(2, SEQ_LENGTH, seed=2 * step), second(2, SEQ_LENGTH, seed=2 * step + 1)]
+    batches = [plain_batch(2, SEQ_LENGTH, seed=2 * step), second(2, SEQ_LENGTH, seed=2 * step + 1)]
+    batches += [plain_batch(2, SEQ_LENGTH, seed=500 + 10 * step + more) for more in range(count - 2)]
     if world_size == 1:
-        return both
-    return [{name: value[rank : rank + 1] for name, value in batch.items()} for batch in both]
+        return batches[:count]
+    return [{name: value[rank : rank + 1] for name, value in batch.items()} for batch in batches[:count]]
 
 
 def train(engine: DeepSpeedEngine, steps: int) -> list[list[float]]:
     first = engine.updates
     done = []
     packed = not engine.loaded.facts.is_encoder_decoder
+    count = engine.config["gradient_accumulation_steps"]
     for step in range(first, first + steps):
-        result = engine.train_step(batches_of(step, engine.rank, engine.world_size, packed=packed), LR)
+        batches = batches_of(step, engine.rank, engine.world_size, packed=packed, count=count)
+        result = engine.train_step(batches, LR)
         done.append([result.loss, result.grad_norm])
     return done
 
@@ -73,6 +80,9 @@ def make_fault(engine: DeepSpeedEngine, kind: str, *arguments: Any) -> None:
                     os.truncate(file, 65536)
         return
     of, settings = arguments
+    store = settings.pop("store", None)
+    if store is not None:
+        settings["matches"] = lambda file, offset, n_bytes: file.path.parent.name == store
     getattr(scratch.engine, kind)(of, times=None, **settings)
 
 
@@ -101,9 +111,14 @@ def perform(actions: list, engine: DeepSpeedEngine, result: dict[str, Any]) -> N
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
+    import outcore.engine.deepspeed.staged.gradients as staged_gradients
     import outcore.engine.deepspeed.staged.params as staged_params
+    import outcore.engine.deepspeed.staged.shares as staged_shares
 
-    staged_params.MIN_BYTES = job.get("min_bytes", 1 << 20)
+    staged_params.MIN_BYTES = staged_gradients.MIN_BYTES = job.get("min_bytes", 1 << 20)
+    staged_gradients.GRADIENT_SLOT_BYTES = job.get("slot_bytes", 4096)  # several to a share
+    staged_gradients.FLIGHT_BYTES = job.get("flight_bytes", 64 << 20)
+    staged_shares.Share.chunks = partialmethod(CHUNKS, chunk_numel=job.get("chunk_numel", staged_shares.CHUNK_NUMEL))
     scratch_room.open_engine = lambda *args, **kwargs: FaultyEngine(open_engine(*args, **kwargs))
     precision = job["run"].get("precision", "bf16")
     model = ModelSettings(precision=precision, seq_length=64, **job["model"])
@@ -139,6 +154,12 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
                 if states.ring
                 else {}
             )
+            gradients = engine.ds.optimizer.session.gradients
+            if gradients is not None:
+                moved |= {
+                    "gradient_read": gradients.read_bytes, "gradient_written": gradients.written_bytes,
+                    "gradient_bytes": gradients.nvme_bytes,
+                }  # fmt: skip
             if params is not None:
                 moved |= {"param_read": params.read_bytes, "params_on_nvme": len(params._places)}
             result["moved"] = moved

@@ -24,13 +24,14 @@ TINY = {
 
 def job(
     name: str, do: list, *, model: dict | None = None, zero: dict | None = None, outcore: dict | None = None,
-    config: dict | None = None, min_bytes: int = 4096, **run: Any,
+    config: dict | None = None, min_bytes: int = 4096, small: dict | None = None, **run: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """One entry of jobs.json; `outcore` is that block of deepspeed_config.json, `config` its other keys."""
+    """One entry of jobs.json; `outcore` is that block of deepspeed_config.json, `config` its other keys, `small` sizes
+    to the measure of tiny models."""
     return {
         "name": name, "model": model or TINY, "zero": zero or {"zero_stage": "zero3"},
         "config": {**(config or {}), "outcore": outcore or {}}, "run": run, "do": do,
-        "min_bytes": min_bytes,
+        "min_bytes": min_bytes, **(small or {}),
     }  # fmt: skip
 
 

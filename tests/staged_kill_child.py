@@ -2,8 +2,8 @@
 
 Usage: python staged_kill_child.py MOMENT COUNT FLAGS...: dies at the COUNT-th time that MOMENT comes by; "never" trains
 to the end. Moments: forward (a micro-batch begins), update (a parameter's states on NVMe are up to date), write (a
-transfer to the drive is under way), save (a file of a checkpoint begins), commit (a checkpoint is about to get its
-name).
+transfer to the drive is under way), gradient (a gradient is on its way to the drive), save (a file of a checkpoint
+begins), commit (a checkpoint is about to get its name).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 import outcore.engine.deepspeed.engine as engine_room
+import outcore.engine.deepspeed.staged.gradients as gradients_room
 import outcore.train.checkpoint as checkpoint_room
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.stream.state_ring import StateRing
@@ -23,6 +24,7 @@ from outcore.train.run import main
 MOMENTS: dict[str, tuple[Any, str, bool]] = {
     "forward": (DeepSpeedEngine, "_to_device", False),
     "update": (StateRing, "wait", True),
+    "gradient": (gradients_room.StagedGradients, "add", True),
     "write": (TensorStore, "submit_write", True),
     "save": (engine_room, "write_shard", False),
     "commit": (checkpoint_room, "_write_manifest", True),
@@ -49,6 +51,7 @@ def arm(moment: str, count: int) -> None:
 
 
 if __name__ == "__main__":
+    gradients_room.MIN_BYTES = 1024  # the model is tiny
     if sys.argv[1] != "never":
         arm(sys.argv[1], int(sys.argv[2]))
     sys.exit(main(sys.argv[3:]))

@@ -39,6 +39,24 @@ def test_all_on_the_drive_by_hand():
     assert p.part_bytes("ram", "ring of states on their way") <= GIB
 
 
+@pytest.mark.parametrize("passes", [1, 4])
+def test_gradients_on_the_drive_by_hand(passes: int):
+    plans = [
+        plan_deepspeed(
+            SHAPE, RunRequest(), LAPTOP, 1024,
+            DeepSpeedLayout("infinity", "nvme", "nvme", 2, passes, Staged("split", gradients_on_nvme=on_nvme)),
+        )
+        for on_nvme in (False, True)
+    ]  # fmt: skip
+    ram, drive = plans
+    assert (ram.homes["gradients"], drive.homes["gradients"]) == ("RAM", "NVMe")
+    assert drive.drive_written_bytes_per_step - ram.drive_written_bytes_per_step == passes * 2 * N
+    assert drive.drive_read_bytes_per_step - ram.drive_read_bytes_per_step == passes * 2 * N
+    in_ram = [sum(part.size_bytes for part in plan.parts if part.tier in ("ram", "pinned")) for plan in plans]
+    assert 2 * N - (1 << 28) < in_ram[0] - in_ram[1] < 2 * N  # less the memory through which they flow
+    assert drive.time.step_s > ram.time.step_s
+
+
 @pytest.mark.parametrize(
     ("settings", "outcore"),
     [
@@ -48,6 +66,11 @@ def test_all_on_the_drive_by_hand():
         ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "nvme_offload_params": False}, {}),
         ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme"}, {"ram_budget_gib": 20}),
         ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "max_in_cpu_gb": 3.0}, {}),
+        ({"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "nvme_offload_gradients": True}, {}),
+        (
+            {"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "nvme_offload_gradients": True},
+            {"ram_budget_gib": 12},
+        ),
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -70,6 +93,8 @@ def test_the_plan_of_a_run_is_what_the_engine_is_told(settings: dict[str, Any], 
     assert planned == pytest.approx(ranks * in_ram, abs=100_000)
     homes = sum(p.part_bytes(tier, name) for tier in ("ram", "pinned") for name in ("gradients", "parameters"))
     assert homes == pytest.approx(ranks * told.home_bytes, abs=100_000)
+    assert p.part_bytes("pinned", "gradients on their way") == ranks * told.grad_staging_bytes
+    assert p.part_bytes("nvme", "gradients") == (2 * N if told.grad_staging_bytes else 0)
     assert p.part_bytes("pinned", "parameters on their way") == pytest.approx(ranks * told.staging_bytes, abs=50_000)
     assert p.part_bytes("ram", "ring of states on their way") <= ranks * told.ring_bytes
 

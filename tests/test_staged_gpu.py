@@ -18,6 +18,7 @@ MODEL = {
     },
 }  # fmt: skip
 """Weights of up to 4 MiB, so that reads, copies and compute really overlap."""
+GRADIENTS = {"slot_bytes": 1 << 20, "flight_bytes": 6 << 20}
 SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 600, "sub_group_size": 2_000_000}}
 
 
@@ -36,21 +37,33 @@ def jobs_of(folder: Path, **run: Any) -> list[dict[str, Any]]:
         job("RAM", [["train", 3], ["save", checkpoint], ["eval"], ["train", 3]], **common),
         job("states", halves, zero=infinity(nvme, nvme_offload_params=False), **common),
         job("all", halves, zero=infinity(nvme), **common),
+        job("gradients", halves, zero=infinity(nvme, nvme_offload_gradients=True), small=GRADIENTS, **common),
+        job(
+            "gradients, one micro-batch", halves, zero=infinity(nvme, nvme_offload_gradients=True), small=GRADIENTS,
+            **common, gradient_accumulation_steps=1,
+        ),
+        job("RAM, one micro-batch", halves, **common, gradient_accumulation_steps=1),
         job("little staging", halves, zero=infinity(nvme), outcore={"staging_bytes": 1 << 24}, **common),
         job("not pinned", halves, zero={"zero_stage": "zero3", "pin_memory": False}, **common),
         job("parameters on the GPU", halves, zero={"zero_stage": "zero3", "offload_params": "none"}, **common),
         job("resumed on NVMe", [["load", checkpoint], ["train", 3]], zero=infinity(nvme), **common),
         job("stock", halves, outcore={"offload": "stock"}, **common),
-    ]
+    ]  # fmt: skip
 
 
 def check(found: dict[str, Any]) -> None:
     ram = passed(found, "RAM")
-    for name in ("states", "all", "little staging", "not pinned", "parameters on the GPU"):
+    pairs = [(name, ram) for name in ("states", "all", "gradients", "little staging", "not pinned")]
+    pairs += [("parameters on the GPU", ram), ("gradients, one micro-batch", passed(found, "RAM, one micro-batch"))]
+    for name, same in pairs:
         other = passed(found, name)
-        assert other["losses"] == ram["losses"], name
-        assert other["fingerprint"] == ram["fingerprint"], name
-        assert other["evals"] == ram["evals"], name
+        assert other["losses"] == same["losses"], name
+        assert other["fingerprint"] == same["fingerprint"], name
+        assert other["evals"] == same["evals"], name
+    for name, count in (("gradients", 2), ("gradients, one micro-batch", 1)):
+        moved = passed(found, name)["moved"]
+        assert moved["gradient_written"] == 6 * count * moved["gradient_bytes"] > 0
+        assert moved["gradient_read"] == 6 * (count - 1) * moved["gradient_bytes"]
     resumed = passed(found, "resumed on NVMe")
     assert resumed["losses"] == ram["losses"][3:] and resumed["fingerprint"] == ram["fingerprint"]
     for (loss, norm), (their_loss, their_norm) in zip(ram["losses"], passed(found, "stock")["losses"], strict=True):

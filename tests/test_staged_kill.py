@@ -25,7 +25,9 @@ RANDOM_BLOWS = {"forward": 12, "update": 120, "write": 300, "save": 10, "commit"
 pytestmark = pytest.mark.timeout(900)
 
 
-def train(root: Path, moment: str = "never", count: int = 0, *, on_nvme: bool = True) -> int:
+def train(
+    root: Path, moment: str = "never", count: int = 0, *, on_nvme: bool = True, more: tuple[str, ...] = ()
+) -> int:
     """One process; its exit code."""
     data = root.parent / "text.txt"
     data.write_text("\n\n".join(TEXT.format(i, i * i) * 12 for i in range(60)))
@@ -38,6 +40,7 @@ def train(root: Path, moment: str = "never", count: int = 0, *, on_nvme: bool = 
     argv += ["--zero_stage", "zero3"]
     if on_nvme:
         argv[-1:] = ["infinity", "--nvme_offload_path", str(root / "nvme"), "--max_in_cpu_gb", "0", "--strict_offload"]
+    argv += more
     root.mkdir(exist_ok=True)
     with open(root / "log.txt", "a") as log:
         return subprocess.run(
@@ -63,14 +66,16 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor
     return final_states(root)
 
 
-def die_and_resume(root: Path, blows: list[tuple[str, int]], straight: dict[str, torch.Tensor]) -> int:
+def die_and_resume(
+    root: Path, blows: list[tuple[str, int]], straight: dict[str, torch.Tensor], more: tuple[str, ...] = ()
+) -> int:
     """How many of the blows fell before the run was over."""
     fell = 0
     for moment, count in blows:
-        code = train(root, moment, count)
+        code = train(root, moment, count, more=more)
         assert code in (0, -signal.SIGKILL), (root / "log.txt").read_text()[-3000:]
         fell += code != 0
-    assert train(root) == 0, (root / "log.txt").read_text()[-3000:]
+    assert train(root, more=more) == 0, (root / "log.txt").read_text()[-3000:]
     found = final_states(root)
     assert found.keys() == straight.keys() and len(found) > 10
     for name, value in found.items():
@@ -81,6 +86,11 @@ def die_and_resume(root: Path, blows: list[tuple[str, int]], straight: dict[str,
 
 def test_killed_in_update_save_and_write(tmp_path: Path, straight: dict[str, torch.Tensor]) -> None:
     assert die_and_resume(tmp_path / "run", BLOWS, straight) == len(BLOWS)
+
+
+def test_killed_while_gradients_go_to_the_drive(tmp_path: Path, straight: dict[str, torch.Tensor]) -> None:
+    blows = [("gradient", 150)]
+    assert die_and_resume(tmp_path / "run", blows, straight, ("--nvme_offload_gradients", "true")) == len(blows)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from outcore.engine.deepspeed.builder import DeepSpeedSettings, ModelFacts, RunFacts, build_config
+from outcore.engine.deepspeed.builder import BuiltConfig, DeepSpeedSettings, ModelFacts, RunFacts, build_config
 from outcore.engine.deepspeed.staged.plan import StagedPlan, make_plan, ring_slot_bytes
 from outcore.engine.deepspeed.staged.shares import element_offsets, real_numel
 from outcore.engine.deepspeed.staged.sizes import RAM_OVERHEAD_BYTES
@@ -111,12 +111,56 @@ def test_users_swap_sizes_and_zero_limits_are_not_needed() -> None:
     assert not stock.offload.staged and stock.config["zero_optimization"]["offload_param"]["buffer_count"] > 1
 
 
-def test_gradients_on_the_drive_are_refused_in_words() -> None:
+def test_gradients_on_the_drive_save_two_bytes_of_ram() -> None:
+    usual, asked = plan_of(NVME), plan_of({**NVME, "nvme_offload_gradients": True})
+    assert usual.home_bytes - asked.home_bytes == 2 * MODEL.total_params
+    assert usual.grad_staging_bytes == 0 < asked.grad_staging_bytes <= 256 << 20
+    assert plan_of(NVME, {"nvme_offload_gradients": True}) == asked
+    refused = plan_of({**NVME, "explicit": frozenset({"nvme_offload_gradients"})}, {"nvme_offload_gradients": True})
+    assert refused == usual  # the flag false wins over the file
+    budget = {"ram_budget_gib": 12}
+    tight, roomier = plan_of(NVME, budget), plan_of({**NVME, "nvme_offload_gradients": True}, budget)
+    in_ram = [(plan.param_ram_bytes or 0) + (plan.state_ram_bytes or 0) for plan in (tight, roomier)]
+    taken = asked.grad_staging_bytes + roomier.ring_bytes - tight.ring_bytes
+    assert in_ram[1] - in_ram[0] == 2 * MODEL.total_params - taken  # a budget's RAM is for other things then
+    summed_in_fp32 = built_of(NVME, data_types={"grad_accum_dtype": "fp32"})
     facts = RunFacts(precision="bf16", lr_scheduler_type="none")
-    settings = DeepSpeedSettings(**NVME, nvme_offload_gradients=True)
-    check = lambda path, gb: (True, path)  # noqa: E731
-    built = build_config({}, settings, MODEL, facts, nvme_check=check, staged=True)
-    assert any("gradients stay in RAM" in warning for warning in built.warnings)
+    assert make_plan(summed_in_fp32, MODEL, facts).home_bytes - usual.home_bytes == 2 * MODEL.total_params
+
+
+def built_of(settings: dict[str, Any], found: list[float] | None = None, **user: Any) -> BuiltConfig:
+    """`found` gets the GB that the drive is asked for."""
+
+    def check(path: str, required_gb: float) -> tuple[bool, str]:
+        if found is not None:
+            found.append(required_gb)
+        return True, path
+
+    facts = RunFacts(precision="bf16", lr_scheduler_type="none")
+    return build_config(user, DeepSpeedSettings(**settings), MODEL, facts, nvme_check=check, staged=True)
+
+
+def test_gradients_on_the_drive_are_counted_there_and_said() -> None:
+    usual_gb: list[float] = []
+    asked_gb: list[float] = []
+    built_of(NVME, usual_gb)
+    built = built_of({**NVME, "nvme_offload_gradients": True}, asked_gb)
+    assert asked_gb[0] - usual_gb[0] == pytest.approx(1.1 * 2 * MODEL.total_params / 1e9)
+    assert built.offload.gradients_on_nvme and built.config["outcore"]["nvme_offload_gradients"] is True
+    assert any("gradients go to the drive" in note for note in built.notes) and not built.warnings
+
+
+def test_gradients_go_nowhere_without_states_on_the_drive() -> None:
+    with pytest.raises(ValueError, match="nvme_offload_gradients needs the optimizer on NVMe"):
+        built_of({"zero_stage": "zero3", "nvme_offload_gradients": True})
+    with pytest.raises(ValueError, match=r"outcore\.nvme_offload_gradients must be true or false"):
+        built_of(NVME, outcore={"nvme_offload_gradients": "yes"})
+    facts = RunFacts(precision="bf16", lr_scheduler_type="none")
+    settings = DeepSpeedSettings(**{**NVME, "strict_offload": False, "nvme_offload_gradients": True})
+    broken = build_config({}, settings, MODEL, facts, nvme_check=lambda path, gb: (False, "no drive."), staged=True)
+    assert not broken.offload.gradients_on_nvme and broken.config["outcore"]["nvme_offload_gradients"] is False
+    assert any("optimizer states and parameters and gradients" in warning for warning in broken.warnings)
+    assert make_plan(broken, MODEL, facts).grad_staging_bytes == 0
 
 
 def test_shares_cover_every_element_once_and_keys_never_meet() -> None:

@@ -19,6 +19,7 @@ from outcore.plan.deepspeed_memory import STAGE_NUMBER, DeepSpeedLayout, drive_p
 from outcore.plan.deepspeed_staged import NOTE as STAGED_NOTE
 from outcore.plan.deepspeed_staged import (
     StagedHomes,
+    gradient_traffic,
     staged_drive_parts,
     staged_homes,
     staged_host_parts,
@@ -88,7 +89,7 @@ def plan_deepspeed(
         homes={
             "parameters": _home(layout.params, homes and homes.params_in_ram, homes and homes.params_on_drive),
             "optimizer states": _home(layout.optimizer, homes and homes.states_in_ram, homes and homes.states_on_drive),
-            "gradients": "VRAM" if layout.optimizer == "none" else "RAM",
+            "gradients": _gradients_home(layout, homes),
             "activation checkpoints": "VRAM",
         },
         parts=parts,
@@ -114,6 +115,12 @@ def plan_deepspeed(
 
 
 _HOME: dict[str, str] = {"none": "VRAM", "cpu": "RAM", "nvme": "NVMe"}
+
+
+def _gradients_home(layout: DeepSpeedLayout, homes: StagedHomes | None) -> str:
+    if homes is not None and homes.gradients_on_drive:
+        return "NVMe"
+    return "VRAM" if layout.optimizer == "none" else "RAM"
 
 
 def _home(device: str, in_ram: int | None, on_drive: int | None) -> str:
@@ -170,9 +177,12 @@ def _time(
     rate = k.DEEPSPEED_DRIVE_SHARE if homes is None else k.STREAM_DRIVE_SHARE
     on_drive = homes.params_on_drive if homes is not None else e * shape.total_params
     params_read = 2 * on_drive * passes if layout.params == "nvme" else 0
-    params_read_s = hardware.drive_s(params_read, 0) / rate
+    gradients_read, gradients_written = gradient_traffic(homes, passes) if homes is not None else (0, 0)
+    h2d += gradients_read // gpus
+    passes_read = params_read + gradients_read
+    passes_drive_s = hardware.drive_s(passes_read, gradients_written) / rate
     h2d_s, d2h_s = h2d / (hardware.h2d_gb_per_s * GB), d2h / (hardware.d2h_gb_per_s * GB)
-    pass_s = max(compute_s, host_s, h2d_s, d2h_s, params_read_s)
+    pass_s = max(compute_s, host_s, h2d_s, d2h_s, passes_drive_s)
     optimizer_s = optimizer_drive_s = read = written = 0.0
     if layout.staged is not None and homes is not None:
         update = staged_update(shape, homes, layout.staged, hardware)
@@ -188,18 +198,25 @@ def _time(
         optimizer_drive_s = hardware.drive_s(read, written) / rate
         optimizer_s = k.OPTIMIZER_DRAM_BYTES["fp32"] * trained / (k.DRAM_SHARE * hardware.ram_gb_per_s * GB)
     step_s = pass_s + max(optimizer_drive_s, optimizer_s, update_host_s)
-    drive_read_s = params_read_s + (optimizer_drive_s * read / (read + written) if read else 0.0)
+    drive_read_s, drive_write_s = 0.0, 0.0
+    for seconds, reads, writes in (
+        (passes_drive_s, passes_read, gradients_written),
+        (optimizer_drive_s, read, written),
+    ):
+        if reads or writes:
+            drive_read_s += seconds * reads / (reads + writes)
+            drive_write_s += seconds * writes / (reads + writes)
     return (
         StepTime(
             compute_s=compute_s,
             h2d_s=h2d_s,
             d2h_s=d2h_s,
             drive_read_s=drive_read_s,
-            drive_write_s=optimizer_drive_s * written / (read + written) if written else 0.0,
+            drive_write_s=drive_write_s,
             cpu_optimizer_s=optimizer_s,
-            host_overhead_s=max(0.0, host_s - max(compute_s, h2d_s, d2h_s, params_read_s)) + update_host_s,
+            host_overhead_s=max(0.0, host_s - max(compute_s, h2d_s, d2h_s, passes_drive_s)) + update_host_s,
             step_s=step_s,
         ),
-        read + params_read,
-        written,
+        read + passes_read,
+        written + gradients_written,
     )

@@ -2,8 +2,9 @@
 
 Who keeps how much where is decided by the engine's own rule (`outcore.engine.deepspeed.staged.sizes`), asked for one
 rank. Every state is read once and written once an update; parameters on the drive are read in forward and backward of
-each micro-batch, and once more, and written, by the update. Rates are the streaming engine's, whose ring and optimizer
-these are. One run on a drive was compared (docs/planning.md).
+each micro-batch, and once more, and written, by the update; gradients on the drive are written in the backward of each
+micro-batch, read in all but the first, and read by the update. Rates are the streaming engine's, whose ring and
+optimizer these are. One run on a drive was compared (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Staged:
     """Of all ranks of the host. None: what is sent to the drive lives there whole."""
     staging_bytes: int = k.DEFAULT_STAGING_BYTES
     max_in_ram_bytes: int = k.MAX_IN_CPU_BYTES
+    gradients_on_nvme: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class StagedHomes:
     states_in_ram: int
     states_on_drive: int
     gradients: int
+    gradients_on_drive: int
     staging: int
+    gradient_staging: int
     ring: int
     overhead: int
 
@@ -66,11 +70,12 @@ def staged_homes(
     trained, whole = -(-shape.trainable_params // gpus), -(-shape.total_params // gpus)
     largest = -(-shape.largest_weight_numel // gpus)
     chunk = min(k.CHUNK_NUMEL, largest)
-    slot = int(chunk * state_bytes) + round_up(chunk * e, 4096)
+    slot = int(chunk * state_bytes) + round_up(chunk * e, 4096) * (2 if staged.gradients_on_nvme else 1)
     budget = staged.ram_budget_bytes
     sizes = staged_sizes(
         StagedFacts(
             trainable_bytes=e * trained,
+            gradient_bytes=e * trained,
             whole_bytes=e * whole,
             largest_bytes=round_up(e * largest, 4096),
             live_bytes=e * (k.DEEPSPEED_LIVE_NUMEL + k.DEEPSPEED_BUCKET_NUMEL) // gpus,
@@ -80,12 +85,14 @@ def staged_homes(
             allowed_bytes=staged.staging_bytes // gpus,
             ram_budget_bytes=None if budget is None else budget // gpus,
             max_in_ram_bytes=staged.max_in_ram_bytes,
+            gradients_on_nvme=staged.gradients_on_nvme,
         )
     )
     states = int(state_bytes * trained)
     states_in_ram = states if sizes.state_ram_bytes is None else min(states, sizes.state_ram_bytes)
     in_ram = sizes.param_bytes if sizes.param_ram_bytes is None else min(sizes.param_bytes, sizes.param_ram_bytes)
-    flows = states - states_in_ram + sizes.param_bytes - in_ram
+    gradients_on_drive = e * trained if staged.gradients_on_nvme else 0
+    flows = states - states_in_ram + sizes.param_bytes - in_ram + gradients_on_drive
     chunks = -(-flows // slot)
     return StagedHomes(
         params_in_ram=gpus * in_ram,
@@ -93,7 +100,9 @@ def staged_homes(
         states_in_ram=gpus * states_in_ram,
         states_on_drive=gpus * (states - states_in_ram),
         gradients=gpus * sizes.grad_bytes,
+        gradients_on_drive=gpus * gradients_on_drive,
         staging=gpus * sizes.staging_bytes,
+        gradient_staging=gpus * sizes.grad_staging_bytes,
         ring=gpus * slot * min(RING_SLOTS, sizes.ring_bytes // slot, chunks),
         overhead=gpus * RAM_OVERHEAD_BYTES,
     )
@@ -112,6 +121,7 @@ def staged_host_parts(homes: StagedHomes, staged: Staged, hardware: Hardware) ->
     pinned, left = [], hardware.pinned_bytes
     for name, size in (
         ("parameters on their way", homes.staging),
+        ("gradients on their way", homes.gradient_staging),
         ("gradients", homes.gradients),
         ("parameters", homes.params_in_ram),
     ):
@@ -123,12 +133,13 @@ def staged_host_parts(homes: StagedHomes, staged: Staged, hardware: Hardware) ->
 
 
 def staged_drive_parts(homes: StagedHomes, staged: Staged) -> list[Part]:
-    """What lives on the drive during the run: no gradients."""
+    """What lives on the drive during the run."""
     master, moments = k.STATE_FORMATS[staged.states]
     return [
         Part("nvme", "master", int(homes.states_on_drive * master / (master + moments))),
         Part("nvme", "moments", int(homes.states_on_drive * moments / (master + moments))),
         Part("nvme", "parameters", homes.params_on_drive),
+        Part("nvme", "gradients", homes.gradients_on_drive),
     ]
 
 
@@ -136,9 +147,15 @@ def staged_update(shape: ModelShape, homes: StagedHomes, staged: Staged, hardwar
     """The drive and the CPU work at the same time."""
     trained_on_drive = homes.params_on_drive * shape.trainable_params / shape.total_params
     moved = float(homes.states_on_drive + trained_on_drive)
+    read = moved + homes.gradients_on_drive
     return StagedUpdate(
-        read_bytes=moved,
+        read_bytes=read,
         written_bytes=moved,
-        drive_s=hardware.drive_s(moved, moved) / k.STREAM_DRIVE_SHARE,
-        cpu_s=hardware.update_s(staged.states, shape.trainable_params, 2 * moved),
+        drive_s=hardware.drive_s(read, moved) / k.STREAM_DRIVE_SHARE,
+        cpu_s=hardware.update_s(staged.states, shape.trainable_params, read + moved),
     )
+
+
+def gradient_traffic(homes: StagedHomes, passes: int) -> tuple[int, int]:
+    """(read, written) bytes of gradients on the drive in the backward of all micro-batches of a step."""
+    return (passes - 1) * homes.gradients_on_drive, passes * homes.gradients_on_drive

@@ -210,7 +210,7 @@ class TrainConfig:
     nvme_offload_params: bool = True
     """With infinity: parameters on NVMe."""
     nvme_offload_gradients: bool = False
-    """Accepted for DeepSpeed's own offload, whose fp32 gradients travel with its states; elsewhere they stay in RAM."""
+    """DeepSpeed with the optimizer on NVMe: gradients on NVMe too. Slower; saves 2 B of RAM per parameter."""
     offload_optimizer: Literal["auto", "none", "cpu", "nvme"] = "auto"
     """Where optimizer states live below infinity; auto: deepspeed_config.json's, RAM for zero3."""
     offload_params: Literal["auto", "none", "cpu", "nvme"] = "auto"

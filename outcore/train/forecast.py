@@ -178,6 +178,7 @@ def _staged(offload: ChosenOffload, figures: RunFigures, num_gpus: int) -> Stage
         None if per_rank is None else per_rank * num_gpus,
         figures.staging_bytes,
         figures.max_in_ram_bytes,
+        offload.gradients_on_nvme,
     )
 
 

@@ -31,6 +31,7 @@ from outcore.engine.deepspeed.offload import (
     fall_back,
     place,
     usable_for_deepspeed,
+    wants_gradients_on_nvme,
 )
 from outcore.engine.deepspeed.run_section import batch_section, optimizer_section, precision_section, scheduler_section
 from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, DeepSpeedSettings, ModelFacts, RunFacts
@@ -50,6 +51,7 @@ OUTCORE_DEFAULTS: dict[str, Any] = {
     "offload": "staged",
     "state_format": "auto",
     "ram_budget_gib": None,
+    "nvme_offload_gradients": False,
 }
 """The "outcore" block: ours, ignored by DeepSpeed. "auto" in it is resolved by whoever uses the value."""
 RESOLVED_ELSEWHERE = frozenset({"optimizer", "scheduler", "bf16", "bfloat16", "fp16", "zero_optimization", "aio"})
@@ -94,7 +96,8 @@ def build_config(
     if staged:
         staged = can_stage(user, zero, notes)
     states = choose_states(outcore, precision) if staged else "fp32"
-    costs = staged_costs(states, precision) if staged else STOCK_COSTS
+    outcore["nvme_offload_gradients"] = wants_gradients_on_nvme(outcore, settings, notes)
+    costs = staged_costs(states, precision, outcore["nvme_offload_gradients"]) if staged else STOCK_COSTS
     placement = place(zero, outcore, settings, model, run, precision, notes, nvme_check, costs)
     staged = staged and placement.stage == 3 and placement.optimizer in ("cpu", "nvme")
     aio = aio_section(user, settings, notes)
@@ -120,12 +123,13 @@ def build_config(
             config.setdefault(key, value)
     config.setdefault("steps_per_print", STEPS_PER_PRINT)
     config.setdefault("wall_clock_breakdown", False)
+    outcore["nvme_offload_gradients"] = staged and placement.gradients_on_nvme
     config["outcore"] = outcore
     if staged:
         config["zero_force_ds_cpu_optimizer"] = False  # the parameter groups come from outside, the step is ours
     offload = ChosenOffload(
         placement.stage, placement.optimizer, placement.params, placement.nvme_path, locked_bytes,
-        staged, states, placement.ram_budget_bytes,
+        staged, states, placement.ram_budget_bytes, outcore["nvme_offload_gradients"],
     )  # fmt: skip
     return BuiltConfig(config, tuple(notes.lines), offload, tuple(notes.warnings))
 
@@ -186,6 +190,11 @@ def _check_outcore(outcore: Mapping[str, Any]) -> None:
         value = outcore[key]
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise ValueError(f"deepspeed_config.json: outcore.{key} must be a whole number above 0, got {value!r}.")
+    if not isinstance(outcore["nvme_offload_gradients"], bool):
+        raise ValueError(
+            "deepspeed_config.json: outcore.nvme_offload_gradients must be true or false, "
+            f"got {outcore['nvme_offload_gradients']!r}."
+        )
     budget = outcore["ram_budget_gib"]
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or budget < 0):
         raise ValueError(f"deepspeed_config.json: outcore.ram_budget_gib must be 0 or more GiB, got {budget!r}.")

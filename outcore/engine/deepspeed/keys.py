@@ -104,7 +104,7 @@ SCHEDULES: dict[str, frozenset[str]] = {
 DATA_TYPES = _words("grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules")
 OUTCORE = _words(
     "staging_bytes write_combined streams engine nvme_path residency state_format ram_budget_gib storage lanes "
-    "transfer_path offload"
+    "transfer_path offload nvme_offload_gradients"
 )
 
 

@@ -84,6 +84,7 @@ class Placement:
     nvme_path: str | None
     ram_budget_bytes: int | None = None
     """Per rank; see `ChosenOffload`."""
+    gradients_on_nvme: bool = False
 
 
 def place(
@@ -120,8 +121,7 @@ def place(
         if costs.is_partial and spilled != (optimizer, params) and ram_bytes is not None and budget_bytes is None:
             budget_bytes = max(0, ram_bytes - RAM_RESERVE_BYTES)
         optimizer, params = spilled
-    if settings.nvme_offload_gradients:
-        _explain_gradients(name, optimizer, costs, notes)
+    gradients_on_nvme = outcore["nvme_offload_gradients"] and _gradients_may_go(name, optimizer, costs, notes)
     if "nvme" not in (optimizer, params):
         if settings.nvme_offload_path and settings.was_given("nvme_offload_path"):
             notes.warn(
@@ -136,8 +136,10 @@ def place(
     if usable:
         notes.lines.append(f"NVMe: {message}")
         per_rank = None if budget_bytes is None else budget_bytes // run.local_ranks
-        return Placement(stage, optimizer, params, str(folder), per_rank)
-    return fall_back(Placement(stage, optimizer, params, None), message, settings, notes)
+        return Placement(stage, optimizer, params, str(folder), per_rank, gradients_on_nvme)
+    return fall_back(
+        Placement(stage, optimizer, params, None, gradients_on_nvme=gradients_on_nvme), message, settings, notes
+    )
 
 
 def fall_back(placement: Placement, reason: str, settings: DeepSpeedSettings, notes: Notes) -> Placement:
@@ -149,6 +151,8 @@ def fall_back(placement: Placement, reason: str, settings: DeepSpeedSettings, no
         for what, device in (("optimizer states", placement.optimizer), ("parameters", placement.params))
         if device == "nvme"
     ]
+    if placement.gradients_on_nvme:
+        moved.append("gradients")
     notes.warn(
         f"NVMe OFFLOAD IS NOT USED: {reason} Falling back to RAM for {' and '.join(moved)}; "
         "--strict_offload makes this an error."
@@ -327,7 +331,18 @@ def _spill(
     return "nvme", "nvme" if spill_params else params
 
 
-def _explain_gradients(name: str, optimizer: Device, costs: OffloadCosts, notes: Notes) -> None:
+def wants_gradients_on_nvme(outcore: Mapping[str, Any], settings: DeepSpeedSettings, notes: Notes) -> bool:
+    """The flag where the user gave it, else outcore.nvme_offload_gradients."""
+    in_file, flag = outcore["nvme_offload_gradients"], settings.nvme_offload_gradients
+    if not settings.was_given("nvme_offload_gradients"):
+        return in_file
+    if in_file and not flag:
+        notes.lines.append("outcore.nvme_offload_gradients = false: --nvme_offload_gradients wins over the file's true")
+    return flag
+
+
+def _gradients_may_go(name: str, optimizer: Device, costs: OffloadCosts, notes: Notes) -> bool:
+    """Whether this run keeps gradients on the drive, with a note; ValueError where it makes no sense."""
     if optimizer != "nvme":
         raise ValueError(
             "nvme_offload_gradients needs the optimizer on NVMe as well (zero_stage infinity with "
@@ -335,16 +350,17 @@ def _explain_gradients(name: str, optimizer: Device, costs: OffloadCosts, notes:
             f"true); zero_stage is {name} and the optimizer states live on {optimizer}."
         )
     if costs.is_partial:
-        notes.warn(
-            "nvme_offload_gradients has no effect: gradients stay in RAM, 2 bytes per parameter in 16 bit, where the "
-            "optimizer reads them; they never travel to the drive and back."
+        notes.lines.append(
+            "nvme_offload_gradients: gradients go to the drive as backward produces them, and come back for each "
+            "further micro-batch and for the optimizer: slower, and only for want of 2 bytes of RAM per parameter"
         )
-        return
+        return True
     notes.warn(
         "nvme_offload_gradients changes nothing in DeepSpeed: it has no such setting. With the optimizer on NVMe its "
         "fp32 "
         "gradients travel to the drive and back in every step anyway, and 2 bytes per parameter of them stay in RAM."
     )
+    return False
 
 
 def _check_path(

@@ -51,7 +51,8 @@ class DeepSpeedSettings:
     nvme_offload_params: bool = True
     """With infinity: 16-bit parameters on the drive."""
     nvme_offload_gradients: bool = False
-    """With infinity: gradients on the drive (see docs/deepspeed_config.md for what DeepSpeed makes of it)."""
+    """With the optimizer on NVMe: 16-bit gradients on the drive too, which saves 2 B of RAM per parameter and is
+    slower (docs/staged_offload.md)."""
     offload_optimizer: OffloadChoice = "auto"
     """Below infinity: where optimizer states live. auto: the file's device, else RAM for zero3 and the GPU
     otherwise."""
@@ -219,6 +220,8 @@ class ChosenOffload:
     ram_budget_bytes: int | None = None
     """Staged: RAM per rank for parameters, gradients, states and staging memory; what exceeds it lives on the drive.
     None: what was sent to the drive lives there whole."""
+    gradients_on_nvme: bool = False
+    """Staged: gradients live on the drive as well."""
 
     @property
     def uses_nvme(self) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.layout import ALIGN_NUMEL, Slot
-from outcore.engine.stream.placement import StateChunk
+from outcore.engine.stream.placement import GradPlace, StateChunk
 from outcore.engine.stream.state_window import StateWindow
 from outcore.engine.stream.units import Unit
 from outcore.engine.stream.weights import WeightHomes
@@ -91,6 +91,10 @@ class Homes:
         place = self.weights.stored_at(chunk.unit, chunk.start)
         assert place is not None, "a chunk's parameters live in one place"
         return place
+
+    def grad_place(self, chunk: StateChunk) -> GradPlace | None:
+        """Nowhere on a drive: gradients wait in RAM (`gradient_arena`)."""
+        return None
 
     def flowing(self, unit: Unit) -> list[StateChunk]:
         """The unit's chunks that are updated in the ring."""

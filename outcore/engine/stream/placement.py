@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from outcore.engine.stream.layout import ALIGN_NUMEL
 from outcore.engine.stream.units import Unit
 from outcore.optim import StateFormat
+from outcore.storage import TensorStore
 
 
 @dataclass
@@ -39,6 +41,15 @@ class StateChunk:
     def name(self) -> str:
         """In the scratch store."""
         return f"states of {self.unit.name} from {self.start}"
+
+
+class GradPlace(NamedTuple):
+    """Where a chunk's gradient lies on the drive, in whole blocks, and of what type it is."""
+
+    store: TensorStore
+    name: str
+    offset_bytes: int
+    dtype: torch.dtype
 
 
 def cut_states(units: Sequence[Unit], state_format: StateFormat, chunk_numel: int) -> dict[int, list[StateChunk]]:

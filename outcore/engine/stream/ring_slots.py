@@ -1,7 +1,8 @@
 """Slots of the state ring: what of a chunk lies in one, and which transfers bring it there and back.
 
 A slot holds a chunk's states when they live on NVMe and its parameter piece when the unit's slab does: the piece is
-read only where the format needs it (split: the parameter is the master's upper half) and always written back.
+read only where the format needs it (split: the parameter is the master's upper half) and always written back. Where
+gradients live on NVMe (DeepSpeed's engine, if asked for) it takes the chunk's gradient too, which is only read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
-from outcore.engine.stream.placement import StateChunk
+from outcore.engine.stream.placement import GradPlace, StateChunk
 from outcore.optim import ChunkState
 from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.storage import TensorStore, Transfer
@@ -60,8 +61,27 @@ class RingSlot:
     def holds_param(self, chunk: StateChunk) -> bool:
         return self._homes.param_piece(chunk) is None
 
+    def gradient(self, chunk: StateChunk) -> torch.Tensor:
+        """[chunk.numel] of the gradients' type, once `gradient_reads` are over."""
+        place = self._homes.grad_place(chunk)
+        assert place is not None
+        return self._gradient_blocks(chunk, place)[: chunk.numel * place.dtype.itemsize].view(place.dtype)
+
+    def gradient_reads(self, chunk: StateChunk) -> list[Part]:
+        """What brings the chunk's gradient; nothing where it is in RAM."""
+        place = self._homes.grad_place(chunk)
+        if place is None:
+            return []
+        return [Part(place.store, place.name, place.offset_bytes, self._gradient_blocks(chunk, place))]
+
+    def _gradient_blocks(self, chunk: StateChunk, place: GradPlace) -> torch.Tensor:
+        start = round_up(chunk.n_bytes, ALIGNMENT_BYTES) if chunk.buffer is None else 0
+        start += round_up(_param_bytes(chunk), ALIGNMENT_BYTES) if self.holds_param(chunk) else 0
+        return self._memory[start : start + _gradient_bytes(chunk, place)]
+
     def reads(self, chunk: StateChunk) -> list[Part]:
-        """What an update needs. Without a split the parameter follows from the master and is only written."""
+        """What an update needs beside the gradient. Without a split the parameter follows from the master and is only
+        written."""
         return self._states_part(chunk) + (self._param_part(chunk) if self._homes.state_format.split_master else [])
 
     def writes(self, chunk: StateChunk) -> list[Part]:
@@ -93,7 +113,9 @@ def ring_slots(
 
     def needed_bytes(chunk: StateChunk) -> int:
         states = round_up(chunk.n_bytes, ALIGNMENT_BYTES) if chunk.buffer is None else 0
-        return states + (_param_bytes(chunk) if homes.param_piece(chunk) is None else 0)
+        param = round_up(_param_bytes(chunk), ALIGNMENT_BYTES) if homes.param_piece(chunk) is None else 0
+        place = homes.grad_place(chunk)
+        return states + param + (_gradient_bytes(chunk, place) if place is not None else 0)
 
     slot_bytes = round_up(max(needed_bytes(chunk) for chunk in chunks), ALIGNMENT_BYTES)
     count = min(max_slots, len(chunks), ring_bytes // slot_bytes)
@@ -107,3 +129,7 @@ def ring_slots(
 
 def _param_bytes(chunk: StateChunk) -> int:
     return chunk.numel * chunk.unit.layout.dtype.itemsize
+
+
+def _gradient_bytes(chunk: StateChunk, place: GradPlace) -> int:
+    return round_up(chunk.numel * place.dtype.itemsize, ALIGNMENT_BYTES)

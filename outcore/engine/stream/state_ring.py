@@ -27,7 +27,7 @@ from outcore.engine.base import EngineError
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.placement import StateChunk
-from outcore.engine.stream.ring_slots import RingSlot, ring_slots
+from outcore.engine.stream.ring_slots import Part, RingSlot, ring_slots
 from outcore.engine.stream.stalls import BusyTime
 from outcore.engine.stream.units import Unit
 from outcore.optim import AdamWHyper, ChunkJob, ChunkResult, JobBatch, OptimizerPool
@@ -48,7 +48,7 @@ REPORT_SLICE_S = 0.2
 class RingTicket:
     """One unit's update under way."""
 
-    def __init__(self, unit: Unit, grad: torch.Tensor, hyper: AdamWHyper, unread: list[StateChunk]) -> None:
+    def __init__(self, unit: Unit, grad: torch.Tensor | None, hyper: AdamWHyper, unread: list[StateChunk]) -> None:
         self.unit, self.grad, self.hyper = unit, grad, hyper
         self.unread = unread
         self.left = len(unread)
@@ -62,9 +62,13 @@ class _Passage:
     chunk: StateChunk
     slot: RingSlot
     ticket: RingTicket | None = None
-    is_read: bool = False
+    reads_left: int = 0
     is_leaving: bool = False
     """It is updated or written."""
+
+    @property
+    def is_read(self) -> bool:
+        return not self.reads_left
 
 
 class StateRing:
@@ -128,8 +132,11 @@ class StateRing:
         if unit.index in self._place_after:
             self._events.put(lambda: self._move_ahead(self._place_after[unit.index]))
 
-    def submit(self, unit: Unit, grad: torch.Tensor, hyper: AdamWHyper) -> RingTicket:
-        """Update the unit's chunks on NVMe; `grad` stays as it is until the ticket is done."""
+    def submit(self, unit: Unit, grad: torch.Tensor | None, hyper: AdamWHyper) -> RingTicket:
+        """Update the unit's chunks on NVMe; `grad` stays as it is until the ticket is done.
+
+        None: the gradient is on the drive too (`homes.grad_place`), all of it, and is read from now on.
+        """
         self.check()
         ticket = RingTicket(unit, grad, hyper, self._homes.flowing(unit))
         self._events.put(lambda: self._begin(ticket))
@@ -220,6 +227,7 @@ class StateRing:
                 unread.append(chunk)
                 continue
             passage.ticket = ticket
+            self._fetch(passage, self._gradient(passage))  # read ahead, it came without
             if passage.is_read:
                 self._update(passage)
         ticket.unread = unread
@@ -259,13 +267,25 @@ class StateRing:
     def _read(self, chunk: StateChunk, ticket: RingTicket | None) -> None:
         slot = self._free.pop()
         passage = self._passages[chunk.element_offset] = _Passage(chunk, slot, ticket)
-        transfers = [part.submit_read() for part in slot.reads(chunk)]
+        self._fetch(passage, slot.reads(chunk) + self._gradient(passage), is_first=True)
+
+    def _gradient(self, passage: _Passage) -> list[Part]:
+        """What is to be read of it, once it is complete."""
+        if passage.ticket is None or passage.ticket.grad is not None:
+            return []
+        return passage.slot.gradient_reads(passage.chunk)
+
+    def _fetch(self, passage: _Passage, parts: list[Part], *, is_first: bool = False) -> None:
+        if not parts and not is_first:
+            return
+        passage.reads_left += 1
+        transfers = [part.submit_read() for part in parts]
         self.read_bytes += sum(transfer.n_bytes for transfer in transfers)
-        self._watch(transfers, f"read of {chunk.name}", lambda: self._arrived(passage))
+        self._watch(transfers, f"read of {passage.chunk.name}", lambda: self._arrived(passage))
 
     def _arrived(self, passage: _Passage) -> None:
-        passage.is_read = True
-        if passage.ticket is not None:
+        passage.reads_left -= 1
+        if passage.ticket is not None and passage.is_read:
             self._update(passage)
 
     def _update(self, passage: _Passage) -> None:
@@ -273,7 +293,7 @@ class StateRing:
         assert ticket is not None
         passage.is_leaving = True
         job = ChunkJob(
-            ticket.grad[chunk.start : chunk.stop],
+            passage.slot.gradient(chunk) if ticket.grad is None else ticket.grad[chunk.start : chunk.stop],
             passage.slot.states(chunk),
             passage.slot.param(chunk),
             chunk.element_offset,

@@ -61,8 +61,12 @@ def choose_states(outcore: Mapping[str, Any], precision: Precision) -> str:
     return name
 
 
-def staged_costs(states: str, precision: Precision) -> OffloadCosts:
-    """Bytes per parameter: 16-bit parameter and gradient, and the states of the format."""
+def staged_costs(states: str, precision: Precision, gradients_on_nvme: bool = False) -> OffloadCosts:
+    """Bytes per parameter: 16-bit parameter and gradient, and the states of the format. Gradients go to the drive only
+    beside states."""
     state_bytes = state_format(states).chunk_bytes(_SAMPLE_NUMEL) / _SAMPLE_NUMEL
-    homes = 2.0 * ELEMENT_BYTES[precision]
-    return OffloadCosts(homes + state_bytes, RAM_OVERHEAD_BYTES, homes, state_bytes, is_partial=True)
+    one = float(ELEMENT_BYTES[precision])
+    on_drive = one if gradients_on_nvme else 0.0
+    return OffloadCosts(
+        2 * one + state_bytes, RAM_OVERHEAD_BYTES, 2 * one - on_drive, state_bytes + on_drive, is_partial=True
+    )

@@ -16,19 +16,22 @@ from outcore.units import format_gib
 class StagedMemory:
     """`home_bytes` of parameters and gradients, pinned where `pin` and the machine allow it, and the staging pool.
 
-    `staging_bytes` of the pool stay free for transfers; 0 where nothing flows. RuntimeError when the machine gives no
-    staging memory at all.
+    `staging_bytes` of the pool stay free for transfers; 0 where nothing flows. `lane_bytes` are for lanes, which take
+    them before any home does. RuntimeError when the machine gives no staging memory at all.
     """
 
-    def __init__(self, device: torch.device, *, home_bytes: int, staging_bytes: int, pin: bool) -> None:
+    def __init__(
+        self, device: torch.device, *, home_bytes: int, staging_bytes: int, pin: bool, lane_bytes: int = 0
+    ) -> None:
         pinned_homes = home_bytes if pin and device.type == "cuda" else 0
-        capacity_bytes = pinned_homes + staging_bytes
+        capacity_bytes = pinned_homes + staging_bytes + lane_bytes
+        self._lane_bytes = lane_bytes
         self.pool = PinnedPool(capacity_bytes, device=device) if capacity_bytes else None
         self.homes = HostMemory(self.pool if pinned_homes else None, reserve_bytes=staging_bytes)
 
     def words(self) -> str:
         """For people."""
-        staging_bytes = self.pool.free_bytes if self.pool is not None else 0
+        staging_bytes = self._lane_bytes + (self.pool.free_bytes if self.pool is not None else 0)
         pinned, pageable = self.homes.pinned_bytes, self.homes.pageable_bytes
         words = f"{format_gib(pinned + pageable)} of RAM, " + (
             f"{format_gib(pinned)} pinned" if pinned else "not pinned"

@@ -3,7 +3,8 @@
 `StagedOptimizer` replaces three things of DeepSpeed's stage-3 optimizer: where the shares of parameters and gradients
 lie (exact, pinned slabs), what states there are (chunks of `outcore.optim` instead of fp32 flat buffers), and the step.
 Bytes of RAM per parameter with everything in RAM: 2 (parameter) + 2 (gradient) + the states' format (10 for split, 12
-for fp32). Non-finite gradients skip the step as in DeepSpeed; the norm is exact and known before any state changes.
+for fp32). Gradients may go to the drive instead (`gradients`). Non-finite gradients skip the step as in DeepSpeed; the
+norm is exact and known before any state changes.
 
 Names with leading underscores are DeepSpeed 0.19.8's; `binding` refuses other versions.
 """
@@ -18,6 +19,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from outcore.engine.deepspeed.staged import gradients
 from outcore.engine.deepspeed.staged.params import prefetch_by_trace
 from outcore.engine.deepspeed.staged.session import StagedSession
 from outcore.engine.deepspeed.staged.shares import Share, ShareLayout, element_offsets, real_numel
@@ -105,12 +107,18 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
                 device = _accelerator().current_device_name()
                 bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=device)
         params = [p for group in self.fp16_groups for p in group]
-        total = sum(p.partition_numel() for p in params)
+        if self.session.gradients is not None:
+            assert self.session.scratch is not None
+            self.session.gradients.open(
+                self.session.scratch, self._large_shares(params), self.gradient_accumulation_dtype
+            )
+        in_ram = [p for p in params if not self._has_grad_on_drive(p)]
+        total = sum(p.partition_numel() for p in in_ram)
         grads = self.memory.homes.take(total * self.gradient_accumulation_dtype.itemsize, "gradients")
         self.grad_partitions_flat_buffer = grads.view(self.gradient_accumulation_dtype)
         places: dict[int, torch.Tensor] = {}
         offset = 0
-        for param in params:
+        for param in in_ram:
             places[param.ds_id] = self.grad_partitions_flat_buffer.narrow(0, offset, param.partition_numel())
             offset += param.partition_numel()
         self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = places
@@ -123,6 +131,7 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self.memory.homes,
             self.pool,
             params=self.session.params,
+            gradients=self.session.gradients,
             scratch=self.session.scratch,
             state_ram_bytes=self.plan.state_ram_bytes,
             ring=RingSize(self.plan.ring_bytes, self.plan.ring_slots),
@@ -139,10 +148,19 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             numel = real_numel(param.ds_numel, padded, rank)
             home, on_device = self._home_of(param, numel)
             sub_group = sub_group_of[param.ds_id]
+            grad = grads[param.ds_id][:numel] if param.ds_id in grads else None
             self._shares[param.ds_id] = Share(
                 param, index, sub_group, numel, self.sub_group_to_group_id[sub_group], element_offset,
-                ShareLayout(self.dtype), grads[param.ds_id][:numel], home, on_device,
+                ShareLayout(self.dtype), grad, home, on_device,
             )  # fmt: skip
+
+    def _large_shares(self, params: list[Any]) -> dict[int, int]:
+        """ds_id -> elements of the shares whose gradients are worth a place on the drive."""
+        sizes = {p.ds_id: real_numel(p.ds_numel, p.partition_numel(), dist.get_rank()) for p in params}
+        return {i: n for i, n in sizes.items() if n * self.gradient_accumulation_dtype.itemsize >= gradients.MIN_BYTES}
+
+    def _has_grad_on_drive(self, param: Any) -> bool:
+        return self.session.gradients is not None and self.session.gradients.holds(param.ds_id)
 
     def _home_of(self, param: Any, numel: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(in RAM, on the device) of a share's `numel` elements; (None, None) when it lives on the drive."""
@@ -166,10 +184,29 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         """The gradient stays where it was accumulated; only its norm is taken."""
         self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
 
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:
+        """Reduced gradients go to where they are summed: in RAM by DeepSpeed, on the drive by us."""
+        kept = []
+        for param, part in zip(params_to_release, grad_partitions, strict=True):
+            if not self._has_grad_on_drive(param):
+                kept.append((param, part))
+                continue
+            assert self.session.gradients is not None
+            is_last = self.is_gradient_accumulation_boundary()
+            value = self.session.gradients.add(param.ds_id, part, micro_step=self.micro_step_id, is_last=is_last)
+            if is_last:
+                self._offload_grad_partition_at_boundary(param, value, None, None)
+            if param.grad is not None and not _accelerator().is_synchronized_device():
+                param.grad.record_stream(_accelerator().current_stream())
+            param.grad = None
+        super().partition_grads([param for param, _ in kept], [part for _, part in kept])
+
     # --- the step
 
     def step(self, closure: Any = None) -> None:
         """AdamW on every share, with DeepSpeed's norm, clipping, loss scaling and skipping of non-finite steps."""
+        if self.session.gradients is not None:
+            self.session.gradients.settle()
         self._pre_step()
         self._partition_all_parameters()
         norm = combine_grad_norm_groups(self._get_norm_groups())  # of the gradients as they are, loss scale included
@@ -232,6 +269,8 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             )
         else:
             lines += " in RAM"
+        if self.session.gradients is not None:
+            lines += f"; {format_gib(self.session.gradients.nvme_bytes)} of gradients on NVMe"
         return f"{lines}; {self.memory.words()}; {self.pool.num_threads} threads ({self.pool.backend.name})"
 
     def destroy(self) -> None:

@@ -44,6 +44,8 @@ class StagedPlan:
     """Pinned memory through which parameters from the drive flow; 0 without."""
     ahead_bytes: int = 0
     """Of it, for parameters read before they are needed."""
+    grad_staging_bytes: int = 0
+    """Pinned memory through which gradients flow to the drive and back; 0: they live in RAM."""
     ring_bytes: int = RING_BYTES
     ring_slots: int = RING_SLOTS
     """Memory through which states on the drive flow; taken only when there are any."""
@@ -55,11 +57,15 @@ class StagedPlan:
 
     def __post_init__(self) -> None:
         state_format(self.states)
-        for name in ("home_bytes", "staging_bytes", "param_store_bytes", "ahead_bytes", "ring_bytes"):
+        for name in (
+            "home_bytes", "staging_bytes", "param_store_bytes", "ahead_bytes", "ring_bytes", "grad_staging_bytes",
+        ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.nvme_path is None and (self.param_store_bytes or self.state_ram_bytes is not None):
-            raise ValueError("nvme_path is missing: parameters or states are to go to a drive")
+        if self.nvme_path is None and (
+            self.param_store_bytes or self.grad_staging_bytes or self.state_ram_bytes is not None
+        ):
+            raise ValueError("nvme_path is missing: parameters, gradients or states are to go to a drive")
         if self.param_store_bytes and not self.staging_bytes:
             raise ValueError("parameters on the drive need staging_bytes to flow through")
 
@@ -68,6 +74,7 @@ def make_plan(built: BuiltConfig, model: ModelFacts, run: RunFacts) -> StagedPla
     """From a resolved configuration (`build_config(..., staged=True)`) and the facts of the run."""
     zero, offload = built.config["zero_optimization"], built.offload
     element_bytes = ELEMENT_BYTES[_precision(built)]
+    grad_element_bytes = _gradient_element_bytes(built)
     padding_bytes = max(1, model.num_tensors) * PADDING_BYTES
     largest_numel = partition_numel(model.largest_weight_numel, run.world_size)
     allowed_bytes = int(built.config["outcore"]["staging_bytes"]) // run.local_ranks
@@ -78,19 +85,26 @@ def make_plan(built: BuiltConfig, model: ModelFacts, run: RunFacts) -> StagedPla
     sizes = staged_sizes(
         StagedFacts(
             trainable_bytes=partition_numel(model.trainable, run.world_size) * element_bytes,
+            gradient_bytes=partition_numel(model.trainable, run.world_size) * grad_element_bytes,
             whole_bytes=partition_numel(model.total_params, run.world_size) * element_bytes,
             largest_bytes=round_up(largest_numel * element_bytes, 4096),
             live_bytes=live_numel * element_bytes // run.world_size,
-            slot_bytes=ring_slot_bytes(offload.states, element_bytes, min(CHUNK_NUMEL, largest_numel)),
+            slot_bytes=ring_slot_bytes(
+                offload.states,
+                element_bytes,
+                min(CHUNK_NUMEL, largest_numel),
+                grad_element_bytes if offload.gradients_on_nvme else 0,
+            ),
             optimizer=offload.optimizer,
             params=offload.params,
             allowed_bytes=allowed_bytes,
             ram_budget_bytes=offload.ram_budget_bytes,
             max_in_ram_bytes=max_in_cpu * element_bytes,
             padding_bytes=padding_bytes,
+            gradients_on_nvme=offload.gradients_on_nvme,
         )
     )
-    needed_bytes = sizes.ring_bytes + sizes.staging_bytes
+    needed_bytes = sizes.ring_bytes + sizes.staging_bytes + sizes.grad_staging_bytes
     notes = []
     if offload.uses_nvme and allowed_bytes < needed_bytes:
         notes.append(
@@ -112,15 +126,25 @@ def make_plan(built: BuiltConfig, model: ModelFacts, run: RunFacts) -> StagedPla
         param_ram_bytes=sizes.param_ram_bytes,
         staging_bytes=sizes.staging_bytes,
         ahead_bytes=sizes.ahead_bytes,
+        grad_staging_bytes=sizes.grad_staging_bytes,
         ring_bytes=sizes.ring_bytes,
         optimizer_threads=max(1, default_num_threads() // run.local_ranks),
         notes=tuple(notes),
     )
 
 
-def ring_slot_bytes(states: str, element_bytes: int, chunk_numel: int = CHUNK_NUMEL) -> int:
-    """Memory that the largest chunk takes in the ring, states and parameters."""
-    return state_format(states).chunk_bytes(chunk_numel) + round_up(chunk_numel * element_bytes, 4096)
+def ring_slot_bytes(
+    states: str, element_bytes: int, chunk_numel: int = CHUNK_NUMEL, gradient_element_bytes: int = 0
+) -> int:
+    """Memory that the largest chunk takes in the ring: states, parameters, and the gradient if it is on the drive."""
+    homes_bytes = round_up(chunk_numel * element_bytes, 4096) + round_up(chunk_numel * gradient_element_bytes, 4096)
+    return state_format(states).chunk_bytes(chunk_numel) + homes_bytes
+
+
+def _gradient_element_bytes(built: BuiltConfig) -> int:
+    """Of the type in which gradients are summed."""
+    chosen = (built.config.get("data_types") or {}).get("grad_accum_dtype")
+    return ELEMENT_BYTES[chosen or _precision(built)]
 
 
 def _precision(built: BuiltConfig) -> Precision:

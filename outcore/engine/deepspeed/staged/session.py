@@ -13,6 +13,7 @@ from outcore.engine.stream.scratch import Scratch
 from outcore.storage import StorageEngine, TensorSpec
 
 if TYPE_CHECKING:
+    from outcore.engine.deepspeed.staged.gradients import StagedGradients
     from outcore.engine.deepspeed.staged.params import StagedParams
 
 
@@ -26,10 +27,19 @@ class StagedSession:
         self.plan = plan
         self.scratch: Scratch | None = None
         self.params: StagedParams | None = None
-        self.memory = StagedMemory(device, home_bytes=plan.home_bytes, staging_bytes=plan.staging_bytes, pin=plan.pin)
+        self.gradients: StagedGradients | None = None
+        self.memory = StagedMemory(
+            device,
+            home_bytes=plan.home_bytes,
+            staging_bytes=plan.staging_bytes,
+            pin=plan.pin,
+            lane_bytes=plan.grad_staging_bytes,
+        )
         try:
             if plan.nvme_path is not None:
                 self.scratch = Scratch([Path(plan.nvme_path) / f"rank{rank}"], engine)
+            if plan.grad_staging_bytes:
+                self.gradients = self._open_gradients(device)
             if plan.param_store_bytes:
                 self.params = self._open_params()
         except BaseException:
@@ -50,8 +60,16 @@ class StagedSession:
             world_size=torch.distributed.get_world_size(),
         )
 
+    def _open_gradients(self, device: torch.device) -> StagedGradients:
+        from outcore.engine.deepspeed.staged.gradients import StagedGradients
+
+        assert self.scratch is not None and self.memory.pool is not None
+        return StagedGradients(self.memory.pool, device)
+
     def close(self, *, drive_is_idle: bool = True) -> None:
         """Wait for transfers, give memory back, remove the scratch files; safe to call twice."""
+        if self.gradients is not None:
+            drive_is_idle = self.gradients.close() and drive_is_idle
         if self.params is not None:
             self.params.close()
         if self.scratch is not None and drive_is_idle:  # else it would wait without a limit; the next run cleans up

@@ -43,8 +43,8 @@ class Share:
     element_offset: int
     """Key of stochastic rounding: the same whatever the residency."""
     layout: ShareLayout
-    grad: torch.Tensor
-    """[numel] in RAM, what DeepSpeed accumulates into."""
+    grad: torch.Tensor | None
+    """[numel] in RAM, what DeepSpeed accumulates into; None: on the drive."""
     home: torch.Tensor | None = None
     """[numel] in RAM, what the optimizer reads and writes; None: on the drive."""
     on_device: torch.Tensor | None = None

@@ -1,7 +1,8 @@
 """How much of each kind the staged engine keeps where: one rule, for the run (`plan`) and for the planner. Pure.
 
-RAM must hold gradients, the ring of states and the staging memory of parameters; of what a budget leaves, parameters
-take what they need before states do, because a parameter crosses the link three times a step and a state twice.
+RAM must hold the ring of states, the staging memory of parameters, and gradients unless they were sent to the drive;
+of what a budget leaves, parameters take what they need before states do, because a parameter crosses the link three
+times a step and a state twice.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ LEAST_SLOTS = 4
 """With fewer the drive would read, compute and write in turn."""
 AHEAD_BYTES = 512 * MIB
 """Parameters read ahead of use: 0.1 s of a fast drive."""
+GRADIENT_SLOT_BYTES = 8 * MIB
+GRADIENT_SLOTS = 8
+"""Of each of the two lanes through which gradients on the drive flow."""
+GRADIENT_STAGING_BYTES = 2 * GRADIENT_SLOTS * GRADIENT_SLOT_BYTES
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,9 @@ class StagedFacts:
     """Of one rank."""
 
     trainable_bytes: int
-    """Its share of the trainable parameters in their own type; gradients take as much."""
+    """Its share of the trainable parameters in their own type."""
+    gradient_bytes: int
+    """Of these parameters, in the type in which they are summed."""
     whole_bytes: int
     """Its share of all parameters."""
     largest_bytes: int
@@ -45,6 +52,7 @@ class StagedFacts:
     """Parameters kept in RAM though they may go to the drive, where no budget says (--max_in_cpu_gb)."""
     padding_bytes: int = 0
     """Of parameters: pages that their homes do not fill."""
+    gradients_on_nvme: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,9 @@ class StagedSizes:
     param_bytes: int
     """Homes of parameters; with parameters on the GPU those of the trainable ones, which the optimizer writes."""
     grad_bytes: int
+    """In RAM; 0 when they live on the drive."""
+    grad_staging_bytes: int
+    """Pinned memory through which gradients on the drive flow."""
     store_bytes: int
     """Room on the drive for parameters; 0: they never go there."""
     param_ram_bytes: int | None
@@ -78,8 +89,11 @@ def staged_sizes(facts: StagedFacts) -> StagedSizes:
         param_ram_bytes = facts.max_in_ram_bytes
     ring_bytes = max(LEAST_SLOTS * facts.slot_bytes, min(RING_BYTES, facts.allowed_bytes))
     state_ram_bytes: int | None = 0 if states_on_nvme else None
+    grad_bytes = 0 if facts.gradients_on_nvme else facts.gradient_bytes
+    grad_staging_bytes = GRADIENT_STAGING_BYTES if facts.gradients_on_nvme else 0
     if facts.ram_budget_bytes is not None and (states_on_nvme or params_on_nvme):
-        left_bytes = facts.ram_budget_bytes - RAM_OVERHEAD_BYTES - facts.trainable_bytes - staging_bytes - ring_bytes
+        left_bytes = facts.ram_budget_bytes - RAM_OVERHEAD_BYTES - staging_bytes - ring_bytes
+        left_bytes -= grad_bytes + grad_staging_bytes
         if params_on_nvme:
             param_ram_bytes = min(param_bytes, max(0, left_bytes))
         left_bytes -= param_ram_bytes if param_ram_bytes is not None else param_bytes
@@ -87,7 +101,8 @@ def staged_sizes(facts: StagedFacts) -> StagedSizes:
             state_ram_bytes = max(0, left_bytes)
     return StagedSizes(
         param_bytes,
-        facts.trainable_bytes,
+        grad_bytes,
+        grad_staging_bytes,
         store_bytes,
         param_ram_bytes,
         state_ram_bytes,

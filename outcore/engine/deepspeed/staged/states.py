@@ -2,8 +2,9 @@
 
 The gradients are read where DeepSpeed accumulated them and the 16-bit parameters are written where the next forward
 takes them from: no fp32 copy of either exists. Unscaling, clipping, AdamW and the cast are one pass over memory. Chunks
-that have states and parameters in RAM are updated in place; the others flow through the streaming engine's ring of host
-buffers, read ahead and written behind (this class is the ring's `homes`). Results do not depend on which it was.
+that have states, gradients and parameters in RAM are updated in place; the others flow through the streaming engine's
+ring of host buffers, read ahead and written behind (this class is the ring's `homes`). Results do not depend on which
+it was.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import NamedTuple
 
 import torch
 
+from outcore.engine.deepspeed.staged.gradients import StagedGradients
 from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.shares import Share
 from outcore.engine.stream.host_memory import HostMemory, pageable
-from outcore.engine.stream.placement import StateChunk, spill
+from outcore.engine.stream.placement import GradPlace, StateChunk, spill
 from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.state_ring import StateRing
 from outcore.engine.stream.state_window import StateWindow
@@ -58,12 +60,13 @@ class ShareStates:
         optimizer: OptimizerPool,
         *,
         params: StagedParams | None,
+        gradients: StagedGradients | None,
         scratch: Scratch | None,
         state_ram_bytes: int | None,
         ring: RingSize,
     ) -> None:
         self.units, self.state_format = tuple(share for share in shares if share.numel), state_format
-        self._optimizer, self._params = optimizer, params
+        self._optimizer, self._params, self._gradients = optimizer, params, gradients
         self._chunks = {share.index: share.chunks(state_format) for share in self.units}
         everything = [chunk for chunks in self._chunks.values() for chunk in chunks]
         spill(everything, state_ram_bytes)
@@ -99,7 +102,7 @@ class ShareStates:
         for share in self.units:
             for chunk in self._chunks[share.index]:
                 param = self.param_piece(chunk)
-                if chunk.buffer is not None and param is not None:
+                if chunk.buffer is not None and param is not None and share.grad is not None:
                     job = ChunkJob(share.grad[chunk.start : chunk.stop], chunk.buffer, param, chunk.element_offset)
                     grouped.setdefault((share.sub_group, share.param_group), []).append(job)
         return [_Unit(*key, JobBatch(self.state_format, jobs)) for key, jobs in sorted(grouped.items())]
@@ -108,7 +111,8 @@ class ShareStates:
 
     def flowing(self, share: Share) -> list[StateChunk]:
         """The share's chunks that are updated in the ring."""
-        return [chunk for chunk in self._chunks[share.index] if chunk.on_nvme or share.home is None]
+        in_ram = share.home is not None and share.grad is not None
+        return [chunk for chunk in self._chunks[share.index] if chunk.on_nvme or not in_ram]
 
     def param_piece(self, chunk: StateChunk) -> torch.Tensor | None:
         """The chunk's parameters in RAM; None when the share lives on the drive."""
@@ -119,6 +123,14 @@ class ShareStates:
         """(store, name, byte offset) of the chunk's parameters where `param_piece` is None."""
         assert self._params is not None
         return self._params.store_place(_share(chunk).ds_id, chunk.start)
+
+    def grad_place(self, chunk: StateChunk) -> GradPlace | None:
+        """Where the chunk's gradient lies on the drive; None when it is in RAM."""
+        share = _share(chunk)
+        if share.grad is not None:
+            return None
+        assert self._gradients is not None
+        return self._gradients.place(share.ds_id, chunk.start)
 
     # --- the update
 
