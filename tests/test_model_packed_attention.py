@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -179,10 +181,34 @@ def test_a_kernel_that_fails_or_errs_is_named(monkeypatch):
     with imitated():
         assert why_no_kernel(config, CPU, torch.float32) == ""
     monkeypatch.setattr(packed_trial, "kernel_error", lambda *args: float("nan"))
+    monkeypatch.setattr("outcore.model.packed_attention.has_kernel", lambda tensor: True)
     assert "is off by nan" in why_no_kernel(config, CPU, torch.float32)
     monkeypatch.undo()
     monkeypatch.setattr("outcore.model.packed_attention.has_kernel", lambda tensor: True)
     assert "does not run there" in why_no_kernel(config, CPU, torch.float32)  # no such operator on the CPU
+
+
+@pytest.mark.parametrize(
+    "fields", [{"head_dim": 20}, {"head_dim": 512}, {"attention_dropout": 0.1}, {"num_key_value_heads": 3}]
+)
+def test_heads_that_the_kernel_does_not_take_are_named(fields):
+    config = tiny_loaded("llama").config
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with imitated() as calls:
+        assert "does not take heads of" in why_no_kernel(config, CPU, torch.float32)
+    assert not calls
+
+
+def test_keys_and_values_of_different_width_are_named():
+    config = tiny_loaded("deepseek_v3").config
+    config.v_head_dim = 24
+    with imitated():
+        assert "heads of 16, their values of 24" in why_no_kernel(config, CPU, torch.float32)
+        config.v_head_dim = 16
+        assert why_no_kernel(config, CPU, torch.float32) == ""
+    strange = SimpleNamespace(get_text_config=lambda decoder: SimpleNamespace(hidden_size=64))
+    assert "how many heads" in why_no_kernel(strange, CPU, torch.float32)
 
 
 def test_the_trial_notices_documents_that_see_each_other(monkeypatch):

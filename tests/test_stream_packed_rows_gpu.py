@@ -54,7 +54,8 @@ def batches_of(step: int):
 
 
 def train(model_type: str, settings: StreamSettings, steps: int, dtype=torch.bfloat16):
-    loaded = tiny_loaded(model_type, dtype=dtype, max_position_embeddings=256)
+    # GPT-2's config has dropout within attention
+    loaded = tiny_loaded(model_type, dtype=dtype, max_position_embeddings=256, attn_pdrop=0.0)
     set_dropout(loaded.model, 0.0)
     engine = build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)
     try:

@@ -80,10 +80,28 @@ def why_masks_differ(tiny: nn.Module) -> str:
 
 def why_no_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
     """'' when the kernel gives what masks give, with heads as in a transformers config, on a GPU; else the reason."""
+    from outcore.model.packed_attention import kernel_takes
+
     text = config.get_text_config(decoder=True)
-    heads = int(text.num_attention_heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+
+    def number(*names: str) -> Any:
+        return next((value for name in names if (value := getattr(text, name, None))), 0)
+
+    heads = number("num_attention_heads")
+    if not heads:
+        return "its config does not tell how many heads it has"
+    kv_heads = number("num_key_value_heads") or heads
+    latent = number("qk_nope_head_dim") + number("qk_rope_head_dim")  # multi-head latent attention
+    width = latent or number("head_dim") or number("hidden_size") // heads
+    of_values = (number("v_head_dim") if latent else 0) or width
+    dropout = number("attention_dropout", "attn_pdrop")
+    query = torch.empty((1, heads, 2, width), dtype=dtype, device=device)
+    key, value = (query.new_empty((1, kv_heads, 2, n)) for n in (width, of_values))
+    if not kernel_takes(query, key, value, dropout, {}):
+        return (
+            f"torch's variable-length attention does not take heads of {width}, their values of {of_values}, {heads} "
+            f"for {kv_heads}, dropout {dropout}"
+        )
     try:
         for window in (None, TRIAL_WINDOW):
             off = kernel_error(device, dtype, heads, kv_heads, width, window)
