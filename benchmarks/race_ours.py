@@ -55,12 +55,14 @@ def main() -> None:
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    settings = StreamSettings(**options.get("settings", {}))
+    batches = token_batches(options)  # on the CPU, as a loader gives them
+    rows = [batch["input_ids"] for batch in batches]
+    sizes = {"step_tokens": tuple(row.numel() for row in rows), "row_tokens": max(row.shape[1] for row in rows)}
+    settings = StreamSettings(**{**sizes, **options.get("settings", {})})
     engine = build_stream_engine(loaded, settings, device=device)
     init_s = time.perf_counter() - begin_s
     print(engine.describe(), flush=True)
     parts = engine._parts
-    batches = token_batches(options)  # on the CPU, as a loader gives them
     if watch is not None:
         watch.restart()
     for _ in range(options["warm"]):
