@@ -78,6 +78,7 @@ def _asked(result: dict[str, Any], links: dict[str, Any]) -> dict[str, Any]:
             "state_ram_bytes": in_ram if on_drive else None,
             "compile": _flag(argv, "--compile") or "auto",
             "staging_bytes": pool,
+            "packed_attention": "masks",  # as all were before plan.json kept what was asked
         }
     else:
         home = {"VRAM": "none", "RAM": "cpu", "NVMe": "nvme"}

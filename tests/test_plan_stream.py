@@ -396,3 +396,17 @@ def test_layers_are_recomputed_whatever_the_request_says():
     )
     assert kept.time == recomputed.time and kept.parts == recomputed.parts
     assert [any("always recomputes" in note for note in p.notes) for p in (kept, recomputed)] == [True, False]
+
+
+def test_packed_rows_by_borders_or_masks_by_hand():
+    shape, borders, masks = prototype_shape(), "attention over packed rows", "masks of packed rows"
+    layout = StreamLayout(4, 2)
+    p = plan_stream(shape, RunRequest(), server(), 1024, layout)
+    # 128 tokens of each of 16 documents, 2,048 wide, in fp32; keys and values of 16 heads for 4, twice, in 16 bits
+    assert p.part_bytes("vram", borders) == 128 * 16 * 2048 * 4 + 2 * 2 * 4096 * 2048
+    assert p.part_bytes("vram", masks) == 0
+    asked = plan_stream(shape, RunRequest(), server(), 1024, dataclasses.replace(layout, packed_attention="masks"))
+    assert asked.part_bytes("vram", borders) == 0
+    assert asked.part_bytes("vram", masks) == 4096 * 1024 * 3 + 2 * 4096 * 1024 // 8  # in use, and as bits
+    fp32 = plan_stream(shape, RunRequest(precision="fp32"), server(), 1024, layout)
+    assert fp32.part_bytes("vram", masks) > 0 == fp32.part_bytes("vram", borders)

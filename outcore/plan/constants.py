@@ -102,13 +102,15 @@ COMPILED_ACTIVATIONS = 0.6
 """What a compiled layer's backward holds of what autograd keeps of an eager one. A planning figure."""
 ATTENTION_BACKWARD = 2.5
 """Times attention's forward: five matrix products for two, as flash-attention's own benchmark counts."""
-ATTENTION_SHARE = 0.26
-"""Of the rate of a layer's matrix products that attention reaches, by its causal FLOPs, where half of the micro-batches
-have a row with several documents. Without a mask 0.46 (340 of 728 TFLOPS; FlashAttention-3's paper says 35 % of the
-peak, 346 TFLOPS, of FlashAttention-2 on an H100); with one, torch's memory-efficient kernel computes the whole square
-and 0.18 is left. Both from one run on an H200 (R, 8,192 tokens, head 64): 0.265 s a step before the first packed row,
-0.32 s after it; half: counted in the benchmark's text. Heads of 128 and older chips do better (FlashAttention-2: 50 to
-73 % of an A100's peak, where products of matrices reach 80)."""
+ATTENTION_SHARE, MASKED_ATTENTION_SHARE = 0.46, 0.26
+"""Of the rate of a layer's matrix products that attention reaches, by the causal FLOPs of whole rows. Without a mask
+0.46 (340 of 728 TFLOPS; FlashAttention-3's paper says 35 % of the peak, 346 TFLOPS, of FlashAttention-2 on an H100);
+with one, torch's memory-efficient kernel computes the whole square and 0.18 is left, 0.26 where half of the
+micro-batches have a row with several documents. Both from one run on an H200 (R, 8,192 tokens, head 64): 0.265 s a step
+before the first packed row, 0.32 s after it; half: counted in the benchmark's text. The streaming engine goes by
+documents' borders instead of masks (outcore/model/packed_attention.py); that a row of several documents then takes less
+than a row of one is not counted, because their lengths are not known. Heads of 128 and older chips do better
+(FlashAttention-2: 50 to 73 % of an A100's peak, where products of matrices reach 80)."""
 LOSS_BYTES_PER_LOGIT = 30
 """Written and read per logit of the loss: 16-bit logits, fp32 copy, softmax, gradient, 16-bit gradient."""
 

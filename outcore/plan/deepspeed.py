@@ -164,7 +164,10 @@ def _time(
     traffic = step_traffic(shape, request, seq_length * layout.micro_batch, passes)
     flops = step_flops(shape, request, seq_length, tokens)
     compute_s = k.EAGER_SLOWDOWN * hardware.compute_s(
-        flops.forward + flops.backward, traffic.forward + traffic.backward, flops.attention
+        flops.forward + flops.backward,
+        traffic.forward + traffic.backward,
+        flops.attention,
+        k.MASKED_ATTENTION_SHARE,
     )
     calls = 0 if hardware.is_cpu else shape.num_layers * passes
     host_s = calls * (k.DEEPSPEED_HOST_S_PER_LAYER if stage == 3 else k.DEEPSPEED_PLAIN_HOST_S_PER_LAYER)

@@ -31,7 +31,7 @@ CATEGORIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "gradients": ("#E69F00", ("gradient", "fp32 gradients")),
     "master": ("#009E73", ("master",)),
     "moments": ("#56B4E9", ("moments",)),
-    "activations and logits": ("#CC79A7", ("activation", "logits", "masks")),
+    "activations and logits": ("#CC79A7", ("activation", "logits", "masks", "attention")),
     "staging and buffers": (
         "#F0E442",
         ("slots", "bucket", "optimizer swap", "parameter swap", "ring of", "read ahead"),

@@ -87,14 +87,21 @@ class Hardware:
             return both / (self.drive_mixed_gb_per_s * GB) + self._alone_s(rest_read, rest_written)
         return self._alone_s(read_bytes, written_bytes)
 
-    def compute_s(self, flops: float, traffic_bytes: float, attention_flops: float = 0.0) -> float:
+    def compute_s(
+        self,
+        flops: float,
+        traffic_bytes: float,
+        attention_flops: float = 0.0,
+        attention_share: float = k.ATTENTION_SHARE,
+    ) -> float:
         """Seconds of matrix products and attention, with what passes through the device's memory. Where that was not
-        measured, `compute_tflops` is the rate of whole layers, in which both are counted already."""
+        measured, `compute_tflops` is the rate of whole layers, in which both are counted already. `attention_share`: of
+        the rate of matrix products."""
         if self.compute_tflops is None:
             return 0.0
         if self.device_memory_gb_per_s is None:
             return (flops + attention_flops) / (self.compute_tflops * 1e12)
-        products_s = (flops + attention_flops / k.ATTENTION_SHARE) / (self.compute_tflops * 1e12)
+        products_s = (flops + attention_flops / attention_share) / (self.compute_tflops * 1e12)
         return products_s + traffic_bytes / (self.device_memory_gb_per_s * GB)
 
     @property

@@ -17,6 +17,7 @@ OVERHEAD, SPARE, COMMUNICATOR = "framework overhead", "allocator's spare memory"
 DeepSpeed's collectives, which the driver counts, too."""
 NOT_TENSORS = (OVERHEAD, SPARE, COMMUNICATOR, *RESERVES)
 MASKS = "masks of packed rows"
+BORDERS = "attention over packed rows"
 TIER_WORDS = {"vram": "VRAM", "pinned": "pinned RAM", "ram": "RAM", "nvme": "NVMe"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outcore.plan import constants as k
+from outcore.plan.request import RunRequest
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class StreamLayout:
     """Memory that the engine plans tiles for. None: the card's, less framework and desktop."""
     residency: Residency | None = None
     """None: the planner decides, RAM first and the drive for what does not fit."""
+    packed_attention: str = "auto"
+    """'auto' | 'masks', as the engine's setting."""
+
+    def has_masks(self, request: RunRequest) -> bool:
+        """Whether packed rows have masks of T x T: asked for, or in fp32, which the flash kernel does not take."""
+        return self.packed_attention == "masks" or request.element_bytes == 4
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Part
+from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Part
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream_layout import Residency, Spill, StreamLayout
@@ -46,7 +46,7 @@ def vram_parts(
     needs = step_work(
         shape, request, seq_length, seq_length * layout.micro_batch, layout.accumulation,
         checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
-        tile_bytes=tiling.tile_bytes, chunk_bytes=tiling.chunk_bytes,
+        tile_bytes=tiling.tile_bytes, chunk_bytes=tiling.chunk_bytes, masks=layout.has_masks(request),
     )  # fmt: skip
     layer_peak = (needs.tiled_layer if tiling.layers else needs.layer, e * of_layer)
     head_peak = (needs.tiled_head if tiling.ends else needs.head, e * of_ends)
@@ -63,7 +63,7 @@ def vram_parts(
         Part("vram", "activation checkpoints", needs.checkpoints),
         Part("vram", "activations and gradients between units", needs.between),
         Part("vram", name, work),
-        Part("vram", MASKS, needs.masks),
+        Part("vram", MASKS if layout.has_masks(request) else BORDERS, needs.masks),
         Part("vram", EVALUATION, beyond),
         Part("vram", OVERHEAD, hardware.gpu_context_bytes),
         Part("vram", SPARE, k.GPU_SPARE_BYTES),

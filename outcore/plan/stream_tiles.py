@@ -87,7 +87,7 @@ def tiling_of(
         work = step_work(
             shape, request, seq_length, tokens, layout.accumulation,
             checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
-            tile_bytes=tile_bytes, chunk_bytes=chunk_bytes,
+            tile_bytes=tile_bytes, chunk_bytes=chunk_bytes, masks=layout.has_masks(request),
         )  # fmt: skip
         holding = choose_holding(
             model, device_bytes, tile_bytes,

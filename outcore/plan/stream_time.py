@@ -32,9 +32,10 @@ def step_time(
     compiled = layout.compiled and len(tiling.layers) < shape.num_layers  # tiled layers are eager
     slower = 1.0 if compiled else k.EAGER_SLOWDOWN
     again = 2.0 * micro_tokens * layout.accumulation * shape.head_weight_numel if tiling.ends else 0.0  # its logits
+    share = k.MASKED_ATTENTION_SHARE if layout.has_masks(request) else k.ATTENTION_SHARE
     device_s = [
-        slower * hardware.compute_s(flops.forward, traffic.forward, flops.attention_forward),
-        slower * hardware.compute_s(flops.backward + again, traffic.backward, flops.attention_backward),
+        slower * hardware.compute_s(flops.forward, traffic.forward, flops.attention_forward, share),
+        slower * hardware.compute_s(flops.backward + again, traffic.backward, flops.attention_backward, share),
     ]
     per_call_s = k.STREAM_HOST_S_PER_CALL if compiled else k.STREAM_EAGER_HOST_S_PER_CALL
     calls = 0 if hardware.is_cpu else shape.num_layers * layout.accumulation

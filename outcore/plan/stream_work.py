@@ -9,7 +9,14 @@ from outcore.engine.stream.tile_rule import Work
 from outcore.plan import constants as k
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
-from outcore.plan.work import checkpoint_bytes, layer_activation_bytes, logits_bytes, mask_bytes, mlp_activation_bytes
+from outcore.plan.work import (
+    border_bytes,
+    checkpoint_bytes,
+    layer_activation_bytes,
+    logits_bytes,
+    mask_bytes,
+    mlp_activation_bytes,
+)
 
 
 def step_work(
@@ -23,10 +30,12 @@ def step_work(
     compiled: bool,
     tile_bytes: int,
     chunk_bytes: int | None,
+    masks: bool,
 ) -> Work:
     """Of a step of `accumulation` micro-batches of `tokens` tokens. `checkpoints_home`: 'vram', or elsewhere.
 
     `tile_bytes`: of a tile, where units are tiled; `chunk_bytes`: intermediates of an MLP that a tiled layer may hold.
+    `masks`: packed rows have masks.
     """
     e, hidden = request.element_bytes, shape.hidden_size
     batch_hidden = tokens * accumulation * hidden * e
@@ -40,12 +49,15 @@ def step_work(
     # Tiled: logits of one tile's rows; gradients of all tokens' hidden states are summed over tiles, in fp32.
     rows = min(shape.vocab_size, max(1, tile_bytes // (e * hidden)))
     of_tile = int(k.TILED_LOGITS_ALIVE * 4 * rows * min(tokens, max(16, k.LOGITS_CHUNK_BYTES // (4 * rows))))
-    in_use = mask_bytes(shape, request, seq_length, tokens)
+    if masks:  # the one in use, and as bits those of all micro-batches of a step (outcore/engine/stream/masks.py)
+        in_use = mask_bytes(shape, request, seq_length, tokens)
+        packed = in_use + (tokens * seq_length * accumulation // 8 if in_use else 0)
+    else:
+        packed = border_bytes(shape, tokens) if shape.fused_attention else 0
     return Work(
         checkpoints=checkpoints,
         between=2 * batch_hidden,
-        # The one in use, and as bits those of all micro-batches of a step (outcore/engine/stream/masks.py).
-        masks=in_use + (tokens * seq_length * accumulation // 8 if in_use else 0),
+        masks=packed,
         layer=int((k.COMPILED_ACTIVATIONS if compiled else 1.0) * eager),
         # Tiled layers are eager, and their MLP takes tokens in chunks.
         tiled_layer=eager if chunk_bytes is None else eager - mlp + min(mlp, chunk_bytes),

@@ -120,6 +120,16 @@ def mask_bytes(shape: ModelShape, request: RunRequest, seq_length: int, tokens: 
     return tokens * seq_length * (1 + request.element_bytes)
 
 
+def border_bytes(shape: ModelShape, tokens: int) -> int:
+    """What the flash kernel's backward takes for packed rows beyond what it takes for rows of one document: an fp32
+    gradient of the queries for 128 tokens of each of `tokens` / 256 documents (as many as borders are usually held
+    for), and with grouped queries keys' and values' gradients for every head (outcore/model/packed_attention.py)."""
+    width = shape.num_heads * shape.head_dim
+    documents = 1 << max(4, (max(1, tokens // 256) - 1).bit_length())
+    expanded = 4 * tokens * width if shape.num_kv_heads < shape.num_heads else 0
+    return 4 * 128 * documents * width + expanded
+
+
 def checkpoint_bytes(shape: ModelShape, request: RunRequest, tokens: int) -> int:
     """Activation checkpoints: the input of every layer, and the last one's output."""
     return tokens * shape.hidden_size * request.element_bytes * (shape.num_layers + 1)

@@ -151,6 +151,7 @@ def run_plan(
             tile_bytes=stream.tile_bytes,
             device_bytes=stream.device_bytes,
             compiled=compiled,
+            packed_attention=stream.packed_attention,
             residency=Residency(
                 stream.state_ram_bytes, stream.weight_ram_bytes, stream.gradient_bytes, stream.state_ring_bytes
             ),

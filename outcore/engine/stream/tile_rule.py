@@ -72,7 +72,7 @@ class Work:
     between: int
     """Hidden states and their gradients between units."""
     masks: int
-    """Attention masks of packed rows."""
+    """What attention over packed rows takes: masks, or the flash kernel's own."""
     layer: int
     """Activations of a layer's backward."""
     tiled_layer: int

@@ -44,4 +44,5 @@ def work_of_step(
         compiled=compiled,
         tile_bytes=tile_bytes,
         chunk_bytes=chunk_bytes,
+        masks=settings.packed_attention == "masks" or request.element_bytes == 4,
     )
