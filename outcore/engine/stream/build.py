@@ -6,23 +6,23 @@ import logging
 from contextlib import ExitStack
 from functools import partial
 
-import psutil
 import torch
 
 from outcore.engine.device_memory import let_segments_grow
 from outcore.engine.stream.check import sharing_holds, try_tiny_copy
 from outcore.engine.stream.compiled import CompiledLayers, draws_random_numbers
 from outcore.engine.stream.engine import StreamEngine
-from outcore.engine.stream.gradient_arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
+from outcore.engine.stream.gradient_arena import GradientArena
 from outcore.engine.stream.gradients import GradientDownload
 from outcore.engine.stream.graphs import LayerGraphs
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
+from outcore.engine.stream.host_sizes import arena_bytes, lender, pool_bytes, state_store
 from outcore.engine.stream.packed_rows import attention_to_packed_rows
 from outcore.engine.stream.parts import EngineParts
-from outcore.engine.stream.placement import StateChunk, cut_states, spill
+from outcore.engine.stream.placement import cut_states, spill
 from outcore.engine.stream.prefetch import WeightPrefetcher
-from outcore.engine.stream.residency import Activations, DeviceActivations, Lend, NvmeActivations, RamActivations
+from outcore.engine.stream.residency import Activations, DeviceActivations, NvmeActivations, RamActivations
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.scratch import Scratch
@@ -39,15 +39,10 @@ from outcore.engine.stream.weights import WeightHomes, plan_cuts
 from outcore.model.load import LoadedModel
 from outcore.optim import OptimizerPool, state_format
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
-from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.staging.pinned_grant import PinnedGrant
-from outcore.storage import StorageEngine, TensorSpec, TensorStore
-from outcore.units import GIB, round_up
+from outcore.storage import StorageEngine, TensorStore
 
 logger = logging.getLogger(__name__)
-
-FREE_RAM_BYTES = 2 * GIB
-"""Left free when gradients of all layers are given homes."""
 
 
 class _Source:
@@ -119,7 +114,7 @@ def build_stream_engine(
         combined_bytes = settings.lane_bytes // 2 if settings.write_combined else 0
         with compiled.loading_compiler():  # pinning waits for the kernel meanwhile
             pool = PinnedPool(
-                _pool_bytes(units, settings), device=device, write_combined_bytes=combined_bytes, probe=pinned_grant
+                pool_bytes(units, settings), device=device, write_combined_bytes=combined_bytes, probe=pinned_grant
             )
         staging = undo.enter_context(pool)
         scratch = undo.enter_context(Scratch(settings.nvme_paths, storage)) if settings.nvme_paths else None
@@ -155,9 +150,9 @@ def build_stream_engine(
             for what, is_needed in lanes.items()
             if is_needed
         }
-        homes = Homes(units.all, memory, states, chunks, _state_store(chunks, scratch), weights=weights)
+        homes = Homes(units.all, memory, states, chunks, state_store(chunks, scratch), weights=weights)
         early = units.embed if units.tied and units.embed.index in tile_plan.indices else None
-        arena = GradientArena(units.all, memory, None if deferred else _arena_bytes(units, settings), early=early)
+        arena = GradientArena(units.all, memory, None if deferred else arena_bytes(units, settings), early=early)
         optimizer = undo.enter_context(OptimizerPool(settings.optimizer_threads, backend=settings.optimizer_backend))
         stalls = Stalls(device)
         ring = None
@@ -218,7 +213,7 @@ def build_stream_engine(
         activations: Activations = DeviceActivations()
         where = settings.activations_on(device)
         if where == "ram":
-            activations = RamActivations(memory, upload, download_lane, num_layers, lend=_lender(units, arena, skip))
+            activations = RamActivations(memory, upload, download_lane, num_layers, lend=lender(units, arena, skip))
         elif where == "nvme":
             assert scratch is not None
             activations = NvmeActivations(scratch, upload, download_lane, num_layers)
@@ -254,18 +249,6 @@ def build_stream_engine(
         return engine
 
 
-def _lender(units: Units, arena: GradientArena, tiled: frozenset[int]) -> Lend:
-    """Gradients' homes for checkpoints; a tiled layer's are written to while its checkpoints are still needed."""
-
-    def lend(layer: int) -> torch.Tensor | None:
-        if units.layer_units[layer].index in tiled:
-            return None
-        home = arena.own_home(units.layer_units[layer])
-        return None if home is None else home.view(torch.uint8)
-
-    return lend
-
-
 def _tile_plan(
     loaded: LoadedModel, units: Units, settings: StreamSettings, device: torch.device, trial: bool, *, compiled: bool
 ) -> TilePlan:
@@ -285,35 +268,6 @@ def _tile_plan(
         if trial:
             try_tiled_copy(loaded, build_stream_engine)
     return plan
-
-
-def _pool_bytes(units: Units, settings: StreamSettings) -> int:
-    """Pinned memory to ask for: what may be taken, but no more than the lanes and the homes can use."""
-    homes = 0
-    for unit in units.all:
-        homes += round_up(unit.layout.size_bytes, ALIGNMENT_BYTES)
-        homes += round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES)
-    if settings.weight_ram_bytes is not None:
-        homes += 2 * settings.weight_read_ahead_bytes  # its lane takes up to half of what is free then
-    return min(settings.staging_bytes, settings.lane_bytes + homes)
-
-
-def _state_store(chunks: dict[int, list[StateChunk]], scratch: Scratch | None) -> TensorStore | None:
-    """Room on the drive for the states that RAM does not hold; None when it holds all of them."""
-    spilled = [chunk for unit in chunks.values() for chunk in unit if chunk.on_nvme]
-    if not spilled:
-        return None
-    assert scratch is not None, "nvme_path is checked with the settings"
-    return scratch.store("optimizer states", [TensorSpec(c.name, torch.uint8, (c.n_bytes,)) for c in spilled])
-
-
-def _arena_bytes(units: Units, settings: StreamSettings) -> int | None:
-    """RAM for gradients with immediate updates: as told, else all of them where RAM is free, else the least."""
-    if settings.gradient_bytes is not None:
-        return settings.gradient_bytes
-    free_bytes = psutil.virtual_memory().available - FREE_RAM_BYTES
-    all_bytes = sum(gradient_bytes_of(unit) for unit in units.all)
-    return None if all_bytes <= free_bytes else smallest_arena_bytes(units.all)
 
 
 def _compiled(

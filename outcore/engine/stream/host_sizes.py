@@ -1,0 +1,60 @@
+"""How much RAM an engine asks for: pinned memory, homes of gradients, and what states take on the drive instead."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from outcore.engine.stream.gradient_arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
+from outcore.engine.stream.placement import StateChunk
+from outcore.engine.stream.residency import Lend
+from outcore.engine.stream.scratch import Scratch
+from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream.units import Units
+from outcore.staging.allocator import ALIGNMENT_BYTES
+from outcore.storage import TensorSpec, TensorStore
+from outcore.units import GIB, round_up
+
+FREE_RAM_BYTES = 2 * GIB
+"""Left free when gradients of all layers are given homes."""
+
+
+def pool_bytes(units: Units, settings: StreamSettings) -> int:
+    """Pinned memory to ask for: what may be taken, but no more than the lanes and the homes can use."""
+    homes = 0
+    for unit in units.all:
+        homes += round_up(unit.layout.size_bytes, ALIGNMENT_BYTES)
+        homes += round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES)
+    if settings.weight_ram_bytes is not None:
+        homes += 2 * settings.weight_read_ahead_bytes  # its lane takes up to half of what is free then
+    return min(settings.staging_bytes, settings.lane_bytes + homes)
+
+
+def state_store(chunks: dict[int, list[StateChunk]], scratch: Scratch | None) -> TensorStore | None:
+    """Room on the drive for the states that RAM does not hold; None when it holds all of them."""
+    spilled = [chunk for unit in chunks.values() for chunk in unit if chunk.on_nvme]
+    if not spilled:
+        return None
+    assert scratch is not None, "nvme_path is checked with the settings"
+    return scratch.store("optimizer states", [TensorSpec(c.name, torch.uint8, (c.n_bytes,)) for c in spilled])
+
+
+def arena_bytes(units: Units, settings: StreamSettings) -> int | None:
+    """RAM for gradients with immediate updates: as told, else all of them where RAM is free, else the least."""
+    if settings.gradient_bytes is not None:
+        return settings.gradient_bytes
+    free_bytes = psutil.virtual_memory().available - FREE_RAM_BYTES
+    all_bytes = sum(gradient_bytes_of(unit) for unit in units.all)
+    return None if all_bytes <= free_bytes else smallest_arena_bytes(units.all)
+
+
+def lender(units: Units, arena: GradientArena, tiled: frozenset[int]) -> Lend:
+    """Gradients' homes for checkpoints; a tiled layer's are written to while its checkpoints are still needed."""
+
+    def lend(layer: int) -> torch.Tensor | None:
+        if units.layer_units[layer].index in tiled:
+            return None
+        home = arena.own_home(units.layer_units[layer])
+        return None if home is None else home.view(torch.uint8)
+
+    return lend
