@@ -50,6 +50,7 @@ def test_gradients_on_the_drive_by_hand(passes: int):
     ]  # fmt: skip
     ram, drive = plans
     assert (ram.homes["gradients"], drive.homes["gradients"]) == ("RAM", "NVMe")
+    assert ["--nvme_offload_gradients true" in plan.flags for plan in plans] == [False, True]
     assert drive.drive_written_bytes_per_step - ram.drive_written_bytes_per_step == passes * 2 * N
     assert drive.drive_read_bytes_per_step - ram.drive_read_bytes_per_step == passes * 2 * N
     in_ram = [sum(part.size_bytes for part in plan.parts if part.tier in ("ram", "pinned")) for plan in plans]

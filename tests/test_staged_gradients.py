@@ -23,10 +23,11 @@ HALVES = [["train", 2], ["eval"], ["train", 2]]
 STEPS = 4
 SMALL_CHUNKS = {"chunk_numel": 2048, "flight_bytes": 40_000}
 BACKWARD_READS = 103
-"""Slots of 4 KiB that the second micro-batch of a step reads; what follows is the update."""
+"""Slots of 4 KiB that the second micro-batch of a step reads, before the update does; each of the two writes as many."""
 FAULTS = {
     "a write fails": ["fail", "write", {"store": "gradients"}],
     "the drive is full": ["fail", "write", {"errno": errno.ENOSPC, "store": "gradients"}],
+    "the last write fails": ["fail", "write", {"store": "gradients", "after": 2 * BACKWARD_READS - 1}],
     "a read fails": ["fail", "read", {"store": "gradients"}],
     "a read fails in the update": ["fail", "read", {"store": "gradients", "after": BACKWARD_READS + 7}],
     "a short read in the update": ["short", "read", {"got": 512, "store": "gradients", "after": BACKWARD_READS + 7}],
@@ -76,7 +77,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         job("resumed in RAM", [["load", saved], ["train", 2]], config=SMALL),
     ]  # fmt: skip
     for name, fault in FAULTS.items():
-        do = [["train", 2], ["fault", *fault], ["train", 2]]
+        do = [["train", 2], ["fault", *fault], ["train", 1]]
         jobs.append(job(name, do, zero=zero, config=SMALL, small=SMALL_CHUNKS) | {"may_fail": True})
     jobs.append(job("after the faults", [["load", saved], ["train", 2]], zero=zero, config=SMALL))
     found = run_jobs(folder / "jobs", jobs)[0]
@@ -143,7 +144,7 @@ def test_a_fault_of_the_drive_stops_the_run_with_the_reason(results: dict[str, A
     assert "stopped" in result, "the run went on as if nothing had happened"
     kind, message = result["stopped"]
     assert kind == ("EngineError" if name.endswith("in the update") else "StorageError"), message
-    expected = {"the drive is full": "ENOSPC", "a write fails": "EIO"}.get(name, "EIO" if "fails" in name else "wanted")
+    expected = "ENOSPC" if "full" in name else "EIO" if "fails" in name else "wanted"
     assert expected in message and "gradients" in message, message
 
 
@@ -236,6 +237,14 @@ def test_a_failed_write_is_raised_before_the_update(drive: Any) -> None:
     gradients.add(1, torch.ones(3000), micro_step=0, is_last=True)
     with pytest.raises(StorageError, match="EIO"):
         gradients.settle()
+
+
+def test_a_failed_write_is_not_forgotten_when_the_share_comes_again(drive: Any) -> None:
+    gradients, engine, _ = drive
+    engine.fail("write", times=1)
+    gradients.add(3, torch.ones(10), micro_step=0, is_last=True)
+    with pytest.raises(StorageError, match="EIO"):
+        gradients.add(3, torch.ones(10), micro_step=0, is_last=True)
 
 
 def test_a_failed_read_ahead_is_raised_where_the_sum_needs_it(drive: Any) -> None:

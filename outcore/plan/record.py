@@ -204,6 +204,8 @@ class Plan:
             words.append("--nvme_offload_path DIR")
         if self.engine == "stream" and self.tiling != "auto":
             words.append(f"--tiling {self.tiling}")
+        if self.engine == "deepspeed" and self.homes["gradients"] == "NVMe":
+            words.append("--nvme_offload_gradients true")
         if self.ram_budget_bytes is not None:
             words.append(f"--ram_budget_gib {self.ram_budget_bytes // GIB}")
         if (self.engine == "stream" or self.staged) and self.state_format != (
