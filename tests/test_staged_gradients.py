@@ -23,7 +23,7 @@ HALVES = [["train", 2], ["eval"], ["train", 2]]
 STEPS = 4
 SMALL_CHUNKS = {"chunk_numel": 2048, "flight_bytes": 40_000}
 BACKWARD_READS = 103
-"""Slots of 4 KiB that the second micro-batch of a step reads, before the update does; each of the two writes as many."""
+"""Slots of 4 KiB that the second micro-batch of a step reads, before the update does; each of both writes as many."""
 FAULTS = {
     "a write fails": ["fail", "write", {"store": "gradients"}],
     "the drive is full": ["fail", "write", {"errno": errno.ENOSPC, "store": "gradients"}],
