@@ -184,8 +184,8 @@ def check_against_plain(model: Model, chosen: StreamSettings, steps: list[list[B
         with torch.no_grad():
             sums = [plain.loaded.token_loss()(plain.model, batch) for batch in batches]
         assert found.tokens == sum(int(s.n_tokens) for s in sums)
-        if found.tokens:
-            assert found.loss == pytest.approx(sum(float(s.loss_sum) for s in sums) / found.tokens, rel=of_loss)
+        if found.tokens:  # of weights that rounding, and Adam's first steps by the sign, have taken a little apart
+            assert found.loss == pytest.approx(sum(float(s.loss_sum) for s in sums) / found.tokens, rel=2 * of_loss)
 
 
 TILES = st.sampled_from([None, None, 1024, 20_000]).map(
@@ -240,9 +240,8 @@ def check_places(model: Model, one: StreamSettings, other: StreamSettings, steps
     """Two engines with the same mathematics give the same bits, the second perhaps from the first one's checkpoint."""
     if model.dtype == torch.bfloat16:
         other = replace(other, states="split" if one.states == "fp32" else "fp32")
-    other = replace(other, max_grad_norm=one.max_grad_norm)
-    if other.max_grad_norm and other.update == "immediate":
-        other = replace(other, update="deferred")
+    update = "deferred" if one.max_grad_norm and other.update == "immediate" else other.update
+    other = replace(other, max_grad_norm=one.max_grad_norm, update=update)
     batches = [[shape.make(model.vocab_size) for shape in step] for step in steps]
     with tempfile.TemporaryDirectory() as temporary, engine_of(model, one) as first, engine_of(model, other) as second:
         folder = Path(temporary)
