@@ -57,3 +57,23 @@ def _logging_as_new() -> None:
         if name.split(".")[0] == "outcore" and isinstance(logger, logging.Logger):
             logger.disabled, logger.propagate = False, True
             logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch on one thread: tiny models are slower on several, and sums are in one order."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def engines() -> Iterator[list]:
+    """Engines put here are closed at the end; name it last, so that it is before what they use is closed."""
+    made: list = []
+    yield made
+    for engine in made:
+        engine.close()

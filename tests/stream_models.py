@@ -5,10 +5,24 @@ from __future__ import annotations
 import torch
 import transformers
 
+from outcore.engine.stream.settings import StreamSettings
 from outcore.model.check import check_abilities
 from outcore.model.facts import model_class_of, model_facts
 from outcore.model.load import LoadedModel
 from outcore.model.shrink import VOCAB, shrink_config
+from outcore.units import MIB
+
+TINY_SETTINGS = StreamSettings(
+    staging_bytes=2 * MIB,
+    slot_bytes=64 * 1024,
+    num_slots=2,
+    optimizer_threads=1,
+    optimizer_backend="torch",
+    chunk_numel=1 << 14,
+    logits_chunk_bytes=4 * 128 * 16,
+    seed=5,
+)
+"""Of an engine for a tiny model, all in RAM, with several chunks and slots of everything."""
 
 EAGER_ONLY = ("gemma2", "gpt_oss", "bloom")
 FAMILIES = [

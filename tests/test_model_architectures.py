@@ -22,14 +22,7 @@ CAUSAL = [
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi", "gpt2", "gpt_neox", "mixtral"),
     *("qwen3_moe", "granite", "granitemoe", "cohere", "opt", "gpt_oss"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiny_model(model_type: str, seed: int = 0, attention: str | None = None, **fields):

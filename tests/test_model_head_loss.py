@@ -16,13 +16,7 @@ from outcore.model.loss import summed_loss
 from outcore.model.settings import ModelSettings
 from outcore.units import MIB
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def smoothed(logits, labels):

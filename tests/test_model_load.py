@@ -24,14 +24,7 @@ from outcore.model.weights import iter_export_weights, iter_weights, save_config
 from outcore.model.zero3 import partition_while_loading
 
 transformers = pytest.importorskip("transformers")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "my_model.py"

@@ -7,37 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stream_models import packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
+from stream_models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 
 from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.residency import BEHIND_LAYERS, DEVICE_STACKS
 from outcore.engine.stream.scratch import FOLDER, Scratch
-from outcore.engine.stream.settings import StreamSettings
 from outcore.storage import FaultyEngine, PosixEngine, TensorSpec
 from outcore.units import MIB
 
-TINY = StreamSettings(
-    staging_bytes=2 * MIB,
-    slot_bytes=64 * 1024,
-    num_slots=2,
-    optimizer_threads=1,
-    optimizer_backend="torch",
-    chunk_numel=1 << 14,
-    logits_chunk_bytes=4 * 128 * 16,
-    max_grad_norm=0.5,
-    seed=5,
-)
+TINY = replace(TINY_SETTINGS, max_grad_norm=0.5)
 LR = 3e-3
 LAYERS = 6
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -48,9 +30,7 @@ def drive():
 
 
 @pytest.fixture
-def build(drive, tmp_path):
-    engines = []
-
+def build(drive, tmp_path, engines):
     def make(where="nvme", model="llama", prepare=None, **changes):
         loaded = tiny_loaded(model, dtype=torch.bfloat16, num_hidden_layers=LAYERS)
         set_dropout(loaded.model, 0.1)
@@ -62,9 +42,7 @@ def build(drive, tmp_path):
         )
         return engines[-1]
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def batches_of(step: int):

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from stream_models import packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
+from stream_models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 
 from outcore.engine.base import NonFiniteLossError
 from outcore.engine.shards import CheckpointError, TensorPlan, crc32_of, write_shard
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.shell import StreamUnsupported
 from outcore.model.facts import model_facts
 from outcore.model.lora import apply_lora
@@ -22,31 +21,13 @@ from outcore.model.settings import LoraSettings
 from outcore.optim import ExtensionUnavailable, open_backend
 from outcore.units import MIB
 
-TINY = StreamSettings(
-    staging_bytes=2 * MIB,
-    slot_bytes=64 * 1024,
-    num_slots=2,
-    optimizer_threads=1,
-    optimizer_backend="torch",
-    chunk_numel=1 << 14,
-    logits_chunk_bytes=4 * 128 * 16,
-    seed=5,
-)
+TINY = TINY_SETTINGS
 LR = 3e-3
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def build():
-    engines = []
-
+def build(engines):
     def make(model="llama", settings=TINY, *, dropout=0.0, dtype=torch.float32, prepare=None, **fields):
         loaded = tiny_loaded(model, dtype=dtype, **fields)
         set_dropout(loaded.model, dropout)
@@ -55,9 +36,7 @@ def build():
         engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False))
         return engines[-1]
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def batches_of(step: int, count: int = 2):

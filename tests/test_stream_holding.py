@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stream_models import packed_batch, plain_batch, set_dropout, tiny_loaded
+from stream_models import TINY_SETTINGS, packed_batch, plain_batch, set_dropout, tiny_loaded
 
 from outcore.engine.stream import build as build_module
 from outcore.engine.stream.build import build_stream_engine
@@ -15,19 +15,8 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.tile_rule import Holding
 from outcore.engine.stream.tiles_plan import TilePlan
 from outcore.staging import DownloadLane
-from outcore.units import MIB
 
-TINY = StreamSettings(
-    staging_bytes=2 * MIB,
-    slot_bytes=64 * 1024,
-    num_slots=2,
-    optimizer_threads=1,
-    optimizer_backend="torch",
-    chunk_numel=1 << 14,
-    logits_chunk_bytes=4 * 128 * 16,
-    max_grad_norm=0.5,
-    seed=5,
-)
+TINY = replace(TINY_SETTINGS, max_grad_norm=0.5)
 PART = 1000
 """Elements: the vocabulary of 1,024 x 64 has many of them, a layer some."""
 WHOLE = Holding(part_numel=PART)
@@ -37,20 +26,11 @@ LESS = [
     replace(WHOLE, layer_buffers=1, ship_buffers=1, ends_in_parts=True),
 ]
 LR = 3e-3
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def build(monkeypatch):
-    engines = []
-
+def build(monkeypatch, engines):
     def make(model: str, holding: Holding, settings: StreamSettings = TINY, dtype=torch.bfloat16):
         monkeypatch.setattr(build_module, "plan_tiles", lambda *_: TilePlan((), 1, "as the test says", None, holding))
         loaded = tiny_loaded(model, dtype=dtype, vocab_size=1024)
@@ -58,9 +38,7 @@ def build(monkeypatch):
         engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False))
         return engines[-1]
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def batches_of(step: int):

@@ -42,29 +42,18 @@ OVERRIDES = {
 }
 LORA = LoraSettings(r=4, alpha=8, dropout=0.0)
 ATTENTION_LORA = replace(LORA, target_modules=("q_proj", "v_proj"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def build(tmp_path):
-    engines = []
-
+def build(tmp_path, engines):
     def make(loaded, **changes):
         where = {"nvme_path": str(tmp_path / f"drive{len(engines)}")} if "weight_ram_bytes" in changes else {}
         settings = replace(TINY, **where, **changes)
         engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False))
         return engines[-1]
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def feed_of(settings: ModelSettings):

@@ -21,14 +21,7 @@ OVERRIDES = {
     "num_key_value_heads": 2,
     "vocab_size": 300,
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 LORA = LoraSettings(r=4, alpha=8, dropout=0.0)

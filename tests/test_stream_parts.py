@@ -28,14 +28,7 @@ from outcore.units import MIB
 TINY = StreamSettings(
     staging_bytes=2 * MIB, slot_bytes=64 * 1024, num_slots=2, optimizer_threads=1, optimizer_backend="torch"
 )
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @given(st.lists(st.integers(0, 6), max_size=40), st.integers(1, 4))

@@ -36,14 +36,7 @@ LR = 1e-2
 SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None, "print_blob": True}
 FAST = {**SLOW, "derandomize": True, "phases": (Phase.explicit, Phase.generate)}
 """Shrinking a failure would take minutes: run the slow test of the same name for a small example."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass(frozen=True)

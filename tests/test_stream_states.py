@@ -34,20 +34,12 @@ TINY = StreamSettings(
 )
 IMMEDIATE = replace(TINY, max_grad_norm=0.0, update="immediate")
 LR = 3e-3
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def build(tmp_path):
+def build(tmp_path, engines):
     """Engines of a tiny model; `share` of its states in RAM, the rest in a folder of its own."""
-    engines = []
 
     def make(settings=TINY, share: float | None = None, *, model="llama", dtype=torch.bfloat16):
         loaded = tiny_loaded(model, dtype=dtype)
@@ -60,9 +52,7 @@ def build(tmp_path):
         engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False))
         return engines[-1]
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
     assert not [path for path in tmp_path.glob("drive*/**/*") if path.is_file()]  # nothing is left on the drive
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("state-ring")]
 

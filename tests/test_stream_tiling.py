@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from stream_models import assert_same_grads, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
+from stream_models import (
+    TINY_SETTINGS,
+    assert_same_grads,
+    packed_batch,
+    padded_batch,
+    plain_batch,
+    set_dropout,
+    tiny_loaded,
+)
 
 from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
@@ -24,34 +32,16 @@ from outcore.model.settings import LoraSettings
 from outcore.storage import FaultyEngine, PosixEngine
 from outcore.units import MIB
 
-TINY = StreamSettings(
-    staging_bytes=2 * MIB,
-    slot_bytes=64 * 1024,
-    num_slots=2,
-    optimizer_threads=1,
-    optimizer_backend="torch",
-    chunk_numel=1 << 14,
-    logits_chunk_bytes=4 * 128 * 16,
-    seed=5,
-)
+TINY = TINY_SETTINGS
 TILED = replace(TINY, tiling="on", tile_bytes=2500)
 """Odd on purpose: several tiles to a weight, the last one smaller."""
 LR = 3e-3
 FAMILIES = ["llama", "qwen3", "gemma2", "gpt2", "mixtral", "opt"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def build():
-    engines = []
-
+def build(engines):
     def make(model="llama", settings=TILED, *, dropout=0.0, dtype=torch.float32, prepare=None, trial=False, **fields):
         loaded = tiny_loaded(model, dtype=dtype, **fields)
         set_dropout(loaded.model, dropout)
@@ -60,9 +50,7 @@ def build():
         engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=trial))
         return engines[-1]
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def batches_of(step: int, count: int = 2):

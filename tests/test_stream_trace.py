@@ -32,29 +32,18 @@ SETTINGS = StreamSettings(
     staging_bytes=2 * MIB, slot_bytes=64 * 1024, num_slots=2, optimizer_threads=1, optimizer_backend="torch", seed=5
 )
 MICRO_BATCHES = 2
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
-def build():
-    engines = []
-
+def build(engines):
     def make(settings=SETTINGS, model="llama", device="cpu", num_layers=2):
         loaded = tiny_loaded(model, num_hidden_layers=num_layers)
         set_dropout(loaded.model, 0.0)
         engines.append(build_stream_engine(loaded, settings, device=device, pinned_grant=False, trial=False))
         return engines[-1]
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def train(engine, steps: int, first: int = 0):

@@ -25,14 +25,7 @@ from outcore.engine.stream.shell import StreamUnsupported
 from outcore.engine.stream.units import discover_units, find_stack
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def slab_of(unit) -> torch.Tensor:

@@ -35,14 +35,7 @@ TINY = StreamSettings(
     seed=5,
 )
 LR = 3e-3
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -64,9 +57,7 @@ def adapted(model: str = "llama", seed: int = 0):
 
 
 @pytest.fixture
-def build(drive, tmp_path):
-    engines = []
-
+def build(drive, tmp_path, engines):
     def make(ram_bytes=None, model="llama", loaded=None, **changes):
         spills = ram_bytes is not None or changes.get("activations") == "nvme"
         where = str(tmp_path / f"drive{len(engines)}") if spills else None
@@ -83,9 +74,7 @@ def build(drive, tmp_path):
         )
         return engines[-1]
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def batches_of(step: int):

@@ -29,14 +29,7 @@ TINY = StreamSettings(
 )
 LR = 3e-3
 NOTHING_IN_RAM = {"weight_ram_bytes": 0, "state_ram_bytes": 0, "activations": "nvme"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -47,9 +40,7 @@ def drive():
 
 
 @pytest.fixture
-def build(drive, tmp_path):
-    engines = []
-
+def build(drive, tmp_path, engines):
     def make(model="llama", seed=0, **changes):
         loaded = tiny_loaded(model, seed=seed, dtype=torch.bfloat16)
         set_dropout(loaded.model, 0.1)
@@ -60,9 +51,7 @@ def build(drive, tmp_path):
         )
         return engines[-1]
 
-    yield make
-    for engine in engines:
-        engine.close()
+    return make
 
 
 def batches_of(step: int):
