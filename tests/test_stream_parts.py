@@ -100,25 +100,64 @@ def test_seeds_differ_by_place():
     assert len(seeds) == 81 and all(0 <= seed < 2**63 for seed in seeds)
 
 
+class _Lease:
+    is_released = False
+
+    def __init__(self, n_bytes):
+        self.tensor = torch.ones(n_bytes, dtype=torch.uint8)
+
+    def release(self):
+        self.is_released = True
+
+
+class _Pool:
+    """A pinned pool of so many bytes."""
+
+    is_pinned = True
+
+    def __init__(self, free_bytes):
+        self.free_bytes = free_bytes
+
+    def lease(self, n_bytes, owner):
+        assert n_bytes > 0, "as the pool does"
+        self.free_bytes -= n_bytes
+        return _Lease(n_bytes)
+
+
+def _memory_of(free_bytes, reserve_bytes=0):
+    return HostMemory(_Pool(free_bytes), reserve_bytes)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("free_pages", "pinned"),
+    [
+        (100, set(range(8))),
+        (13, {0, 1, 3, 5, 7}),  # ends of 2 pages, and nine pages for six layers of 3
+        (4, {0, 7}),
+        (3, {0}),
+        (0, set()),
+    ],
+)
+def test_pinned_memory_is_spread_over_the_layers(free_pages, pinned):
+    pages = [2, 3, 3, 3, 3, 3, 3, 2]
+    sizes = [(index, count * 4096 - 100) for index, count in enumerate(pages)]
+    memory = _memory_of(free_pages * 4096)
+    found = memory.which_pinned(sizes)
+    assert found == pinned
+    assert sum(pages[i] for i in found) <= free_pages
+    for index, n_bytes in sizes:
+        memory.take(n_bytes, "a home", pinned=index in found)
+    assert memory.pinned_bytes == sum(sizes[i][1] for i in found)
+
+
+def test_nothing_is_pinned_without_a_pool_or_homes():
+    assert HostMemory(None).which_pinned([(0, 100)]) == frozenset()
+    assert _memory_of(10000).which_pinned([]) == frozenset()
+    assert _memory_of(10000).which_pinned([(4, 100)]) == {4}
+
+
 def test_host_memory_is_pinned_while_the_pool_lasts():
-    class Pool:
-        is_pinned, free_bytes = True, 10000
-
-        def lease(self, n_bytes, owner):
-            assert n_bytes > 0, "as the pool does"
-            self.free_bytes -= n_bytes
-            return Lease(n_bytes)
-
-    class Lease:
-        is_released = False
-
-        def __init__(self, n_bytes):
-            self.tensor = torch.ones(n_bytes, dtype=torch.uint8)
-
-        def release(self):
-            self.is_released = True
-
-    memory = HostMemory(Pool(), reserve_bytes=1000)  # pyright: ignore[reportArgumentType]
+    memory = _memory_of(10000, reserve_bytes=1000)
     first, second, third = memory.take(6000, "a"), memory.take(6000, "b"), memory.take(2000, "c", pinned=False)
     assert (memory.pinned_bytes, memory.pageable_bytes) == (6000, 8000)
     assert [t.numel() for t in (first, second, third)] == [6000, 6000, 2000]

@@ -53,8 +53,10 @@ class GradientArena:
         total_bytes = sum(round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES) for unit in trainable)
         if limit_bytes is None or limit_bytes >= total_bytes:
             self.size_bytes = total_bytes
+            in_pool = memory.which_pinned([(unit.index, gradient_bytes_of(unit)) for unit in trainable])
             for unit in trainable:
-                home = memory.take(gradient_bytes_of(unit), f"gradients of {unit.name}")
+                pinned = unit.index in in_pool
+                home = memory.take(gradient_bytes_of(unit), f"gradients of {unit.name}", pinned=pinned)
                 self._held[unit.index] = (home.view(unit.layout.dtype), None)
             return
         together = [unit for unit in trainable if unit is early]

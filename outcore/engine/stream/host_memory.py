@@ -2,11 +2,16 @@
 
 Pageable memory is mapped privately with huge pages asked for, and touched at once (or by its first writer). Pinned
 homes are copied directly, pageable ones through the lanes' pinned slots, so results never depend on which it was.
+
+Where the pool does not hold all homes of a kind, `which_pinned` spreads it evenly over the layers: copying a pageable
+home takes the CPU several times as long as the link takes for a pinned one, which hides behind the compute of its
+neighbours; were they all in a row, the pass would go at the copies' rate there and the CPU would idle elsewhere.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -42,6 +47,28 @@ class HostMemory:
                 return lease.tensor.zero_()
         self.pageable_bytes += n_bytes
         return pageable(n_bytes, touch=touch)
+
+    def which_pinned(self, sizes: Sequence[tuple[int, int]]) -> frozenset[int]:
+        """Of homes (unit's index, bytes) in order of need those that the pool has room for: the first and the last,
+        embedding and head, which have no neighbour to hide behind, then an even spread of the layers."""
+        if self._pool is None:
+            return frozenset()
+        left = max(0, self._pool.free_bytes - self._reserve_bytes)
+        rooms = [(index, round_up(n_bytes, ALIGNMENT_BYTES)) for index, n_bytes in sizes]
+        chosen: set[int] = set()
+        for index, room in (*rooms[:1], *rooms[1:][-1:]):
+            if room <= left:
+                chosen.add(index)
+                left -= room
+        layers = rooms[1:-1]
+        share = min(1.0, left / max(1, sum(room for _, room in layers)))
+        passed = taken = 0
+        for index, room in layers:
+            passed += room
+            if taken + room <= left and taken < share * passed:
+                chosen.add(index)
+                taken += room
+        return frozenset(chosen)
 
     def close(self) -> None:
         """Give the leases back; nothing taken may be used any more."""

@@ -125,9 +125,11 @@ class WeightHomes:
         """Take over the values of the model's parameters, whose storage is here from then on: one unit after another,
         so that there is never a second copy of more than one. Values from the feed then come group by group."""
         missing = set() if self._feed is None else set(self._feed.names)
+        sizes = {unit.index: self._cuts[unit.index] * unit.layout.dtype.itemsize for unit in self._units}
+        in_pool = self._memory.which_pinned(list(sizes.items()))
         for unit in self._units:
-            n_bytes = self._cuts[unit.index] * unit.layout.dtype.itemsize
-            self._ram[unit.index] = self._memory.take(n_bytes, f"parameters of {unit.name}").view(unit.layout.dtype)
+            home = self._memory.take(sizes[unit.index], f"parameters of {unit.name}", pinned=unit.index in in_pool)
+            self._ram[unit.index] = home.view(unit.layout.dtype)
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 if slot.name not in missing:
                     self.write(slot.name, parameter.detach())
