@@ -79,6 +79,7 @@ def machine(**changes: Any) -> Machine:
                 5.5,
                 60.0,
                 optimizer_gparams_per_s={"fp32": 1.5, "split": 1.6, "fp32_m8": 2.2, "split8": 2.4},
+                host_layer_s=0.0025,
             ),
         ),
         **changes,

@@ -197,6 +197,22 @@ def test_what_gds_optimizer_saves_is_what_the_planner_loads(tmp_path):
     assert json.loads(saved.read_text())["links"]["source"] == "measured"
 
 
+def test_the_hosts_rate_is_taken_where_it_was_measured(tmp_path):
+    path = machine().save(tmp_path / "desktop.json")
+    measured = load_hardware(str(path))
+    assert (measured.host_layer_s, measured.sources["host_layer_s"]) == (0.0025, "measured")
+    assert measured.host_s(4) == 0.01 and dataclasses.replace(measured, is_cpu=True).host_s(4) == 0.0
+    record = json.loads(path.read_text())
+    record["links"]["host_layer_s"] = 0.0
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"host_layer_s is 0\.0, but a rate must be above 0"):
+        load_hardware(str(path))
+    del record["links"]["host_layer_s"]  # a profile from before
+    path.write_text(json.dumps(record))
+    older = load_hardware(str(path))
+    assert older.host_layer_s == k.HOST_LAYER_S and "on a server" in older.sources["host_layer_s"]
+
+
 def test_rates_of_the_optimizer_are_taken_where_they_were_measured(tmp_path):
     path = str(machine().save(tmp_path / "desktop.json"))
     measured = load_hardware(path)

@@ -90,7 +90,7 @@ def test_bytes_by_hand_mixture_of_experts():
 def test_prototype_times_with_states_in_ram(states, clip, accumulation, measured_s):
     request = RunRequest(state_format=states, max_grad_norm=clip, staging_bytes=100 * GIB)  # it pinned everything
     p = plan_stream(prototype_shape(), request, server(), 1024, StreamLayout(4, accumulation))
-    between_s = 26 * k.STREAM_HOST_S_PER_UNIT  # it had neither data nor a loop around its passes
+    between_s = server().host_s(26 * k.STREAM_HOST_LAYERS_PER_UNIT)  # it had neither data nor a loop around its passes
     assert p.time.step_s - between_s == pytest.approx(measured_s, rel=0.20)
 
 
@@ -305,7 +305,7 @@ def test_graphs_take_memory_where_layers_are_short_and_there_is_room():
     assert full.part_bytes("vram", "CUDA graphs of layers") == 0
     off = plan_stream(shape, RunRequest(), fast, 1024, StreamLayout(4, 4, checkpoints_home="ram", cuda_graphs=False))
     assert p.tensor_bytes - off.tensor_bytes == p.part_bytes("vram", name)
-    assert p.part_bytes("vram", spare) - off.part_bytes("vram", spare) == k.GRAPH_SPARE_BYTES
+    assert p.part_bytes("vram", spare) - off.part_bytes("vram", spare) == k.GRAPH_SPARE_TENSORS * 4096 * 2048 * 2
 
 
 def test_checkpoints_of_activations_in_ram_or_on_the_drive_leave_vram():

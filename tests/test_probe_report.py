@@ -12,6 +12,7 @@ import pytest
 
 from outcore.machine import Drive, Gpu, Machine
 from outcore.probe.advice import drive_link_warning, drive_warnings, gpu_warnings, staging_warnings
+from outcore.probe.compute_bench import ComputeRates
 from outcore.probe.config_file import ConfigError, apply_changes, read_config
 from outcore.probe.drive_bench import DriveResult
 from outcore.probe.facts import GdsFacts
@@ -273,7 +274,14 @@ def test_the_planner_can_load_the_profile(tmp_path: Path) -> None:
     assert machine.links.ram_gb_per_s == 61.0
     assert machine.links.optimizer_gparams_per_s == {"fp32": 4.125, "split8": 5.25}
     assert measured_machine(findings(updates=None)).links.optimizer_gparams_per_s is None  # pyright: ignore
+    assert machine.links.host_layer_s is None
     assert os.listdir(tmp_path) == ["machine_profile.json"]
+    launched = findings(host_layer_s=0.00412345678)
+    links = measured_machine(launched).links
+    assert links is not None and links.host_layer_s == 0.004123
+    text = render(dataclasses.replace(launched, compute=ComputeRates("cuda:0", "bf16", 30.0, 200.0, 1.0)))
+    assert "launches of one eager layer" in text and "4.12 ms of one core" in text
+    assert build_report(launched)["compute"] is None, "compute was not measured"
 
 
 def test_pictures(tmp_path: Path) -> None:

@@ -117,6 +117,8 @@ class LinkRates:
     """Copies within that device's memory, reads and writes counted."""
     optimizer_gparams_per_s: dict[str, float] | None = None
     """Format of the states -> 10^9 parameters per second that the CPU optimizer updates, all cores but two at work."""
+    host_layer_s: float | None = None
+    """Seconds in which one core launches an eager decoder layer on the first GPU: forward, recomputation, backward."""
 
 
 @dataclass(frozen=True)

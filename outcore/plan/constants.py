@@ -4,7 +4,9 @@ Measured means: on a server with one H200 (989 TFLOPS dense bf16, PCIe 5.0 x16 a
 3.4-4.8 GB/s mixed), Llama of 1.21 B parameters (hidden 2048, 24 layers, vocabulary 32,000), sequences of 1,024, unless
 said otherwise. "Prototype" is a throw-away layer-streaming trainer that was raced there against stock DeepSpeed 0.19.8.
 (R) are the twelve runs of benchmarks/results/plan_vs_measured-h200-before-calibration.json, on another server of that
-kind (784 TFLOPS of matrix products, STREAM triad 82 GB/s, drive 3.0 GB/s mixed). What was measured there and is scaled
+kind (784 TFLOPS of matrix products, STREAM triad 82 GB/s, drive 3.0 GB/s mixed); (S) the eleven of
+plan_vs_measured-h200-second.json, after which the constants were set once more; (H) some of these with one setting
+changed: plan_vs_measured-h200-host.json; (M) six runs before all of these. What was measured there and is scaled
 to another machine is a forecast, and shown as one.
 """
 
@@ -34,10 +36,13 @@ that the driver counts and the allocator does not, in six runs (benchmarks/plan_
 scaled: a context grows with the chip and its memory; that an 8 GiB card takes 0.60 GiB is assumed, not measured."""
 GPU_SPARE_BYTES = int(0.15 * GIB)
 """What the allocator rounds up and keeps for later, with segments that grow. Measured without graphs: 0.16 GB
-(benchmarks/results/stream_race-h200-before-graphs.json), 0.01 (R). DeepSpeed's engine asks for such segments since it
-held 0.69-1.51 GB in fixed ones (R); its spare is not measured yet."""
-GRAPH_SPARE_BYTES = int(0.36 * GIB)
-"""The same on top of it with CUDA graphs, whose pool nothing else may use: 0.38-0.67 GB in all, in six runs (M)."""
+(benchmarks/results/stream_race-h200-before-graphs.json), 0.01 (R), 0.08 (H); DeepSpeed below ZeRO-3 0.17 (S)."""
+ZERO3_SPARE_SHARE = 0.82
+"""The same of DeepSpeed's ZeRO-3, of the parameters that it gathers and frees again, of many sizes: 0.61-0.62 GB of
+0.86 with 0.4 B parameters (S), 1.06 of 1.13 with 1.2 B (H)."""
+GRAPH_SPARE_TENSORS = 20
+"""With CUDA graphs, whose pool nothing else may use, so many hidden states of a micro-batch on top of GPU_SPARE_BYTES:
+0.28-0.57 GB in all, in nine runs (S, H), 0.096 GB and 25 such tensors by least squares."""
 NCCL_BYTES = int(0.49 * GIB)
 """NCCL's communicator, which DeepSpeed makes even for one rank. Measured (R): 1.39-1.40 GB that the driver counts and
 the allocator does not in four runs of DeepSpeed, 0.87-0.89 in eight of the streaming engine."""
@@ -69,11 +74,10 @@ LAYER_BUFFERS = 3
 GRAPH_LONG_S, GRAPH_FREE_SHARE = 5e-3, 0.4
 """Layers that compute longer are not captured as CUDA graphs, nor is anything with less of the device free
 (outcore/engine/stream/graphs.py)."""
-GRAPH_POOL, GRAPH_TENSORS = 1.1, 9
+GRAPH_POOL, GRAPH_TENSORS = 1.0, 5
 """What the graphs of layers keep: their common pool, in activations of one compiled layer, and tensors of a
-micro-batch's hidden states (outputs of six graphs, forward and backward with three weight buffers; three inputs).
-Fitted to the allocator's peak in seven runs of 0.1 to 2.9 B parameters on an H200 (R), which held a second gradient of
-the head: with it within 1 % in four of them, 4 % in two, and 5 % in that of 8,192 tokens, masks of rows included."""
+micro-batch's hidden states. Fitted to the allocator's peak in nine runs of 0.1 to 2.9 B parameters on an H200 (S):
+within 3 % in seven of them, 5 % below in one with a single micro-batch, 11 % above in that of 8,192 tokens."""
 WSL2_PINNED_BYTES = 512 * MIB
 """Reports of what WSL2 lets a process pin range from 0.5 to 5 GB; the least of them."""
 
@@ -141,15 +145,20 @@ and where both come from. A name with "laptop", "ti" or "super" in it is another
 MATMUL_SHARE = 0.93
 """Of the measured rate of large matrix products that those of a layer reach. Prototype, measured: 158 TFLOP in 0.290 s
 on a GPU of about 720 TFLOPS, less what passes through its memory."""
-STREAM_HOST_S_PER_CALL = (0.001, 0.001)
-"""Python and launches of one compiled layer on one micro-batch, forward and backward. Measured (M), 0.4 B parameters on
-an H200: 0.111 s of a backward pass of 24 layers and 4 micro-batches, 0.014 of them waits for copies."""
-STREAM_EAGER_HOST_S_PER_CALL = (0.0021, 0.0036)
-"""The same of an eager layer, recomputation included. Measured (R), 0.4 B parameters: 0.099 s forward and 0.172 s
-backward for 24 layers and 2 micro-batches, nowhere near the GPU's own time."""
-STREAM_HOST_S_PER_UNIT = 0.0009
+HOST_LAYER_S = 0.0044
+"""Seconds in which one core launches an eager decoder layer, forward, recomputation and backward
+(outcore/probe/host_bench.py), where the probe did not measure it. Measured (H): 0.0038-0.0051 within four minutes on
+one host, which had other guests. The host's terms are in such layers, because hosts differ by half. It was not measured
+in (S): DeepSpeed's two kinds of runs there both say 0.0057."""
+STREAM_HOST_LAYERS_PER_CALL = (0.18, 0.18)
+"""Python and launches of one compiled layer on one micro-batch, forward and backward. Measured (S), 0.4 B parameters on
+an H200: 0.107 s of a backward pass of 24 layers and 4 micro-batches, some of it waits for copies."""
+STREAM_EAGER_HOST_LAYERS_PER_CALL = (0.5, 1.0)
+"""The same of an eager layer, recomputation included. Measured, 0.4 B parameters, 24 layers and 2 micro-batches,
+nowhere near the GPU's own time: 0.099 and 0.172 s (R), 0.103 and 0.238 s (H)."""
+STREAM_HOST_LAYERS_PER_UNIT = 0.16
 """Between the passes of a step, per layer, embedding and head: the batch, the norm, handing updates over. Measured
-(benchmarks/plan_vs_measured.py, one H200): 0.016-0.036 s a step outside the passes with 26 to 34 units."""
+(M): 0.016-0.036 s a step outside the passes with 26 to 34 units."""
 EAGER_SLOWDOWN = 1.5
 """Eager against compiled layers. Prototype, measured: 0.482 s against 0.324 s a step."""
 DRAM_SHARE = 0.78
@@ -167,15 +176,15 @@ states in RAM (16,384 and 4,096 tokens, fp32 and compact, with and without clipp
 DEEPSPEED_OPTIMIZER_DRAM_BYTES = 104
 """180 GB/s x 1.21 B parameters / 2.1e9: DeepSpeed's optimizer phase with states in RAM, gradients' copies and clipping
 included. Measured: 0.99 s a step with one micro-batch and 1.87 s with four leave 0.70 s, i.e. 1.73 Gparam/s."""
-DEEPSPEED_HOST_S_PER_LAYER = 0.0155
-"""Python hooks of ZeRO-3 per layer and micro-batch (forward, recomputation, backward). Measured: 13.4 ms (1.29 s
-without any offload = 4 micro-batches x 24 layers, far above the GPU's own work); on another host, whose cores are
-slower, 17.1 and 18.9 ms with 0.4 B parameters (R). Between the hosts; it hides under a slower GPU's compute."""
-DEEPSPEED_PLAIN_HOST_S_PER_LAYER = 0.0047
-"""The same below ZeRO-3: Python and launches of an eager layer. Measured (R), 0.1 B parameters, stage none: 0.036 s
-forward and 0.076 s backward, recomputation included, for 12 layers and 2 micro-batches."""
-DEEPSPEED_GPU_UPDATE_S_PER_LAYER = 0.0017
-"""Python and launches of an update on the GPU. Measured in that run: 0.020 s, 12 layers."""
+DEEPSPEED_HOST_LAYERS = 4.6
+"""Python hooks of ZeRO-3 per layer and micro-batch (forward, recomputation, backward), in HOST_LAYER_S. Measured (H):
+20.2 ms with 0.4 B parameters, 20.4 with 1.2 B; (S) 25.6. With fixed segments instead of growing ones 18.0 ms (H),
+17.1-19.3 (R). It hides under a slower GPU's compute."""
+DEEPSPEED_PLAIN_HOST_LAYERS = 1.3
+"""The same below ZeRO-3: Python and launches of an eager layer. Measured (H), 0.1 B parameters, stage none, 12 layers
+and 2 micro-batches: 5.4-6.4 ms with growing segments, 4.7-5.3 with fixed ones, which take 0.9 GB more."""
+DEEPSPEED_GPU_UPDATE_HOST_LAYERS = 0.48
+"""Python and launches of an update on the GPU. Measured (H) in those runs: 0.023-0.030 s, 12 layers."""
 DEEPSPEED_DRIVE_SHARE = 0.67
 """Of the mixed drive rate. Measured: 32 B per parameter in 14 s of optimizer phase, 2.8 of about 4.1 GB/s."""
 DEEPSPEED_RAM_BYTES_PER_PARAM = 24

@@ -169,8 +169,8 @@ def _time(
         flops.attention,
         k.MASKED_ATTENTION_SHARE,
     )
-    calls = 0 if hardware.is_cpu else shape.num_layers * passes
-    host_s = calls * (k.DEEPSPEED_HOST_S_PER_LAYER if stage == 3 else k.DEEPSPEED_PLAIN_HOST_S_PER_LAYER)
+    per_call = k.DEEPSPEED_HOST_LAYERS if stage == 3 else k.DEEPSPEED_PLAIN_HOST_LAYERS
+    host_s = hardware.host_s(per_call * shape.num_layers * passes)
     update_host_s = 0.0
     swept = 2 * e * shape.total_params // (gpus if stage == 3 else 1)  # forward, and backward with its recomputation
     h2d = swept * passes if layout.params != "none" else 0
@@ -191,8 +191,8 @@ def _time(
         update = staged_update(shape, homes, layout.staged, hardware)
         read, written = update.read_bytes, update.written_bytes
         optimizer_drive_s, optimizer_s = update.drive_s, update.cpu_s
-    elif layout.optimizer == "none" and not hardware.is_cpu:
-        update_host_s = k.DEEPSPEED_GPU_UPDATE_S_PER_LAYER * shape.num_layers
+    elif layout.optimizer == "none":
+        update_host_s = hardware.host_s(k.DEEPSPEED_GPU_UPDATE_HOST_LAYERS * shape.num_layers)
     elif layout.optimizer == "cpu":
         optimizer_s = k.DEEPSPEED_OPTIMIZER_DRAM_BYTES * trained / (hardware.ram_gb_per_s * GB)
     elif layout.optimizer == "nvme":

@@ -50,7 +50,7 @@ def vram_parts(
     gradients = e * trained // (gpus if stage >= 2 else 1)
     share = gpus if stage >= 1 else 1
     master, moments, fp32_gradients = 4 * trained // share, 8 * trained // share, 4 * trained // share
-    parts = []
+    parts, gathered = [], 0
     if stage == 3:
         fp32_gradients = min(fp32_gradients, 4 * 2 * k.DEEPSPEED_BUCKET_NUMEL)  # one sub-group of 100 M elements
         largest = max(shape.largest_weight_numel, max(shape.layer_params) if shape.is_moe else 0)
@@ -76,7 +76,7 @@ def vram_parts(
     work, before_sum = max(layer_peak, head_peak, key=sum)
     name = "activations of the largest unit" if (work, before_sum) == layer_peak else "logits of one chunk"
     in_step = max(0, fp32_gradients - work - before_sum - checkpoints)  # none of these is there in the step
-    return [
+    parts = [
         Part("vram", "parameters", params),
         Part("vram", "gradients", gradients),
         Part("vram", "master", master),
@@ -90,9 +90,12 @@ def vram_parts(
         Part("vram", MASKS, mask_bytes(shape, request, seq_length, tokens)),
         Part("vram", OVERHEAD, hardware.gpu_context_bytes),
         Part("vram", COMMUNICATOR, k.NCCL_BYTES),
-        Part("vram", SPARE, k.GPU_SPARE_BYTES),
         Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
     ]
+    # What gathered parameters leave behind is kept while there is room: the allocator gives it back before it fails.
+    room = hardware.vram_bytes - sum(part.size_bytes for part in parts)
+    left_behind = int(k.ZERO3_SPARE_SHARE * gathered)
+    return [*parts, Part("vram", SPARE, max(k.GPU_SPARE_BYTES, min(left_behind, room)))]
 
 
 def host_parts(

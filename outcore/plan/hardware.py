@@ -56,6 +56,8 @@ class Hardware:
     """Of the GPU's own memory. None: what passes through it is counted in `compute_tflops` already."""
     optimizer_gparams_per_s: Mapping[str, float] = field(default_factory=dict)
     """Format of the states -> 10^9 parameters that the CPU optimizer updates per second; {}: not measured."""
+    host_layer_s: float = k.HOST_LAYER_S
+    """In which one core launches an eager decoder layer, forward, recomputation and backward."""
     is_cpu: bool = False
     """There is no GPU: the run trains on the CPU, and what would be in VRAM is in RAM."""
     num_gpus: int = 1
@@ -67,7 +69,7 @@ class Hardware:
         for name in ("vram_bytes", "ram_bytes", "pinned_bytes", "nvme_free_bytes", "nvme_total_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, but an amount of memory cannot be negative.")
-        for name in (*LINKS, "drive_mixed_gb_per_s", "compute_tflops", "device_memory_gb_per_s"):
+        for name in (*LINKS, "drive_mixed_gb_per_s", "compute_tflops", "device_memory_gb_per_s", "host_layer_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}, but a rate must be above 0. Measure it again: gds_optimizer.py")
@@ -103,6 +105,10 @@ class Hardware:
             return (flops + attention_flops) / (self.compute_tflops * 1e12)
         products_s = (flops + attention_flops / attention_share) / (self.compute_tflops * 1e12)
         return products_s + traffic_bytes / (self.device_memory_gb_per_s * GB)
+
+    def host_s(self, layers: float) -> float:
+        """Seconds of the host for the launches of so many eager layers; none where the CPU computes itself."""
+        return 0.0 if self.is_cpu else layers * self.host_layer_s
 
     @property
     def gpu_context_bytes(self) -> int:
@@ -195,6 +201,7 @@ def hardware_of(
     tflops, memory, source = _compute(machine, overrides.tflops)
     sources["compute_tflops"] = source
     updates, sources["optimizer_gparams_per_s"] = _updates(machine, notes)
+    host_layer_s, sources["host_layer_s"] = _host(machine)
     if tflops is None:
         notes.append(
             f"the compute rate of {machine.gpus[0].name if machine.gpus else 'this machine'} is not known: step times "
@@ -222,6 +229,7 @@ def hardware_of(
         compute_tflops=tflops,
         device_memory_gb_per_s=memory,
         optimizer_gparams_per_s=updates,
+        host_layer_s=host_layer_s,
         is_cpu=is_cpu,
         num_gpus=overrides.num_gpus,
         sources=sources,
@@ -295,6 +303,13 @@ def _updates(machine: Machine, notes: list[str]) -> tuple[dict[str, float], str]
             "steps up to 50 % too long; python gds_optimizer.py measures it"
         )
     return {}, f"the memory's: bytes of an update at {k.DRAM_SHARE:g} of ram_gb_per_s"
+
+
+def _host(machine: Machine) -> tuple[float, str]:
+    links = machine.links
+    if links is not None and links.host_layer_s is not None:
+        return links.host_layer_s, links.source
+    return k.HOST_LAYER_S, f"{k.HOST_LAYER_S:g} s, as measured on a server"
 
 
 def _compute(machine: Machine, given: float | None) -> tuple[float | None, float | None, str]:

@@ -41,7 +41,8 @@ def plan_stream(
         graphs = graph_bytes(shape, request, hardware, seq_length, layout, vram)
         vram.append(Part("vram", "CUDA graphs of layers", graphs))
         if graphs:
-            vram = [replace(p, size_bytes=p.size_bytes + k.GRAPH_SPARE_BYTES) if p.name == SPARE else p for p in vram]
+            kept = k.GRAPH_SPARE_TENSORS * seq_length * layout.micro_batch * shape.hidden_size * request.element_bytes
+            vram = [replace(p, size_bytes=p.size_bytes + kept) if p.name == SPARE else p for p in vram]
     drive = drive_states(sizes, spill)
     if layout.checkpoints_home == "nvme":
         drive.append(Part("nvme", "activation checkpoints", checkpoints))

@@ -37,9 +37,9 @@ def step_time(
         slower * hardware.compute_s(flops.forward, traffic.forward, flops.attention_forward, share),
         slower * hardware.compute_s(flops.backward + again, traffic.backward, flops.attention_backward, share),
     ]
-    per_call_s = k.STREAM_HOST_S_PER_CALL if compiled else k.STREAM_EAGER_HOST_S_PER_CALL
-    calls = 0 if hardware.is_cpu else shape.num_layers * layout.accumulation
-    gpu_s = [max(seconds, calls * call_s) for seconds, call_s in zip(device_s, per_call_s, strict=True)]
+    per_call = k.STREAM_HOST_LAYERS_PER_CALL if compiled else k.STREAM_EAGER_HOST_LAYERS_PER_CALL
+    calls = shape.num_layers * layout.accumulation
+    gpu_s = [max(seconds, hardware.host_s(calls * call)) for seconds, call in zip(device_s, per_call, strict=True)]
     head = shape.head_params + (shape.head_weight_numel if shape.tied else 0)
     up_forward = e * (shape.embedding_params + sum(shape.layer_params) + shape.adapter_params + head)
     up_backward = e * (sum(shape.layer_params) + shape.adapter_params)
@@ -82,7 +82,7 @@ def step_time(
     else:
         update_s = [hardware.update_s(request.format, trained, sum(copied_bytes))]
         step_s = overlapped_s(sum(gpu_s), sum(h2d_s), sum(d2h_s), sum(update_s), sum(drive_s))
-    between_s = 0.0 if hardware.is_cpu else k.STREAM_HOST_S_PER_UNIT * (shape.num_layers + (1 if shape.tied else 2))
+    between_s = hardware.host_s(k.STREAM_HOST_LAYERS_PER_UNIT * (shape.num_layers + (1 if shape.tied else 2)))
     step_s += between_s
     if hardware.is_cpu:  # the update computes where the layers do: one after the other
         step_s = sum(gpu_s) + sum(update_s) + max(0.0, sum(drive_s) - sum(gpu_s))

@@ -23,6 +23,7 @@ from outcore.probe.direct_bench import measure_direct, open_direct_engine
 from outcore.probe.drive_bench import DriveResult, drive_rate, measure_drive, recommended
 from outcore.probe.drive_cell import batch_limit_bytes
 from outcore.probe.facts import READ_BYTES, GdsFacts, collect_facts
+from outcore.probe.host_bench import measure_host
 from outcore.probe.ladder import ladder_rows
 from outcore.probe.lane_bench import StagingSettings, StagingTest, build_pool, choose_write_combined, run_staging_test
 from outcore.probe.latency_bench import SIZES_BYTES, measure_latency
@@ -65,7 +66,7 @@ STAGES = (
     "latency",
     "peers",
 )
-MOST_COMPUTE_S = 3.0
+MOST_COMPUTE_S, HOST_SHARE = 3.0, 0.4
 MOST_UPDATES_S, LEAST_UPDATES_SHARE = 6.0, 0.35
 """Of all measurements' time: 3.5 s of --quick, on top of what the budget gives when that is less."""
 UPDATES_NUMEL = MOST_NUMEL
@@ -208,7 +209,12 @@ class Optimizer:
     def _compute(self, found: Findings) -> None:
         self.progress.stage("compute")
         stage_s = self.budget.begin("compute")
-        found.compute = measure_compute(self.device, min(MOST_COMPUTE_S, max(stage_s, LEAST_STAGE_S)))
+        limit_s = min(MOST_COMPUTE_S, max(stage_s, LEAST_STAGE_S))
+        if not self.has_gpu:
+            found.compute = measure_compute(self.device, limit_s)
+            return
+        found.host_layer_s = measure_host(self.device, HOST_SHARE * limit_s)
+        found.compute = measure_compute(self.device, (1 - HOST_SHARE) * limit_s)
 
     def _pool(self, found: Findings, stack: ExitStack) -> PinnedPool | None:
         self.progress.stage("staging buffer")

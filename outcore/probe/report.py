@@ -84,6 +84,7 @@ class Findings:
     latency: LatencyResult | None = None
     pcie: LinkUnderLoad | None = None
     compute: ComputeRates | None = None
+    host_layer_s: float | None = None
     updates: UpdateRates | None = None
     direct_gb_per_s: dict[str, float] = field(default_factory=dict)
     settings: Recommendation = field(default_factory=Recommendation)
@@ -134,7 +135,7 @@ def build_report(findings: Findings) -> dict[str, Any]:
         "would_change": list(verdict.would_change),
         "ladder": [dataclasses.asdict(row) for row in findings.ladder],
         "links": {f"{link}_gb_per_s": rate for link, rate in findings.link_rates().items()},
-        "compute": _compute(findings.compute),
+        "compute": _compute(findings),
         "optimizer": dataclasses.asdict(findings.updates) if findings.updates else None,
         "drives": [_drive(drive) for drive in findings.drives],
         "staging": _staging(findings.staging),
@@ -190,6 +191,7 @@ def measured_machine(findings: Findings) -> Machine:
         matmul_tflops=round(compute.matmul_tflops, 3) if compute else None,
         device_memory_gb_per_s=round(compute.memory_gb_per_s, 2) if compute else None,
         optimizer_gparams_per_s=updates.gparams_per_s if updates else None,
+        host_layer_s=round(findings.host_layer_s, 6) if findings.host_layer_s else None,
     )
     return dataclasses.replace(findings.machine, links=links)
 
@@ -256,7 +258,8 @@ def _latency(result: LatencyResult | None) -> dict[str, Any] | None:
     }
 
 
-def _compute(rates: ComputeRates | None) -> dict[str, Any] | None:
+def _compute(findings: Findings) -> dict[str, Any] | None:
+    rates, host_s = findings.compute, findings.host_layer_s
     if rates is None:
         return None
     return {
@@ -264,6 +267,7 @@ def _compute(rates: ComputeRates | None) -> dict[str, Any] | None:
         "dtype": rates.dtype,
         "matmul_tflops": round(rates.matmul_tflops, 3),
         "memory_gb_per_s": round(rates.memory_gb_per_s, 2),
+        "host_layer_s": None if host_s is None else round(host_s, 6),
     }
 
 

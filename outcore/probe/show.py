@@ -108,6 +108,8 @@ def _links(found: Findings) -> str:
         where = "GPU" if rates.device.startswith("cuda") else "CPU"
         lines.append(f"{f'matrix products, {where}, {rates.dtype}':<40} {rates.matmul_tflops:8.2f} TFLOPS")
         lines.append(f"{f'copies within the memory of the {where}':<40} {rates.memory_gb_per_s:8.2f} GB/s")
+    if found.host_layer_s is not None:
+        lines.append(f"{'launches of one eager layer':<40} {1e3 * found.host_layer_s:8.2f} ms of one core")
     if found.updates is not None:
         updates = found.updates
         how = f"{updates.threads} thread{'s' if updates.threads > 1 else ''}, {updates.backend}"
