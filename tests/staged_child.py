@@ -30,6 +30,7 @@ from outcore.engine.deepspeed.staged.shares import Share
 from outcore.engine.stream import scratch as scratch_room
 from outcore.model.settings import ModelSettings
 from outcore.storage import FaultyEngine, open_engine
+from outcore.train.determinism import fix_order
 
 LR = 1e-3
 ON_GPU = os.environ.get("STAGED_DEVICE") == "cuda"
@@ -173,7 +174,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     if ON_GPU:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        fix_order()
     init_process_group(ON_GPU, int(os.environ.get("LOCAL_RANK", "0")))
     rank = torch.distributed.get_rank()
     results: dict[str, Any] = {}

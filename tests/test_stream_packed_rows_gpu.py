@@ -14,6 +14,7 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.model.borders import are_borders, borders_of
 from outcore.model.packed_attention import by_kernel
 from outcore.model.packed_trial import KERNEL_TOLERANCE, kernel_error
+from outcore.train.determinism import CUBLAS_WORKSPACE, any_order, fix_order
 from outcore.units import MIB
 
 pytestmark = pytest.mark.gpu
@@ -126,6 +127,33 @@ def test_layers_of_packed_rows_wait_for_nothing():
             torch.cuda.set_sync_debug_mode("default")
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    "model_type,compiled", [("llama", "on"), ("llama", "off"), ("gpt2", "off"), ("mixtral", "off")]
+)
+def test_a_deterministic_run_repeats_every_bit(monkeypatch, model_type, compiled):
+    """Rows of many blocks of the flash kernel, packed and whole, as --deterministic runs them."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
+
+    def parameters():
+        loaded = tiny_loaded(model_type, dtype=torch.bfloat16, max_position_embeddings=2048, attn_pdrop=0.0)
+        set_dropout(loaded.model, 0.0)
+        settings = replace(SETTINGS, compile=compiled)
+        engine = build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)
+        try:
+            for step in range(3):
+                engine.train_step([packed(step, (1000, 548)), plain_batch(2, 1548, seed=step)], 1e-2)
+            return {n: p.detach().clone() for n, p in loaded.model.named_parameters()}
+        finally:
+            engine.close()
+
+    fix_order()
+    try:
+        first, again = parameters(), parameters()
+    finally:
+        any_order()
+    assert [name for name in first if not torch.equal(first[name], again[name])] == []
 
 
 def test_a_strict_switch_makes_the_backward_the_same_every_time():

@@ -24,6 +24,7 @@ from outcore.monitor.sleep_hold import hold_off_sleep
 from outcore.train.arguments import ConfigError, parse_config
 from outcore.train.checkpoint import check_same_run
 from outcore.train.config import TrainConfig
+from outcore.train.determinism import explain_order, fix_order
 from outcore.train.engine_build import AnyEngine, EngineRequest, build, decide
 from outcore.train.engines import EngineChoice, choose_engine, with_flags
 from outcore.train.forecast import Forecaster
@@ -77,7 +78,7 @@ class Run:
             folder.make()
         seed_everything(config.seed)
         if config.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            fix_order()
 
         tokenizer = load_tokenizer(config, settings, self.say)
         request = EngineRequest(config, user_config, settings, tokenizer, self.hardware, world_size, folder.name)
@@ -208,8 +209,9 @@ def main(
         return run.main()
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         full = explain(error, run.config, run.micro_batch_size, run.engine_name) if run is not None else None
-        if full is not None:
-            error = full
+        plain = full or explain_order(error)
+        if plain is not None:
+            error = plain
         elif not _raised_by_us(error):
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
