@@ -5,7 +5,8 @@ Usage: python staged_child.py FOLDER. Reads FOLDER/jobs.json, writes FOLDER/resu
 {"name", "model": ModelSettings fields, "zero": DeepSpeedSettings fields, "config": deepspeed_config.json's content,
  "run": RunFacts fields, "min_bytes": smallest share that goes to the drive, "chunk_numel": parameters per chunk of
  states, "flight_bytes", "slot_bytes": of gradients on their way,
- "do": [["train", steps], ["save", path], ["load", path], ["eval"], ["export", path], ["fault", ...]],
+ "do": [["train", steps], ["save", path], ["load", path], ["eval"], ["export", path], ["fault", ...],
+        ["train codes", [[code of each micro-batch] of each step]]: of `branch_model`],
  "may_fail": whether an error is expected, which is then the result's "stopped": [type, message]}
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from branch_model import coded_batches
 from stream_models import packed_batch, plain_batch
 
 from outcore.engine.deepspeed.build import build_engine, init_process_group, resolve
@@ -60,6 +62,18 @@ def train(engine: DeepSpeedEngine, steps: int) -> list[list[float]]:
     return done
 
 
+def train_codes(engine: DeepSpeedEngine, steps: list[list[int]]) -> list[list[float]]:
+    """Steps of `branch_model`, whose codes say which branches run; ranks share the rows."""
+    done = []
+    for step, codes in enumerate(steps):
+        batches = coded_batches(codes, step)
+        if engine.world_size > 1:
+            batches = [{n: value[engine.rank : engine.rank + 1] for n, value in batch.items()} for batch in batches]
+        result = engine.train_step(batches, LR)
+        done.append([result.loss, result.grad_norm])
+    return done
+
+
 def fingerprint(engine: DeepSpeedEngine) -> str:
     """Of every weight and state, bit by bit."""
     digest = hashlib.sha256()
@@ -92,6 +106,8 @@ def perform(actions: list, engine: DeepSpeedEngine, result: dict[str, Any]) -> N
     for action, *arguments in actions:
         if action == "train":
             result["losses"] += train(engine, arguments[0])
+        elif action == "train codes":
+            result["losses"] += train_codes(engine, arguments[0])
         elif action == "fault":
             make_fault(engine, *arguments)
         elif action == "eval":

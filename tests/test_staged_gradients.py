@@ -200,6 +200,10 @@ def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     engine.close()
 
 
+def add(gradients: StagedGradients, ds_id: int, part: torch.Tensor, micro_step: int, *, is_last: bool) -> torch.Tensor:
+    return gradients.add(ds_id, part, micro_step=micro_step, is_first=micro_step == 0, is_last=is_last)
+
+
 def sums_of(gradients: StagedGradients, order: list[int], micro_steps: int, seed: int) -> dict[int, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     numel = {1: 3000, 2: 5001, 3: 10}
@@ -208,7 +212,7 @@ def sums_of(gradients: StagedGradients, order: list[int], micro_steps: int, seed
         for ds_id in order:
             part = torch.randn(numel[ds_id], generator=generator).bfloat16()
             expected[ds_id] = expected[ds_id] + part if micro_step else part.clone()
-            value = gradients.add(ds_id, part, micro_step=micro_step, is_last=micro_step == micro_steps - 1)
+            value = add(gradients, ds_id, part, micro_step, is_last=micro_step == micro_steps - 1)
             assert torch.equal(value, expected[ds_id])
             part.fill_(float("nan"))  # DeepSpeed uses that memory again
     gradients.settle()
@@ -231,10 +235,24 @@ def test_sums_lie_on_the_drive_whatever_the_order(drive: Any) -> None:
     assert torch.equal(stored(gradients, 2, 5001, 2048), expected[2][2048:])
 
 
+def test_a_share_that_only_later_micro_batches_use_begins_there(drive: Any) -> None:
+    gradients, _, _ = drive
+    sums_of(gradients, [1, 2, 3], micro_steps=2, seed=0)  # what came after what, and old values on the drive
+    one, two = torch.full((3000,), 2.0).bfloat16(), torch.full((5001,), 3.0).bfloat16()
+    gradients.add(1, one, micro_step=0, is_first=True, is_last=False)
+    gradients.add(1, one, micro_step=1, is_first=False, is_last=False)
+    gradients.add(2, two, micro_step=1, is_first=True, is_last=False)
+    gradients.add(2, two, micro_step=2, is_first=False, is_last=True)
+    gradients.settle()
+    assert torch.equal(stored(gradients, 1, 3000), 2 * one) and torch.equal(gradients.read(1), 2 * one)
+    assert torch.equal(stored(gradients, 2, 5001), 2 * two)
+    assert torch.equal(gradients.zeros(3), torch.zeros(10).bfloat16()) and not gradients.zeros(2).any()
+
+
 def test_a_failed_write_is_raised_before_the_update(drive: Any) -> None:
     gradients, engine, _ = drive
     engine.fail("write", times=None)
-    gradients.add(1, torch.ones(3000), micro_step=0, is_last=True)
+    add(gradients, 1, torch.ones(3000), 0, is_last=True)
     with pytest.raises(StorageError, match="EIO"):
         gradients.settle()
 
@@ -242,19 +260,19 @@ def test_a_failed_write_is_raised_before_the_update(drive: Any) -> None:
 def test_a_failed_write_is_not_forgotten_when_the_share_comes_again(drive: Any) -> None:
     gradients, engine, _ = drive
     engine.fail("write", times=1)
-    gradients.add(3, torch.ones(10), micro_step=0, is_last=True)
+    add(gradients, 3, torch.ones(10), 0, is_last=True)
     with pytest.raises(StorageError, match="EIO"):
-        gradients.add(3, torch.ones(10), micro_step=0, is_last=True)
+        add(gradients, 3, torch.ones(10), 0, is_last=True)
 
 
 def test_a_failed_read_ahead_is_raised_where_the_sum_needs_it(drive: Any) -> None:
     gradients, engine, _ = drive
     sums_of(gradients, [1, 2], micro_steps=2, seed=0)
-    gradients.add(1, torch.ones(3000), micro_step=0, is_last=False)
-    gradients.add(2, torch.ones(5001), micro_step=0, is_last=False)
+    add(gradients, 1, torch.ones(3000), 0, is_last=False)
+    add(gradients, 2, torch.ones(5001), 0, is_last=False)
     engine.fail("read", times=None)
     with pytest.raises(StorageError, match="EIO"):
-        gradients.add(1, torch.ones(3000), micro_step=1, is_last=True)
+        add(gradients, 1, torch.ones(3000), 1, is_last=True)
 
 
 def test_room_is_reserved_at_once_and_a_full_drive_is_said(drive: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from outcore.engine.deepspeed.staged.sizes import GRADIENT_SLOT_BYTES, GRADIENT_SLOTS
+from outcore.engine.stream.host_memory import pageable
 from outcore.engine.stream.placement import GradPlace
 from outcore.engine.stream.scratch import Scratch
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
@@ -67,7 +68,10 @@ class StagedGradients:
         self._last: int | None = None
         self._seen: set[int] = set()
         """Shares of this micro-batch."""
+        self._begun: set[int] = set()
+        """Shares of this step."""
         self._micro_step = 0
+        self._zeros: torch.Tensor | None = None
         self.read_bytes = self.written_bytes = 0
         """Moved by backward so far; what the optimizer reads is counted by its ring."""
 
@@ -94,14 +98,16 @@ class StagedGradients:
 
     # --- backward
 
-    def add(self, ds_id: int, part: torch.Tensor, *, micro_step: int, is_last: bool) -> torch.Tensor:
+    def add(self, ds_id: int, part: torch.Tensor, *, micro_step: int, is_first: bool, is_last: bool) -> torch.Tensor:
         """Take the gradient of one micro-batch; the sum so far, on the device, not to be changed.
 
-        `micro_step` 0 begins a sum, whatever the drive has of the share; `is_last` ends it. StorageError, TimeoutError.
+        `is_first` begins the share's sum, whatever the drive has of it; after `is_last` no micro-batch follows.
+        StorageError, TimeoutError.
         """
         self._follow(ds_id, micro_step)
         n_bytes = part.numel() * self._dtype.itemsize
-        if micro_step == 0:
+        self._begun.add(ds_id)
+        if is_first:
             self._make_room(n_bytes)
             value = torch.empty(part.shape, dtype=self._dtype, device=self._device).copy_(part)
         else:
@@ -154,8 +160,8 @@ class StagedGradients:
             room_bytes -= self._numel[ds_id] * self._dtype.itemsize
             if room_bytes < 0 or (writing is not None and not writing.transfer.done()):
                 return
-            if self._micro_step == 0 and ds_id not in self._seen:
-                return  # it starts a sum: what the drive has of it is of the step before
+            if ds_id not in self._begun:
+                return  # it starts a sum: what the drive has of it is of an earlier step
             self._ahead[ds_id] = self._start_read(ds_id, self._numel[ds_id])
 
     def _make_room(self, n_bytes: int) -> None:
@@ -180,6 +186,18 @@ class StagedGradients:
         while self._ahead:
             self._ahead.popitem()[1].transfer.wait()
         self._seen.clear()
+        self._begun.clear()
+
+    def read(self, ds_id: int) -> torch.Tensor:
+        """The share's sum on the device, after `settle`."""
+        return self._read_back(ds_id, self._numel[ds_id])
+
+    def zeros(self, ds_id: int) -> torch.Tensor:
+        """A gradient of zeros for the share, in host memory that is never written and so takes up none."""
+        if self._zeros is None:
+            numel = max(self._numel.values())
+            self._zeros = pageable(numel * self._dtype.itemsize, touch=False).view(self._dtype)
+        return self._zeros[: self._numel[ds_id]]
 
     def close(self) -> bool:
         """Start nothing more, wait with a limit for what is under way, give the memory back; False if it hangs."""

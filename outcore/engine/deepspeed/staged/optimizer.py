@@ -4,7 +4,8 @@
 lie (exact, pinned slabs), what states there are (chunks of `outcore.optim` instead of fp32 flat buffers), and the step.
 Bytes of RAM per parameter with everything in RAM: 2 (parameter) + 2 (gradient) + the states' format (10 for split, 12
 for fp32). Gradients may go to the drive instead (`gradients`). Non-finite gradients skip the step as in DeepSpeed; the
-norm is exact and known before any state changes.
+norm is exact and known before any state changes. A share that got no gradient in a step is updated with zero, where
+DeepSpeed takes what an earlier step left in its buffer.
 
 Names with leading underscores are DeepSpeed 0.19.8's; `binding` refuses other versions.
 """
@@ -37,6 +38,8 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.updates = 0
         self.seed = 0
         self._shares: dict[int, Share] = {}
+        self._begun: set[int] = set()
+        """`ds_id` of the shares that got a gradient since the last step."""
         self.pool = OptimizerPool(self.plan.optimizer_threads, backend=self.plan.optimizer_backend)
         super().__init__(*args, **kwargs)
         if session.params is not None:
@@ -186,27 +189,55 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:
         """Reduced gradients go to where they are summed: in RAM by DeepSpeed, on the drive by us."""
-        kept = []
+        begin: list[tuple[Any, torch.Tensor]] = []
+        go_on: list[tuple[Any, torch.Tensor]] = []
         for param, part in zip(params_to_release, grad_partitions, strict=True):
-            if not self._has_grad_on_drive(param):
-                kept.append((param, part))
-                continue
-            assert self.session.gradients is not None
-            is_last = self.is_gradient_accumulation_boundary()
-            value = self.session.gradients.add(param.ds_id, part, micro_step=self.micro_step_id, is_last=is_last)
-            if is_last:
-                self._offload_grad_partition_at_boundary(param, value, None, None)
-            if param.grad is not None and not _accelerator().is_synchronized_device():
-                param.grad.record_stream(_accelerator().current_stream())
-            param.grad = None
-        super().partition_grads([param for param, _ in kept], [part for _, part in kept])
+            is_first = self.micro_step_id == 0 or param.ds_id not in self._begun
+            self._begun.add(param.ds_id)
+            if self._has_grad_on_drive(param):
+                self._to_drive(param, part, is_first=is_first)
+            else:
+                (begin if is_first else go_on).append((param, part))
+        micro_step_id = self.micro_step_id
+        for pairs, step_id in ((begin, 0), (go_on, micro_step_id)):
+            self.micro_step_id = step_id  # 0: DeepSpeed overwrites what an earlier step left instead of adding to it
+            super().partition_grads([param for param, _ in pairs], [part for _, part in pairs])
+        self.micro_step_id = micro_step_id
+
+    def _to_drive(self, param: Any, part: torch.Tensor, *, is_first: bool) -> None:
+        assert self.session.gradients is not None
+        is_last = self.is_gradient_accumulation_boundary()
+        value = self.session.gradients.add(
+            param.ds_id, part, micro_step=self.micro_step_id, is_first=is_first, is_last=is_last
+        )
+        if is_last:
+            self._offload_grad_partition_at_boundary(param, value, None, None)
+        if param.grad is not None and not _accelerator().is_synchronized_device():
+            param.grad.record_stream(_accelerator().current_stream())
+        param.grad = None
+
+    def _settle_gradients(self) -> None:
+        """Every gradient is where the update reads it, with its norm, or counts as zero."""
+        if self.session.gradients is not None:
+            self.session.gradients.settle()
+        for ds_id, share in self._shares.items():
+            share.has_grad = ds_id in self._begun
+            if share.has_grad and share.numel and self.get_param_id(share.param) not in self.norm_for_param_grads:
+                self._offload_grad_partition_at_boundary(share.param, self._read_gradient(share), None, None)
+        self._begun.clear()
+
+    def _read_gradient(self, share: Share) -> torch.Tensor:
+        """On the device: of a share that was not used by the last micro-batch, where norms are taken on the way."""
+        if share.grad is not None:
+            return share.grad.to(_accelerator().current_device_name())
+        assert self.session.gradients is not None
+        return self.session.gradients.read(share.ds_id)
 
     # --- the step
 
     def step(self, closure: Any = None) -> None:
         """AdamW on every share, with DeepSpeed's norm, clipping, loss scaling and skipping of non-finite steps."""
-        if self.session.gradients is not None:
-            self.session.gradients.settle()
+        self._settle_gradients()
         self._pre_step()
         self._partition_all_parameters()
         norm = combine_grad_norm_groups(self._get_norm_groups())  # of the gradients as they are, loss scale included

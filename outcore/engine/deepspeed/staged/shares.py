@@ -49,6 +49,8 @@ class Share:
     """[numel] in RAM, what the optimizer reads and writes; None: on the drive."""
     on_device: torch.Tensor | None = None
     """[numel] where DeepSpeed keeps the share on the device: the home is copied there after an update."""
+    has_grad: bool = True
+    """Whether any micro-batch of the step gave it a gradient; otherwise it counts as zero."""
 
     @property
     def ds_id(self) -> int:

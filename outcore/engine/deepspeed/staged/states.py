@@ -67,6 +67,8 @@ class ShareStates:
     ) -> None:
         self.units, self.state_format = tuple(share for share in shares if share.numel), state_format
         self._optimizer, self._params, self._gradients = optimizer, params, gradients
+        self._zeroed: set[int] = set()
+        """Shares whose gradient in RAM is zero since an update without one."""
         self._chunks = {share.index: share.chunks(state_format) for share in self.units}
         everything = [chunk for chunks in self._chunks.values() for chunk in chunks]
         spill(everything, state_ram_bytes)
@@ -139,11 +141,13 @@ class ShareStates:
 
         UpdateFailed, EngineError, TimeoutError: what memory and the drive hold is no longer of one step.
         """
+        gradients = {share.index: self._gradient_of(share) for share in self.units}
         in_ring = []
         if self.ring is not None:
             for share in self.units:
                 if self.flowing(share):
-                    in_ring.append(self.ring.submit(share, share.grad, hyper_of(share.param_group)))  # pyright: ignore[reportArgumentType]
+                    grad = gradients[share.index]
+                    in_ring.append(self.ring.submit(share, grad, hyper_of(share.param_group)))  # pyright: ignore[reportArgumentType]
         in_ram = [
             self._optimizer.submit(f"sub-group {unit.sub_group}", place, unit.jobs, hyper_of(unit.param_group))
             for place, unit in enumerate(self._in_ram)
@@ -154,6 +158,20 @@ class ShareStates:
             for ticket in in_ring:
                 self.ring.wait(ticket)
             self.ring.begin_step()
+
+    def _gradient_of(self, share: Share) -> torch.Tensor | None:
+        """Of this update, in RAM; None: on the drive. A share without one (`has_grad`) gets zeros, which cost a pass
+        over its own memory in RAM, and where gradients live on the drive neither a transfer nor memory."""
+        if share.has_grad:
+            self._zeroed.discard(share.index)
+            return share.grad
+        if share.grad is None:
+            assert self._gradients is not None
+            return self._gradients.zeros(share.ds_id)
+        if share.index not in self._zeroed:
+            share.grad.zero_()
+            self._zeroed.add(share.index)
+        return share.grad
 
     def settle(self) -> None:
         """Until the drive has everything; before states are read or written from outside."""
