@@ -4,7 +4,7 @@ or on the GPU with STAGED_DEVICE=cuda in the environment.
 Usage: python staged_child.py FOLDER. Reads FOLDER/jobs.json, writes FOLDER/results-RANK.json. A job:
 {"name", "model": ModelSettings fields, "zero": DeepSpeedSettings fields, "config": deepspeed_config.json's content,
  "run": RunFacts fields, "min_bytes": smallest share that goes to the drive, "chunk_numel": parameters per chunk of
- states, "flight_bytes", "slot_bytes": of gradients on their way,
+ states, "flight_bytes", "slot_bytes": of gradients on their way, "num_chunks": of the head,
  "do": [["train", steps], ["save", path], ["load", path], ["eval"], ["export", path], ["fault", ...],
         ["train codes", [[code of each micro-batch] of each step]]: of `branch_model`],
  "may_fail": whether an error is expected, which is then the result's "stopped": [type, message]}
@@ -148,6 +148,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     resolved, _ = resolve(job.get("config", {}), DeepSpeedSettings(**job["zero"]), model, run, None)
     said: list[str] = []
     engine = build_engine(resolved, model, None, say=said.append)
+    engine.ds.module.token_loss.num_chunks = job.get("num_chunks")
     result: dict[str, Any] = {
         "losses": [], "said": said, "staged": resolved.built.offload.staged,
         "optimizer": type(engine.ds.optimizer).__name__, "warnings": resolved.built.warnings,

@@ -6,12 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from staged_jobs import job, passed, run_jobs
+from staged_jobs import TINY, job, passed, run_jobs
 
 from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.staged.binding import check_version
 
 pytestmark = pytest.mark.timeout(600)
+CHUNKED = ["a head of its own", "a tied head"]
+
+
+def chunked_jobs(do: list) -> list[dict[str, Any]]:
+    """The head in one chunk, where autograd makes its gradient, and in four, where `head_gradient` does."""
+    jobs = []
+    for tied in (False, True):
+        model = {**TINY, "config_overrides": {**TINY["config_overrides"], "tie_word_embeddings": tied}}
+        for name, chunks, stage in (("one chunk", 1, "zero3"), ("four chunks", 4, "zero3"), ("stage 1", 4, "zero1")):
+            zero, small = {"zero_stage": stage}, {"num_chunks": chunks}
+            jobs.append(job(f"{CHUNKED[tied]}, {name}", do, model=model, zero=zero, small=small, precision="fp32"))
+    return jobs
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +46,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         job("no clipping", go, max_grad_norm=0.0),
         job("no clipping, stock", go, outcore={"offload": "stock"}, max_grad_norm=0.0),
         job("8-bit", go, outcore={"state_format": "split8"}),
+        *chunked_jobs(go),
         job("only stock", [["train", 1]], config={"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}),
     ]
     return run_jobs(folder, jobs)[0]
@@ -83,6 +96,14 @@ def test_8_bit_moments_train(one_rank: dict[str, Any]) -> None:
     eight, exact = passed(one_rank, "8-bit"), passed(one_rank, "split")
     assert eight["losses"][0] == exact["losses"][0] and eight["losses"] != exact["losses"]
     assert eight["losses"][-1][0] == pytest.approx(exact["losses"][-1][0], rel=0.02)
+
+
+@pytest.mark.parametrize("case", ["four chunks", "stage 1"])
+@pytest.mark.parametrize("head", CHUNKED)
+def test_chunks_of_the_head_do_not_change_training(one_rank: dict[str, Any], head: str, case: str) -> None:
+    whole, chunked = passed(one_rank, f"{head}, one chunk"), passed(one_rank, f"{head}, {case}")
+    for mine, theirs in zip(chunked["losses"], whole["losses"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
 
 
 def test_what_only_deepspeed_does_is_left_to_it_and_said(one_rank: dict[str, Any]) -> None:

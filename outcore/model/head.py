@@ -97,6 +97,13 @@ class CausalParts:
         assert decoder is not None
         return decoder
 
+    @property
+    def projection(self) -> nn.Module | None:
+        """The module that multiplies by the head's weight, where the model names one."""
+        name_it = getattr(self.causal, "get_output_embeddings", None)
+        named = name_it() if callable(name_it) else None
+        return named if isinstance(named, nn.Module) else None
+
     def _run_head(self, output: DecoderOutput, **kwargs: Any) -> Any:
         shell = object.__new__(type(self.causal))
         shell.__dict__.update(self.causal.__dict__)

@@ -6,9 +6,10 @@ with n the micro-batch's and N the global batch's unmasked tokens, CE_sum the su
 micro-batch's mixture-of-experts balancing loss times its coefficient: it counts by the micro-batch's share of tokens.
 
 Logits [B*T, V] are never held whole: the decoder runs once, then the head, chunk by chunk, under a non-reentrant
-checkpoint that recomputes each chunk in the backward pass (about a third more head FLOPs). The number of chunks does
-not depend on the data, so that ranks that gather the head together (ZeRO-3) stay in step. Models that cannot be taken
-apart (encoder-decoders, own modules) run whole, with the cross-entropy alone in chunks.
+checkpoint that recomputes each chunk in the backward pass (about a third more head FLOPs), with one gradient of the
+head's weight for all chunks (`head_gradient`). The number of chunks does not depend on the data, so that ranks that
+gather the head together (ZeRO-3) stay in step. Models that cannot be taken apart (encoder-decoders, own modules) run
+whole, with the cross-entropy alone in chunks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from outcore.model.head import CausalParts, unwrap
+from outcore.model.head_gradient import HeadGradient, has_one_gradient
 from outcore.model.inputs import IGNORE, Batch, Isolation, forward_inputs, shifted_targets
 from outcore.units import MIB
 
@@ -96,17 +98,21 @@ def chunked_ce_sum(
     logits_of: Callable[[torch.Tensor], torch.Tensor],
     num_chunks: int,
     head_loss: HeadLoss | None = None,
+    head: nn.Module | None = None,
 ) -> torch.Tensor:
     """Summed cross-entropy or `head_loss` (fp32 scalar) of hidden [N, H] against targets [N], in `num_chunks` chunks.
 
     `logits_of`: hidden [1, n, H] -> logits [1, n, V]. With gradients on, each chunk is recomputed in the backward.
+    `head`: the module of the projection in it, whose weight then gets one gradient for all chunks where possible.
     """
+    num_chunks = min(num_chunks, hidden.shape[0])
+    recompute = torch.is_grad_enabled() and num_chunks > 1
+    if recompute and head is not None and has_one_gradient(head):
+        logits_of = HeadGradient(head).around(logits_of)
 
     def one_chunk(hidden_chunk: torch.Tensor, target_chunk: torch.Tensor) -> torch.Tensor:
         return summed_loss(logits_of(hidden_chunk[None]), target_chunk, head_loss)
 
-    num_chunks = min(num_chunks, hidden.shape[0])
-    recompute = torch.is_grad_enabled() and num_chunks > 1
     total: torch.Tensor | None = None
     for hidden_chunk, target_chunk in zip(
         hidden.tensor_split(num_chunks), targets.tensor_split(num_chunks), strict=True
@@ -188,7 +194,7 @@ class TokenLoss:
             aux = coefficient * parts.router_loss(hidden, output.router_logits, batch.get("attention_mask")).float()
         hidden = hidden.reshape(-1, hidden.shape[-1])
         num_chunks = self.num_chunks or auto_num_chunks(hidden.shape[0], self._vocab_size())
-        loss_sum = chunked_ce_sum(hidden, targets, parts.logits, num_chunks, self.head_loss)
+        loss_sum = chunked_ce_sum(hidden, targets, parts.logits, num_chunks, self.head_loss, parts.projection)
         return LossSum(loss_sum, (targets != IGNORE).sum(), aux)
 
     def _whole(self, model: nn.Module, batch: Batch) -> LossSum:

@@ -94,8 +94,6 @@ LOGITS_ALIVE = 3.0
 loss with respect to it and the one with respect to the logits (outcore/model/loss.py: of one chunk at a time)."""
 TILED_LOGITS_ALIVE = 4.0
 """The same where the streaming engine computes the head in tiles. A planning figure."""
-HEAD_GRADIENTS = 2
-"""16-bit gradients of the output head that autograd holds there: this chunk's, and the sum over those before."""
 EVAL_LOGITS_ALIVE, EVAL_GROUP = 2.5 / 4, 8
 """The same in an evaluation of the streaming engine: 16-bit logits, fp32 copy, its log-softmax of chunks a quarter as
 large (outcore/engine/stream/head.py); micro-batches at a time."""

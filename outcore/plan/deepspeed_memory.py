@@ -15,7 +15,7 @@ from outcore.plan.hardware import Hardware
 from outcore.plan.record import COMMUNICATOR, MASKS, OVERHEAD, SPARE, Part
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
-from outcore.plan.work import checkpoint_bytes, chunk_tokens, layer_activation_bytes, logits_bytes, mask_bytes
+from outcore.plan.work import checkpoint_bytes, layer_activation_bytes, logits_bytes, mask_bytes
 
 STAGE_NUMBER = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
 
@@ -65,16 +65,19 @@ def vram_parts(
     checkpoints = checkpoint_bytes(shape, request, tokens)
     if not request.activation_checkpointing:
         activations, checkpoints = activations * shape.num_layers, 0
-    # The worse of a layer's backward and the head's, with gradients as autograd returns them.
+    # The worst of the backwards of head, layer and tied embedding, with gradients as autograd returns them.
     largest_layer = max(shape.layer_params)  # of it one weight's at a time: hooks take each as it comes
     in_layer = largest_layer if shape.is_moe else min(largest_layer, shape.largest_weight_numel)
-    layer_gradient = 0 if shape.lora_r else e * in_layer
-    held = min(k.HEAD_GRADIENTS, -(-tokens // chunk_tokens(shape, tokens)))
-    head_gradients = 0 if shape.lora_r else held * e * shape.head_weight_numel
-    logits = logits_bytes(shape, tokens)
-    layer_peak, head_peak = (activations, layer_gradient), (logits, head_gradients)
-    work, before_sum = max(layer_peak, head_peak, key=sum)
-    name = "activations of the largest unit" if (work, before_sum) == layer_peak else "logits of one chunk"
+    of_head = e * shape.head_weight_numel  # one for all chunks of the loss; a tied one waits for the embedding's
+    waiting = of_head if shape.tied else 0
+    peaks = [
+        ("logits of one chunk", logits_bytes(shape, tokens), of_head),
+        ("activations of the largest unit", activations, e * in_layer + waiting),
+        ("activations of the largest unit", 0, 2 * waiting),
+    ]
+    if shape.lora_r:
+        peaks = [(name, size, 0) for name, size, _ in peaks]
+    name, work, before_sum = max(peaks, key=lambda peak: peak[1] + peak[2])
     in_step = max(0, fp32_gradients - work - before_sum - checkpoints)  # none of these is there in the step
     parts = [
         Part("vram", "parameters", params),
