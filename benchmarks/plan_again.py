@@ -31,7 +31,8 @@ def planned_again(result: dict[str, Any], links: dict[str, Any] | None) -> dict[
     stream = StreamSettings(**asked["stream"]) if asked["stream"] else None
     offload = ChosenOffload(**asked["offload"]) if asked["offload"] else None
     hardware = Hardware(**asked["hardware"])
-    plan = run_plan(shape, RunFigures(**asked["figures"]), hardware, stream=stream, offload=offload)
+    figures = RunFigures(**{"packed_attention": "masks", **asked["figures"]})  # DeepSpeed's, before it was kept
+    plan = run_plan(shape, figures, hardware, stream=stream, offload=offload)
     return {**result, "forecast": {**plan.to_dict(), "asked": asked}}
 
 

@@ -5,6 +5,7 @@ Usage: python staged_child.py FOLDER. Reads FOLDER/jobs.json, writes FOLDER/resu
 {"name", "model": ModelSettings fields, "zero": DeepSpeedSettings fields, "config": deepspeed_config.json's content,
  "run": RunFacts fields, "min_bytes": smallest share that goes to the drive, "chunk_numel": parameters per chunk of
  states, "flight_bytes", "slot_bytes": of gradients on their way, "num_chunks": of the head,
+ "imitated_kernel": whether packed rows go to an imitation of the flash kernel, whose calls the result then counts,
  "do": [["train", steps], ["save", path], ["load", path], ["eval"], ["export", path], ["fault", ...],
         ["train codes", [[code of each micro-batch] of each step]]: of `branch_model`],
  "may_fail": whether an error is expected, which is then the result's "stopped": [type, message]}
@@ -17,6 +18,7 @@ import hashlib
 import json
 import os
 import sys
+from contextlib import nullcontext
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from branch_model import coded_batches
 from stream_models import packed_batch, plain_batch
+from varlen_kernel import imitated
 
 from outcore.engine.deepspeed.build import build_engine, init_process_group, resolve
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
@@ -159,7 +162,9 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         result["state_bytes"], result["nvme_state_bytes"] = states.total_bytes, states.nvme_bytes
     try:
         try:
-            perform(job["do"], engine, result)
+            with imitated() if job.get("imitated_kernel") else nullcontext([]) as kernel_calls:
+                perform(job["do"], engine, result)
+            result["kernel_calls"] = len(kernel_calls)
         except Exception as error:
             if not job.get("may_fail"):
                 raise

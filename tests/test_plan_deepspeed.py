@@ -65,7 +65,8 @@ def test_measured_runs_of_llama_1b(layout, accumulation, step_s, tensors_gb, rss
     They ran when autograd held two gradients of the head; where the peak is at the head, one of them is gone since.
     """
     shape = preset_shape("llama-1b")
-    p = plan_deepspeed(shape, RunRequest(), MEASURED_ON, 1024, DeepSpeedLayout(*layout, 4, accumulation))
+    then = DeepSpeedLayout(*layout, 4, accumulation, packed_attention="masks")
+    p = plan_deepspeed(shape, RunRequest(), MEASURED_ON, 1024, then)
     assert p.time.step_s == pytest.approx(step_s, rel=0.20)
     if layout[1] != "none":
         tensors_gb -= 2 * shape.head_weight_numel / 1e9
@@ -79,8 +80,9 @@ def test_measured_runs_of_llama_1b(layout, accumulation, step_s, tensors_gb, rss
 def test_bytes_by_hand_without_offload():
     n = 8_030_261_248
     p = plan_deepspeed(
-        preset_shape("llama-8b"), RunRequest(), LAPTOP, 1024, DeepSpeedLayout("none", "none", "none", 1, 1)
-    )
+        preset_shape("llama-8b"), RunRequest(), LAPTOP, 1024,
+        DeepSpeedLayout("none", "none", "none", 1, 1, packed_attention="masks"),
+    )  # fmt: skip
     parts = {name: p.part_bytes("vram", name) for name in ("parameters", "gradients", "master", "moments")}
     assert parts == {"parameters": 2 * n, "gradients": 2 * n, "master": 4 * n, "moments": 8 * n}
     # The head's backward: three fp32 logits of a chunk, and the head's gradient. All of it is gone in the step, whose
@@ -106,6 +108,20 @@ def test_gradients_alive_where_a_layers_backward_is_the_peak():
         assert p.part_bytes("vram", "gradients before they are summed") == 2 * alive
         adapters = plan_deepspeed(shape.with_lora(8), RunRequest(), server(), 16384, layout)
         assert adapters.part_bytes("vram", "gradients before they are summed") == 0
+
+
+def test_documents_borders_take_the_masks_place():
+    shape, layout = preset_shape("llama-8b"), DeepSpeedLayout("zero3", "cpu", "cpu", 1, 1)
+    masked, probed = dataclasses.replace(layout, packed_attention="masks"), server(device_memory_gb_per_s=4000.0)
+    by_borders, by_masks = (plan_deepspeed(shape, RunRequest(), probed, 16384, way) for way in (layout, masked))
+    assert by_masks.part_bytes("vram", "masks of packed rows") == 3 * 16384**2
+    assert by_masks.part_bytes("vram", "attention over packed rows") == 0
+    assert by_borders.part_bytes("vram", "masks of packed rows") == 0
+    # fp32 gradients: of queries, 128 rows for each of 64 documents; of 8 heads' keys or values for each of 32
+    assert by_borders.part_bytes("vram", "attention over packed rows") == 4 * 4096 * (128 * 64 + 16384)
+    assert by_borders.time.compute_s < by_masks.time.compute_s
+    in_fp32 = plan_deepspeed(shape, RunRequest(precision="fp32"), server(), 1024, layout)
+    assert in_fp32.part_bytes("vram", "masks of packed rows") == 5 * 1024**2
 
 
 def test_a_tied_heads_gradient_waits_for_the_embeddings():

@@ -10,6 +10,7 @@ from plan_fakes import server
 
 from outcore.engine.deepspeed.builder import DeepSpeedSettings, ModelFacts, RunFacts, build_config
 from outcore.engine.deepspeed.staged.plan import make_plan
+from outcore.model.settings import ModelSettings
 from outcore.plan.choose import best_stage
 from outcore.plan.deepspeed import DeepSpeedLayout, plan_deepspeed
 from outcore.plan.deepspeed_staged import Staged
@@ -82,10 +83,11 @@ def test_the_plan_of_a_run_is_what_the_engine_is_told(settings: dict[str, Any], 
     built = build_config({"outcore": outcore}, chosen, facts, run, nvme_check=lambda path, gb: (True, ""), staged=True)
     told = make_plan(built, facts, run)
     figures = RunFigures.of(
-        dataclasses.make_dataclass("S", ["seq_length", "precision", "gradient_checkpointing"])(1024, "bf16", True),
+        ModelSettings(preset="llama-1b", seq_length=1024, precision="bf16", gradient_checkpointing=True),
         built.config,
         2,
     )
+    assert figures.packed_attention == "auto"
     p = run_plan(SHAPE, figures, server(num_gpus=ranks), offload=built.offload)
     assert p.staged and p.state_format == told.states
     state_bytes = (12 if told.states == "fp32" else 10) * -(-N // ranks)

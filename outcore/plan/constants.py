@@ -109,8 +109,8 @@ ATTENTION_SHARE, MASKED_ATTENTION_SHARE = 0.46, 0.26
 0.46 (340 of 728 TFLOPS; FlashAttention-3's paper says 35 % of the peak, 346 TFLOPS, of FlashAttention-2 on an H100);
 with one, torch's memory-efficient kernel computes the whole square and 0.18 is left, 0.26 where half of the
 micro-batches have a row with several documents. Both from one run on an H200 (R, 8,192 tokens, head 64): 0.265 s a step
-before the first packed row, 0.32 s after it; half: counted in the benchmark's text. The streaming engine goes by
-documents' borders instead of masks (outcore/model/packed_attention.py); that a row of several documents then takes less
+before the first packed row, 0.32 s after it; half: counted in the benchmark's text. Both engines go by documents'
+borders instead of masks (outcore/model/packed_attention.py); that a row of several documents then takes less
 than a row of one is not counted, because their lengths are not known. Heads of 128 and older chips do better
 (FlashAttention-2: 50 to 73 % of an A100's peak, where products of matrices reach 80)."""
 LOSS_BYTES_PER_LOGIT = 30

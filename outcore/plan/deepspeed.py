@@ -167,7 +167,7 @@ def _time(
         flops.forward + flops.backward,
         traffic.forward + traffic.backward,
         flops.attention,
-        k.MASKED_ATTENTION_SHARE,
+        k.MASKED_ATTENTION_SHARE if layout.has_masks(request) else k.ATTENTION_SHARE,
     )
     per_call = k.DEEPSPEED_HOST_LAYERS if stage == 3 else k.DEEPSPEED_PLAIN_HOST_LAYERS
     host_s = hardware.host_s(per_call * shape.num_layers * passes)

@@ -12,10 +12,10 @@ from outcore.engine.deepspeed.settings import Device
 from outcore.plan import constants as k
 from outcore.plan.deepspeed_staged import Staged
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import COMMUNICATOR, MASKS, OVERHEAD, SPARE, Part
+from outcore.plan.record import BORDERS, COMMUNICATOR, MASKS, OVERHEAD, SPARE, Part
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
-from outcore.plan.work import checkpoint_bytes, layer_activation_bytes, logits_bytes, mask_bytes
+from outcore.plan.work import border_bytes, checkpoint_bytes, layer_activation_bytes, logits_bytes, mask_bytes
 
 STAGE_NUMBER = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
 
@@ -32,6 +32,12 @@ class DeepSpeedLayout:
     accumulation: int
     staged: Staged | None = None
     """How outcore moves what is offloaded in DeepSpeed's place; None: stock DeepSpeed, or nothing is offloaded."""
+    packed_attention: str = "auto"
+    """'auto' | 'masks': as the streaming engine's setting."""
+
+    def has_masks(self, request: RunRequest) -> bool:
+        """Whether packed rows have masks of T x T: asked for, or in fp32, which the flash kernel does not take."""
+        return self.packed_attention == "masks" or request.element_bytes == 4
 
     @property
     def homes(self) -> tuple[Device, Device]:
@@ -78,6 +84,9 @@ def vram_parts(
     if shape.lora_r:
         peaks = [(name, size, 0) for name, size, _ in peaks]
     name, work, before_sum = max(peaks, key=lambda peak: peak[1] + peak[2])
+    packed_rows = Part("vram", MASKS, mask_bytes(shape, request, seq_length, tokens))
+    if not layout.has_masks(request):
+        packed_rows = Part("vram", BORDERS, border_bytes(shape, tokens) if shape.fused_attention else 0)
     in_step = max(0, fp32_gradients - work - before_sum - checkpoints)  # none of these is there in the step
     parts = [
         Part("vram", "parameters", params),
@@ -90,7 +99,7 @@ def vram_parts(
         Part("vram", "buckets", bucket),
         Part("vram", "activation checkpoints", checkpoints),
         Part("vram", name, work),
-        Part("vram", MASKS, mask_bytes(shape, request, seq_length, tokens)),
+        packed_rows,
         Part("vram", OVERHEAD, hardware.gpu_context_bytes),
         Part("vram", COMMUNICATOR, k.NCCL_BYTES),
         Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),

@@ -62,6 +62,8 @@ class RunFigures:
     """Of DeepSpeed's staged offload, all ranks of the host."""
     max_in_ram_bytes: int = k.MAX_IN_CPU_BYTES
     """Parameters per rank that staged offload keeps in RAM though they may go to the drive."""
+    packed_attention: str = "auto"
+    """Of DeepSpeed's engine: 'auto' | 'masks'."""
 
     @classmethod
     def of(cls, settings: ModelSettings, built: Mapping[str, Any], save_total_limit: int) -> RunFigures:
@@ -76,6 +78,7 @@ class RunFigures:
             save_total_limit=save_total_limit,
             staging_bytes=int(built.get("outcore", {}).get("staging_bytes", k.DEFAULT_STAGING_BYTES)),
             max_in_ram_bytes=_max_in_ram_bytes(built, settings.precision),
+            packed_attention="auto" if settings.attn_implementation == "auto" else "masks",
         )
 
 
@@ -166,6 +169,7 @@ def run_plan(
         figures.micro_batch,
         figures.accumulation,
         staged=_staged(offload, figures, hardware.num_gpus),
+        packed_attention=figures.packed_attention,
     )
     return plan_deepspeed(shape, request, hardware, figures.seq_length, layout)
 

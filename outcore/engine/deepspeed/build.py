@@ -25,8 +25,11 @@ from outcore.engine.deepspeed.staged.binding import check_version
 from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.engine.deepspeed.user_file import check_by_deepspeed
 from outcore.engine.device_memory import let_segments_grow
+from outcore.model.borders import PACKED_ATTENTION
 from outcore.model.facts import model_class_of, model_facts
+from outcore.model.head import unwrap
 from outcore.model.initialise import meta_skeleton
+from outcore.model.inputs import attention_of
 from outcore.model.load import LoadedModel, load_model
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
@@ -154,6 +157,8 @@ def build_engine(
             loaded = load_model(model_settings, tokenizer=tokenizer, zero3_config=zero3_config, device=device)
         for note in loaded.notes:
             say(f"model: {note}")
+        if packed_rows := _packed_rows(loaded, model_settings, resolved.run):
+            say(f"packed rows: {packed_rows}")
         engine = _initialize(loaded, config, offload.staged)
         if offload.staged:
             say(f"offload: {engine.optimizer.words()}")
@@ -163,7 +168,19 @@ def build_engine(
         config=config,
         nvme_state=offload.optimizer == "nvme" and not offload.staged,
         check_finite=resolved.run.precision != "fp16",
+        takes_borders=attention_of(unwrap(loaded.model)) == PACKED_ATTENTION,
     )
+
+
+def _packed_rows(loaded: LoadedModel, settings: ModelSettings, run: RunFacts) -> str:
+    """Have the model attend to packed rows by documents' borders where it can; in words, what it does. A user's loss of
+    the whole model keeps masks: it may run the model on other rows than the batch's, and on parts of them."""
+    from outcore.engine.stream.packed_rows import attention_to_packed_rows
+
+    if loaded.loss_fn is not None:
+        return ""
+    device = torch.device("cpu") if run.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    return attention_to_packed_rows(loaded, device, settings.dtype, wanted=settings.attn_implementation == "auto")
 
 
 def _initialize(loaded: LoadedModel, config: dict[str, Any], staged: bool) -> Any:

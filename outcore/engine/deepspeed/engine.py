@@ -21,6 +21,7 @@ from outcore.engine.deepspeed.shared_memory import remove_own_buffer
 from outcore.engine.deepspeed.state import FAMILIES, open_state
 from outcore.engine.export import export_model
 from outcore.engine.shards import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
+from outcore.engine.stream.packing import DeviceBatch, packing_known
 from outcore.model.inputs import count_target_tokens
 from outcore.model.load import LoadedModel
 from outcore.model.names import checkpoint_name
@@ -32,8 +33,19 @@ class DeepSpeedEngine:
 
     name = "deepspeed"
 
-    def __init__(self, engine: Any, loaded: LoadedModel, *, config: dict, nvme_state: bool, check_finite: bool) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        loaded: LoadedModel,
+        *,
+        config: dict,
+        nvme_state: bool,
+        check_finite: bool,
+        takes_borders: bool = False,
+    ) -> None:
+        """`takes_borders`: the model attends to packed rows by documents' borders, which each forward is told."""
         self.ds = engine
+        self.takes_borders = takes_borders
         self.loaded = loaded
         self.network: nn.Module = engine.module.network
         self.config = config
@@ -68,7 +80,7 @@ class DeepSpeedEngine:
         sums = torch.zeros(2, dtype=torch.float32, device=self.device)
         for batch in batches:
             marks.start("forward")
-            objective, loss_sum, _tokens = self.ds(batch, float(total))
+            objective, loss_sum, _tokens = self._forward(batch, float(total))
             sums += torch.stack([loss_sum, objective.detach() * total - loss_sum])
             marks.start("backward")
             self.ds.backward(objective * self.world_size, scale_wrt_gas=False)
@@ -117,7 +129,15 @@ class DeepSpeedEngine:
         return int(total)
 
     def _to_device(self, batch: MicroBatch) -> MicroBatch:
+        if self.takes_borders:
+            return DeviceBatch(batch, self.device)
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _forward(self, batch: MicroBatch, total: float) -> Any:
+        if not isinstance(batch, DeviceBatch):
+            return self.ds(batch, total)
+        with packing_known(batch.is_packed, batch.borders):
+            return self.ds(dict(batch), total)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> EvalResult:
@@ -125,7 +145,7 @@ class DeepSpeedEngine:
         self.ds.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for cpu_batch in micro_batches:
-            _objective, loss_sum, tokens = self.ds(self._to_device(cpu_batch), 1.0)
+            _objective, loss_sum, tokens = self._forward(self._to_device(cpu_batch), 1.0)
             sums += torch.stack([loss_sum.double(), tokens.double()])
         if self.world_size > 1:
             torch.distributed.all_reduce(sums)
