@@ -9,7 +9,8 @@ Every variant is a process of its own with the same model, tokens and seed: llam
 allocator capped at 6.5 GiB. `-ram`: everything in RAM; `-opt`: optimizer states on NVMe, parameters in RAM; `-all`:
 both on NVMe. `ours-*` keeps the lossless split master (10 B per parameter), `ours-*-fp32` plain fp32 states (12 B).
 Stock DeepSpeed runs with the swap sizes of outcore's builder, which do not crash, and the drive settings of its tuner
-on the measured machine (queue depth 32, 8 threads).
+on the measured machine (queue depth 32, 8 threads); `stock-ram-sg3e7` with the sub-group size that was best in
+`stream_race.py --group sweep`. Ratios are to the fastest stock of a residency.
 
 `rate` writes and reads at the same time through outcore's storage engine: the mixed rate of this drive in this run, to
 which drive bytes are compared. Drive bytes are the block device's, of all processes. Prints a table with the
@@ -40,6 +41,7 @@ ZERO = {
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     **{f"stock-{where}": {"where": where, "outcore": {"offload": "stock"}} for where in ZERO},
+    "stock-ram-sg3e7": {"where": "ram", "outcore": {"offload": "stock"}, "zero": {"sub_group_size": 30_000_000}},
     **{f"ours-{where}": {"where": where, "outcore": {"state_format": "split"}} for where in ZERO},
     **{f"ours-{where}-fp32": {"where": where, "outcore": {"state_format": "fp32"}} for where in ZERO},
 }
@@ -74,6 +76,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         lr_scheduler_type="none", total_steps=1000,
     )  # fmt: skip
     config = {"aio": TUNED_AIO, "outcore": options["outcore"], "zero_optimization": {"overlap_comm": True}}
+    config["zero_optimization"] |= options.get("zero", {})
     resolved, _ = resolve(config, DeepSpeedSettings(**zero), model, run, None)
     engine = build_engine(resolved, model, None, say=lambda line: print(line, flush=True))
     generator = torch.Generator().manual_seed(0)
@@ -188,7 +191,9 @@ def report(results: dict[str, dict[str, Any]]) -> bool:
     rate = good.get("rate", {}).get("bytes_per_s")
     for where in ZERO:
         for suffix in ("", "-fp32"):
-            ours, stock = good.get(f"ours-{where}{suffix}"), good.get(f"stock-{where}")
+            ours = good.get(f"ours-{where}{suffix}")
+            stocks = [r for name, r in good.items() if f"{name}-".startswith(f"stock-{where}-")]
+            stock = min(stocks, key=lambda r: r["step_s"], default=None)
             if ours is None:
                 continue
             words = f"ours-{where}{suffix}:"
