@@ -80,6 +80,9 @@ _ALL = (
     PlannedRun("d-1.2b-ram", "1.2b", 1024, 4, 2, _deepspeed("zero3", "--offload_optimizer", "cpu")),
     PlannedRun("d-0.4b-nvme", "0.4b", 1024, 4, 1, _deepspeed("infinity", "--strict_offload"), True),
     PlannedRun("d-0.1b-none", "0.1b", 1024, 4, 2, _deepspeed("none")),
+    PlannedRun(
+        "d-2.9b-budget", "2.9b", 1024, 4, 1, _deepspeed("infinity", "--ram_budget_gib", "20", "--strict_offload"), True
+    ),
     PlannedRun("s-0.4b-eager", "0.4b", 1024, 4, 2, _stream("fp32", "--compile", "off")),
 )
 RUNS: Mapping[str, PlannedRun] = MappingProxyType({run.name: run for run in _ALL})
