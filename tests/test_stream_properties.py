@@ -3,6 +3,7 @@ same wherever things live. Default runs are few and always the same; `-m slow` d
 
 from __future__ import annotations
 
+import math
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -131,15 +132,19 @@ Tensors = dict[str, torch.Tensor]
 
 
 def assert_close(mine: Tensors, theirs: Tensors, exact: Tensors, tolerance: float, what: str) -> None:
-    """Each tensor by its own norm; where that is nothing but rounding, by a share of the largest. Beside that, twice
-    what plain training itself is off by."""
+    """All tensors together by their norm, and each by its own; where that is nothing but rounding, by a share of the
+    largest. Beside that, twice what plain training itself is off by. In 16 bits a single tensor may be off three times
+    as far: a gradient that is zero but for rounding (a bias of keys, which softmax cannot see) differs by its size."""
     assert mine.keys() == theirs.keys()
-    largest = max(float(t.norm()) for t in theirs.values())
-    for name, expected in theirs.items():
-        off = float((mine[name].view(expected.shape).float() - expected).norm())
-        allowed = tolerance * float(expected.norm()) + tolerance * 1e-2 * largest
-        allowed += 2 * float((exact[name].view(expected.shape) - expected).norm())
-        assert off <= allowed, f"{what} of {name}: off by {off:.3g}, allowed {allowed:.3g}"
+    off = {n: float((mine[n].view(t.shape).float() - t).norm()) for n, t in theirs.items()}
+    plainly_off = {n: float((exact[n].view(t.shape) - t).norm()) for n, t in theirs.items()}
+    norms = {n: float(t.norm()) for n, t in theirs.items()}
+    together = tolerance * math.hypot(*norms.values()) + 2 * math.hypot(*plainly_off.values())
+    assert math.hypot(*off.values()) <= together, f"{what}: off by {math.hypot(*off.values())}, allowed {together}"
+    each = 3 * tolerance if any(plainly_off.values()) else tolerance
+    for name, norm in norms.items():
+        allowed = each * norm + each * 1e-2 * max(norms.values()) + 2 * plainly_off[name]
+        assert off[name] <= allowed, f"{what} of {name}: off by {off[name]:.3g}, allowed {allowed:.3g}"
 
 
 def near(plain: float, exact: float, tolerance: float):
@@ -178,13 +183,13 @@ def check_against_plain(model: Model, chosen: StreamSettings, steps: list[list[B
     of_loss, of_states = TOLERANCES[model.dtype]
     with tempfile.TemporaryDirectory() as temporary, engine_of(model, chosen) as engine:
         start = {n: m.detach().clone() for n, m in plain.masters.items()}
-        for step in steps:
+        for updates, step in enumerate(steps):
             batches = [shape.make(model.vocab_size) for shape in step]
             loss, norm = plain.step(batches, LR)
             exact_loss, exact_norm = (loss, norm) if exact is plain else exact.step(batches, LR)
             result = engine.train_step(batches, LR)
             assert not result.skipped and result.tokens == num_targets(batches)
-            assert result.loss == near(loss, exact_loss, of_loss)
+            assert result.loss == near(loss, exact_loss, of_loss * (1 if exact is plain else 1 + updates))
             assert result.grad_norm == near(norm, exact_norm, of_states)
         _, mine = saved(engine, Path(temporary))
         theirs, ideal = plain.states(), exact.states()
