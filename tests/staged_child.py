@@ -7,7 +7,8 @@ Usage: python staged_child.py FOLDER. Reads FOLDER/jobs.json, writes FOLDER/resu
  states, "flight_bytes", "slot_bytes": of gradients on their way, "num_chunks": of the head,
  "imitated_kernel": whether packed rows go to an imitation of the flash kernel, whose calls the result then counts,
  "do": [["train", steps], ["save", path], ["load", path], ["eval"], ["export", path], ["fault", ...],
-        ["train codes", [[code of each micro-batch] of each step]]: of `branch_model`],
+        ["train codes", [[code of each micro-batch] of each step]]: of `branch_model`,
+        ["loss scale", of the steps from here on]],
  "may_fail": whether an error is expected, which is then the result's "stopped": [type, message]}
 """
 
@@ -111,6 +112,8 @@ def perform(actions: list, engine: DeepSpeedEngine, result: dict[str, Any]) -> N
             result["losses"] += train(engine, arguments[0])
         elif action == "train codes":
             result["losses"] += train_codes(engine, arguments[0])
+        elif action == "loss scale":
+            engine.ds.optimizer.loss_scaler.cur_scale = float(arguments[0])
         elif action == "fault":
             make_fault(engine, *arguments)
         elif action == "eval":

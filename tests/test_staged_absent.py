@@ -85,6 +85,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             jobs.append(
                 job(name, do, model=MODEL, zero=zeros[place], config=SMALL, small={"chunk_numel": 2048}, **more)
             )
+    absent, taken = ["train codes", [[0, 0]]], ["train codes", [[3, 3]]]
+    skipped = [["loss scale", float("inf")], taken, ["loss scale", 1.0]]
+    for place in PLACES:
+        for name, between in (("overflow", skipped), ("no overflow", [])):
+            jobs.append(
+                job(f"{name}, {place}", [absent, *between, absent], model=MODEL, zero=zeros[place], config=SMALL)
+            )
     found = run_jobs(folder / "jobs", jobs)[0]
     found["folder"] = folder
     return found
@@ -119,6 +126,14 @@ def test_where_gradients_are_does_not_change_a_bit(results: dict[str, Any], case
         other = passed(results, f"{case}, {place}")
         assert other["losses"] == ram["losses"] and other["fingerprint"] == ram["fingerprint"]
     assert passed(results, f"{case}, all on NVMe")["moved"]["gradient_bytes"] > 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_of_a_skipped_step_count_in_none(results: dict[str, Any], place: str) -> None:
+    """Infinite ones are left where gradients are summed; the next step has none for these parameters."""
+    skipped, never = passed(results, f"overflow, {place}"), passed(results, f"no overflow, {place}")
+    assert [norm for _, norm in skipped["losses"]][1] == float("inf")
+    assert skipped["losses"][::2] == never["losses"] and skipped["fingerprint"] == never["fingerprint"]
 
 
 def test_two_ranks_agree_on_it(tmp_path: Path) -> None:

@@ -222,6 +222,7 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self.session.gradients.settle()
         for ds_id, share in self._shares.items():
             share.has_grad = ds_id in self._begun
+            share.is_zeroed = share.is_zeroed and not share.has_grad
             if share.has_grad and share.numel and self.get_param_id(share.param) not in self.norm_for_param_grads:
                 self._offload_grad_partition_at_boundary(share.param, self._read_gradient(share), None, None)
         self._begun.clear()

@@ -51,6 +51,8 @@ class Share:
     """[numel] where DeepSpeed keeps the share on the device: the home is copied there after an update."""
     has_grad: bool = True
     """Whether any micro-batch of the step gave it a gradient; otherwise it counts as zero."""
+    is_zeroed: bool = False
+    """Whether `grad` is zero since an update without a gradient: no step, applied or skipped, has written it since."""
 
     @property
     def ds_id(self) -> int:

@@ -67,8 +67,6 @@ class ShareStates:
     ) -> None:
         self.units, self.state_format = tuple(share for share in shares if share.numel), state_format
         self._optimizer, self._params, self._gradients = optimizer, params, gradients
-        self._zeroed: set[int] = set()
-        """Shares whose gradient in RAM is zero since an update without one."""
         self._chunks = {share.index: share.chunks(state_format) for share in self.units}
         everything = [chunk for chunks in self._chunks.values() for chunk in chunks]
         spill(everything, state_ram_bytes)
@@ -163,14 +161,13 @@ class ShareStates:
         """Of this update, in RAM; None: on the drive. A share without one (`has_grad`) gets zeros, which cost a pass
         over its own memory in RAM, and where gradients live on the drive neither a transfer nor memory."""
         if share.has_grad:
-            self._zeroed.discard(share.index)
             return share.grad
         if share.grad is None:
             assert self._gradients is not None
             return self._gradients.zeros(share.ds_id)
-        if share.index not in self._zeroed:
+        if not share.is_zeroed:
             share.grad.zero_()
-            self._zeroed.add(share.index)
+            share.is_zeroed = True
         return share.grad
 
     def settle(self) -> None:
