@@ -52,8 +52,8 @@ def test_training_is_the_same_bit_for_bit(results: dict[str, Any], name: str) ->
 def test_the_kernel_gets_the_documents_of_every_packed_micro_batch(
     results: dict[str, Any], name: str, runs: int
 ) -> None:
-    """Imitated, in three layers: one of the two micro-batches of a step is packed. Layers that are computed again in the
-    backward pass, where nobody tells borders any more, have them from their forward."""
+    """Imitated, in three layers: one of the two micro-batches of a step is packed. Layers that are computed again in
+    the backward pass, where nobody tells borders any more, have them from their forward."""
     found, masked = passed(results, name), passed(results, "fp32, masks")
     assert found["kernel_calls"] == 3 * 3 * runs
     for mine, theirs in zip(found["losses"], masked["losses"], strict=True):
