@@ -35,11 +35,11 @@ def any_order() -> None:
 
 def explain_order(error: BaseException) -> NotDeterministic | None:
     """Torch's complaint in words for people; None for any other error."""
-    found = re.match(r"(.+?) does not have a deterministic implementation", str(error))
+    found = re.search(r"([^\n:]+?) does not have a deterministic implementation", str(error))
     if found is None:
         return None
     return NotDeterministic(
-        f"--deterministic: this run needs {found.group(1)}, of which torch {torch.__version__} has no version with a "
+        f"--deterministic: this run needs {found.group(1).strip()}, of which torch {torch.__version__} has no version with a "
         "fixed order. Leave --deterministic out: resuming is then exact but for the order of such sums. Or try another "
         "--attn_implementation. Checkpoints are intact."
     )
