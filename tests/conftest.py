@@ -18,9 +18,12 @@ SLOW_LIMIT_S = 3600
 def pytest_configure(config: pytest.Config) -> None:
     # The environment's own ninja checks DeepSpeed's extensions; another version would compile them all again.
     add_to_path(os.path.dirname(sys.executable))
+    # Tiny models gain nothing from a second thread, and beside another test process on the same cores they lose much:
+    # an operation of microseconds then waits a millisecond for a thread that is not running. Child processes inherit it.
+    os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
