@@ -21,6 +21,7 @@ from outcore.plan.stream_layout import StreamLayout
 from outcore.plan.stream_tiles import tiling_of
 from outcore.units import KIB
 
+pytestmark = pytest.mark.no_cover
 FIELDS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 

@@ -159,6 +159,7 @@ def train(graphs: bool, device: str, steps: int = 4):
         engine.close()
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_training_is_the_same_with_graphs(device):
     plain, graphed = train(False, device), train(True, device)

@@ -71,6 +71,7 @@ def kill_and_resume(tmp_path: Path, corpus: Path, straight: Path, kill: tuple) -
         assert not (tmp_path / "drive/outcore-scratch").exists()
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("kill", KILLS, ids=lambda kill: f"{kill[0]}, {kill[2]} then {kill[3]}")
 def test_killed_and_resumed_elsewhere(tmp_path: Path, corpus: Path, straight: Path, kill: tuple) -> None:
     kill_and_resume(tmp_path, corpus, straight, kill)

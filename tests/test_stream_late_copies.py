@@ -59,7 +59,7 @@ class DeviceStreams(LateStreams):
         event.synchronize()
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
 @pytest.fixture

@@ -97,6 +97,7 @@ def assert_same(first, second) -> None:
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("settings", [TINY, IMMEDIATE], ids=["deferred", "immediate"])
 @pytest.mark.parametrize("states", ["fp32", "split", "fp32_m8", "split8"])
 def test_residency_changes_no_bit(build, states, settings):
@@ -114,6 +115,7 @@ def test_residency_changes_no_bit(build, states, settings):
         assert max(len(engine._parts.homes.flowing(unit)) for unit in engine._parts.units.all) > ring.num_slots
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("settings", [TINY, IMMEDIATE], ids=["deferred", "immediate"])
 @pytest.mark.parametrize("changes", [{"state_ring_slots": 1}, {"state_ring_slots": 2}, {"chunk_numel": 512}])
 def test_the_ring_changes_no_bit(build, changes, settings):
@@ -128,6 +130,7 @@ def test_states_are_striped_over_several_drives(build, tmp_path):
     assert_same(trained(engine), trained(build()))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("states", ["fp32", "split8"])
 @pytest.mark.parametrize(("before", "after"), [(0.0, None), (None, 0.0), (0.0, 0.5)])
 def test_checkpoints_resume_in_another_residency(build, tmp_path, before, after, states):

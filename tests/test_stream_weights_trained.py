@@ -75,6 +75,7 @@ def same(a, b) -> bool:
     return a[:2] == b[:2] and all(torch.equal(a[2][n], b[2][n]) for n in a[2])
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 @pytest.mark.parametrize("states", ["fp32", "split8"])
 def test_residency_changes_no_bit(build, drive, model, states):
@@ -94,6 +95,7 @@ def test_updates_during_the_backward_pass(build, states):
     assert same(run(build(**changes, **NOTHING_IN_RAM)), run(build(**changes)))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("states", ["fp32", "split8"])
 def test_resumed_in_another_residency(build, tmp_path, states):
     first = build(states=states, **NOTHING_IN_RAM)

@@ -164,6 +164,7 @@ def test_masters_round_to_the_weights(straight_by: Callable[[str], Path], engine
             assert torch.equal(cast_param(value, torch.bfloat16), state["model:" + key[7:]])
 
 
+@pytest.mark.no_cover
 def test_exact_states_in_two_formats_train_the_same_numbers(tmp_path: Path, corpus: Path, straight: Path) -> None:
     """What `state_format auto` takes with bf16 equals fp32 states bit for bit, and 8-bit moments are told as other."""
     common = ["--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--save_steps", "0", "--no_export"]
@@ -194,6 +195,7 @@ def test_states_on_nvme_train_the_same_numbers_and_leave_nothing_there(
     assert not any(drive.rglob("*")), "scratch is removed with the engine"
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("how", ["stream", "deepspeed", "zero1", "zero2", "none"])
 def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], how: str) -> None:
     """Stopped after step 2 and resumed to 6 equals six steps at once; for each engine and ZeRO stage."""
@@ -236,6 +238,7 @@ def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight_by: Call
         assert f"zero_stage {how} was asked for" in engine_of(tmp_path)["reason"]
 
 
+@pytest.mark.no_cover
 def test_a_checkpoint_resumes_in_another_stage(tmp_path: Path, corpus: Path, straight: Path) -> None:
     """Checkpoints know nothing of engine and ZeRO stage: the restored states are the same numbers."""
     start = straight / "checkpoint/r/step-00000004"
@@ -278,6 +281,7 @@ def test_signal_saves_and_says_how_to_resume(tmp_path: Path, corpus: Path, capsy
     assert [p.name for p in (tmp_path / "checkpoint/r").iterdir()] == ["step-00000002"]
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("engine", list(ENGINES))
 def test_kill_at_random_moments_then_resume(
     tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], engine: str
@@ -361,6 +365,7 @@ def test_other_shapes_train_and_export(tmp_path: Path, corpus: Path, preset: str
         assert torch.equal(value.detach(), state[f"model:{name}"]), name
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("first", "second"), [("deepspeed", "stream"), ("stream", "deepspeed")])
 def test_engines_agree_and_resume_each_others_checkpoints(
     tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], first: str, second: str
