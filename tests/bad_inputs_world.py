@@ -15,12 +15,14 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
+
+from forked import start_script
 
 from outcore.train.checkpoint import list_checkpoints, open_checkpoint
 
@@ -216,23 +218,20 @@ def _two_processes(argv: list[str]) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks: list[subprocess.Popen[str]] = []
-    for rank in range(2):
-        launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "train_model.py", *argv]
-        ranks.append(
-            subprocess.Popen(
-                command, env={**os.environ, **launched}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-        )
-    try:
-        printed = [process.communicate(timeout=240)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    print(printed[0])
-    return ranks[0].returncode
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"{rank}.txt" for rank in range(2)]
+        ranks = []
+        for rank, log in enumerate(logs):
+            launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+            ranks.append(start_script(REPOSITORY / "train_model.py", argv, {**os.environ, **launched}, log))
+        try:
+            codes = [process.wait(240) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        print(logs[0].read_text())
+    return codes[0]
 
 
 def run_case(case: Case, here: Path, shared: Shared) -> Outcome:

@@ -19,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # The environment's own ninja checks DeepSpeed's extensions; another version would compile them all again.
     add_to_path(os.path.dirname(sys.executable))
     # Tiny models gain nothing from a second thread, and beside another test process on the same cores they lose much:
-    # an operation of microseconds then waits a millisecond for a thread that is not running. Child processes inherit it.
+    # an operation of microseconds then waits a millisecond for a thread that is not running. Children inherit it.
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 

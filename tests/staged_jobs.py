@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from forked import start_script
 
 from outcore.engine.deepspeed.environment import free_port
 
@@ -59,22 +59,16 @@ def run_jobs(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     port = free_port()
-    logs = [open(folder / f"log-{rank}.txt", "w") for rank in range(world_size)]  # noqa: SIM115  # as long as the child
     children = [
-        subprocess.Popen(
-            [sys.executable, str(CHILD), str(folder)],
-            env=environment(rank, world_size, port, device), stdout=logs[rank], stderr=subprocess.STDOUT,
-        )
+        start_script(CHILD, [str(folder)], environment(rank, world_size, port, device), folder / f"log-{rank}.txt")
         for rank in range(world_size)
-    ]  # fmt: skip
+    ]
     try:
         codes = [child.wait(timeout_s) for child in children]
     finally:
         for child in children:
             child.kill()
             child.wait()
-        for log in logs:
-            log.close()
     assert codes == [0] * world_size, (folder / "log-0.txt").read_text()[-4000:]
     return [json.loads((folder / f"results-{rank}.json").read_text()) for rank in range(world_size)]
 

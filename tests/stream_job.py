@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import fork_server
 from safetensors.torch import load_file
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -147,9 +147,7 @@ def _child(argv: list[str], fields: dict[str, Any], kill: tuple[str, int, int] |
 
 def start(argv: list[str], log: Path, kill: tuple[str, int, int] | None = None, **fields: Any) -> Any:
     """The main job in a process of its own. `kill`: (moment, its how-maniest time, once this step is done)."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["outcore.train.run", "stream_job"])  # imports once for all children
-    process = context.Process(target=_child, args=(argv, fields, kill, str(log)), daemon=True)
+    process = fork_server().Process(target=_child, args=(argv, fields, kill, str(log)), daemon=True)
     process.start()
     return process
 

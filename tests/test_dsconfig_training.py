@@ -10,18 +10,18 @@ import itertools
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import run_script
 
 from outcore.engine.deepspeed import keys
 from outcore.engine.deepspeed.builder import DeepSpeedSettings, ModelFacts, RunFacts, build_config
 from outcore.install.extensions import extension_environment
 
 ROOT = Path(__file__).parent.parent
+CHILD = Path(__file__).with_name("dsconfig_child.py")
 SHIPPED = ("deepspeed_config.json", "config/deepspeed_zero_infinity.json", "config/deepspeed_zero_infinity_cpu.json")
 EVEN = {"vocab": 2048, "width": 512, "inner": 1024, "tied": False}
 TIED = {**EVEN, "tied": True}
@@ -105,11 +105,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         **os.environ, **extension_environment("cpu"), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
-    child = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("dsconfig_child.py")), str(work)],
-        env=environ, capture_output=True, text=True, timeout=1500, check=False,
-    )  # fmt: skip
-    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-4000:]
+    log = work / "log.txt"
+    assert run_script(CHILD, [str(work)], environ, log, timeout_s=1500) == 0, log.read_text()[-6000:]
     return json.loads((work / "results.json").read_text())
 
 

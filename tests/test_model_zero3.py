@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from forked import start_script
 
 ROOT = Path(__file__).parent.parent
 CASES = ("tied", "untied-checkpointed", "moe-checkpointed", "learned-positions", "lora", "trained", "encoder-decoder")
@@ -41,18 +41,15 @@ def run_children(world_size: int) -> dict[str, dict[str, float]]:
                 "CUDA_VISIBLE_DEVICES": "",
                 "OMP_NUM_THREADS": "1",
             }
-            command = [sys.executable, __file__, folder]
-            children.append(
-                subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            )
-        outputs = []
+            log = Path(folder) / f"log-{rank}.txt"
+            children.append(start_script(Path(__file__), [folder], environment, log))
         try:
-            outputs = [child.communicate(timeout=280)[0] for child in children]
+            codes = [child.wait(280) for child in children]
         finally:
             for child in children:
                 child.kill()
-        for child, output in zip(children, outputs, strict=True):
-            assert child.returncode == 0, output[-6000:]
+        for rank, code in enumerate(codes):
+            assert code == 0, (Path(folder) / f"log-{rank}.txt").read_text()[-6000:]
         return json.loads((Path(folder) / "result.json").read_text())
 
 

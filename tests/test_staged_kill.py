@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_script
 from safetensors.torch import load_file
 from staged_jobs import environment
 
-ROOT = Path(__file__).resolve().parents[1]
 CHILD = Path(__file__).with_name("staged_kill_child.py")
 STEPS = 6
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the {} {} bears\n"
@@ -42,11 +40,7 @@ def train(
         argv[-1:] = ["infinity", "--nvme_offload_path", str(root / "nvme"), "--max_in_cpu_gb", "0", "--strict_offload"]
     argv += more
     root.mkdir(exist_ok=True)
-    with open(root / "log.txt", "a") as log:
-        return subprocess.run(
-            [sys.executable, str(CHILD), moment, str(count), *argv],
-            cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT, timeout=300, check=False,
-        ).returncode  # fmt: skip
+    return run_script(CHILD, [moment, str(count), *argv], environment(), root / "log.txt")
 
 
 def final_states(root: Path) -> dict[str, torch.Tensor]:
