@@ -7,6 +7,7 @@ Where there is a GPU every child is a fresh interpreter all the same: a forked o
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -94,6 +95,7 @@ def _run(script: str, argv: list[str], environ: dict[str, str], log: str) -> Non
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(ROOT)
+    gc.freeze()  # what the server imported stays: looking through all of it at each collection takes long
     sys.argv = [script, *argv]
     sys.path.insert(0, str(Path(script).parent))
     try:
