@@ -157,7 +157,7 @@ def test_results_in_tiles_do_not_depend_on_lanes_or_residency(build):
 def test_tiles_come_from_the_drive_with_the_same_bits(build, tmp_path, model, max_grad_norm):
     """Layers' parameters and their states on NVMe, some or all; embedding and head stay in RAM."""
     settings = replace(TINY, tiling="on", tile_bytes=5000, weight_read_ahead_bytes=1)  # the last tile is smaller
-    settings = replace(settings, max_grad_norm=max_grad_norm, chunk_numel=512, states="split")
+    settings = replace(settings, max_grad_norm=max_grad_norm, chunk_numel=2048, states="split")
     expected = None
     for number, ram_bytes in enumerate((None, 150_000, 0)):
         spilled = {} if ram_bytes is None else {"nvme_path": str(tmp_path / str(number)), "weight_ram_bytes": ram_bytes}
