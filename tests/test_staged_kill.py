@@ -31,7 +31,7 @@ def train(
     data.write_text("\n\n".join(TEXT.format(i, i * i) * 12 for i in range(60)))
     argv = ["--engine", "deepspeed", "--dataset", str(data), "--seq_length", "32", "--run_name", "r"]
     argv += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--precision", "bf16"]
-    argv += ["--sample_steps", "0", "--eval_steps", "0", "--report_to", "none", "--no_export"]
+    argv += ["--sample_tokens", "0", "--eval_steps", "0", "--report_to", "none", "--no_export"]
     argv += ["--max_steps", str(STEPS), "--save_steps", "2", "--save_total_limit", "9"]
     argv += ["--resume_from_checkpoint", "auto", f"--data_cache_dir={root.parent / 'cache'}"]
     argv += [f"--{name}_dir={root / name}" for name in ("checkpoint", "log", "export")]

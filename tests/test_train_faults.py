@@ -54,7 +54,8 @@ def _train(root: Path, monkeypatch: pytest.MonkeyPatch, profile: Path, faults: F
     corpus.write_text("\n\n".join(f"the quick brown fox {i} jumps over the lazy dog " * 30 for i in range(20)))
     argv = ["--dataset", str(corpus), "--seq_length", "32", "--max_steps", str(STEPS), "--run_name", "r"]
     argv += [f"--{name}_dir={root / name}" for name in ("checkpoint", "log", "export")]
-    argv += [f"--data_cache_dir={root / 'cache'}", "--report_to", "none", "--sample_steps", "0", "--no_export"]
+    argv += [f"--data_cache_dir={root / 'cache'}", "--report_to", "none", "--no_export"]
+    argv += ["--sample_steps", "0", "--sample_tokens", "4"]
     argv += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1", *flags]
     assert main(argv) == 0
     lines = [json.loads(line) for line in (root / "log" / "r" / "metrics.jsonl").read_text().splitlines()]

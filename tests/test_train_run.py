@@ -21,7 +21,7 @@ from outcore.train.run import main
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the {} {} bears\n"
 FAST = ["--seq_length", "32", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
-FAST += ["--sample_steps", "0", "--report_to", "none", "--logging_steps", "100"]
+FAST += ["--sample_steps", "0", "--sample_tokens", "4", "--report_to", "none", "--logging_steps", "100"]
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
