@@ -97,7 +97,6 @@ def assert_same(first, second) -> None:
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("settings", [TINY, IMMEDIATE], ids=["deferred", "immediate"])
 @pytest.mark.parametrize("states", ["fp32", "split", "fp32_m8", "split8"])
 def test_residency_changes_no_bit(build, states, settings):

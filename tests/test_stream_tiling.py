@@ -114,7 +114,6 @@ def test_bf16_gradients_in_tiles_are_as_close_to_fp32_as_whole_ones(build, model
     assert errors[1] < 1.25 * errors[0] < 0.1
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("model", "changes"),
     [

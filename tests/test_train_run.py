@@ -239,7 +239,6 @@ def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight_by: Call
         assert f"zero_stage {how} was asked for" in engine_of(tmp_path)["reason"]
 
 
-@pytest.mark.no_cover
 def test_a_checkpoint_resumes_in_another_stage(tmp_path: Path, corpus: Path, straight: Path) -> None:
     """Checkpoints know nothing of engine and ZeRO stage: the restored states are the same numbers."""
     start = straight / "checkpoint/r/step-00000004"
