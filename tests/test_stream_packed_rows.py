@@ -121,6 +121,7 @@ def fresh_compiler():
     torch.set_num_threads(before)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("graphed", [False, True])
 @pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_compiled_layers_take_borders_and_compile_once_for_all_of_them(
