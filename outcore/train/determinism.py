@@ -40,7 +40,7 @@ def explain_order(error: BaseException) -> NotDeterministic | None:
         return None
     needed = found.group(1).strip()
     return NotDeterministic(
-        f"--deterministic: this run needs {needed}, of which torch {torch.__version__} has no version with a fixed order. "
-        "Leave --deterministic out: resuming is then exact but for the order of such sums. Or try another "
+        f"--deterministic: this run needs {needed}, of which torch {torch.__version__} has no version with a fixed "
+        "order. Leave --deterministic out: resuming is then exact but for the order of such sums. Or try another "
         "--attn_implementation. Checkpoints are intact."
     )
