@@ -80,3 +80,18 @@ def engines() -> Iterator[list]:
     yield made
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def fixed_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As --deterministic runs, until the test ends."""
+    import torch.utils.deterministic
+
+    from outcore.train.determinism import fix_order
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    fix_order()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stream_holdings import LESS, PART, WHOLE
 from stream_models import TINY_SETTINGS, packed_batch, plain_batch, set_dropout, tiny_loaded
 
 from outcore.engine.stream import build as build_module
@@ -17,14 +18,6 @@ from outcore.engine.stream.tiles_plan import TilePlan
 from outcore.staging import DownloadLane
 
 TINY = replace(TINY_SETTINGS, max_grad_norm=0.5)
-PART = 1000
-"""Elements: the vocabulary of 1,024 x 64 has many of them, a layer some."""
-WHOLE = Holding(part_numel=PART)
-LESS = [
-    replace(WHOLE, ends_in_parts=True),
-    replace(WHOLE, layer_buffers=2, ship_buffers=1),
-    replace(WHOLE, layer_buffers=1, ship_buffers=1, ends_in_parts=True),
-]
 LR = 3e-3
 pytestmark = pytest.mark.usefixtures("one_thread")
 

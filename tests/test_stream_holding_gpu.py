@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from stream_holdings import LESS, WHOLE
 from stream_models import plain_batch, set_dropout, tiny_loaded
 
 from outcore.engine.stream import build as build_module
@@ -21,13 +22,6 @@ SETTINGS = StreamSettings(
     staging_bytes=256 * MIB, slot_bytes=4 * MIB, num_slots=4, optimizer_threads=4, chunk_numel=1 << 16, compile="off"
 )
 LR = 1e-3
-PART = 1000
-WHOLE = Holding(part_numel=PART)
-LESS = [
-    replace(WHOLE, ends_in_parts=True),
-    replace(WHOLE, layer_buffers=2, ship_buffers=1),
-    replace(WHOLE, layer_buffers=1, ship_buffers=1, ends_in_parts=True),
-]
 
 
 def train(holding: Holding, settings: StreamSettings, model: str, device: str = "cuda") -> list[tuple[float, float]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from staging_fakes import LateEvent, LateStreams
-from stream_models import packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
+from stream_models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
@@ -17,17 +17,7 @@ from outcore.model.lora import apply_lora
 from outcore.model.settings import LoraSettings
 from outcore.units import MIB
 
-DEFERRED = StreamSettings(
-    staging_bytes=4 * MIB,
-    slot_bytes=64 * 1024,
-    num_slots=2,
-    optimizer_threads=1,
-    optimizer_backend="torch",
-    chunk_numel=1 << 14,
-    logits_chunk_bytes=4 * 128 * 16,
-    activations="ram",
-    seed=5,
-)
+DEFERRED = replace(TINY_SETTINGS, staging_bytes=4 * MIB, activations="ram")
 IMMEDIATE = replace(DEFERRED, max_grad_norm=0.0, update="immediate")
 TILED = replace(DEFERRED, tiling="on", tile_bytes=10_000)
 

@@ -14,7 +14,6 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.model.borders import are_borders, borders_of
 from outcore.model.packed_attention import by_kernel
 from outcore.model.packed_trial import KERNEL_TOLERANCE, kernel_error
-from outcore.train.determinism import CUBLAS_WORKSPACE, any_order, fix_order
 from outcore.units import MIB
 
 pytestmark = pytest.mark.gpu
@@ -132,9 +131,8 @@ def test_layers_of_packed_rows_wait_for_nothing():
 @pytest.mark.parametrize(
     "model_type,compiled", [("llama", "on"), ("llama", "off"), ("gpt2", "off"), ("mixtral", "off")]
 )
-def test_a_deterministic_run_repeats_every_bit(monkeypatch, model_type, compiled):
+def test_a_deterministic_run_repeats_every_bit(fixed_order, model_type, compiled):
     """Rows of many blocks of the flash kernel, packed and whole, as --deterministic runs them."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACE)
 
     def parameters():
         loaded = tiny_loaded(model_type, dtype=torch.bfloat16, max_position_embeddings=2048, attn_pdrop=0.0)
@@ -148,11 +146,7 @@ def test_a_deterministic_run_repeats_every_bit(monkeypatch, model_type, compiled
         finally:
             engine.close()
 
-    fix_order()
-    try:
-        first, again = parameters(), parameters()
-    finally:
-        any_order()
+    first, again = parameters(), parameters()
     assert [name for name in first if not torch.equal(first[name], again[name])] == []
 
 

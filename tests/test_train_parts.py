@@ -17,7 +17,7 @@ from outcore.engine.shards import CheckpointError, TensorPlan, write_shard
 from outcore.train.arguments import ConfigError
 from outcore.train.checkpoint import save_checkpoint
 from outcore.train.config import TrainConfig
-from outcore.train.determinism import any_order, explain_order, fix_order
+from outcore.train.determinism import explain_order
 from outcore.train.memory_advice import explain, ram_advice
 from outcore.train.random_state import load_random_state, save_random_state, seed_everything
 from outcore.train.run_folder import choose_run, default_name
@@ -135,23 +135,18 @@ def test_random_state_round_trip(tmp_path: Path) -> None:
     assert not load_random_state(tmp_path, 1, numbers)
 
 
-def test_a_fixed_order_is_strict_and_its_complaint_is_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    try:
-        fix_order()
-        assert (
-            torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-        )
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-        with pytest.raises(RuntimeError) as caught:
-            torch.ones(4).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
-    finally:
-        any_order()
+def test_a_fixed_order_is_strict_and_its_complaint_is_in_words(fixed_order: None) -> None:
+    assert torch.get_deterministic_debug_mode() == 2  # an error, no warning
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    with pytest.raises(RuntimeError) as caught:
+        torch.ones(4).put_(torch.tensor([0]), torch.ones(1), accumulate=False)
     words = str(explain_order(caught.value))
     assert (
         words.startswith("--deterministic: this run needs put_, of which torch")
         and "Leave --deterministic out" in words
     )
+    wrapped = RuntimeError(f"backend='inductor' raised:\nRuntimeError: {caught.value}")
+    assert str(explain_order(wrapped)) == words
     assert explain_order(RuntimeError("something else")) is None
 
 

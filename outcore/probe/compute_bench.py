@@ -35,7 +35,7 @@ class ComputeRates:
 def measure_compute(device: torch.device, limit_s: float) -> ComputeRates:
     """Both rates, in about `limit_s` (at least one product and one copy)."""
     begin_s = time.perf_counter()
-    dtype, name = _dtype(device)
+    dtype, name = compute_dtype(device)
     width = GPU_WIDTH if device.type == "cuda" else CPU_WIDTH
     a = torch.full((width, width), 0.5, dtype=dtype, device=device)
     product = torch.empty_like(a)
@@ -61,7 +61,8 @@ def measure_compute(device: torch.device, limit_s: float) -> ComputeRates:
     )
 
 
-def _dtype(device: torch.device) -> tuple[torch.dtype, str]:
+def compute_dtype(device: torch.device) -> tuple[torch.dtype, str]:
+    """The type that training takes there, and its name."""
     if device.type != "cuda":
         return torch.float32, "fp32"
     has_bf16 = torch.cuda.get_device_capability(device)[0] >= 8

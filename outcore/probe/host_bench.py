@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from outcore.probe.compute_bench import compute_dtype
 
 WIDTH, HEADS, KV_HEADS, FFN_WIDTH, TOKENS, LAYERS = 128, 4, 2, 256, 16, 8
 LEAST_PASSES = 3
@@ -48,7 +51,9 @@ class _Layer(nn.Module):
     def forward(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         rows, tokens, _ = hidden.shape
         normed = self.norm_1(hidden)
-        q, k, v = (part(normed).view(rows, tokens, -1, WIDTH // HEADS).transpose(1, 2) for part in self._qkv())
+        q, k, v = (
+            part(normed).view(rows, tokens, -1, WIDTH // HEADS).transpose(1, 2) for part in (self.q, self.k, self.v)
+        )
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
         k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -56,14 +61,11 @@ class _Layer(nn.Module):
         normed = self.norm_2(hidden)
         return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
-    def _qkv(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        return self.q, self.k, self.v
-
 
 def measure_host(device: torch.device, limit_s: float) -> float:
     """Seconds of the host per layer: forward, recomputation and backward. The median of the passes of about `limit_s`
     (three at least) after one that warms up."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype, _ = compute_dtype(device)
     layers = nn.ModuleList([_Layer() for _ in range(LAYERS)]).to(device, dtype)
     angles = torch.arange(TOKENS, device=device)[:, None] * torch.ones(WIDTH // HEADS, device=device)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -85,7 +87,9 @@ def measure_host(device: torch.device, limit_s: float) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    once()
+    with warnings.catch_warnings():  # autograd's thread gets its CUDA context at its first product
+        warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
+        once()
     wait()
     begin_s, taken = time.perf_counter(), []
     while len(taken) < LEAST_PASSES or time.perf_counter() - begin_s < limit_s:

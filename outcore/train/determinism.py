@@ -27,12 +27,6 @@ def fix_order() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def any_order() -> None:
-    """Back to torch's own choice, as tests need it."""
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def explain_order(error: BaseException) -> NotDeterministic | None:
     """Torch's complaint in words for people; None for any other error."""
     found = re.search(r"([^\n:]+?) does not have a deterministic implementation", str(error))
