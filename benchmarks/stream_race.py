@@ -54,11 +54,11 @@ def stock(shape: str, tokens: str, clip: float, where: str, **more: Any) -> dict
 
 
 def prototype(
-    shape: str, tokens: str, states: str, *, defer: bool, compiled: bool = True, **env: Any
+    shape: str, tokens: str, states: str, *, defer: bool, compiled: bool = True, checkpoints: str = "gpu", **env: Any
 ) -> dict[str, Any]:
-    """A variant of the prototype."""
+    """A variant of the prototype. `checkpoints`: gpu, or cpu (in RAM, as ours are where they do not fit 3.5 GB)."""
     sizes = {"1.2b": {"H": 2048, "L": 24}, "2.8b": {"H": 3072, "L": 26}}[shape]
-    sizes |= {"GAS": TOKENS[tokens]["gas"], "VAR": states, "POL": "defer" if defer else "prio"}
+    sizes |= {"GAS": TOKENS[tokens]["gas"], "VAR": states, "POL": "defer" if defer else "prio", "CK": checkpoints}
     sizes |= {"COMP": 1, "VJP": 1} if compiled else {}
     return {"child": "prototype", "env": sizes | env, **TOKENS[tokens]}
 
@@ -81,6 +81,7 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "ours-fp32-clip-1gib": ours(shape, t16, 1, "fp32", staging_bytes=1 << 30),
         "ours-fp32-12threads": ours(shape, t16, 0, "fp32", optimizer_threads=12),
         "ours-fp32-actdevice": ours(shape, t16, 0, "fp32", activations="device"),
+        "ours-fp32-clip-actdevice": ours(shape, t16, 1, "fp32", activations="device"),
     }
     if shape == "1.2b":
         ram |= {
@@ -88,6 +89,9 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
             "proto-fp32-clip": prototype(shape, t16, "fp32", defer=True),
             "proto-split8-clip": prototype(shape, t16, "split8", defer=True),
             "proto-fp32-eager": prototype(shape, t16, "fp32", defer=False, compiled=False),
+            "proto-fp32-actram": prototype(shape, t16, "fp32", defer=False, checkpoints="cpu"),
+            "proto-fp32-clip-actram": prototype(shape, t16, "fp32", defer=True, checkpoints="cpu"),
+            "proto-split8-clip-actram": prototype(shape, t16, "split8", defer=True, checkpoints="cpu"),
         }
     ram4k = {
         "stock-ram": stock(shape, t4, 0, "cpu"),

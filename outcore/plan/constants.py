@@ -6,7 +6,8 @@ said otherwise. "Prototype" is a throw-away layer-streaming trainer that was rac
 (R) are the twelve runs of benchmarks/results/plan_vs_measured-h200-before-calibration.json, on another server of that
 kind (784 TFLOPS of matrix products, STREAM triad 82 GB/s, drive 3.0 GB/s mixed); (S) the eleven of
 plan_vs_measured-h200-second.json, after which the constants were set once more; (H) some of these with one setting
-changed: plan_vs_measured-h200-host.json; (M) six runs before all of these. What was measured there and is scaled
+changed: plan_vs_measured-h200-host.json; (T) the twelve of plan_vs_measured-h200-third.json, the first with the host's
+own rate beside them; (M) six runs before all of these. What was measured there and is scaled
 to another machine is a forecast, and shown as one.
 """
 
@@ -174,15 +175,18 @@ states in RAM (16,384 and 4,096 tokens, fp32 and compact, with and without clipp
 DEEPSPEED_OPTIMIZER_DRAM_BYTES = 104
 """180 GB/s x 1.21 B parameters / 2.1e9: DeepSpeed's optimizer phase with states in RAM, gradients' copies and clipping
 included. Measured: 0.99 s a step with one micro-batch and 1.87 s with four leave 0.70 s, i.e. 1.73 Gparam/s."""
-DEEPSPEED_HOST_LAYERS = 4.6
-"""Python hooks of ZeRO-3 per layer and micro-batch (forward, recomputation, backward), in HOST_LAYER_S. Measured (H):
-20.2 ms with 0.4 B parameters, 20.4 with 1.2 B; (S) 25.6. With fixed segments instead of growing ones 18.0 ms (H),
-17.1-19.3 (R). It hides under a slower GPU's compute."""
-DEEPSPEED_PLAIN_HOST_LAYERS = 1.3
-"""The same below ZeRO-3: Python and launches of an eager layer. Measured (H), 0.1 B parameters, stage none, 12 layers
-and 2 micro-batches: 5.4-6.4 ms with growing segments, 4.7-5.3 with fixed ones, which take 0.9 GB more."""
-DEEPSPEED_GPU_UPDATE_HOST_LAYERS = 0.48
-"""Python and launches of an update on the GPU. Measured (H) in those runs: 0.023-0.030 s, 12 layers."""
+DEEPSPEED_HOST_LAYERS = 4.85
+"""Python hooks of ZeRO-3 per layer and micro-batch (forward, recomputation, backward), in HOST_LAYER_S: 20.4 ms with
+0.4 B parameters beside 4.0 ms (T), 20.2 ms with 0.4 B and 20.4 with 1.2 B beside 3.8-5.1 ms (H); (S) 25.6. With fixed
+segments instead of growing ones 18.0 ms (H), 17.1-19.3 (R). It hides under a slower GPU's compute."""
+DEEPSPEED_PLAIN_HOST_LAYERS = 1.5
+"""The same below ZeRO-3: Python and launches of an eager layer. Measured with 0.1 B parameters, stage none, 12 layers
+and 2 micro-batches: 6.7 ms beside 4.0 ms (T), 5.4-6.4 ms (H); 4.7-5.3 with fixed segments, which take 0.9 GB more."""
+DEEPSPEED_GPU_UPDATE_HOST_LAYERS = 0.53
+"""Python and launches of an update on the GPU. Measured in those runs, 12 layers: 0.028 s (T), 0.023-0.030 s (H)."""
+DEEPSPEED_STAGED_OVERHEAD_BYTES = int(2.6 * GIB)
+"""Interpreter, torch, CUDA and DeepSpeed with the staged offload. Measured, resident memory less homes and staging:
+2.6-3.0 GB in three runs (R), 2.7-2.9 (S), 2.6-2.8 (T). The engine itself leaves 3 GiB of a budget for them."""
 DEEPSPEED_DRIVE_SHARE = 0.67
 """Of the mixed drive rate. Measured: 32 B per parameter in 14 s of optimizer phase, 2.8 of about 4.1 GB/s."""
 DEEPSPEED_RAM_BYTES_PER_PARAM = 24

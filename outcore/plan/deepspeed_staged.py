@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outcore.engine.deepspeed.settings import Device
-from outcore.engine.deepspeed.staged.sizes import RAM_OVERHEAD_BYTES, RING_SLOTS, StagedFacts, staged_sizes
+from outcore.engine.deepspeed.staged.sizes import RING_SLOTS, StagedFacts, staged_sizes
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Part
@@ -104,7 +104,7 @@ def staged_homes(
         staging=gpus * sizes.staging_bytes,
         gradient_staging=gpus * sizes.grad_staging_bytes,
         ring=gpus * slot * min(RING_SLOTS, sizes.ring_bytes // slot, chunks),
-        overhead=gpus * RAM_OVERHEAD_BYTES,
+        overhead=gpus * k.DEEPSPEED_STAGED_OVERHEAD_BYTES,
     )
 
 
