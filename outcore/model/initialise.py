@@ -27,7 +27,7 @@ from torch import nn
 
 from outcore.model.random_stream import RandomStream, SharedStreamNeeded
 
-AHEAD_BYTES = 2 << 30
+AHEAD_BYTES = 1 << 30
 """Initial values in fp32 that may wait for their place."""
 
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager]

@@ -118,7 +118,7 @@ def host_parts(
     frozen = shape.total_params - trained
     ram = [Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES)]
     if layout.optimizer == "none" and layout.params == "none":
-        return [*ram, Part("ram", "framework overhead", k.STREAM_RAM_OVERHEAD_BYTES * gpus)], [], []
+        return [*ram, Part("ram", "framework overhead", k.DEEPSPEED_OVERHEAD_BYTES * gpus)], [], []
     if layout.optimizer != "nvme":
         # The measured line holds for parameters in RAM as well; with them on the GPU 2 B less.
         extra = int((k.DEEPSPEED_RAM_BYTES_PER_PARAM - 16) * trained)
@@ -152,7 +152,7 @@ def host_parts(
         Part("ram", "parameters", params_bytes),
         Part("ram", "gradients", e * trained),
         Part("ram", "DeepSpeed's further copies", max(0, measured - 2 * e * trained)),
-        Part("ram", "framework overhead", k.STREAM_RAM_OVERHEAD_BYTES * gpus),
+        Part("ram", "framework overhead", k.DEEPSPEED_OVERHEAD_BYTES * gpus),
     ]
     if layout.params == "nvme":
         # Measured alike with parameters in RAM and on NVMe: what is saved is taken by buffers and copies.
