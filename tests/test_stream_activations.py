@@ -13,6 +13,7 @@ from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.residency import BEHIND_LAYERS, DEVICE_STACKS
 from outcore.engine.stream.scratch import FOLDER, Scratch
+from outcore.staging import LaneTransfer
 from outcore.storage import FaultyEngine, PosixEngine, TensorSpec
 from outcore.units import MIB
 
@@ -69,6 +70,29 @@ def test_results_do_not_depend_on_where_checkpoints_wait(build, drive, changes):
     slow = drive.delay(0.005, "read")
     assert same(run(build("nvme", **changes)), on_device)
     assert slow.fired > 0
+
+
+@pytest.mark.parametrize("where", ["ram", "nvme"])
+def test_stalls_are_looked_for_wherever_checkpoints_are_waited_for(build, monkeypatch, where):
+    engine = build(where)
+    stalls, waits, brackets = engine._parts.stalls, [], []
+    for name in ("wait", "wait_stream"):
+        real = getattr(LaneTransfer, name)
+
+        def noted(self, *args, real=real, **kwargs):
+            if self.label.startswith("activations"):
+                waits.append(stalls._open is not None)
+            return real(self, *args, **kwargs)
+
+        monkeypatch.setattr(LaneTransfer, name, noted)
+    until = stalls.until
+    monkeypatch.setattr(stalls, "until", lambda what, reason: brackets.append(what) or until(what, reason))
+    micro_batches = batches_of(0)
+    engine.train_step(micro_batches, LR)
+    assert waits and all(waits)
+    # kept, fetched and taken: in RAM a layer's micro-batches are one transfer, and the last two layers' stay
+    times = 1 if where == "ram" else len(micro_batches)
+    assert sum(what.startswith("activations") for what in brackets) == (LAYERS - 2) * (2 * times + 1)
 
 
 def test_frozen_lower_layers_keep_no_checkpoints(build, drive):

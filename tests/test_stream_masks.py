@@ -85,7 +85,10 @@ def test_without_documents_or_padding_there_is_no_mask(model_type):
     full = {**plain, "attention_mask": torch.ones(2, 12, dtype=torch.long)}
     whole = {**plain, "position_ids": torch.arange(12).expand(2, -1).contiguous()}
     for batch in (plain, full, whole):
-        assert masks_of(units.record(batch)) == [None] * len(units.layers)
+        log = units.record(batch)
+        assert masks_of(log) == [None] * len(units.layers)
+        log.shrink_masks(1)
+        assert all(log.call(index) is call for index, call in enumerate(log.calls))
     for batch in (padded_batch(2, 12), packed_batch(2, 12)):
         assert all(mask is not None for mask in masks_of(units.record(batch)))
 

@@ -22,6 +22,7 @@ from outcore.engine.stream.layout import ALIGN_NUMEL, SlabLayout
 from outcore.engine.stream.rng import UnitRandom, generators_kept
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.shell import StreamUnsupported
+from outcore.engine.stream.unit_weights import UnitWeights
 from outcore.engine.stream.units import discover_units, find_stack
 
 CPU = torch.device("cpu")
@@ -271,3 +272,15 @@ def test_a_head_that_looks_at_more_than_hidden_states_is_found_out():
     assert "other gradients than as a whole" in why_not_streamed(loaded)
     loaded.model.__class__ = type("Broken", (Model,), {"_from_config": None})
     assert "could not be built" in why_not_streamed(loaded)
+
+
+def test_leaves_of_a_slab_are_made_once_and_keep_no_gradient():
+    units = discover_units(tiny_loaded("llama"))
+    unit, weights = units.layer_units[0], UnitWeights()
+    slab, other = slab_of(unit), slab_of(unit)
+    leaves, trainable = weights.leaves(unit, slab)
+    assert weights.leaves(unit, slab)[0] is leaves and weights.leaves(unit, other)[0] is not leaves
+    slab.fill_(2.0)  # as an upload into a buffer that has held the unit before
+    (grad,) = torch.autograd.grad(trainable[0].square().sum(), trainable[:1])
+    assert torch.equal(grad, torch.full_like(grad, 4.0))
+    assert all(leaf.grad is None for leaf in leaves)

@@ -121,14 +121,14 @@ class LaneTransfer:
         begin_s = time.perf_counter()
         with self._condition:
             arrived = self._condition.wait_for(is_there, limit_s)
-            state = (
-                f"{format_gib(self._done_bytes)} of {format_gib(self.n_bytes)} done, {format_gib(self._issued_bytes)} "
-                f"issued, {self._in_flight} chunks in flight"
-            )
+            counts = (self._done_bytes, self._issued_bytes, self._in_flight)
         self._lane.clock.add(host_wait_s=time.perf_counter() - begin_s)
         if not arrived:
+            done_bytes, issued_bytes, in_flight = counts
             raise TimeoutError(
-                f"{self.what} is not {goal} after {format_s(limit_s)}: {state}; {self._lane.describe()}. "
+                f"{self.what} is not {goal} after {format_s(limit_s)}: {format_gib(done_bytes)} of "
+                f"{format_gib(self.n_bytes)} done, {format_gib(issued_bytes)} issued, {in_flight} chunks in flight; "
+                f"{self._lane.describe()}. "
                 "It goes on; wait again, or look at the drive (dmesg) and the GPU (nvidia-smi) if nothing moves"
             )
         if self._finished and self._error is not None:

@@ -52,6 +52,11 @@ class MaskShrinker:
         self._min_numel = min_numel
         self._known: dict[int, tuple[torch.Tensor, BitMask]] = {}
 
+    @property
+    def has_shrunk(self) -> bool:
+        """Whether there was any large mask."""
+        return bool(self._known)
+
     def shrunk(self, value: Any) -> Any:
         """`value`, or what stands for it when it is a large mask."""
         if not isinstance(value, torch.Tensor) or value.dtype != torch.bool or value.ndim != 4:

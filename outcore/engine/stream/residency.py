@@ -35,9 +35,8 @@ BEHIND_LAYERS = 2
 class Activations(Protocol):
     """Checkpoints by (layer, micro-batch)."""
 
-    @property
-    def link(self) -> Literal["pcie", "nvme"] | None:
-        """What they have to cross, for whoever waits for them; None when they stay."""
+    def link(self, layer: int, micro_batch: int = 0) -> Literal["pcie", "nvme"] | None:
+        """What `keep`, `take` or (of micro-batch 0) `prefetch` may have to wait for; None when they do not wait."""
         ...
 
     def reserve(self, sizes_bytes: Sequence[int]) -> None:
@@ -65,10 +64,11 @@ class Activations(Protocol):
 class DeviceActivations:
     """They stay where they are."""
 
-    link: None = None
-
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
+
+    def link(self, layer: int, micro_batch: int = 0) -> None:
+        return None
 
     def reserve(self, sizes_bytes: Sequence[int]) -> None:
         return
@@ -101,8 +101,6 @@ class RamActivations:
     fit and cost RAM of their own only beyond it.
     """
 
-    link: Literal["pcie"] = "pcie"
-
     def __init__(
         self,
         memory: HostMemory,
@@ -129,6 +127,10 @@ class RamActivations:
         """The buffer that a layer's checkpoints are being gathered in."""
         self._going: dict[int, list[LaneTransfer]] = {}
         self._coming: dict[int, tuple[torch.Tensor, list[LaneTransfer]]] = {}
+
+    def link(self, layer: int, micro_batch: int = 0) -> Literal["pcie"] | None:
+        goes = 0 <= layer < self._first_staying
+        return "pcie" if goes and not micro_batch else None  # a layer's micro-batches are one transfer
 
     @property
     def host_bytes(self) -> int:
@@ -227,8 +229,6 @@ class NvmeActivations:
     """Down to a scratch store and back. The store is made anew when a pass needs a larger one, so its space is reserved
     before the pass begins (`reserve`)."""
 
-    link: Literal["nvme"] = "nvme"
-
     def __init__(
         self, scratch: Scratch, upload: UploadLane, download: DownloadLane, num_layers: int, stay: int = STAY_LAYERS
     ) -> None:
@@ -242,6 +242,9 @@ class NvmeActivations:
         self._layer_bytes = 0
         self._going: dict[tuple[int, int], tuple[LaneTransfer, torch.dtype, torch.Size]] = {}
         self._coming: dict[tuple[int, int], tuple[LaneTransfer, torch.Tensor]] = {}
+
+    def link(self, layer: int, micro_batch: int = 0) -> Literal["nvme"] | None:
+        return "nvme" if 0 <= layer < self._first_staying else None
 
     def reserve(self, sizes_bytes: Sequence[int]) -> None:
         assert not self._going and not self._coming, "checkpoints of the pass before are still there"

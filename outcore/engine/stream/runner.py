@@ -141,14 +141,15 @@ class UnitRunner:
         unit, layer = self.units.layer_units[index], self.units.layers[index]
         tiles = None if self.aux_coefficient else self.weights.tiles_of(unit)  # routers are seen once for all tokens
         chunks = nullcontext() if tiles is None else tiles.chunks.applied(layer, tiles[unit], tensors)
-        with in_place(unit, tensors), chunks, self._router_logits(index, routers):
+        seen = self._router_logits(index, routers) if self.aux_coefficient else nullcontext()
+        with in_place(unit, tensors), chunks, seen:
             output = self.units.layers[index](hidden, *call.args, **call.kwargs)
         return (output if isinstance(output, torch.Tensor) else output[0]), routers
 
     @contextmanager
     def _router_logits(self, index: int, found: list[torch.Tensor]) -> Iterator[None]:
         hooks = []
-        for module, item in self._routers[index] if self.aux_coefficient else ():
+        for module, item in self._routers[index]:
             hooks.append(
                 module.register_forward_hook(
                     lambda _m, _a, out, i=item: found.append(out if isinstance(out, torch.Tensor) else out[i])

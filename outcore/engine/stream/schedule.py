@@ -192,7 +192,7 @@ class VerticalSchedule:
                     item.routers += routers
                     item.router_counts.append(len(routers))
                     if self._lowest is not None and index >= self._lowest:
-                        with self._waiting_for_kept(index):
+                        with self._waiting_for_kept(index, m):
                             kept.keep(index, m, hidden)
             self.prefetcher.release(index + 1)
         return len(self.units.layer_units) + 1
@@ -266,11 +266,11 @@ class VerticalSchedule:
             self.activations.prefetch(layer)
 
     def _take_kept(self, layer: int, micro_batch: int) -> torch.Tensor:
-        with self._waiting_for_kept(layer):
+        with self._waiting_for_kept(layer, micro_batch):
             return self.activations.take(layer, micro_batch)
 
-    def _waiting_for_kept(self, layer: int) -> AbstractContextManager[None]:
-        link = self.activations.link
+    def _waiting_for_kept(self, layer: int, micro_batch: int = 0) -> AbstractContextManager[None]:
+        link = self.activations.link(layer, micro_batch)
         return self.prefetcher.stalls.until(f"activations {layer}", link) if link else nullcontext()
 
 

@@ -45,6 +45,8 @@ class CallLog:
     calls: list[LayerCall] = field(default_factory=list)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     """Output shape of each embedding module, for `Blank`."""
+    has_bits: bool = False
+    """Whether masks among the arguments are held as bits."""
 
     @property
     def hidden(self) -> torch.Tensor:
@@ -55,17 +57,21 @@ class CallLog:
     def shrink_masks(self, min_numel: int = MIN_MASK_NUMEL) -> None:
         """Hold large masks as bits from now on: for a log that waits while other micro-batches run. See `masks`."""
         shrinker = MaskShrinker(min_numel)
-        self.calls = [
+        shrunk = [
             LayerCall(
                 tuple(shrinker.shrunk(value) for value in call.args),
                 {name: shrinker.shrunk(value) for name, value in call.kwargs.items()},
             )
             for call in self.calls
         ]
+        if shrinker.has_shrunk:
+            self.calls, self.has_bits = shrunk, True
 
     def call(self, layer: int) -> LayerCall:
         """What layer `layer` is to be called with, masks whole."""
         call = self.calls[layer]
+        if not self.has_bits:
+            return call
         return LayerCall(
             tuple(restored(value) for value in call.args),
             {name: restored(value) for name, value in call.kwargs.items()},

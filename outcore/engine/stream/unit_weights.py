@@ -19,6 +19,8 @@ class UnitWeights:
         self._tiles = tiles
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Of the few slabs there are, by (unit, address): made once, not for every call."""
+        self._leaves: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        """Likewise. Autograd is asked for gradients by `torch.autograd.grad`, which leaves nothing at a leaf."""
 
     def tiles_of(self, unit: Unit) -> TiledUnits | None:
         """None for a unit that comes in whole."""
@@ -37,11 +39,14 @@ class UnitWeights:
         """(all parameters in slot order, those of them that autograd is asked about)."""
         if (tiles := self.tiles_of(unit)) is not None:
             return tiles.leaves(unit, slab)
-        leaves = [
-            view.detach().requires_grad_(slot.trainable)
-            for slot, view in zip(unit.layout.slots, self.tensors(unit, slab), strict=True)
-        ]
-        return leaves, [leaf for leaf in leaves if leaf.requires_grad]
+        key = (unit.index, slab.data_ptr())
+        if key not in self._leaves:
+            leaves = [
+                view.detach().requires_grad_(slot.trainable)
+                for slot, view in zip(unit.layout.slots, self.tensors(unit, slab), strict=True)
+            ]
+            self._leaves[key] = leaves, [leaf for leaf in leaves if leaf.requires_grad]
+        return self._leaves[key]
 
 
 def in_place(unit: Unit, tensors: Any) -> AbstractContextManager[Any]:
