@@ -1,9 +1,9 @@
 """ZeRO-Infinity through DeepSpeed's own offload and through outcore's staged one: seconds, drive bytes, memory, losses.
 
     python benchmarks/infinity_staged.py --nvme /mnt/nvme --out staged.json                  (all, 20-30 minutes)
-    python benchmarks/infinity_staged.py --nvme /mnt/nvme --only rate,stock-all --out a.json (a part of it)
+    python benchmarks/infinity_staged.py --nvme /mnt/nvme --only ours-all,stock-all --out a.json (a part of it)
     python benchmarks/infinity_staged.py --nvme /tmp/x --preset tiny --cpu --seq_length 64 --micro_batch 2 --steps 2 \
-        --only rate,ours-ram,ours-opt,ours-all                                               (dry run without a GPU)
+        --only ours-ram,ours-opt,ours-all                                               (dry run without a GPU)
 
 Every variant is a process of its own with the same model, tokens and seed: llama-1b, 16,384 tokens a step, torch's
 allocator capped at 6.5 GiB. `-ram`: everything in RAM; `-opt`: optimizer states on NVMe, parameters in RAM; `-all`:
@@ -12,8 +12,8 @@ Stock DeepSpeed runs with the swap sizes of outcore's builder, which do not cras
 on the measured machine (queue depth 32, 8 threads); `stock-ram-sg3e7` with the sub-group size that was best in
 `stream_race.py --group sweep`. Ratios are to the fastest stock of a residency.
 
-`rate` writes and reads at the same time through outcore's storage engine: the mixed rate of this drive in this run, to
-which drive bytes are compared. Drive bytes are the block device's, of all processes. Prints a table with the
+Drive bytes are the block device's, of all processes; they are compared with the drive's mixed rate, taken right before
+and right after each variant of ours (`drive_rate.py`). Prints a table with the
 acceptance figures that the variants at hand allow; exit code 1 when a variant failed or losses of ours differ in a bit.
 """
 
@@ -26,10 +26,11 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from drive_rate import RatesAround, drive_seconds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -46,8 +47,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"ours-{where}-fp32": {"where": where, "outcore": {"state_format": "fp32"}} for where in ZERO},
 }
 TIMEOUT_S = 900
-RATE_TENSOR_BYTES = 48 << 20
-RATE_TENSORS = 64
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
@@ -116,49 +115,12 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def mixed_rate(nvme: str, seconds: float) -> dict[str, Any]:
-    """Child: bytes per second when reads and writes are under way at the same time, half of each."""
-    sys.path.insert(0, str(ROOT))
-    import torch
-
-    from outcore.storage import TensorSpec, TensorStore, aligned_bytes, open_engine
-
-    folder = Path(tempfile.mkdtemp(prefix="mixed-rate-", dir=nvme))
-    engine = open_engine("auto", num_threads=16)
-    specs = [TensorSpec(str(n), torch.uint8, (RATE_TENSOR_BYTES,)) for n in range(RATE_TENSORS)]
-    store = TensorStore.create([folder / "store"], specs, engine=engine)
-    try:
-        buffers = [torch.from_numpy(aligned_bytes(RATE_TENSOR_BYTES)) for _ in range(16)]
-        for n in range(RATE_TENSORS):  # reads of blocks that were never written do not reach the drive
-            store.submit_write(str(n), buffers[0]).wait()
-        moved, n = 0, 0
-        under_way: list[Any] = [None] * len(buffers)
-        start_s = time.perf_counter()
-        while time.perf_counter() - start_s < seconds:
-            slot = n % len(buffers)
-            if under_way[slot] is not None:
-                moved += under_way[slot].wait()
-            submit = store.submit_read if n % 2 else store.submit_write
-            place = n if n % 2 else n + RATE_TENSORS // 2  # a tensor is never read and written at the same time
-            under_way[slot] = submit(str(place % RATE_TENSORS), buffers[slot])
-            n += 1
-        elapsed_s = time.perf_counter() - start_s
-        for transfer in under_way:
-            if transfer is not None:
-                transfer.wait()
-        return {"bytes_per_s": moved / elapsed_s, "moved_bytes": moved}
-    finally:
-        store.delete()
-        engine.close()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def run_child(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One variant in a process of its own; {"error": ...} when it failed."""
     options = {
         "preset": args.preset, "seq_length": args.seq_length, "micro_batch": args.micro_batch, "cpu": args.cpu,
         "accumulation": args.accumulation, "warm": args.warm, "steps": args.steps, "cap_gib": args.cap_gib,
-        "nvme": str(args.nvme / name), "rate_seconds": args.rate_seconds, **VARIANTS.get(name, {}),
+        "nvme": str(args.nvme / name), **VARIANTS[name],
     }  # fmt: skip
     Path(options["nvme"]).mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(Path(__file__).resolve()), "--child", name, json.dumps(options)]
@@ -180,15 +142,11 @@ def report(results: dict[str, dict[str, Any]]) -> bool:
     print(f"{'variant':16}" + "".join(f"{title:>12}" for title in header))
     good = {name: r for name, r in results.items() if "error" not in r}
     for name, r in good.items():
-        if name == "rate":
-            print(f"{name:16}{r['bytes_per_s'] / 1e9:12.2f} GB/s, reads and writes together")
-            continue
         moved = r.get("drive_bytes") or {"read": 0, "written": 0}
         cells = [r["step_s"], r["phase_s"].get("optimizer", 0.0), r.get("drive_bytes_per_param", 0.0)]
         cells += [moved["read"] / 1e9, moved["written"] / 1e9, r["rss"]["VmHWM"] / 1e9]
         cells += [r.get("gpu_peak_bytes", 0) / 2**30, r["losses"][-1]]
         print(f"{name:16}" + "".join(f"{cell:12.3f}" for cell in cells))
-    rate = good.get("rate", {}).get("bytes_per_s")
     for where in ZERO:
         for suffix in ("", "-fp32"):
             ours = good.get(f"ours-{where}{suffix}")
@@ -199,11 +157,13 @@ def report(results: dict[str, dict[str, Any]]) -> bool:
             words = f"ours-{where}{suffix}:"
             if stock:
                 words += f" {stock['step_s'] / ours['step_s']:.2f}x stock;"
-            if rate and "drive_bytes" in ours and where != "ram":
-                drive_s = sum(ours["drive_bytes"].values()) / rate
+            if "drive_rates_bytes_per_s" in ours and "drive_bytes" in ours:
+                rates = ours["drive_rates_bytes_per_s"]
+                drive_s = drive_seconds(ours["drive_bytes"], rates)
                 compute_s = ours["phase_s"].get("forward", 0.0) + ours["phase_s"].get("backward", 0.0)
                 floor_s = max(drive_s, (good.get("ours-ram") or {"step_s": compute_s})["step_s"])
-                words += f" {ours['step_s'] / floor_s:.2f} x max(drive bytes / mixed rate {drive_s:.2f} s, compute)"
+                words += f" {ours['step_s'] / floor_s:.2f} x max(drive bytes / mixed rate {drive_s:.2f} s, compute);"
+                words += f" mixed rate before and after {rates[0] / 1e9:.2f}, {rates[1] / 1e9:.2f} GB/s"
             print(words)
     same = True
     reference = next((r for name, r in good.items() if name.startswith("ours-")), None)
@@ -224,13 +184,11 @@ def main() -> int:
     """Run the variants and print what they say."""
     if len(sys.argv) > 1 and sys.argv[1] == "--child":
         options = json.loads(sys.argv[3])
-        is_rate = sys.argv[2] == "rate"
-        result = mixed_rate(options["nvme"], options["rate_seconds"]) if is_rate else train(options)
-        print("RESULT " + json.dumps(result), flush=True)
+        print("RESULT " + json.dumps(train(options)), flush=True)
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nvme", type=Path, required=True, help="folder on the drive; subfolders are made and removed")
-    parser.add_argument("--only", help=f"of rate, {', '.join(VARIANTS)}")
+    parser.add_argument("--only", help=f"of {', '.join(VARIANTS)}")
     parser.add_argument("--preset", default="llama-1b")
     parser.add_argument("--seq_length", type=int, default=1024)
     parser.add_argument("--micro_batch", type=int, default=16)
@@ -238,20 +196,25 @@ def main() -> int:
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--cap_gib", type=float, default=6.5)
-    parser.add_argument("--rate_seconds", type=float, default=10.0)
+    parser.add_argument("--rate_seconds", type=float, default=4.0, help="of each measurement of the drive's rate")
     parser.add_argument("--cpu", action="store_true", help="no GPU: a dry run of the same code")
     parser.add_argument("--out", type=Path, help="raw results as JSON; results of an earlier part in it are kept")
     args = parser.parse_args()
-    names = args.only.split(",") if args.only else ["rate", *VARIANTS]
-    unknown = set(names) - {"rate", *VARIANTS}
+    names = args.only.split(",") if args.only else list(VARIANTS)
+    unknown = set(names) - set(VARIANTS)
     if unknown:
         parser.error(f"unknown variants: {', '.join(sorted(unknown))}")
     results: dict[str, dict[str, Any]] = {}
+    rates = RatesAround(args.nvme, args.rate_seconds)
     if args.out and args.out.exists():
         results = json.loads(args.out.read_text())["results"]
     for name in names:
         print(f"running {name}", flush=True)
+        on_nvme = name.startswith("ours-") and VARIANTS[name]["where"] != "ram"
+        rates.before() if on_nvme else rates.forget()
         results[name] = run_child(name, args)
+        if on_nvme:
+            results[name]["drive_rates_bytes_per_s"] = rates.after()
         if args.out:
             settings = {key: str(value) for key, value in vars(args).items()}
             args.out.write_text(json.dumps({"settings": settings, "results": results}, indent=1))

@@ -8,6 +8,9 @@ on an 8 GB card; variants that hold everything on the GPU are not capped). Rando
 moment with nothing pending to the next such moment; the median of `repeats`. Peak VRAM is the driver's figure for the
 device less what was used before. Ratios are to the best stock setting of the run with the same clipping.
 
+Variants with something on NVMe come with the drive's mixed rate right before and right after (`drive_rate.py`), and
+with the share of the step that their drive bytes would take at the mean of the two.
+
 Groups: ram (16,384 tokens), ram4k (4,096), sweep (stock), nvme, big (2.8 B), 8b. Exit code 1 when a variant
 failed.
 """
@@ -22,6 +25,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from drive_rate import RatesAround, drive_seconds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -186,6 +191,11 @@ def row(name: str, result: dict[str, Any], best: float | None) -> str:
     ratio = f"{best / result['step_s']:6.2f}x" if best else "      -"
     drive = result.get("drive_bytes_per_step")
     traffic = f" drive {drive['read'] / 1e9:.1f}+{drive['written'] / 1e9:.1f} GB" if drive else ""
+    if drive and "drive_rates_bytes_per_s" in result:
+        rates = result["drive_rates_bytes_per_s"]
+        share = drive_seconds(drive, rates) / result["step_s"]
+        traffic += f" = {share:.2f} of the step at {rates[0] / 1e9:.2f}, {rates[1] / 1e9:.2f} GB/s;"
+        traffic += f" {sum(drive.values()) / result['params']:.1f} B/param" if "params" in result else ""
     phases = " ".join(f"{k} {v:.3f}" for k, v in result.get("phases", {}).items())
     return (
         f"{name:24}{result['step_s']:8.3f} s {ratio} VRAM{gib(result.get('peak_vram_bytes'))} torch"
@@ -224,8 +234,13 @@ def main() -> int:
     if args.nvme:
         args.nvme.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
+    rates = RatesAround(args.nvme or ROOT)
     for name, variant in chosen.items():
+        ours_on_nvme = bool(variant.get("uses_nvme")) and variant["child"] == "race_ours.py"
+        rates.before() if ours_on_nvme else rates.forget()
         results[name] = run(name, variant, args)
+        if ours_on_nvme:
+            results[name]["drive_rates_bytes_per_s"] = rates.after()
         clipped = name.endswith("-clip") or "-clip-" in name or "nvme" in name or "half" in name
         bases = [
             r["step_s"]

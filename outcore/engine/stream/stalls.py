@@ -105,7 +105,7 @@ class Stalls:
     def add(self, reason: Reason, seconds: float) -> None:
         """The host was blocked for so long, told afterwards; below 0 takes back what was for another reason."""
         if self._open is not None:
-            self._open.host_s[reason] = self._open.host_s.get(reason, 0.0) + seconds
+            self._open.host_s[reason] = max(0.0, self._open.host_s.get(reason, 0.0) + seconds)
 
     def seconds(self) -> dict[str, float]:
         """stall_<reason> -> seconds since `begin`. The device must have passed the last of them."""
