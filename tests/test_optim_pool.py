@@ -372,3 +372,24 @@ def test_defaults():
     assert open_backend("extension").name.startswith("extension")
     with OptimizerPool() as pool:
         assert pool.num_threads == default_num_threads()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="nice values of threads are Linux's")
+def test_workers_go_behind_the_threads_that_launch_and_copy():
+    def nice_values() -> dict[str, int]:
+        return {tid: os.getpriority(os.PRIO_PROCESS, int(tid)) for tid in os.listdir("/proc/self/task")}
+
+    before = nice_values()
+    with OptimizerPool(3, backend=extension()) as pool:
+        unit = make_unit(FP32, 1)
+        pool.wait(pool.submit("unit", 0, JobBatch(FP32, unit), hyper()), WAIT_S)  # a worker is at work
+        deadline_s = time.monotonic() + WAIT_S
+        while True:
+            now = nice_values()
+            workers = [nice for tid, nice in now.items() if tid not in before]
+            own = now[str(threading.get_native_id())]
+            if len(workers) == 3 and set(workers) == {min(19, own + 5)}:
+                break
+            assert time.monotonic() < deadline_s, (own, workers)
+            time.sleep(0.01)
+    assert own == before[str(threading.get_native_id())]

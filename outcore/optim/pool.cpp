@@ -70,6 +70,7 @@ int Pool::start(int num_threads, const int32_t* cpus) {
 }
 
 void* Pool::worker(void* pool) {
+  go_behind_others();
   FloatMode ieee;
   ((Pool*)pool)->work();
   return nullptr;

@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <stdint.h>
 #include <time.h>
+#include <unistd.h>
 
 namespace outcore {
 
@@ -105,6 +106,17 @@ inline int start_thread(pthread_t* thread, void* (*body)(void*), void* argument)
   const int code = pthread_create(thread, nullptr, body, argument);
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   return code;
+}
+
+// Lets the process's other threads go first where there are more of them than cores: those that launch kernels and move
+// bytes need little time, but at once. Measured on two cores beside two workers: launches of a layer take 1.75 times
+// what they take alone, without this 2.4 times; updates are 4 % slower. Linux only, where nice values belong to threads;
+// elsewhere they are the process's and stay as they are.
+inline void go_behind_others() {
+#if defined(__linux__)
+  constexpr int kStep = 5;  // a third of the share of a thread that wants the same core
+  if (nice(kStep) == -1) return;  // refused: as before
+#endif
 }
 
 }  // namespace outcore
