@@ -172,13 +172,14 @@ def test_reading_ahead_begins_where_the_next_updates_do_and_leaves_a_slot(build,
     engine.train_step(batches_of(0), LR)
     engine._parts.updates.drain()
     ring, units = engine._parts.ring, engine._parts.units.all
-    assert not ring._passages
+    passages = ring._schedule._passages
+    assert not passages
     engine._parts.updates.begin_step()
     deadline_s = time.monotonic() + 20
-    while len(ring._passages) < ring.num_slots - 1 and time.monotonic() < deadline_s:
+    while len(passages) < ring.num_slots - 1 and time.monotonic() < deadline_s:
         time.sleep(0.01)
     first = engine._parts.homes.flowing(units[0] if settings is TINY else units[-1])
-    assert sorted(ring._passages) == [chunk.element_offset for chunk in first[: ring.num_slots - 1]]
+    assert sorted(passages) == [chunk.element_offset for chunk in first[: ring.num_slots - 1]]
 
 
 # --- the arena of gradients

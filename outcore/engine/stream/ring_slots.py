@@ -7,6 +7,8 @@ gradients live on NVMe (DeepSpeed's engine, if asked for) it takes the chunk's g
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +20,9 @@ from outcore.engine.stream.placement import GradPlace, StateChunk
 from outcore.optim import ChunkState
 from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.storage import TensorStore, Transfer
-from outcore.units import format_gib, round_up
+from outcore.units import format_gib, format_s, round_up
+
+logger = logging.getLogger(__name__)
 
 PRIORITY = 1
 """Behind what the lanes ask of the drive: weights and checkpoints are waited for sooner than states."""
@@ -125,6 +129,23 @@ def ring_slots(
             "raise it (ten and more slots keep a drive busy), or lower chunk_numel"
         )
     return [RingSlot(homes, memory.take(slot_bytes, "ring of optimizer states")) for _ in range(count)]
+
+
+def initialise_states(slots: Sequence[RingSlot], chunks: Sequence[StateChunk], timeout_s: float) -> None:
+    """Write the states that training starts from to NVMe, through all slots in turn. TimeoutError, OSError."""
+    begin_s = time.perf_counter()
+    busy: list[Transfer | None] = [None] * len(slots)
+    for number, chunk in enumerate(chunks):
+        if not chunk.on_nvme:
+            continue
+        slot, before = slots[number % len(slots)], busy[number % len(slots)]
+        if before is not None:
+            before.wait(timeout_s)
+        busy[number % len(slots)] = slot.initialise(chunk, timeout_s)
+    for transfer in busy:
+        if transfer is not None:
+            transfer.wait(timeout_s)
+    logger.info("states on NVMe written in %s", format_s(time.perf_counter() - begin_s))
 
 
 def _param_bytes(chunk: StateChunk) -> int:

@@ -1,12 +1,10 @@
 """The ring: chunks of states on NVMe pass through a few host buffers, read ahead, updated, written behind.
 
-Algorithm: one driver thread owns all decisions; reads, writes and updates report to it and it starts the next ones. A
-chunk takes a slot, is read, waits there for its unit's gradient (`submit`), is updated by the optimizer pool as a batch
-of its own, is written back and leaves. Chunks of units that are ready go first, the lowest unit before the others; the
-slots left over read ahead what the next updates will need, in the order of the pass, whether or not the gradient or the
-norm is known. Some slots are kept for units that are ready, so that reading ahead can never block them. Several reads
-and writes are always under way: the drive waits neither for the CPU nor for one chunk. A unit counts as done when its
-parameters may be read; writes of states go on under the next step.
+Algorithm: one driver thread owns all decisions (`ring_schedule`: which chunk is read next); reads, writes and updates
+report to it and it starts the next ones. A chunk takes a slot, is read, waits there for its unit's gradient (`submit`),
+is updated by the optimizer pool as a batch of its own, is written back and leaves. Several reads and writes are always
+under way: the drive waits neither for the CPU nor for one chunk. A unit counts as done when its parameters may be read;
+writes of states go on under the next step.
 
 Cost: `slots x slot_bytes` of RAM; a chunk is read once and written once per update. A failed transfer or update breaks
 the ring: nothing is started any more and whoever waits gets an EngineError with the cause.
@@ -17,17 +15,15 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from outcore.engine.base import EngineError
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
-from outcore.engine.stream.placement import StateChunk
-from outcore.engine.stream.ring_slots import Part, RingSlot, ring_slots
+from outcore.engine.stream.ring_schedule import Passage, RingSchedule, RingTicket
+from outcore.engine.stream.ring_slots import Part, initialise_states, ring_slots
 from outcore.engine.stream.stalls import BusyTime
 from outcore.engine.stream.units import Unit
 from outcore.optim import AdamWHyper, ChunkJob, ChunkResult, JobBatch, OptimizerPool
@@ -38,37 +34,8 @@ logger = logging.getLogger(__name__)
 
 BEFORE_ALL_UNITS = 1 << 20
 """Chunks of the ring are updated before those in RAM, of whatever unit: the drive waits for their slots."""
-KEPT_SHARE = 4
-"""One slot in so many, and at least one, is never used for reading ahead."""
-
 REPORT_SLICE_S = 0.2
 """How often the wait for the optimizer looks whether the ring is being closed."""
-
-
-class RingTicket:
-    """One unit's update under way."""
-
-    def __init__(self, unit: Unit, grad: torch.Tensor | None, hyper: AdamWHyper, unread: list[StateChunk]) -> None:
-        self.unit, self.grad, self.hyper = unit, grad, hyper
-        self.unread = unread
-        self.left = len(unread)
-        self.done = threading.Event()
-
-
-@dataclass
-class _Passage:
-    """A chunk on its way through a slot."""
-
-    chunk: StateChunk
-    slot: RingSlot
-    ticket: RingTicket | None = None
-    reads_left: int = 0
-    is_leaving: bool = False
-    """It is updated or written."""
-
-    @property
-    def is_read(self) -> bool:
-        return not self.reads_left
 
 
 class StateRing:
@@ -90,24 +57,18 @@ class StateRing:
     ) -> None:
         self._homes, self._pool, self._timeout_s = homes, pool, timeout_s
         by_unit = [homes.flowing(unit) for unit in homes.units]
-        self._order = [chunk for chunks in (reversed(by_unit) if descending else by_unit) for chunk in chunks]
-        """In which order updates will need them."""
-        self._place_after = {chunk.unit.index: place + 1 for place, chunk in enumerate(self._order)}
-        slots = ring_slots(homes, self._order, memory, ring_bytes, max_slots)
+        order = [chunk for chunks in (reversed(by_unit) if descending else by_unit) for chunk in chunks]
+        slots = ring_slots(homes, order, memory, ring_bytes, max_slots)
         self.num_slots, self.slot_bytes = len(slots), slots[0].n_bytes
         self.read_bytes = self.written_bytes = 0
         """Moved by updates so far."""
         self.optimizer_time = BusyTime()
         """When the optimizer had a chunk of the ring to work at; otherwise whoever waits, waits for the drive."""
         self.error: BaseException | None = None
-        self._fill(slots)
+        initialise_states(slots, order, timeout_s)
         # All below belongs to the driver thread.
-        self._free = slots
-        self._passages: dict[int, _Passage] = {}
-        self._updating: dict[int, tuple[_Passage, RingTicket]] = {}
-        self._ready: list[RingTicket] = []
-        self._tickets: list[RingTicket] = []
-        self._next_ahead = len(self._order)
+        self._schedule = RingSchedule(order, slots)
+        self._updating: dict[int, tuple[Passage, RingTicket]] = {}
         self._idle_waiters: list[threading.Event] = []
         self._num_transfers = 0
         self._stopping = False
@@ -125,12 +86,11 @@ class StateRing:
 
     def begin_step(self) -> None:
         """Read ahead for a new step, from its first unit on."""
-        self._events.put(lambda: self._move_ahead(0))
+        self._events.put(self._schedule.read_ahead)
 
     def passed(self, unit: Unit) -> None:
         """The unit's gradient is complete; what is read ahead from now on comes after it."""
-        if unit.index in self._place_after:
-            self._events.put(lambda: self._move_ahead(self._place_after[unit.index]))
+        self._events.put(lambda: self._schedule.read_ahead_after(unit))
 
     def submit(self, unit: Unit, grad: torch.Tensor | None, hyper: AdamWHyper) -> RingTicket:
         """Update the unit's chunks on NVMe; `grad` stays as it is until the ticket is done.
@@ -141,9 +101,6 @@ class StateRing:
         ticket = RingTicket(unit, grad, hyper, self._homes.flowing(unit))
         self._events.put(lambda: self._begin(ticket))
         return ticket
-
-    def is_done(self, ticket: RingTicket) -> bool:
-        return ticket.done.is_set()
 
     def wait(self, ticket: RingTicket) -> None:
         """Until the unit's parameters may be read. TimeoutError, EngineError."""
@@ -194,7 +151,8 @@ class StateRing:
             try:
                 event()
                 if self.error is None and not self._stopping:
-                    self._start_reads()
+                    while (passage := self._schedule.next_read()) is not None:
+                        self._fetch(passage, passage.slot.reads(passage.chunk) + self._gradient(passage))
             except BaseException as error:  # delivered to whoever waits
                 self._fail(error)
             self._tell_idle()
@@ -212,83 +170,35 @@ class StateRing:
                     self._end.wait(0.01)  # a closed pool answers at once
             self._events.put(lambda found=report: self._updated(found))
 
-    def _move_ahead(self, place: int) -> None:
-        self._next_ahead = place
-
     def _begin(self, ticket: RingTicket) -> None:
         if self.error is not None or not ticket.left:
             ticket.done.set()
             return
-        self._tickets.append(ticket)
-        unread: list[StateChunk] = []
-        for chunk in ticket.unread:
-            passage = self._passages.get(chunk.element_offset)
-            if passage is None or passage.is_leaving:
-                unread.append(chunk)
-                continue
-            passage.ticket = ticket
-            self._fetch(passage, self._gradient(passage))  # read ahead, it came without
+        for passage in self._schedule.add(ticket):
+            gradient = self._gradient(passage)  # read ahead, it came without
+            if gradient:
+                self._fetch(passage, gradient)
             if passage.is_read:
                 self._update(passage)
-        ticket.unread = unread
-        if unread:
-            self._ready.append(ticket)
-            self._ready.sort(key=lambda ready: ready.unit.index)
 
-    def _start_reads(self) -> None:
-        for ticket in self._ready:
-            if not self._free:
-                return
-            waiting: list[StateChunk] = []
-            for chunk in ticket.unread:
-                if self._free and chunk.element_offset not in self._passages:
-                    self._read(chunk, ticket)
-                else:
-                    waiting.append(chunk)
-            ticket.unread = waiting
-        self._ready = [ticket for ticket in self._ready if ticket.unread]
-        if self._ready:
-            return
-        kept = max(1, self.num_slots // KEPT_SHARE)
-        ahead = sum(passage.ticket is None for passage in self._passages.values())
-        busy = {ticket.unit.index for ticket in self._tickets}
-        while self._free and ahead < self.num_slots - kept and self._next_ahead < len(self._order):
-            chunk = self._order[self._next_ahead]
-            if chunk.unit.index in busy:
-                return  # of the step before: it is not written yet
-            if chunk.element_offset in self._passages:
-                if self._passages[chunk.element_offset].is_leaving:
-                    return
-            else:
-                self._read(chunk, None)
-                ahead += 1
-            self._next_ahead += 1
-
-    def _read(self, chunk: StateChunk, ticket: RingTicket | None) -> None:
-        slot = self._free.pop()
-        passage = self._passages[chunk.element_offset] = _Passage(chunk, slot, ticket)
-        self._fetch(passage, slot.reads(chunk) + self._gradient(passage), is_first=True)
-
-    def _gradient(self, passage: _Passage) -> list[Part]:
+    def _gradient(self, passage: Passage) -> list[Part]:
         """What is to be read of it, once it is complete."""
         if passage.ticket is None or passage.ticket.grad is not None:
             return []
         return passage.slot.gradient_reads(passage.chunk)
 
-    def _fetch(self, passage: _Passage, parts: list[Part], *, is_first: bool = False) -> None:
-        if not parts and not is_first:
-            return
+    def _fetch(self, passage: Passage, parts: list[Part]) -> None:
         passage.reads_left += 1
         transfers = [part.submit_read() for part in parts]
         self.read_bytes += sum(transfer.n_bytes for transfer in transfers)
         self._watch(transfers, f"read of {passage.chunk.name}", lambda: self._arrived(passage))
 
-    def _arrived(self, passage: _Passage) -> None:
+    def _arrived(self, passage: Passage) -> None:
         passage.reads_left -= 1
         if passage.ticket is not None and passage.is_read:
             self._update(passage)
 
-    def _update(self, passage: _Passage) -> None:
+    def _update(self, passage: Passage) -> None:
         chunk, ticket = passage.chunk, passage.ticket
         assert ticket is not None
         passage.is_leaving = True
@@ -313,7 +223,7 @@ class StateRing:
             raise EngineError(f"the update of {passage.chunk.name} was {report.status}")
         waits_for_drive = passage.slot.holds_param(passage.chunk)
         if not waits_for_drive:
-            self._count_down(ticket)
+            self._schedule.count_down(ticket)
         if self._stopping or self.error is not None:
             return
         transfers = [part.submit_write() for part in passage.slot.writes(passage.chunk)]
@@ -324,20 +234,10 @@ class StateRing:
             lambda: self._written(passage, ticket if waits_for_drive else None),
         )
 
-    def _written(self, passage: _Passage, ticket: RingTicket | None) -> None:
-        self._leave(passage)
+    def _written(self, passage: Passage, ticket: RingTicket | None) -> None:
+        self._schedule.leave(passage)
         if ticket is not None:
-            self._count_down(ticket)
-
-    def _leave(self, passage: _Passage) -> None:
-        del self._passages[passage.chunk.element_offset]
-        self._free.append(passage.slot)
-
-    def _count_down(self, ticket: RingTicket) -> None:
-        ticket.left -= 1
-        if not ticket.left:
-            self._tickets.remove(ticket)
-            ticket.done.set()
+            self._schedule.count_down(ticket)
 
     def _watch(self, transfers: Sequence[Transfer], what: str, then: Callable[[], None]) -> None:
         """Run `then` on the driver thread once all have ended well."""
@@ -352,7 +252,7 @@ class StateRing:
         gather(transfers, what).add_done_callback(lambda whole: self._events.put(lambda: ended(whole)))
 
     def _empty(self, idle: threading.Event) -> None:
-        self._move_ahead(len(self._order))
+        self._schedule.stop_reading_ahead()
         self._idle_waiters.append(idle)
 
     def _stop(self, idle: threading.Event) -> None:
@@ -363,36 +263,13 @@ class StateRing:
     def _fail(self, error: BaseException) -> None:
         if self.error is None:
             self.error = error
-        for ticket in self._tickets:
-            ticket.done.set()
-        self._tickets, self._ready = [], []
+        self._schedule.abandon()
 
     def _tell_idle(self) -> None:
         if not self._idle_waiters:
             return
-        for passage in list(self._passages.values()):
-            if passage.ticket is None and passage.is_read:
-                self._leave(passage)  # read ahead, and not wanted
-        broken = self.error is not None
-        if not self._num_transfers and (broken or not (self._passages or self._tickets)):
+        self._schedule.drop_unwanted()
+        if not self._num_transfers and (self.error is not None or self._schedule.is_empty):
             for idle in self._idle_waiters:
                 idle.set()
             self._idle_waiters = []
-
-    # ------------------------------------------------------------------ the start
-
-    def _fill(self, slots: list[RingSlot]) -> None:
-        """Write the states that training starts from, slot by slot behind each other."""
-        begin_s = time.perf_counter()
-        busy: list[Transfer | None] = [None] * len(slots)
-        for number, chunk in enumerate(self._order):
-            if not chunk.on_nvme:
-                continue
-            slot, before = slots[number % len(slots)], busy[number % len(slots)]
-            if before is not None:
-                before.wait(self._timeout_s)
-            busy[number % len(slots)] = slot.initialise(chunk, self._timeout_s)
-        for transfer in busy:
-            if transfer is not None:
-                transfer.wait(self._timeout_s)
-        logger.info("states on NVMe written in %s", format_s(time.perf_counter() - begin_s))

@@ -18,8 +18,9 @@ import torch
 from outcore.engine.base import EngineError, NonFiniteLossError
 from outcore.engine.stream.gradient_arena import GradientArena
 from outcore.engine.stream.homes import Homes
+from outcore.engine.stream.ring_schedule import RingTicket
 from outcore.engine.stream.stalls import Stalls
-from outcore.engine.stream.state_ring import BEFORE_ALL_UNITS, RingTicket, StateRing
+from outcore.engine.stream.state_ring import BEFORE_ALL_UNITS, StateRing
 from outcore.engine.stream.units import Unit
 from outcore.optim import AdamWHyper, OptimizerPool, Ticket
 from outcore.optim.reference import LARGEST_GRAD
