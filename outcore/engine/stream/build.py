@@ -22,7 +22,8 @@ from outcore.engine.stream.packed_rows import attention_to_packed_rows
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.placement import cut_states, spill
 from outcore.engine.stream.prefetch import WeightPrefetcher
-from outcore.engine.stream.residency import Activations, DeviceActivations, NvmeActivations, RamActivations
+from outcore.engine.stream.residency import Activations, DeviceActivations, RamActivations
+from outcore.engine.stream.residency_nvme import NvmeActivations
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.scratch import Scratch
