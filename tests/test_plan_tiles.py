@@ -10,11 +10,11 @@ import torch
 from plan_fakes import server
 from stream_models import tiny_loaded
 
+from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.tile_rule import Holding, Model, UnitSize, Work, choose_holding, held_bytes
 from outcore.engine.stream.tiles_plan import plan_tiles
 from outcore.engine.stream.tiles_work import work_of_step
-from outcore.engine.stream.units import discover_units
 from outcore.plan.request import RunRequest
 from outcore.plan.shape_source import shape_from_config
 from outcore.plan.stream_layout import StreamLayout

@@ -13,10 +13,10 @@ from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check import run_units, sharing_holds
 from outcore.engine.stream.compiled import CompiledLayers, draws_random_numbers
+from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.structure import alike
-from outcore.engine.stream.units import discover_units
 from outcore.units import MIB
 
 

@@ -8,9 +8,9 @@ import pytest
 from stream_models import tiny_loaded
 
 from outcore.engine.stream import host_sizes
+from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.gradient_arena import gradient_bytes_of, smallest_arena_bytes
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.units import discover_units
 
 
 @pytest.mark.parametrize("spare_bytes", [-1, 0])

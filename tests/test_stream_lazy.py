@@ -13,9 +13,9 @@ from stream_models import plain_batch
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.compiled import draws_random_numbers
+from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.shell import StreamUnsupported
-from outcore.engine.stream.units import discover_units
 from outcore.model.facts import model_class_of
 from outcore.model.load import load_model
 from outcore.model.names import checkpoint_name

@@ -11,9 +11,9 @@ from stream_models import packed_batch, padded_batch, plain_batch, tiny_loaded
 from outcore.data import packed_attention_mask
 from outcore.engine.stream import shell
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.masks import BitMask, MaskShrinker, restored
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.units import discover_units
 from outcore.units import MIB
 
 SETTINGS = StreamSettings(

@@ -23,10 +23,10 @@ from outcore.engine.stream import build, graphs, packed_rows
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check import run_units, sharing_holds
 from outcore.engine.stream.compiled import CompiledLayers
+from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.packed_rows import attention_to_packed_rows
 from outcore.engine.stream.packing import DeviceBatch
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.units import discover_units
 from outcore.model.borders import PACKED_ATTENTION, are_borders
 from outcore.model.lora import apply_lora
 from outcore.model.packed_trial import takes_packed_attention

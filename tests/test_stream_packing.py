@@ -7,8 +7,8 @@ import torch
 from stream_models import packed_batch, plain_batch, tiny_loaded
 from transformers import masking_utils
 
+from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.packing import QUESTION, DeviceBatch, document_numbers, packing_known
-from outcore.engine.stream.units import discover_units
 
 CPU = torch.device("cpu")
 

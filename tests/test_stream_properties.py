@@ -18,8 +18,8 @@ from stream_models import set_dropout, tiny_loaded
 from stream_plain import BatchShape, PlainTraining, global_batches, num_targets
 
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.units import discover_units
 from outcore.units import MIB
 
 BASE = StreamSettings(

@@ -18,12 +18,12 @@ from torch import nn
 
 from outcore.engine.stream.accumulator import GradAccumulator
 from outcore.engine.stream.check import why_not_streamed
+from outcore.engine.stream.discovery import discover_units, find_stack
 from outcore.engine.stream.layout import ALIGN_NUMEL, SlabLayout
 from outcore.engine.stream.rng import UnitRandom, generators_kept
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.shell import StreamUnsupported
 from outcore.engine.stream.unit_weights import UnitWeights
-from outcore.engine.stream.units import discover_units, find_stack
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,9 +13,9 @@ from stream_models import packed_batch, padded_batch, plain_batch, tiny_loaded
 
 from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.scratch import FOLDER
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.units import discover_units
 from outcore.engine.stream.weights import plan_cuts
 from outcore.model.facts import model_facts
 from outcore.model.lora import apply_lora

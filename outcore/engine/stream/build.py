@@ -11,6 +11,7 @@ import torch
 from outcore.engine.device_memory import let_segments_grow
 from outcore.engine.stream.check import sharing_holds, try_tiny_copy
 from outcore.engine.stream.compiled import CompiledLayers, draws_random_numbers
+from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.gradient_arena import GradientArena
 from outcore.engine.stream.gradients import GradientDownload
@@ -34,7 +35,7 @@ from outcore.engine.stream.tiles_plan import TilePlan, free_device_bytes, plan_t
 from outcore.engine.stream.tiles_trial import try_tiled_copy
 from outcore.engine.stream.tiles_units import open_tiles
 from outcore.engine.stream.tiles_work import work_of_step
-from outcore.engine.stream.units import Unit, Units, discover_units
+from outcore.engine.stream.units import Unit, Units
 from outcore.engine.stream.updates import TIMEOUT_S, UnitUpdates
 from outcore.engine.stream.weights import WeightHomes, plan_cuts
 from outcore.model.load import LoadedModel

@@ -15,11 +15,12 @@ from torch import nn
 from torch.func import functional_call
 
 from outcore.engine.stream.accumulator import GradAccumulator
+from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.packing import DeviceBatch
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.shell import CallLog, StreamUnsupported
 from outcore.engine.stream.structure import alike
-from outcore.engine.stream.units import Unit, Units, discover_units
+from outcore.engine.stream.units import Unit, Units
 from outcore.model.borders import PACKED_ATTENTION
 from outcore.model.check import MAX_TRIAL_PARAMS, Abilities, builder_of, check_abilities
 from outcore.model.facts import model_facts, resolve_attention

@@ -1,0 +1,213 @@
+"""How the units of a causal language model are found, by structure.
+
+The decoder stack is the module list that the decoder's own forward calls member by member with the hidden states. What
+the first layer gets is the embedding unit's result; what happens to the last one's is the head. Which parameters belong
+to which is read off autograd's graph of a run on two tokens (no gradient is computed), so no name matters and tied
+weights are seen as what they are: one home that two parts share. Values do not matter, so a model that was loaded
+lazily is traced with its stand-ins. Cost: one embedding, layer and head evaluation of two tokens on the CPU. A model
+that does not work this way is refused with the reason (`StreamUnsupported`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.engine.stream.layout import SlabLayout
+from outcore.engine.stream.shell import CallLog, Owner, ReturnForm, StreamUnsupported, Tape, shell_of, with_memory
+from outcore.engine.stream.units import Unit, Units, recorders_of, run_to_layers
+from outcore.model.head import CausalParts, unwrap
+from outcore.model.inputs import Isolation, forward_inputs
+from outcore.model.load import LoadedModel
+from outcore.model.names import checkpoint_name
+
+
+def discover_units(loaded: LoadedModel) -> Units:
+    """Take a loaded model apart. Its parameters must be whole, on the CPU, or stand-ins. StreamUnsupported says why
+    not."""
+    causal = unwrap(loaded.model)
+    if loaded.facts.is_encoder_decoder:
+        raise StreamUnsupported("an encoder-decoder has two stacks of layers; only decoder-only models are streamed")
+    if loaded.loss_fn is not None:
+        raise StreamUnsupported(
+            "it comes with its own loss(model, batch), which may look at the whole model; a loss(logits, labels) of "
+            "each token can be streamed"
+        )
+    if loaded.config is None:
+        raise StreamUnsupported("it is an own module without a transformers config")
+    if not loaded.abilities.chunked_head:
+        raise StreamUnsupported(f"its head cannot be run apart: {loaded.abilities.chunked_reason}")
+    try:
+        parts = CausalParts(causal)
+    except ValueError as error:
+        raise StreamUnsupported(str(error)) from error
+    stack, layers = find_stack(parts.decoder)
+    isolation: Isolation = loaded.abilities.isolation or "position_ids"
+    return _Discovery(causal, parts, stack, layers, isolation).run()
+
+
+def find_stack(decoder: nn.Module) -> tuple[str, list[nn.Module]]:
+    """(path, members) of the outermost module list that could be the layers. StreamUnsupported when unclear."""
+    found: list[tuple[str, nn.ModuleList]] = []
+    for path, module in decoder.named_modules():
+        if not isinstance(module, nn.ModuleList) or next(module.parameters(), None) is None:
+            continue
+        if not any(path.startswith(f"{outer}.") for outer, _ in found):
+            found.append((path, module))
+    if len(found) != 1:
+        names = ", ".join(path for path, _ in found) or "none"
+        raise StreamUnsupported(f"its decoder should have one list of layers, it has {len(found)} ({names})")
+    path, stack = found[0]
+    layers = list(stack)
+    if len({type(layer) for layer in layers}) > 1:
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        raise StreamUnsupported(f"its layers are of several classes ({kinds})")
+    if len({id(layer) for layer in layers}) < len(layers):
+        raise StreamUnsupported("some of its layers are one and the same module")
+    return path, layers
+
+
+def parameters_behind(tensors: Iterable[Any]) -> list[nn.Parameter]:
+    """The leaf parameters that autograd's graph of these tensors reaches, each once."""
+    seen: set[Any] = set()
+    found: dict[int, nn.Parameter] = {}
+    todo = [t.grad_fn for t in tensors if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(variable := getattr(node, "variable", None), nn.Parameter):
+            found[id(variable)] = variable
+        todo += [parent for parent, _ in node.next_functions if parent is not None]
+    return list(found.values())
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for item in value for t in tensors_in(item)] if isinstance(value, (list, tuple)) else []
+
+
+class _Discovery:
+    """One run over a model; see the module docstring."""
+
+    def __init__(
+        self, causal: nn.Module, parts: CausalParts, stack: str, layers: list[nn.Module], isolation: Isolation
+    ) -> None:
+        self.causal, self.parts, self.stack, self.layers = causal, parts, stack, layers
+        self.isolation: Isolation = isolation
+        self.names = {id(p): checkpoint_name(name) for name, p in causal.named_parameters()}
+        self.owners: dict[int, list[Owner]] = {}
+        for module in causal.modules():
+            for attribute, p in module._parameters.items():
+                if p is not None:
+                    self.owners.setdefault(id(p), []).append((module, attribute))
+
+    def run(self) -> Units:
+        trainable = {id(p): p.requires_grad for p in self.causal.parameters()}
+        was_training = self.causal.training
+        self.causal.eval()
+        try:
+            for p in self.causal.parameters():
+                p.requires_grad_(p.is_floating_point())
+            embed, head, units = self._trace()
+        finally:
+            for p in self.causal.parameters():
+                p.requires_grad_(trainable[id(p)])
+            self.causal.train(was_training)
+        self._check_complete(embed, head)
+        shared = {id(p) for p in embed} & {id(p) for p in head}
+        if shared:
+            ends = [*embed, *(p for p in head if id(p) not in shared)]
+            units.embed = units.head = self._unit(0, "embedding and head", ends)
+        else:
+            units.embed = self._unit(0, "embedding", embed)
+            units.head = self._unit(len(self.layers) + 1, "head", head)
+        units.layer_units = [
+            self._unit(i + 1, f"layer {i}", list(layer.parameters())) for i, layer in enumerate(self.layers)
+        ]
+        return units
+
+    def _trace(self) -> tuple[list[nn.Parameter], list[nn.Parameter], Units]:
+        first = next(self.causal.parameters())
+        if first.is_meta:
+            raise StreamUnsupported("its parameters are not in memory")
+        batch = {"input_ids": torch.zeros((1, 2), dtype=torch.long)}
+        empty = self._unit(0, "", [])
+        units = Units(
+            self.parts, self.stack, self.layers, (), ReturnForm(None), empty, [], empty, isolation=self.isolation
+        )
+        with torch.enable_grad():
+            log = CallLog()
+            shell = shell_of(self.parts.decoder, {self.stack: recorders_of(self.layers, Tape(log))})
+            run_to_layers(shell, forward_inputs(self.parts.decoder, batch, self.isolation))
+            call = log.calls[0]
+            with torch.no_grad(), with_memory(self.layers[0]) as layer:
+                units.form = ReturnForm.of(layer(log.hidden.detach(), *call.args, **call.kwargs))
+            embed = parameters_behind([log.hidden])
+            units.embed_paths = self._paths(embed)
+            log = units.record(batch)
+            learned = [t for call in log.calls for t in tensors_in([call.args, call.kwargs]) if t.requires_grad]
+            if learned:
+                raise StreamUnsupported("its layers get a learned tensor besides the hidden states")
+            leaf = log.hidden.detach().requires_grad_()
+            final = units.finish(leaf, batch, log)
+            logits = self.parts.logits(final.reshape(1, -1, final.shape[-1]))
+            return embed, parameters_behind([logits]), units
+
+    def _paths(self, embed: list[nn.Parameter]) -> tuple[str, ...]:
+        """Modules of the decoder that own these parameters, outermost only."""
+        wanted = {id(p) for p in embed}
+        paths = [
+            path
+            for path, module in self.parts.decoder.named_modules()
+            if any(p is not None and id(p) in wanted for p in module._parameters.values())
+        ]
+        if "" in paths or any(self.stack == path or self.stack.startswith(f"{path}.") for path in paths):
+            raise StreamUnsupported("its decoder holds parameters of the embedding itself, not in a module of its own")
+        return tuple(p for p in paths if not any(p.startswith(f"{outer}.") for outer in paths))
+
+    def _check_complete(self, embed: list[nn.Parameter], head: list[nn.Parameter]) -> None:
+        names = sorted(self.names.values())
+        for name, following in pairwise(names):
+            if name == following:
+                raise StreamUnsupported(
+                    f"two of its parameters would both be saved as {name} (adapters on experts that are one weight: "
+                    "set lora target_modules to the attention's)"
+                )
+        ends = {id(p) for p in (*embed, *head)}
+        seen: dict[int, int] = {}
+        for index, layer in enumerate(self.layers):
+            for p in layer.parameters():
+                if id(p) in ends:
+                    raise StreamUnsupported(f"{self.names[id(p)]} is shared by a layer and the embedding or head")
+                if id(p) in seen:
+                    raise StreamUnsupported(
+                        f"{self.names[id(p)]} is shared by layers {seen[id(p)]} and {index}, which must own theirs"
+                    )
+                seen[id(p)] = index
+        idle = [self.names[key] for key in self.names if key not in ends and key not in seen]
+        if idle:
+            raise StreamUnsupported(
+                f"{idle[0]}{f' and {len(idle) - 1} more parameters' if len(idle) > 1 else ''} take no part in its "
+                "language-model forward"
+            )
+
+    def _unit(self, index: int, name: str, parameters: list[nn.Parameter]) -> Unit:
+        wanted = {id(p): p for p in parameters}
+        once = {key: wanted[key] for key in self.names if key in wanted}  # in the model's own order
+        try:
+            layout = SlabLayout([(self.names[key], p) for key, p in once.items()])
+        except ValueError as error:
+            raise StreamUnsupported(f"{name}: {error}") from error
+        by_name = {self.names[key]: p for key, p in once.items()}
+        ordered = [by_name[slot.name] for slot in layout.slots]
+        return Unit(index, name, layout, [self.owners[id(p)] for p in ordered], ordered)
