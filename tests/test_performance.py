@@ -23,6 +23,7 @@ from outcore.performance.judge import judge
 from outcore.performance.main import PerformanceTest, main, write
 from outcore.performance.page import render
 from outcore.performance.trial import TrialRun
+from outcore.train.arguments import parse_config
 from outcore.train.run import main as train_main
 from outcore.units import GB, GIB
 
@@ -65,12 +66,15 @@ def test_projection_by_hand(trial: dict[str, Any]):
     run = project(known, datetime.datetime(2030, 1, 1, 12, 0))
     assert (run.training_s, run.saves_s, run.evaluations_s, run.startup_s) == (80.0, 20.0, 6.0, 30.0)
     assert run.total_s == 136.0 and run.ends_at == "2030-01-01 12:02"
+    unsaved = project(known, datetime.datetime(2030, 1, 1, 12, 0), is_saved=False)
+    assert (unsaved.saves_s, unsaved.total_s, unsaved.written_bytes) == (0.0, 116.0, 0.0)
     assert run.written_bytes == 4 * 7 * GB and run.rating_share == pytest.approx(28 / 600_000)
 
 
 def test_plan_beside_measurement(trial: dict[str, Any]):
     rows = {row.name.strip(): row for row in compare(trial)}
     assert rows["checkpoint"].measured == trial["saved_bytes"]
+    assert rows["checkpoint"].planned == pytest.approx(trial["saved_bytes"], rel=0.01)  # fp32: 16 B per parameter
     assert rows["RAM: resident"].planned == trial["forecast"]["expected_rss_bytes"]
     assert "VRAM: tensors, peak" not in rows  # there is no GPU
     medians = sorted(record["step_s"] for record in trial["steps"][2:])
@@ -264,6 +268,15 @@ def test_wrong_flags_are_usage_and_a_failed_trial_is_no_go(
     record = json.loads((tmp_path / "r" / "performance_report.json").read_text())
     assert record["verdict"]["word"] == "NO-GO" and "RAM is full" in record["verdict"]["reasons"][0]
     assert "NO-GO" in capsys.readouterr().out
+
+
+def test_the_trial_reads_paths_from_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    flags = ["--dataset", "notes.txt", "--deepspeed_config", str(ROOT / "deepspeed_config.json")]
+    args = argparse.Namespace(quick=True, steps=1, no_probe=True)
+    test = PerformanceTest(parse_config(flags), (), flags, ROOT, tmp_path, args)
+    assert test._trial() == (None, "notes.txt is empty: nothing to train on")
 
 
 def test_the_profile_is_measured_only_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from outcore.machine import Machine
+from outcore.plan.profile import MEASURED_PROFILE
 from outcore.probe import direct_bench, memory_bench
 from outcore.probe import main as main_module
 from outcore.probe import optimizer as optimizer_module
@@ -149,6 +150,8 @@ def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     options = parse_options([], tmp_path)
     assert options.paths == (tmp_path,) and not options.paths_named
+    elsewhere = parse_options([], tmp_path / "repository").logs_dir
+    assert elsewhere == MEASURED_PROFILE.parent  # where the planner looks, whatever the repository's folder
     assert options.effort.name == "default" and options.effort.total_s < 90
     config = tmp_path / "deepspeed_config.json"
     config.write_text(json.dumps({"outcore": {"nvme_path": str(tmp_path / "gone")}}))

@@ -80,12 +80,12 @@ def _phase(records: list[dict[str, Any]], name: str) -> float:
     return values[len(values) // 2] if values else 0.0
 
 
-def project(found: dict[str, Any], now: datetime.datetime) -> Projection:
-    """The whole run: its steps at the measured pace, evaluations, checkpoints, start."""
+def project(found: dict[str, Any], now: datetime.datetime, *, is_saved: bool = True) -> Projection:
+    """The whole run: its steps at the measured pace, evaluations, checkpoints (where it `is_saved`), start."""
     records, length = measured_steps(found), found["length"]
     step_s = median_of(records, "step_s") or 0.0
     total = length["total_steps"]
-    saves = _times(total, length["save_steps"])
+    saves = _times(total, length["save_steps"]) if is_saved else 0
     evals = _times(total, length["eval_steps"])
     plan = found["forecast"] or {}
     save_s = found.get("save_s") or plan.get("checkpoint_s") or 0.0

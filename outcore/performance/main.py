@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -120,9 +121,10 @@ class PerformanceTest:
         checks += before_the_trial(machine, drive=self.drive)
         trial, failure = self._trial()
         rows, projection = [], None
+        is_saved = self.config.save_strategy != "no"
         if trial is not None:
             checks += during_the_trial(trial)
-            rows, projection = compare(trial), project(trial, datetime.datetime.now())
+            rows, projection = compare(trial), project(trial, datetime.datetime.now(), is_saved=is_saved)
             if trial["forecast_problem"]:
                 checks.append(Check("plan", "note", trial["forecast_problem"]))
         figures = self._figures(trial)
@@ -140,7 +142,7 @@ class PerformanceTest:
             fits=plan["fits"] if plan else None,
             free_bytes=shutil.disk_usage(nearest_existing(self.checkpoints)).free,
             checkpoint_bytes=int((trial or {}).get("saved_bytes") or (trial or {}).get("state_bytes") or 0),
-            kept=self.config.save_total_limit if self.config.save_strategy != "no" else -1,
+            kept=self.config.save_total_limit if is_saved else -1,
         )
         return Findings(
             created_at=datetime.datetime.now().isoformat(timespec="seconds"),
@@ -195,7 +197,9 @@ class PerformanceTest:
             command += [f"--log_dir={temporary}/logs", f"--export_dir={temporary}/export", "--report_to=none"]
             command += ["--resume_from_checkpoint=null", "--no_export"]
             with open(log, "w") as sink:
-                child = subprocess.Popen(command, cwd=self.root, stdout=sink, stderr=subprocess.STDOUT)
+                child = subprocess.Popen(
+                    command, env=_with_module_path(self.root), stdout=sink, stderr=subprocess.STDOUT
+                )
                 try:
                     code = child.wait(timeout=TRIAL_TIMEOUT_S)
                 except subprocess.TimeoutExpired:
@@ -254,6 +258,13 @@ def write(found: Findings, folder: Path) -> list[Path]:
         aside.replace(path)
         paths.append(path)
     return paths
+
+
+def _with_module_path(root: Path) -> dict[str, str]:
+    """The environment of a child that stays in the user's folder, where relative paths of flags belong, and finds
+    outcore in `root`."""
+    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _machine_key(machine: Machine) -> dict[str, Any]:

@@ -26,8 +26,9 @@ STATE_FORMATS: Mapping[str, tuple[float, float]] = MappingProxyType(
 )
 """Format of the CPU optimizer -> bytes per parameter of (master, moments); outcore/optim/formats.py. A split master is
 a 16-bit residual beside the bf16 parameter (lossless); 8-bit moments carry two fp32 scales per 256 parameters."""
-CHECKPOINT_BYTES_PER_TRAINABLE = 14
-"""16-bit weight 2, exact fp32 master 4, fp32 moments 8: checkpoints are engine-neutral whatever the run's format."""
+CHECKPOINT_STATE_BYTES = 12
+"""Beside the weight in the run's precision: exact fp32 master 4, fp32 moments 8. Checkpoints are engine-neutral
+whatever the format of the states."""
 
 # --- framework
 

@@ -59,7 +59,7 @@ def plan_deepspeed(
     else:
         ram, pinned, buffers_note = host_parts(shape, request, gpus, layout)
         drive = drive_parts(shape, request, layout)
-    saved_bytes = k.CHECKPOINT_BYTES_PER_TRAINABLE * shape.trainable_params
+    saved_bytes = (request.element_bytes + k.CHECKPOINT_STATE_BYTES) * shape.trainable_params
     in_drive = sum(p.size_bytes for p in drive if p.name in ("master", "moments"))
     if not request.checkpoints_elsewhere:
         drive.append(Part("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))

@@ -46,7 +46,7 @@ def plan_stream(
     drive = drive_states(sizes, spill)
     if layout.checkpoints_home == "nvme":
         drive.append(Part("nvme", "activation checkpoints", checkpoints))
-    saved_bytes = k.CHECKPOINT_BYTES_PER_TRAINABLE * shape.trainable_params
+    saved_bytes = (request.element_bytes + k.CHECKPOINT_STATE_BYTES) * shape.trainable_params
     if not request.checkpoints_elsewhere:
         drive.append(Part("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
     parts = [p for p in (*vram, *pinned, *ram, *drive) if p.size_bytes > 0]

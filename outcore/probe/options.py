@@ -45,7 +45,7 @@ class Options:
 
 
 def parse_options(argv: Sequence[str], root: Path) -> Options:
-    """Options from the command line; `root` is the repository (default places of logs and configuration).
+    """Options from the command line; `root` is the repository (default place of the configuration).
 
     Raises `UsageError`; argparse itself exits with code 2 for an unknown flag.
     """
@@ -106,7 +106,10 @@ def _parser(root: Path) -> argparse.ArgumentParser:
         "--config", default=str(root / "deepspeed_config.json"), metavar="FILE", help="default: %(default)s"
     )
     parser.add_argument(
-        "--logs", default=str(root / "logs"), metavar="DIR", help="where the report goes; default: %(default)s"
+        "--logs",
+        default="logs",
+        metavar="DIR",
+        help="where the report goes and the planner looks; default: %(default)s",
     )
     parser.add_argument(
         "--staging-gib", type=_positive, metavar="GIB", help="staging memory to build, instead of the file's"
