@@ -25,6 +25,13 @@ class NonFiniteLossError(EngineError):
     """The loss, or a gradient outside fp16's loss scaling, became NaN or infinite; the message says what to resume."""
 
 
+LOWER_RATE = (
+    "start a new run with a lower --learning_rate or more --warmup_steps, from the beginning or from the model of a "
+    "checkpoint (outcore export, then --model_name_or_path)"
+)
+"""Advice after a number that is not finite: a resumed run keeps its schedule, so it would only come by again."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What one optimizer step reports."""

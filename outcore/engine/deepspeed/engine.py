@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.engine.base import EvalResult, MicroBatch, NonFiniteLossError, StepResult
+from outcore.engine.base import LOWER_RATE, EvalResult, MicroBatch, NonFiniteLossError, StepResult
 from outcore.engine.deepspeed.shared_memory import remove_own_buffer
 from outcore.engine.deepspeed.state import FAMILIES, open_state
 from outcore.engine.export import export_model
@@ -98,7 +98,7 @@ class DeepSpeedEngine:
         if self.check_finite and not skipped and not abs(norm) < float("inf"):
             raise NonFiniteLossError(
                 f"the gradient norm became {norm}, and this step's update has damaged the states in memory: nothing "
-                "more is saved. Resume from the last checkpoint with a lower --learning_rate or more --warmup_steps."
+                f"more is saved. To go on, {LOWER_RATE}."
             )
         return StepResult(loss, aux_loss, norm, total, skipped, marks.seconds())
 
@@ -116,8 +116,8 @@ class DeepSpeedEngine:
         loss, aux = (sums / total).tolist()
         if self.check_finite and not (abs(loss) < float("inf") and abs(aux) < float("inf")):
             raise NonFiniteLossError(
-                f"the loss became {loss + aux} and no state was updated with it. Resume from the last checkpoint with "
-                "a lower --learning_rate or more --warmup_steps, or look for damaged rows in the data."
+                f"the loss became {loss + aux} and no state was updated with it: {LOWER_RATE}; or look for damaged "
+                "rows in the data."
             )
         return loss, aux
 

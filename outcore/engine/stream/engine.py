@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from outcore.engine.base import EngineError, EvalResult, MicroBatch, NonFiniteLossError, StepResult
+from outcore.engine.base import LOWER_RATE, EngineError, EvalResult, MicroBatch, NonFiniteLossError, StepResult
 from outcore.engine.export import export_model
 from outcore.engine.stream.clock import PhaseClock
 from outcore.engine.stream.loss_scale import LossScaler
@@ -145,8 +145,8 @@ class StreamEngine:
         if not math.isfinite(norm):
             raise NonFiniteLossError(
                 f"the gradients' norm became {norm}. Layers with finite gradients have already been updated, so this "
-                "model is no longer one that a step made: resume from the last checkpoint, with a lower "
-                "--learning_rate, or with gradient clipping, under which such a step is skipped whole."
+                "model is no longer one that a step made: resume from the last checkpoint with gradient clipping "
+                f"(--max_grad_norm), under which such a step is skipped whole, or {LOWER_RATE}."
             )
         self.updates += 1
         return False
@@ -155,8 +155,8 @@ class StreamEngine:
         self._skips_in_a_row += 1
         if not self._scaler.enabled and self._skips_in_a_row >= MAX_SKIPS:
             raise NonFiniteLossError(
-                f"the gradients were not finite in {MAX_SKIPS} steps in a row (no state was updated with them). Resume "
-                "from the last checkpoint with a lower --learning_rate or more --warmup_steps."
+                f"the gradients were not finite in {MAX_SKIPS} steps in a row (no state was updated with them): "
+                f"{LOWER_RATE}."
             )
 
     def _check_loss(self, sums: PassSums, total: int) -> None:
@@ -164,8 +164,7 @@ class StreamEngine:
         if not self._scaler.enabled and not math.isfinite(loss):
             updated = "no state was updated with it" if self._deferred else "no layer with such gradients was updated"
             raise NonFiniteLossError(
-                f"the loss became {loss} and {updated}. Resume from the last checkpoint with a "
-                "lower --learning_rate or more --warmup_steps, or look for damaged rows in the data."
+                f"the loss became {loss} and {updated}: {LOWER_RATE}; or look for damaged rows in the data."
             )
 
     def _hyper(self, lr: float, grad_scale: float) -> AdamWHyper:

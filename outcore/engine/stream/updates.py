@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from outcore.engine.base import EngineError, NonFiniteLossError
+from outcore.engine.base import LOWER_RATE, EngineError, NonFiniteLossError
 from outcore.engine.stream.gradient_arena import GradientArena
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.ring_schedule import RingTicket
@@ -168,8 +168,8 @@ class UnitUpdates:
         if skipped:
             raise NonFiniteLossError(
                 f"the gradient of {unit.name} was not finite. Its states were left alone, those of other layers may "
-                "have been updated in the same step: resume from the last checkpoint with a lower --learning_rate, or "
-                "with gradient clipping, under which such a step is skipped whole."
+                "have been updated in the same step: resume from the last checkpoint with gradient clipping "
+                f"(--max_grad_norm), under which such a step is skipped whole, or {LOWER_RATE}."
             )
         del self._pending[unit.index]
         self._arena.give_back(unit)
