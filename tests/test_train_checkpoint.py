@@ -109,6 +109,27 @@ def test_save_open_rotate(tmp_path: Path) -> None:
     assert ShardReader(checkpoint.path, "model").read("a") == 3
 
 
+def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (2, 4, 6):
+        _save(run, step, keep=3)
+    assert _save(run, 3, keep=2).is_dir()
+    assert [p.name for p in ck.list_checkpoints(run)] == ["step-00000002", "step-00000003"]
+    assert _save(run, 1, keep=1).is_dir() and len(ck.list_checkpoints(run)) == 1
+
+
+def test_another_scale_of_the_adapters_is_another_run(tmp_path: Path) -> None:
+    def write(folder: Path, on_file: Callable[[Path, int], None]) -> dict[str, Any]:
+        return {"fingerprint": {"lora_r": 4, "lora_alpha": 8.0}}
+
+    ck.save_checkpoint(tmp_path, 1, write, needed_bytes=0, keep=1)
+    checkpoint = ck.newest_checkpoint(tmp_path)
+    assert checkpoint is not None
+    ck.check_same_run(checkpoint, {"lora_r": 4, "lora_alpha": 8.0, "of a later version": 1})
+    with pytest.raises(CheckpointError, match=r"made with lora_alpha 8.0, this run has 99.0.*--lora_alpha"):
+        ck.check_same_run(checkpoint, {"lora_r": 4, "lora_alpha": 99.0})
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     _save(tmp_path, 5)
     ck.save_checkpoint(tmp_path, 5, _writer({"a": 50.0}), needed_bytes=1, keep=1)

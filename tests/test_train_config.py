@@ -50,6 +50,7 @@ def test_spellings(argv: list[str], name: str, value: object) -> None:
     ("argv", "words"),
     [
         (["--save_step", "3"], "Did you mean --save_steps"),
+        (["--seed", "9" * 20], "seed: must be from 0 to 9223372036854775807"),
         (["--learning_rate", "fast"], "learning_rate: expected a number, got 'fast'"),
         (["--max_steps", "1.5"], "max_steps: expected a whole number"),
         (["--max_steps", "0"], "max_steps: must be above 0"),

@@ -13,7 +13,7 @@ import transformers
 from outcore.cli import main
 from outcore.engine.shards import TensorPlan, plan_shards, write_shard
 from outcore.train.checkpoint import Checkpoint, open_checkpoint, save_checkpoint
-from outcore.train.export_files import export_checkpoint, save_export_files
+from outcore.train.export_files import export_checkpoint, how_to_load, save_export_files
 
 
 def tiny(**fields: Any) -> Any:
@@ -86,6 +86,21 @@ def test_a_copy_that_fails_half_way_is_removed(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="No space left"):
         export_checkpoint(checkpoint, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"config.json": "{}"}, "AutoModelForCausalLM.from_pretrained loads it"),
+        ({"config.json": '{"is_encoder_decoder": true}'}, "AutoModelForSeq2SeqLM.from_pretrained loads it"),
+        ({"config.json": "{}", "adapter_config.json": "{}"}, "peft.PeftModel.from_pretrained(base, ...) loads it"),
+        ({}, "a model of your own: its weights, for load_state_dict"),
+    ],
+)
+def test_what_loads_an_export_is_told_by_its_kind(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert how_to_load(tmp_path) == words
 
 
 def test_a_checkpoint_without_configuration_says_what_to_do(tmp_path: Path) -> None:

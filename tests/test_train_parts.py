@@ -22,6 +22,7 @@ from outcore.train.memory_advice import explain, ram_advice
 from outcore.train.random_state import load_random_state, save_random_state, seed_everything
 from outcore.train.run_folder import choose_run, default_name
 from outcore.train.schedule import LrSchedule
+from outcore.train.settings import schedule_of
 from outcore.train.stop_request import StopRequest
 
 
@@ -37,6 +38,30 @@ def test_cosine_and_constant() -> None:
     assert LrSchedule("constant", 3.0, 1, 10).lr(9) == 3.0
     with pytest.raises(ValueError, match="unknown learning-rate schedule"):
         LrSchedule("steps", 1.0, 0, 10).lr(5)
+
+
+def _schedule(params: object, **flags: object) -> LrSchedule:
+    block = {"scheduler": {"type": "WarmupLR", "params": params}}
+    return schedule_of(TrainConfig(**flags), block, 0.5, 100)  # type: ignore[arg-type]
+
+
+def test_the_files_scheduler_is_followed_or_refused() -> None:
+    made = LrSchedule("constant", 0.5, 7, 100)
+    same = {"warmup_max_lr": 0.5, "warmup_min_lr": 0, "total_num_steps": 100, "warmup_type": "linear"}
+    assert _schedule({"warmup_num_steps": 7, "warmup_max_lr": "auto"}) == _schedule({"warmup_num_steps": 7, **same})
+    assert _schedule({"warmup_num_steps": 7}) == made and _schedule("auto").warmup_steps == 3
+    assert _schedule({"warmup_num_steps": 7}, warmup_steps=0).warmup_steps == 0
+    assert _schedule({"warmup_max_lr": 9, "warmup_num_steps": 7}, lr_scheduler_type="cosine").warmup_steps == 3
+    assert schedule_of(TrainConfig(), {"scheduler": "auto"}, 0.5, 100) == LrSchedule("warmup_decay", 0.5, 3, 100)
+    for params, words in (
+        ({"warmup_max_lr": 0.1}, "warmup_max_lr is 0.1, but this run's is 0.5, which --learning_rate"),
+        ({"total_num_steps": 9}, "total_num_steps is 9, but this run's is 100"),
+        ({"warmup_num_steps": "10"}, "whole number of 0 or more, got '10'"),
+        ({"warmup_type": "log"}, "warmup_type is 'log'"),
+        ({"warmup_steps": 3}, "Did you mean warmup_num_steps"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            _schedule(params)
 
 
 def _config(tmp_path: Path, **settings: object) -> TrainConfig:
@@ -78,6 +103,13 @@ def test_new_runs_never_write_into_older_ones(tmp_path: Path) -> None:
     assert choose_run(config, print)[0].name == "tiny-embedded-2"
     with pytest.raises(ConfigError, match="is in use"):
         choose_run(_config(tmp_path, run_name="tiny-embedded"), print)
+    other = _checkpoint(tmp_path, "other", 1)
+    resume = {"resume_from_checkpoint": str(other)}
+    assert choose_run(_config(tmp_path, **resume), print)[0].name == "other"
+    assert choose_run(_config(tmp_path, run_name="other", **resume), print)[0].name == "other"
+    assert choose_run(_config(tmp_path, run_name="third", **resume), print)[0].name == "third"
+    with pytest.raises(ConfigError, match="would overwrite that run"):
+        choose_run(_config(tmp_path, run_name="tiny-embedded", **resume), print)
 
 
 def test_auto_resumes_the_newest_run(tmp_path: Path) -> None:

@@ -239,6 +239,18 @@ def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight_by: Call
         assert f"zero_stage {how} was asked for" in engine_of(tmp_path)["reason"]
 
 
+def test_a_refused_resume_leaves_the_log_whole(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = flags(tmp_path, corpus, "--max_steps", "2", "--save_steps", "1", "--run_name", "r", "--no_export")
+    assert main(argv) == 0
+    before = (tmp_path / "log" / "r" / "metrics.jsonl").read_bytes()
+    start = str(tmp_path / "checkpoint" / "r" / "step-00000001")
+    assert main([*argv, "--seq_length", "16", "--resume_from_checkpoint", start]) == 2
+    assert "the data position cannot be restored" in capsys.readouterr().err
+    assert (tmp_path / "log" / "r" / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_checkpoint_resumes_in_another_stage(tmp_path: Path, corpus: Path, straight: Path) -> None:
     """Checkpoints know nothing of engine and ZeRO stage: the restored states are the same numbers."""
     start = straight / "checkpoint/r/step-00000004"

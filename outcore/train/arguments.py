@@ -285,6 +285,8 @@ def check_config(config: TrainConfig) -> None:
             f"warmup_steps ({config.warmup_steps}) is more than max_steps ({config.max_steps}): the learning rate "
             "would never reach its peak. Lower warmup_steps, or raise max_steps."
         )
+    if not 0 <= config.seed < 2**63:
+        raise ConfigError(f"seed: must be from 0 to 9223372036854775807, got {config.seed}.")
     if not 0 <= config.max_in_cpu_gb < math.inf:
         raise ConfigError(f"max_in_cpu_gb: must not be below 0 or infinite, got {config.max_in_cpu_gb}.")
     try:

@@ -72,7 +72,8 @@ def save_checkpoint(
 
     `on_file(path, crc32)` tells the checksum of a file just written, so that it need not be read again.
     Called on every rank; only the writer touches manifest and names. After the rename the oldest checkpoints beyond
-    `keep` are removed. Any failure leaves the earlier checkpoints as they were and removes the half-written folder.
+    `keep` are removed (`rotate`). Any failure leaves the earlier checkpoints as they were and removes the half-written
+    folder.
     """
     final = run_folder / step_folder(step)
     aside = run_folder / f".{step_folder(step)}.part"
@@ -95,7 +96,7 @@ def save_checkpoint(
             os.rename(aside, final)
             _fsync_folder(run_folder)
             sweep_unfinished(run_folder)
-            rotate(run_folder, keep)
+            rotate(run_folder, keep, step)
     except BaseException:
         if is_writer:
             shutil.rmtree(aside, ignore_errors=True)
@@ -144,12 +145,20 @@ def list_checkpoints(run_folder: Path) -> list[Path]:
     if not run_folder.is_dir():
         return []
     found = [p for p in run_folder.iterdir() if _STEP_FOLDER.match(p.name) and (p / MANIFEST).is_file()]
-    return sorted(found, key=lambda p: int(p.name.split("-")[1]))
+    return sorted(found, key=_step_of)
 
 
-def rotate(run_folder: Path, keep: int) -> list[Path]:
-    """Remove the oldest checkpoints beyond `keep`; the newest is never removed."""
-    old = list_checkpoints(run_folder)[: -max(keep, 1)]
+def _step_of(path: Path) -> int:
+    return int(path.name.split("-")[1])
+
+
+def rotate(run_folder: Path, keep: int, step: int) -> list[Path]:
+    """Remove the oldest checkpoints beyond `keep`; that of `step`, just saved, is never removed.
+
+    A run that went back to an older checkpoint has left later ones behind: they count as older than all others.
+    """
+    by_age = sorted(list_checkpoints(run_folder), key=lambda path: _step_of(path) <= step)
+    old = by_age[: -max(keep, 1)]
     for path in old:
         # Renamed first: a removal that is interrupted must not leave something that looks like a checkpoint.
         doomed = path.with_name(f".{path.name}.part")
@@ -191,15 +200,18 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
 
 
 def check_same_run(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
-    """Raise CheckpointError when the checkpoint's run had other settings than `fingerprint` (nested by one level)."""
+    """Raise CheckpointError when the checkpoint's run had other settings than `fingerprint` (nested by one level).
+
+    What an older version did not write down is not compared.
+    """
     theirs, mine = (_flat(f) for f in (checkpoint.trainer_state()["fingerprint"], fingerprint))
     for name, value in mine.items():
-        was = theirs.get(name)
+        was = theirs.get(name, value)
         if was == value:
             continue
         if name == "parameters":
             raise CheckpointError(
-                f"{checkpoint.path}: is of another model: it has {was or 0:,} parameters, this run's model {value:,}. "
+                f"{checkpoint.path}: is of another model: it has {was:,} parameters, this run's model {value:,}. "
                 "Resume with the model, preset and LoRA settings that it was made with."
             )
         raise CheckpointError(

@@ -99,8 +99,8 @@ class TrainConfig:
     gradient_accumulation_steps: int | None = None
     """Micro-batches per optimizer step and GPU. Default: deepspeed_config.json's (4)."""
     learning_rate: float | None = None
-    """Peak learning rate. Default: deepspeed_config.json's optimizer block, else 3e-4 from scratch, 2e-5 for
-    fine-tuning, 2e-4 for LoRA."""
+    """Peak learning rate. Default: deepspeed_config.json's optimizer block, else 3e-4 from scratch (2e-3 for the
+    tiny presets), 2e-5 for fine-tuning, 2e-4 for LoRA."""
     weight_decay: float | None = None
     """AdamW's decoupled weight decay. Default 0.01."""
     adam_beta1: float | None = None

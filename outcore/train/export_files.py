@@ -70,6 +70,18 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
     return target
 
 
+def how_to_load(folder: Path) -> str:
+    """What loads the exported `folder`, in words."""
+    if (folder / ADAPTER).is_file():
+        return "peft.PeftModel.from_pretrained(base, ...) loads it"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "a model of your own: its weights, for load_state_dict"
+    kind = "AutoModelForSeq2SeqLM" if config.get("is_encoder_decoder") else "AutoModelForCausalLM"
+    return f"{kind}.from_pretrained loads it"
+
+
 def _copy_shards(shards: list[Path], folder: Path) -> None:
     weight_map: dict[str, str] = {}
     total_bytes = 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outcore.engine.shards import CheckpointError
 from outcore.train.checkpoint import Checkpoint, list_checkpoints, open_checkpoint
-from outcore.train.export_files import ADAPTER, export_checkpoint
+from outcore.train.export_files import export_checkpoint, how_to_load
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
@@ -34,7 +34,5 @@ def main(argv: list[str] | None = None) -> int:
     except (CheckpointError, OSError) as error:
         print(f"outcore export: {error}", file=sys.stderr)
         return 1
-    is_adapter = (folder / ADAPTER).is_file()
-    loads = "peft.PeftModel.from_pretrained(base, ...)" if is_adapter else "AutoModelForCausalLM.from_pretrained"
-    print(f"step {checkpoint.step} of run {run}: {folder}  ({loads} loads it)")
+    print(f"step {checkpoint.step} of run {run}: {folder}  ({how_to_load(folder)})")
     return 0

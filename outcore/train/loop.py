@@ -17,7 +17,7 @@ import torch
 
 from outcore.engine.base import Engine, MicroBatch, StepResult
 from outcore.monitor import MetricsLog, Progress, Sampler, plot_loss
-from outcore.train.checkpoint import Checkpoint, check_same_run, save_checkpoint
+from outcore.train.checkpoint import Checkpoint, save_checkpoint
 from outcore.train.config import TrainConfig
 from outcore.train.export_files import save_export_files
 from outcore.train.memory_advice import TierFull
@@ -199,7 +199,7 @@ class Trainer:
             return
         p.progress.activity(f"evaluating at step {self.step}")
         result = p.engine.evaluate(p.eval_batches())
-        perplexity = math.exp(result.loss) if result.loss < 700 else math.inf
+        perplexity = math.inf if result.loss >= 700 else math.exp(result.loss)
         self.last_eval = {"eval_loss": result.loss, "eval_perplexity": perplexity}
         if p.metrics is not None:
             p.metrics.write_eval({"step": self.step, **self.last_eval, "eval_tokens": result.tokens})
@@ -277,7 +277,6 @@ class Trainer:
         """Restore weights, optimizer, data position and random state; the next step is the one after the save."""
         p = self.parts
         state = checkpoint.trainer_state()
-        check_same_run(checkpoint, p.fingerprint)
         p.engine.load(checkpoint.path, state["engine"])
         p.stream.load_state_dict(state["data"])
         self.step = self.saved_step = int(state["step"])

@@ -27,6 +27,7 @@ from outcore.train.config import TrainConfig
 from outcore.train.determinism import explain_order, fix_order
 from outcore.train.engine_build import AnyEngine, EngineRequest, build, decide
 from outcore.train.engines import EngineChoice, choose_engine, with_flags
+from outcore.train.export_files import how_to_load
 from outcore.train.forecast import Forecaster
 from outcore.train.loop import Trainer
 from outcore.train.memory_advice import explain
@@ -189,7 +190,7 @@ class Run:
         self.say(f"log and loss curve: {folder.logs}")
         self.say(f"checkpoints:        {folder.checkpoints}")
         if self.config.export:
-            self.say(f"model:              {folder.export}  (AutoModelForCausalLM.from_pretrained loads it)")
+            self.say(f"model:              {folder.export}  ({how_to_load(folder.export)})")
 
 
 def main(

@@ -111,8 +111,15 @@ def choose_run(config: TrainConfig, say: Callable[[str], None]) -> tuple[RunFold
         say(f"resume_from_checkpoint auto: run {base} has no checkpoint yet, so it starts from the beginning.")
     elif wanted:
         checkpoint = _open_wanted(Path(wanted).expanduser())
-        name = config.run_name or checkpoint.path.resolve().parent.name
-        return folder_of(config, name), checkpoint
+        own = folder_of(config, checkpoint.path.resolve().parent.name)
+        folder = folder_of(config, config.run_name or own.name)
+        if folder.checkpoints.resolve() != checkpoint.path.resolve().parent and _in_use(folder):
+            raise ConfigError(
+                f"run {folder.name} is in use, and {checkpoint.path} is not one of its checkpoints: going on from it "
+                f"would overwrite that run. Choose another --run_name, or continue {folder.name} with "
+                "--resume_from_checkpoint auto."
+            )
+        return folder, checkpoint
     if config.run_name:
         folder = folder_of(config, config.run_name)
         if _in_use(folder) and wanted is None:

@@ -22,7 +22,7 @@ from outcore.monitor.memory_watch import MemoryWatch
 from outcore.monitor.metrics_server import MetricsServer
 from outcore.monitor.run_warnings import RunWarnings
 from outcore.monitor.space_watch import SpaceWatch
-from outcore.train.checkpoint import SPACE_MARGIN_BYTES, Checkpoint
+from outcore.train.checkpoint import SPACE_MARGIN_BYTES, Checkpoint, check_same_run
 from outcore.train.config import TrainConfig
 from outcore.train.engine_build import AnyEngine, Decided
 from outcore.train.engines import check_trace
@@ -30,7 +30,7 @@ from outcore.train.forecast import Forecast
 from outcore.train.loop import RunLength, TrainerParts
 from outcore.train.run_folder import RunFolder
 from outcore.train.schedule import LrSchedule
-from outcore.train.settings import Hardware
+from outcore.train.settings import Hardware, lora_alpha
 
 DEFAULT_PROMPT = "def "
 SPACE_RESERVE_BYTES = 1 << 30
@@ -61,6 +61,7 @@ class RunContext:
             "precision": self.hardware.precision,
             "train_batch_size": self.decided.config["train_batch_size"],
             "lora_r": self.config.lora_r,
+            "lora_alpha": lora_alpha(self.config),
             "seed": self.config.seed,
             "schedule": asdict(self.schedule),
         }
@@ -88,6 +89,10 @@ class RunContext:
         micro = self.decided.config["train_micro_batch_size_per_gpu"]
         eval_micro = config.per_device_eval_batch_size or micro
         stream = BatchStream(self.data.train, micro, engine.rank, engine.world_size, seed=config.seed)
+        fingerprint = {"parameters": engine.loaded.facts.total_params, **self.fingerprint}
+        if self.checkpoint is not None:  # before the log is cut off at its step
+            check_same_run(self.checkpoint, fingerprint)
+            stream.load_state_dict(self.checkpoint.trainer_state()["data"])
         evals = None
         if self.data.eval is not None:
             evals = EvalStream(self.data.eval, eval_micro, engine.rank, engine.world_size)
@@ -136,7 +141,7 @@ class RunContext:
             decode=lambda ids: tokenizer.decode(ids),
             eos_token_id=tokenizer.eos_token_id,
             tokenizer=tokenizer,
-            fingerprint={"parameters": engine.loaded.facts.total_params, **self.fingerprint},
+            fingerprint=fingerprint,
         )
 
     def _header(self, engine: AnyEngine, sampler: Sampler) -> dict[str, Any]:

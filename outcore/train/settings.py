@@ -12,10 +12,10 @@ from outcore.data import DataSettings
 from outcore.data.settings import DEFAULT_TEXT_EXTENSIONS
 from outcore.engine.deepspeed.settings import DeepSpeedSettings
 from outcore.model.settings import LoraSettings, ModelSettings
-from outcore.train.arguments import ConfigError
+from outcore.train.arguments import ConfigError, nearest
 from outcore.train.config import TrainConfig
 from outcore.train.loop import RunLength
-from outcore.train.schedule import LrSchedule
+from outcore.train.schedule import COSINE_FLOOR, LrSchedule
 
 EMBEDDED_STEPS = 150
 """Length of the embedded default's run: a visible fall of the loss in a few minutes on two CPU cores."""
@@ -61,6 +61,11 @@ def is_tiny(config: TrainConfig) -> bool:
     return not named and (config.preset or "tiny").startswith("tiny")
 
 
+def lora_alpha(config: TrainConfig) -> float:
+    """Scale of the adapters; 0 without LoRA."""
+    return float(config.lora_alpha or 2 * config.lora_r)
+
+
 def model_settings_of(config: TrainConfig, precision: str, seq_length: int) -> ModelSettings:
     """The model room's settings."""
     named = config.model_name_or_path or config.config_file or config.model_module
@@ -71,7 +76,7 @@ def model_settings_of(config: TrainConfig, precision: str, seq_length: int) -> M
     if config.lora_r:
         lora = LoraSettings(
             r=config.lora_r,
-            alpha=float(config.lora_alpha or 2 * config.lora_r),
+            alpha=lora_alpha(config),
             dropout=config.lora_dropout,
             target_modules=config.lora_target_modules,
         )
@@ -125,17 +130,50 @@ def deepspeed_settings_of(config: TrainConfig) -> DeepSpeedSettings:
 def schedule_of(config: TrainConfig, user_config: dict[str, Any], peak_lr: float, total_steps: int) -> LrSchedule:
     """Flags first, then the scheduler block of deepspeed_config.json, then the defaults."""
     block = user_config.get("scheduler") or {}
+    block = {} if block == "auto" else block
     kinds = {"WarmupDecayLR": "warmup_decay", "WarmupCosineLR": "cosine", "WarmupLR": "constant"}
     if block and block.get("type") not in kinds:
         raise ConfigError(
             f"{config.deepspeed_config}: scheduler type {block.get('type')!r} is not one of {', '.join(kinds)}."
         )
-    warmup = config.warmup_steps
-    if warmup is None:
-        from_file = block.get("params", {}).get("warmup_num_steps")
-        warmup = from_file if isinstance(from_file, int) else min(100, math.ceil(0.03 * total_steps))
-    kind = config.lr_scheduler_type or kinds.get(block.get("type", ""), "warmup_decay")
-    return LrSchedule(kind, peak_lr, min(warmup, total_steps), total_steps)
+    of_file = kinds.get(block.get("type", ""), "warmup_decay")
+    kind = config.lr_scheduler_type or of_file
+    params = block.get("params") or {}
+    params = {} if params == "auto" or kind != of_file else {k: v for k, v in params.items() if v != "auto"}
+    from_file = params.pop("warmup_num_steps", None)
+    if from_file is not None and (isinstance(from_file, bool) or not isinstance(from_file, int) or from_file < 0):
+        raise ConfigError(
+            f"{config.deepspeed_config}: scheduler.params.warmup_num_steps must be a whole number of 0 or more, got "
+            f"{from_file!r}."
+        )
+    warmup = next(n for n in (config.warmup_steps, from_file, min(100, math.ceil(0.03 * total_steps))) if n is not None)
+    schedule = LrSchedule(kind, peak_lr, min(warmup, total_steps), total_steps)
+    _check_scheduler_params(params, schedule, config.deepspeed_config)
+    return schedule
+
+
+def _check_scheduler_params(params: dict[str, Any], schedule: LrSchedule, file: str) -> None:
+    """ConfigError when the file's scheduler asks for another rate than the run's own schedule gives."""
+    ours: dict[str, tuple[Any, str]] = {
+        "warmup_max_lr": (schedule.peak_lr, "--learning_rate, or optimizer.params.lr"),
+        "total_num_steps": (schedule.total_steps, "--max_steps or --num_train_epochs"),
+        "warmup_min_lr": (0, "nothing"),
+        "warmup_min_ratio": (0, "nothing"),
+        "warmup_type": ("linear", "nothing"),
+        "cos_min_ratio": (COSINE_FLOOR, "nothing"),
+        "last_batch_iteration": (-1, "--resume_from_checkpoint"),
+    }
+    for name, value in params.items():
+        if name not in ours:
+            raise ConfigError(
+                f"{file}: there is no key scheduler.params.{name}.{nearest(name, (*ours, 'warmup_num_steps'))}"
+            )
+        here, by = ours[name]
+        if value != here:
+            raise ConfigError(
+                f"{file}: scheduler.params.{name} is {value!r}, but this run's is {here!r}, which {by} changes. "
+                "Delete the key, or make them equal."
+            )
 
 
 def default_lr(config: TrainConfig) -> float:
