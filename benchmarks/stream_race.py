@@ -226,6 +226,8 @@ def main() -> int:
     if args.only:
         chosen = {name: chosen[name] for name in args.only.split(",")}
     chosen = {name: variant for name, variant in chosen.items() if name not in args.skip.split(",")}
+    if args.nvme is None and any(variant.get("uses_nvme") for variant in chosen.values()):
+        parser.error("these variants keep something on a drive: --nvme FOLDER says where")
     if args.prototype is None:
         chosen = {name: variant for name, variant in chosen.items() if variant["child"] != "prototype"}
     elif not (args.prototype / "k.so").exists():
@@ -234,12 +236,13 @@ def main() -> int:
     if args.nvme:
         args.nvme.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    rates = RatesAround(args.nvme or ROOT)
+    rates = RatesAround(args.nvme) if args.nvme else None
     for name, variant in chosen.items():
         ours_on_nvme = bool(variant.get("uses_nvme")) and variant["child"] == "race_ours.py"
-        rates.before() if ours_on_nvme else rates.forget()
+        if rates is not None:
+            rates.before() if ours_on_nvme else rates.forget()
         results[name] = run(name, variant, args)
-        if ours_on_nvme:
+        if rates is not None and ours_on_nvme:
             results[name]["drive_rates_bytes_per_s"] = rates.after()
         clipped = name.endswith("-clip") or "-clip-" in name or "nvme" in name or "half" in name
         bases = [

@@ -53,8 +53,8 @@ VRAM_RESERVE_BYTES = int(0.75 * GIB)
 the cap under which the streaming engine is accepted."""
 STREAM_RAM_OVERHEAD_BYTES = int(2.3 * GIB)
 """Interpreter, torch, CUDA libraries, compiler. Measured, resident memory less homes and staging: 2.2-2.9 GB in
-thirteen kinds of runs (R, S, T), each the same to 0.2 GB from sitting to sitting. Not counted: a run with states on the
-drive that held 3.4 GB, because up to 2 GB of initial values were made ahead; now 1 GB are."""
+nine kinds of runs (R, S, T), each the same to 0.4 GB from sitting to sitting. Not counted: a run with states on the
+drive that held 3.2-3.4 GB, because up to 2 GB of initial values were made ahead; now 1 GB are."""
 CPU_RAM_OVERHEAD_BYTES = int(0.5 * GIB)
 """The same without a GPU's libraries. Measured on two cores: 0.83 GB resident, 0.3 of them of a tiny model."""
 PAGE_CACHE_RESERVE_BYTES = 2 * GIB
