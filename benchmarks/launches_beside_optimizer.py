@@ -3,8 +3,8 @@
     python benchmarks/launches_beside_optimizer.py [--threads N] [--rounds 5]          (as root, one minute)
 
 An eager layer's launches (outcore/probe/host_bench.py) are timed on one thread, alone and while as many workers as
-there are cores update fp32 states without a pause. "beside": the workers' nice value is set back to the process's, which
-only root may do. Rounds alternate; medians. Without a GPU the layer computes on the CPU, which takes a core too.
+there are cores update fp32 states without a pause. "beside": the workers' nice value is set back to the process's,
+which only root may do. Rounds alternate; medians. Without a GPU the layer computes on the CPU, which takes a core too.
 """
 
 from __future__ import annotations
