@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import sys
+import threading
 from contextlib import nullcontext
 from functools import partialmethod
 from pathlib import Path
@@ -35,7 +36,7 @@ from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.staged.shares import Share
 from outcore.engine.stream import scratch as scratch_room
 from outcore.model.settings import ModelSettings
-from outcore.storage import FaultyEngine, open_engine
+from outcore.storage import FaultyEngine, Transfer, open_engine
 from outcore.train.determinism import fix_order
 
 LR = 1e-3
@@ -88,6 +89,26 @@ def fingerprint(engine: DeepSpeedEngine) -> str:
     return digest.hexdigest()
 
 
+class LateWrites:
+    """A drive on which a write begins `delay_s` after it was asked for."""
+
+    def __init__(self, inner: Any, delay_s: float) -> None:
+        self.inner, self.delay_s = inner, delay_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def submit_write(self, file: Any, offset: int, buffer: Any, *, priority: int = 0) -> Transfer:
+        outer = Transfer(buffer.nbytes, f"late write at {offset}")
+
+        def begin() -> None:
+            transfer = self.inner.submit_write(file, offset, buffer, priority=priority)
+            transfer.add_done_callback(lambda done: outer.finish(done.error))
+
+        threading.Timer(self.delay_s, begin).start()
+        return outer
+
+
 def make_fault(engine: DeepSpeedEngine, kind: str, *arguments: Any) -> None:
     """Break the drive from now on: every later transfer of that kind, or a file of the scratch stores."""
     scratch = engine.ds.optimizer.session.scratch
@@ -97,6 +118,9 @@ def make_fault(engine: DeepSpeedEngine, kind: str, *arguments: Any) -> None:
             for file in (folder / arguments[0]).rglob("*"):
                 if file.stat().st_size > 65536:
                     os.truncate(file, 65536)
+        return
+    if kind == "late writes":
+        scratch.engine.inner = LateWrites(scratch.engine.inner, arguments[0])
         return
     of, settings = arguments
     store = settings.pop("store", None)

@@ -20,6 +20,7 @@ from outcore.plan.deepspeed_staged import NOTE as STAGED_NOTE
 from outcore.plan.deepspeed_staged import (
     StagedHomes,
     gradient_traffic,
+    params_read,
     staged_drive_parts,
     staged_homes,
     staged_host_parts,
@@ -178,11 +179,12 @@ def _time(
     if layout.params == "none" and layout.optimizer != "none":
         h2d += e * trained // gpus  # updated weights return
     rate = k.DEEPSPEED_DRIVE_SHARE if homes is None else k.STREAM_DRIVE_SHARE
-    on_drive = homes.params_on_drive if homes is not None else e * shape.total_params
-    params_read = 2 * on_drive * passes if layout.params == "nvme" else 0
+    weights_read = 0.0
+    if layout.params == "nvme":
+        weights_read = swept * passes * gpus if homes is None else params_read(shape, homes, passes)
     gradients_read, gradients_written = gradient_traffic(homes, passes) if homes is not None else (0, 0)
     h2d += gradients_read // gpus
-    passes_read = params_read + gradients_read
+    passes_read = weights_read + gradients_read
     passes_drive_s = hardware.drive_s(passes_read, gradients_written) / rate
     h2d_s, d2h_s = h2d / (hardware.h2d_gb_per_s * GB), d2h / (hardware.d2h_gb_per_s * GB)
     pass_s = max(compute_s, host_s, h2d_s, d2h_s, passes_drive_s)

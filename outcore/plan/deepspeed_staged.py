@@ -1,10 +1,11 @@
 """Forecast of DeepSpeed's ZeRO-3 with outcore's staged offload, which is what a run with offloaded states really does.
 
 Who keeps how much where is decided by the engine's own rule (`outcore.engine.deepspeed.staged.sizes`), asked for one
-rank. Every state is read once and written once an update; parameters on the drive are read in forward and backward of
-each micro-batch, and once more, and written, by the update; gradients on the drive are written in the backward of each
-micro-batch, read in all but the first, and read by the update. Rates are the streaming engine's, whose ring and
-optimizer these are. One run on a drive was compared (docs/planning.md).
+rank. Every state is read once and written once an update. Parameters on the drive are read in forward and backward of
+each micro-batch but the first, which finds the trainable ones in the memory of gradients; the update writes them, and
+reads them where the format is split. Gradients on the drive are written in the backward of each micro-batch, read in
+all but the first, and read by the update; there is no memory of gradients then. Rates are the streaming engine's, whose
+ring and optimizer these are. One run on a drive was compared (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -145,15 +146,27 @@ def staged_drive_parts(homes: StagedHomes, staged: Staged) -> list[Part]:
 
 def staged_update(shape: ModelShape, homes: StagedHomes, staged: Staged, hardware: Hardware) -> StagedUpdate:
     """The drive and the CPU work at the same time."""
-    trained_on_drive = homes.params_on_drive * shape.trainable_params / shape.total_params
-    moved = float(homes.states_on_drive + trained_on_drive)
-    read = moved + homes.gradients_on_drive
+    trained_on_drive = _trained_on_drive(shape, homes)
+    written = homes.states_on_drive + trained_on_drive
+    read = homes.states_on_drive + homes.gradients_on_drive
+    read += trained_on_drive if staged.states.startswith("split") else 0.0
     return StagedUpdate(
         read_bytes=read,
-        written_bytes=moved,
-        drive_s=hardware.drive_s(read, moved) / k.STREAM_DRIVE_SHARE,
-        cpu_s=hardware.update_s(staged.states, shape.trainable_params, read + moved),
+        written_bytes=written,
+        drive_s=hardware.drive_s(read, written) / k.STREAM_DRIVE_SHARE,
+        cpu_s=hardware.update_s(staged.states, shape.trainable_params, read + written),
     )
+
+
+def params_read(shape: ModelShape, homes: StagedHomes, passes: int) -> float:
+    """Bytes of parameters that forward and backward of all micro-batches of a step read from the drive."""
+    trained = _trained_on_drive(shape, homes)
+    lent = trained if not homes.gradients_on_drive else 0.0
+    return 2 * (passes * homes.params_on_drive - lent)
+
+
+def _trained_on_drive(shape: ModelShape, homes: StagedHomes) -> float:
+    return homes.params_on_drive * shape.trainable_params / shape.total_params
 
 
 def gradient_traffic(homes: StagedHomes, passes: int) -> tuple[int, int]:

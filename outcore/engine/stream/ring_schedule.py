@@ -71,6 +71,11 @@ class RingSchedule:
     def is_empty(self) -> bool:
         return not (self._passages or self._tickets)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a chunk is being updated or written."""
+        return any(passage.is_leaving for passage in self._passages.values())
+
     def read_ahead(self) -> None:
         """From the first chunk on."""
         self._ahead = 0

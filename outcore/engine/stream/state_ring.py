@@ -22,6 +22,7 @@ import torch
 from outcore.engine.base import EngineError
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
+from outcore.engine.stream.placement import StateChunk
 from outcore.engine.stream.ring_schedule import Passage, RingSchedule, RingTicket
 from outcore.engine.stream.ring_slots import Part, initialise_states, ring_slots
 from outcore.engine.stream.stalls import BusyTime
@@ -42,6 +43,8 @@ class StateRing:
     """See the module docstring. `submit` and the waits may be called from any thread.
 
     `descending`: units become ready from the last to the first (immediate updates), not the other way round.
+    `keep_param(chunk, param)`: called with the new parameters of a chunk that has none in RAM, on the driver thread;
+    True when it kept a copy for whoever reads them, so that the unit is done before the drive has them.
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class StateRing:
         max_slots: int,
         descending: bool,
         timeout_s: float,
+        keep_param: Callable[[StateChunk, torch.Tensor], bool] | None = None,
     ) -> None:
+        self._keep_param = keep_param
         self._homes, self._pool, self._timeout_s = homes, pool, timeout_s
         by_unit = [homes.flowing(unit) for unit in homes.units]
         order = [chunk for chunks in (reversed(by_unit) if descending else by_unit) for chunk in chunks]
@@ -70,6 +75,7 @@ class StateRing:
         self._schedule = RingSchedule(order, slots)
         self._updating: dict[int, tuple[Passage, RingTicket]] = {}
         self._idle_waiters: list[threading.Event] = []
+        self._write_waiters: list[threading.Event] = []
         self._num_transfers = 0
         self._stopping = False
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -119,11 +125,20 @@ class StateRing:
                 "no longer of one step; the last checkpoint is intact: resume from it."
             ) from self.error
 
+    def wait_written(self) -> None:
+        """Until the drive has every chunk that was updated so far; reading ahead goes on. TimeoutError, EngineError."""
+        written = threading.Event()
+        self._events.put(lambda: self._write_waiters.append(written))
+        self._until(written)
+
     def flush(self) -> None:
         """Until the drive has everything and the ring is empty; it stays so until the next step. TimeoutError."""
         idle = threading.Event()
         self._events.put(lambda: self._empty(idle))
-        if not idle.wait(self._timeout_s):
+        self._until(idle)
+
+    def _until(self, event: threading.Event) -> None:
+        if not event.wait(self._timeout_s):
             self.check()
             raise TimeoutError(f"the drive did not take what was written to it within {format_s(self._timeout_s)}")
         self.check()
@@ -221,17 +236,18 @@ class StateRing:
         if report.status != "done":
             self._pool.wait(report.ticket, self._timeout_s)  # raises what went wrong
             raise EngineError(f"the update of {passage.chunk.name} was {report.status}")
-        waits_for_drive = passage.slot.holds_param(passage.chunk)
+        chunk, slot = passage.chunk, passage.slot
+        waits_for_drive = slot.holds_param(chunk)
+        if waits_for_drive and self._keep_param is not None:
+            waits_for_drive = not self._keep_param(chunk, slot.param(chunk))
         if not waits_for_drive:
             self._schedule.count_down(ticket)
         if self._stopping or self.error is not None:
             return
-        transfers = [part.submit_write() for part in passage.slot.writes(passage.chunk)]
+        transfers = [part.submit_write() for part in slot.writes(chunk)]
         self.written_bytes += sum(transfer.n_bytes for transfer in transfers)
         self._watch(
-            transfers,
-            f"write of {passage.chunk.name}",
-            lambda: self._written(passage, ticket if waits_for_drive else None),
+            transfers, f"write of {chunk.name}", lambda: self._written(passage, ticket if waits_for_drive else None)
         )
 
     def _written(self, passage: Passage, ticket: RingTicket | None) -> None:
@@ -266,6 +282,10 @@ class StateRing:
         self._schedule.abandon()
 
     def _tell_idle(self) -> None:
+        if self._write_waiters and (self.error is not None or not self._schedule.is_writing):
+            for waiter in self._write_waiters:
+                waiter.set()
+            self._write_waiters = []
         if not self._idle_waiters:
             return
         self._schedule.drop_unwanted()

@@ -151,11 +151,17 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             numel = real_numel(param.ds_numel, padded, rank)
             home, on_device = self._home_of(param, numel)
             sub_group = sub_group_of[param.ds_id]
-            grad = grads[param.ds_id][:numel] if param.ds_id in grads else None
-            self._shares[param.ds_id] = Share(
+            memory = grads.get(param.ds_id)
+            share = Share(
                 param, index, sub_group, numel, self.sub_group_to_group_id[sub_group], element_offset,
-                ShareLayout(self.dtype), grad, home, on_device,
+                ShareLayout(self.dtype), None if memory is None else memory[:numel], home, on_device,
             )  # fmt: skip
+            if self._is_on_drive(param) and memory is not None and memory.dtype.itemsize == self.dtype.itemsize:
+                share.loan = memory.view(self.dtype)
+            self._shares[param.ds_id] = share
+
+    def _is_on_drive(self, param: Any) -> bool:
+        return self.session.params is not None and self.session.params.place_of(param.ds_id) is not None
 
     def _large_shares(self, params: list[Any]) -> dict[int, int]:
         """ds_id -> elements of the shares whose gradients are worth a place on the drive."""
@@ -197,6 +203,8 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             if self._has_grad_on_drive(param):
                 self._to_drive(param, part, is_first=is_first)
             else:
+                if is_first and self.session.params is not None:
+                    self.session.params.loans.reclaim(param)
                 (begin if is_first else go_on).append((param, part))
         micro_step_id = self.micro_step_id
         for pairs, step_id in ((begin, 0), (go_on, micro_step_id)):
@@ -249,12 +257,24 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._global_grad_norm = norm / scale
         if self.session.params is not None:
             self.session.params.drop_ahead()
+            self.session.params.loans.reclaim_all()
             self.session.params.synchronize_writes()
         self.updates += 1
         grad_scale = 1.0 / (scale * self._clip_factor(float(norm) / scale))
         self.states.update(lambda group: self._hyper(group, grad_scale))
+        self._lend_gradient_memory()
         self._copy_to_device()
         self._post_step(set())
+
+    def _lend_gradient_memory(self) -> None:
+        """What was updated on the drive is read from where its gradient was, by every rank alike."""
+        if self.session.params is None:
+            return
+        for share in self._shares.values():
+            if share.loan is not None:
+                share.is_zeroed = False
+                self.session.params.loans.lend(share.param, share.loan)
+        self.session.params.written_behind(self.states.wait_written)
 
     def _copy_to_device(self) -> None:
         for share in self._shares.values():
@@ -282,6 +302,8 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def publish(self) -> None:
         """After shares were written from outside: whatever the device holds of them is made anew."""
         self.states.flush()
+        if self.session.params is not None:
+            self.session.params.loans.reclaim_all()
         self._copy_to_device()
         if len(self.persistent_parameters) > 0:
             self.persistent_parameters[0].all_gather(self.persistent_parameters)

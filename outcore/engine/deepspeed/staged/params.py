@@ -8,6 +8,8 @@ ranks whose drives differ would then gather in different orders. Writes are asyn
 same share waits for them. A pool that is full never stops a run: read-ahead gives way first, then pageable memory takes
 the place, said once.
 
+A share to which the memory of its gradient is lent (`loans`) is not read.
+
 Method names without underscore are DeepSpeed 0.19.8's (runtime/swap_tensor/partitioned_param_swapper.py).
 """
 
@@ -23,6 +25,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from outcore.engine.base import EngineError
+from outcore.engine.deepspeed.staged.loans import Loans
 from outcore.engine.stream.host_memory import pageable
 from outcore.staging import Lease, PinnedPool, PinnedPoolFull
 from outcore.staging.allocator import ALIGNMENT_BYTES
@@ -83,6 +86,8 @@ class StagedParams:
         self._reading: dict[int, tuple[Any, Transfer, _Buffer]] = {}
         self._writing: dict[int, tuple[Transfer, _Buffer]] = {}
         self._ahead: dict[int, Any] = {}
+        self.loans = Loans(self._mark_absent)
+        self._update_written: Callable[[], None] | None = None
         self._invalid = torch.ones(1)
         self._said_pageable = False
         self.read_bytes = self.written_bytes = 0
@@ -171,7 +176,9 @@ class StagedParams:
     ) -> None:
         """Write shares behind and let go of their memory once they are written."""
         for param in params:
-            place, buffer = self._places[param.ds_id], self._held.pop(param.ds_id)
+            place, buffer = self._places[param.ds_id], self._held.pop(param.ds_id, None)
+            if buffer is None:
+                buffer = self._copy_of_lent(param, place)
             self._ahead.pop(param.ds_id, None)
             self._finish_write(param.ds_id)
             transfer = self._store.submit_write(STORE_NAME, buffer.memory[: place.n_bytes], place.offset_bytes)
@@ -216,13 +223,33 @@ class StagedParams:
             self._finish_write(ds_id)
 
     def remove_partition_and_release_buffers(self, params: list[Any]) -> None:
-        """Shares that were gathered are not needed any more."""
+        """Shares that were gathered are not needed any more; those in lent memory stay there."""
         for param in params:
+            if param.ds_id in self.loans:
+                continue
             buffer = self._held.pop(param.ds_id, None)
             self._ahead.pop(param.ds_id, None)
             if buffer is not None:
                 buffer.release()
             self._mark_absent(param)
+
+    def written_behind(self, wait: Callable[[], None]) -> None:
+        """Shares are still being written by whoever updated them: `wait` is called before any is read or written."""
+        self._update_written = wait
+
+    def _wait_for_update(self) -> None:
+        if self._update_written is not None:
+            self._update_written()
+            self._update_written = None
+
+    def _copy_of_lent(self, param: Any, place: Place) -> _Buffer:
+        """Staging memory with what the lent memory holds, which goes back."""
+        buffer = self._take(place.n_bytes)
+        assert buffer is not None
+        self._wait_for_update()
+        buffer.data(place).copy_(self.loans.memory_of(param.ds_id))
+        self.loans.reclaim(param)
+        return buffer
 
     # --- ahead
 
@@ -260,8 +287,9 @@ class StagedParams:
     def _start_read(self, param: Any, *, is_ahead: bool) -> bool:
         """False when there was no room for it ahead of its time."""
         ds_id = param.ds_id
-        if ds_id in self._held or ds_id in self._reading:
+        if ds_id in self._held or ds_id in self._reading or ds_id in self.loans:
             return True
+        self._wait_for_update()
         place = self._places[ds_id]
         buffer = self._take(place.n_bytes, is_ahead=is_ahead)
         if buffer is None:
@@ -308,6 +336,7 @@ class StagedParams:
         self._reading.clear()
         self._held.clear()
         self._ahead.clear()
+        self.loans.clear()
 
 
 def _end(transfer: Transfer, buffer: _Buffer) -> None:

@@ -53,6 +53,9 @@ class Share:
     """Whether any micro-batch of the step gave it a gradient; otherwise it counts as zero."""
     is_zeroed: bool = False
     """Whether `grad` is zero since an update without a gradient: no step, applied or skipped, has written it since."""
+    loan: torch.Tensor | None = None
+    """[numel with padding] of the parameters' type in the memory of `grad`: holds the share from an update until the
+    next gradient, where it has no home. None: the memory does not fit, or there is none."""
 
     @property
     def ds_id(self) -> int:

@@ -1,8 +1,8 @@
 """How much of each kind the staged engine keeps where: one rule, for the run (`plan`) and for the planner. Pure.
 
 RAM must hold the ring of states, the staging memory of parameters, and gradients unless they were sent to the drive;
-of what a budget leaves, parameters take what they need before states do, because a parameter crosses the link three
-times a step and a state twice.
+of what a budget leaves, parameters take what they need before states do: on the drive both are read and written once by
+an update, and parameters are read twice more by every micro-batch but the first.
 """
 
 from __future__ import annotations

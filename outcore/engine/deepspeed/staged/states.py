@@ -9,6 +9,7 @@ it was.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -88,6 +89,7 @@ class ShareStates:
                 max_slots=ring.max_slots,
                 descending=False,
                 timeout_s=TIMEOUT_S,
+                keep_param=self._keep_param,
             )
             self.ring.begin_step()
 
@@ -132,10 +134,20 @@ class ShareStates:
         assert self._gradients is not None
         return self._gradients.place(share.ds_id, chunk.start)
 
+    def _keep_param(self, chunk: StateChunk, param: torch.Tensor) -> bool:
+        """Put the chunk's new parameters where its gradient was; False where that memory is not to be had."""
+        loan = _share(chunk).loan
+        if loan is None:
+            return False
+        target = loan[chunk.start : chunk.stop]
+        ctypes.memmove(target.data_ptr(), param.data_ptr(), target.nbytes)  # lets other threads run meanwhile
+        return True
+
     # --- the update
 
     def update(self, hyper_of: HyperOf) -> None:
         """One AdamW step on everything; returns when every parameter may be read, states on NVMe being written behind.
+        A share with a `loan` may be read there; on the drive only after `wait_written`.
 
         UpdateFailed, EngineError, TimeoutError: what memory and the drive hold is no longer of one step.
         """
@@ -169,6 +181,11 @@ class ShareStates:
             share.grad.zero_()
             share.is_zeroed = True
         return share.grad
+
+    def wait_written(self) -> None:
+        """Until the drive has what the last update wrote."""
+        if self.ring is not None:
+            self.ring.wait_written()
 
     def settle(self) -> None:
         """Until the drive has everything; before states are read or written from outside."""
