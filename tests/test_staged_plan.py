@@ -36,7 +36,8 @@ def test_everything_in_ram_needs_no_drive_and_no_staging() -> None:
     assert plan.staging_bytes == plan.param_store_bytes == 0
     assert plan.states == "split" and plan.dtype == torch.bfloat16
     assert plan.pin and not plan_of({"zero_stage": "zero3", "pin_memory": False}).pin
-    assert 4.0 <= plan.home_bytes / MODEL.total_params < 4.1  # parameters and gradients, 2 B each
+    assert 2.0 <= plan.home_bytes / MODEL.total_params < 2.1
+    assert plan.grad_bytes == 2 * MODEL.total_params
 
 
 def test_fp32_and_fp16_keep_a_whole_master() -> None:
@@ -58,7 +59,9 @@ def test_what_is_sent_to_the_drive_lives_there() -> None:
 def test_ranks_share_evenly() -> None:
     one, two = plan_of(NVME), plan_of(NVME, world_size=2)
     assert two.param_store_bytes == pytest.approx(one.param_store_bytes / 2, rel=0.01)
-    assert two.home_bytes == pytest.approx(one.home_bytes / 2, rel=0.01)
+    in_ram = [plan_of({"zero_stage": "zero3"}, world_size=ranks).home_bytes for ranks in (1, 2)]
+    assert in_ram[1] == pytest.approx(in_ram[0] / 2, rel=0.01)
+    assert two.grad_bytes == pytest.approx(one.grad_bytes / 2, rel=0.01)
     assert two.optimizer_threads is not None and one.optimizer_threads is not None
     assert two.optimizer_threads <= max(1, one.optimizer_threads // 2)
 
@@ -113,7 +116,7 @@ def test_users_swap_sizes_and_zero_limits_are_not_needed() -> None:
 
 def test_gradients_on_the_drive_save_two_bytes_of_ram() -> None:
     usual, asked = plan_of(NVME), plan_of({**NVME, "nvme_offload_gradients": True})
-    assert usual.home_bytes - asked.home_bytes == 2 * MODEL.total_params
+    assert usual.grad_bytes - asked.grad_bytes == 2 * MODEL.total_params
     assert usual.grad_staging_bytes == 0 < asked.grad_staging_bytes <= 256 << 20
     assert plan_of(NVME, {"nvme_offload_gradients": True}) == asked
     refused = plan_of({**NVME, "explicit": frozenset({"nvme_offload_gradients"})}, {"nvme_offload_gradients": True})
@@ -125,7 +128,7 @@ def test_gradients_on_the_drive_save_two_bytes_of_ram() -> None:
     assert in_ram[1] - in_ram[0] == 2 * MODEL.total_params - taken  # a budget's RAM is for other things then
     summed_in_fp32 = built_of(NVME, data_types={"grad_accum_dtype": "fp32"})
     facts = RunFacts(precision="bf16", lr_scheduler_type="none")
-    assert make_plan(summed_in_fp32, MODEL, facts).home_bytes - usual.home_bytes == 2 * MODEL.total_params
+    assert make_plan(summed_in_fp32, MODEL, facts).grad_bytes - usual.grad_bytes == 2 * MODEL.total_params
 
 
 def built_of(settings: dict[str, Any], found: list[float] | None = None, **user: Any) -> BuiltConfig:

@@ -189,7 +189,7 @@ class DeepSpeedEngine:
         session = getattr(self.ds.optimizer, "session", None)
         if session is None:
             return None
-        return session.memory.pool.pinned_bytes if session.memory.pool is not None else 0
+        return session.memory.pinned_bytes
 
     def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:
         """Write shards; see `Engine`. Every rank takes part, rank 0 writes."""

@@ -117,7 +117,7 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             )
         in_ram = [p for p in params if not self._has_grad_on_drive(p)]
         total = sum(p.partition_numel() for p in in_ram)
-        grads = self.memory.homes.take(total * self.gradient_accumulation_dtype.itemsize, "gradients")
+        grads = self.memory.take_gradients(total * self.gradient_accumulation_dtype.itemsize)
         self.grad_partitions_flat_buffer = grads.view(self.gradient_accumulation_dtype)
         places: dict[int, torch.Tensor] = {}
         offset = 0

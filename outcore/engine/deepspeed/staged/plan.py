@@ -29,7 +29,9 @@ class StagedPlan:
     dtype: torch.dtype = torch.bfloat16
     """Of parameters and gradients."""
     home_bytes: int = 0
-    """Parameters and gradients that will live in RAM, as far as known before the model is made."""
+    """Parameters that will live in RAM, as far as known before the model is made."""
+    grad_bytes: int = 0
+    """Gradients that will live in RAM, likewise; their memory is taken when the shares are known."""
     pin: bool = True
     """Pin the homes of parameters and gradients."""
     nvme_path: str | None = None
@@ -58,7 +60,8 @@ class StagedPlan:
     def __post_init__(self) -> None:
         state_format(self.states)
         for name in (
-            "home_bytes", "staging_bytes", "param_store_bytes", "ahead_bytes", "ring_bytes", "grad_staging_bytes",
+            "home_bytes", "grad_bytes", "staging_bytes", "param_store_bytes", "ahead_bytes", "ring_bytes",
+            "grad_staging_bytes",
         ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
@@ -118,7 +121,8 @@ def make_plan(built: BuiltConfig, model: ModelFacts, run: RunFacts) -> StagedPla
     return StagedPlan(
         states=offload.states,
         dtype=DTYPES[_precision(built)],
-        home_bytes=in_ram_bytes + sizes.grad_bytes,
+        home_bytes=in_ram_bytes,
+        grad_bytes=sizes.grad_bytes,
         pin=bool(zero["offload_optimizer"].get("pin_memory", True)),
         nvme_path=offload.nvme_path,
         state_ram_bytes=sizes.state_ram_bytes,
