@@ -1,0 +1,85 @@
+"""`infinity_staged.py`: what its children record, which losses must agree in every bit, and its table."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import infinity_staged  # pyright: ignore[reportMissingImports]
+
+DRY_RUN = ["--preset", "tiny", "--cpu", "--seq_length", "16", "--micro_batch", "2", "--warm", "1", "--steps", "2"]
+
+
+def result(losses: list[float], *, deterministic: bool = False, step_s: float = 1.0) -> dict[str, Any]:
+    return {
+        "step_s": step_s,
+        "losses": losses,
+        "phase_s": {"forward": 0.25, "backward": 0.25, "optimizer": 0.5},
+        "rss": {"VmHWM": 10**9},
+        "deterministic": deterministic,
+    }
+
+
+def run(monkeypatch: pytest.MonkeyPatch, children: dict[str, dict[str, Any]], *flags: str, folder: Path) -> int:
+    """The command with children that return at once."""
+    monkeypatch.setattr(infinity_staged, "run_child", lambda name, args: children[name])
+    monkeypatch.setattr(infinity_staged.RatesAround, "before", lambda self: None)
+    monkeypatch.setattr(infinity_staged.RatesAround, "after", lambda self: [2e9, 3e9])
+    argv = ["infinity_staged.py", "--nvme", str(folder), *DRY_RUN, "--only", ",".join(children), *flags]
+    monkeypatch.setattr(sys, "argv", argv)
+    return infinity_staged.main()
+
+
+@pytest.mark.parametrize(
+    ("losses", "deterministic", "code", "words"),
+    [
+        ([2.0, 1.0], True, 0, "bit-identical among ours-ram, ours-all: True"),
+        ([2.0, 1.0 + 1e-7], True, 1, "bit-identical among ours-ram, ours-all: False"),
+        ([2.0, math.nan], True, 1, "bit-identical among ours-ram, ours-all: False"),
+        ([2.0, 1.01], False, 0, "among ours: 1.00e-02 (kernels are not deterministic; --deterministic compares bits)"),
+        ([2.0, math.nan], False, 0, "among ours: inf"),
+    ],
+)
+def test_bits_are_compared_where_the_order_is_fixed(
+    tmp_path, monkeypatch, capsys, losses, deterministic, code, words
+) -> None:
+    children = {name: result(given, deterministic=deterministic) for name, given in
+                (("ours-ram", [2.0, 1.0]), ("ours-all", losses))}  # fmt: skip
+    assert run(monkeypatch, children, folder=tmp_path) == code
+    assert words in capsys.readouterr().out
+
+
+def test_parts_with_other_settings_are_not_put_into_one_table(tmp_path, monkeypatch, capsys) -> None:
+    out = tmp_path / "out.json"
+    children = {"ours-ram": result([2.0], deterministic=True)}
+    assert run(monkeypatch, children, "--deterministic", "--out", str(out), folder=tmp_path) == 0
+    with pytest.raises(SystemExit):
+        run(monkeypatch, {"ours-all": result([2.0])}, "--out", str(out), folder=tmp_path)
+    assert "another deterministic" in capsys.readouterr().err
+    assert list(json.loads(out.read_text())["results"]) == ["ours-ram"]
+
+
+def test_a_child_fixes_the_order_where_it_is_asked_to(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    out = tmp_path / "out.json"
+    argv = [
+        "infinity_staged.py",
+        "--nvme",
+        str(tmp_path / "nvme"),
+        *DRY_RUN,
+        "--rate_seconds",
+        "0.1",
+        "--only",
+        "ours-all",
+    ]
+    monkeypatch.setattr(sys, "argv", [*argv, "--deterministic", "--out", str(out)])
+    assert infinity_staged.main() == 0
+    found = json.loads(out.read_text())["results"]["ours-all"]
+    assert found["deterministic"] is True and len(found["losses"]) == 3
