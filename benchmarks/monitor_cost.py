@@ -58,7 +58,7 @@ class Monitor:
         self.log.write_header({"run": "cost"})
         self.loggers = make_loggers("tensorboard", folder)
         self.progress = Progress(None, file=open(folder / "progress.txt", "w"), plain_every_s=10)  # noqa: SIM115
-        self.space, self.memory = SpaceWatch([folder], 0), MemoryWatch(0)
+        self.space, self.memory = SpaceWatch({folder: 0}), MemoryWatch(0)
         self.warnings = RunWarnings(self.sampler.describe)
         self.call_s: list[float] = []
         self.cpu_s = 0.0

@@ -28,16 +28,16 @@ GB = 10**9
 
 @pytest.mark.parametrize(("free", "level"), [(50 * GB, "ok"), (15 * GB, "low"), (9 * GB, "full"), (0, "full")])
 def test_space_levels(tmp_path: Path, free: int, level: str) -> None:
-    verdict = SpaceWatch([tmp_path / "to" / "come"], 10 * GB, ask=lambda path: free).check()
+    verdict = SpaceWatch({tmp_path / "to" / "come": 10 * GB}, ask=lambda path: free).check()
     assert (verdict.level, verdict.must_stop) == (level, level == "full")
     assert verdict.free_bytes == free and verdict.reserve_bytes == 10 * GB
     assert str(tmp_path / "to" / "come") in verdict.words and "10.00 GB" in verdict.words
 
 
-def test_paths_on_one_drive_are_asked_once(tmp_path: Path) -> None:
-    watch = SpaceWatch([tmp_path / "a", tmp_path / "b", tmp_path], 0)
-    assert watch.paths == (tmp_path / "a",)
-    assert watch.check().level == "ok"
+def test_of_folders_on_one_drive_the_one_that_needs_most_is_asked(tmp_path: Path) -> None:
+    watch = SpaceWatch({tmp_path / "a": 5, tmp_path / "b": 20, tmp_path: 20}, ask=lambda path: 15)
+    assert watch.reserves == {tmp_path / "b": 20}
+    assert watch.check().level == "full"
 
 
 def test_the_worst_drive_counts_and_a_vanished_one_does_not_stop(tmp_path: Path) -> None:
@@ -46,19 +46,19 @@ def test_the_worst_drive_counts_and_a_vanished_one_does_not_stop(tmp_path: Path)
             raise OSError(5, "Input/output error")
         return 5
 
-    watch = SpaceWatch([tmp_path], 10, ask=ask)
-    watch.paths = (tmp_path / "b", tmp_path / "a")
+    watch = SpaceWatch({tmp_path: 10}, ask=ask)
+    watch.reserves = {tmp_path / "b": 1, tmp_path / "a": 10}
     assert watch.check().path == tmp_path / "a"
-    watch.paths = (tmp_path / "b",)
+    watch.reserves = {tmp_path / "b": 1}
     verdict = watch.check()
     assert verdict.level == "unknown" and not verdict.must_stop and "still there" in verdict.words
 
 
 def test_space_watch_checks_its_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="at least one path"):
-        SpaceWatch([], 1)
+        SpaceWatch({})
     with pytest.raises(ValueError, match="negative"):
-        SpaceWatch([tmp_path], -1)
+        SpaceWatch({tmp_path: -1})
 
 
 def test_memory_levels(tmp_path: Path) -> None:

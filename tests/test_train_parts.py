@@ -7,6 +7,8 @@ import os
 import random
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +17,13 @@ import torch
 from outcore.engine.deepspeed.environment import free_port, prepare_environment
 from outcore.engine.shards import CheckpointError, TensorPlan, write_shard
 from outcore.train.arguments import ConfigError
-from outcore.train.checkpoint import save_checkpoint
+from outcore.train.checkpoint import SPACE_MARGIN_BYTES, save_checkpoint
 from outcore.train.config import TrainConfig
 from outcore.train.determinism import explain_order
 from outcore.train.memory_advice import explain, ram_advice
 from outcore.train.random_state import load_random_state, save_random_state, seed_everything
-from outcore.train.run_folder import choose_run, default_name
+from outcore.train.run_folder import RunFolder, choose_run, default_name
+from outcore.train.run_parts import SPACE_RESERVE_BYTES, space_reserves
 from outcore.train.schedule import LrSchedule
 from outcore.train.settings import schedule_of
 from outcore.train.stop_request import StopRequest
@@ -233,3 +236,32 @@ def test_environment_keeps_what_a_launcher_set() -> None:
     fresh: dict[str, str] = {}
     prepare_environment(True, -1, fresh)
     assert fresh["WORLD_SIZE"] == "1" and "DS_ACCELERATOR" not in fresh and int(fresh["MASTER_PORT"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "checkpoint_bytes", "export_bytes"),
+    [
+        ({}, 42 * 10**9, 6 * 10**9),
+        ({"save_strategy": "no", "export": False}, 0, 0),
+        ({"save_strategy": "no"}, 0, 6 * 10**9),
+        ({"save_strategy": "no", "lora_r": 8}, 0, 6 * 10**9),
+        ({"save_strategy": "no", "lora_r": 8, "lora_export": "adapter"}, 0, 4 * 10**9),
+    ],
+)
+def test_a_drive_keeps_free_what_the_run_will_write_there(
+    tmp_path: Path, flags: dict[str, Any], checkpoint_bytes: int, export_bytes: int
+) -> None:
+    facts = SimpleNamespace(total_params=3 * 10**9, trainable_params=2 * 10**9)
+    engine: Any = SimpleNamespace(state_bytes=lambda: 42 * 10**9, loaded=SimpleNamespace(facts=facts))
+    folder = RunFolder("r", tmp_path / "c/r", tmp_path / "l/r", tmp_path / "e/r")
+    found = space_reserves(TrainConfig(**flags), folder, str(tmp_path / "nvme"), engine, "bf16")
+    assert found == {
+        folder.checkpoints: checkpoint_bytes + SPACE_MARGIN_BYTES if checkpoint_bytes else SPACE_RESERVE_BYTES,
+        tmp_path / "e": export_bytes + SPACE_MARGIN_BYTES if export_bytes else SPACE_RESERVE_BYTES,
+        folder.logs: SPACE_RESERVE_BYTES,
+        tmp_path / "nvme": SPACE_RESERVE_BYTES,
+    }
+    together = RunFolder("r", tmp_path / "c/r", tmp_path / "c/r", tmp_path / "e/r")
+    assert space_reserves(TrainConfig(**flags), together, None, engine, "bf16")[together.logs] == max(
+        SPACE_RESERVE_BYTES, found[folder.checkpoints]
+    )

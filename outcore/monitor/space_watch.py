@@ -1,13 +1,14 @@
 """SpaceWatch: is there still room on the drives that the run writes to? Cheap enough for every step.
 
-A statvfs per drive (about 10 us) against a reserve. Below twice the reserve the verdict is "low" (warn), below the
-reserve "full" (save and stop). Where a drive cannot be asked the verdict is "unknown" with the reason, not a stop.
+A statvfs per drive (about 10 us) against a reserve: what the run may still have to write there. Below twice the reserve
+the verdict is "low" (warn), below the reserve "full" (save and stop). Where a drive cannot be asked the verdict is
+"unknown" with the reason, not a stop.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,42 +42,38 @@ class Verdict:
 
 
 class SpaceWatch:
-    """Watches the free space under `paths` (paths on one drive are asked once).
+    """Watches the free space under folders.
 
     Args:
-        paths: folders that the run writes to (offload, checkpoints, logs); they need not exist yet.
-        reserve_bytes: free bytes below which the run must stop: at least what the next save writes.
+        reserves: of each folder that the run writes to (offload, checkpoints, logs), which need not exist yet: free
+            bytes below which the run must stop, at least what it may still write there at once. Of folders on one drive
+            the one with the largest reserve is asked.
         ask: returns the free bytes of a path; tests replace it.
 
     Raises:
-        ValueError: no path, or a negative reserve.
+        ValueError: no folder, or a negative reserve.
     """
 
-    def __init__(
-        self,
-        paths: Iterable[Path | str],
-        reserve_bytes: int,
-        *,
-        ask: Callable[[Path], int] = free_bytes,
-    ) -> None:
-        if reserve_bytes < 0:
-            raise ValueError(f"The space reserve cannot be negative, got {reserve_bytes} bytes.")
-        by_drive: dict[int, Path] = {}
-        for path in paths:
-            by_drive.setdefault(os.stat(nearest_existing(path)).st_dev, Path(path))
-        if not by_drive:
+    def __init__(self, reserves: Mapping[Path, int], *, ask: Callable[[Path], int] = free_bytes) -> None:
+        if not reserves:
             raise ValueError("SpaceWatch needs at least one path to watch.")
-        self.paths = tuple(by_drive.values())
-        """One path for each drive."""
-        self.reserve_bytes = reserve_bytes
+        by_drive: dict[int, Path] = {}
+        for path, reserve_bytes in reserves.items():
+            if reserve_bytes < 0:
+                raise ValueError(f"The space reserve cannot be negative, got {reserve_bytes} bytes.")
+            drive = os.stat(nearest_existing(path)).st_dev
+            if drive not in by_drive or reserves[by_drive[drive]] < reserve_bytes:
+                by_drive[drive] = path
+        self.reserves = {path: reserves[path] for path in by_drive.values()}
+        """One folder for each drive."""
         self._ask = ask
 
     def check(self) -> Verdict:
         """The verdict on the drive that is worst off."""
-        return max((self._check(path) for path in self.paths), key=lambda verdict: LEVELS.index(verdict.level))
+        return max((self._check(path) for path in self.reserves), key=lambda verdict: LEVELS.index(verdict.level))
 
     def _check(self, path: Path) -> Verdict:
-        reserve_bytes = self.reserve_bytes
+        reserve_bytes = self.reserves[path]
         try:
             free = self._ask(path)
         except OSError as error:

@@ -14,6 +14,8 @@ import torch
 
 from outcore import __version__
 from outcore.data import BatchStream, EvalStream, PreparedData
+from outcore.engine.base import Engine
+from outcore.engine.deepspeed.settings import ELEMENT_BYTES
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.trace_window import TracePlan
 from outcore.monitor import MetricsLog, Progress, Sampler
@@ -35,6 +37,29 @@ from outcore.train.settings import Hardware, lora_alpha
 DEFAULT_PROMPT = "def "
 SPACE_RESERVE_BYTES = 1 << 30
 """Free space below which a run saves and stops: a drive that fills up takes the whole system with it."""
+
+
+def space_reserves(
+    config: TrainConfig, folder: RunFolder, nvme_path: str | None, engine: Engine, precision: str
+) -> dict[Path, int]:
+    """Free bytes that each folder of the run must keep: for a checkpoint and for the export, where they are written.
+
+    What is offloaded to `nvme_path` has all its space from the start.
+    """
+    facts = engine.loaded.facts
+    checkpoint_bytes = engine.state_bytes() if config.save_strategy != "no" else 0
+    exported = facts.trainable_params if config.lora_r and config.lora_export == "adapter" else facts.total_params
+    export_bytes = exported * ELEMENT_BYTES[precision] if config.export else 0
+    reserves: dict[Path, int] = {}
+    for path, n_bytes in (
+        (folder.checkpoints, checkpoint_bytes),
+        (folder.export.parent, export_bytes),
+        (folder.logs, 0),
+        *([(Path(nvme_path), 0)] if nvme_path else []),
+    ):
+        needed_bytes = n_bytes + SPACE_MARGIN_BYTES if n_bytes else 0
+        reserves[path] = max(SPACE_RESERVE_BYTES, needed_bytes, reserves.get(path, 0))
+    return reserves
 
 
 @dataclass(frozen=True)
@@ -112,8 +137,7 @@ class RunContext:
             opened.callback(metrics.close)
             metrics.write_header(header)
             loggers.log_header(header)
-        watched = [folder.checkpoints, folder.logs, folder.export.parent, *([Path(nvme_path)] if nvme_path else [])]
-        space = SpaceWatch(watched, max(SPACE_RESERVE_BYTES, engine.state_bytes() + SPACE_MARGIN_BYTES))
+        space = SpaceWatch(space_reserves(config, folder, nvme_path, engine, self.hardware.precision))
         progress = Progress(
             self.length.total_steps,
             first_step=resume_step or 0,
