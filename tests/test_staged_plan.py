@@ -80,6 +80,27 @@ def test_a_budget_is_kept_and_states_spill_before_parameters(budget_gib: int) ->
         assert plan.state_ram_bytes > 5 * GIB
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("budget_gib", [None, 12, 20, 30, 60])
+def test_the_drive_must_hold_what_the_budget_leaves(budget_gib: int | None, gradients: bool, world_size: int) -> None:
+    asked: list[float] = []
+    facts = RunFacts(precision="bf16", lr_scheduler_type="none", world_size=world_size)
+    settings = DeepSpeedSettings(**NVME, nvme_offload_gradients=gradients)
+    check = lambda path, gb: (not asked.append(gb), path)  # noqa: E731
+    built = build_config(
+        {"outcore": {"ram_budget_gib": budget_gib}}, settings, MODEL, facts, nvme_check=check, staged=True
+    )
+    plan = make_plan(built, MODEL, facts)
+    states, on_drive = 10 * MODEL.total_params, 2 * MODEL.total_params * gradients
+    if budget_gib is None:  # everything that may go there
+        on_drive += states + 2 * MODEL.total_params
+    else:
+        assert plan.state_ram_bytes is not None
+        on_drive += world_size * plan.param_store_bytes + max(0, states - world_size * plan.state_ram_bytes)
+    assert asked == [pytest.approx(1.1 * on_drive / BILLION, rel=1e-4)]
+
+
 def test_ram_that_does_not_reach_spills_by_itself() -> None:
     settings = {"zero_stage": "zero3", "nvme_offload_path": "/mnt/nvme"}
     roomy = plan_of(settings, ram_available_bytes=100 * GIB)

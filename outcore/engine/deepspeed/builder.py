@@ -36,6 +36,7 @@ from outcore.engine.deepspeed.offload import (
 from outcore.engine.deepspeed.run_section import batch_section, optimizer_section, precision_section, scheduler_section
 from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, DeepSpeedSettings, ModelFacts, RunFacts
 from outcore.engine.deepspeed.staged.choice import can_stage, choose_states, staged_costs
+from outcore.engine.deepspeed.staged.plan import drive_bytes
 from outcore.engine.deepspeed.zero_section import check_locked_bytes, zero_section
 from outcore.optim import FORMATS
 
@@ -98,7 +99,20 @@ def build_config(
     states = choose_states(outcore, precision) if staged else "fp32"
     outcore["nvme_offload_gradients"] = wants_gradients_on_nvme(outcore, settings, notes)
     costs = staged_costs(states, precision, outcore["nvme_offload_gradients"]) if staged else STOCK_COSTS
-    placement = place(zero, outcore, settings, model, run, precision, notes, nvme_check, costs)
+
+    def budgeted_drive_bytes(chosen: Placement) -> int:
+        swaps = aio_section(user, settings, Notes())
+        block, _ = zero_section(
+            zero, chosen, swaps, settings, model, run, precision, outcore["staging_bytes"], Notes(), staged=True
+        )
+        blocks = {**precision_blocks, "data_types": user.get("data_types")}
+        blocks |= {"outcore": outcore, "zero_optimization": block}
+        return drive_bytes(blocks, _chosen(chosen, 0, states, staged=True), model, run)
+
+    placement = place(
+        zero, outcore, settings, model, run, precision, notes, nvme_check, costs,
+        budgeted_drive_bytes if staged else None,
+    )  # fmt: skip
     staged = staged and placement.stage == 3 and placement.optimizer in ("cpu", "nvme")
     aio = aio_section(user, settings, notes)
     zero_block, locked_bytes = zero_section(
@@ -127,11 +141,15 @@ def build_config(
     config["outcore"] = outcore
     if staged:
         config["zero_force_ds_cpu_optimizer"] = False  # the parameter groups come from outside, the step is ours
-    offload = ChosenOffload(
-        placement.stage, placement.optimizer, placement.params, placement.nvme_path, locked_bytes,
-        staged, states, placement.ram_budget_bytes, outcore["nvme_offload_gradients"],
-    )  # fmt: skip
+    offload = _chosen(placement, locked_bytes, states, staged=staged)
     return BuiltConfig(config, tuple(notes.lines), offload, tuple(notes.warnings))
+
+
+def _chosen(placement: Placement, locked_bytes: int, states: str, *, staged: bool) -> ChosenOffload:
+    return ChosenOffload(
+        placement.stage, placement.optimizer, placement.params, placement.nvme_path, locked_bytes,
+        staged, states, placement.ram_budget_bytes, staged and placement.gradients_on_nvme,
+    )  # fmt: skip
 
 
 def _without_auto(block: dict[str, Any]) -> dict[str, Any]:

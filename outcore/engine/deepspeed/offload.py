@@ -8,7 +8,7 @@ auto).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,12 @@ def place(
     notes: Notes,
     nvme_check: NvmeCheck,
     costs: OffloadCosts = STOCK_COSTS,
+    budgeted_drive_bytes: Callable[[Placement], int] | None = None,
 ) -> Placement:
     """Decide the ZeRO stage and the homes of optimizer states and parameters.
+
+    `budgeted_drive_bytes`: of one rank on the drive when a RAM budget keeps a part of it off; without it, or without a
+    budget, the drive must have room for all that may go there.
 
     Raises:
         ValueError: contradictory settings, or an unusable drive under `strict_offload`.
@@ -129,14 +133,17 @@ def place(
                 f"zero_stage {name}, offload_optimizer {optimizer}, offload_params {params}."
             )
         return Placement(stage, optimizer, params, None)
+    per_rank = None if budget_bytes is None else budget_bytes // run.local_ranks
+    placement = Placement(stage, optimizer, params, None, per_rank, gradients_on_nvme)
     on_drive = nvme_bytes(model, precision, optimizer == "nvme", params == "nvme", costs.nvme_optimizer)
+    if budgeted_drive_bytes is not None and per_rank is not None:
+        on_drive = budgeted_drive_bytes(placement) * run.world_size
     required_gb = SPACE_SAFETY * on_drive / GB
     required_gb *= run.local_ranks / run.world_size
     usable, message, folder = _check_path(path, required_gb, run, nvme_check)
     if usable:
         notes.lines.append(f"NVMe: {message}")
-        per_rank = None if budget_bytes is None else budget_bytes // run.local_ranks
-        return Placement(stage, optimizer, params, str(folder), per_rank, gradients_on_nvme)
+        return replace(placement, nvme_path=str(folder))
     return fall_back(
         Placement(stage, optimizer, params, None, gradients_on_nvme=gradients_on_nvme), message, settings, notes
     )

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from outcore.engine.deepspeed.settings import ELEMENT_BYTES, BuiltConfig, ModelFacts, Precision, RunFacts
+from outcore.engine.deepspeed.settings import (
+    ELEMENT_BYTES,
+    BuiltConfig,
+    ChosenOffload,
+    ModelFacts,
+    Precision,
+    RunFacts,
+)
 from outcore.engine.deepspeed.staged.shares import CHUNK_NUMEL
-from outcore.engine.deepspeed.staged.sizes import LEAST_SLOTS, RING_BYTES, RING_SLOTS, StagedFacts, staged_sizes
+from outcore.engine.deepspeed.staged.sizes import (
+    LEAST_SLOTS,
+    RING_BYTES,
+    RING_SLOTS,
+    StagedFacts,
+    StagedSizes,
+    staged_sizes,
+)
 from outcore.engine.deepspeed.swapping import partition_numel
 from outcore.optim import default_num_threads, state_format
 from outcore.optim.backend import BackendName
@@ -73,19 +89,17 @@ class StagedPlan:
             raise ValueError("parameters on the drive need staging_bytes to flow through")
 
 
-def make_plan(built: BuiltConfig, model: ModelFacts, run: RunFacts) -> StagedPlan:
-    """From a resolved configuration (`build_config(..., staged=True)`) and the facts of the run."""
-    zero, offload = built.config["zero_optimization"], built.offload
-    element_bytes = ELEMENT_BYTES[_precision(built)]
-    grad_element_bytes = _gradient_element_bytes(built)
-    padding_bytes = max(1, model.num_tensors) * PADDING_BYTES
+def sizes_of(config: Mapping[str, Any], offload: ChosenOffload, model: ModelFacts, run: RunFacts) -> StagedSizes:
+    """From the resolved blocks zero_optimization, outcore, data_types and that of the precision."""
+    zero = config["zero_optimization"]
+    element_bytes = ELEMENT_BYTES[_precision(config)]
+    grad_element_bytes = _gradient_element_bytes(config)
     largest_numel = partition_numel(model.largest_weight_numel, run.world_size)
-    allowed_bytes = int(built.config["outcore"]["staging_bytes"]) // run.local_ranks
     live_numel = max_in_cpu = 0
     if offload.params == "nvme":
         live_numel = int(zero["stage3_max_live_parameters"]) + int(zero["stage3_prefetch_bucket_size"])
         max_in_cpu = int(zero["offload_param"].get("max_in_cpu", 0))
-    sizes = staged_sizes(
+    return staged_sizes(
         StagedFacts(
             trainable_bytes=partition_numel(model.trainable, run.world_size) * element_bytes,
             gradient_bytes=partition_numel(model.trainable, run.world_size) * grad_element_bytes,
@@ -100,13 +114,33 @@ def make_plan(built: BuiltConfig, model: ModelFacts, run: RunFacts) -> StagedPla
             ),
             optimizer=offload.optimizer,
             params=offload.params,
-            allowed_bytes=allowed_bytes,
+            allowed_bytes=_allowed_bytes(config, run),
             ram_budget_bytes=offload.ram_budget_bytes,
             max_in_ram_bytes=max_in_cpu * element_bytes,
-            padding_bytes=padding_bytes,
+            padding_bytes=_padding_bytes(model),
             gradients_on_nvme=offload.gradients_on_nvme,
         )
     )
+
+
+def drive_bytes(config: Mapping[str, Any], offload: ChosenOffload, model: ModelFacts, run: RunFacts) -> int:
+    """Of one rank on the drive: the store of parameters (all pass through it when they are made), and states and
+    gradients that RAM does not hold."""
+    sizes = sizes_of(config, offload, model, run)
+    trainable = partition_numel(model.trainable, run.world_size)
+    total_bytes = sizes.store_bytes
+    if sizes.state_ram_bytes is not None:
+        total_bytes += max(0, state_format(offload.states).chunk_bytes(trainable) - sizes.state_ram_bytes)
+    if offload.gradients_on_nvme:
+        total_bytes += trainable * _gradient_element_bytes(config)
+    return total_bytes
+
+
+def make_plan(built: BuiltConfig, model: ModelFacts, run: RunFacts) -> StagedPlan:
+    """From a resolved configuration (`build_config(..., staged=True)`) and the facts of the run."""
+    zero, offload = built.config["zero_optimization"], built.offload
+    sizes = sizes_of(built.config, offload, model, run)
+    allowed_bytes = _allowed_bytes(built.config, run)
     needed_bytes = sizes.ring_bytes + sizes.staging_bytes + sizes.grad_staging_bytes
     notes = []
     if offload.uses_nvme and allowed_bytes < needed_bytes:
@@ -117,10 +151,10 @@ def make_plan(built: BuiltConfig, model: ModelFacts, run: RunFacts) -> StagedPla
         )
     in_ram_bytes = sizes.param_bytes
     if sizes.param_ram_bytes is not None:
-        in_ram_bytes = min(sizes.param_bytes, sizes.param_ram_bytes + padding_bytes)
+        in_ram_bytes = min(sizes.param_bytes, sizes.param_ram_bytes + _padding_bytes(model))
     return StagedPlan(
         states=offload.states,
-        dtype=DTYPES[_precision(built)],
+        dtype=DTYPES[_precision(built.config)],
         home_bytes=in_ram_bytes,
         grad_bytes=sizes.grad_bytes,
         pin=bool(zero["offload_optimizer"].get("pin_memory", True)),
@@ -145,14 +179,22 @@ def ring_slot_bytes(
     return state_format(states).chunk_bytes(chunk_numel) + homes_bytes
 
 
-def _gradient_element_bytes(built: BuiltConfig) -> int:
+def _allowed_bytes(config: Mapping[str, Any], run: RunFacts) -> int:
+    return int(config["outcore"]["staging_bytes"]) // run.local_ranks
+
+
+def _padding_bytes(model: ModelFacts) -> int:
+    return max(1, model.num_tensors) * PADDING_BYTES
+
+
+def _gradient_element_bytes(config: Mapping[str, Any]) -> int:
     """Of the type in which gradients are summed."""
-    chosen = (built.config.get("data_types") or {}).get("grad_accum_dtype")
-    return ELEMENT_BYTES[chosen or _precision(built)]
+    chosen = (config.get("data_types") or {}).get("grad_accum_dtype")
+    return ELEMENT_BYTES[chosen or _precision(config)]
 
 
-def _precision(built: BuiltConfig) -> Precision:
+def _precision(config: Mapping[str, Any]) -> Precision:
     for name in ("bf16", "fp16"):
-        if (built.config.get(name) or {}).get("enabled"):
+        if (config.get(name) or {}).get("enabled"):
             return name  # pyright: ignore[reportReturnType]
     return "fp32"
