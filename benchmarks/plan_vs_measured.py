@@ -2,6 +2,8 @@
 
     python benchmarks/plan_vs_measured.py --nvme /nvme --out results/            (about 6 minutes on one H200)
     python benchmarks/plan_vs_measured.py --only s-1.2b-fp32,d-0.4b-ram          (parts; --list names them)
+    python benchmarks/plan_vs_measured.py --only d-2.9b-budget --steps 3 --warmup 1 --run_limit_s 220
+        (half a minute a step on a drive of 2.3 GB/s; takes 32 GB of the drive, which must have 44 GB free)
     python benchmarks/plan_vs_measured.py --dry-run                              (tiny shapes, CPU, minutes)
     python benchmarks/plan_vs_measured.py --again plan_vs_measured.json          (no run: today's planner, those runs)
 
@@ -10,9 +12,10 @@ wrote into its plan.json, made with the machine profile that `gds_optimizer.py -
 runs that are bound by launches (DeepSpeed, eager layers) the profile's rate of the host is measured once more, because
 on a server with other guests it changes by a third within minutes. Measured:
 process memory as the driver sees it (used by the device, less what was used before), the allocator's peak, resident
-memory of the process, drive bytes of the block device, seconds per step (medians after --warmup steps). Writes
-plan_vs_measured.json and .md. Exit code 1 when a run failed. --again asks today's planner about the runs of such a
-file, same settings and machine, and writes FILE-again.md: constants were fitted to those runs, so it is no forecast.
+memory of the process, drive bytes of the block device, seconds per step (medians after --warmup steps). A line per run
+says how much of the drive it took at most, with all its files, and how its resident memory compares with its budget.
+Writes plan_vs_measured.json and .md. Exit code 1 when a run failed. --again asks today's planner about the runs of such
+a file, same settings and machine, and writes FILE-again.md: constants were fitted to those runs, so it is no forecast.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import argparse
 import json
 import os
 import runpy
+import shutil
 import statistics
 import subprocess
 import sys
@@ -60,11 +64,13 @@ def child(cap_bytes: int, report: Path, argv: list[str]) -> int:
 
 
 class Watch(threading.Thread):
-    """Highest resident memory of one process and highest use of the GPU, looked at every POLL_S."""
+    """Highest resident memory of one process, highest use of the GPU and of `drive`, looked at every POLL_S."""
 
-    def __init__(self, pid: int, gpu: GpuMemory, gpu_before_bytes: int | None) -> None:
+    def __init__(self, pid: int, gpu: GpuMemory, gpu_before_bytes: int | None, drive: Path) -> None:
         super().__init__(daemon=True)
-        self.pid, self.gpu, self.before = pid, gpu, gpu_before_bytes
+        self.pid, self.gpu, self.before, self.drive = pid, gpu, gpu_before_bytes, drive
+        self.free_before_bytes = shutil.disk_usage(drive).free
+        self.drive_bytes = 0
         self.rss_bytes = 0
         self.gpu_bytes = 0
         self.over = threading.Event()
@@ -76,6 +82,7 @@ class Watch(threading.Thread):
                 self.rss_bytes = max(self.rss_bytes, pages * os.sysconf("SC_PAGE_SIZE"))
             except (OSError, IndexError):
                 pass
+            self.drive_bytes = max(self.drive_bytes, self.free_before_bytes - shutil.disk_usage(self.drive).free)
             used = self.gpu.used_bytes()
             if used is not None and self.before is not None:
                 self.gpu_bytes = max(self.gpu_bytes, used - self.before)
@@ -99,12 +106,12 @@ class GpuMemory:
         return None if self._read is None else self._read()
 
 
-def flags_of(run: PlannedRun, args: argparse.Namespace, folder: Path, steps: int) -> list[str]:
+def flags_of(run: PlannedRun, args: argparse.Namespace, folder: Path) -> list[str]:
     """train_model.py's flags of one run."""
     config = folder / f"{run.shape}.json"
     config.write_text(json.dumps(config_of(run.shape, tiny=args.dry_run)))
     seq_length = 64 if args.dry_run else run.seq_length
-    flags = ["--config_file", str(config), "--seq_length", str(seq_length), "--max_steps", str(steps)]
+    flags = ["--config_file", str(config), "--seq_length", str(seq_length), "--max_steps", str(args.steps)]
     flags += ["--per_device_train_batch_size", str(run.micro_batch)]
     flags += ["--gradient_accumulation_steps", str(run.accumulation), "--lr", "1e-4", "--precision", "bf16"]
     flags += ["--max_train_samples", "400", "--max_eval_samples", "4", "--eval_steps", "0", "--sample_tokens", "0"]
@@ -120,9 +127,8 @@ def flags_of(run: PlannedRun, args: argparse.Namespace, folder: Path, steps: int
 
 def measure(run: PlannedRun, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One run in its own process: flags, forecast, figures."""
-    steps = 2 if args.dry_run else args.steps
     report, log = folder / f"{run.name}.held.json", folder / f"{run.name}.log"
-    argv = flags_of(run, args, folder, steps)
+    argv = flags_of(run, args, folder)
     gpu = GpuMemory()
     before = gpu.used_bytes()
     started_s = time.monotonic()
@@ -133,13 +139,14 @@ def measure(run: PlannedRun, args: argparse.Namespace, folder: Path) -> dict[str
             stdout=sink,
             stderr=subprocess.STDOUT,
         )
-        watch = Watch(process.pid, gpu, before)
+        watch = Watch(process.pid, gpu, before, args.nvme)
         watch.start()
         try:
             code = process.wait(timeout=args.run_limit_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+            shutil.rmtree(args.nvme / run.name, ignore_errors=True)  # what it had no time to remove
             code = 124
         watch.over.set()
         watch.join()
@@ -150,7 +157,7 @@ def measure(run: PlannedRun, args: argparse.Namespace, folder: Path) -> dict[str
     logs = folder / "log" / run.name
     lines = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
     taken = [line for line in lines if "event" not in line]
-    late = taken[args.warmup :] or taken
+    late = taken[args.warmup :]
     plan = json.loads((logs / "plan.json").read_text())
 
     def median(key: str) -> float | None:
@@ -165,6 +172,7 @@ def measure(run: PlannedRun, args: argparse.Namespace, folder: Path) -> dict[str
         "allocator_peak_bytes": max((line["gpu_mem_peak_bytes"] or 0 for line in taken), default=0) or None,
         "reserved_bytes": json.loads(report.read_text())["reserved_bytes"] or None,
         "rss_bytes": watch.rss_bytes,
+        "drive_peak_bytes": watch.drive_bytes,
         "rss_with_children_bytes": median("ram_rss_bytes"),
         "step_s": median("step_s"),
         "drive_read_bytes": statistics.fmean(line["nvme_read_bytes"] or 0 for line in late),
@@ -173,6 +181,19 @@ def measure(run: PlannedRun, args: argparse.Namespace, folder: Path) -> dict[str
         "all_step_s": [line["step_s"] for line in taken],
     }
     return result
+
+
+def words_of(result: dict[str, Any]) -> str:
+    """One line about a run that is over."""
+    words = f"{result['name']}: {result['wall_s']:.0f} s, exit {result['rc']}"
+    if result["rc"]:
+        return words
+    rss_gib, argv = result["measured"]["rss_bytes"] / 2**30, result["argv"]
+    words += f", drive {result['measured']['drive_peak_bytes'] / 1e9:.1f} GB at most, RSS {rss_gib:.2f} GiB"
+    if "--ram_budget_gib" in argv:
+        budget_gib = float(argv[len(argv) - argv[::-1].index("--ram_budget_gib")])
+        words += f" with a budget of {budget_gib:g} GiB ({rss_gib / budget_gib - 1:+.1%})"
+    return words
 
 
 def measure_profile(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -220,7 +241,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--run_limit_s", type=float, default=200, help="a run that takes longer is ended")
     parser.add_argument("--no_profile", action="store_true", help="use the machine profile that is there")
     parser.add_argument("--dry-run", action="store_true", dest="dry_run", help="tiny shapes, two steps")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.dry_run:
+        args.steps, args.warmup = 2, 1
+    if not 0 <= args.warmup < args.steps:
+        parser.error(f"--warmup {args.warmup} of --steps {args.steps}: no step is left to be measured")
+    return args
 
 
 def again(results: Path, note: str) -> int:
@@ -260,7 +286,7 @@ def main(argv: list[str]) -> int:
             host_s = measure_host_again() if RUNS[name].is_bound_by_launches else None
             result = measure(RUNS[name], args, Path(temporary))
             results.append(result if host_s is None else {**result, "host_layer_s": host_s})
-            print(f"{name}: {result['wall_s']:.0f} s, exit {result['rc']}", flush=True)
+            print(words_of(result), flush=True)
             table = [compare(result) for result in results if not result["rc"] and result["forecast"]]
             kept = {"links": links, "steps": args.steps, "left_out": left_out, "table": table, "runs": results}
             (args.out / "plan_vs_measured.json").write_text(json.dumps(kept, indent=1))
