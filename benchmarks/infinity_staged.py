@@ -14,8 +14,9 @@ on the measured machine (queue depth 32, 8 threads); `stock-ram-sg3e7` with the 
 `stream_race.py --group sweep`. Ratios are to the fastest stock of a residency.
 
 Drive bytes are the block device's, of all processes; they are compared with the drive's mixed rate, taken right before
-and right after each variant of ours (`drive_rate.py`). Prints a table with the
-acceptance figures that the variants at hand allow; exit code 1 when a variant failed.
+and right after each variant of ours (`drive_rate.py`). A variant's row is printed when it is over, the table with the
+acceptance figures that the variants at hand allow at the end, also when SIGTERM ends the benchmark. Exit code 1 when a
+variant failed.
 
 On a GPU kernels add up in any order: the same variant run twice differs in the fifth digit of a loss. `--deterministic`
 trains as `train_model.py --deterministic` does, in a fixed order; only then losses of ours are compared bit by bit, and
@@ -26,9 +27,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -36,7 +37,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from drive_rate import RatesAround, drive_seconds
+from drive_rate import RatesAround
+from staged_table import header, report, row
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -56,6 +58,8 @@ COMPARED = (
     "preset", "seq_length", "micro_batch", "accumulation", "warm", "steps", "cap_gib", "cpu", "deterministic",
 )  # fmt: skip
 """Settings that results in one table have in common."""
+RATES = "rates"
+"""Subfolder for measuring the drive's rate."""
 TIMEOUT_S = 900
 
 
@@ -63,7 +67,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     """Child: a variant's seconds per step, phases, drive bytes, memory and losses."""
     sys.path.insert(0, str(ROOT))
     import torch
-    from race_common import cap_allocator, drive_bytes, rss_bytes, synchronize
+    from race_common import DeviceWatch, cap_allocator, drive_bytes, rss_bytes, synchronize
 
     from outcore.engine.deepspeed.build import build_engine, init_process_group, resolve
     from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
@@ -73,6 +77,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     if options["deterministic"]:
         fix_order()
     has_cuda = not options["cpu"]
+    watch = DeviceWatch() if has_cuda else None  # before anything of this process is on the device
     init_process_group(has_cuda, 0)
     if has_cuda:
         cap_allocator(options["cap_gib"])
@@ -101,9 +106,11 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     times, losses, phases = [], [], []
     for _ in range(options["warm"]):
         losses.append(engine.train_step(batches(), 1e-4).loss)
-    if has_cuda:
+        print(f"warm-up step: loss {losses[-1]:.5f}", flush=True)
+    if watch is not None:
         torch.cuda.reset_peak_memory_stats()
-    before = drive_bytes(options["nvme"])
+        watch.restart()
+    before, begin_s = drive_bytes(options["nvme"]), time.perf_counter()
     for _ in range(options["steps"]):
         synchronize()
         start_s = time.perf_counter()
@@ -112,7 +119,8 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         times.append(time.perf_counter() - start_s)
         losses.append(result.loss)
         phases.append(result.phase_s)
-    after = drive_bytes(options["nvme"])
+        print(f"step: {times[-1]:.3f} s, loss {losses[-1]:.5f}", flush=True)
+    after, timed_s = drive_bytes(options["nvme"]), time.perf_counter() - begin_s
     params = engine.loaded.facts.trainable_params
     found = {
         "step_s": statistics.median(times), "times_s": times, "losses": losses, "params": params,
@@ -123,8 +131,9 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     if before and after:
         moved = {kind: (after[kind] - before[kind]) / options["steps"] for kind in after}
         found |= {"drive_bytes": moved, "drive_bytes_per_param": sum(moved.values()) / params}
-    if has_cuda:
-        found["gpu_peak_bytes"] = torch.cuda.max_memory_reserved()
+        found["drive_bytes_per_s"] = sum(moved.values()) * options["steps"] / timed_s
+    if watch is not None:
+        found |= {"gpu_peak_bytes": torch.cuda.max_memory_reserved(), "gpu_driver_bytes": watch.stop()}
     engine.close()
     return found
 
@@ -140,8 +149,9 @@ def run_child(name: str, args: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).resolve()), "--child", name, json.dumps(options)]
     try:
         done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=TIMEOUT_S, env=os.environ)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not finished after {TIMEOUT_S} s"}
+    except subprocess.TimeoutExpired as error:
+        said = (error.stdout or b"").decode(errors="replace")
+        return {"error": f"not finished after {TIMEOUT_S} s:\n{said[-3000:]}"}
     finally:
         shutil.rmtree(options["nvme"], ignore_errors=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -150,67 +160,38 @@ def run_child(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
-def relative_gap(runs: list[list[float]]) -> float:
-    """Largest difference of a step's losses among runs, relative to the smallest; infinite when one is not finite."""
-    steps = list(zip(*runs, strict=True))
-    if not all(math.isfinite(loss) for step in steps for loss in step):
-        return math.inf
-    return max((max(step) - min(step)) / min(step) for step in steps)
+def write(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> None:
+    """What there is so far into --out, which is whole at any moment."""
+    if args.out:
+        settings = {key: str(value) for key, value in vars(args).items()}
+        aside = args.out.with_name(f"{args.out.name}.part")
+        aside.write_text(json.dumps({"settings": settings, "results": results}, indent=1))
+        aside.replace(args.out)
 
 
-def compare_ours(ours: dict[str, dict[str, Any]]) -> bool:
-    """Say how far losses of ours differ; False when they must be the same bits and are not."""
-    if len(ours) < 2:
-        return True
-    runs = [r["losses"] for r in ours.values()]
-    if not all(r.get("deterministic") for r in ours.values()):
-        words = f"{relative_gap(runs):.2e} (kernels are not deterministic; --deterministic compares bits)"
-        print(f"largest relative difference of a loss among ours: {words}")
-        return True
-    same = all(losses == runs[0] for losses in runs)
-    print(f"losses of ours bit-identical among {', '.join(ours)}: {same}")
-    return same
+def end_by_signal(number: int, _: Any) -> None:
+    """As an exception, once, so that children are ended, the drive is cleared and the table is printed."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
-def report(results: dict[str, dict[str, Any]]) -> bool:
-    """Print the table and the acceptance figures; False when bits of ours differ that must not."""
-    header = ("s/step", "optimizer s", "B/param", "read GB", "write GB", "RSS GB", "GPU GiB", "loss")
-    print(f"{'variant':16}" + "".join(f"{title:>12}" for title in header))
-    good = {name: r for name, r in results.items() if "error" not in r}
-    for name, r in good.items():
-        moved = r.get("drive_bytes") or {"read": 0, "written": 0}
-        cells = [r["step_s"], r["phase_s"].get("optimizer", 0.0), r.get("drive_bytes_per_param", 0.0)]
-        cells += [moved["read"] / 1e9, moved["written"] / 1e9, r["rss"]["VmHWM"] / 1e9]
-        cells += [r.get("gpu_peak_bytes", 0) / 2**30, r["losses"][-1]]
-        print(f"{name:16}" + "".join(f"{cell:12.3f}" for cell in cells))
-    for where in ZERO:
-        for suffix in ("", "-fp32"):
-            ours = good.get(f"ours-{where}{suffix}")
-            stocks = [r for name, r in good.items() if f"{name}-".startswith(f"stock-{where}-")]
-            stock = min(stocks, key=lambda r: r["step_s"], default=None)
-            if ours is None:
-                continue
-            words = f"ours-{where}{suffix}:"
-            if stock:
-                words += f" {stock['step_s'] / ours['step_s']:.2f}x stock;"
-            if "drive_rates_bytes_per_s" in ours and "drive_bytes" in ours:
-                rates = ours["drive_rates_bytes_per_s"]
-                drive_s = drive_seconds(ours["drive_bytes"], rates)
-                compute_s = ours["phase_s"].get("forward", 0.0) + ours["phase_s"].get("backward", 0.0)
-                floor_s = max(drive_s, (good.get("ours-ram") or {"step_s": compute_s})["step_s"])
-                words += f" {ours['step_s'] / floor_s:.2f} x max(drive bytes / mixed rate {drive_s:.2f} s, compute);"
-                words += f" mixed rate before and after {rates[0] / 1e9:.2f}, {rates[1] / 1e9:.2f} GB/s"
-            print(words)
-    ours = {name: r for name, r in good.items() if name.startswith("ours-")}
-    for name, r in good.items():
-        if name.startswith("stock-") and ours:
-            worst = relative_gap([next(iter(ours.values()))["losses"], r["losses"]])
-            print(f"{name}: largest relative difference of a loss to ours {worst:.3%}")
-    same = compare_ours(ours)
-    for name, r in results.items():
-        if "error" in r:
-            print(f"--- {name} failed:\n{r['error']}")
-    return same
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--nvme", type=Path, required=True, help="folder on the drive; subfolders are made and removed")
+    made.add_argument("--only", help=f"of {', '.join(VARIANTS)}")
+    made.add_argument("--preset", default="llama-1b")
+    made.add_argument("--seq_length", type=int, default=1024)
+    made.add_argument("--micro_batch", type=int, default=16)
+    made.add_argument("--accumulation", type=int, default=1)
+    made.add_argument("--warm", type=int, default=2)
+    made.add_argument("--steps", type=int, default=4)
+    made.add_argument("--cap_gib", type=float, default=6.5)
+    made.add_argument("--rate_seconds", type=float, default=4.0, help="of each measurement of the drive's rate")
+    made.add_argument("--cpu", action="store_true", help="no GPU: a dry run of the same code")
+    made.add_argument("--deterministic", action="store_true", help="fixed order of sums; compare bits of ours")
+    made.add_argument("--out", type=Path, help="raw results as JSON; results of an earlier part in it are kept")
+    return made
 
 
 def main() -> int:
@@ -219,44 +200,35 @@ def main() -> int:
         options = json.loads(sys.argv[3])
         print("RESULT " + json.dumps(train(options)), flush=True)
         return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme", type=Path, required=True, help="folder on the drive; subfolders are made and removed")
-    parser.add_argument("--only", help=f"of {', '.join(VARIANTS)}")
-    parser.add_argument("--preset", default="llama-1b")
-    parser.add_argument("--seq_length", type=int, default=1024)
-    parser.add_argument("--micro_batch", type=int, default=16)
-    parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--warm", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--cap_gib", type=float, default=6.5)
-    parser.add_argument("--rate_seconds", type=float, default=4.0, help="of each measurement of the drive's rate")
-    parser.add_argument("--cpu", action="store_true", help="no GPU: a dry run of the same code")
-    parser.add_argument("--deterministic", action="store_true", help="fixed order of sums; compare bits of ours")
-    parser.add_argument("--out", type=Path, help="raw results as JSON; results of an earlier part in it are kept")
-    args = parser.parse_args()
+    command = parser()
+    args = command.parse_args()
     names = args.only.split(",") if args.only else list(VARIANTS)
     unknown = set(names) - set(VARIANTS)
     if unknown:
-        parser.error(f"unknown variants: {', '.join(sorted(unknown))}")
+        command.error(f"unknown variants: {', '.join(sorted(unknown))}")
     results: dict[str, dict[str, Any]] = {}
-    rates = RatesAround(args.nvme, args.rate_seconds)
+    rates = RatesAround(args.nvme / RATES, args.rate_seconds)
     if args.out and args.out.exists():
         kept = json.loads(args.out.read_text())
         other = [key for key in COMPARED if kept["settings"].get(key, "False") != str(getattr(args, key))]
         if other:
-            parser.error(f"{args.out} has results with another {', '.join(other)}: they cannot be compared")
+            command.error(f"{args.out} has results with another {', '.join(other)}: they cannot be compared")
         results = kept["results"]
-    for name in names:
-        print(f"running {name}", flush=True)
-        on_nvme = name.startswith("ours-") and VARIANTS[name]["where"] != "ram"
-        rates.before() if on_nvme else rates.forget()
-        results[name] = run_child(name, args)
-        if on_nvme:
-            results[name]["drive_rates_bytes_per_s"] = rates.after()
-        if args.out:
-            settings = {key: str(value) for key, value in vars(args).items()}
-            args.out.write_text(json.dumps({"settings": settings, "results": results}, indent=1))
-    same = report(results)
+    signal.signal(signal.SIGTERM, end_by_signal)
+    print(header(), flush=True)
+    try:
+        for name in names:
+            on_nvme = name.startswith("ours-") and VARIANTS[name]["where"] != "ram"
+            rates.before() if on_nvme else rates.forget()
+            results[name] = run_child(name, args)
+            print(row(name, results[name]), flush=True)
+            write(results, args)
+            if on_nvme:
+                results[name]["drive_rates_bytes_per_s"] = rates.after()
+                write(results, args)
+    finally:
+        shutil.rmtree(args.nvme / RATES, ignore_errors=True)
+        same = report(results)
     return 0 if same and not any("error" in r for r in results.values()) else 1
 
 

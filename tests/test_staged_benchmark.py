@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,3 +84,43 @@ def test_a_child_fixes_the_order_where_it_is_asked_to(tmp_path, monkeypatch) -> 
     assert infinity_staged.main() == 0
     found = json.loads(out.read_text())["results"]["ours-all"]
     assert found["deterministic"] is True and len(found["losses"]) == 3
+    assert list((tmp_path / "nvme").iterdir()) == []
+    if "drive_bytes" in found:  # where the kernel counts the drive's
+        moved = found["drive_bytes_per_s"] * sum(found["times_s"])
+        assert 0 < moved <= 2 * sum(found["drive_bytes"].values())
+
+
+@pytest.mark.parametrize("with_out", [True, False])
+def test_what_is_there_is_printed_when_the_benchmark_is_ended(tmp_path, monkeypatch, capsys, with_out) -> None:
+    class Ended(dict):
+        def __getitem__(self, name):
+            if name not in self:
+                infinity_staged.end_by_signal(signal.SIGTERM, None)
+            return super().__getitem__(name)
+
+    out = tmp_path / "out.json"
+    children = Ended({"ours-ram": result([2.0], step_s=1.5), "ours-all": result([2.0], step_s=3.5)})
+    before = signal.getsignal(signal.SIGTERM)
+    flags = ["--out", str(out)] if with_out else []
+    with pytest.raises(SystemExit) as ended:
+        try:
+            run(monkeypatch, children, "--only", "ours-ram,ours-all,stock-all", *flags, folder=tmp_path)
+        finally:
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+            signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM
+    early, _, table = capsys.readouterr().out.partition("\n\n")
+    for printed in (early, table):
+        rows = [line.split()[:2] for line in printed.splitlines() if line.startswith("ours-") and ":" not in line]
+        assert rows == [["ours-ram", "1.500"], ["ours-all", "3.500"]]
+    assert not with_out or list(json.loads(out.read_text())["results"]) == ["ours-ram", "ours-all"]
+
+
+def test_a_child_that_takes_too_long_is_told_with_what_it_said(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(infinity_staged, "TIMEOUT_S", 1)
+    monkeypatch.setattr(infinity_staged.sys, "executable", "/bin/sh")
+    monkeypatch.setattr(infinity_staged, "__file__", str(tmp_path / "child.sh"))
+    (tmp_path / "child.sh").write_text("echo step: 7 s; exec sleep 60")
+    args = infinity_staged.parser().parse_args(["--nvme", str(tmp_path / "nvme"), *DRY_RUN])
+    error = infinity_staged.run_child("ours-ram", args)["error"]
+    assert "not finished after 1 s" in error and "step: 7 s" in error
