@@ -3,6 +3,7 @@
     python benchmarks/infinity_staged.py --nvme /mnt/nvme --out staged.json                  (all, 20-30 minutes)
     python benchmarks/infinity_staged.py --nvme /mnt/nvme --only ours-all,stock-all --out a.json (a part of it)
     python benchmarks/infinity_staged.py --nvme /mnt/nvme --deterministic --only ours-ram,ours-opt,ours-all  (bits)
+    python benchmarks/infinity_staged.py --table a.json,b.json         (no run: a Markdown table of those results)
     python benchmarks/infinity_staged.py --nvme /tmp/x --preset tiny --cpu --seq_length 64 --micro_batch 2 --steps 2 \
         --only ours-ram,ours-opt,ours-all                                               (dry run without a GPU)
 
@@ -38,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from drive_rate import RatesAround
-from staged_table import header, report, row
+from staged_table import header, markdown, report, row
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -178,7 +179,11 @@ def end_by_signal(number: int, _: Any) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--nvme", type=Path, required=True, help="folder on the drive; subfolders are made and removed")
+    task = made.add_mutually_exclusive_group(required=True)
+    task.add_argument("--nvme", type=Path, help="folder on the drive; subfolders are made and removed")
+    task.add_argument(
+        "--table", metavar="FILES", help="print results as Markdown, with commas between files; run nothing"
+    )
     made.add_argument("--only", help=f"of {', '.join(VARIANTS)}")
     made.add_argument("--preset", default="llama-1b")
     made.add_argument("--seq_length", type=int, default=1024)
@@ -202,6 +207,9 @@ def main() -> int:
         return 0
     command = parser()
     args = command.parse_args()
+    if args.table:
+        print(markdown([Path(file) for file in args.table.split(",")]))
+        return 0
     names = args.only.split(",") if args.only else list(VARIANTS)
     unknown = set(names) - set(VARIANTS)
     if unknown:

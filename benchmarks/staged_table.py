@@ -5,7 +5,9 @@ A variant's name is WHO-WHERE[-MORE]: ours or stock, then the residency (ram, op
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 from drive_rate import drive_seconds
@@ -111,3 +113,40 @@ def report(results: dict[str, Result]) -> bool:
         if "error" in result:
             print(f"--- {name} failed:\n{result['error']}")
     return same
+
+
+COLUMNS = ("file", "variant", "s/step", "x stock", "B/param", "RSS, GB", "VRAM, GiB", "x floor")
+
+
+def markdown(files: list[Path]) -> str:
+    """The table for docs: a row per variant per file. Stock and `ours-ram` of a ratio are of the same file."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
+    for file in files:
+        results: dict[str, Result] = json.loads(file.read_text())["results"]
+        good = {name: r for name, r in results.items() if "error" not in r}
+        for name in results:
+            cells = _cells(name, good) if name in good else ["failed", *["-"] * 5]
+            lines.append(f"| {file.name} | {name} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "x stock: how many times as fast as the fastest stock DeepSpeed of the same residency; B/param: drive bytes of "
+        "a step; RSS: the highest; VRAM: as the driver sees it, in brackets what torch reserved; x floor: step over "
+        "the larger of the drive bytes at the drive's mixed rate and compute (the step of `ours-ram`; in files without "
+        "one the variant's own forward and backward)",
+    ]
+    return "\n".join(lines)
+
+
+def _cells(name: str, good: dict[str, Result]) -> list[str]:
+    result, ratio, above = good[name], times_stock(name, good), floor(name, good)
+    driver, reserved = result.get("gpu_driver_bytes"), result.get("gpu_peak_bytes")
+    vram = [f"{driver / 2**30:.2f}"] if driver else []
+    vram += [f"({reserved / 2**30:.2f})"] if reserved else []
+    return [
+        f"{result['step_s']:.2f}",
+        f"{ratio:.2f}" if ratio is not None else "-",
+        f"{result['drive_bytes_per_param']:.1f}" if "drive_bytes_per_param" in result else "-",
+        f"{result['rss']['VmHWM'] / 1e9:.1f}",
+        " ".join(vram) or "-",
+        f"{above[0]:.2f}" if above else "-",
+    ]

@@ -124,3 +124,32 @@ def test_a_child_that_takes_too_long_is_told_with_what_it_said(tmp_path, monkeyp
     args = infinity_staged.parser().parse_args(["--nvme", str(tmp_path / "nvme"), *DRY_RUN])
     error = infinity_staged.run_child("ours-ram", args)["error"]
     assert "not finished after 1 s" in error and "step: 7 s" in error
+
+
+def test_results_of_several_files_make_one_table(tmp_path, monkeypatch, capsys) -> None:
+    on_drive = {"drive_bytes": {"read": 5e9, "written": 5e9}, "drive_rates_bytes_per_s": [2e9, 3e9]}
+    on_drive |= {"drive_bytes_per_param": 20.04, "gpu_driver_bytes": 7 << 30, "gpu_peak_bytes": 6 << 30}
+    first = {
+        "stock-all": result([2.0], step_s=20.0),
+        "stock-ram": result([2.0], step_s=3.0),
+        "stock-ram-sg3e7": result([2.0], step_s=2.5),
+        "ours-ram": result([2.0], step_s=2.0),
+        "ours-all": {**result([2.0], step_s=5.0), **on_drive},
+        "ours-opt": {"error": "no drive"},
+    }
+    second = {"ours-all": {**result([2.0], step_s=4.4), **on_drive, "drive_bytes": {"read": 1e8, "written": 1e8}}}
+    for name, results in (("a.json", first), ("b.json", second)):
+        (tmp_path / name).write_text(json.dumps({"settings": {}, "results": results}))
+    monkeypatch.setattr(sys, "argv", ["x", "--table", f"{tmp_path / 'a.json'},{tmp_path / 'b.json'}"])
+    assert infinity_staged.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:9] == [
+        "| a.json | stock-all | 20.00 | 1.00 | - | 1.0 | - | - |",
+        "| a.json | stock-ram | 3.00 | 0.83 | - | 1.0 | - | - |",
+        "| a.json | stock-ram-sg3e7 | 2.50 | 1.00 | - | 1.0 | - | - |",
+        "| a.json | ours-ram | 2.00 | 1.25 | - | 1.0 | - | - |",
+        "| a.json | ours-all | 5.00 | 4.00 | 20.0 | 1.0 | 7.00 (6.00) | 1.25 |",  # 10 GB at 2.5 GB/s: 4 s
+        "| a.json | ours-opt | failed | - | - | - | - | - |",
+        "| b.json | ours-all | 4.40 | - | 20.0 | 1.0 | 7.00 (6.00) | 8.80 |",  # above forward and backward, 0.5 s
+    ]
+    assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
