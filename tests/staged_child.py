@@ -35,7 +35,7 @@ from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.staged.shares import Share
 from outcore.engine.stream import scratch as scratch_room
-from outcore.model.settings import ModelSettings
+from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.storage import FaultyEngine, Transfer, open_engine
 from outcore.train.determinism import fix_order
 
@@ -168,7 +168,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     staged_shares.Share.chunks = partialmethod(CHUNKS, chunk_numel=job.get("chunk_numel", staged_shares.CHUNK_NUMEL))
     scratch_room.open_engine = lambda *args, **kwargs: FaultyEngine(open_engine(*args, **kwargs))
     precision = job["run"].get("precision", "bf16")
-    model = ModelSettings(precision=precision, seq_length=64, **job["model"])
+    lora = LoraSettings(**job["model"].pop("lora")) if "lora" in job["model"] else None
+    model = ModelSettings(precision=precision, seq_length=64, lora=lora, **job["model"])
     numbers = {
         "device": "cuda" if ON_GPU else "cpu", "micro_batch_size": 2, "gradient_accumulation_steps": 2,
         "learning_rate": LR, "max_grad_norm": 1.0, "lr_scheduler_type": "none", "total_steps": 50,
@@ -211,7 +212,10 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
                     "gradient_bytes": gradients.nvme_bytes,
                 }  # fmt: skip
             if params is not None:
-                moved |= {"param_read": params.read_bytes, "params_on_nvme": len(params._places)}
+                moved |= {
+                    "param_read": params.read_bytes, "params_on_nvme": len(params._places),
+                    "param_store": params._capacity_bytes,
+                }  # fmt: skip
             result["moved"] = moved
     finally:
         engine.close()

@@ -88,7 +88,7 @@ def test_gradients_on_the_drive_by_hand(passes: int):
 )
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_plan_of_a_run_is_what_the_engine_is_told(settings: dict[str, Any], outcore: dict[str, Any], ranks: int):
-    facts = ModelFacts(SHAPE.total_params, SHAPE.largest_weight_numel)
+    facts = ModelFacts(SHAPE.total_params, SHAPE.largest_weight_numel, tied_numels=SHAPE.tied_numels)
     run = RunFacts(precision="bf16", lr_scheduler_type="none", world_size=ranks)
     chosen = DeepSpeedSettings(**settings, strict_offload=True)
     built = build_config({"outcore": outcore}, chosen, facts, run, nvme_check=lambda path, gb: (True, ""), staged=True)
@@ -107,6 +107,8 @@ def test_the_plan_of_a_run_is_what_the_engine_is_told(settings: dict[str, Any], 
     assert planned == pytest.approx(ranks * in_ram, abs=100_000)
     homes = sum(p.part_bytes(tier, name) for tier in ("ram", "pinned") for name in ("gradients", "parameters"))
     assert homes == pytest.approx(ranks * (told.home_bytes + told.grad_bytes), abs=100_000)
+    store = p.part_bytes("nvme", "parameters") + p.part_bytes("nvme", "room set aside for parameters")
+    assert store == pytest.approx(ranks * told.param_store_bytes, abs=100_000)
     assert p.part_bytes("pinned", "gradients on their way") == ranks * told.grad_staging_bytes
     assert p.part_bytes("nvme", "gradients") == (2 * N if told.grad_staging_bytes else 0)
     assert p.part_bytes("pinned", "parameters on their way") == pytest.approx(ranks * told.staging_bytes, abs=50_000)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from staged_jobs import job, passed, run_jobs
+from staged_jobs import TINY, job, passed, run_jobs
 
 pytestmark = pytest.mark.timeout(600)
 SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 100, "sub_group_size": 20_000}}
@@ -157,6 +157,42 @@ def test_mixture_of_experts_and_encoder_decoder_train_with_all_on_nvme(tmp_path:
     assert drive["losses"] == ram["losses"] and drive["fingerprint"] == ram["fingerprint"]
     assert drive["losses"][2] != drive["losses"][0]
     assert drive["moved"]["params_on_nvme"] > 0
+
+
+@pytest.mark.parametrize("preset", ["tiny-moe", "tiny-t5"])
+def test_vocabularies_that_go_to_the_drive_train_with_weights_tied_after_they_are_made(
+    tmp_path: Path, preset: str
+) -> None:
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    model = {"preset": preset, "config_overrides": {"vocab_size": 16384}}  # x 128 x 2 B: 4 MiB, 2 MiB of two ranks
+    go = [["train", 2]]
+    jobs = [
+        job("all", go, model=model, zero=infinity(nvme), config=SMALL, micro_batch_size=1, min_bytes=MIB),
+        job("RAM", go, model=model, config=SMALL, micro_batch_size=1),
+    ]
+    for world_size in (1, 2):
+        for rank in run_jobs(tmp_path / f"jobs-{world_size}", jobs, world_size):
+            drive, ram = passed(rank, "all"), passed(rank, "RAM")
+            assert drive["losses"] == ram["losses"] and drive["fingerprint"] == ram["fingerprint"]
+            made = {"tiny-moe": 2, "tiny-t5": 4}[preset]  # embedding and head; T5: those of encoder and decoder too
+            assert drive["moved"]["params_on_nvme"] == made
+            store, filled = drive["moved"]["param_store"], made * 4 * MIB / world_size
+            assert filled <= store <= filled + 4 * MIB / world_size  # the rest of the model has 1.5 MiB
+
+
+def test_adapters_that_go_to_the_drive_have_a_place_there(tmp_path: Path) -> None:
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    model = TINY | {"lora": {"r": 64, "alpha": 128}}  # of width 64 and 96: as large as the weights they adapt
+    go = [["train", 2]]
+    found = run_jobs(
+        tmp_path / "jobs",
+        [job("all", go, model=model, zero=infinity(nvme), config=SMALL), job("RAM", go, model=model, config=SMALL)],
+    )[0]
+    drive, ram = passed(found, "all"), passed(found, "RAM")
+    assert drive["losses"] == ram["losses"] and drive["fingerprint"] == ram["fingerprint"]
+    assert drive["moved"]["params_on_nvme"] >= 60
 
 
 @pytest.mark.parametrize("name", list(FAULTS))

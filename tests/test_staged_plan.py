@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 from typing import Any
 
@@ -54,6 +55,18 @@ def test_what_is_sent_to_the_drive_lives_there() -> None:
     assert everything.state_ram_bytes == 0 and everything.param_ram_bytes == 0
     assert everything.param_store_bytes >= 2 * MODEL.total_params
     assert everything.staging_bytes >= 3 * 2 * MODEL.largest_weight_numel
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_store_of_parameters_holds_what_is_made_and_no_more(ranks: int) -> None:
+    tied = dataclasses.replace(MODEL, tied_numels=(MODEL.largest_weight_numel,) * 3)
+    store, with_tied = (plan_of(NVME, model=model, world_size=ranks).param_store_bytes for model in (MODEL, tied))
+    assert 0 <= store - 2 * MODEL.total_params / ranks <= MODEL.num_tensors * 8192 + 4096
+    assert 0 <= with_tied - store - 3 * 2 * MODEL.largest_weight_numel / ranks <= 3 * 4096
+    asked_gb: list[list[float]] = [[], []]
+    for found, model in zip(asked_gb, (MODEL, tied), strict=True):
+        built_of(NVME, found, model)
+    assert asked_gb[1][0] - asked_gb[0][0] == pytest.approx(1.1 * 2 * sum(tied.tied_numels) / 1e9)
 
 
 def test_ranks_share_evenly() -> None:
@@ -152,7 +165,9 @@ def test_gradients_on_the_drive_save_two_bytes_of_ram() -> None:
     assert make_plan(summed_in_fp32, MODEL, facts).grad_bytes - usual.grad_bytes == 2 * MODEL.total_params
 
 
-def built_of(settings: dict[str, Any], found: list[float] | None = None, **user: Any) -> BuiltConfig:
+def built_of(
+    settings: dict[str, Any], found: list[float] | None = None, model: ModelFacts = MODEL, **user: Any
+) -> BuiltConfig:
     """`found` gets the GB that the drive is asked for."""
 
     def check(path: str, required_gb: float) -> tuple[bool, str]:
@@ -161,7 +176,7 @@ def built_of(settings: dict[str, Any], found: list[float] | None = None, **user:
         return True, path
 
     facts = RunFacts(precision="bf16", lr_scheduler_type="none")
-    return build_config(user, DeepSpeedSettings(**settings), MODEL, facts, nvme_check=check, staged=True)
+    return build_config(user, DeepSpeedSettings(**settings), model, facts, nvme_check=check, staged=True)
 
 
 def test_gradients_on_the_drive_are_counted_there_and_said() -> None:

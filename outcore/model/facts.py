@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from outcore.model.initialise import meta_skeleton
 from outcore.model.zero3 import full_numel
@@ -54,6 +55,23 @@ def resolve_attention(config: Any, wanted: str) -> tuple[str, tuple[str, ...]]:
     if getattr(model_class, "_supports_sdpa", False):
         return "sdpa", ()
     return "eager", (f"attention: eager, because {model_class.__name__} does not support torch's fused kernels (sdpa)",)
+
+
+def skeleton_and_tied(model_class: type[Any], config: Any) -> tuple[nn.Module, tuple[int, ...]]:
+    """The model on the meta device, and the elements of each weight that its constructor makes and then ties away.
+
+    Whoever takes weights as they are made (ZeRO-3 partitions them so) has these too: a decoder makes its head before it
+    ties it, T5 the embeddings of encoder and decoder and the head.
+    """
+    made: list[nn.Parameter] = []
+    hook = register_module_parameter_registration_hook(lambda module, name, parameter: made.append(parameter))
+    try:
+        skeleton = meta_skeleton(model_class, config)
+    finally:
+        hook.remove()
+    kept = {id(parameter) for parameter in skeleton.parameters()}
+    tied = {id(parameter): parameter.numel() for parameter in made if id(parameter) not in kept}
+    return skeleton, tuple(tied.values())
 
 
 def model_facts(model_or_config: Any) -> ModelFacts:

@@ -23,6 +23,13 @@ def apply_lora(model: nn.Module, settings: LoraSettings, seed: int, gather: Gath
     A ~ uniform as peft draws it (kaiming, a = sqrt 5) but by (seed, name); B = 0, so training starts at the base
     model. ValueError when no module matches `target_modules`.
     """
+    peft_model = with_adapters(model, settings)
+    _initialise_adapters(peft_model, seed, gather)
+    return peft_model
+
+
+def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
+    """`apply_lora` without initial values: for counting on the meta device."""
     from peft import LoraConfig, TaskType, get_peft_model
 
     encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
@@ -46,9 +53,7 @@ def apply_lora(model: nn.Module, settings: LoraSettings, seed: int, gather: Gath
     )
     with warnings.catch_warnings():  # peft asks transformers for an attribute by its old name
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-        peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)  # pyright: ignore[reportArgumentType]
-    _initialise_adapters(peft_model, seed, gather)
-    return peft_model
+        return get_peft_model(model, config, autocast_adapter_dtype=False)  # pyright: ignore[reportArgumentType]
 
 
 @torch.no_grad()

@@ -43,6 +43,8 @@ class StagedHomes:
 
     params_in_ram: int
     params_on_drive: int
+    param_store: int
+    """Room on the drive that is set aside for parameters, wherever they live."""
     states_in_ram: int
     states_on_drive: int
     gradients: int
@@ -86,6 +88,7 @@ def staged_homes(
             allowed_bytes=staged.staging_bytes // gpus,
             ram_budget_bytes=None if budget is None else budget // gpus,
             max_in_ram_bytes=staged.max_in_ram_bytes,
+            tied_bytes=sum(round_up(e * -(-numel // gpus), 4096) for numel in shape.tied_numels),
             gradients_on_nvme=staged.gradients_on_nvme,
         )
     )
@@ -98,6 +101,7 @@ def staged_homes(
     return StagedHomes(
         params_in_ram=gpus * in_ram,
         params_on_drive=gpus * (sizes.param_bytes - in_ram),
+        param_store=gpus * sizes.store_bytes,
         states_in_ram=gpus * states_in_ram,
         states_on_drive=gpus * (states - states_in_ram),
         gradients=gpus * sizes.grad_bytes,
@@ -140,6 +144,7 @@ def staged_drive_parts(homes: StagedHomes, staged: Staged) -> list[Part]:
         Part("nvme", "master", int(homes.states_on_drive * master / (master + moments))),
         Part("nvme", "moments", int(homes.states_on_drive * moments / (master + moments))),
         Part("nvme", "parameters", homes.params_on_drive),
+        Part("nvme", "room set aside for parameters", max(0, homes.param_store - homes.params_on_drive)),
         Part("nvme", "gradients", homes.gradients_on_drive),
     ]
 

@@ -40,6 +40,8 @@ class ModelShape:
     fused_attention: bool = True
     """False: attention scores [B, heads, T, T] exist in memory."""
     tied: bool = False
+    tied_numels: tuple[int, ...] = ()
+    """Elements of each weight that the constructor makes and then ties away; not in the other counts."""
     is_encoder_decoder: bool = False
     max_positions: int | None = None
     lora_dims: int = 0
@@ -162,6 +164,7 @@ def _decoder(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
         ffn_width=ffn,
         experts_per_token=top_k,
         tied=tied,
+        tied_numels=(vocab * hidden,) if tied else (),
         max_positions=f["max_position_embeddings"],
         lora_dims=lora_per_layer * layers,
     )
@@ -187,6 +190,7 @@ def _gpt2(name: str, f: Mapping[str, Any]) -> ModelShape:
         ffn_width=4 * hidden,
         gated_ffn=False,
         tied=True,
+        tied_numels=(vocab * hidden,),
         max_positions=positions,
         lora_dims=(4 * hidden + 2 * hidden + 5 * hidden + 5 * hidden) * layers,
     )
@@ -215,6 +219,7 @@ def _t5(name: str, f: Mapping[str, Any]) -> ModelShape:
         ffn_width=ffn,
         gated_ffn=False,
         tied=True,
+        tied_numels=(vocab * hidden,) * 3,  # of encoder, decoder and head: all are the shared embedding in the end
         is_encoder_decoder=True,
         lora_dims=layers * (12 * (hidden + inner) + 4 * (hidden + ffn)),
     )

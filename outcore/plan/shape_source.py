@@ -40,12 +40,11 @@ def resolve_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
 
 def shape_from_config(name: str, config: Any) -> ModelShape:
     """Count a transformers config on the meta device. ValueError when its layers cannot be found."""
-    from outcore.model.facts import model_class_of, model_facts
-    from outcore.model.initialise import meta_skeleton
+    from outcore.model.facts import model_class_of, model_facts, skeleton_and_tied
     from outcore.model.source import max_positions
 
     model_class = model_class_of(config)
-    model = meta_skeleton(model_class, config)
+    model, tied_numels = skeleton_and_tied(model_class, config)
     facts = model_facts(model)
     text = config.get_text_config(decoder=True)
     stacks = _layer_stacks(model)
@@ -81,6 +80,7 @@ def shape_from_config(name: str, config: Any) -> ModelShape:
         experts_per_token=top_k,
         fused_attention=bool(getattr(model_class, "_supports_sdpa", False)),
         tied=facts.tied,
+        tied_numels=tied_numels,
         is_encoder_decoder=facts.is_encoder_decoder,
         max_positions=max_positions(config),
         lora_dims=_lora_dims(model),

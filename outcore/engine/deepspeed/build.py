@@ -26,11 +26,11 @@ from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.engine.deepspeed.user_file import check_by_deepspeed
 from outcore.engine.device_memory import let_segments_grow
 from outcore.model.borders import PACKED_ATTENTION
-from outcore.model.facts import model_class_of, model_facts
+from outcore.model.facts import model_class_of, model_facts, skeleton_and_tied
 from outcore.model.head import unwrap
-from outcore.model.initialise import meta_skeleton
 from outcore.model.inputs import attention_of
 from outcore.model.load import LoadedModel, load_model
+from outcore.model.lora import with_adapters
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.model.zero3 import full_numel
@@ -46,8 +46,8 @@ class Resolved:
     run: RunFacts
 
 
-def facts_for_builder(model: Any) -> ModelFacts:
-    """Sizes the builder needs, from a live model or a meta-device skeleton."""
+def facts_for_builder(model: Any, tied_numels: tuple[int, ...] = ()) -> ModelFacts:
+    """Sizes the builder needs, from a live model or a meta-device skeleton. `tied_numels`: see `ModelFacts`."""
     facts = model_facts(model)
     big = [sum(1 for p in module.parameters(recurse=False) if full_numel(p) * 2 >= MIB) for module in model.modules()]
     return ModelFacts(
@@ -57,7 +57,18 @@ def facts_for_builder(model: Any) -> ModelFacts:
         hidden_size=facts.hidden_size,
         trainable_params=facts.trainable_params or None,
         max_tensors_per_module=max(1, *big),
+        tied_numels=tied_numels,
     )
+
+
+def facts_before_loading(settings: ModelSettings, tokenizer: Any) -> ModelFacts:
+    """The same of a model that transformers will make or read, adapters included, without memory."""
+    config = resolve_source(settings, tokenizer).config
+    skeleton, tied_numels = skeleton_and_tied(model_class_of(config), config)
+    if settings.lora is not None:
+        with torch.device("meta"):
+            skeleton = with_adapters(skeleton, settings.lora)
+    return facts_for_builder(skeleton, tied_numels)
 
 
 def resolve(
@@ -72,11 +83,7 @@ def resolve(
     it is given as `loaded`."""
     if loaded is None and model_settings.model_module is not None:
         loaded = load_model(model_settings, tokenizer=tokenizer)
-    if loaded is not None:
-        facts = facts_for_builder(loaded.model)
-    else:
-        source = resolve_source(model_settings, tokenizer)
-        facts = facts_for_builder(meta_skeleton(model_class_of(source.config), source.config))
+    facts = facts_before_loading(model_settings, tokenizer) if loaded is None else facts_for_builder(loaded.model)
     staged = _wants_staged(user_config)
     if staged:
         check_version()

@@ -114,6 +114,8 @@ class ModelFacts:
     max_tensors_per_module: int = 2
     """Most parameters of at least 1 MiB that one module owns directly, or a ZeRO-3 leaf module (mixture-of-experts
     block) owns in all: DeepSpeed reads that many at once, each into a swap buffer of its own."""
+    tied_numels: tuple[int, ...] = ()
+    """Elements of each weight that is made and then tied away: ZeRO-3 gives it a share of its own until then."""
 
     def __post_init__(self) -> None:
         _check_positive_int("total_params", self.total_params)

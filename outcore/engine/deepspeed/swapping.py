@@ -98,11 +98,11 @@ def nvme_bytes(
     """Bytes on the drive for the whole model.
 
     Optimizer: with stock DeepSpeed fp32 master, two fp32 moments and the fp32 gradients it parks there, 16 B per
-    trainable parameter. Parameters: their 2 (fp32: 4) B.
+    trainable parameter. Parameters: their 2 (fp32: 4) B, also of weights that are made before they are tied.
     """
     total = 0
     if optimizer:
         total += int(model.trainable * optimizer_bytes_per_param)
     if params:
-        total += model.total_params * ELEMENT_BYTES[precision]
+        total += (model.total_params + sum(model.tied_numels)) * ELEMENT_BYTES[precision]
     return total

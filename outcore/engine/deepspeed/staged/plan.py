@@ -117,6 +117,9 @@ def sizes_of(config: Mapping[str, Any], offload: ChosenOffload, model: ModelFact
             allowed_bytes=_allowed_bytes(config, run),
             ram_budget_bytes=offload.ram_budget_bytes,
             max_in_ram_bytes=max_in_cpu * element_bytes,
+            tied_bytes=sum(
+                round_up(partition_numel(numel, run.world_size) * element_bytes, 4096) for numel in model.tied_numels
+            ),
             padding_bytes=_padding_bytes(model),
             gradients_on_nvme=offload.gradients_on_nvme,
         )

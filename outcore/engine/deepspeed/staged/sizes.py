@@ -50,6 +50,8 @@ class StagedFacts:
     ram_budget_bytes: int | None = None
     max_in_ram_bytes: int = 0
     """Parameters kept in RAM though they may go to the drive, where no budget says (--max_in_cpu_gb)."""
+    tied_bytes: int = 0
+    """Its share of the weights that are made and then tied away, in whole pages."""
     padding_bytes: int = 0
     """Of parameters: pages that their homes do not fill."""
     gradients_on_nvme: bool = False
@@ -83,8 +85,7 @@ def staged_sizes(facts: StagedFacts) -> StagedSizes:
     store_bytes = staging_bytes = ahead_bytes = 0
     param_ram_bytes: int | None = None
     if params_on_nvme:
-        # a tied weight is made before it is tied, and has a place of its own until then
-        store_bytes = round_up(param_bytes + 2 * facts.largest_bytes, 4096)
+        store_bytes = round_up(param_bytes + facts.tied_bytes, 4096)  # every weight that is made has a place
         staging_bytes, ahead_bytes = _param_staging(facts, param_bytes)
         param_ram_bytes = facts.max_in_ram_bytes
     ring_bytes = max(LEAST_SLOTS * facts.slot_bytes, min(RING_BYTES, facts.allowed_bytes))
