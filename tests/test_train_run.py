@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,6 +18,7 @@ import torch
 from forked import start_script
 from safetensors.torch import load_file
 
+from outcore.engine.base import StepResult
 from outcore.optim.reference import cast_param
 from outcore.train.run import main
 
@@ -291,6 +294,48 @@ def test_signal_saves_and_says_how_to_resume(tmp_path: Path, corpus: Path, capsy
     out = capsys.readouterr()
     assert "--resume_from_checkpoint auto" in out.out and "SIGINT: finishing this step" in out.err
     assert [p.name for p in (tmp_path / "checkpoint/r").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_a_model_without_a_finite_validation_loss_is_never_saved(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], engine: str
+) -> None:
+    argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "4", "--save_total_limit", "1", *ENGINES[engine])
+    argv += ["--precision", "bf16", "--learning_rate", "1e6", "--save_steps", "1", "--eval_steps", "2"]
+    assert main(argv) == 1
+    error = capsys.readouterr().err
+    assert "the validation loss of step 2 is nan" in error and "the last checkpoint is that of step 1" in error
+    assert [p.name for p in (tmp_path / "checkpoint/r").iterdir()] == ["step-00000001"]
+    assert not (tmp_path / "export" / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("bad_step", "more", "code", "kept", "words"),
+    [
+        (2, [], 0, "134", "the loss of step 2 is inf: this model is not saved; the last checkpoint is that of step 1"),
+        (4, [], 0, "1234", "step 4: validation loss "),  # it is finite: the model is good
+        (4, ["--eval_fraction", "0"], 1, "123", "the loss of step 4 is inf, the run's last: this model is not saved"),
+    ],
+)
+def test_no_checkpoint_is_made_while_the_training_loss_is_not_finite(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    bad_step: int, more: list[str], code: int, kept: str, words: str,
+) -> None:  # fmt: skip
+    """As in fp16, where such a step is skipped and the run goes on."""
+    from outcore.engine.stream.engine import StreamEngine
+
+    original = StreamEngine.train_step
+
+    def overflows(self: StreamEngine, micro_batches: list, lr: float) -> StepResult:
+        result = original(self, micro_batches, lr)
+        return dataclasses.replace(result, loss=math.inf, skipped=True) if self.updates == bad_step else result
+
+    monkeypatch.setattr(StreamEngine, "train_step", overflows)
+    argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "4", "--save_total_limit", "9", "--no_export")
+    assert main([*argv, "--save_steps", "1", "--eval_steps", "0", *more]) == code
+    said = capsys.readouterr()
+    assert words in said.err + said.out
+    assert sorted(p.name for p in (tmp_path / "checkpoint/r").iterdir()) == [f"step-0000000{n}" for n in kept]
 
 
 @pytest.mark.no_cover

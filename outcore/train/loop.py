@@ -2,6 +2,7 @@
 
 Everything the run needs is handed in; the loop owns the schedule, the data position and what is written to disk.
 On Ctrl-C or SIGTERM the step is finished and saved. When a tier fills, the run stops with the tier and the setting.
+A model whose last training or validation loss is not finite is never saved: it would take a good checkpoint's place.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from outcore.engine.base import Engine, MicroBatch, StepResult
+from outcore.engine.base import LOWER_RATE, Engine, MicroBatch, NonFiniteLossError, StepResult
 from outcore.monitor import MetricsLog, Progress, Sampler, plot_loss
 from outcore.train.checkpoint import Checkpoint, save_checkpoint
 from outcore.train.config import TrainConfig
@@ -94,6 +95,10 @@ class Trainer:
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.saved_step = -1
+        self.unsaved_because = ""
+        """Why the last `save` wrote nothing."""
+        self._doubt = ""
+        """What speaks against the model as it is."""
         self.is_main = parts.engine.rank == 0
         self._skips = 0
         self._verdicts: list[Any] = []
@@ -119,11 +124,13 @@ class Trainer:
             if full:
                 saved = f"The run was saved at step {self.step} and can be resumed."
                 raise TierFull(
-                    f"{full} {saved if self.saved_step == self.step else 'save_strategy is no: nothing is saved.'}"
+                    f"{full} {saved if self.saved_step == self.step else f'Not saved: {self.unsaved_because}.'}"
                 )
             if stopping:
                 return False
         self.evaluate()
+        if self._doubt:
+            raise NonFiniteLossError(f"{self._doubt}, the run's last: {self._last_saved()}. To go on, {LOWER_RATE}.")
         self.sample()
         if self.saved_step != self.step:
             self.save()
@@ -141,6 +148,7 @@ class Trainer:
         self.step += 1
         self.tokens_seen += result.tokens
         self._count_skip(result)
+        self._doubt = "" if math.isfinite(result.loss) else f"the loss of step {self.step} is {result.loss}"
         self.first_loss = result.loss if self.first_loss is None else self.first_loss
         self.last_loss = result.loss
         record = {
@@ -185,15 +193,16 @@ class Trainer:
     def _count_skip(self, result: StepResult) -> None:
         self._skips = self._skips + 1 if result.skipped else 0
         if self._skips >= self.parts.max_skips:
-            from outcore.engine.base import NonFiniteLossError
-
             raise NonFiniteLossError(
                 f"{self._skips} steps in a row had gradients that overflow fp16, down to the smallest loss scale. "
                 "Train in bf16 (--precision bf16) if the GPU has it, or lower --learning_rate."
             )
 
     def evaluate(self) -> None:
-        """Loss and perplexity on the evaluation set, into metrics.jsonl and on the screen."""
+        """Loss and perplexity on the evaluation set, into metrics.jsonl and on the screen.
+
+        NonFiniteLossError when the loss is not finite.
+        """
         p = self.parts
         if p.eval_batches is None:
             return
@@ -209,6 +218,18 @@ class Trainer:
                 f"step {self.step}: validation loss {result.loss:.4f}, perplexity {perplexity:.2f} "
                 f"({result.tokens} tokens)"
             )
+        if not result.tokens:
+            return
+        self._doubt = ""
+        if not math.isfinite(result.loss):
+            raise NonFiniteLossError(
+                f"the validation loss of step {self.step} is {result.loss}: {self._last_saved()}. To go on, "
+                f"{LOWER_RATE}."
+            )
+
+    def _last_saved(self) -> str:
+        before = f"; the last checkpoint is that of step {self.saved_step}" if self.saved_step > 0 else ""
+        return f"this model is not saved{before}"
 
     def sample(self) -> None:
         """A short greedy continuation, on the screen and in logs/<run>/samples.txt."""
@@ -228,7 +249,10 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint of everything, and the loss curve beside the log."""
         p = self.parts
-        if p.config.save_strategy == "no":
+        self.unsaved_because = "save_strategy no" if p.config.save_strategy == "no" else self._doubt
+        if self.unsaved_because:
+            if self._doubt and self.is_main:
+                p.progress.message(f"WARNING: {self._doubt}: {self._last_saved()}")
             return
         p.progress.activity(f"saving step {self.step}")
         save_checkpoint(

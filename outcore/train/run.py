@@ -169,7 +169,7 @@ class Run:
         if not finished:
             saved = "saved. Go on with the same command and --resume_from_checkpoint auto"
             if trainer.saved_step != trainer.step:
-                saved = "not saved (save_strategy no)"
+                saved = f"not saved ({trainer.unsaved_because})"
             self.say(f"stopped at step {trainer.step} of {parts.length.total_steps} and {saved}")
             return stop.exit_code
         if self.config.export:
