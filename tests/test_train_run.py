@@ -297,6 +297,70 @@ def test_signal_saves_and_says_how_to_resume(tmp_path: Path, corpus: Path, capsy
 
 
 @pytest.mark.parametrize("engine", list(ENGINES))
+def test_what_a_resumed_run_changes_is_said(
+    tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], capsys: pytest.CaptureFixture[str], engine: str
+) -> None:
+    start = str(straight_by(engine) / "checkpoint/r/step-00000004")
+    argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "6", "--precision", "bf16", *ENGINES[engine])
+    argv += ["--no_export", "--save_steps", "1", "--save_total_limit", "9", "--resume_from_checkpoint"]
+
+    def changed(*argv: str) -> list[str]:
+        capsys.readouterr()
+        assert main(list(argv)) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume: ")]
+
+    other = ["--weight_decay", "0.3", "--adam_beta1", "0.8", "--adam_beta2", "0.95", "--adam_epsilon", "1e-7"]
+    said = changed(*argv, start, *other, "--max_grad_norm", "0.5", "--state_format", "fp32")
+    assert said == [
+        "resume: weight_decay 0.01 -> 0.3: training goes on with 0.3",
+        "resume: adam_beta1 0.9 -> 0.8: training goes on with 0.8",
+        "resume: adam_beta2 0.999 -> 0.95: training goes on with 0.95",
+        "resume: adam_epsilon 1e-08 -> 1e-07: training goes on with 1e-07",
+        "resume: max_grad_norm 1.0 -> 0.5: training goes on with 0.5",
+        "resume: state_format split -> fp32: training goes on with fp32; the states are converted exactly",
+    ]
+    assert (
+        changed(
+            *argv,
+            str(tmp_path / "checkpoint/r/step-00000005"),
+            *other,
+            "--max_grad_norm",
+            "0.5",
+            "--state_format",
+            "fp32",
+        )
+        == []
+    )
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_states_in_another_format_go_on_bit_by_bit(
+    tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], engine: str
+) -> None:
+    whole = straight_by(engine) / "checkpoint/r"
+    argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "6", "--precision", "bf16", *ENGINES[engine])
+    argv += ["--no_export", "--state_format", "fp32", "--resume_from_checkpoint", str(whole / "step-00000004")]
+    assert main(argv) == 0
+    assert same(states(tmp_path / "checkpoint/r/step-00000006"), states(whole / "step-00000006"))
+
+
+def test_another_format_of_states_and_dropout_of_adapters_is_said(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "2", "--precision", "bf16", "--no_export")
+    argv += ["--lora_r", "4", "--save_steps", "1"]
+    assert main(argv) == 0
+    start = str(tmp_path / "checkpoint/r/step-00000001")
+    argv += ["--resume_from_checkpoint", start, "--lora_dropout", "0.5", "--state_format", "split8"]
+    assert main(argv) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume: ")] == [
+        "resume: lora_dropout 0.0 -> 0.5: training goes on with 0.5",
+        "resume: state_format split -> split8: training goes on with split8; the moments are rounded to 8 bits once",
+    ]
+
+
+@pytest.mark.parametrize("engine", list(ENGINES))
 def test_a_model_without_a_finite_validation_loss_is_never_saved(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], engine: str
 ) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.engine.shards import CheckpointError, crc32_of
+from outcore.optim import state_format
 from outcore.units import format_gb
 
 MANIFEST = "manifest.json"
@@ -219,6 +220,25 @@ def check_same_run(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
             f"training. Use the same {_FLAGS_OF.get(name, '--' + name)}, or start a new run from the exported model "
             "(--model_name_or_path)."
         )
+
+
+def changed_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> list[str]:
+    """A line for people for each of `settings`, which a run may change on its way, that the checkpoint had otherwise.
+
+    What an older version did not write down is not compared.
+    """
+    theirs = checkpoint.trainer_state().get("settings", {})
+    lines = []
+    for name, value in settings.items():
+        was = theirs.get(name, value)
+        if was == value:
+            continue
+        line = f"resume: {name} {was} -> {value}: training goes on with {value}"
+        if name == "state_format":
+            rounds = state_format(value).moments8 and not state_format(was).moments8
+            line += "; the moments are rounded to 8 bits once" if rounds else "; the states are converted exactly"
+        lines.append(line)
+    return lines
 
 
 _FLAGS_OF = {

@@ -73,6 +73,8 @@ class TrainerParts:
     decode: Callable[[list[int]], str]
     eos_token_id: int | None
     fingerprint: dict[str, Any]
+    settings: dict[str, Any]
+    """Saved with a checkpoint to tell what a resumed run has changed."""
     warnings: Any
     """Turns a step's metrics into words for people, each once (`outcore.monitor.run_warnings`)."""
     watches: tuple[Any, ...] = ()
@@ -295,6 +297,7 @@ class Trainer:
             "random": numbers,
             "world_size": p.engine.world_size,
             "fingerprint": p.fingerprint,
+            "settings": p.settings,
         }
 
     def resume(self, checkpoint: Checkpoint) -> None:

@@ -22,7 +22,7 @@ from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.monitor.sleep_hold import hold_off_sleep
 from outcore.train.arguments import ConfigError, parse_config
-from outcore.train.checkpoint import check_same_run
+from outcore.train.checkpoint import changed_settings, check_same_run
 from outcore.train.config import TrainConfig
 from outcore.train.determinism import explain_order, fix_order
 from outcore.train.engine_build import AnyEngine, EngineRequest, build, decide
@@ -114,6 +114,9 @@ class Run:
             if forecast.problem:
                 self.say(forecast.problem)
             context = context.with_engine(decided, forecast)
+            if checkpoint is not None:
+                for line in changed_settings(checkpoint, context.changeable):
+                    self.say(line)
             context.start_trace(engine, self.say)
             parts = context.make_parts(engine, self.opened, self.say)
             self.clock.mark("logs")

@@ -91,6 +91,25 @@ class RunContext:
             "schedule": asdict(self.schedule),
         }
 
+    @property
+    def changeable(self) -> dict[str, Any]:
+        """By flag what a resumed run may change: the checkpoint does not depend on it, what comes after does."""
+        decided, optimizer = self.decided, self.decided.config["optimizer"]["params"]
+        if decided.stream is not None:
+            states = decided.stream.settings.states
+        else:
+            assert decided.deepspeed is not None
+            states = decided.deepspeed.built.offload.states
+        return {
+            "weight_decay": optimizer["weight_decay"],
+            "adam_beta1": optimizer["betas"][0],
+            "adam_beta2": optimizer["betas"][1],
+            "adam_epsilon": optimizer["eps"],
+            "max_grad_norm": self.decided.config["gradient_clipping"],
+            "lora_dropout": self.config.lora_dropout,
+            "state_format": states,
+        }
+
     def with_engine(self, decided: Decided, forecast: Forecast) -> RunContext:
         """The same run with the engine that was built in the end, and what the planner says of it."""
         return replace(self, decided=decided, forecast=forecast)
@@ -166,6 +185,7 @@ class RunContext:
             eos_token_id=tokenizer.eos_token_id,
             tokenizer=tokenizer,
             fingerprint=fingerprint,
+            settings=self.changeable,
         )
 
     def _header(self, engine: AnyEngine, sampler: Sampler) -> dict[str, Any]:
