@@ -118,6 +118,43 @@ def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path) -> None:
     assert _save(run, 1, keep=1).is_dir() and len(ck.list_checkpoints(run)) == 1
 
 
+def test_a_run_that_went_back_goes_on_with_what_it_saved_then(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def newest() -> int:
+        found = ck.newest_checkpoint(run)
+        assert found is not None
+        return found.step
+
+    for step in (2, 4, 6):
+        _save(run, step, keep=9)
+    assert ck.go_back_to(ck.open_checkpoint(run / ck.step_folder(6))) == [] and newest() == 6
+    left = ck.go_back_to(ck.open_checkpoint(run / ck.step_folder(2)))
+    assert [path.name for path in left] == [ck.step_folder(4), ck.step_folder(6)]
+    assert newest() == 2, "killed before it saved anything"
+    for step in (3, 5):
+        _save(run, step, keep=9)
+        assert newest() == step
+        assert ck.go_back_to(ck.open_checkpoint(run / ck.step_folder(step))) == [], "said once"
+    (run / ck.step_folder(5) / ck.TRAINER).unlink()
+    assert newest() == 3, "the one before it on the same way"
+    _save(run, 5, keep=3)
+    assert [path.name for path in ck.list_checkpoints(run)] == [ck.step_folder(step) for step in (2, 3, 5)]
+    assert [path.name for path in ck.go_back_to(ck.open_checkpoint(run / ck.step_folder(3)))] == [ck.step_folder(5)]
+    assert ck.go_back_to(ck.open_checkpoint(run / ck.step_folder(5))) == [] and newest() == 5, "there and back"
+
+
+def test_checkpoints_of_an_older_version_count_by_step(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        manifest = _save(tmp_path, step, keep=9) / ck.MANIFEST
+        values = json.loads(manifest.read_text())
+        del values["order"]
+        manifest.write_text(json.dumps(values))
+    assert [path.name[-1] for path in ck.list_checkpoints(tmp_path)] == ["2", "4", "6"]
+    _save(tmp_path, 3, keep=9)
+    assert [path.name[-1] for path in ck.list_checkpoints(tmp_path)] == ["4", "6", "2", "3"]
+
+
 def test_another_scale_of_the_adapters_is_another_run(tmp_path: Path) -> None:
     def write(folder: Path, on_file: Callable[[Path, int], None]) -> dict[str, Any]:
         return {"fingerprint": {"lora_r": 4, "lora_alpha": 8.0}}

@@ -402,6 +402,34 @@ def test_no_checkpoint_is_made_while_the_training_loss_is_not_finite(
     assert sorted(p.name for p in (tmp_path / "checkpoint/r").iterdir()) == [f"step-0000000{n}" for n in kept]
 
 
+def test_auto_goes_on_from_where_a_run_went_back_to(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from outcore.train.loop import Trainer
+
+    run = tmp_path / "checkpoint" / "r"
+    argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "4", "--eval_steps", "0", "--save_steps", "1")
+    argv += ["--save_total_limit", "9", "--no_export", "--resume_from_checkpoint"]
+    assert main([*argv, "auto"]) == 0
+    original = Trainer.train_one
+
+    def dies(self: Trainer, batches: object):
+        if self.step == dies_at:
+            raise RuntimeError("killed")
+        return original(self, batches)  # type: ignore[arg-type]
+
+    for start, dies_at, went_on_from in ((str(run / "step-00000001"), 1, 1), ("auto", 2, 1), ("auto", 9, 2)):
+        capsys.readouterr()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Trainer, "train_one", dies)
+            assert main([*argv, start]) == (0 if dies_at == 9 else 1)
+        said = capsys.readouterr()
+        assert f"step-0000000{went_on_from} at step {went_on_from}\n" in said.out
+        left = "step-00000002, step-00000003, step-00000004 of this run: left behind"
+        assert (left in said.out + said.err) == (start != "auto")
+    assert [line["step"] for line in metrics(tmp_path) if "event" not in line] == [1, 2, 3, 4]
+
+
 @pytest.mark.no_cover
 @pytest.mark.parametrize("engine", list(ENGINES))
 def test_kill_at_random_moments_then_resume(

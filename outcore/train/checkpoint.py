@@ -5,11 +5,15 @@ fp32 weights, `exp_avg-*` and `exp_avg_sq-*` moments, `rng-*` generator states),
 `manifest.json` (sizes and CRC-32 of every file), which is written last. Tensors go by parameter name, so any engine,
 residency or number of ranks can resume. Cost of a save: one pass over the states; of a load: one for the checksums,
 one to read. Anything incomplete is named so that it is never taken for a checkpoint.
+
+A run that goes back to an earlier checkpoint leaves later ones behind, so the newest is not the one of the highest
+step: a manifest counts (`order`) when its checkpoint was written or gone back to.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -90,7 +94,7 @@ def save_checkpoint(
         barrier()
         if is_writer:
             _write_json(aside / TRAINER, state)
-            _write_manifest(aside, step, checksums)
+            _write_manifest(aside, step, checksums, _next_order(run_folder))
             _fsync_folder(aside)
             if final.exists():  # a run resumed from an older step comes by again
                 os.rename(final, run_folder / f".{step_folder(step)}.old.part")
@@ -113,7 +117,7 @@ def _write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
-def _write_manifest(folder: Path, step: int, checksums: dict[Path, int]) -> None:
+def _write_manifest(folder: Path, step: int, checksums: dict[Path, int], order: int) -> None:
     files = {
         str(path.relative_to(folder)): {
             "bytes": path.stat().st_size,
@@ -122,7 +126,7 @@ def _write_manifest(folder: Path, step: int, checksums: dict[Path, int]) -> None
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    _write_json(folder / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "files": files})
+    _write_json(folder / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "order": order, "files": files})
 
 
 def _fsync_folder(folder: Path) -> None:
@@ -142,21 +146,60 @@ def sweep_unfinished(run_folder: Path) -> list[Path]:
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
-    """Checkpoint folders of a run that carry a manifest, oldest first."""
+    """Checkpoint folders of a run that carry a manifest, oldest first: before all others those that the run left
+    behind when it went back to an earlier one."""
     if not run_folder.is_dir():
         return []
     found = [p for p in run_folder.iterdir() if _STEP_FOLDER.match(p.name) and (p / MANIFEST).is_file()]
-    return sorted(found, key=_step_of)
+    left_behind = _left_behind(found)
+    return sorted(found, key=lambda path: (path not in left_behind, _step_of(path)))
+
+
+def _left_behind(checkpoints: list[Path]) -> set[Path]:
+    """Those that one of the same or a lower step came after."""
+    orders = {path: order for path in checkpoints if (order := _order_of(path)) is not None}
+    left, first_step = set(), math.inf
+    for path in sorted(orders, key=lambda path: (orders[path], _step_of(path)), reverse=True):
+        if _step_of(path) >= first_step:
+            left.add(path)
+        first_step = min(first_step, _step_of(path))
+    return left
 
 
 def _step_of(path: Path) -> int:
     return int(path.name.split("-")[1])
 
 
+def _order_of(path: Path) -> int | None:
+    """0: written by an older version, which counted steps only; None: the manifest cannot be read."""
+    try:
+        return int(json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("order", 0))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def _next_order(run_folder: Path) -> int:
+    return 1 + max((_order_of(path) or 0 for path in list_checkpoints(run_folder)), default=0)
+
+
+def go_back_to(checkpoint: Checkpoint) -> list[Path]:
+    """Make a checkpoint the newest of its run, from which training goes on; returns those that are left behind."""
+    run_folder = checkpoint.path.parent
+    before = list_checkpoints(run_folder)
+    was_left = _left_behind(before)
+    if before[-1].name == checkpoint.path.name:
+        return []
+    aside = checkpoint.path / f".{MANIFEST}.part"
+    _write_json(aside, {**checkpoint.manifest, "order": _next_order(run_folder)})
+    os.replace(aside, checkpoint.path / MANIFEST)
+    _fsync_folder(checkpoint.path)
+    return sorted(_left_behind(before) - was_left, key=_step_of)
+
+
 def rotate(run_folder: Path, keep: int, step: int) -> list[Path]:
     """Remove the oldest checkpoints beyond `keep`; that of `step`, just saved, is never removed.
 
-    A run that went back to an older checkpoint has left later ones behind: they count as older than all others.
+    Later ones, which a run that went back has left behind, count as older than all others.
     """
     by_age = sorted(list_checkpoints(run_folder), key=lambda path: _step_of(path) <= step)
     old = by_age[: -max(keep, 1)]

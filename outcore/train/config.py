@@ -161,7 +161,8 @@ class TrainConfig:
     save_total_limit: int = 2
     """Keep this many checkpoints; the newest complete one is never removed."""
     resume_from_checkpoint: str | None = None
-    """`auto` (the newest complete checkpoint of the run) or a checkpoint folder."""
+    """`auto` or a checkpoint folder. auto: the complete checkpoint of the run that was saved, or gone back to, last;
+    what it left behind by going back to an earlier one does not count, whatever its step."""
     checkpoint_dir: str = "checkpoints"
     """Where checkpoints go: <checkpoint_dir>/<run>/step-00000123."""
     log_dir: str = "logs"

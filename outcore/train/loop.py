@@ -18,7 +18,7 @@ import torch
 
 from outcore.engine.base import LOWER_RATE, Engine, MicroBatch, NonFiniteLossError, StepResult
 from outcore.monitor import MetricsLog, Progress, Sampler, plot_loss
-from outcore.train.checkpoint import Checkpoint, save_checkpoint
+from outcore.train.checkpoint import Checkpoint, go_back_to, save_checkpoint
 from outcore.train.config import TrainConfig
 from outcore.train.export_files import save_export_files
 from outcore.train.memory_advice import TierFull
@@ -308,6 +308,13 @@ class Trainer:
         p.stream.load_state_dict(state["data"])
         self.step = self.saved_step = int(state["step"])
         self.tokens_seen = int(state["tokens_seen"])
+        if self.is_main and checkpoint.path.resolve().parent == p.folder.checkpoints.resolve():
+            left_behind = [path.name for path in go_back_to(checkpoint)]
+            if left_behind:
+                p.progress.message(
+                    f"note: {', '.join(left_behind)} of this run: left behind. From here on auto takes what is saved "
+                    "on this way, and they are the first to be removed."
+                )
         if not load_random_state(checkpoint.path, p.engine.rank, state["random"]):
             p.progress.message(
                 f"note: the checkpoint was made with {state['world_size']} rank(s): rank {p.engine.rank} draws new "
