@@ -61,7 +61,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         jobs.append(job(name, do, zero=everything, config=SMALL) | {"may_fail": True})
     jobs.append(job("after the faults", [["load", from_nvme], ["train", 2]], zero=everything, config=SMALL))
     found = run_jobs(folder / "jobs", jobs)[0]
-    found["left on the drive"] = [str(path) for path in nvme.rglob("*") if path.is_file()]
+    found["left on the drive"] = [str(path) for path in nvme.rglob("*")]
     found["checkpoints"] = (from_ram, from_nvme)
     found["exported"] = exported
     return found
@@ -127,7 +127,7 @@ def test_two_ranks_have_a_share_and_a_store_each(tmp_path: Path, results: dict[s
     nvme.mkdir()
     go = [["train", 3]]
     jobs = [
-        job("all", go, zero=infinity(nvme), config=SMALL, micro_batch_size=1),
+        job("all", go, zero=infinity(nvme), config=SMALL, micro_batch_size=1, run_name="run"),
         job("RAM", go, config=SMALL, micro_batch_size=1),
     ]
     ranks = run_jobs(tmp_path / "jobs", jobs, world_size=2)
@@ -136,6 +136,7 @@ def test_two_ranks_have_a_share_and_a_store_each(tmp_path: Path, results: dict[s
         drive = passed(rank, "all")
         assert drive["losses"] == ram["losses"] and drive["fingerprint"] == ram["fingerprint"]
         assert drive["nvme_state_bytes"] == pytest.approx(passed(results, "all")["state_bytes"] / 2, rel=0.2)
+    assert list(nvme.iterdir()) == [], "the ranks' folders and the run's go with the run, the user's stays"
     for (loss, _), (one, _) in zip(ram["losses"], passed(results, "RAM")["losses"], strict=False):
         assert loss == pytest.approx(one, rel=5e-3)
 

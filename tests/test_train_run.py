@@ -199,6 +199,17 @@ def test_states_on_nvme_train_the_same_numbers_and_leave_nothing_there(
     assert not any(drive.rglob("*")), "scratch is removed with the engine"
 
 
+def test_staged_offload_leaves_nothing_on_the_drive_but_what_was_there(tmp_path: Path, corpus: Path) -> None:
+    drive = tmp_path / "drive"
+    (drive / "kept").mkdir(parents=True)
+    (drive / "kept" / "mine.txt").write_text("mine")
+    argv = ["--engine", "deepspeed", "--zero_stage", "infinity", "--nvme_offload_path", str(drive), "--no_export"]
+    argv += ["--strict_offload", "--max_steps", "1", "--eval_steps", "0", "--save_strategy", "no"]
+    for run, more in (("planned", ["--plan"]), ("r", []), ("kept", [])):
+        assert main(flags(tmp_path, corpus, "--run_name", run, *argv, *more)) == 0
+    assert [path.name for path in drive.rglob("*")] == ["kept", "mine.txt"]
+
+
 @pytest.mark.no_cover
 @pytest.mark.parametrize("how", ["stream", "deepspeed", "zero1", "zero2", "none"])
 def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], how: str) -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,11 @@ class Run:
         forecaster = Forecaster(settings, tokenizer, has_cuda=self.hardware.has_cuda, num_gpus=world_size)
         if forecaster.problem:
             raise ConfigError(f"--plan: {forecaster.problem}.")
-        forecast = forecaster.of(decide(request, choice, self.say), config.save_total_limit)
+        decided = decide(request, choice, self.say)
+        if decided.deepspeed is not None and decided.nvme_path is not None:
+            with suppress(OSError):  # not empty: a run of that name is there
+                Path(decided.nvme_path).rmdir()  # made below the user's folder to try the drive
+        forecast = forecaster.of(decided, config.save_total_limit)
         if forecast.plan is None:
             raise ConfigError(f"--plan: {forecast.problem}.")
         if self.is_main:

@@ -52,6 +52,8 @@ class StagedPlan:
     """Pin the homes of parameters and gradients."""
     nvme_path: str | None = None
     """Folder for what does not live in RAM. None: everything does."""
+    owns_nvme_path: bool = False
+    """It is the run's own, made for it below the folder that the user named, and goes with it."""
     state_ram_bytes: int | None = None
     """RAM for optimizer states, the rest goes to the drive. None: all in RAM; 0: all on the drive."""
     param_store_bytes: int = 0
@@ -162,6 +164,7 @@ def make_plan(built: BuiltConfig, model: ModelFacts, run: RunFacts) -> StagedPla
         grad_bytes=sizes.grad_bytes,
         pin=bool(zero["offload_optimizer"].get("pin_memory", True)),
         nvme_path=offload.nvme_path,
+        owns_nvme_path=offload.nvme_path is not None and bool(run.run_name),
         state_ram_bytes=sizes.state_ram_bytes,
         param_store_bytes=sizes.store_bytes,
         param_ram_bytes=sizes.param_ram_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,4 +75,14 @@ class StagedSession:
             self.params.close()
         if self.scratch is not None and drive_is_idle:  # else it would wait without a limit; the next run cleans up
             self.scratch.close()
+            self._remove_empty_folders()
         self.memory.close()
+
+    def _remove_empty_folders(self) -> None:
+        """The rank's, and the run's own: the last rank finds that one empty. What others put there stays."""
+        assert self.scratch is not None and self.plan.nvme_path is not None
+        rank_folder = self.scratch.folders[0].parent
+        with suppress(OSError):  # not empty, or gone already
+            rank_folder.rmdir()
+            if self.plan.owns_nvme_path:
+                rank_folder.parent.rmdir()
