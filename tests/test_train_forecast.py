@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,10 @@ from outcore.machine import LinkRates
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.plan.shape import preset_shape
 from outcore.train import forecast as forecast_module
+from outcore.train.config import TrainConfig
 from outcore.train.forecast import Forecast, Forecaster, RunFigures, run_hardware, run_plan, run_shape
 from outcore.train.run import main
+from outcore.train.run_parts import kept_on_drive
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = RunFigures(1024, 4, 2, "bf16", 1.0, True, 2)
@@ -127,6 +130,21 @@ def test_a_good_profile_is_taken_and_a_gpu_that_torch_cannot_use_is_none(tmp_pat
 def _decided(stream: StreamSettings) -> Any:
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
     return SimpleNamespace(config=config, stream=SimpleNamespace(settings=stream), deepspeed=None)
+
+
+def test_checkpoints_count_where_they_are_written(tmp_path: Path):
+    settings, decided = ModelSettings(preset="tiny", seq_length=64), _decided(StreamSettings())
+    forecaster = Forecaster(settings, None, has_cuda=False)
+    sizes = []
+    for kept in (0, 1, 2):
+        plan = forecaster.of(decided, kept).plan
+        assert plan is not None
+        sizes.append(plan.part_bytes("nvme", "checkpoints"))
+    assert sizes[0] == 0 and sizes[1] > 0 and sizes[2] == 1.5 * sizes[1]  # one more while it is written
+    config = TrainConfig(checkpoint_dir=str(tmp_path / "checkpoints"), save_total_limit=3)
+    assert kept_on_drive(config, None) == kept_on_drive(config, str(tmp_path / "nvme")) == 3
+    assert kept_on_drive(config, "/dev/shm") == 0  # another drive
+    assert kept_on_drive(replace(config, save_strategy="no"), str(tmp_path)) == 0
 
 
 def test_whatever_fails_in_a_forecast_is_a_sentence(monkeypatch: pytest.MonkeyPatch):

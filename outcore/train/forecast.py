@@ -58,6 +58,7 @@ class RunFigures:
     max_grad_norm: float
     activation_checkpointing: bool
     save_total_limit: int
+    """Checkpoints kept on the drive of offloaded states; 0: none are written there."""
     staging_bytes: int = k.DEFAULT_STAGING_BYTES
     """Of DeepSpeed's staged offload, all ranks of the host."""
     max_in_ram_bytes: int = k.MAX_IN_CPU_BYTES
@@ -138,7 +139,8 @@ def run_plan(
         activation_checkpointing=figures.activation_checkpointing,
         max_grad_norm=figures.max_grad_norm,
         staging_bytes=stream.staging_bytes if stream is not None else None,
-        save_total_limit=figures.save_total_limit,
+        save_total_limit=max(1, figures.save_total_limit),
+        checkpoints_elsewhere=not figures.save_total_limit,
     )
     if stream is not None:
         if compiled is None:
@@ -250,7 +252,7 @@ class Forecaster:
             self.problem = _words(error)
 
     def of(self, decided: Decided, save_total_limit: int) -> Forecast:
-        """The plan of the run as it was decided."""
+        """The plan of the run as it was decided. `save_total_limit`: as in `RunFigures`."""
         if self._known is None:
             return Forecast(None, None, self.problem)
         shape, hardware = self._known

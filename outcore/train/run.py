@@ -34,7 +34,7 @@ from outcore.train.memory_advice import explain
 from outcore.train.random_state import seed_everything
 from outcore.train.run_data import default_seq_length, load_data, load_tokenizer
 from outcore.train.run_folder import choose_run, default_name
-from outcore.train.run_parts import RunContext
+from outcore.train.run_parts import RunContext, kept_on_drive
 from outcore.train.settings import choose_hardware, model_settings_of, run_length, schedule_of
 from outcore.train.startup_clock import StartupClock
 from outcore.train.stop_request import StopRequest
@@ -110,7 +110,7 @@ class Run:
             self.opened.callback(engine.close)
             self.clock.mark("engine_init", of_it={"model_load": engine.loaded.load_s})
             self._say_model(engine)
-            forecast = forecaster.of(decided, config.save_total_limit)
+            forecast = forecaster.of(decided, kept_on_drive(config, decided.nvme_path))
             if forecast.problem:
                 self.say(forecast.problem)
             context = context.with_engine(decided, forecast)
@@ -137,7 +137,7 @@ class Run:
         if decided.deepspeed is not None and decided.nvme_path is not None:
             with suppress(OSError):  # not empty: a run of that name is there
                 Path(decided.nvme_path).rmdir()  # made below the user's folder to try the drive
-        forecast = forecaster.of(decided, config.save_total_limit)
+        forecast = forecaster.of(decided, kept_on_drive(config, decided.nvme_path))
         if forecast.plan is None:
             raise ConfigError(f"--plan: {forecast.problem}.")
         if self.is_main:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from outcore.engine.deepspeed.settings import ELEMENT_BYTES
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.trace_window import TracePlan
 from outcore.monitor import MetricsLog, Progress, Sampler
+from outcore.monitor.block_device import nearest_existing
 from outcore.monitor.loggers import make_loggers
 from outcore.monitor.memory_watch import MemoryWatch
 from outcore.monitor.metrics_server import MetricsServer
@@ -37,6 +39,14 @@ from outcore.train.settings import Hardware, lora_alpha
 DEFAULT_PROMPT = "def "
 SPACE_RESERVE_BYTES = 1 << 30
 """Free space below which a run saves and stops: a drive that fills up takes the whole system with it."""
+
+
+def kept_on_drive(config: TrainConfig, nvme_path: str | None) -> int:
+    """Checkpoints that the run keeps on the drive to which it offloads, or on the only one; 0: none."""
+    if config.save_strategy == "no":
+        return 0
+    drives = {os.stat(nearest_existing(path)).st_dev for path in (config.checkpoint_dir, nvme_path) if path is not None}
+    return config.save_total_limit if len(drives) == 1 else 0
 
 
 def space_reserves(
