@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from outcore.engine.deepspeed.environment import free_port, prepare_environment
+from outcore.engine.deepspeed.environment import GROUP_OF_ONE, free_port, prepare_environment
 from outcore.engine.shards import CheckpointError, TensorPlan, write_shard
 from outcore.train.arguments import ConfigError
 from outcore.train.checkpoint import SPACE_MARGIN_BYTES, save_checkpoint
@@ -236,6 +236,20 @@ def test_environment_keeps_what_a_launcher_set() -> None:
     fresh: dict[str, str] = {}
     prepare_environment(True, -1, fresh)
     assert fresh["WORLD_SIZE"] == "1" and "DS_ACCELERATOR" not in fresh and int(fresh["MASTER_PORT"]) > 0
+
+
+def test_a_child_of_a_group_of_one_is_a_group_of_its_own() -> None:
+    parent: dict[str, str] = {}
+    prepare_environment(True, -1, parent)
+    prepare_environment(True, -1, again := dict(parent))
+    assert again == parent  # the same process
+    child = {**parent, GROUP_OF_ONE: f"{os.getpid() + 1} {parent['MASTER_PORT']}"}
+    prepare_environment(True, -1, child)
+    assert child["MASTER_PORT"] != parent["MASTER_PORT"] and child["RANK"] == "0"
+    assert child[GROUP_OF_ONE] == f"{os.getpid()} {child['MASTER_PORT']}"
+    launched = {**parent, GROUP_OF_ONE: f"{os.getpid() + 1} 1", "RANK": "3", "WORLD_SIZE": "4"}
+    prepare_environment(True, 1, launched)
+    assert (launched["RANK"], launched["WORLD_SIZE"], launched["MASTER_PORT"]) == ("3", "4", parent["MASTER_PORT"])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,10 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
+GROUP_OF_ONE = "OUTCORE_GROUP_OF_ONE"
+"""Holds the process that became a group of one by itself, and its port: a child that inherits the variables as they are
+is another group, with a port, and a buffer in shared memory that is named by it, of its own."""
+
 
 def extensions_dir() -> Path:
     """Where set-up builds DeepSpeed's C++ extensions: inside the environment, so that they go with its torch."""
@@ -47,9 +51,13 @@ def prepare_environment(
     if extensions_dir().is_dir():
         wanted["TORCH_EXTENSIONS_DIR"] = str(extensions_dir())
     added: dict[str, str] = {}
+    process, _, port = env.get(GROUP_OF_ONE, "").partition(" ")
+    is_inherited = bool(port) and process != str(os.getpid()) and env.get("MASTER_PORT") == port
     for name, value in wanted.items():
-        if name not in env:
+        if name not in env or is_inherited:
             added[name] = value or str(free_port())
+    if "MASTER_PORT" in added:
+        added[GROUP_OF_ONE] = f"{os.getpid()} {added['MASTER_PORT']}"
     archs = env.get("TORCH_CUDA_ARCH_LIST", "")
     plain = re.sub(r"(\d)[a-z]\b", r"\1", archs)
     if plain != archs:
