@@ -56,6 +56,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         job("NVMe to RAM", [["load", from_nvme], ["train", 2]], config=SMALL),
         job("little staging", halves, zero=everything, config=SMALL, outcore={"staging_bytes": MIB}),
     ]  # fmt: skip
+    one_chunk = {"staging_bytes": 64 * MIB, "ram_budget_gib": 3 + 67.0 / 1024}
+    twice = {where: [str(folder / f"{where}-{save}") for save in range(2)] for where in ("ram", "chunk")}
+    for where, more in (("ram", {}), ("chunk", {"outcore": one_chunk})):
+        do = [["train", 1], ["save", twice[where][0]], ["train", 1], ["save", twice[where][1]]]
+        zero = infinity(nvme, nvme_offload_params=False) if more else None
+        jobs.append(job(f"{where}, saved twice", do, zero=zero, config=SMALL, **more))
     for name, fault in FAULTS.items():
         do = [["train", 2], ["fault", *fault], ["train", 2]]
         jobs.append(job(name, do, zero=everything, config=SMALL) | {"may_fail": True})
@@ -64,6 +70,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found["left on the drive"] = [str(path) for path in nvme.rglob("*")]
     found["checkpoints"] = (from_ram, from_nvme)
     found["exported"] = exported
+    found["saved twice"] = twice
     return found
 
 
@@ -116,6 +123,14 @@ def test_checkpoints_of_both_residencies_are_the_same_files(results: dict[str, A
     assert names == sorted(path.name for path in second.iterdir()) and len(names) >= 4
     for name in names:
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_a_second_checkpoint_is_not_of_the_first_ones_states(results: dict[str, Any]) -> None:
+    """With one chunk on the drive, the one that a save read last is the one that the next save begins with."""
+    assert passed(results, "chunk, saved twice")["nvme_state_bytes"] == 128 * 64 * 10  # the embedding's
+    for ram, drive in zip(*results["saved twice"].values(), strict=True):
+        for path in Path(ram).glob("*.safetensors"):
+            assert path.read_bytes() == (Path(drive) / path.name).read_bytes(), path
 
 
 def test_nothing_is_left_on_the_drive(results: dict[str, Any]) -> None:

@@ -147,6 +147,24 @@ def test_checkpoints_resume_in_another_residency(build, tmp_path, before, after,
     assert_same(([], everything(other)), ([], everything(engine)))
 
 
+@pytest.mark.parametrize("settings", [TINY, IMMEDIATE], ids=["deferred", "immediate"])
+def test_a_second_checkpoint_is_not_of_the_first_ones_states(build, tmp_path, settings):
+    """With one chunk on the drive, the one that a save read last is the one that the next save begins with."""
+    folders = []
+    for share in (None, 0.9999):
+        engine = build(settings, share)
+        on_drive = [c for unit in engine._parts.units.all for c in engine._parts.homes[unit].chunks if c.on_nvme]
+        assert len(on_drive) == (0 if share is None else 1)
+        for save in range(2):
+            engine.train_step(batches_of(save), LR)
+            folders.append(tmp_path / f"saved {share} {save}")
+            folders[-1].mkdir()
+            engine.save(folders[-1], lambda path, crc: None)
+    for ram, drive in zip(folders[:2], folders[2:], strict=True):
+        for path in ram.iterdir():
+            assert path.read_bytes() == (drive / path.name).read_bytes(), path.name
+
+
 def test_evaluation_in_between_changes_nothing(build):
     engine, calm = build(TINY, 0.0), build()
     for step in range(3):

@@ -158,7 +158,8 @@ class Homes:
                 self.weights.write_range(chunk.unit, chunk.start, state.param)
 
     def flush_states(self) -> None:
-        """After `write_state`: let the drive have what was written to chunks on NVMe."""
+        """After `write_state`: let the drive have what was written to chunks on NVMe. Before an update: forget what was
+        read of them."""
         if self._window is not None:
             self._window.flush()
 

@@ -3,7 +3,7 @@
 A save goes through the parameters once per family (master, exp_avg, exp_avg_sq), in order, so neighbouring parameters
 find the same chunk in memory and each region crosses the link once: the states are read once per save, written once per
 load (8-bit moments twice: their codes and scales lie together). What was written goes back when another chunk is
-opened, or with `flush`.
+opened, or with `flush`, which must come before the chunks are updated: what is in memory would be old then.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StateWindow:
         return ChunkState(self._format, buffer, chunk.numel, param)
 
     def flush(self) -> None:
-        """Write back what was changed and free the memory."""
+        """Write back what was changed, forget what was read and free the memory."""
         self._write_back()
         self._chunk = self._memory = None
 

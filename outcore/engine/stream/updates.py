@@ -61,7 +61,8 @@ class UnitUpdates:
         self._stalls = stalls or Stalls(torch.device("cpu"))
 
     def begin_step(self) -> None:
-        """Read ahead on NVMe for a new step."""
+        """Read ahead on NVMe for a new step; what a checkpoint read of states there is about to be old."""
+        self._homes.flush_states()
         if self._ring is not None:
             self._ring.check()
             self._ring.begin_step()

@@ -151,6 +151,7 @@ class ShareStates:
 
         UpdateFailed, EngineError, TimeoutError: what memory and the drive hold is no longer of one step.
         """
+        self.flush()
         gradients = {share.index: self._gradient_of(share) for share in self.units}
         in_ring = []
         if self.ring is not None:
@@ -218,7 +219,7 @@ class ShareStates:
                 store.submit_write(where, param, offset_bytes).wait(TIMEOUT_S)
 
     def flush(self) -> None:
-        """After `write`: let the drive have the last of it."""
+        """After `write`: let the drive have the last of it. Before an update: forget what was read."""
         if self._window is not None:
             self._window.flush()
 
