@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from staged_jobs import job, passed, run_jobs
 from test_staged_nvme import MIB, SMALL, infinity
 
 import outcore.engine.deepspeed.staged.gradients as room
+import outcore.engine.deepspeed.staged.optimizer as optimizer_room
 from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.staged.gradients import StagedGradients
+from outcore.engine.deepspeed.staged.optimizer import StagedOptimizer
 from outcore.engine.stream.scratch import Scratch
 from outcore.staging import PinnedPool
 from outcore.storage import FaultyEngine, StorageError, open_engine
@@ -47,6 +50,21 @@ SUMMED_IN_FP32 = {**SMALL, "data_types": {"grad_accum_dtype": "fp32"}}
 
 def on_drive(nvme: Path, **more: Any) -> dict[str, Any]:
     return infinity(nvme, nvme_offload_gradients=True, **more)
+
+
+def test_ranks_agree_which_gradients_go_to_the_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank's share of the first has one element less, which would keep its gradient in RAM on that rank."""
+    monkeypatch.setattr(room, "MIN_BYTES", 4140)
+    params = [
+        SimpleNamespace(ds_id=1, ds_numel=6208, partition_numel=lambda: 2070),
+        SimpleNamespace(ds_id=2, ds_numel=6207, partition_numel=lambda: 2069),
+    ]
+    optimizer = SimpleNamespace(gradient_accumulation_dtype=torch.bfloat16)
+    found = []
+    for rank in range(3):
+        monkeypatch.setattr(optimizer_room.dist, "get_rank", lambda rank=rank: rank)
+        found.append(StagedOptimizer._large_shares(optimizer, params))  # type: ignore[arg-type]
+    assert found == [{1: 2070}, {1: 2070}, {1: 2068}]
 
 
 @pytest.fixture(scope="module")

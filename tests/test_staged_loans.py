@@ -123,7 +123,7 @@ def test_a_lent_share_that_is_changed_from_outside_goes_to_the_drive(tmp_path: P
     params.swap_out_and_release([param])
     gradient, waited = torch.full((3000,), 2.0, dtype=torch.bfloat16), []
     params.loans.lend(param, gradient)
-    params.written_behind(lambda: waited.append(True))
+    params.written_behind({7}, lambda: waited.append(True))
     param.ds_tensor.data[:] = 3.0
     params.swap_out_and_release([param])
     assert param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE and 7 not in params.loans

@@ -38,8 +38,7 @@ class StagedState(Stage3State):
 
     def begin_restore(self) -> None:
         """Parameters that are whole on the device let go of their old values."""
-        self.optimizer._partition_all_parameters()
-        self.optimizer.settle()
+        self.optimizer.begin_restore()
 
     def restore(self, param: Any, weight: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
         """Set this rank's share; `weight` is not needed, it is the master rounded."""

@@ -43,7 +43,7 @@ class Loans:
         if lent is None:
             return
         if param.ds_status == ZeroParamStatus.INFLIGHT:  # being gathered for another use of the same weight
-            _accelerator().synchronize()
+            accelerator().synchronize()
         if param.data.untyped_storage().data_ptr() == lent[1].untyped_storage().data_ptr():
             param.data = param.data.clone()  # DeepSpeed on the CPU gathers a single rank's share without a copy
         self._mark_absent(param)
@@ -58,7 +58,8 @@ class Loans:
         self._lent.clear()
 
 
-def _accelerator() -> Any:
+def accelerator() -> Any:
+    """DeepSpeed's."""
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator()

@@ -164,9 +164,14 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         return self.session.params is not None and self.session.params.place_of(param.ds_id) is not None
 
     def _large_shares(self, params: list[Any]) -> dict[int, int]:
-        """ds_id -> elements of the shares whose gradients are worth a place on the drive."""
-        sizes = {p.ds_id: real_numel(p.ds_numel, p.partition_numel(), dist.get_rank()) for p in params}
-        return {i: n for i, n in sizes.items() if n * self.gradient_accumulation_dtype.itemsize >= gradients.MIN_BYTES}
+        """ds_id -> elements of the shares whose gradients are worth a place on the drive. By the size with padding, so
+        that all ranks decide alike: a loan on one rank alone would have it gather in another order."""
+        itemsize, rank = self.gradient_accumulation_dtype.itemsize, dist.get_rank()
+        return {
+            p.ds_id: real_numel(p.ds_numel, p.partition_numel(), rank)
+            for p in params
+            if p.partition_numel() * itemsize >= gradients.MIN_BYTES
+        }
 
     def _has_grad_on_drive(self, param: Any) -> bool:
         return self.session.gradients is not None and self.session.gradients.holds(param.ds_id)
@@ -226,6 +231,8 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def _settle_gradients(self) -> None:
         """Every gradient is where the update reads it, with its norm, or counts as zero."""
+        if self.reduce_and_partition_stream is not None:
+            self.reduce_and_partition_stream.synchronize()  # a late copy would overwrite a parameter that is lent it
         if self.session.gradients is not None:
             self.session.gradients.settle()
         for ds_id, share in self._shares.items():
@@ -270,11 +277,11 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         """What was updated on the drive is read from where its gradient was, by every rank alike."""
         if self.session.params is None:
             return
-        for share in self._shares.values():
-            if share.loan is not None:
-                share.is_zeroed = False
-                self.session.params.loans.lend(share.param, share.loan)
-        self.session.params.written_behind(self.states.wait_written)
+        lent = [share for share in self._shares.values() if share.loan is not None]
+        for share in lent:
+            share.is_zeroed = False
+            self.session.params.loans.lend(share.param, share.loan)
+        self.session.params.written_behind({share.ds_id for share in lent}, self.states.wait_written)
 
     def _copy_to_device(self) -> None:
         for share in self._shares.values():
@@ -299,11 +306,16 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self.session.params.synchronize_writes()
         self.states.settle()
 
+    def begin_restore(self) -> None:
+        """Shares will be written from outside: what is whole on the device, and what is lent, is let go."""
+        self._partition_all_parameters()
+        self.settle()
+        if self.session.params is not None:
+            self.session.params.loans.reclaim_all()
+
     def publish(self) -> None:
         """After shares were written from outside: whatever the device holds of them is made anew."""
         self.states.flush()
-        if self.session.params is not None:
-            self.session.params.loans.reclaim_all()
         self._copy_to_device()
         if len(self.persistent_parameters) > 0:
             self.persistent_parameters[0].all_gather(self.persistent_parameters)

@@ -25,7 +25,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from outcore.engine.base import EngineError
-from outcore.engine.deepspeed.staged.loans import Loans
+from outcore.engine.deepspeed.staged.loans import Loans, accelerator
 from outcore.engine.stream.host_memory import pageable
 from outcore.staging import Lease, PinnedPool, PinnedPoolFull
 from outcore.staging.allocator import ALIGNMENT_BYTES
@@ -87,7 +87,9 @@ class StagedParams:
         self._writing: dict[int, tuple[Transfer, _Buffer]] = {}
         self._ahead: dict[int, Any] = {}
         self.loans = Loans(self._mark_absent)
-        self._update_written: Callable[[], None] | None = None
+        self._updated: set[int] = set()
+        self._wait_written: Callable[[], None] | None = None
+        """Shares that may still be on their way to the drive from the last update, and how to wait for them."""
         self._invalid = torch.ones(1)
         self._said_pageable = False
         self.read_bytes = self.written_bytes = 0
@@ -230,23 +232,27 @@ class StagedParams:
             buffer = self._held.pop(param.ds_id, None)
             self._ahead.pop(param.ds_id, None)
             if buffer is not None:
+                if param.ds_status == ZeroParamStatus.INFLIGHT:  # one that stays on the device, still being copied
+                    accelerator().synchronize()
                 buffer.release()
             self._mark_absent(param)
 
-    def written_behind(self, wait: Callable[[], None]) -> None:
-        """Shares are still being written by whoever updated them: `wait` is called before any is read or written."""
-        self._update_written = wait
+    def written_behind(self, ds_ids: set[int], wait: Callable[[], None]) -> None:
+        """These shares are still being written by whoever updated them: `wait` is called before one is read or
+        written."""
+        self._updated, self._wait_written = ds_ids, wait
 
-    def _wait_for_update(self) -> None:
-        if self._update_written is not None:
-            self._update_written()
-            self._update_written = None
+    def _wait_for_update(self, ds_id: int) -> None:
+        if ds_id in self._updated:
+            assert self._wait_written is not None
+            self._wait_written()
+            self._updated = set()
 
     def _copy_of_lent(self, param: Any, place: Place) -> _Buffer:
         """Staging memory with what the lent memory holds, which goes back."""
+        self._wait_for_update(param.ds_id)
         buffer = self._take(place.n_bytes)
         assert buffer is not None
-        self._wait_for_update()
         buffer.data(place).copy_(self.loans.memory_of(param.ds_id))
         self.loans.reclaim(param)
         return buffer
@@ -289,7 +295,7 @@ class StagedParams:
         ds_id = param.ds_id
         if ds_id in self._held or ds_id in self._reading or ds_id in self.loans:
             return True
-        self._wait_for_update()
+        self._wait_for_update(ds_id)
         place = self._places[ds_id]
         buffer = self._take(place.n_bytes, is_ahead=is_ahead)
         if buffer is None:
