@@ -277,11 +277,13 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         """What was updated on the drive is read from where its gradient was, by every rank alike."""
         if self.session.params is None:
             return
-        lent = [share for share in self._shares.values() if share.loan is not None]
-        for share in lent:
-            share.is_zeroed = False
-            self.session.params.loans.lend(share.param, share.loan)
-        self.session.params.written_behind({share.ds_id for share in lent}, self.states.wait_written)
+        lent: set[int] = set()
+        for share in self._shares.values():
+            if share.loan is not None:
+                share.is_zeroed = False
+                self.session.params.loans.lend(share.param, share.loan)
+                lent.add(share.ds_id)
+        self.session.params.written_behind(lent, self.states.wait_written)
 
     def _copy_to_device(self) -> None:
         for share in self._shares.values():
