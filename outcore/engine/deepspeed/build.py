@@ -17,7 +17,7 @@ import torch
 from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.builder import build_config
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
-from outcore.engine.deepspeed.environment import prepare_environment
+from outcore.engine.deepspeed.environment import accelerator, prepare_environment
 from outcore.engine.deepspeed.nvme import validate_nvme_path
 from outcore.engine.deepspeed.offload import usable_for_deepspeed
 from outcore.engine.deepspeed.settings import BuiltConfig, DeepSpeedSettings, ModelFacts, RunFacts
@@ -105,10 +105,7 @@ def usable_here(path: str, required_space_gb: float) -> tuple[bool, str]:
     ok, message = usable_for_deepspeed(path, required_space_gb)
     if not ok:
         return ok, message
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator: Any = get_accelerator()
-    builder = accelerator.create_op_builder("AsyncIOBuilder")
+    builder = accelerator().create_op_builder("AsyncIOBuilder")
     if builder is not None and builder.is_compatible(verbose=False):
         return True, message
     return False, (

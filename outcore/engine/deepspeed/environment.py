@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 GROUP_OF_ONE = "OUTCORE_GROUP_OF_ONE"
 """Holds the process that became a group of one by itself, and its port: a child that inherits the variables as they are
@@ -21,6 +22,13 @@ is another group, with a port, and a buffer in shared memory that is named by it
 def extensions_dir() -> Path:
     """Where set-up builds DeepSpeed's C++ extensions: inside the environment, so that they go with its torch."""
     return Path(sys.prefix) / "torch_extensions"
+
+
+def accelerator() -> Any:
+    """DeepSpeed's; imported late, because it reads the environment."""
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()
 
 
 def free_port() -> int:

@@ -16,6 +16,8 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from outcore.engine.deepspeed.environment import accelerator
+
 
 class Loans:
     """`mark_absent(param)`: the share is on the drive alone from now on."""
@@ -56,10 +58,3 @@ class Loans:
     def clear(self) -> None:
         """At the end."""
         self._lent.clear()
-
-
-def accelerator() -> Any:
-    """DeepSpeed's."""
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator()

@@ -20,6 +20,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from outcore.engine.deepspeed.environment import accelerator
 from outcore.engine.deepspeed.staged import gradients
 from outcore.engine.deepspeed.staged.params import prefetch_by_trace
 from outcore.engine.deepspeed.staged.session import StagedSession
@@ -107,7 +108,7 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._create_next_swappable_fp32_groups()
         if self.contiguous_gradients:
             for dtype, bucket in self.ipg_buckets.items():
-                device = _accelerator().current_device_name()
+                device = accelerator().current_device_name()
                 bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=device)
         params = [p for group in self.fp16_groups for p in group]
         if self.session.gradients is not None:
@@ -225,8 +226,8 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         )
         if is_last:
             self._offload_grad_partition_at_boundary(param, value, None, None)
-        if param.grad is not None and not _accelerator().is_synchronized_device():
-            param.grad.record_stream(_accelerator().current_stream())
+        if param.grad is not None and not accelerator().is_synchronized_device():
+            param.grad.record_stream(accelerator().current_stream())
         param.grad = None
 
     def _settle_gradients(self) -> None:
@@ -245,7 +246,7 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def _read_gradient(self, share: Share) -> torch.Tensor:
         """On the device: of a share that was not used by the last micro-batch, where norms are taken on the way."""
         if share.grad is not None:
-            return share.grad.to(_accelerator().current_device_name())
+            return share.grad.to(accelerator().current_device_name())
         assert self.session.gradients is not None
         return self.session.gradients.read(share.ds_id)
 
@@ -347,9 +348,3 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         idle = self.states.close()
         self.pool.close(cancel=True)
         self.session.close(drive_is_idle=idle)
-
-
-def _accelerator() -> Any:
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator()

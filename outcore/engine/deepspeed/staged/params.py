@@ -25,7 +25,8 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from outcore.engine.base import EngineError
-from outcore.engine.deepspeed.staged.loans import Loans, accelerator
+from outcore.engine.deepspeed.environment import accelerator
+from outcore.engine.deepspeed.staged.loans import Loans
 from outcore.engine.stream.host_memory import pageable
 from outcore.staging import Lease, PinnedPool, PinnedPoolFull
 from outcore.staging.allocator import ALIGNMENT_BYTES
