@@ -52,7 +52,7 @@ def kept_on_drive(config: TrainConfig, nvme_path: str | None) -> int:
 def space_reserves(
     config: TrainConfig, folder: RunFolder, nvme_path: str | None, engine: Engine, precision: str
 ) -> dict[Path, int]:
-    """Free bytes that each folder of the run must keep: for a checkpoint and for the export, where they are written.
+    """Free bytes that each folder to which the run writes must keep: a checkpoint's, the export's, or a little.
 
     What is offloaded to `nvme_path` has all its space from the start.
     """
@@ -60,15 +60,12 @@ def space_reserves(
     checkpoint_bytes = engine.state_bytes() if config.save_strategy != "no" else 0
     exported = facts.trainable_params if config.lora_r and config.lora_export == "adapter" else facts.total_params
     export_bytes = exported * ELEMENT_BYTES[precision] if config.export else 0
-    reserves: dict[Path, int] = {}
-    for path, n_bytes in (
-        (folder.checkpoints, checkpoint_bytes),
-        (folder.export.parent, export_bytes),
-        (folder.logs, 0),
-        *([(Path(nvme_path), 0)] if nvme_path else []),
-    ):
-        needed_bytes = n_bytes + SPACE_MARGIN_BYTES if n_bytes else 0
-        reserves[path] = max(SPACE_RESERVE_BYTES, needed_bytes, reserves.get(path, 0))
+    reserves = {folder.logs: SPACE_RESERVE_BYTES}
+    if nvme_path:
+        reserves[Path(nvme_path)] = SPACE_RESERVE_BYTES
+    for path, n_bytes in ((folder.checkpoints, checkpoint_bytes), (folder.export.parent, export_bytes)):
+        if n_bytes:
+            reserves[path] = max(SPACE_RESERVE_BYTES, n_bytes + SPACE_MARGIN_BYTES, reserves.get(path, 0))
     return reserves
 
 
