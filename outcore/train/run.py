@@ -195,7 +195,8 @@ class Run:
             words += f"; validation loss {evals['eval_loss']:.3f}, perplexity {evals['eval_perplexity']:.2f}"
         self.say(words)
         self.say(f"log and loss curve: {folder.logs}")
-        self.say(f"checkpoints:        {folder.checkpoints}")
+        if self.config.save_strategy != "no":
+            self.say(f"checkpoints:        {folder.checkpoints}")
         if self.config.export:
             self.say(f"model:              {folder.export}  ({how_to_load(folder.export)})")
 
