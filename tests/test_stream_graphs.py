@@ -8,8 +8,10 @@ import pytest
 import torch
 from stream_models import packed_batch, plain_batch, tiny_loaded
 
+from outcore.engine.stream import build
 from outcore.engine.stream import graphs as module
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.graphs import CALLS_BEFORE, LayerGraphs, _Graph
 from outcore.engine.stream.settings import StreamSettings
 from outcore.units import MIB
@@ -137,10 +139,10 @@ def test_a_failed_capture_says_why_once_and_goes_on(caplog):
     assert len([r for r in caplog.records if "CUDA graphs" in r.getMessage()]) == 1
 
 
-def train(graphs: bool, device: str, steps: int = 4):
+def train(graphs: bool, device: str, steps: int = 4, compile: str = "on", family: str = "llama"):
     engine = build_stream_engine(
-        tiny_loaded("llama", dtype=torch.bfloat16),
-        replace(SETTINGS, cuda_graphs="auto" if graphs and device == "cuda" else "off"),
+        tiny_loaded(family, dtype=torch.bfloat16),
+        replace(SETTINGS, cuda_graphs="auto" if graphs and device == "cuda" else "off", compile=compile),
         device=device,
         pinned_grant=False,
         trial=False,
@@ -149,6 +151,7 @@ def train(graphs: bool, device: str, steps: int = 4):
     assert compiled is not None
     if graphs and device == "cpu":
         compiled.graphs = CpuGraphs(torch.device("cpu"))
+        compiled.graphs_fit_eager = compile == "off"
     try:
         batches = [plain_batch(2, 16, seed=1), packed_batch(2, 16, seed=2), plain_batch(2, 16, seed=3)]
         losses = [engine.train_step(batches, LR).loss for _ in range(steps)]
@@ -160,9 +163,39 @@ def train(graphs: bool, device: str, steps: int = 4):
 
 
 @pytest.mark.no_cover
+@pytest.mark.parametrize("compile", ["on", "off"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_training_is_the_same_with_graphs(device):
-    plain, graphed = train(False, device), train(True, device)
+def test_training_is_the_same_with_graphs(device, compile):
+    plain, graphed = train(False, device, compile=compile), train(True, device, compile=compile)
+    assert graphed[2] > 0 and plain[2] == 0
+    assert graphed[0] == plain[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], graphed[1], strict=True))
+
+
+def test_layers_with_dropout_are_not_captured():
+    loaded = tiny_loaded("gpt2", dtype=torch.float32)
+    units = discover_units(loaded)
+    settings = replace(SETTINGS, compile="off")
+    fits = []
+    for rate in (0.0, 0.1):
+        for part in loaded.model.modules():
+            if isinstance(part, torch.nn.Dropout):
+                part.p = rate
+        found = build._compiled(loaded, units, settings, torch.device("cuda"), 0.0)
+        fits.append(found.graphs_fit_eager)
+        assert found.why_not == "compile: off"
+    assert fits == [True, False]
+    assert not build._compiled(loaded, units, settings, torch.device("cpu"), 0.0).graphs_fit_eager
+    assert not build._compiled(loaded, units, settings, torch.device("cuda"), 0.01).graphs_fit_eager
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_eager_layers_are_captured_on_a_gpu(family):
+    plain, graphed = (
+        train(False, "cuda", compile="off", family=family),
+        train(True, "cuda", compile="off", family=family),
+    )
     assert graphed[2] > 0 and plain[2] == 0
     assert graphed[0] == plain[0]
     assert all(torch.equal(a, b) for a, b in zip(plain[1], graphed[1], strict=True))

@@ -281,20 +281,24 @@ def _compiled(
 ) -> CompiledLayers:
     graphs = LayerGraphs(device) if device.type == "cuda" and settings.cuda_graphs == "auto" else None
     compiled = CompiledLayers(units, settings.compile, graphs=graphs)
-    if settings.compile == "off":
-        return compiled
     if settings.compile == "auto" and device.type != "cuda":
         compiled.why_not = "compile: auto compiles on a GPU only"
-    elif aux_coefficient:
-        compiled.give_up("the routers' balancing loss needs their logits, which are read from the eager layers.")
-    elif draws_random_numbers(units):
-        compiled.give_up("dropout is at work, and must draw the same numbers in forward and recomputation.")
-    elif not sharing_holds(loaded):
+    if graphs is None and compiled.why_not:
+        return compiled
+    if aux_coefficient:
+        compiled.cannot("the routers' balancing loss needs their logits, which are read from the eager layers.")
+        return compiled
+    if draws_random_numbers(units):
+        compiled.cannot("dropout is at work, and must draw the same numbers in forward and recomputation.")
+        return compiled
+    if sharing_holds(loaded):
+        compiled.graphs_fit_eager = True
+        return compiled
+    if not compiled.why_not:
         logger.warning(
             "layers that look alike differ in their results, so each is compiled by itself: a slow first step"
         )
-        return CompiledLayers(units, settings.compile, share=False, graphs=graphs)
-    return compiled
+    return CompiledLayers(units, settings.compile, share=False, graphs=graphs)
 
 
 def _prepare_model(units: Units, device: torch.device, *, expert_by_expert: bool) -> None:

@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -55,6 +56,9 @@ class CompiledLayers:
         self._like = alike(units.layers) if share else list(range(len(units.layers)))
         self._backend = backend
         self.graphs = graphs
+        self.graphs_fit_eager = False
+        """Whether eager layers may be captured: nothing random in them, nobody looks into them, and those that are
+        alike may share a graph."""
         self._functions: dict[tuple[int, bool], tuple[Callable[..., Any], Callable[..., Any]]] = {}
         """By kind, and whether for the usual shape only."""
         self._usual: torch.Size | None = None
@@ -98,6 +102,11 @@ class CompiledLayers:
         self.why_not = reason
         logger.warning("layers run eagerly: %s", reason)
 
+    def cannot(self, reason: str) -> None:
+        """`give_up`, unless it was not asked for."""
+        if not self.why_not:
+            self.give_up(reason)
+
     def forward(
         self, layer: int, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, call: LayerCall
     ) -> torch.Tensor | None:
@@ -116,6 +125,32 @@ class CompiledLayers:
         """Gradient of the input; those of the trainable parameters are added to `sums`. None when it could not be
         compiled (nothing was added then)."""
         return self._run(layer, 1, list(tensors), hidden, call.args, call.kwargs, grad, sums)
+
+    def has_eager_graphs(self, layer: int) -> bool:
+        """Whether this layer, not being compiled, is to be run through graphs: while training, until one fails."""
+        return (
+            self.graphs is not None
+            and self.graphs_fit_eager
+            and not self.graphs.why_not
+            and self.units.layers[layer].training
+        )
+
+    def eager(
+        self,
+        layer: int,
+        which: int,
+        function: Callable[..., torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        call: LayerCall,
+        *more: Any,
+    ) -> torch.Tensor:
+        """`function(layer, tensors, hidden, args, kwargs, *more)` through a graph that layers that are alike share;
+        `which`: 0 forward, 1 backward."""
+        assert self.graphs is not None
+        name = ("eager", self._like[layer], which)
+        with torch.no_grad():
+            return self.graphs.run(name, partial(function, layer), list(tensors), hidden, call.args, call.kwargs, *more)
 
     def _run(self, layer: int, which: int, *args: Any) -> Any:
         hidden: torch.Tensor = args[1]

@@ -1,4 +1,4 @@
-"""CUDA graphs of compiled layers: a layer's twenty to forty launches become one.
+"""CUDA graphs of layers: the twenty to forty launches of a compiled layer, the hundreds of an eager one become one.
 
 A layer of a 1 B model on a fast GPU takes a millisecond, about as long as the host needs to launch its kernels while it
 also feeds lanes and optimizer, so the GPU waits for the host. A function whose arguments have come in the same shapes a

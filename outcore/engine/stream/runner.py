@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -99,6 +100,8 @@ class UnitRunner:
             output = self.compiled.forward(index, tensors, hidden, call)
             if output is not None:
                 return output, []
+        elif self.compiled is not None and self.compiled.has_eager_graphs(index):
+            return self.compiled.eager(index, 0, self._eager_forward, tensors, hidden, call), []
         return self._run_layer(index, tensors, hidden, call)
 
     def layer_backward(
@@ -120,6 +123,10 @@ class UnitRunner:
             found = self.compiled.backward(index, self.weights.tensors(unit, slab), hidden, call, grad, sums)
             if found is not None:
                 return found
+        elif self.compiled is not None and self.compiled.has_eager_graphs(index):
+            sums = into.sums() if into is not None else []
+            function = partial(self._eager_backward, slab=slab)
+            return self.compiled.eager(index, 1, function, self.weights.tensors(unit, slab), hidden, call, grad, sums)
         leaves, trainable = self.weights.leaves(unit, slab)
         x = hidden.detach().requires_grad_()
         with torch.enable_grad():
@@ -132,6 +139,35 @@ class UnitRunner:
         grad_x, *grad_params = torch.autograd.grad(outputs, [x, *trainable], grads, allow_unused=True)
         if into is not None:
             into.add(grad_params)
+        return grad_x
+
+    def _eager_forward(
+        self, index: int, tensors: list[torch.Tensor], hidden: torch.Tensor, args: tuple, kwargs: dict
+    ) -> torch.Tensor:
+        """As a graph takes it."""
+        return self._run_layer(index, tensors, hidden, LayerCall(args, kwargs))[0]
+
+    def _eager_backward(
+        self,
+        index: int,
+        tensors: list[torch.Tensor],
+        hidden: torch.Tensor,
+        args: tuple,
+        kwargs: dict,
+        grad: torch.Tensor,
+        sums: list[torch.Tensor],
+        *,
+        slab: torch.Tensor,
+    ) -> torch.Tensor:
+        """Likewise; `tensors` are views of `slab`."""
+        leaves, trainable = self.weights.leaves(self.units.layer_units[index], slab)
+        x = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            output, _ = self._run_layer(index, leaves, x, LayerCall(args, kwargs))
+        grad_x, *found = torch.autograd.grad(output, [x, *trainable], grad, allow_unused=True)
+        for total, part in zip(sums, found, strict=True):
+            if part is not None:
+                total.add_(part)
         return grad_x
 
     def _run_layer(

@@ -61,7 +61,7 @@ class StreamSettings:
     compile: Literal["auto", "on", "off"] = "auto"
     """Layers through torch.compile. auto: on a GPU, where the model allows it; the reason is said where not."""
     cuda_graphs: Literal["auto", "off"] = "auto"
-    """Compiled layers as CUDA graphs where their launches would keep a fast GPU waiting; see `graphs`."""
+    """Layers as CUDA graphs where their launches would keep a fast GPU waiting; see `graphs`."""
     packed_attention: Literal["auto", "masks"] = "auto"
     """Documents in packed rows. auto: torch's variable-length kernel where it computes what masks do; see
     `packed_rows`."""
