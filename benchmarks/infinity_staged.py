@@ -9,7 +9,9 @@
 
 Every variant is a process of its own with the same model, tokens and seed: llama-1b, 16,384 tokens a step, torch's
 allocator capped at 6.5 GiB. `-ram`: everything in RAM; `-opt`: optimizer states on NVMe, parameters in RAM; `-all`:
-both on NVMe. `ours-*` keeps the lossless split master (10 B per parameter), `ours-*-fp32` plain fp32 states (12 B).
+both on NVMe. `ours-*` keeps the lossless split master (10 B per parameter), `ours-*-fp32` plain fp32 states (12 B),
+`ours-*-little` has as much staging memory as a ring of 1 GiB needs instead of what a run takes by itself, so that less
+stays in the ring from one update to the next.
 Stock DeepSpeed runs with the swap sizes of outcore's builder, which do not crash, and the drive settings of its tuner
 on the measured machine (queue depth 32, 8 threads); `stock-ram-sg3e7` with the sub-group size that was best in
 `stream_race.py --group sweep`. Ratios are to the fastest stock of a residency.
@@ -49,11 +51,17 @@ ZERO = {
     "opt": {"zero_stage": "infinity", "nvme_offload_params": False},
     "all": {"zero_stage": "infinity", "max_in_cpu_gb": 0.0},
 }
+LITTLE_STAGING_BYTES = {"opt": 1024 << 20, "all": 2464 << 20}
+"""For a ring of 1 GiB and, with parameters on NVMe, what these need of llama-1b."""
 VARIANTS: dict[str, dict[str, Any]] = {
     **{f"stock-{where}": {"where": where, "outcore": {"offload": "stock"}} for where in ZERO},
     "stock-ram-sg3e7": {"where": "ram", "outcore": {"offload": "stock"}, "zero": {"sub_group_size": 30_000_000}},
     **{f"ours-{where}": {"where": where, "outcore": {"state_format": "split"}} for where in ZERO},
     **{f"ours-{where}-fp32": {"where": where, "outcore": {"state_format": "fp32"}} for where in ZERO},
+    **{
+        f"ours-{where}-little": {"where": where, "outcore": {"state_format": "split", "staging_bytes": n_bytes}}
+        for where, n_bytes in LITTLE_STAGING_BYTES.items()
+    },
 }
 COMPARED = (
     "preset", "seq_length", "micro_batch", "accumulation", "warm", "steps", "cap_gib", "cpu", "deterministic",
@@ -67,6 +75,7 @@ TIMEOUT_S = 900
 def train(options: dict[str, Any]) -> dict[str, Any]:
     """Child: a variant's seconds per step, phases, drive bytes, memory and losses."""
     sys.path.insert(0, str(ROOT))
+    import psutil
     import torch
     from race_common import DeviceWatch, cap_allocator, drive_bytes, rss_bytes, synchronize
 
@@ -91,7 +100,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     run = RunFacts(
         device="cuda" if has_cuda else "cpu", precision="bf16", micro_batch_size=options["micro_batch"],
         gradient_accumulation_steps=options["accumulation"], learning_rate=1e-4, max_grad_norm=1.0,
-        lr_scheduler_type="none", total_steps=1000,
+        lr_scheduler_type="none", total_steps=1000, ram_available_bytes=psutil.virtual_memory().available,
     )  # fmt: skip
     config = {"aio": TUNED_AIO, "outcore": options["outcore"], "zero_optimization": {"overlap_comm": True}}
     config["zero_optimization"] |= options.get("zero", {})

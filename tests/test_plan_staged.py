@@ -24,17 +24,22 @@ LAPTOP = load_hardware("rtx4070-laptop")
 SHAPE = preset_shape("llama-3b")
 N = 3_212_749_824
 GB1 = 10**9
+LITTLE = GIB
+"""Of staging memory: a ring of 21 slots for chunks of 4 Mi parameters, states and 16-bit parameters."""
+KEPT = 20 << 22
+"""Parameters whose states stay in that ring from one update to the next."""
 
 
 def test_all_on_the_drive_by_hand():
-    layout = DeepSpeedLayout("infinity", "nvme", "nvme", 2, 4, Staged("split"))
+    layout = DeepSpeedLayout("infinity", "nvme", "nvme", 2, 4, Staged("split", staging_bytes=LITTLE))
     p = plan_deepspeed(SHAPE, RunRequest(), LAPTOP, 1024, layout)
     on_drive = 2 * N - GB1  # --max_in_cpu_gb keeps 1 GB of parameters in RAM
     assert p.part_bytes("nvme", "parameters") == on_drive
     assert (p.part_bytes("nvme", "master"), p.part_bytes("nvme", "moments")) == (2 * N, 8 * N)
     assert p.part_bytes("nvme", "gradients") == 0
-    assert p.drive_written_bytes_per_step == 10 * N + on_drive
-    assert p.drive_read_bytes_per_step == 10 * N + on_drive + 2 * 3 * on_drive  # twice per micro-batch but the first
+    assert p.drive_written_bytes_per_step == 10 * (N - KEPT) + on_drive
+    update = 10 * (N - KEPT) + on_drive * (1 - KEPT / N)
+    assert p.drive_read_bytes_per_step == int(update + 2 * 3 * on_drive)  # twice per micro-batch but the first
     in_ram = sum(p.part_bytes(tier, name) for tier in ("ram", "pinned") for name in ("gradients", "parameters"))
     assert in_ram == 2 * N + GB1
     assert p.part_bytes("ram", "ring of states on their way") <= GIB
@@ -43,11 +48,36 @@ def test_all_on_the_drive_by_hand():
 def test_a_format_with_whole_masters_needs_no_parameters_for_the_update():
     reads = [
         plan_deepspeed(
-            SHAPE, RunRequest(), LAPTOP, 1024, DeepSpeedLayout("infinity", "nvme", "nvme", 2, 1, Staged(states))
+            SHAPE, RunRequest(), LAPTOP, 1024,
+            DeepSpeedLayout("infinity", "nvme", "nvme", 2, 1, Staged(states, staging_bytes=LITTLE)),
         ).drive_read_bytes_per_step
         for states in ("split", "fp32")
-    ]
-    assert reads == [10 * N + 2 * N - GB1, 12 * N]
+    ]  # fmt: skip
+    kept = 17 << 22  # of 18 slots
+    assert reads == [int(10 * (N - KEPT) + (2 * N - GB1) * (1 - KEPT / N)), 12 * (N - kept)]
+
+
+def test_the_ring_takes_what_ram_and_staging_memory_leave_and_saves_as_much_each_way():
+    """Parameters in RAM, fp32 states: 48 MiB a slot. 4 B a parameter of homes; half of the RAM left at most, and a
+    third of the states."""
+
+    def planned(staging_gib: int, ram_gib: float):
+        machine = dataclasses.replace(LAPTOP, ram_bytes=int(ram_gib * GIB))
+        told = Staged("fp32", staging_bytes=staging_gib * GIB)
+        return plan_deepspeed(
+            SHAPE, RunRequest(), machine, 1024, DeepSpeedLayout("infinity", "nvme", "cpu", 2, 1, told)
+        )
+
+    homes_gib = 4 * N / GIB + 3
+    found = []
+    for staging_gib, ram_gib in ((1, 64), (4, 64), (4, homes_gib + 4), (4, homes_gib + 1), (32, 64)):
+        p = planned(staging_gib, ram_gib)
+        ring = p.part_bytes("ram", "ring of states on their way")
+        slots = ring // (48 << 20)
+        found.append(ring / GIB)
+        assert p.drive_read_bytes_per_step == p.drive_written_bytes_per_step
+        assert p.drive_read_bytes_per_step == 12 * (N - (slots - max(1, slots // 16) << 22))
+    assert found == pytest.approx([1, 4, 2, 1, 4 * N / GIB], abs=0.06)
 
 
 @pytest.mark.parametrize("passes", [1, 4])
@@ -55,16 +85,19 @@ def test_gradients_on_the_drive_by_hand(passes: int):
     plans = [
         plan_deepspeed(
             SHAPE, RunRequest(), LAPTOP, 1024,
-            DeepSpeedLayout("infinity", "nvme", "nvme", 2, passes, Staged("split", gradients_on_nvme=on_nvme)),
+            DeepSpeedLayout(
+                "infinity", "nvme", "nvme", 2, passes, Staged("fp32", gradients_on_nvme=on_nvme, staging_bytes=LITTLE)
+            ),
         )
         for on_nvme in (False, True)
     ]  # fmt: skip
     ram, drive = plans
     assert (ram.homes["gradients"], drive.homes["gradients"]) == ("RAM", "NVMe")
     assert ["--nvme_offload_gradients true" in plan.flags for plan in plans] == [False, True]
-    assert drive.drive_written_bytes_per_step - ram.drive_written_bytes_per_step == passes * 2 * N
+    more = 12 * (2 << 22)  # a slot takes the gradient too: 15 of 16 chunks are kept, not 17 of 18
+    assert drive.drive_written_bytes_per_step - ram.drive_written_bytes_per_step == passes * 2 * N + more
     not_lent = 2 * (2 * N - GB1)  # without gradients in RAM there is no memory of theirs for the first micro-batch
-    assert drive.drive_read_bytes_per_step - ram.drive_read_bytes_per_step == passes * 2 * N + not_lent
+    assert drive.drive_read_bytes_per_step - ram.drive_read_bytes_per_step == passes * 2 * N + not_lent + more
     in_ram = [sum(part.size_bytes for part in plan.parts if part.tier in ("ram", "pinned")) for plan in plans]
     assert 2 * N - (1 << 28) < in_ram[0] - in_ram[1] < 2 * N  # less the memory through which they flow
     assert drive.time.step_s > ram.time.step_s
@@ -89,7 +122,8 @@ def test_gradients_on_the_drive_by_hand(passes: int):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_plan_of_a_run_is_what_the_engine_is_told(settings: dict[str, Any], outcore: dict[str, Any], ranks: int):
     facts = ModelFacts(SHAPE.total_params, SHAPE.largest_weight_numel, tied_numels=SHAPE.tied_numels)
-    run = RunFacts(precision="bf16", lr_scheduler_type="none", world_size=ranks)
+    machine = server(num_gpus=ranks)
+    run = RunFacts(precision="bf16", lr_scheduler_type="none", world_size=ranks, ram_available_bytes=machine.ram_bytes)
     chosen = DeepSpeedSettings(**settings, strict_offload=True)
     built = build_config({"outcore": outcore}, chosen, facts, run, nvme_check=lambda path, gb: (True, ""), staged=True)
     told = make_plan(built, facts, run)
@@ -99,7 +133,7 @@ def test_the_plan_of_a_run_is_what_the_engine_is_told(settings: dict[str, Any], 
         2,
     )
     assert figures.packed_attention == "auto"
-    p = run_plan(SHAPE, figures, server(num_gpus=ranks), offload=built.offload)
+    p = run_plan(SHAPE, figures, machine, offload=built.offload)
     assert p.staged and p.state_format == told.states
     state_bytes = (12 if told.states == "fp32" else 10) * -(-N // ranks)
     in_ram = state_bytes if told.state_ram_bytes is None else min(state_bytes, told.state_ram_bytes)
@@ -112,7 +146,10 @@ def test_the_plan_of_a_run_is_what_the_engine_is_told(settings: dict[str, Any], 
     assert p.part_bytes("pinned", "gradients on their way") == ranks * told.grad_staging_bytes
     assert p.part_bytes("nvme", "gradients") == (2 * N if told.grad_staging_bytes else 0)
     assert p.part_bytes("pinned", "parameters on their way") == pytest.approx(ranks * told.staging_bytes, abs=50_000)
-    assert p.part_bytes("ram", "ring of states on their way") <= ranks * told.ring_bytes
+    ring, slots_bytes = p.part_bytes("ram", "ring of states on their way"), ranks * (64 << 20)
+    assert ring <= ranks * told.ring_bytes
+    if told.state_ram_bytes == 0:
+        assert ring > ranks * told.ring_bytes - slots_bytes
 
 
 def test_stages_with_offload_are_planned_staged_and_their_flags_say_the_budget():

@@ -142,11 +142,11 @@ def test_each_micro_batch_writes_once_and_all_but_the_first_read(
 
 
 def test_the_update_reads_gradients_once(results: dict[str, Any]) -> None:
-    """The rings differ in the gradients alone, but for what was read ahead of a fifth step."""
+    """Those of all steps; of the states at least the first step's, and no more than every step's."""
     drive = passed(results, "parameters in RAM")
     moved, blocks = drive["moved"], 30 * 4096
     update_reads = moved["state_read"] - STEPS * moved["gradient_bytes"]
-    assert STEPS * drive["state_bytes"] <= update_reads <= (STEPS + 1.2) * drive["state_bytes"] + STEPS * blocks
+    assert drive["state_bytes"] <= update_reads <= STEPS * (drive["state_bytes"] + blocks)
 
 
 def test_a_checkpoint_continues_bit_by_bit(results: dict[str, Any]) -> None:

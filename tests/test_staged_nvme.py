@@ -96,12 +96,11 @@ def test_everything_is_where_it_was_asked_to_be(results: dict[str, Any]) -> None
     assert 0 < some < everything["moved"]["params_on_nvme"]
 
 
-def test_a_step_writes_every_state_once(results: dict[str, Any]) -> None:
+def test_a_step_writes_every_state_once_but_for_what_the_ring_keeps(results: dict[str, Any]) -> None:
+    """Exact counts are in test_staged_states.py."""
     states = passed(results, "states")
-    assert states["moved"]["state_written"] == 4 * states["state_bytes"]
-    assert (
-        states["moved"]["state_read"] <= 5.2 * states["state_bytes"]
-    )  # four steps, and what was read ahead of a fifth
+    for moved in (states["moved"]["state_written"], states["moved"]["state_read"]):
+        assert states["state_bytes"] < moved <= 4 * states["state_bytes"]
 
 
 def test_8_bit_moments_are_the_same_in_ram_and_on_nvme(results: dict[str, Any]) -> None:

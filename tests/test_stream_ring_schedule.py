@@ -20,10 +20,10 @@ def chunks_of(unit, count):
 class Ring:
     """A schedule over units of so many chunks each, and what a ring would do with it."""
 
-    def __init__(self, counts, num_slots):
+    def __init__(self, counts, num_slots, is_worth_keeping=None):
         self.units = [chunks_of(unit, count) for unit, count in enumerate(counts)]
         order = [chunk for chunks in self.units for chunk in chunks]
-        self.schedule = RingSchedule(order, [SimpleNamespace() for _ in range(num_slots)])
+        self.schedule = RingSchedule(order, [SimpleNamespace() for _ in range(num_slots)], is_worth_keeping)
 
     def ready(self, unit):
         chunks = self.units[unit]
@@ -170,3 +170,70 @@ def test_every_chunk_passes_once_a_step_and_nothing_blocks(counts, num_slots, ra
             ring.schedule.leave(passage)
     ring.schedule.drop_unwanted()
     assert ring.schedule.is_empty
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.randoms(use_true_random=False),
+)
+def test_passes_to_and_fro_keep_their_ends_and_nothing_blocks(counts, num_slots, every, random):
+    """Four passes; units become ready and writes end in any order. What one pass keeps the next does not read."""
+    ring = Ring(counts, num_slots, lambda chunk: chunk.element_offset // 256 % every == 0)
+    everything = sorted(chunk.element_offset for chunks in ring.units for chunk in chunks)
+    ring.schedule.read_ahead()
+    passing, kept = [], set()
+    for number in range(4):
+        waiting, tickets, updated, read = list(range(len(counts))), [], [], []
+        while waiting or not all(ticket.done.is_set() for ticket in tickets):
+            arrived = ring.reads()
+            read += [passage.chunk.element_offset for passage in arrived]
+            passing += arrived
+            assert len({passage.chunk.element_offset for passage in passing}) == len(passing) <= num_slots
+            move = random.choice([*waiting, *(p for p in passing if p.ticket is not None)])  # none: blocked
+            if move in waiting:
+                waiting.remove(move)
+                tickets.append(ring.ready(move)[0])
+            elif not move.is_leaving:
+                move.is_leaving, move.is_kept = True, False
+                updated.append(move.chunk.element_offset)
+                ring.schedule.count_down(move.ticket)
+            else:
+                end_of_write(ring, passing, move)
+        assert sorted(updated) == everything and (not number or not kept & set(read))
+        for passage in [passage for passage in passing if passage.is_leaving]:
+            end_of_write(ring, passing, passage)
+        kept = {passage.chunk.element_offset for passage in ring.schedule.kept}
+        worth = [offset for offset in everything if offset // 256 % every == 0]
+        most = num_slots - 1
+        assert kept == set(() if not most else worth[-most:] if number % 2 == 0 else worth[:most])
+        ring.schedule.turn()
+        ring.schedule.read_ahead()
+        arrived = ring.reads()
+        passing += arrived
+        assert not kept & {passage.chunk.element_offset for passage in arrived}
+
+
+def end_of_write(ring, passing, passage):
+    if ring.schedule.keeps(passage.chunk):
+        assert not ring.schedule.keep(passage)
+    else:
+        passing.remove(passage)
+        ring.schedule.leave(passage)
+
+
+def test_a_kept_chunk_whose_unit_is_ready_again_goes_on_at_once():
+    """Its parameters were still being written when the next pass began."""
+    ring = Ring([1, 1], 2, lambda chunk: True)
+    first = [ring.ready(unit)[0] for unit in (0, 1)]
+    low, high = ring.reads()
+    for passage, ticket in zip((low, high), first, strict=True):
+        passage.is_leaving = True
+        ring.schedule.count_down(ticket)
+    ring.schedule.leave(low)
+    ring.schedule.turn()
+    again, found = ring.ready(1)
+    assert not found and not ring.reads()
+    assert ring.schedule.keep(high) and high.ticket is again
+    assert not ring.schedule.next_read()

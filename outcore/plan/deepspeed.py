@@ -54,7 +54,7 @@ def plan_deepspeed(
     vram = vram_parts(shape, request, hardware, seq_length, layout)
     homes = None
     if layout.staged is not None:
-        homes = staged_homes(shape, request, gpus, layout.optimizer, layout.params, layout.staged)
+        homes = staged_homes(shape, request, hardware, layout.optimizer, layout.params, layout.staged)
         ram, pinned = staged_host_parts(homes, layout.staged, hardware)
         drive, buffers_note = staged_drive_parts(homes, layout.staged), [STAGED_NOTE] if "nvme" in layout.homes else []
     else:

@@ -1,11 +1,12 @@
 """Forecast of DeepSpeed's ZeRO-3 with outcore's staged offload, which is what a run with offloaded states really does.
 
 Who keeps how much where is decided by the engine's own rule (`outcore.engine.deepspeed.staged.sizes`), asked for one
-rank. Every state is read once and written once an update. Parameters on the drive are read in forward and backward of
-each micro-batch but the first, which finds the trainable ones in the memory of gradients; the update writes them, and
-reads them where the format is split. Gradients on the drive are written in the backward of each micro-batch, read in
-all but the first, and read by the update; there is no memory of gradients then. Rates are the streaming engine's, whose
-ring and optimizer these are. One run on a drive was compared (docs/planning.md).
+rank. Every state is read once and written once an update, but for those that the ring keeps from one update to the
+next: they cost nothing, and their parameters are written only. Parameters on the drive are read in forward and backward
+of each micro-batch but the first, which finds the trainable ones in the memory of gradients; the update writes them,
+and reads them where the format is split. Gradients on the drive are written in the backward of each micro-batch, read
+in all but the first, and read by the update; there is no memory of gradients then. Rates are the streaming engine's,
+whose ring and optimizer these are. One run on a drive was compared (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from outcore.engine.deepspeed.settings import Device
 from outcore.engine.deepspeed.staged.sizes import RING_SLOTS, StagedFacts, staged_sizes
+from outcore.engine.stream.ring_sizes import kept_slots
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Part
@@ -52,6 +54,8 @@ class StagedHomes:
     staging: int
     gradient_staging: int
     ring: int
+    kept: int
+    """Of the states on the drive: what stays in the ring from an update to the next."""
     overhead: int
 
 
@@ -66,14 +70,15 @@ class StagedUpdate:
 
 
 def staged_homes(
-    shape: ModelShape, request: RunRequest, gpus: int, optimizer: Device, params: Device, staged: Staged
+    shape: ModelShape, request: RunRequest, hardware: Hardware, optimizer: Device, params: Device, staged: Staged
 ) -> StagedHomes:
     """What lives where, by the engine's rule."""
+    gpus = hardware.num_gpus
     e, state_bytes = request.element_bytes, sum(k.STATE_FORMATS[staged.states])
     trained, whole = -(-shape.trainable_params // gpus), -(-shape.total_params // gpus)
     largest = -(-shape.largest_weight_numel // gpus)
     chunk = min(k.CHUNK_NUMEL, largest)
-    slot = int(chunk * state_bytes) + round_up(chunk * e, 4096) * (2 if staged.gradients_on_nvme else 1)
+    slot = int(chunk * state_bytes) + round_up(chunk * e, 4096) * ((params == "nvme") + staged.gradients_on_nvme)
     budget = staged.ram_budget_bytes
     sizes = staged_sizes(
         StagedFacts(
@@ -82,6 +87,7 @@ def staged_homes(
             whole_bytes=e * whole,
             largest_bytes=round_up(e * largest, 4096),
             live_bytes=e * (k.DEEPSPEED_LIVE_NUMEL + k.DEEPSPEED_BUCKET_NUMEL) // gpus,
+            state_bytes=int(state_bytes * trained),
             slot_bytes=slot,
             optimizer=optimizer,
             params=params,
@@ -90,6 +96,7 @@ def staged_homes(
             max_in_ram_bytes=staged.max_in_ram_bytes,
             tied_bytes=sum(round_up(e * -(-numel // gpus), 4096) for numel in shape.tied_numels),
             gradients_on_nvme=staged.gradients_on_nvme,
+            ram_bytes=hardware.ram_bytes // gpus,
         )
     )
     states = int(state_bytes * trained)
@@ -98,6 +105,7 @@ def staged_homes(
     gradients_on_drive = e * trained if staged.gradients_on_nvme else 0
     flows = states - states_in_ram + sizes.param_bytes - in_ram + gradients_on_drive
     chunks = -(-flows // slot)
+    slots = min(RING_SLOTS, sizes.ring_bytes // slot, chunks)
     return StagedHomes(
         params_in_ram=gpus * in_ram,
         params_on_drive=gpus * (sizes.param_bytes - in_ram),
@@ -108,7 +116,8 @@ def staged_homes(
         gradients_on_drive=gpus * gradients_on_drive,
         staging=gpus * sizes.staging_bytes,
         gradient_staging=gpus * sizes.grad_staging_bytes,
-        ring=gpus * slot * min(RING_SLOTS, sizes.ring_bytes // slot, chunks),
+        ring=gpus * slot * slots,
+        kept=gpus * min(states - states_in_ram, kept_slots(slots) * int(chunk * state_bytes)),
         overhead=gpus * k.DEEPSPEED_STAGED_OVERHEAD_BYTES,
     )
 
@@ -152,9 +161,10 @@ def staged_drive_parts(homes: StagedHomes, staged: Staged) -> list[Part]:
 def staged_update(shape: ModelShape, homes: StagedHomes, staged: Staged, hardware: Hardware) -> StagedUpdate:
     """The drive and the CPU work at the same time."""
     trained_on_drive = _trained_on_drive(shape, homes)
-    written = homes.states_on_drive + trained_on_drive
-    read = homes.states_on_drive + homes.gradients_on_drive
-    read += trained_on_drive if staged.states.startswith("split") else 0.0
+    written = homes.states_on_drive - homes.kept + trained_on_drive
+    read = homes.states_on_drive - homes.kept + homes.gradients_on_drive
+    if staged.states.startswith("split"):
+        read += trained_on_drive * (1 - homes.kept / homes.states_on_drive if homes.states_on_drive else 1)
     return StagedUpdate(
         read_bytes=read,
         written_bytes=written,

@@ -4,17 +4,22 @@ Chunks of units that are ready (their gradient is complete) go first, the lowest
 them waits, nothing is read ahead. The slots left over take what the next updates will need, in the order of the pass,
 whether or not the gradient or the norm is known. Some slots are kept for units that are ready, so that reading ahead
 can never block them. It stops at a unit whose update of the step before is not over: its states are not on the drive.
+
+A ring whose passes go to and fro (`turn`) need not let go of what the next pass takes first: the last chunks of a pass
+stay in their slots, newer than the drive, and are neither written by this pass nor read by the next one. Each slot that
+is kept saves two transfers an update. A few slots always flow, so chunks that are not worth a slot pass through them.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from outcore.engine.stream.placement import StateChunk
+from outcore.engine.stream.ring_sizes import kept_slots
 from outcore.engine.stream.ring_slots import RingSlot
 from outcore.engine.stream.units import Unit
 from outcore.optim import AdamWHyper
@@ -45,6 +50,8 @@ class Passage:
     reads_left: int = 0
     is_leaving: bool = False
     """It is updated or written."""
+    is_kept: bool = False
+    """It stays in its slot for the next pass; its states are newer than those on the drive."""
 
     @property
     def is_read(self) -> bool:
@@ -52,11 +59,23 @@ class Passage:
 
 
 class RingSchedule:
-    """See the module docstring. `order`: the chunks as updates will need them. All calls from one thread."""
+    """See the module docstring. `order`: the chunks as updates will need them. All calls from one thread.
 
-    def __init__(self, order: Sequence[StateChunk], slots: Sequence[RingSlot]) -> None:
-        self._order = order
-        self._place_after = {chunk.unit.index: place + 1 for place, chunk in enumerate(order)}
+    `is_worth_keeping`: whether a chunk may keep its slot; only for a ring that turns, and where every unit becomes
+    ready in every pass, because what is kept leaves when its unit is updated.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[StateChunk],
+        slots: Sequence[RingSlot],
+        is_worth_keeping: Callable[[StateChunk], bool] | None = None,
+    ) -> None:
+        self._step = 1
+        """-1 while passes go from the last unit to the first."""
+        self._max_kept = kept_slots(len(slots))
+        self._is_worth_keeping = is_worth_keeping
+        self._set_order(list(order))
         self._ahead = len(order)
         """Place in the order of what is read ahead next."""
         self._max_ahead = len(slots) - max(1, len(slots) // KEPT_SHARE)
@@ -65,7 +84,39 @@ class RingSchedule:
         """By `element_offset` of the chunk."""
         self._tickets: set[RingTicket] = set()
         self._ready: list[RingTicket] = []
-        """Those with chunks that are in no slot yet, the lowest unit first."""
+        """Those with chunks that are in no slot yet, the lowest unit first (the highest in a pass back)."""
+
+    def _set_order(self, order: list[StateChunk]) -> None:
+        self._order = order
+        self._place_after = {chunk.unit.index: place + 1 for place, chunk in enumerate(order)}
+        worth = [chunk for chunk in order if self._is_worth_keeping is not None and self._is_worth_keeping(chunk)]
+        self._keeping = {chunk.element_offset for chunk in worth[max(0, len(worth) - self._max_kept) :]}
+
+    def turn(self) -> None:
+        """The next pass goes the other way. No update may be under way."""
+        assert not self._tickets, "a pass is not over"
+        self._step = -self._step
+        self._set_order(self._order[::-1])
+
+    def keeps(self, chunk: StateChunk) -> bool:
+        """Whether this pass leaves the chunk in its slot."""
+        return chunk.element_offset in self._keeping
+
+    def keep(self, passage: Passage) -> bool:
+        """Its update is over and it stays. True when its unit is ready again: it is to be updated at once."""
+        passage.ticket, passage.is_leaving, passage.is_kept = None, False, True
+        for ticket in self._ready:
+            places = [place for place, chunk in enumerate(ticket.unread) if chunk is passage.chunk]
+            if places:
+                passage.ticket = ticket
+                self._take_unread(ticket, places[0])
+                return True
+        return False
+
+    @property
+    def kept(self) -> list[Passage]:
+        """Chunks that wait in their slots for the next pass, newer than the drive."""
+        return [passage for passage in self._passages.values() if passage.is_kept and not passage.is_leaving]
 
     @property
     def is_empty(self) -> bool:
@@ -90,9 +141,11 @@ class RingSchedule:
     def add(self, ticket: RingTicket) -> list[Passage]:
         """Its unit is ready. Returns those of its chunks that were read ahead (perhaps not to the end yet)."""
         self._tickets.add(ticket)
+        if self._is_worth_keeping is not None:
+            self.stop_reading_ahead()  # until the turn: the next pass begins with what this one keeps
         found: list[Passage] = []
         unread: list[StateChunk] = []
-        for chunk in ticket.unread:
+        for chunk in ticket.unread[:: self._step]:
             passage = self._passages.get(chunk.element_offset)
             if passage is None or passage.is_leaving:  # leaving: of the step before
                 unread.append(chunk)
@@ -102,7 +155,7 @@ class RingSchedule:
         ticket.unread = unread
         if unread:
             self._ready.append(ticket)
-            self._ready.sort(key=lambda ready: ready.unit.index)
+            self._ready.sort(key=lambda ready: self._step * ready.unit.index)
         return found
 
     def next_read(self) -> Passage | None:
@@ -112,12 +165,15 @@ class RingSchedule:
         for ticket in self._ready:
             for number, chunk in enumerate(ticket.unread):
                 if chunk.element_offset not in self._passages:
-                    del ticket.unread[number]
-                    if not ticket.unread:
-                        self._ready.remove(ticket)
+                    self._take_unread(ticket, number)
                     return self._enter(chunk, ticket)
         chunk = None if self._ready else self._next_ahead()
         return None if chunk is None else self._enter(chunk, None)
+
+    def _take_unread(self, ticket: RingTicket, place: int) -> None:
+        del ticket.unread[place]
+        if not ticket.unread:
+            self._ready.remove(ticket)
 
     def _next_ahead(self) -> StateChunk | None:
         if sum(passage.ticket is None for passage in self._passages.values()) >= self._max_ahead:
@@ -145,7 +201,7 @@ class RingSchedule:
     def drop_unwanted(self) -> None:
         """Let go of what was read ahead and whose unit is not ready."""
         for passage in list(self._passages.values()):
-            if passage.ticket is None and passage.is_read:
+            if passage.ticket is None and passage.is_read and not passage.is_kept and not passage.is_leaving:
                 self.leave(passage)
 
     def count_down(self, ticket: RingTicket) -> None:

@@ -88,9 +88,13 @@ class RingSlot:
         written."""
         return self._states_part(chunk) + (self._param_part(chunk) if self._homes.state_format.split_master else [])
 
-    def writes(self, chunk: StateChunk) -> list[Part]:
-        """What an update has changed."""
-        return self._states_part(chunk) + self._param_part(chunk)
+    def state_writes(self, chunk: StateChunk) -> list[Part]:
+        """What an update has changed of the states."""
+        return self._states_part(chunk)
+
+    def param_writes(self, chunk: StateChunk) -> list[Part]:
+        """What it has changed of the parameters."""
+        return self._param_part(chunk)
 
     def initialise(self, chunk: StateChunk, timeout_s: float) -> Transfer:
         """Set the chunk's states on NVMe to those of a fresh start; the write under way."""
@@ -110,18 +114,19 @@ class RingSlot:
         return [Part(*self._homes.param_place(chunk), self.param(chunk))] if self.holds_param(chunk) else []
 
 
+def needed_bytes(homes: Homes, chunk: StateChunk) -> int:
+    """What a chunk takes of a slot."""
+    states = round_up(chunk.n_bytes, ALIGNMENT_BYTES) if chunk.buffer is None else 0
+    param = round_up(_param_bytes(chunk), ALIGNMENT_BYTES) if homes.param_piece(chunk) is None else 0
+    place = homes.grad_place(chunk)
+    return states + param + (_gradient_bytes(chunk, place) if place is not None else 0)
+
+
 def ring_slots(
     homes: Homes, chunks: Sequence[StateChunk], memory: HostMemory, ring_bytes: int, max_slots: int
 ) -> list[RingSlot]:
     """As many slots as `ring_bytes` gives, `max_slots` at most, each for any of `chunks`. ValueError for too few."""
-
-    def needed_bytes(chunk: StateChunk) -> int:
-        states = round_up(chunk.n_bytes, ALIGNMENT_BYTES) if chunk.buffer is None else 0
-        param = round_up(_param_bytes(chunk), ALIGNMENT_BYTES) if homes.param_piece(chunk) is None else 0
-        place = homes.grad_place(chunk)
-        return states + param + (_gradient_bytes(chunk, place) if place is not None else 0)
-
-    slot_bytes = round_up(max(needed_bytes(chunk) for chunk in chunks), ALIGNMENT_BYTES)
+    slot_bytes = round_up(max(needed_bytes(homes, chunk) for chunk in chunks), ALIGNMENT_BYTES)
     count = min(max_slots, len(chunks), ring_bytes // slot_bytes)
     if count < 1:
         raise ValueError(

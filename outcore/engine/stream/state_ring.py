@@ -6,8 +6,10 @@ is updated by the optimizer pool as a batch of its own, is written back and leav
 under way: the drive waits neither for the CPU nor for one chunk. A unit counts as done when its parameters may be read;
 writes of states go on under the next step.
 
-Cost: `slots x slot_bytes` of RAM; a chunk is read once and written once per update. A failed transfer or update breaks
-the ring: nothing is started any more and whoever waits gets an EngineError with the cause.
+Cost: `slots x slot_bytes` of RAM; a chunk is read once and written once per update, but for those that a ring whose
+passes go to and fro keeps in its slots for the next pass (`ring_schedule`): of them only the parameters are written, so
+that they may be read from the drive, and `flush` takes their states there. A failed transfer or update breaks the ring:
+nothing is started any more and whoever waits gets an EngineError with the cause.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -24,7 +27,7 @@ from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.placement import StateChunk
 from outcore.engine.stream.ring_schedule import Passage, RingSchedule, RingTicket
-from outcore.engine.stream.ring_slots import Part, initialise_states, ring_slots
+from outcore.engine.stream.ring_slots import Part, initialise_states, needed_bytes, ring_slots
 from outcore.engine.stream.stalls import BusyTime
 from outcore.engine.stream.units import Unit
 from outcore.optim import AdamWHyper, ChunkJob, ChunkResult, JobBatch, OptimizerPool
@@ -45,6 +48,7 @@ class StateRing:
     `descending`: units become ready from the last to the first (immediate updates), not the other way round.
     `keep_param(chunk, param)`: called with the new parameters of a chunk that has none in RAM, on the driver thread;
     True when it kept a copy for whoever reads them, so that the unit is done before the drive has them.
+    `turns`: every unit is submitted in every pass, and each pass goes the other way than the one before (`turn`).
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class StateRing:
         descending: bool,
         timeout_s: float,
         keep_param: Callable[[StateChunk, torch.Tensor], bool] | None = None,
+        turns: bool = False,
     ) -> None:
         self._keep_param = keep_param
         self._homes, self._pool, self._timeout_s = homes, pool, timeout_s
@@ -72,7 +77,7 @@ class StateRing:
         self.error: BaseException | None = None
         initialise_states(slots, order, timeout_s)
         # All below belongs to the driver thread.
-        self._schedule = RingSchedule(order, slots)
+        self._schedule = RingSchedule(order, slots, self._is_worth_keeping if turns else None)
         self._updating: dict[int, tuple[Passage, RingTicket]] = {}
         self._idle_waiters: list[threading.Event] = []
         self._write_waiters: list[threading.Event] = []
@@ -93,6 +98,10 @@ class StateRing:
     def begin_step(self) -> None:
         """Read ahead for a new step, from its first unit on."""
         self._events.put(self._schedule.read_ahead)
+
+    def turn(self) -> None:
+        """All tickets are done: the next pass goes the other way, and is read ahead as far as slots are free."""
+        self._events.put(self._turn)
 
     def passed(self, unit: Unit) -> None:
         """The unit's gradient is complete; what is read ahead from now on comes after it."""
@@ -126,7 +135,8 @@ class StateRing:
             ) from self.error
 
     def wait_written(self) -> None:
-        """Until the drive has every chunk that was updated so far; reading ahead goes on. TimeoutError, EngineError."""
+        """Until the drive has the parameters of every chunk that was updated so far, and the states of those that were
+        not kept; reading ahead goes on. TimeoutError, EngineError."""
         written = threading.Event()
         self._events.put(lambda: self._write_waiters.append(written))
         self._until(written)
@@ -168,6 +178,8 @@ class StateRing:
                 if self.error is None and not self._stopping:
                     while (passage := self._schedule.next_read()) is not None:
                         self._fetch(passage, passage.slot.reads(passage.chunk) + self._gradient(passage))
+                    if self._idle_waiters:
+                        self._let_go()
             except BaseException as error:  # delivered to whoever waits
                 self._fail(error)
             self._tell_idle()
@@ -190,11 +202,24 @@ class StateRing:
             ticket.done.set()
             return
         for passage in self._schedule.add(ticket):
-            gradient = self._gradient(passage)  # read ahead, it came without
-            if gradient:
-                self._fetch(passage, gradient)
-            if passage.is_read:
-                self._update(passage)
+            self._go_on(passage)
+
+    def _go_on(self, passage: Passage) -> None:
+        """Its unit is ready, and its states are in the slot or on their way."""
+        gradient = self._gradient(passage)  # read ahead or kept, it came without
+        if gradient:
+            self._fetch(passage, gradient)
+        if passage.is_read:
+            self._update(passage)
+
+    def _is_worth_keeping(self, chunk: StateChunk) -> bool:
+        """A slot that a chunk fills less than half moves more when others flow through it."""
+        return chunk.buffer is None and 2 * needed_bytes(self._homes, chunk) > self.slot_bytes
+
+    def _turn(self) -> None:
+        if self.error is None:
+            self._schedule.turn()
+            self._schedule.read_ahead()
 
     def _gradient(self, passage: Passage) -> list[Part]:
         """What is to be read of it, once it is complete."""
@@ -216,7 +241,7 @@ class StateRing:
     def _update(self, passage: Passage) -> None:
         chunk, ticket = passage.chunk, passage.ticket
         assert ticket is not None
-        passage.is_leaving = True
+        passage.is_leaving, passage.is_kept = True, False
         job = ChunkJob(
             passage.slot.gradient(chunk) if ticket.grad is None else ticket.grad[chunk.start : chunk.stop],
             passage.slot.states(chunk),
@@ -244,16 +269,31 @@ class StateRing:
             self._schedule.count_down(ticket)
         if self._stopping or self.error is not None:
             return
-        transfers = [part.submit_write() for part in slot.writes(chunk)]
-        self.written_bytes += sum(transfer.n_bytes for transfer in transfers)
-        self._watch(
-            transfers, f"write of {chunk.name}", lambda: self._written(passage, ticket if waits_for_drive else None)
+        is_kept = self._schedule.keeps(chunk)
+        parts = slot.param_writes(chunk) if is_kept else slot.state_writes(chunk) + slot.param_writes(chunk)
+        self._write(
+            passage, parts, lambda: self._written(passage, ticket if waits_for_drive else None, is_kept=is_kept)
         )
 
-    def _written(self, passage: Passage, ticket: RingTicket | None) -> None:
-        self._schedule.leave(passage)
+    def _write(self, passage: Passage, parts: list[Part], then: Callable[[], None]) -> None:
+        transfers = [part.submit_write() for part in parts]
+        self.written_bytes += sum(transfer.n_bytes for transfer in transfers)
+        self._watch(transfers, f"write of {passage.chunk.name}", then)
+
+    def _written(self, passage: Passage, ticket: RingTicket | None, *, is_kept: bool) -> None:
         if ticket is not None:
             self._schedule.count_down(ticket)
+        if not is_kept:
+            self._schedule.leave(passage)
+        elif self._schedule.keep(passage):
+            self._go_on(passage)
+
+    def _let_go(self) -> None:
+        """What was kept goes to the drive."""
+        for passage in self._schedule.kept:
+            passage.is_leaving = True
+            parts = passage.slot.state_writes(passage.chunk)
+            self._write(passage, parts, partial(self._schedule.leave, passage))
 
     def _watch(self, transfers: Sequence[Transfer], what: str, then: Callable[[], None]) -> None:
         """Run `then` on the driver thread once all have ended well."""

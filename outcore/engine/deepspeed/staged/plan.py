@@ -108,9 +108,10 @@ def sizes_of(config: Mapping[str, Any], offload: ChosenOffload, model: ModelFact
             whole_bytes=partition_numel(model.total_params, run.world_size) * element_bytes,
             largest_bytes=round_up(largest_numel * element_bytes, 4096),
             live_bytes=live_numel * element_bytes // run.world_size,
+            state_bytes=state_format(offload.states).chunk_bytes(partition_numel(model.trainable, run.world_size)),
             slot_bytes=ring_slot_bytes(
                 offload.states,
-                element_bytes,
+                element_bytes if offload.params == "nvme" else 0,
                 min(CHUNK_NUMEL, largest_numel),
                 grad_element_bytes if offload.gradients_on_nvme else 0,
             ),
@@ -124,6 +125,7 @@ def sizes_of(config: Mapping[str, Any], offload: ChosenOffload, model: ModelFact
             ),
             padding_bytes=_padding_bytes(model),
             gradients_on_nvme=offload.gradients_on_nvme,
+            ram_bytes=None if run.ram_available_bytes is None else run.ram_available_bytes // run.local_ranks,
         )
     )
 
@@ -180,7 +182,8 @@ def make_plan(built: BuiltConfig, model: ModelFacts, run: RunFacts) -> StagedPla
 def ring_slot_bytes(
     states: str, element_bytes: int, chunk_numel: int = CHUNK_NUMEL, gradient_element_bytes: int = 0
 ) -> int:
-    """Memory that the largest chunk takes in the ring: states, parameters, and the gradient if it is on the drive."""
+    """Memory that the largest chunk takes in the ring: states, and parameters and gradient where they are on the drive
+    (0 bytes where not)."""
     homes_bytes = round_up(chunk_numel * element_bytes, 4096) + round_up(chunk_numel * gradient_element_bytes, 4096)
     return state_format(states).chunk_bytes(chunk_numel) + homes_bytes
 

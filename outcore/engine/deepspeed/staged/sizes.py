@@ -3,6 +3,10 @@
 RAM must hold the ring of states, the staging memory of parameters, and gradients unless they were sent to the drive;
 of what a budget leaves, parameters take what they need before states do: on the drive both are read and written once by
 an update, and parameters are read twice more by every micro-batch but the first.
+
+The ring keeps chunks from one update to the next (`ring_schedule`), so memory for it is worth as much as memory for
+states. Without a budget, where all states were sent to the drive, it takes a third of what flows through it: as far as
+the user allows staging memory, and at most half of the RAM that the run leaves.
 """
 
 from __future__ import annotations
@@ -15,8 +19,12 @@ from outcore.units import GIB, MIB, round_up
 RAM_OVERHEAD_BYTES = 3 * GIB
 """Python, torch, CUDA and DeepSpeed themselves, per rank."""
 RING_BYTES = GIB
-RING_SLOTS = 24
-"""As the streaming engine's: a drive needs many requests under way, in both directions."""
+"""As the streaming engine's: a drive needs many requests under way, in both directions. Enough for that."""
+RING_SHARE_OF_FLOW, RING_SHARE_OF_FREE_RAM = 3, 2
+"""Beyond `RING_BYTES` the ring takes one byte in so many of what flows, and at most of the RAM that is left. What it
+keeps, the drive need not move in forward and backward either, so more of it would let the drive idle there longer."""
+RING_SLOTS = 1024
+"""At most; its bytes decide."""
 LEAST_SLOTS = 4
 """With fewer the drive would read, compute and write in turn."""
 AHEAD_BYTES = 512 * MIB
@@ -41,8 +49,10 @@ class StagedFacts:
     """Its share of the largest weight, in whole pages."""
     live_bytes: int
     """Parameters that DeepSpeed may hold on the device, prefetch included: the rank's share of them."""
+    state_bytes: int
+    """Of the optimizer, wherever they live."""
     slot_bytes: int
-    """One chunk's states and parameters in the ring."""
+    """One chunk in the ring: states, and parameters and gradient where they may be on the drive."""
     optimizer: Device
     params: Device
     allowed_bytes: int
@@ -55,6 +65,8 @@ class StagedFacts:
     padding_bytes: int = 0
     """Of parameters: pages that their homes do not fill."""
     gradients_on_nvme: bool = False
+    ram_bytes: int | None = None
+    """RAM that the rank may take in all. None: not known, so the ring takes no more than it needs."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +100,19 @@ def staged_sizes(facts: StagedFacts) -> StagedSizes:
         store_bytes = round_up(param_bytes + facts.tied_bytes, 4096)  # every weight that is made has a place
         staging_bytes, ahead_bytes = _param_staging(facts, param_bytes)
         param_ram_bytes = facts.max_in_ram_bytes
-    ring_bytes = max(LEAST_SLOTS * facts.slot_bytes, min(RING_BYTES, facts.allowed_bytes))
     state_ram_bytes: int | None = 0 if states_on_nvme else None
     grad_bytes = 0 if facts.gradients_on_nvme else facts.gradient_bytes
     grad_staging_bytes = GRADIENT_STAGING_BYTES if facts.gradients_on_nvme else 0
+    ring_bytes = min(RING_BYTES, facts.allowed_bytes)
+    if states_on_nvme and facts.ram_bytes is not None and facts.ram_budget_bytes is None:
+        taken_bytes = RAM_OVERHEAD_BYTES + staging_bytes + grad_bytes + grad_staging_bytes
+        taken_bytes += param_bytes if param_ram_bytes is None else param_ram_bytes
+        free_bytes = (facts.ram_bytes - taken_bytes) // RING_SHARE_OF_FREE_RAM
+        flow_bytes = facts.state_bytes + (facts.trainable_bytes if params_on_nvme else 0)
+        flow_bytes += facts.gradient_bytes if facts.gradients_on_nvme else 0
+        wanted_bytes = min(flow_bytes // RING_SHARE_OF_FLOW, free_bytes)
+        ring_bytes = max(ring_bytes, min(facts.allowed_bytes - staging_bytes, wanted_bytes))
+    ring_bytes = max(LEAST_SLOTS * facts.slot_bytes, ring_bytes)
     if facts.ram_budget_bytes is not None and (states_on_nvme or params_on_nvme):
         left_bytes = facts.ram_budget_bytes - RAM_OVERHEAD_BYTES - staging_bytes - ring_bytes
         left_bytes -= grad_bytes + grad_staging_bytes

@@ -3,8 +3,8 @@
 The gradients are read where DeepSpeed accumulated them and the 16-bit parameters are written where the next forward
 takes them from: no fp32 copy of either exists. Unscaling, clipping, AdamW and the cast are one pass over memory. Chunks
 that have states, gradients and parameters in RAM are updated in place; the others flow through the streaming engine's
-ring of host buffers, read ahead and written behind (this class is the ring's `homes`). Results do not depend on which
-it was.
+ring of host buffers, read ahead and written behind (this class is the ring's `homes`). Updates go through the shares to
+and fro, so that the ring keeps the last chunks of one for the next. Results depend on none of this.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class ShareStates:
                 ChunkState(state_format, chunk.buffer, chunk.numel, param).initialise()
         self._in_ram = self._make_units()
         self.ring: StateRing | None = None
+        self._step = 1
+        """-1 when the next update goes from the last share to the first."""
         if any(self.flowing(share) for share in self.units):
             self.ring = StateRing(
                 self,  # pyright: ignore[reportArgumentType]
@@ -90,6 +92,7 @@ class ShareStates:
                 descending=False,
                 timeout_s=TIMEOUT_S,
                 keep_param=self._keep_param,
+                turns=True,
             )
             self.ring.begin_step()
 
@@ -155,7 +158,7 @@ class ShareStates:
         gradients = {share.index: self._gradient_of(share) for share in self.units}
         in_ring = []
         if self.ring is not None:
-            for share in self.units:
+            for share in self.units[:: self._step]:
                 if self.flowing(share):
                     grad = gradients[share.index]
                     in_ring.append(self.ring.submit(share, grad, hyper_of(share.param_group)))  # pyright: ignore[reportArgumentType]
@@ -168,7 +171,8 @@ class ShareStates:
         if self.ring is not None:
             for ticket in in_ring:
                 self.ring.wait(ticket)
-            self.ring.begin_step()
+            self.ring.turn()
+            self._step = -self._step
 
     def _gradient_of(self, share: Share) -> torch.Tensor | None:
         """Of this update, in RAM; None: on the drive. A share without one (`has_grad`) gets zeros, which cost a pass
