@@ -49,6 +49,23 @@ def test_equals_autograd(n, vocab, dtype, masked, scale, seed):
         assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "vocab"), [(1, 1), (7, 1001), (64, 32000)])
+def test_eagerly_the_bits_are_those_of_logsumexp(n, vocab, dtype, device):
+    logits, targets = (t.to(device) for t in case(n, vocab, dtype, 0.2, n))
+    logits[0, 0] = -torch.inf  # a masked token, all of a row where there is one only
+    scale = torch.tensor(1 / 3, device=device)
+    lse = torch.logsumexp(logits.float(), dim=-1, keepdim=True)
+    counted, column = (targets != IGNORE)[:, None], targets.clamp(min=0)[:, None]
+    loss = torch.where(counted, lse - logits.float().gather(1, column), 0.0).sum()
+    grad = (logits.float() - lse).exp().scatter_add(1, column, torch.full_like(lse, -1.0))
+    grad = (grad * torch.where(counted, scale, 0.0)).to(dtype)
+    found, found_grad = sum_and_gradient_eager(logits, targets, scale)
+    assert torch.equal(found.nan_to_num(7.0), loss.nan_to_num(7.0))
+    assert torch.equal(found_grad.nan_to_num(7.0), grad.nan_to_num(7.0))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_number_that_is_not_finite_shows(bad):
     logits, targets = case(3, 7, torch.bfloat16, 0.0, 1)
