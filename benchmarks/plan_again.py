@@ -29,6 +29,8 @@ def planned_again(result: dict[str, Any], links: dict[str, Any] | None) -> dict[
     asked = result["forecast"].get("asked") or _asked(result, links or {})
     shape = ModelShape(**{**asked["shape"], "layer_params": tuple(asked["shape"]["layer_params"])})
     stream = StreamSettings(**asked["stream"]) if asked["stream"] else None
+    if stream is not None and stream.compile == "off" and "stays_eager" not in asked["shape"]:
+        stream = dataclasses.replace(stream, cuda_graphs="off")  # only compiled layers were captured then
     offload = ChosenOffload(**asked["offload"]) if asked["offload"] else None
     hardware = Hardware(**asked["hardware"])
     figures = RunFigures(**{"packed_attention": "masks", **asked["figures"]})  # DeepSpeed's, before it was kept

@@ -101,12 +101,14 @@ def test_seconds_of_attention_and_of_launches_by_hand():
     assert whole.compute_s(1e12, 1e9, 2e12) == pytest.approx(0.03)
     shape, endless = preset_shape("llama-1b"), server(compute_tflops=1e9)
     calls = shape.num_layers * FIGURES.accumulation
-    eager = run_plan(shape, FIGURES, endless, stream=StreamSettings(compile="off")).time
+    eager = run_plan(shape, FIGURES, endless, stream=StreamSettings(compile="off", cuda_graphs="off")).time
     compiled = run_plan(shape, FIGURES, endless, stream=StreamSettings()).time
     more = sum(k.STREAM_EAGER_HOST_LAYERS_PER_CALL) - sum(k.STREAM_HOST_LAYERS_PER_CALL)
     assert eager.host_overhead_s - compiled.host_overhead_s == pytest.approx(
         calls * more * endless.host_layer_s, rel=1e-3
     )
+    graphs = run_plan(shape, FIGURES, endless, stream=StreamSettings(compile="off")).time
+    assert graphs.host_overhead_s == pytest.approx(compiled.host_overhead_s, rel=1e-6)
     plain = run_plan(shape, FIGURES, endless, offload=ChosenOffload(0, "none", "none", None, 0)).time
     wanted = calls * k.DEEPSPEED_PLAIN_HOST_LAYERS + shape.num_layers * k.DEEPSPEED_GPU_UPDATE_HOST_LAYERS
     wanted *= endless.host_layer_s

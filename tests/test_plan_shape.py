@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 
 import pytest
+from stream_models import FAMILIES, tiny_loaded
 
+from outcore.engine.stream.compiled import draws_random_numbers
+from outcore.engine.stream.discovery import discover_units
 from outcore.model.presets import PRESETS, preset_config
+from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import preset_shape, shape_from_fields
 from outcore.plan.shape_source import resolve_shape, shape_from_config
 from outcore.plan.work import checkpoint_bytes, layer_activation_bytes, logits_bytes, mask_bytes, step_flops
+from outcore.train.forecast import run_shape
 
 
 def test_tied_embeddings_by_hand():
@@ -65,6 +70,21 @@ def test_adapters_count_as_peft_makes_them(name):
         model = get_peft_model(model_class_of(config)(config), LoraConfig(r=4, target_modules="all-linear"))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert preset_shape(name).with_lora(4).trainable_params == trainable
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_stay_eager_where_the_engine_finds_random_numbers(family):
+    loaded = tiny_loaded(family)
+    assert shape_from_config(family, loaded.config).stays_eager == draws_random_numbers(discover_units(loaded))
+
+
+def test_layers_stay_eager_with_a_balancing_loss_and_with_dropout_of_adapters():
+    eager = [name for name in PRESETS if preset_shape(name).stays_eager and not preset_shape(name).is_encoder_decoder]
+    assert eager == ["tiny-moe", "gpt2", "moe-small", "qwen3-30b-a3b"]
+    for rate in (0.0, 0.1):
+        adapters = LoraSettings(r=4, alpha=8, dropout=rate)
+        settings = ModelSettings(preset="llama-1b", seq_length=8, lora=adapters)
+        assert run_shape(settings, None).stays_eager == (rate > 0)
 
 
 def test_other_architectures_and_sources(tmp_path):

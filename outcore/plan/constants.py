@@ -7,7 +7,8 @@ said otherwise. "Prototype" is a throw-away layer-streaming trainer that was rac
 kind (784 TFLOPS of matrix products, STREAM triad 82 GB/s, drive 3.0 GB/s mixed); (S) the eleven of
 plan_vs_measured-h200-second.json, after which the constants were set once more; (H) some of these with one setting
 changed: plan_vs_measured-h200-host.json; (T) the twelve of plan_vs_measured-h200-third.json, the first with the host's
-own rate beside them; (M) six runs before all of these. What was measured there and is scaled
+own rate beside them; (E) eager layers with and without CUDA graphs in one call, 16,384 tokens a step in micro-batches
+of 4,096: stream_race-h200-eager-graphs.json; (M) six runs before all of these. What was measured there and is scaled
 to another machine is a forecast, and shown as one.
 """
 
@@ -81,6 +82,12 @@ GRAPH_POOL, GRAPH_TENSORS = 1.0, 5
 """What the graphs of layers keep: their common pool, in activations of one compiled layer, and tensors of a
 micro-batch's hidden states. Fitted to the allocator's peak in nine runs of 0.1 to 2.9 B parameters on an H200 (S):
 within 3 % in seven of them, 5 % below in one with a single micro-batch, 11 % above in that of 8,192 tokens."""
+EAGER_GRAPH_TENSORS, EAGER_GRAPH_WORKSPACE_BYTES, EAGER_GRAPH_POOL = 9, 2 * 32 * MIB, 0.86
+"""The same of eager layers: tensors of a micro-batch's hidden states (three inputs, a result for each of three weight
+buffers, forward and backward), cuBLAS's workspaces (of two threads, as large as on Hopper), and what else lies in the
+pool, in activations of one layer: the allocator's spare memory, because the head's logits, in memory of their own, are
+the peak of tensors. Measured (E): 0.219 GB more of tensors, which is the first two to 1.1 MB, and 0.698 GB more
+reserved, 0.479 beyond them; a layer's activations are planned with 0.558. Taken to scale with them."""
 WSL2_PINNED_BYTES = 512 * MIB
 """Reports of what WSL2 lets a process pin range from 0.5 to 5 GB; the least of them."""
 
@@ -153,16 +160,20 @@ one host, which had other guests. The host's terms are in such layers, because h
 in (S): DeepSpeed's two kinds of runs there both say 0.0057."""
 STREAM_HOST_LAYERS_PER_CALL = (0.18, 0.18)
 """Python and launches of one compiled layer on one micro-batch, forward and backward. Measured (S), 0.4 B parameters on
-an H200: 0.107 s of a backward pass of 24 layers and 4 micro-batches, some of it waits for copies."""
+an H200: 0.107 s of a backward pass of 24 layers and 4 micro-batches, some of it waits for copies. Taken for eager
+layers in CUDA graphs, too, which are called in the same way: not measured, in (E) the GPU's own time was longer."""
 STREAM_EAGER_HOST_LAYERS_PER_CALL = (0.55, 1.2)
-"""The same of an eager layer, recomputation included. Measured, 0.4 B parameters, 24 layers and 2 micro-batches,
+"""The same of an eager layer without graphs, recomputation included: where it has dropout or a balancing loss, or
+computes long, or the GPU is full. Measured, 0.4 B parameters, 24 layers and 2 micro-batches,
 nowhere near the GPU's own time: 0.101-0.118 and 0.232-0.256 s beside 4.0 ms (T); 0.103 and 0.238 s (H), 0.099 and
-0.172 s (R)."""
+0.172 s (R). (E): 0.193 and 0.580 s of 4 micro-batches, where the rate of the host was not measured."""
 STREAM_HOST_LAYERS_PER_UNIT = 0.16
 """Between the passes of a step, per layer, embedding and head: the batch, the norm, handing updates over. Measured
 (M): 0.016-0.036 s a step outside the passes with 26 to 34 units."""
 EAGER_SLOWDOWN = 1.5
-"""Eager against compiled layers. Prototype, measured: 0.482 s against 0.324 s a step."""
+"""Eager against compiled layers, on the GPU. Prototype, measured: 0.482 s against 0.324 s a step. The engine with
+graphs: 0.484 s in both passes (E) against 0.330 compiled, on another machine of the kind
+(stream_race-h200-ram.json)."""
 DRAM_SHARE = 0.78
 """Of the triad rate that the CPU optimizer reaches, used where the optimizer itself was not measured. Prototype,
 measured: 5 Gparam/s at 28 B and 10 Gparam/s at 14 B per parameter, both 140 of 180 GB/s."""

@@ -48,6 +48,8 @@ class ModelShape:
     """Sum of (in + out) over the linear layers that adapters go on: rank r trains r times as many numbers."""
     lora_r: int = 0
     """Rank of the adapters; 0: all weights train."""
+    stays_eager: bool = False
+    """Layers have dropout, or routers a balancing loss: the streaming engine neither compiles nor captures them."""
 
     @property
     def num_layers(self) -> int:
@@ -106,6 +108,19 @@ def preset_shape(name: str) -> ModelShape:
 
     preset = check_preset_name(name)
     return shape_from_fields(name, preset.model_type, preset.fields)
+
+
+DROPOUTS = (
+    *("attn_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout", "residual_dropout", "resid_dropout"),
+    *("activation_dropout", "dropout", "dropout_rate"),
+)
+"""What configurations call the dropout of layers. The engine itself tries the layers (`draws_random_numbers`)."""
+
+
+def stays_eager(fields: Mapping[str, Any]) -> bool:
+    """`ModelShape.stays_eager` by a configuration's fields."""
+    balances = bool(fields.get("output_router_logits") and fields.get("router_aux_loss_coef"))
+    return balances or any((fields.get(name) or 0.0) > 0 for name in DROPOUTS)
 
 
 def can_count(model_type: str) -> bool:
@@ -167,6 +182,7 @@ def _decoder(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
         tied_numels=(vocab * hidden,) if tied else (),
         max_positions=f["max_position_embeddings"],
         lora_dims=lora_per_layer * layers,
+        stays_eager=stays_eager(f),
     )
 
 
@@ -193,6 +209,7 @@ def _gpt2(name: str, f: Mapping[str, Any]) -> ModelShape:
         tied_numels=(vocab * hidden,),
         max_positions=positions,
         lora_dims=(4 * hidden + 2 * hidden + 5 * hidden + 5 * hidden) * layers,
+        stays_eager=stays_eager({"attn_pdrop": 0.1, "resid_pdrop": 0.1, **f}),
     )
 
 
@@ -222,4 +239,5 @@ def _t5(name: str, f: Mapping[str, Any]) -> ModelShape:
         tied_numels=(vocab * hidden,) * 3,  # of encoder, decoder and head: all are the shared embedding in the end
         is_encoder_decoder=True,
         lora_dims=layers * (12 * (hidden + inner) + 4 * (hidden + ffn)),
+        stays_eager=stays_eager({"dropout_rate": 0.1, **f}),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from outcore.plan.shape import ModelShape, preset_shape
+from outcore.plan.shape import ModelShape, preset_shape, stays_eager
 
 
 def resolve_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
@@ -84,6 +84,7 @@ def shape_from_config(name: str, config: Any) -> ModelShape:
         is_encoder_decoder=facts.is_encoder_decoder,
         max_positions=max_positions(config),
         lora_dims=_lora_dims(model),
+        stays_eager=stays_eager({**config.to_dict(), **text.to_dict()}),
     )
 
 

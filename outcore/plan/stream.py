@@ -31,18 +31,19 @@ def plan_stream(
 ) -> Plan:
     """The plan of one layout, whether it fits or not. Layers are recomputed whatever the request says."""
     asked, request = request, replace(request, activation_checkpointing=True)
+    if shape.stays_eager:
+        layout = replace(layout, compiled=False, cuda_graphs=False)
     checkpoints = checkpoint_bytes(shape, request, seq_length * layout.micro_batch * layout.accumulation)
     tiling = tiling_of(shape, request, hardware, seq_length, layout)
     ram, sizes = ram_parts(shape, request, layout, checkpoints, tiling)
     spill, ram = spilled(ram, sizes, shape, request, hardware, layout, tiling)
     ram, pinned, pageable = pinned_and_rest(ram, request, hardware)
     vram = vram_parts(shape, request, hardware, seq_length, layout, tiling)
-    if not tiling.layers:
-        graphs = graph_bytes(shape, request, hardware, seq_length, layout, vram)
-        vram.append(Part("vram", "CUDA graphs of layers", graphs))
-        if graphs:
-            kept = k.GRAPH_SPARE_TENSORS * seq_length * layout.micro_batch * shape.hidden_size * request.element_bytes
-            vram = [replace(p, size_bytes=p.size_bytes + kept) if p.name == SPARE else p for p in vram]
+    graphs = graph_bytes(shape, request, hardware, seq_length, layout, vram) if not tiling.layers else None
+    if graphs is not None:
+        tensors, spare = graphs
+        vram.append(Part("vram", "CUDA graphs of layers", tensors))
+        vram = [replace(p, size_bytes=p.size_bytes + spare) if p.name == SPARE else p for p in vram]
     drive = drive_states(sizes, spill)
     if layout.checkpoints_home == "nvme":
         drive.append(Part("nvme", "activation checkpoints", checkpoints))
@@ -51,8 +52,9 @@ def plan_stream(
         drive.append(Part("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
     parts = [p for p in (*vram, *pinned, *ram, *drive) if p.size_bytes > 0]
     time, read_bytes, written_bytes = step_time(
-        shape, request, hardware, seq_length, layout, sizes, spill, pageable, checkpoints, tiling
-    )
+        shape, request, hardware, seq_length, layout, sizes, spill, pageable, checkpoints, tiling,
+        graphs=graphs is not None,
+    )  # fmt: skip
     ram_used = sum(p.size_bytes for p in parts if p.tier in ("ram", "pinned"))
     plan = Plan(
         model=shape.name,

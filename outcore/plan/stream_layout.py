@@ -31,7 +31,7 @@ class StreamLayout:
     compiled: bool = True
     """Layers through torch.compile."""
     cuda_graphs: bool = True
-    """Compiled layers as CUDA graphs where they are short."""
+    """Layers as CUDA graphs where they are short."""
     tiling: str = "auto"
     """'auto' | 'on' | 'off', as the engine's setting."""
     tile_bytes: int | None = None

@@ -73,21 +73,27 @@ def vram_parts(
 
 def graph_bytes(
     shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout, vram: list[Part]
-) -> int:
-    """What CUDA graphs of compiled layers keep on the GPU; 0 where layers compute long or the GPU is rather full."""
-    if hardware.is_cpu or not (layout.compiled and layout.cuda_graphs) or hardware.compute_tflops is None:
-        return 0
+) -> tuple[int, int] | None:
+    """(tensors, allocator's spare memory) that CUDA graphs of layers keep on the GPU. None where nothing is captured:
+    layers compute long or the GPU is rather full."""
+    if hardware.is_cpu or not layout.cuda_graphs or hardware.compute_tflops is None:
+        return None
     tokens = seq_length * layout.micro_batch
     flops, traffic = step_flops(shape, request, seq_length, tokens), step_traffic(shape, request, tokens, 1)
     head = 2.0 * tokens * shape.head_weight_numel
-    layers_s = hardware.compute_s(flops.forward - head, traffic.forward, flops.attention_forward)
+    slower = 1.0 if layout.compiled else k.EAGER_SLOWDOWN
+    layers_s = slower * hardware.compute_s(flops.forward - head, traffic.forward, flops.attention_forward)
     if layers_s / shape.num_layers > k.GRAPH_LONG_S:
-        return 0
+        return None
     tensors = sum(p.size_bytes for p in vram if p.name not in NOT_TENSORS)
     if tensors > (1 - k.GRAPH_FREE_SHARE) * hardware.tensor_bytes:
-        return 0
-    held = k.GRAPH_POOL * k.COMPILED_ACTIVATIONS * layer_activation_bytes(shape, request, seq_length, tokens)
-    return int(held) + k.GRAPH_TENSORS * tokens * shape.hidden_size * request.element_bytes
+        return None
+    hidden = tokens * shape.hidden_size * request.element_bytes
+    activations = layer_activation_bytes(shape, request, seq_length, tokens)
+    if layout.compiled:
+        held = int(k.GRAPH_POOL * k.COMPILED_ACTIVATIONS * activations)
+        return held + k.GRAPH_TENSORS * hidden, k.GRAPH_SPARE_TENSORS * hidden
+    return k.EAGER_GRAPH_TENSORS * hidden + k.EAGER_GRAPH_WORKSPACE_BYTES, int(k.EAGER_GRAPH_POOL * activations)
 
 
 def ram_parts(

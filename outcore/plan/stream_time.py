@@ -23,8 +23,10 @@ from outcore.units import GB
 def step_time(
     shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout,
     sizes: dict[str, int], spill: Spill, pageable: float, all_checkpoints: int, tiling: Tiling,
+    *, graphs: bool,
 ) -> tuple[StepTime, float, float]:  # fmt: skip
-    """The step, and the bytes the drive reads and writes in it. `pageable`: share of homes that is not pinned."""
+    """The step, and the bytes the drive reads and writes in it. `pageable`: share of homes that is not pinned;
+    `graphs`: layers are CUDA graphs."""
     e, trained = request.element_bytes, shape.trainable_params
     micro_tokens = seq_length * layout.micro_batch
     flops = step_flops(shape, request, seq_length, micro_tokens * layout.accumulation)
@@ -37,7 +39,7 @@ def step_time(
         slower * hardware.compute_s(flops.forward, traffic.forward, flops.attention_forward, share),
         slower * hardware.compute_s(flops.backward + again, traffic.backward, flops.attention_backward, share),
     ]
-    per_call = k.STREAM_HOST_LAYERS_PER_CALL if compiled else k.STREAM_EAGER_HOST_LAYERS_PER_CALL
+    per_call = k.STREAM_HOST_LAYERS_PER_CALL if compiled or graphs else k.STREAM_EAGER_HOST_LAYERS_PER_CALL
     calls = shape.num_layers * layout.accumulation
     gpu_s = [max(seconds, hardware.host_s(calls * call)) for seconds, call in zip(device_s, per_call, strict=True)]
     head = shape.head_params + (shape.head_weight_numel if shape.tied else 0)

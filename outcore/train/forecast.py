@@ -114,7 +114,9 @@ def run_shape(settings: ModelSettings, tokenizer: Any) -> ModelShape:
     shape = shape_from_config(
         Path(name).stem if settings.config_file else name, resolve_source(settings, tokenizer).config
     )
-    return shape.with_lora(settings.lora.r) if settings.lora else shape
+    if not settings.lora:
+        return shape
+    return replace(shape.with_lora(settings.lora.r), stays_eager=shape.stays_eager or settings.lora.dropout > 0)
 
 
 def run_plan(
