@@ -16,7 +16,7 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.plan import constants as k
 from outcore.plan.shape import preset_shape
 from outcore.train.forecast import Forecast, RunFigures, run_plan
-from outcore.units import GIB
+from outcore.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parents[1]
 SITTINGS = [
@@ -29,6 +29,8 @@ RESULTS = [(sitting["links"], run) for sitting in SITTINGS for run in sitting["r
 MADE_MORE_AHEAD = ("s-1.2b-nvme-split8", 0.004005)
 """The run of the third sitting (by its host's rate) that held 2 GB of initial values at its start; now 1 GB are made
 ahead."""
+LARGE_LOSS = "s-0.4b-eager"
+"""Ran when an eager loss held 2.5 times the fp32 logits of a chunk of 256 MiB; now twice those of half a chunk."""
 WITHOUT_RATES = [
     run
     for machine in json.loads((ROOT / "benchmarks/results/plan_vs_measured-h200-host.json").read_text())["machines"]
@@ -62,7 +64,11 @@ def test_measured_runs_are_described_within_the_limits(planned_again: Any, links
 
 @pytest.mark.parametrize("run", WITHOUT_RATES, ids=lambda run: run["name"])
 def test_memory_of_more_runs_is_described_within_the_limits(planned_again: Any, run: dict[str, Any]):
-    _check_memory(planned_again(run, None)["forecast"], run["measured"])
+    measured = dict(run["measured"])
+    if run["name"] == LARGE_LOSS:
+        for name in ("driver_vram_bytes", "allocator_peak_bytes"):
+            measured[name] -= 3 * 128 * MIB
+    _check_memory(planned_again(run, None)["forecast"], measured)
 
 
 def _check_memory(found: dict[str, Any], measured: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ def test_bytes_by_hand_grouped_query_attention():
     chunk = (256 << 20) // (4 * 128256)
     assert p.part_bytes("vram", "logits of one chunk") == 2 * 2 * chunk * 128256
     eager = plan_stream(shape, RunRequest(state_format="fp32"), server(), 1024, StreamLayout(2, 4, compiled=False))
-    assert eager.part_bytes("vram", "logits of one chunk") == (2 + 4 * 1.5) * chunk * 128256
+    assert eager.part_bytes("vram", "logits of one chunk") == (2 + 4 * 1.5) * (chunk // 2) * 128256
     assert p.part_bytes("vram", "gradients before they are summed") == 2 * head
     assert p.part_bytes("vram", "activations and gradients between units") == 2 * 8192 * 4096 * 2
     wide = plan_stream(shape, RunRequest(state_format="fp32"), server(), 8192, StreamLayout(8, 1, compiled=False))

@@ -107,9 +107,10 @@ TILED_LOGITS_ALIVE = 4.0
 EVAL_LOGITS_ALIVE, EVAL_GROUP = 2.5 / 4, 8
 """The same in an evaluation of the streaming engine: 16-bit logits, fp32 copy, its log-softmax of chunks a quarter as
 large (outcore/engine/stream/head.py); micro-batches at a time."""
-EAGER_LOSS_ALIVE = 1.5
+EAGER_LOSS_ALIVE, EAGER_CHUNKS = 1.5, 2
 """In the streaming engine's head, which computes loss and gradient at once: beside the logits of the chunk, in fp32
-logits, without a compiler. Compiled: the gradient, in the logits' type (outcore/engine/stream/cross_entropy.py)."""
+logits, without a compiler, and how many times smaller chunks are then (outcore/engine/stream/head.py). Compiled: the
+gradient, in the logits' type (outcore/engine/stream/cross_entropy.py)."""
 COMPILED_ACTIVATIONS = 0.6
 """What a compiled layer's backward holds of what autograd keeps of an eager one. A planning figure."""
 ATTENTION_BACKWARD = 2.5

@@ -61,7 +61,7 @@ def step_work(
         layer=int((k.COMPILED_ACTIVATIONS if compiled else 1.0) * eager),
         # Tiled layers are eager, and their MLP takes tokens in chunks.
         tiled_layer=eager if chunk_bytes is None else eager - mlp + min(mlp, chunk_bytes),
-        head=logits_bytes(shape, tokens, alive),
+        head=logits_bytes(shape, tokens, alive, 1 if compiled else k.EAGER_CHUNKS),
         tiled_head=of_tile + 4 * tokens * accumulation * hidden,
         evaluation=logits_bytes(shape, tokens, k.EVAL_LOGITS_ALIVE) + 2 * k.EVAL_GROUP * tokens * hidden * e,
     )

@@ -85,9 +85,9 @@ def step_traffic(shape: ModelShape, request: RunRequest, micro_tokens: int, micr
     return Traffic(forward=layers, backward=passes * layers + logits + summed)
 
 
-def chunk_tokens(shape: ModelShape, tokens: int) -> int:
+def chunk_tokens(shape: ModelShape, tokens: int, smaller: int = 1) -> int:
     """Tokens whose logits are alive at once."""
-    return min(tokens, max(16, k.LOGITS_CHUNK_BYTES // (4 * max(shape.vocab_size, 1))))
+    return min(tokens, max(16, k.LOGITS_CHUNK_BYTES // smaller // (4 * max(shape.vocab_size, 1))))
 
 
 def layer_activation_bytes(shape: ModelShape, request: RunRequest, seq_length: int, tokens: int) -> int:
@@ -135,9 +135,10 @@ def checkpoint_bytes(shape: ModelShape, request: RunRequest, tokens: int) -> int
     return tokens * shape.hidden_size * request.element_bytes * (shape.num_layers + 1)
 
 
-def logits_bytes(shape: ModelShape, tokens: int, alive: float = k.LOGITS_ALIVE) -> int:
-    """Alive at once for one chunk of the loss: [chunk, vocabulary] in fp32, `alive` times."""
-    return int(alive * 4 * chunk_tokens(shape, tokens) * shape.vocab_size)
+def logits_bytes(shape: ModelShape, tokens: int, alive: float = k.LOGITS_ALIVE, smaller: int = 1) -> int:
+    """Alive at once for one chunk of the loss: [chunk, vocabulary] in fp32, `alive` times. `smaller`: so many times are
+    chunks smaller than `k.LOGITS_CHUNK_BYTES`."""
+    return int(alive * 4 * chunk_tokens(shape, tokens, smaller) * shape.vocab_size)
 
 
 def overlapped_s(*terms_s: float) -> float:

@@ -3,7 +3,7 @@
 The gradient of the sum over tokens is softmax minus one at the target: known as soon as the logits are, so nothing has
 to be kept between forward and backward. Through torch.compile it takes two passes over the 16-bit logits and writes a
 16-bit gradient, and no fp32 copy exists. Eagerly one fp32 copy is worked on in place. Memory beside the logits, in
-fp32 logits of the chunk: 0.5 compiled, 1.5 eagerly (copy and 16-bit gradient).
+fp32 logits of the chunk: 0.5 compiled, 1.5 eagerly (copy and 16-bit gradient); with the 16-bit logits 1 and 2.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ class CrossEntropy:
     def __init__(self, *, compiled: bool, backend: str | Callable[..., Any] = "inductor") -> None:
         self._compiled = torch.compile(sum_and_gradient, fullgraph=True, backend=backend) if compiled else None
         self.why_not = "" if compiled else "not asked for"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Until compiling fails."""
+        return self._compiled is not None
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor, scale: float) -> Pair:
         """(fp32 sum over the targets that count, gradient [n, V] in the logits' type) for logits [n, V]."""

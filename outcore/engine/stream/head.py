@@ -25,6 +25,8 @@ Batch = dict[str, torch.Tensor]
 EVAL_CHUNKS = 4
 """An evaluation takes chunks this many times smaller: its loss makes fp32 copies, and should not need more memory than
 training."""
+EAGER_CHUNKS = 2
+"""So many times smaller are chunks whose loss is not compiled: it takes twice the memory (`cross_entropy`)."""
 
 
 @dataclass
@@ -136,7 +138,7 @@ class HeadRunner:
             flat = final.reshape(-1, final.shape[-1])
             grad_flat = torch.empty_like(flat) if train else None
             ce_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
-            chunk_bytes = self.logits_chunk_bytes if train else max(1, self.logits_chunk_bytes // EVAL_CHUNKS)
+            chunk_bytes = max(1, self.logits_chunk_bytes // self._smaller(train=train))
             num_chunks = min(flat.shape[0], auto_num_chunks(flat.shape[0], self.vocab_size, chunk_bytes))
             start = 0
             for target in targets.tensor_split(num_chunks):
@@ -163,6 +165,11 @@ class HeadRunner:
                 if into is not None:
                     into.add(grads)
         return result
+
+    def _smaller(self, *, train: bool) -> int:
+        if not train:
+            return EVAL_CHUNKS
+        return 1 if self._cross_entropy.is_compiled else EAGER_CHUNKS
 
     def _loss_and_seed(
         self, logits: torch.Tensor, target: torch.Tensor, scale: float
