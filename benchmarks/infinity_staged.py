@@ -144,6 +144,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         found["drive_bytes_per_s"] = sum(moved.values()) * options["steps"] / timed_s
     if watch is not None:
         found |= {"gpu_peak_bytes": torch.cuda.max_memory_reserved(), "gpu_driver_bytes": watch.stop()}
+        found["gpu_tensor_bytes"] = torch.cuda.max_memory_allocated()
     engine.close()
     return found
 

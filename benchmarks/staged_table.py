@@ -130,18 +130,19 @@ def markdown(files: list[Path]) -> str:
     lines += [
         "",
         "x stock: how many times as fast as the fastest stock DeepSpeed of the same residency; B/param: drive bytes of "
-        "a step; RSS: the highest; VRAM: as the driver sees it, in brackets what torch reserved; x floor: step over "
-        "the larger of the drive bytes at the drive's mixed rate and compute (the step of `ours-ram`; in files without "
-        "one the variant's own forward and backward)",
+        "a step; RSS: the highest; VRAM: as the driver sees it, in brackets what torch reserved and what tensors took; "
+        "x floor: step over the larger of the drive bytes at the drive's mixed rate and compute (the step of "
+        "`ours-ram`; in files without one the variant's own forward and backward)",
     ]
     return "\n".join(lines)
 
 
 def _cells(name: str, good: dict[str, Result]) -> list[str]:
     result, ratio, above = good[name], times_stock(name, good), floor(name, good)
-    driver, reserved = result.get("gpu_driver_bytes"), result.get("gpu_peak_bytes")
+    driver = result.get("gpu_driver_bytes")
+    of_torch = [result[name] for name in ("gpu_peak_bytes", "gpu_tensor_bytes") if name in result]
     vram = [f"{driver / 2**30:.2f}"] if driver else []
-    vram += [f"({reserved / 2**30:.2f})"] if reserved else []
+    vram += [f"({', '.join(f'{n_bytes / 2**30:.2f}' for n_bytes in of_torch)})"] if of_torch else []
     return [
         f"{result['step_s']:.2f}",
         f"{ratio:.2f}" if ratio is not None else "-",
