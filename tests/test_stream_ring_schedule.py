@@ -237,3 +237,18 @@ def test_a_kept_chunk_whose_unit_is_ready_again_goes_on_at_once():
     assert not found and not ring.reads()
     assert ring.schedule.keep(high) and high.ticket is again
     assert not ring.schedule.next_read()
+
+
+def test_what_waits_for_its_gradient_is_not_let_go():
+    """A flush takes to the drive what is kept, not what is about to be updated in its slot."""
+    ring = Ring([1, 1], 2, lambda chunk: True)
+    first = [ring.ready(unit)[0] for unit in (0, 1)]
+    low, high = ring.reads()
+    for passage, ticket in zip((low, high), first, strict=True):
+        passage.is_leaving = True
+        ring.schedule.count_down(ticket)
+    ring.schedule.leave(low)
+    assert not ring.schedule.keep(high) and ring.schedule.kept == [high]
+    ring.schedule.turn()
+    _, found = ring.ready(1)
+    assert found == [high] and not ring.schedule.kept

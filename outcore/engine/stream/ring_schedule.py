@@ -115,8 +115,10 @@ class RingSchedule:
 
     @property
     def kept(self) -> list[Passage]:
-        """Chunks that wait in their slots for the next pass, newer than the drive."""
-        return [passage for passage in self._passages.values() if passage.is_kept and not passage.is_leaving]
+        """Chunks that wait in their slots for the next pass, newer than the drive; not those whose unit is ready, which
+        are about to be updated."""
+        idle = (passage for passage in self._passages.values() if passage.ticket is None and not passage.is_leaving)
+        return [passage for passage in idle if passage.is_kept]
 
     @property
     def is_empty(self) -> bool:

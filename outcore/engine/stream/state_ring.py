@@ -148,7 +148,7 @@ class StateRing:
         self._until(idle)
 
     def _until(self, event: threading.Event) -> None:
-        if not event.wait(self._timeout_s):
+        if self._end.is_set() or not event.wait(self._timeout_s):  # closed: nobody would answer
             self.check()
             raise TimeoutError(f"the drive did not take what was written to it within {format_s(self._timeout_s)}")
         self.check()
