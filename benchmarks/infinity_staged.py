@@ -75,12 +75,12 @@ TIMEOUT_S = 900
 def train(options: dict[str, Any]) -> dict[str, Any]:
     """Child: a variant's seconds per step, phases, drive bytes, memory and losses."""
     sys.path.insert(0, str(ROOT))
-    import psutil
     import torch
     from race_common import DeviceWatch, cap_allocator, drive_bytes, rss_bytes, synchronize
 
     from outcore.engine.deepspeed.build import build_engine, init_process_group, resolve
     from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
+    from outcore.machine.host import detect_ram
     from outcore.model.settings import ModelSettings
     from outcore.train.determinism import fix_order
 
@@ -100,7 +100,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     run = RunFacts(
         device="cuda" if has_cuda else "cpu", precision="bf16", micro_batch_size=options["micro_batch"],
         gradient_accumulation_steps=options["accumulation"], learning_rate=1e-4, max_grad_norm=1.0,
-        lr_scheduler_type="none", total_steps=1000, ram_available_bytes=psutil.virtual_memory().available,
+        lr_scheduler_type="none", total_steps=1000, ram_available_bytes=detect_ram(Path("/")).available_bytes,
     )  # fmt: skip
     config = {"aio": TUNED_AIO, "outcore": options["outcore"], "zero_optimization": {"overlap_comm": True}}
     config["zero_optimization"] |= options.get("zero", {})

@@ -58,8 +58,8 @@ def test_a_format_with_whole_masters_needs_no_parameters_for_the_update():
 
 
 def test_the_ring_takes_what_ram_and_staging_memory_leave_and_saves_as_much_each_way():
-    """Parameters in RAM, fp32 states: 48 MiB a slot. 4 B a parameter of homes; half of the RAM left at most, and a
-    third of the states."""
+    """Parameters in RAM, fp32 states: 48 MiB a slot. 4 B a parameter of homes, 3 GiB for the process and 2 for others;
+    half of the RAM left at most, and a third of the states."""
 
     def planned(staging_gib: int, ram_gib: float):
         machine = dataclasses.replace(LAPTOP, ram_bytes=int(ram_gib * GIB))
@@ -68,7 +68,7 @@ def test_the_ring_takes_what_ram_and_staging_memory_leave_and_saves_as_much_each
             SHAPE, RunRequest(), machine, 1024, DeepSpeedLayout("infinity", "nvme", "cpu", 2, 1, told)
         )
 
-    homes_gib = 4 * N / GIB + 3
+    homes_gib = 4 * N / GIB + 5
     found = []
     for staging_gib, ram_gib in ((1, 64), (4, 64), (4, homes_gib + 4), (4, homes_gib + 1), (32, 64)):
         p = planned(staging_gib, ram_gib)
@@ -78,6 +78,31 @@ def test_the_ring_takes_what_ram_and_staging_memory_leave_and_saves_as_much_each
         assert p.drive_read_bytes_per_step == p.drive_written_bytes_per_step
         assert p.drive_read_bytes_per_step == 12 * (N - (slots - max(1, slots // 16) << 22))
     assert found == pytest.approx([1, 4, 2, 1, 4 * N / GIB], abs=0.06)
+
+
+@pytest.mark.parametrize(("params", "least_gib"), [("cpu", 1), ("nvme", 3)])
+def test_a_ring_that_grows_turns_no_run_away(params: Any, least_gib: int):
+    def planned(staging_gib: int, ram_gib: float):
+        machine = dataclasses.replace(LAPTOP, ram_bytes=int(ram_gib * GIB))
+        layout = DeepSpeedLayout("infinity", "nvme", params, 2, 1, Staged("split", staging_bytes=staging_gib * GIB))
+        return plan_deepspeed(SHAPE, RunRequest(), machine, 1024, layout)
+
+    tenths = [tenth / 10 for tenth in range(120, 220)]
+    little = [planned(least_gib, ram_gib).fits for ram_gib in tenths]
+    assert 0 < sum(little) < len(tenths)  # from some amount on
+    assert [planned(8, ram_gib).fits for ram_gib in tenths] == little
+
+
+def test_staging_memory_is_shared_by_parameters_gradients_and_the_ring():
+    facts = ModelFacts(8_030_261_248, 128_256 * 4096)
+    run = RunFacts(precision="bf16", lr_scheduler_type="none", ram_available_bytes=200 * GIB)
+    chosen = DeepSpeedSettings(zero_stage="infinity", nvme_offload_path="/data", strict_offload=True)
+    for outcore in ({}, {"nvme_offload_gradients": True}):
+        said = {"outcore": outcore}
+        built = build_config(said, chosen, facts, run, nvme_check=lambda path, gb: (True, ""), staged=True)
+        plan = make_plan(built, facts, run)
+        assert plan.ring_bytes + plan.staging_bytes + plan.grad_staging_bytes == 8 * GIB
+        assert not plan.notes  # nothing was raised
 
 
 @pytest.mark.parametrize("passes", [1, 4])

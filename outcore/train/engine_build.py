@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,6 +24,7 @@ from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.shell import StreamUnsupported
+from outcore.machine.host import detect_ram
 from outcore.model.facts import ModelFacts, model_facts
 from outcore.model.load import LoadedModel, load_model
 from outcore.model.settings import ModelSettings
@@ -100,7 +102,7 @@ class EngineRequest:
             max_grad_norm=config.max_grad_norm,
             lr_scheduler_type="none",
             run_name=self.run_name,
-            ram_available_bytes=psutil.virtual_memory().available,
+            ram_available_bytes=detect_ram(Path("/")).available_bytes,  # of the control group, where that is less
         )
 
 

@@ -6,7 +6,7 @@ an update, and parameters are read twice more by every micro-batch but the first
 
 The ring keeps chunks from one update to the next (`ring_schedule`), so memory for it is worth as much as memory for
 states. Without a budget, where all states were sent to the drive, it takes a third of what flows through it: as far as
-the user allows staging memory, and at most half of the RAM that the run leaves.
+the user allows staging memory, and at most half of the RAM that the run leaves beside `RAM_RESERVE_BYTES`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from outcore.units import GIB, MIB, round_up
 
 RAM_OVERHEAD_BYTES = 3 * GIB
 """Python, torch, CUDA and DeepSpeed themselves, per rank."""
+RAM_RESERVE_BYTES = 2 * GIB
+"""For data files and checkpoints being written back: the planner asks for it, so a ring that grew into it would turn
+runs away that fit."""
 RING_BYTES = GIB
 """As the streaming engine's: a drive needs many requests under way, in both directions. Enough for that."""
 RING_SHARE_OF_FLOW, RING_SHARE_OF_FREE_RAM = 3, 2
@@ -105,13 +108,14 @@ def staged_sizes(facts: StagedFacts) -> StagedSizes:
     grad_staging_bytes = GRADIENT_STAGING_BYTES if facts.gradients_on_nvme else 0
     ring_bytes = min(RING_BYTES, facts.allowed_bytes)
     if states_on_nvme and facts.ram_bytes is not None and facts.ram_budget_bytes is None:
-        taken_bytes = RAM_OVERHEAD_BYTES + staging_bytes + grad_bytes + grad_staging_bytes
+        taken_bytes = RAM_OVERHEAD_BYTES + RAM_RESERVE_BYTES + staging_bytes + grad_bytes + grad_staging_bytes
         taken_bytes += param_bytes if param_ram_bytes is None else param_ram_bytes
         free_bytes = (facts.ram_bytes - taken_bytes) // RING_SHARE_OF_FREE_RAM
         flow_bytes = facts.state_bytes + (facts.trainable_bytes if params_on_nvme else 0)
         flow_bytes += facts.gradient_bytes if facts.gradients_on_nvme else 0
         wanted_bytes = min(flow_bytes // RING_SHARE_OF_FLOW, free_bytes)
-        ring_bytes = max(ring_bytes, min(facts.allowed_bytes - staging_bytes, wanted_bytes))
+        wanted_bytes = min(wanted_bytes, facts.allowed_bytes - staging_bytes - grad_staging_bytes)
+        ring_bytes = max(ring_bytes, wanted_bytes)
     ring_bytes = max(LEAST_SLOTS * facts.slot_bytes, ring_bytes)
     if facts.ram_budget_bytes is not None and (states_on_nvme or params_on_nvme):
         left_bytes = facts.ram_budget_bytes - RAM_OVERHEAD_BYTES - staging_bytes - ring_bytes
