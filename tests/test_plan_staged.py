@@ -6,11 +6,19 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 from plan_fakes import server
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outcore.engine.deepspeed.builder import DeepSpeedSettings, ModelFacts, RunFacts, build_config
 from outcore.engine.deepspeed.staged.plan import make_plan
+from outcore.engine.deepspeed.staged.shares import Share, ShareLayout
+from outcore.engine.deepspeed.swapping import partition_numel
+from outcore.engine.stream.ring_sizes import kept_places, worth_keeping
+from outcore.engine.stream.ring_slots import needed_bytes
+from outcore.model.presets import check_preset_name
 from outcore.model.settings import ModelSettings
+from outcore.optim import state_format
 from outcore.plan.choose import best_stage
 from outcore.plan.deepspeed import DeepSpeedLayout, plan_deepspeed
 from outcore.plan.deepspeed_staged import Staged
@@ -76,8 +84,45 @@ def test_the_ring_takes_what_ram_and_staging_memory_leave_and_saves_as_much_each
         slots = ring // (48 << 20)
         found.append(ring / GIB)
         assert p.drive_read_bytes_per_step == p.drive_written_bytes_per_step
-        assert p.drive_read_bytes_per_step == 12 * (N - (slots - max(1, slots // 16) << 22))
+        whole = 12 * (N - (slots - max(1, slots // 16) << 22))  # of k and v chunks fill three quarters of a slot
+        assert whole <= p.drive_read_bytes_per_step < 1.01 * whole
     assert found == pytest.approx([1, 4, 2, 1, 4 * N / GIB], abs=0.06)
+
+
+class Homes:
+    """Of shares whose parameters are in RAM, and gradients too."""
+
+    def param_piece(self, chunk):
+        return chunk.unit.home
+
+    def grad_place(self, chunk):
+        return None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("preset", ["llama-1b", "llama-3b"])
+def test_the_ring_keeps_of_the_real_weights_what_is_planned(preset: str, ranks: int):
+    """Every chunk of rank 0 by the engine's own classes; vectors, which the planner leaves out, are 0.01 % of them."""
+    shape, states = preset_shape(preset), state_format("split")
+    config = check_preset_name(preset)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.model_type, **config.fields))
+    layout = DeepSpeedLayout("infinity", "nvme", "cpu", 2, 1, Staged("split"))
+    p = plan_deepspeed(shape, RunRequest(), dataclasses.replace(LAPTOP, num_gpus=ranks), 1024, layout)
+    chunks = []
+    for index, weight in enumerate(model.parameters()):
+        numel = partition_numel(weight.numel(), ranks)
+        share = Share(None, index, 0, numel, 0, index << 40, ShareLayout(torch.bfloat16), None, weight)
+        chunks += share.chunks(states)
+    slot = max(needed_bytes(Homes(), chunk) for chunk in chunks)
+    num_slots = p.part_bytes("ram", "ring of states on their way") // ranks // slot
+    worths = [worth_keeping(needed_bytes(Homes(), chunk), slot) for chunk in chunks]
+    kept = 0
+    for _ in range(2):
+        kept += sum(chunks[place].n_bytes for place in kept_places(worths, num_slots))
+        chunks, worths = chunks[::-1], worths[::-1]
+    moved = 2 * sum(chunk.n_bytes for chunk in chunks) - kept
+    assert ranks * moved == pytest.approx(p.drive_read_bytes_per_step + p.drive_written_bytes_per_step, rel=5e-3)
 
 
 @pytest.mark.parametrize(("params", "least_gib"), [("cpu", 1), ("nvme", 3)])

@@ -115,6 +115,18 @@ def test_small_shares_flow_past_those_that_are_kept(tmp_path, pool):
     shares.close()
 
 
+def test_slots_that_large_chunks_leave_over_keep_smaller_ones(tmp_path, pool):
+    """Half a slot is worth less than a whole one, and more than nothing."""
+    shares = Shares([NUMEL // 2] * 6 + [NUMEL] * 2, pool, tmp_path, 5)
+    large, small = (state_format("split").chunk_bytes(numel) for numel in (NUMEL, NUMEL // 2))
+    shares.update()
+    assert shares.moved() == (2 * large + 6 * small, 4 * small)
+    for _ in range(3):
+        shares.update()
+        assert shares.moved() == (4 * small, 4 * small)
+    shares.close()
+
+
 ACTIONS = st.lists(st.sampled_from(["update", "settle", "look", "wait"]), min_size=1, max_size=8)
 
 

@@ -20,10 +20,10 @@ def chunks_of(unit, count):
 class Ring:
     """A schedule over units of so many chunks each, and what a ring would do with it."""
 
-    def __init__(self, counts, num_slots, is_worth_keeping=None):
+    def __init__(self, counts, num_slots, worth=None):
         self.units = [chunks_of(unit, count) for unit, count in enumerate(counts)]
         order = [chunk for chunks in self.units for chunk in chunks]
-        self.schedule = RingSchedule(order, [SimpleNamespace() for _ in range(num_slots)], is_worth_keeping)
+        self.schedule = RingSchedule(order, [SimpleNamespace() for _ in range(num_slots)], worth)
 
     def ready(self, unit):
         chunks = self.units[unit]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from outcore.engine.deepspeed.settings import Device
 from outcore.engine.deepspeed.staged.sizes import RING_SLOTS, StagedFacts, staged_sizes
-from outcore.engine.stream.ring_sizes import kept_slots
+from outcore.engine.stream.ring_sizes import kept_places, worth_keeping
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Part
@@ -103,9 +103,13 @@ def staged_homes(
     states_in_ram = states if sizes.state_ram_bytes is None else min(states, sizes.state_ram_bytes)
     in_ram = sizes.param_bytes if sizes.param_ram_bytes is None else min(sizes.param_bytes, sizes.param_ram_bytes)
     gradients_on_drive = e * trained if staged.gradients_on_nvme else 0
-    flows = states - states_in_ram + sizes.param_bytes - in_ram + gradients_on_drive
-    chunks = -(-flows // slot)
-    slots = min(RING_SLOTS, sizes.ring_bytes // slot, chunks)
+    if in_ram >= sizes.param_bytes:  # none of them passes through the ring
+        slot -= round_up(chunk * e, 4096) * (params == "nvme")
+    numels = _chunk_numels(shape, gpus)
+    flows_all = in_ram < sizes.param_bytes or gradients_on_drive > 0
+    num_chunks = len(numels) if flows_all else -(-len(numels) * (states - states_in_ram) // states)
+    slots = min(RING_SLOTS, sizes.ring_bytes // slot, num_chunks)
+    kept = int(state_bytes * _kept_numel(numels, slots, max(numels)))
     return StagedHomes(
         params_in_ram=gpus * in_ram,
         params_on_drive=gpus * (sizes.param_bytes - in_ram),
@@ -117,9 +121,39 @@ def staged_homes(
         staging=gpus * sizes.staging_bytes,
         gradient_staging=gpus * sizes.grad_staging_bytes,
         ring=gpus * slot * slots,
-        kept=gpus * min(states - states_in_ram, kept_slots(slots) * int(chunk * state_bytes)),
+        kept=gpus * min(states - states_in_ram, kept),
         overhead=gpus * k.DEEPSPEED_STAGED_OVERHEAD_BYTES,
     )
+
+
+def _chunk_numels(shape: ModelShape, gpus: int) -> list[int]:
+    """Parameters of a rank's chunks in the order of the model, vectors left out: a chunk ends with its weight. Adapters
+    are too small to be told apart, they count as one weight."""
+    weights = [shape.trainable_params] if shape.lora_r else _weights(shape)
+    numels: list[int] = []
+    for weight in weights:
+        whole, rest = divmod(-(-weight // gpus), k.CHUNK_NUMEL)
+        numels += [k.CHUNK_NUMEL] * whole + ([rest] if rest else [])
+    return numels
+
+
+def _weights(shape: ModelShape) -> list[int]:
+    """Elements of each matrix: attention's by its heads, the rest of a layer in equal ones, of experts two tensors."""
+    query, key = (shape.hidden_size * heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads))
+    attention = [query, key, key, query]
+    weights = [shape.embedding_params]
+    parts = (2, 1) if shape.is_moe else (1, 1, 1) if shape.gated_ffn else (1, 1)
+    for layer in shape.layer_params:
+        rows = (layer - sum(attention)) // shape.hidden_size  # with a few of vectors, which no part is left with
+        weights += attention + [rows * part // sum(parts) * shape.hidden_size for part in parts]
+    return weights + ([] if shape.tied else [shape.head_weight_numel])
+
+
+def _kept_numel(numels: list[int], num_slots: int, slot_numel: int) -> int:
+    """Parameters whose states stay in the ring: the mean of a pass and the one back."""
+    worths = [worth_keeping(numel, slot_numel) for numel in numels]
+    ends = ((numels, worths), (numels[::-1], worths[::-1]))
+    return sum(sizes[place] for sizes, worth in ends for place in kept_places(worth, num_slots)) // 2
 
 
 def staged_host_parts(homes: StagedHomes, staged: Staged, hardware: Hardware) -> tuple[list[Part], list[Part]]:

@@ -7,7 +7,7 @@ can never block them. It stops at a unit whose update of the step before is not 
 
 A ring whose passes go to and fro (`turn`) need not let go of what the next pass takes first: the last chunks of a pass
 stay in their slots, newer than the drive, and are neither written by this pass nor read by the next one. Each slot that
-is kept saves two transfers an update. A few slots always flow, so chunks that are not worth a slot pass through them.
+is kept saves two transfers an update. A few slots always flow, so what is not kept passes through them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from outcore.engine.stream.placement import StateChunk
-from outcore.engine.stream.ring_sizes import kept_slots
+from outcore.engine.stream.ring_sizes import NEVER, kept_places
 from outcore.engine.stream.ring_slots import RingSlot
 from outcore.engine.stream.units import Unit
 from outcore.optim import AdamWHyper
@@ -61,7 +61,7 @@ class Passage:
 class RingSchedule:
     """See the module docstring. `order`: the chunks as updates will need them. All calls from one thread.
 
-    `is_worth_keeping`: whether a chunk may keep its slot; only for a ring that turns, and where every unit becomes
+    `worth`: of a chunk that keeps its slot (`ring_sizes`); only for a ring that turns, and where every unit becomes
     ready in every pass, because what is kept leaves when its unit is updated.
     """
 
@@ -69,12 +69,12 @@ class RingSchedule:
         self,
         order: Sequence[StateChunk],
         slots: Sequence[RingSlot],
-        is_worth_keeping: Callable[[StateChunk], bool] | None = None,
+        worth: Callable[[StateChunk], int] | None = None,
     ) -> None:
         self._step = 1
         """-1 while passes go from the last unit to the first."""
-        self._max_kept = kept_slots(len(slots))
-        self._is_worth_keeping = is_worth_keeping
+        self._num_slots, self._turns = len(slots), worth is not None
+        self._worths = {chunk.element_offset: worth(chunk) if worth is not None else NEVER for chunk in order}
         self._set_order(list(order))
         self._ahead = len(order)
         """Place in the order of what is read ahead next."""
@@ -89,8 +89,8 @@ class RingSchedule:
     def _set_order(self, order: list[StateChunk]) -> None:
         self._order = order
         self._place_after = {chunk.unit.index: place + 1 for place, chunk in enumerate(order)}
-        worth = [chunk for chunk in order if self._is_worth_keeping is not None and self._is_worth_keeping(chunk)]
-        self._keeping = {chunk.element_offset for chunk in worth[max(0, len(worth) - self._max_kept) :]}
+        places = kept_places([self._worths[chunk.element_offset] for chunk in order], self._num_slots)
+        self._keeping = {order[place].element_offset for place in places}
 
     def turn(self) -> None:
         """The next pass goes the other way. No update may be under way."""
@@ -143,7 +143,7 @@ class RingSchedule:
     def add(self, ticket: RingTicket) -> list[Passage]:
         """Its unit is ready. Returns those of its chunks that were read ahead (perhaps not to the end yet)."""
         self._tickets.add(ticket)
-        if self._is_worth_keeping is not None:
+        if self._turns:
             self.stop_reading_ahead()  # until the turn: the next pass begins with what this one keeps
         found: list[Passage] = []
         unread: list[StateChunk] = []

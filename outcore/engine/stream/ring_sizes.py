@@ -1,11 +1,26 @@
-"""How many slots of the state ring keep a chunk from one pass to the next: one rule, for the ring and the planner."""
+"""Which chunks the state ring keeps from one pass to the next: one rule, for the ring and the planner."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 FLOWING_SHARE = 16
 """One slot in so many, and at least one, keeps none: what is not kept flows through these at the end of a pass."""
+NEVER, WHOLE_SLOT = 0, 64
 
 
 def kept_slots(num_slots: int) -> int:
     """Of `num_slots`, in a ring whose passes go to and fro."""
     return max(0, num_slots - max(1, num_slots // FLOWING_SHARE))
+
+
+def worth_keeping(n_bytes: int, slot_bytes: int) -> int:
+    """Of a chunk: a slot that it fills less than half moves more when others that fill it stay. Larger is better."""
+    return WHOLE_SLOT - (slot_bytes // n_bytes).bit_length()
+
+
+def kept_places(worths: Sequence[int], num_slots: int) -> list[int]:
+    """Of chunks in the order of a pass: those of the most worth, of equal ones the last, which the next pass takes
+    first; none that is worth `NEVER`."""
+    places = sorted((place for place, worth in enumerate(worths) if worth), key=worths.__getitem__)
+    return places[max(0, len(places) - kept_slots(num_slots)) :]

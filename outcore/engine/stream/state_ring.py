@@ -27,6 +27,7 @@ from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.placement import StateChunk
 from outcore.engine.stream.ring_schedule import Passage, RingSchedule, RingTicket
+from outcore.engine.stream.ring_sizes import NEVER, worth_keeping
 from outcore.engine.stream.ring_slots import Part, initialise_states, needed_bytes, ring_slots
 from outcore.engine.stream.stalls import BusyTime
 from outcore.engine.stream.units import Unit
@@ -77,7 +78,7 @@ class StateRing:
         self.error: BaseException | None = None
         initialise_states(slots, order, timeout_s)
         # All below belongs to the driver thread.
-        self._schedule = RingSchedule(order, slots, self._is_worth_keeping if turns else None)
+        self._schedule = RingSchedule(order, slots, self._worth if turns else None)
         self._updating: dict[int, tuple[Passage, RingTicket]] = {}
         self._idle_waiters: list[threading.Event] = []
         self._write_waiters: list[threading.Event] = []
@@ -212,9 +213,9 @@ class StateRing:
         if passage.is_read:
             self._update(passage)
 
-    def _is_worth_keeping(self, chunk: StateChunk) -> bool:
-        """A slot that a chunk fills less than half moves more when others flow through it."""
-        return chunk.buffer is None and 2 * needed_bytes(self._homes, chunk) > self.slot_bytes
+    def _worth(self, chunk: StateChunk) -> int:
+        """Of keeping it; states in RAM are kept anyway."""
+        return NEVER if chunk.buffer is not None else worth_keeping(needed_bytes(self._homes, chunk), self.slot_bytes)
 
     def _turn(self) -> None:
         if self.error is None:
@@ -271,9 +272,8 @@ class StateRing:
             return
         is_kept = self._schedule.keeps(chunk)
         parts = slot.param_writes(chunk) if is_kept else slot.state_writes(chunk) + slot.param_writes(chunk)
-        self._write(
-            passage, parts, lambda: self._written(passage, ticket if waits_for_drive else None, is_kept=is_kept)
-        )
+        done = partial(self._written, passage, ticket if waits_for_drive else None, is_kept=is_kept)
+        self._write(passage, parts, done)
 
     def _write(self, passage: Passage, parts: list[Part], then: Callable[[], None]) -> None:
         transfers = [part.submit_write() for part in parts]
