@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from stream_models import tiny_loaded
 
@@ -17,8 +15,8 @@ from outcore.engine.stream.settings import StreamSettings
 def test_gradients_get_homes_as_far_as_ram_is_free(monkeypatch: pytest.MonkeyPatch, spare_bytes: int):
     units = discover_units(tiny_loaded("llama", num_hidden_layers=6))
     needed = sum(gradient_bytes_of(unit) for unit in units.all)
-    free = SimpleNamespace(available=host_sizes.FREE_RAM_BYTES + needed + spare_bytes)
-    monkeypatch.setattr(host_sizes.psutil, "virtual_memory", lambda: free)
+    free_bytes = host_sizes.FREE_RAM_BYTES + needed + spare_bytes
+    monkeypatch.setattr(host_sizes, "available_ram_bytes", lambda: free_bytes)
     least = smallest_arena_bytes(units.all)
     assert least < needed
     assert host_sizes.arena_bytes(units, StreamSettings(max_grad_norm=0)) == (None if spare_bytes == 0 else least)

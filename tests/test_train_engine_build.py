@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from outcore.machine.host import RamInfo
+from outcore.model.facts import ModelFacts
+from outcore.model.settings import ModelSettings
 from outcore.train import engine_build
 from outcore.train.config import TrainConfig
 from outcore.train.settings import Hardware
@@ -14,3 +16,14 @@ def test_ram_is_that_of_the_control_group(monkeypatch):
     monkeypatch.setattr(engine_build, "detect_ram", lambda root: RamInfo(8 * GIB, 5 * GIB, 0))
     request = engine_build.EngineRequest(TrainConfig(), {}, None, None, Hardware(False, "bf16", ""), 1, "run")  # pyright: ignore[reportArgumentType]
     assert request.run_facts().ram_available_bytes == 5 * GIB
+
+
+def test_the_streaming_engine_is_told_the_same(monkeypatch):
+    monkeypatch.setattr(engine_build, "detect_ram", lambda root: RamInfo(8 * GIB, 5 * GIB, 0))
+    request = engine_build.EngineRequest(
+        TrainConfig(), {}, ModelSettings(preset="tiny", precision="bf16"), None, Hardware(False, "bf16", ""), 1, "run"
+    )  # pyright: ignore[reportArgumentType]
+    facts = ModelFacts(4_000_000, 4_000_000, 1_000_000, 30, 128, 2, 4096, False, False, False)
+    built = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    sizes = engine_build._sizes(request, built, facts, None)
+    assert sizes.ram_available_bytes == 5 * GIB

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from outcore.engine.deepspeed.aio_section import aio_section
@@ -102,7 +101,7 @@ class EngineRequest:
             max_grad_norm=config.max_grad_norm,
             lr_scheduler_type="none",
             run_name=self.run_name,
-            ram_available_bytes=detect_ram(Path("/")).available_bytes,  # of the control group, where that is less
+            ram_available_bytes=_free_ram_bytes(),
         )
 
 
@@ -157,10 +156,15 @@ def _stream(request: EngineRequest, choice: EngineChoice, loaded: LoadedModel | 
     return Decided(choice, built, tuple(plan.notes), path[0] if path else None, None, plan, loaded)
 
 
+def _free_ram_bytes() -> int:
+    """Of the control group, where that is less than the host's."""
+    return detect_ram(Path("/")).available_bytes
+
+
 def _sizes(request: EngineRequest, built: dict[str, Any], facts: ModelFacts, loaded: LoadedModel | None) -> RunSizes:
     micro, accumulation = built["train_micro_batch_size_per_gpu"], built["gradient_accumulation_steps"]
     trainable, total = facts.trainable_params, facts.total_params
-    available = psutil.virtual_memory().available
+    available = _free_ram_bytes()
     if loaded is not None:
         available += total * request.settings.dtype.itemsize  # the homes take its place
     elif request.settings.lora is not None:

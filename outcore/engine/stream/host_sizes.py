@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 
 from outcore.engine.stream.gradient_arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
@@ -12,6 +11,7 @@ from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.units import Units
 from outcore.staging.allocator import ALIGNMENT_BYTES
+from outcore.staging.host_memory import available_ram_bytes
 from outcore.storage import TensorSpec, TensorStore
 from outcore.units import GIB, round_up
 
@@ -43,7 +43,7 @@ def arena_bytes(units: Units, settings: StreamSettings) -> int | None:
     """RAM for gradients with immediate updates: as told, else all of them where RAM is free, else the least."""
     if settings.gradient_bytes is not None:
         return settings.gradient_bytes
-    free_bytes = psutil.virtual_memory().available - FREE_RAM_BYTES
+    free_bytes = available_ram_bytes() - FREE_RAM_BYTES
     all_bytes = sum(gradient_bytes_of(unit) for unit in units.all)
     return None if all_bytes <= free_bytes else smallest_arena_bytes(units.all)
 
