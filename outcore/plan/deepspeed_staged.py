@@ -12,6 +12,7 @@ whose ring and optimizer these are. One run on a drive was compared (docs/planni
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from outcore.engine.deepspeed.settings import Device
 from outcore.engine.deepspeed.staged.sizes import RING_SLOTS, StagedFacts, staged_sizes
@@ -109,7 +110,7 @@ def staged_homes(
     flows_all = in_ram < sizes.param_bytes or gradients_on_drive > 0
     num_chunks = len(numels) if flows_all else -(-len(numels) * (states - states_in_ram) // states)
     slots = min(RING_SLOTS, sizes.ring_bytes // slot, num_chunks)
-    kept = int(state_bytes * _kept_numel(numels, slots, max(numels)))
+    kept = int(state_bytes * _kept_numel(shape, gpus, slots))
     return StagedHomes(
         params_in_ram=gpus * in_ram,
         params_on_drive=gpus * (sizes.param_bytes - in_ram),
@@ -126,7 +127,8 @@ def staged_homes(
     )
 
 
-def _chunk_numels(shape: ModelShape, gpus: int) -> list[int]:
+@lru_cache(maxsize=64)
+def _chunk_numels(shape: ModelShape, gpus: int) -> tuple[int, ...]:
     """Parameters of a rank's chunks in the order of the model, vectors left out: a chunk ends with its weight. Adapters
     are too small to be told apart, they count as one weight."""
     weights = [shape.trainable_params] if shape.lora_r else _weights(shape)
@@ -134,7 +136,7 @@ def _chunk_numels(shape: ModelShape, gpus: int) -> list[int]:
     for weight in weights:
         whole, rest = divmod(-(-weight // gpus), k.CHUNK_NUMEL)
         numels += [k.CHUNK_NUMEL] * whole + ([rest] if rest else [])
-    return numels
+    return tuple(numels)
 
 
 def _weights(shape: ModelShape) -> list[int]:
@@ -149,9 +151,12 @@ def _weights(shape: ModelShape) -> list[int]:
     return weights + ([] if shape.tied else [shape.head_weight_numel])
 
 
-def _kept_numel(numels: list[int], num_slots: int, slot_numel: int) -> int:
-    """Parameters whose states stay in the ring: the mean of a pass and the one back."""
-    worths = [worth_keeping(numel, slot_numel) for numel in numels]
+@lru_cache(maxsize=512)
+def _kept_numel(shape: ModelShape, gpus: int, num_slots: int) -> int:
+    """Parameters whose states stay in the ring: the mean of a pass and the one back. Hundreds of layouts ask alike."""
+    numels = _chunk_numels(shape, gpus)
+    largest = max(numels)
+    worths = [worth_keeping(numel, largest) for numel in numels]
     ends = ((numels, worths), (numels[::-1], worths[::-1]))
     return sum(sizes[place] for sizes, worth in ends for place in kept_places(worth, num_slots)) // 2
 
