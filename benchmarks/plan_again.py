@@ -27,7 +27,8 @@ AGAIN_NOTE = (
 def planned_again(result: dict[str, Any], links: dict[str, Any] | None) -> dict[str, Any]:
     """The result with today's forecast in place of its own. `links`: the machine's, as the results have them."""
     asked = result["forecast"].get("asked") or _asked(result, links or {})
-    shape = ModelShape(**{**asked["shape"], "layer_params": tuple(asked["shape"]["layer_params"])})
+    lists_as_tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in asked["shape"].items()}
+    shape = ModelShape(**lists_as_tuples)
     stream = StreamSettings(**asked["stream"]) if asked["stream"] else None
     if stream is not None and stream.compile == "off" and "stays_eager" not in asked["shape"]:
         stream = dataclasses.replace(stream, cuda_graphs="off")  # only compiled layers were captured then
