@@ -223,8 +223,8 @@ def end_of_write(ring, passing, passage):
         ring.schedule.leave(passage)
 
 
-def test_a_kept_chunk_whose_unit_is_ready_again_goes_on_at_once():
-    """Its parameters were still being written when the next pass began."""
+def after_a_pass():
+    """A ring of two units of one chunk, both up to date; the chunk that is kept, not yet told so."""
     ring = Ring([1, 1], 2, lambda chunk: True)
     first = [ring.ready(unit)[0] for unit in (0, 1)]
     low, high = ring.reads()
@@ -232,6 +232,12 @@ def test_a_kept_chunk_whose_unit_is_ready_again_goes_on_at_once():
         passage.is_leaving = True
         ring.schedule.count_down(ticket)
     ring.schedule.leave(low)
+    return ring, high
+
+
+def test_a_kept_chunk_whose_unit_is_ready_again_goes_on_at_once():
+    """Its parameters were still being written when the next pass began."""
+    ring, high = after_a_pass()
     ring.schedule.turn()
     again, found = ring.ready(1)
     assert not found and not ring.reads()
@@ -241,13 +247,7 @@ def test_a_kept_chunk_whose_unit_is_ready_again_goes_on_at_once():
 
 def test_what_waits_for_its_gradient_is_not_let_go():
     """A flush takes to the drive what is kept, not what is about to be updated in its slot."""
-    ring = Ring([1, 1], 2, lambda chunk: True)
-    first = [ring.ready(unit)[0] for unit in (0, 1)]
-    low, high = ring.reads()
-    for passage, ticket in zip((low, high), first, strict=True):
-        passage.is_leaving = True
-        ring.schedule.count_down(ticket)
-    ring.schedule.leave(low)
+    ring, high = after_a_pass()
     assert not ring.schedule.keep(high) and ring.schedule.kept == [high]
     ring.schedule.turn()
     _, found = ring.ready(1)
