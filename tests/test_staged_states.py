@@ -87,7 +87,7 @@ def test_what_the_ring_keeps_is_neither_written_nor_read_again(tmp_path, pool, n
     """Ten shares of one chunk. Without reading ahead: every slot but one keeps a chunk, and that one flows."""
     shares = Shares([NUMEL] * 10, pool, tmp_path, num_slots)
     chunk_bytes = state_format("split").chunk_bytes(NUMEL)
-    assert shares.states.nvme_bytes == 10 * chunk_bytes
+    assert shares.states.nvme_bytes == 10 * chunk_bytes and shares.states.ring.kept_bytes == kept * chunk_bytes
     shares.update()
     assert shares.moved() == (10 * chunk_bytes, (10 - kept) * chunk_bytes)
     for _ in range(4):

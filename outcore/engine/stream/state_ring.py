@@ -79,6 +79,8 @@ class StateRing:
         initialise_states(slots, order, timeout_s)
         # All below belongs to the driver thread.
         self._schedule = RingSchedule(order, slots, self._worth if turns else None)
+        self.kept_bytes = sum(chunk.n_bytes for chunk in order if self._schedule.keeps(chunk))
+        """Of states, from one pass to the next (after the first; the way back keeps about as many)."""
         self._updating: dict[int, tuple[Passage, RingTicket]] = {}
         self._idle_waiters: list[threading.Event] = []
         self._write_waiters: list[threading.Event] = []

@@ -336,6 +336,10 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
                 f", {format_gib(self.states.nvme_bytes)} of them ({share:.0f} %) and {on_drive / 1e6:.1f} M parameters "
                 f"on NVMe ({self.plan.nvme_path})"
             )
+            ring = self.states.ring
+            if ring is not None and ring.kept_bytes:
+                lines += f", a ring of {format_gib(ring.num_slots * ring.slot_bytes)} in RAM through which they pass "
+                lines += f"keeps {format_gib(ring.kept_bytes)} of states from one update to the next"
         else:
             lines += " in RAM"
         if self.session.gradients is not None:
