@@ -63,7 +63,7 @@ FIELDS: dict[str, Any] = {
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 65536,
 }  # fmt: skip
 ROWS, LENGTH, MICRO_BATCHES = 2, 128, 2
-FITTING = [(1200, 3, 2, False), (1000, 3, 2, True), (915, 2, 2, True), (880, 2, 1, True)]
+FITTING = [(1200, 3, 2, False), (1000, 3, 2, True), (860, 2, 2, True), (830, 2, 1, True)]
 """(MiB of device memory, layers at a time, buffers for gradients, embedding's and head's in parts)."""
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from outcore.engine.stream.placement import StateChunk
 from outcore.engine.stream.ring_schedule import RingSchedule, RingTicket
+from outcore.engine.stream.ring_sizes import FLOWING_SLOTS, slot_count
 
 
 def chunks_of(unit, count):
@@ -252,3 +253,14 @@ def test_what_waits_for_its_gradient_is_not_let_go():
     ring.schedule.turn()
     _, found = ring.ready(1)
     assert found == [high] and not ring.schedule.kept
+
+
+@given(st.lists(st.integers(1, 48), min_size=1, max_size=400), st.integers(0, 1 << 14), st.integers(1, 1024))
+def test_a_ring_takes_no_more_memory_than_its_chunks(sizes, ring_bytes, max_slots):
+    """A model of many small weights beside a large one would get a slot of the large one's size for each."""
+    slot_bytes = max(sizes)
+    count = slot_count(len(sizes), sum(sizes), slot_bytes, ring_bytes, max_slots)
+    assert count <= min(max_slots, len(sizes)) and count * slot_bytes <= ring_bytes
+    assert count <= FLOWING_SLOTS or (count - 1) * slot_bytes < sum(sizes)
+    if (count + 1) * slot_bytes <= min(ring_bytes, sum(sizes)):
+        assert count >= min(max_slots, len(sizes))

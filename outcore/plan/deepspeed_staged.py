@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from outcore.engine.deepspeed.settings import Device
 from outcore.engine.deepspeed.staged.sizes import RING_SLOTS, StagedFacts, staged_sizes
-from outcore.engine.stream.ring_sizes import kept_places, worth_keeping
+from outcore.engine.stream.ring_sizes import kept_places, slot_count, worth_keeping
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Part
@@ -109,7 +109,8 @@ def staged_homes(
     numels = _chunk_numels(shape, gpus)
     flows_all = in_ram < sizes.param_bytes or gradients_on_drive > 0
     num_chunks = len(numels) if flows_all else -(-len(numels) * (states - states_in_ram) // states)
-    slots = min(RING_SLOTS, sizes.ring_bytes // slot, num_chunks)
+    flowing = slot * num_chunks * sum(numels) // (len(numels) * max(numels))
+    slots = slot_count(num_chunks, flowing, slot, sizes.ring_bytes, RING_SLOTS)
     kept = int(state_bytes * _kept_numel(shape, gpus, slots))
     return StagedHomes(
         params_in_ram=gpus * in_ram,

@@ -1,4 +1,4 @@
-"""Which chunks the state ring keeps from one pass to the next: one rule, for the ring and the planner."""
+"""Slots of the state ring, and which chunks stay in them from one pass to the next: one rule, for ring and planner."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from collections.abc import Sequence
 FLOWING_SHARE = 16
 """One slot in so many, and at least one, keeps none: what is not kept flows through these at the end of a pass."""
 NEVER, WHOLE_SLOT = 0, 64
+FLOWING_SLOTS = 24
+"""They keep a drive busy in both directions. More are for keeping chunks."""
+
+
+def slot_count(num_chunks: int, chunks_bytes: int, slot_bytes: int, ring_bytes: int, max_slots: int) -> int:
+    """Of a ring for `num_chunks` of `chunks_bytes` together: what `ring_bytes` gives, `max_slots` at most. Beyond
+    `FLOWING_SLOTS` no more than hold all of them at once, since a slot is as large as the largest chunk."""
+    enough = max(FLOWING_SLOTS, -(-chunks_bytes // slot_bytes))
+    return min(max_slots, num_chunks, ring_bytes // slot_bytes, enough)
 
 
 def kept_slots(num_slots: int) -> int:

@@ -17,6 +17,7 @@ import torch
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.placement import GradPlace, StateChunk
+from outcore.engine.stream.ring_sizes import slot_count
 from outcore.optim import ChunkState
 from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.storage import TensorStore, Transfer
@@ -125,9 +126,10 @@ def needed_bytes(homes: Homes, chunk: StateChunk) -> int:
 def ring_slots(
     homes: Homes, chunks: Sequence[StateChunk], memory: HostMemory, ring_bytes: int, max_slots: int
 ) -> list[RingSlot]:
-    """As many slots as `ring_bytes` gives, `max_slots` at most, each for any of `chunks`. ValueError for too few."""
-    slot_bytes = round_up(max(needed_bytes(homes, chunk) for chunk in chunks), ALIGNMENT_BYTES)
-    count = min(max_slots, len(chunks), ring_bytes // slot_bytes)
+    """As many slots as `slot_count` says, each for any of `chunks`. ValueError for too few."""
+    needs_bytes = [needed_bytes(homes, chunk) for chunk in chunks]
+    slot_bytes = round_up(max(needs_bytes), ALIGNMENT_BYTES)
+    count = slot_count(len(chunks), sum(needs_bytes), slot_bytes, ring_bytes, max_slots)
     if count < 1:
         raise ValueError(
             f"state_ring_bytes {format_gib(ring_bytes)} cannot hold one chunk of states ({format_gib(slot_bytes)}): "
