@@ -65,8 +65,8 @@ def main() -> None:
     parts = engine._parts
     if watch is not None:
         watch.restart()
-    for _ in range(options["warm"]):
-        engine.train_step(batches, 1e-4)
+    learning_rate = options.get("learning_rate", 1e-4)
+    warm_losses = [engine.train_step(batches, learning_rate).loss for _ in range(options["warm"])]
     parts.updates.drain()
     synchronize()
     repeats = []
@@ -76,7 +76,7 @@ def main() -> None:
     for _ in range(options["repeats"]):
         start_s = time.perf_counter()
         for _ in range(options["steps"]):
-            step = engine.train_step(batches, 1e-4)
+            step = engine.train_step(batches, learning_rate)
             losses.append(step.loss)
             phases.append(step.phase_s)
         parts.updates.drain()
@@ -89,6 +89,7 @@ def main() -> None:
         "init_s": init_s,
         "step_s": sorted(repeats)[len(repeats) // 2],
         "repeats_s": repeats,
+        "warm_losses": warm_losses,
         "losses": losses,
         "phases": {k: sum(p.get(k, 0.0) for p in phases) / n_steps for k in phases[0]},
         "peak_vram_bytes": watch.stop() if watch is not None else None,

@@ -11,6 +11,8 @@ device less what was used before. Ratios are to the best stock setting of the ru
 Variants with something on NVMe come with the drive's mixed rate right before and right after (`drive_rate.py`), and
 with the share of the step that their drive bytes would take at the mean of the two.
 
+`-nvme`: every byte of optimizer states on the drive; `-half`, `-nvme-third`: that part of them in RAM.
+
 Groups: ram (16,384 tokens), ram4k (4,096), sweep (stock), nvme, big (2.8 B), 8b. Exit code 1 when a variant
 failed.
 """
@@ -126,6 +128,7 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "ours-split-nvme": ours(shape, t16, 1, "split", **all_nvme),
         "ours-split8-nvme": ours(shape, t16, 1, "split8", **all_nvme),
         "ours-fp32-half": ours(shape, t16, 1, "fp32", **(all_nvme | {"state_ram_bytes": "@half"})),
+        "ours-fp32-nvme-third": ours(shape, t16, 1, "fp32", **(all_nvme | {"state_ram_bytes": "@third"})),
         "ours-all-nvme": ours(shape, t16, 1, "split8", **all_nvme, weight_ram_bytes=0),
         "stock-all-nvme": stock(shape, t16, 1, "nvme", uses_nvme=True),
     }
@@ -149,7 +152,8 @@ def run(name: str, variant: dict[str, Any], args: argparse.Namespace) -> dict[st
             options |= {"warm": 1, "steps": 1, "repeats": 2}
         else:
             options |= {"warm": 1, "steps": 2, "repeats": 2}
-    text = json.dumps(options).replace('"@nvme"', json.dumps(str(args.nvme))).replace('"@half"', str(args.half_bytes))
+    text = json.dumps(options).replace('"@nvme"', json.dumps(str(args.nvme)))
+    text = text.replace('"@half"', str(args.half_bytes)).replace('"@third"', str(args.half_bytes * 2 // 3))
     begin_s = time.perf_counter()
     if variant["child"] == "prototype":
         command = [sys.executable, "stream.py"]
@@ -218,7 +222,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--cap_gib", type=float, default=6.5)
-    parser.add_argument("--half_bytes", type=int, default=7_300_000_000, help="RAM for states in the half variants")
+    parser.add_argument("--half_bytes", type=int, default=7_300_000_000, help="RAM for states: half of them")
     parser.add_argument("--nvme", type=Path)
     parser.add_argument("--prototype", type=Path, help="folder with the prototype's stream.py and kernel.cpp")
     parser.add_argument("--limit_s", type=float, default=240)
