@@ -11,7 +11,8 @@ Every variant is a process of its own with the same model, tokens and seed: llam
 allocator capped at 6.5 GiB. `-ram`: everything in RAM; `-opt`: optimizer states on NVMe, parameters in RAM; `-all`:
 both on NVMe. `ours-*` keeps the lossless split master (10 B per parameter), `ours-*-fp32` plain fp32 states (12 B),
 `ours-*-little` has as much staging memory as a ring of 1 GiB needs instead of what a run takes by itself, so that less
-stays in the ring from one update to the next; with `ours-all-gradients` the gradients live on NVMe as well.
+stays in the ring from one update to the next; with `ours-all-gradients` the gradients live on NVMe as well;
+`ours-all-lean` keeps no weight on the GPU longer than it is used, as stock must with parameters on NVMe.
 Stock DeepSpeed runs with the swap sizes of outcore's builder, which do not crash, and the drive settings of its tuner
 on the measured machine (queue depth 32, 8 threads); `stock-ram-sg3e7` with the sub-group size that was best in
 `stream_race.py --group sweep`. Ratios are to the fastest stock of a residency.
@@ -59,6 +60,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"ours-{where}": {"where": where, "outcore": {"state_format": "split"}} for where in ZERO},
     **{f"ours-{where}-fp32": {"where": where, "outcore": {"state_format": "fp32"}} for where in ZERO},
     "ours-all-gradients": {"where": "all", "outcore": {"state_format": "split", "nvme_offload_gradients": True}},
+    "ours-all-lean": {
+        "where": "all",
+        "outcore": {"state_format": "split"},
+        "zero": {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0},
+    },
     **{
         f"ours-{where}-little": {"where": where, "outcore": {"state_format": "split", "staging_bytes": n_bytes}}
         for where, n_bytes in LITTLE_STAGING_BYTES.items()

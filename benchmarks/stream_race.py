@@ -127,6 +127,7 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "ours-fp32-nvme": ours(shape, t16, 1, "fp32", **all_nvme),
         "ours-split-nvme": ours(shape, t16, 1, "split", **all_nvme),
         "ours-split8-nvme": ours(shape, t16, 1, "split8", **all_nvme),
+        "ours-split8-nvme-64slots": ours(shape, t16, 1, "split8", **all_nvme, state_ring_slots=64),
         "ours-fp32-half": ours(shape, t16, 1, "fp32", **(all_nvme | {"state_ram_bytes": "@half"})),
         "ours-fp32-nvme-third": ours(shape, t16, 1, "fp32", **(all_nvme | {"state_ram_bytes": "@third"})),
         "ours-all-nvme": ours(shape, t16, 1, "split8", **all_nvme, weight_ram_bytes=0),
