@@ -252,3 +252,42 @@ def test_closing_with_chunks_that_are_kept_and_on_their_way_starts_nothing(tmp_p
         run.states.settle()
     assert run.states.ring.written_bytes == written
     run.close()
+
+
+@pytest.mark.parametrize("end", ["settle", "close"])
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_transfer_that_was_accepted_is_waited_for_when_the_next_of_its_chunk_is_refused(
+    tmp_path, pool, monkeypatch, kind, end
+):
+    """States first, then parameters: the states' transfer is under way when the parameters' cannot be submitted."""
+    engine = FaultyEngine(open_engine("auto", num_threads=4))
+    run = Run([CHUNK] * 12, pool, tmp_path, "split", ("params",), 6, engine=engine)
+    run.update()
+    run.states.settle()  # nothing is in the ring, and nothing is read ahead
+    assert run.states.state_store is not None and run.params is not None
+    submit, accepted = getattr(run.states.state_store, f"submit_{kind}"), []
+
+    def accept(*args, **kwargs):
+        accepted.append(submit(*args, **kwargs))
+        return accepted[-1]
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("refused while being submitted")
+
+    monkeypatch.setattr(run.states.state_store, f"submit_{kind}", accept)
+    monkeypatch.setattr(run.params.store, f"submit_{kind}", refuse)
+    engine.delay(0.5, kind)
+    worked_s = run.states.ring.optimizer_time.total_s()
+    with pytest.raises(EngineError, match="refused"):
+        run.update()
+        run.states.wait_written()
+    assert [transfer.done() for transfer in accepted] == [False]
+    if end == "close":
+        assert run.states.close()
+    else:
+        with pytest.raises(EngineError, match="refused"):
+            run.states.settle()
+    assert [transfer.done() for transfer in accepted] == [True]
+    if kind == "read":
+        assert run.states.ring.optimizer_time.total_s() == worked_s, "a chunk of which a part was missing was updated"
+    run.close()

@@ -232,9 +232,8 @@ class StateRing:
 
     def _fetch(self, passage: Passage, parts: list[Part]) -> None:
         passage.reads_left += 1
-        transfers = [part.submit_read() for part in parts]
-        self.read_bytes += sum(transfer.n_bytes for transfer in transfers)
-        self._watch(transfers, f"read of {passage.chunk.name}", lambda: self._arrived(passage))
+        submits = [part.submit_read for part in parts]
+        self.read_bytes += self._start(submits, f"read of {passage.chunk.name}", lambda: self._arrived(passage))
 
     def _arrived(self, passage: Passage) -> None:
         passage.reads_left -= 1
@@ -278,9 +277,8 @@ class StateRing:
         self._write(passage, parts, done)
 
     def _write(self, passage: Passage, parts: list[Part], then: Callable[[], None]) -> None:
-        transfers = [part.submit_write() for part in parts]
-        self.written_bytes += sum(transfer.n_bytes for transfer in transfers)
-        self._watch(transfers, f"write of {passage.chunk.name}", then)
+        submits = [part.submit_write for part in parts]
+        self.written_bytes += self._start(submits, f"write of {passage.chunk.name}", then)
 
     def _written(self, passage: Passage, ticket: RingTicket | None, *, is_kept: bool) -> None:
         if ticket is not None:
@@ -297,8 +295,22 @@ class StateRing:
             parts = passage.slot.state_writes(passage.chunk)
             self._write(passage, parts, partial(self._schedule.leave, passage))
 
+    def _start(self, submits: Sequence[Callable[[], Transfer]], what: str, then: Callable[[], None]) -> int:
+        """Submit transfers and run `then` on the driver thread once all have ended well; their bytes.
+
+        When one is refused those before it are waited for all the same: their memory is the drive's until they end.
+        """
+        transfers: list[Transfer] = []
+        try:
+            for submit in submits:
+                transfers.append(submit())
+        except BaseException:
+            self._watch(transfers, what, lambda: None)
+            raise
+        self._watch(transfers, what, then)
+        return sum(transfer.n_bytes for transfer in transfers)
+
     def _watch(self, transfers: Sequence[Transfer], what: str, then: Callable[[], None]) -> None:
-        """Run `then` on the driver thread once all have ended well."""
         self._num_transfers += 1
 
         def ended(whole: Transfer) -> None:
