@@ -8,7 +8,7 @@ from machine_fakes import BANNER_13, RTX4070_CSV, linux_root, no_tools, smi, wri
 
 from outcore.machine import Machine, detect_machine, pcie_gb_per_s
 from outcore.machine.gpus import OLD_QUERY_FIELDS, cuda_of_driver, detect_gpus, parse_listing, run_command
-from outcore.machine.host import detect_os, detect_ram
+from outcore.machine.host import available_ram_bytes, detect_os, detect_ram
 from outcore.units import GIB, KIB, MIB
 
 
@@ -64,6 +64,49 @@ def test_control_group_v1_and_no_limit(tmp_path: Path) -> None:
     write(root / "sys/fs/cgroup/memory/job/memory.usage_in_bytes", str(5 * GIB))
     ram = detect_ram(root)
     assert ram.total_bytes == 4 * GIB and ram.available_bytes == 0
+
+
+def test_page_cache_is_there_for_the_taking(tmp_path: Path) -> None:
+    """Here 32 GiB are available to the host, MemAvailable, which counts both lists of the page cache too."""
+    root = linux_root(tmp_path)
+    group = root / "sys/fs/cgroup"
+    write(group / "memory.max", "max\n")
+    write(group / "memory.current", "5\n")
+    assert available_ram_bytes(root) == 32 * GIB
+    write(group / "memory.max", f"{10 * MIB}\n")
+    write(group / "memory.current", f"{8 * MIB}\n")
+    assert available_ram_bytes(root) == 2 * MIB
+    write(group / "memory.stat", f"anon 5\ninactive_file {MIB}\nactive_file {MIB}\n")
+    assert available_ram_bytes(root) == 4 * MIB
+    write(group / "memory.stat", "inactive_file many\n")
+    assert available_ram_bytes(root) == 2 * MIB
+
+
+def test_page_cache_of_groups_within_counts_in_control_group_v1(tmp_path: Path) -> None:
+    root = linux_root(tmp_path)
+    write(root / "proc/self/cgroup", "5:memory:/docker/abc\n")  # the host's name for what the container sees at the top
+    group = root / "sys/fs/cgroup/memory"
+    write(group / "memory.limit_in_bytes", str(8 * GIB))
+    write(group / "memory.usage_in_bytes", str(7 * GIB))
+    stat = f"inactive_file 1\nactive_file 1\ntotal_inactive_file {2 * GIB}\ntotal_active_file {GIB}\n"
+    write(group / "memory.stat", stat)
+    assert available_ram_bytes(root) == 4 * GIB
+
+
+def test_limits_of_the_groups_around_count(tmp_path: Path) -> None:
+    """A SLURM step has no limit of its own, its job has; and a slice may be fuller than what is within."""
+    root = linux_root(tmp_path)
+    write(root / "proc/self/cgroup", "0::/slurm/job_7/step_0/task_0\n")
+    job = root / "sys/fs/cgroup/slurm/job_7"
+    write(job / "step_0/task_0/memory.max", "max\n")
+    write(job / "memory.max", f"{8 * GIB}\n")
+    write(job / "memory.current", f"{3 * GIB}\n")
+    ram = detect_ram(root)
+    assert (ram.total_bytes, ram.available_bytes) == (8 * GIB, 5 * GIB)
+    write(job.parent / "memory.max", f"{16 * GIB}\n")
+    write(job.parent / "memory.current", f"{14 * GIB}\n")
+    ram = detect_ram(root)
+    assert (ram.total_bytes, ram.available_bytes) == (8 * GIB, 2 * GIB)
 
 
 def test_fields_the_driver_does_not_tell() -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from machine_fakes import linux_root, write
 
-from outcore.staging import PinnedGrant, PinnedPool, cuda_runtime, host_memory, pinned_grant, probe_pinned
+from outcore.staging import PinnedGrant, PinnedPool, cuda_runtime, pinned_grant, probe_pinned
 from outcore.staging import pool as pool_module
 from outcore.staging.copy_streams import CudaStreams
 from outcore.staging.cuda_runtime import CudaRuntime, PinRefused
@@ -213,18 +214,12 @@ def test_the_real_child_is_started_by_path_and_a_hanging_one_is_given_up(monkeyp
 
 
 def test_ram_and_control_groups_limit_the_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_memory.cgroup_left_bytes(tmp_path) is None
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("5\n")
-    assert host_memory.cgroup_left_bytes(tmp_path) is None
-    (tmp_path / "memory.max").write_text(f"{10 * MIB}\n")
-    (tmp_path / "memory.current").write_text(f"{8 * MIB}\n")
-    assert host_memory.cgroup_left_bytes(tmp_path) == 2 * MIB
-    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {1 * MIB}\nactive_file {1 * MIB}\n")
-    assert host_memory.available_ram_bytes(tmp_path) == 4 * MIB  # page cache is there for the taking
-    (tmp_path / "memory.stat").write_text("inactive_file many\n")
-    assert host_memory.cgroup_left_bytes(tmp_path) == 2 * MIB
-    assert host_memory.reserve_bytes() >= 1 * GIB
+    root = linux_root(tmp_path, ram_kib=1024 * MIB)
+    assert pinned_grant.reserve_bytes(root) == 1024 * GIB // 20
+    write(root / "sys/fs/cgroup/memory.max", f"{40 * GIB}\n")
+    assert pinned_grant.reserve_bytes(root) == 2 * GIB
+    write(root / "sys/fs/cgroup/memory.max", f"{8 * GIB}\n")
+    assert pinned_grant.reserve_bytes(root) == 1 * GIB
     monkeypatch.setattr(pinned_grant, "available_ram_bytes", lambda: 0)
     grant = pinned_grant.probe_pinned_memory(CUDA0, 8 * MIB, 4 * MIB)
     assert grant.total_bytes == 0 and "only 0 B of RAM" in grant.reasons[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from outcore.machine.host import RamInfo
 from outcore.model.facts import ModelFacts
 from outcore.model.settings import ModelSettings
 from outcore.train import engine_build
@@ -13,13 +12,13 @@ from outcore.units import GIB
 
 def test_ram_is_that_of_the_control_group(monkeypatch):
     """The ring of states takes a part of it: the host's free RAM would end a run in a container."""
-    monkeypatch.setattr(engine_build, "detect_ram", lambda root: RamInfo(8 * GIB, 5 * GIB, 0))
+    monkeypatch.setattr(engine_build, "available_ram_bytes", lambda: 5 * GIB)
     request = engine_build.EngineRequest(TrainConfig(), {}, None, None, Hardware(False, "bf16", ""), 1, "run")  # pyright: ignore[reportArgumentType]
     assert request.run_facts().ram_available_bytes == 5 * GIB
 
 
 def test_the_streaming_engine_is_told_the_same(monkeypatch):
-    monkeypatch.setattr(engine_build, "detect_ram", lambda root: RamInfo(8 * GIB, 5 * GIB, 0))
+    monkeypatch.setattr(engine_build, "available_ram_bytes", lambda: 5 * GIB)
     request = engine_build.EngineRequest(
         TrainConfig(), {}, ModelSettings(preset="tiny", precision="bf16"), None, Hardware(False, "bf16", ""), 1, "run"
     )  # pyright: ignore[reportArgumentType]

@@ -21,7 +21,7 @@ from pathlib import Path
 from outcore.install.environment import Environment
 from outcore.install.pip import Stream
 from outcore.install.progress import Progress
-from outcore.machine.host import detect_cpu, detect_ram
+from outcore.machine.host import available_ram_bytes, detect_cpu
 from outcore.units import GIB
 
 # A compiler on torch's headers takes up to 2.0 GB (M).
@@ -120,7 +120,7 @@ def sanitise_arch_list(text: str) -> str:
 
 def compile_jobs(root: str | Path = "/") -> int:
     """Compilers that fit side by side: one per core, 2 GiB of RAM each."""
-    by_ram = detect_ram(Path(root)).available_bytes // RAM_PER_COMPILE_BYTES
+    by_ram = available_ram_bytes(root) // RAM_PER_COMPILE_BYTES
     return int(max(1, min(os.cpu_count() or 1, by_ram)))
 
 

@@ -1,6 +1,7 @@
 """Operating system, CPU and RAM of this computer, from /proc and /sys; the standard library's answers elsewhere.
 
-Inside a container the memory limit of the control group counts, not what the host has.
+Where a control group limits memory (containers, SLURM jobs, systemd slices, WSL2 distributions) that limit counts, not
+what the host has.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from outcore.units import KIB
 SIMD_FLAGS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 # A control group v1 without a limit reports the largest multiple of the page size below 2**63.
 _NO_LIMIT_BYTES = 1 << 60
+_CGROUPS = "sys/fs/cgroup"
 
 
 @dataclass(frozen=True)
@@ -72,18 +74,27 @@ def detect_cpu(root: Path) -> CpuInfo:
 
 
 def detect_ram(root: Path) -> RamInfo:
+    """`total_bytes`: of the host or, where that is less, the smallest limit of this process's control groups.
+    `available_bytes`: what can be taken now without swapping, as the kernel's MemAvailable, and no more than any of
+    these groups has left. Page cache counts as available in both: the kernel drops it before it refuses memory."""
     text = _text(root / "proc/meminfo")
     if not text:
         return _ram_without_proc()
     sizes = {k: int(v) * KIB for k, v in re.findall(r"^(\w+):\s+(\d+) kB", text, re.M)}
     total = sizes.get("MemTotal", 0)
     available = sizes.get("MemAvailable", sizes.get("MemFree", 0))
-    limit, used = _control_group_limit(root)
     notes: tuple[str, ...] = ()
-    if limit is not None and limit < total:
+    groups = _control_group_limits(root)
+    limit = min((limit for limit, _ in groups), default=total)
+    if limit < total:
         notes = (f"this container may use {limit // (KIB * KIB)} MiB of the host's {total // (KIB * KIB)} MiB",)
-        total, available = limit, min(available, max(limit - used, 0))
-    return RamInfo(total, available, sizes.get("SwapTotal", 0), notes)
+    available = min([available, *(left for _, left in groups)])
+    return RamInfo(min(limit, total), available, sizes.get("SwapTotal", 0), notes)
+
+
+def available_ram_bytes(root: str | Path = "/") -> int:
+    """`detect_ram`'s, for those who ask for nothing else."""
+    return detect_ram(Path(root)).available_bytes
 
 
 def memlock_limit_bytes() -> int | None:
@@ -96,25 +107,31 @@ def memlock_limit_bytes() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _control_group_limit(root: Path) -> tuple[int | None, int]:
-    """(limit, bytes that count against it and cannot be dropped), for control groups v2 and v1."""
+def _control_group_limits(root: Path) -> list[tuple[int, int]]:
+    """(limit, what is left of it) of this process's control group and all those around it, of versions 2 and 1."""
     groups = dict(re.findall(r"^\d+:([^:]*):(.*)$", _text(root / "proc/self/cgroup"), re.M))
     v1_path = next((path for names, path in groups.items() if "memory" in names.split(",")), "/")
-    base = root / "sys/fs/cgroup"
-    candidates = [
-        (base / groups.get("", "/").lstrip("/"), "memory.max", "memory.current"),
-        (base, "memory.max", "memory.current"),
-        (base / "memory" / v1_path.lstrip("/"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-        (base / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ]
-    best: tuple[int | None, int] = (None, 0)
-    for directory, limit_name, usage_name in candidates:
-        limit, usage = _text(directory / limit_name).strip(), _text(directory / usage_name).strip()
-        if not limit.isdigit() or int(limit) >= _NO_LIMIT_BYTES or (best[0] is not None and int(limit) >= best[0]):
-            continue
-        droppable = re.search(r"^(?:total_)?inactive_file (\d+)", _text(directory / "memory.stat"), re.M)
-        best = (int(limit), max(int(usage or 0) - (int(droppable.group(1)) if droppable else 0), 0))
-    return best
+    found: list[tuple[int, int]] = []
+    for base, path, limit_name, usage_name in (
+        (root / _CGROUPS, groups.get("", "/"), "memory.max", "memory.current"),
+        (root / _CGROUPS / "memory", v1_path, "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        own = base / path.lstrip("/")
+        for group in (own, *own.parents):
+            if not group.is_relative_to(base):
+                break
+            limit, usage = _text(group / limit_name).strip(), _text(group / usage_name).strip()
+            if limit.isdigit() and int(limit) < _NO_LIMIT_BYTES:
+                used_bytes = int(usage or 0) - _page_cache_bytes(_text(group / "memory.stat"))
+                found.append((int(limit), max(0, int(limit) - max(0, used_bytes))))
+    return found
+
+
+def _page_cache_bytes(stat: str) -> int:
+    """Of a control group: counted as used, but dropped before memory is refused. Both lists, as in MemAvailable; of
+    version 1 those that include the groups within (`total_`), as its usage does."""
+    sizes = dict(re.findall(r"^(\w+) (\d+)$", stat, re.M))
+    return sum(int(sizes.get(f"total_{name}", sizes.get(name, 0))) for name in ("active_file", "inactive_file"))
 
 
 def _ram_without_proc() -> RamInfo:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
+from outcore.machine.host import available_ram_bytes
 from outcore.optim import FORMATS, AdamWHyper, ChunkJob, ChunkState, JobBatch, OptimizerPool, StateFormat, open_backend
 from outcore.optim.backend import BackendName
-from outcore.staging.host_memory import available_ram_bytes
 from outcore.staging.slab import MappedSlab
 from outcore.units import round_up
 

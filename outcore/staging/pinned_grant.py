@@ -18,11 +18,14 @@ from pathlib import Path
 
 import torch
 
+from outcore.machine.host import available_ram_bytes, detect_ram
 from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.staging.cuda_runtime import find_libcudart
-from outcore.staging.host_memory import available_ram_bytes, reserve_bytes
 from outcore.units import GIB, format_gib
 
+RESERVE_FRACTION = 0.05
+"""Part of the total RAM that the pool leaves free at least: page tables, page cache and the desktop need it."""
+MIN_RESERVE_BYTES = 1 * GIB
 PROBE_BASE_TIMEOUT_S = 60.0
 PROBE_TIMEOUT_S_PER_GIB = 10.0  # twenty times what a GiB takes on a slow machine
 
@@ -45,6 +48,12 @@ class PinnedGrant:
     @property
     def total_bytes(self) -> int:
         return self.pinned_bytes + self.write_combined_bytes
+
+
+def reserve_bytes(root: Path = Path("/")) -> int:
+    """RAM the pool leaves free, because pinned pages can be neither swapped nor reclaimed: 5 % of the total (of the
+    control group's limit, where there is one), at least 1 GiB."""
+    return max(MIN_RESERVE_BYTES, int(detect_ram(root).total_bytes * RESERVE_FRACTION))
 
 
 def fit_into_ram(pinned_bytes: int, write_combined_bytes: int, budget_bytes: int) -> PinnedGrant:

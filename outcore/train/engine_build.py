@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.shell import StreamUnsupported
-from outcore.machine.host import detect_ram
+from outcore.machine.host import available_ram_bytes
 from outcore.model.facts import ModelFacts, model_facts
 from outcore.model.load import LoadedModel, load_model
 from outcore.model.settings import ModelSettings
@@ -101,7 +100,7 @@ class EngineRequest:
             max_grad_norm=config.max_grad_norm,
             lr_scheduler_type="none",
             run_name=self.run_name,
-            ram_available_bytes=_free_ram_bytes(),
+            ram_available_bytes=available_ram_bytes(),
         )
 
 
@@ -156,15 +155,10 @@ def _stream(request: EngineRequest, choice: EngineChoice, loaded: LoadedModel | 
     return Decided(choice, built, tuple(plan.notes), path[0] if path else None, None, plan, loaded)
 
 
-def _free_ram_bytes() -> int:
-    """Of the control group, where that is less than the host's."""
-    return detect_ram(Path("/")).available_bytes
-
-
 def _sizes(request: EngineRequest, built: dict[str, Any], facts: ModelFacts, loaded: LoadedModel | None) -> RunSizes:
     micro, accumulation = built["train_micro_batch_size_per_gpu"], built["gradient_accumulation_steps"]
     trainable, total = facts.trainable_params, facts.total_params
-    available = _free_ram_bytes()
+    available = available_ram_bytes()
     if loaded is not None:
         available += total * request.settings.dtype.itemsize  # the homes take its place
     elif request.settings.lora is not None:

@@ -10,8 +10,8 @@ from outcore.engine.stream.residency import Lend
 from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.units import Units
+from outcore.machine.host import available_ram_bytes
 from outcore.staging.allocator import ALIGNMENT_BYTES
-from outcore.staging.host_memory import available_ram_bytes
 from outcore.storage import TensorSpec, TensorStore
 from outcore.units import GIB, round_up
 
