@@ -1,10 +1,10 @@
 """The ring: chunks of states on NVMe pass through a few host buffers, read ahead, updated, written behind.
 
-Algorithm: one driver thread owns all decisions (`ring_schedule`: which chunk is read next); reads, writes and updates
-report to it and it starts the next ones. A chunk takes a slot, is read, waits there for its unit's gradient (`submit`),
-is updated by the optimizer pool as a batch of its own, is written back and leaves. Several reads and writes are always
-under way: the drive waits neither for the CPU nor for one chunk. A unit counts as done when its parameters may be read;
-writes of states go on under the next step.
+Algorithm: one driver thread owns all decisions (`ring_schedule`: which chunk is read next); reads and writes
+(`ring_traffic`) and updates (`ring_updates`) report to it and it starts the next ones. A chunk takes a slot, is read,
+waits there for its unit's gradient (`submit`), is updated by the optimizer pool as a batch of its own, is written back
+and leaves. Several reads and writes are always under way: the drive waits neither for the CPU nor for one chunk. A unit
+counts as done when its parameters may be read; writes of states go on under the next step.
 
 Cost: `slots x slot_bytes` of RAM; a chunk is read once and written once per update, but for those that a ring whose
 passes go to and fro keeps in its slots for the next pass (`ring_schedule`): of them only the parameters are written, so
@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -29,18 +29,14 @@ from outcore.engine.stream.placement import StateChunk
 from outcore.engine.stream.ring_schedule import Passage, RingSchedule, RingTicket
 from outcore.engine.stream.ring_sizes import NEVER, worth_keeping
 from outcore.engine.stream.ring_slots import Part, initialise_states, needed_bytes, ring_slots
+from outcore.engine.stream.ring_traffic import RingTraffic
+from outcore.engine.stream.ring_updates import RingUpdates
 from outcore.engine.stream.stalls import BusyTime
 from outcore.engine.stream.units import Unit
-from outcore.optim import AdamWHyper, ChunkJob, ChunkResult, JobBatch, OptimizerPool
-from outcore.storage import Transfer, gather
+from outcore.optim import AdamWHyper, OptimizerPool
 from outcore.units import format_s
 
 logger = logging.getLogger(__name__)
-
-BEFORE_ALL_UNITS = 1 << 20
-"""Chunks of the ring are updated before those in RAM, of whatever unit: the drive waits for their slots."""
-REPORT_SLICE_S = 0.2
-"""How often the wait for the optimizer looks whether the ring is being closed."""
 
 
 class StateRing:
@@ -66,37 +62,43 @@ class StateRing:
         turns: bool = False,
     ) -> None:
         self._keep_param = keep_param
-        self._homes, self._pool, self._timeout_s = homes, pool, timeout_s
+        self._homes, self._timeout_s = homes, timeout_s
         by_unit = [homes.flowing(unit) for unit in homes.units]
         order = [chunk for chunks in (reversed(by_unit) if descending else by_unit) for chunk in chunks]
         slots = ring_slots(homes, order, memory, ring_bytes, max_slots)
         self.num_slots, self.slot_bytes = len(slots), slots[0].n_bytes
-        self.read_bytes = self.written_bytes = 0
-        """Moved by updates so far."""
-        self.optimizer_time = BusyTime()
-        """When the optimizer had a chunk of the ring to work at; otherwise whoever waits, waits for the drive."""
         self.error: BaseException | None = None
         initialise_states(slots, order, timeout_s)
         # All below belongs to the driver thread.
         self._schedule = RingSchedule(order, slots, self._worth if turns else None)
         self.kept_bytes = sum(chunk.n_bytes for chunk in order if self._schedule.keeps(chunk))
         """Of states, from one pass to the next (after the first; the way back keeps about as many)."""
-        self._updating: dict[int, tuple[Passage, RingTicket]] = {}
         self._idle_waiters: list[threading.Event] = []
         self._write_waiters: list[threading.Event] = []
-        self._num_transfers = 0
         self._stopping = False
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._updates_out = threading.Semaphore(0)
+        self._traffic = RingTraffic(self._events.put)
+        self._updates = RingUpdates(pool, homes.state_format, timeout_s, self._events.put)
         self._end = threading.Event()
-        self._threads = [
-            threading.Thread(target=work, name=f"state-ring-{work.__name__.strip('_')}", daemon=True)
-            for work in (self._drive, self._collect)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._driver = threading.Thread(target=self._drive, name="state-ring-drive", daemon=True)
+        self._driver.start()
 
     # ------------------------------------------------------------------ called by the engine
+
+    @property
+    def read_bytes(self) -> int:
+        """By updates, so far."""
+        return self._traffic.read_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """By updates, so far."""
+        return self._traffic.written_bytes
+
+    @property
+    def optimizer_time(self) -> BusyTime:
+        """When the optimizer had a chunk of the ring to work at; otherwise whoever waits, waits for the drive."""
+        return self._updates.busy_time
 
     def begin_step(self) -> None:
         """Read ahead for a new step, from its first unit on."""
@@ -167,9 +169,8 @@ class StateRing:
             logger.error("the drive did not finish its transfers within %s", format_s(self._timeout_s))
         self._end.set()
         self._events.put(None)
-        self._updates_out.release()
-        for thread in self._threads:
-            thread.join(self._timeout_s)
+        self._driver.join(self._timeout_s)
+        self._updates.close()
         return ended
 
     # ------------------------------------------------------------------ the driver thread
@@ -186,19 +187,6 @@ class StateRing:
             except BaseException as error:  # delivered to whoever waits
                 self._fail(error)
             self._tell_idle()
-
-    def _collect(self) -> None:
-        """Hand the optimizer's reports of finished chunks to the driver."""
-        while True:
-            self._updates_out.acquire()
-            report = None
-            while report is None:
-                if self._end.is_set():
-                    return
-                report = self._pool.next_chunk(REPORT_SLICE_S)
-                if report is None:
-                    self._end.wait(0.01)  # a closed pool answers at once
-            self._events.put(lambda found=report: self._updated(found))
 
     def _begin(self, ticket: RingTicket) -> None:
         if self.error is not None or not ticket.left:
@@ -232,8 +220,7 @@ class StateRing:
 
     def _fetch(self, passage: Passage, parts: list[Part]) -> None:
         passage.reads_left += 1
-        submits = [part.submit_read for part in parts]
-        self.read_bytes += self._start(submits, f"read of {passage.chunk.name}", lambda: self._arrived(passage))
+        self._traffic.read(passage.chunk.name, parts, partial(self._arrived, passage))
 
     def _arrived(self, passage: Passage) -> None:
         passage.reads_left -= 1
@@ -241,28 +228,11 @@ class StateRing:
             self._update(passage)
 
     def _update(self, passage: Passage) -> None:
-        chunk, ticket = passage.chunk, passage.ticket
-        assert ticket is not None
+        assert passage.ticket is not None
         passage.is_leaving, passage.is_kept = True, False
-        job = ChunkJob(
-            passage.slot.gradient(chunk) if ticket.grad is None else ticket.grad[chunk.start : chunk.stop],
-            passage.slot.states(chunk),
-            passage.slot.param(chunk),
-            chunk.element_offset,
-        )
-        batch = JobBatch(self._homes.state_format, [job])
-        priority = chunk.unit.index - BEFORE_ALL_UNITS
-        submitted = self._pool.submit(chunk.name, priority, batch, ticket.hyper, notify_chunks=True)
-        self._updating[submitted.ticket_id] = (passage, ticket)
-        self.optimizer_time.begins()
-        self._updates_out.release()
+        self._updates.submit(passage, passage.ticket, partial(self._updated, passage, passage.ticket))
 
-    def _updated(self, report: ChunkResult) -> None:
-        passage, ticket = self._updating.pop(report.ticket.ticket_id)
-        self.optimizer_time.ends()
-        if report.status != "done":
-            self._pool.wait(report.ticket, self._timeout_s)  # raises what went wrong
-            raise EngineError(f"the update of {passage.chunk.name} was {report.status}")
+    def _updated(self, passage: Passage, ticket: RingTicket) -> None:
         chunk, slot = passage.chunk, passage.slot
         waits_for_drive = slot.holds_param(chunk)
         if waits_for_drive and self._keep_param is not None:
@@ -274,11 +244,7 @@ class StateRing:
         is_kept = self._schedule.keeps(chunk)
         parts = slot.param_writes(chunk) if is_kept else slot.state_writes(chunk) + slot.param_writes(chunk)
         done = partial(self._written, passage, ticket if waits_for_drive else None, is_kept=is_kept)
-        self._write(passage, parts, done)
-
-    def _write(self, passage: Passage, parts: list[Part], then: Callable[[], None]) -> None:
-        submits = [part.submit_write for part in parts]
-        self.written_bytes += self._start(submits, f"write of {passage.chunk.name}", then)
+        self._traffic.write(chunk.name, parts, done)
 
     def _written(self, passage: Passage, ticket: RingTicket | None, *, is_kept: bool) -> None:
         if ticket is not None:
@@ -293,33 +259,7 @@ class StateRing:
         for passage in self._schedule.kept:
             passage.is_leaving = True
             parts = passage.slot.state_writes(passage.chunk)
-            self._write(passage, parts, partial(self._schedule.leave, passage))
-
-    def _start(self, submits: Sequence[Callable[[], Transfer]], what: str, then: Callable[[], None]) -> int:
-        """Submit transfers and run `then` on the driver thread once all have ended well; their bytes.
-
-        When one is refused those before it are waited for all the same: their memory is the drive's until they end.
-        """
-        transfers: list[Transfer] = []
-        try:
-            for submit in submits:
-                transfers.append(submit())
-        except BaseException:
-            self._watch(transfers, what, lambda: None)
-            raise
-        self._watch(transfers, what, then)
-        return sum(transfer.n_bytes for transfer in transfers)
-
-    def _watch(self, transfers: Sequence[Transfer], what: str, then: Callable[[], None]) -> None:
-        self._num_transfers += 1
-
-        def ended(whole: Transfer) -> None:
-            self._num_transfers -= 1
-            if whole.error is not None:
-                raise whole.error
-            then()
-
-        gather(transfers, what).add_done_callback(lambda whole: self._events.put(lambda: ended(whole)))
+            self._traffic.write(passage.chunk.name, parts, partial(self._schedule.leave, passage))
 
     def _empty(self, idle: threading.Event) -> None:
         self._schedule.stop_reading_ahead()
@@ -343,7 +283,7 @@ class StateRing:
         if not self._idle_waiters:
             return
         self._schedule.drop_unwanted()
-        if not self._num_transfers and (self.error is not None or self._schedule.is_empty):
+        if self._traffic.is_idle and (self.error is not None or self._schedule.is_empty):
             for idle in self._idle_waiters:
                 idle.set()
             self._idle_waiters = []

@@ -19,8 +19,9 @@ from outcore.engine.base import LOWER_RATE, EngineError, NonFiniteLossError
 from outcore.engine.stream.gradient_arena import GradientArena
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.ring_schedule import RingTicket
+from outcore.engine.stream.ring_updates import BEFORE_ALL_UNITS
 from outcore.engine.stream.stalls import Stalls
-from outcore.engine.stream.state_ring import BEFORE_ALL_UNITS, StateRing
+from outcore.engine.stream.state_ring import StateRing
 from outcore.engine.stream.units import Unit
 from outcore.optim import AdamWHyper, OptimizerPool, Ticket
 from outcore.optim.reference import LARGEST_GRAD
