@@ -213,8 +213,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
                 }  # fmt: skip
             if params is not None:
                 moved |= {
-                    "param_read": params.read_bytes, "params_on_nvme": len(params._places),
-                    "param_store": params._capacity_bytes,
+                    "param_read": params.store.read_bytes, "params_on_nvme": len(params.store),
+                    "param_store": params.store.capacity_bytes,
                 }  # fmt: skip
             result["moved"] = moved
     finally:

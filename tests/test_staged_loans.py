@@ -15,7 +15,8 @@ from staged_jobs import job, passed, run_jobs
 from test_staged_nvme import SMALL as SMALL_SUB_GROUPS
 from test_staged_nvme import infinity
 
-from outcore.engine.deepspeed.staged.params import STORE_NAME, StagedParams
+from outcore.engine.deepspeed.staged.param_store import STORE_NAME
+from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.stream.scratch import Scratch
 from outcore.staging import PinnedPool
 from outcore.storage import TensorSpec

@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from outcore.engine.deepspeed.environment import accelerator
 from outcore.engine.deepspeed.staged import gradients
-from outcore.engine.deepspeed.staged.params import prefetch_by_trace
+from outcore.engine.deepspeed.staged.binding import prefetch_by_trace
 from outcore.engine.deepspeed.staged.session import StagedSession
 from outcore.engine.deepspeed.staged.shares import Share, ShareLayout, element_offsets, real_numel
 from outcore.engine.deepspeed.staged.states import RingSize, ShareStates
@@ -162,7 +162,7 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self._shares[param.ds_id] = share
 
     def _is_on_drive(self, param: Any) -> bool:
-        return self.session.params is not None and self.session.params.place_of(param.ds_id) is not None
+        return self.session.params is not None and self.session.params.store.get(param.ds_id) is not None
 
     def _large_shares(self, params: list[Any]) -> dict[int, int]:
         """ds_id -> elements of the shares whose gradients are worth a place on the drive. By the size with padding, so

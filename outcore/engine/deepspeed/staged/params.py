@@ -1,6 +1,6 @@
 """Parameters on the drive: what DeepSpeed asks of its parameter swapper, through leases of the pinned pool.
 
-Every share has a place in one store file, in whole blocks. A share that is needed is leased exactly its size of pinned
+Every share has a place in one store file (`param_store`). A share that is needed is leased exactly its size of pinned
 memory, read, and given to DeepSpeed as the share's data until DeepSpeed has released it. `read_ahead` keeps the drive
 busy with what DeepSpeed's trace needs next; reads are awaited one by one. With one rank a share whose read is over
 counts as available, so that DeepSpeed's own gathering ahead takes it to the device; with several it does not, because
@@ -17,57 +17,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.environment import accelerator
 from outcore.engine.deepspeed.staged.loans import Loans
+from outcore.engine.deepspeed.staged.param_store import ParamStore, ShareBuffer, ShareTransfer
 from outcore.engine.stream.host_memory import pageable
-from outcore.staging import Lease, PinnedPool, PinnedPoolFull
-from outcore.staging.allocator import ALIGNMENT_BYTES
-from outcore.storage import TensorStore, Transfer
-from outcore.units import format_gib, round_up
+from outcore.staging import PinnedPool, PinnedPoolFull
+from outcore.storage import TensorStore
+from outcore.units import format_gib
 
 logger = logging.getLogger(__name__)
 
-STORE_NAME = "parameters"
 MIN_BYTES = 1 << 20
 """Smaller shares stay in RAM: a drive would answer them one by one."""
-TIMEOUT_S = 600.0
 UNLIMITED = 1 << 30
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a share lies in the store."""
-
-    offset_bytes: int
-    numel: int
-    dtype: torch.dtype
-
-    @property
-    def n_bytes(self) -> int:
-        """Whole blocks."""
-        return round_up(self.numel * self.dtype.itemsize, ALIGNMENT_BYTES)
-
-
-class _Buffer:
-    """Host memory for one share, on its way or in use."""
-
-    def __init__(self, memory: torch.Tensor, lease: Lease | None) -> None:
-        self.memory, self._lease = memory, lease
-
-    def data(self, place: Place) -> torch.Tensor:
-        return self.memory[: place.numel * place.dtype.itemsize].view(place.dtype)
-
-    def release(self) -> None:
-        if self._lease is not None and not self._lease.is_released:
-            self._lease.release()
 
 
 class StagedParams:
@@ -77,15 +45,13 @@ class StagedParams:
     def __init__(
         self, store: TensorStore, pool: PinnedPool, *, ahead_bytes: int, element_bytes: int, world_size: int
     ) -> None:
-        self._store, self._pool, self._ahead_bytes = store, pool, ahead_bytes
+        self.store = ParamStore(store)
+        self._pool, self._ahead_bytes = pool, ahead_bytes
         self._element_bytes = element_bytes
         self._is_alone = world_size == 1
-        self._capacity_bytes = store.spec(STORE_NAME).n_bytes
-        self._end_bytes = 0
-        self._places: dict[int, Place] = {}
-        self._held: dict[int, _Buffer] = {}
-        self._reading: dict[int, tuple[Any, Transfer, _Buffer]] = {}
-        self._writing: dict[int, tuple[Transfer, _Buffer]] = {}
+        self._held: dict[int, ShareBuffer] = {}
+        self._reading: dict[int, tuple[Any, ShareTransfer]] = {}
+        self._writing: dict[int, ShareTransfer] = {}
         self._ahead: dict[int, Any] = {}
         self.loans = Loans(self._mark_absent)
         self._updated: set[int] = set()
@@ -93,38 +59,19 @@ class StagedParams:
         """Shares that may still be on their way to the drive from the last update, and how to wait for them."""
         self._invalid = torch.ones(1)
         self._said_pageable = False
-        self.read_bytes = self.written_bytes = 0
-
-    # --- places
-
-    def place_of(self, ds_id: int) -> Place | None:
-        """Where a share lives on the drive; None when it does not."""
-        return self._places.get(ds_id)
 
     def store_place(self, ds_id: int, start: int) -> tuple[TensorStore, str, int]:
         """(store, name, byte offset) of the share's element `start`."""
-        place = self._places[ds_id]
-        return self._store, STORE_NAME, place.offset_bytes + start * place.dtype.itemsize
-
-    def _new_place(self, ds_id: int, numel: int, dtype: torch.dtype) -> Place:
-        place = Place(self._end_bytes, numel, dtype)
-        if self._end_bytes + place.n_bytes > self._capacity_bytes:
-            raise EngineError(
-                f"the store of parameters on NVMe was made for {format_gib(self._capacity_bytes)} and the model needs "
-                "more: more parameters were made than the model was said to have."
-            )
-        self._end_bytes += place.n_bytes
-        self._places[ds_id] = place
-        return place
+        return self.store.element(ds_id, start)
 
     # --- memory
 
-    def _take(self, n_bytes: int, *, is_ahead: bool = False) -> _Buffer | None:
+    def _take(self, n_bytes: int, *, is_ahead: bool = False) -> ShareBuffer | None:
         """Memory for a share. Ahead: None when the pool is full; else whatever it takes."""
         while True:
             try:
                 lease = self._pool.lease(n_bytes, "parameters from NVMe")
-                return _Buffer(lease.tensor, lease)
+                return ShareBuffer(lease.tensor, lease)
             except PinnedPoolFull:
                 if is_ahead:
                     return None
@@ -140,14 +87,13 @@ class StagedParams:
                 "stage3_max_live_parameters and stage3_max_reuse_distance.",
                 format_gib(self._pool.capacity_bytes),
             )
-        return _Buffer(pageable(n_bytes), None)
+        return ShareBuffer(pageable(n_bytes), None)
 
     def _give_up_one_ahead(self) -> bool:
         """Let go of the share that was read ahead last and is not on its way to the device."""
         for ds_id, param in reversed(list(self._ahead.items())):
             if ds_id in self._reading:
-                _, transfer, buffer = self._reading.pop(ds_id)
-                _end(transfer, buffer)
+                buffer = self._reading.pop(ds_id)[1].wait()
             elif param.ds_status == ZeroParamStatus.NOT_AVAILABLE:
                 buffer = self._held.pop(ds_id)
                 self._mark_absent(param)
@@ -168,7 +114,7 @@ class StagedParams:
 
     def get_buffer(self, param: Any, numel: int) -> torch.Tensor:
         """Memory for a new share of `numel` elements, to be filled and swapped out."""
-        place = self._new_place(param.ds_id, numel, param.dtype)
+        place = self.store.add(param.ds_id, numel, param.dtype)
         buffer = self._take(place.n_bytes)
         assert buffer is not None
         self._held[param.ds_id] = buffer
@@ -179,22 +125,18 @@ class StagedParams:
     ) -> None:
         """Write shares behind and let go of their memory once they are written."""
         for param in params:
-            place, buffer = self._places[param.ds_id], self._held.pop(param.ds_id, None)
+            buffer = self._held.pop(param.ds_id, None)
             if buffer is None:
-                buffer = self._copy_of_lent(param, place)
+                buffer = self._copy_of_lent(param)
             self._ahead.pop(param.ds_id, None)
             self._finish_write(param.ds_id)
-            transfer = self._store.submit_write(STORE_NAME, buffer.memory[: place.n_bytes], place.offset_bytes)
-            self.written_bytes += place.n_bytes
-            self._writing[param.ds_id] = (transfer, buffer)
+            self._writing[param.ds_id] = self.store.write(param.ds_id, buffer)
             self._mark_absent(param)
 
     def swap_into_buffer(self, param: Any, dest_buffer: torch.Tensor) -> None:
         """Bring a share into RAM for good."""
         self._finish_write(param.ds_id)
-        place = self._places.pop(param.ds_id)
-        flat = dest_buffer.view(-1).view(torch.uint8)
-        self._store.submit_read(STORE_NAME, flat, place.offset_bytes).wait(TIMEOUT_S)
+        self.store.take_out(param.ds_id, dest_buffer.view(-1).view(torch.uint8))
 
     def reserve_partitioned_swap_space(self, partition_num_elems: list[int]) -> None:
         """Nothing: updated parameters are written from the optimizer's own memory."""
@@ -249,8 +191,9 @@ class StagedParams:
             self._wait_written()
             self._updated = set()
 
-    def _copy_of_lent(self, param: Any, place: Place) -> _Buffer:
+    def _copy_of_lent(self, param: Any) -> ShareBuffer:
         """Staging memory with what the lent memory holds, which goes back."""
+        place = self.store[param.ds_id]
         self._wait_for_update(param.ds_id)
         buffer = self._take(place.n_bytes)
         assert buffer is not None
@@ -268,9 +211,9 @@ class StagedParams:
             ds_id for ds_id, param in self._ahead.items() if param.ds_status != ZeroParamStatus.NOT_AVAILABLE
         ]:
             del self._ahead[ds_id]  # it is on its way to the device by now
-        used_bytes = sum(self._places[ds_id].n_bytes for ds_id in self._ahead)
+        used_bytes = sum(self.store[ds_id].n_bytes for ds_id in self._ahead)
         for param in upcoming:
-            place = self._places.get(param.ds_id)
+            place = self.store.get(param.ds_id)
             if place is None or param.ds_id in self._held or param.ds_id in self._reading:
                 continue
             if param.ds_tensor.status != PartitionedParamStatus.NOT_AVAILABLE:
@@ -280,7 +223,7 @@ class StagedParams:
                 return
 
     def _poll(self) -> None:
-        for ds_id in [ds_id for ds_id, (_, transfer, _) in self._reading.items() if transfer.done()]:
+        for ds_id in [ds_id for ds_id, (_, moving) in self._reading.items() if moving.done()]:
             self._finish_read(ds_id)
 
     def drop_ahead(self) -> None:
@@ -297,14 +240,11 @@ class StagedParams:
         if ds_id in self._held or ds_id in self._reading or ds_id in self.loans:
             return True
         self._wait_for_update(ds_id)
-        place = self._places[ds_id]
-        buffer = self._take(place.n_bytes, is_ahead=is_ahead)
+        buffer = self._take(self.store[ds_id].n_bytes, is_ahead=is_ahead)
         if buffer is None:
             return False
         self._finish_write(ds_id)
-        transfer = self._store.submit_read(STORE_NAME, buffer.memory[: place.n_bytes], place.offset_bytes)
-        self.read_bytes += place.n_bytes
-        self._reading[ds_id] = (param, transfer, buffer)
+        self._reading[ds_id] = (param, self.store.read(ds_id, buffer))
         if is_ahead:
             self._ahead[ds_id] = param
         return True
@@ -312,17 +252,15 @@ class StagedParams:
     def _finish_read(self, ds_id: int) -> None:
         if ds_id not in self._reading:
             return
-        param, transfer, buffer = self._reading.pop(ds_id)
-        _end(transfer, buffer)
-        self._held[ds_id] = buffer
-        param.ds_tensor.data = buffer.data(self._places[ds_id])
+        param, moving = self._reading.pop(ds_id)
+        buffer = self._held[ds_id] = moving.wait()
+        param.ds_tensor.data = buffer.data(self.store[ds_id])
         param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
 
     def _finish_write(self, ds_id: int) -> None:
         pending = self._writing.pop(ds_id, None)
         if pending is not None:
-            _end(*pending)
-            pending[1].release()
+            pending.wait().release()
 
     def _mark_absent(self, param: Any) -> None:
         param.ds_tensor.data = self._invalid.to(param.dtype)
@@ -332,11 +270,8 @@ class StagedParams:
 
     def close(self) -> None:
         """Wait for what is under way and give the memory back; the store is closed by whoever made it."""
-        transfers: list[tuple[Transfer, _Buffer]] = list(self._writing.values())
-        transfers += [(transfer, buffer) for _, transfer, buffer in self._reading.values()]
-        for transfer, buffer in transfers:
-            _settle(lambda transfer=transfer: transfer.wait(TIMEOUT_S))
-            buffer.release()
+        for moving in (*self._writing.values(), *(moving for _, moving in self._reading.values())):
+            moving.settle()
         for buffer in self._held.values():
             buffer.release()
         self._writing.clear()
@@ -344,33 +279,3 @@ class StagedParams:
         self._held.clear()
         self._ahead.clear()
         self.loans.clear()
-
-
-def _end(transfer: Transfer, buffer: _Buffer) -> None:
-    """Wait for a transfer; one that failed gives its memory back, one that hangs keeps it."""
-    try:
-        transfer.wait(TIMEOUT_S)
-    except TimeoutError:
-        raise
-    except BaseException:
-        buffer.release()
-        raise
-
-
-def _settle(wait: Callable[[], object]) -> None:
-    try:
-        wait()
-    except Exception as error:  # the run is ending; the first failure was raised where it was waited for
-        logger.error("a transfer of parameters failed at the end: %s", error)
-
-
-def prefetch_by_trace(coordinator: Any, params: StagedParams) -> None:
-    """Let DeepSpeed's coordinator read ahead by bytes along its trace, instead of one weight at a time."""
-    prefix = "_PartitionedParameterCoordinator__"
-
-    def read_ahead() -> None:
-        if coordinator.is_complete_trace():
-            params.read_ahead(entry.param for entry in getattr(coordinator, f"{prefix}param_queue"))
-
-    assert hasattr(coordinator, f"{prefix}prefetch_nvme_param_partitions")
-    setattr(coordinator, f"{prefix}prefetch_nvme_param_partitions", read_ahead)

@@ -48,7 +48,8 @@ class StagedSession:
             raise
 
     def _open_params(self) -> StagedParams:
-        from outcore.engine.deepspeed.staged.params import STORE_NAME, StagedParams
+        from outcore.engine.deepspeed.staged.param_store import STORE_NAME
+        from outcore.engine.deepspeed.staged.params import StagedParams
 
         assert self.scratch is not None and self.memory.pool is not None
         dtype = self.plan.dtype

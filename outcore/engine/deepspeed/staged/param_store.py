@@ -1,0 +1,141 @@
+"""The store of parameters on the drive: where every share lies in it, and shares on their way to and from host memory.
+
+A share's place is whole blocks, one behind the other in the order in which the model is made. A transfer that failed
+gives its memory back; one that hangs keeps it as long as the run goes on, because the drive may still be at it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from outcore.engine.base import EngineError
+from outcore.staging import Lease
+from outcore.staging.allocator import ALIGNMENT_BYTES
+from outcore.storage import TensorStore, Transfer
+from outcore.units import format_gib, round_up
+
+logger = logging.getLogger(__name__)
+
+STORE_NAME = "parameters"
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a share lies in the store."""
+
+    offset_bytes: int
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        """Whole blocks."""
+        return round_up(self.numel * self.dtype.itemsize, ALIGNMENT_BYTES)
+
+
+class ShareBuffer:
+    """Host memory for one share, on its way or in use. `lease` None: pageable."""
+
+    def __init__(self, memory: torch.Tensor, lease: Lease | None) -> None:
+        self.memory, self._lease = memory, lease
+
+    def data(self, place: Place) -> torch.Tensor:
+        """[numel] of the share."""
+        return self.memory[: place.numel * place.dtype.itemsize].view(place.dtype)
+
+    def release(self) -> None:
+        """Safe to call twice."""
+        if self._lease is not None and not self._lease.is_released:
+            self._lease.release()
+
+
+class ShareTransfer:
+    """A share that is being read into, or written from, `buffer`."""
+
+    def __init__(self, transfer: Transfer, buffer: ShareBuffer) -> None:
+        self._transfer, self.buffer = transfer, buffer
+
+    def done(self) -> bool:
+        """Whether it ended, well or badly."""
+        return self._transfer.done()
+
+    def wait(self) -> ShareBuffer:
+        """The buffer, once it is over. StorageError: it failed, and the buffer is released. TimeoutError."""
+        try:
+            self._transfer.wait(TIMEOUT_S)
+        except TimeoutError:
+            raise
+        except BaseException:
+            self.buffer.release()
+            raise
+        return self.buffer
+
+    def settle(self) -> None:
+        """At the end of a run: wait and release the buffer, whatever became of it."""
+        try:
+            self._transfer.wait(TIMEOUT_S)
+        except Exception as error:  # the first failure was raised where it was waited for
+            logger.error("a transfer of parameters failed at the end: %s", error)
+        self.buffer.release()
+
+
+class ParamStore:
+    """Shares by `ds_id` in `store`, which is closed by whoever made it."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+        self.capacity_bytes = store.spec(STORE_NAME).n_bytes
+        self._end_bytes = 0
+        self._places: dict[int, Place] = {}
+        self.read_bytes = self.written_bytes = 0
+        """Moved so far, but for shares that were brought into RAM for good."""
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, ds_id: int) -> Place:
+        return self._places[ds_id]
+
+    def get(self, ds_id: int) -> Place | None:
+        """Where a share lives on the drive; None when it does not."""
+        return self._places.get(ds_id)
+
+    def add(self, ds_id: int, numel: int, dtype: torch.dtype) -> Place:
+        """A place for a new share. EngineError when the store is full."""
+        place = Place(self._end_bytes, numel, dtype)
+        if self._end_bytes + place.n_bytes > self.capacity_bytes:
+            raise EngineError(
+                f"the store of parameters on NVMe was made for {format_gib(self.capacity_bytes)} and the model needs "
+                "more: more parameters were made than the model was said to have."
+            )
+        self._end_bytes += place.n_bytes
+        self._places[ds_id] = place
+        return place
+
+    def element(self, ds_id: int, start: int) -> tuple[TensorStore, str, int]:
+        """(store, name, byte offset) of the share's element `start`."""
+        place = self._places[ds_id]
+        return self._store, STORE_NAME, place.offset_bytes + start * place.dtype.itemsize
+
+    def read(self, ds_id: int, buffer: ShareBuffer) -> ShareTransfer:
+        """Start to fill `buffer` with the share."""
+        place = self._places[ds_id]
+        transfer = self._store.submit_read(STORE_NAME, buffer.memory[: place.n_bytes], place.offset_bytes)
+        self.read_bytes += place.n_bytes
+        return ShareTransfer(transfer, buffer)
+
+    def write(self, ds_id: int, buffer: ShareBuffer) -> ShareTransfer:
+        """Start to write the share from `buffer`."""
+        place = self._places[ds_id]
+        transfer = self._store.submit_write(STORE_NAME, buffer.memory[: place.n_bytes], place.offset_bytes)
+        self.written_bytes += place.n_bytes
+        return ShareTransfer(transfer, buffer)
+
+    def take_out(self, ds_id: int, memory: torch.Tensor) -> None:
+        """Read the share into `memory` (uint8) for good: it has no place any more."""
+        place = self._places.pop(ds_id)
+        self._store.submit_read(STORE_NAME, memory, place.offset_bytes).wait(TIMEOUT_S)
