@@ -13,7 +13,7 @@ from staged_jobs import job, passed, run_jobs
 from test_staged_nvme import MIB, SMALL, infinity
 
 import outcore.engine.deepspeed.staged.gradients as room
-import outcore.engine.deepspeed.staged.optimizer as optimizer_room
+import outcore.engine.deepspeed.staged.homes as homes_room
 from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.staged.gradients import StagedGradients
 from outcore.engine.deepspeed.staged.optimizer import StagedOptimizer
@@ -62,7 +62,7 @@ def test_ranks_agree_which_gradients_go_to_the_drive(monkeypatch: pytest.MonkeyP
     optimizer = SimpleNamespace(gradient_accumulation_dtype=torch.bfloat16)
     found = []
     for rank in range(3):
-        monkeypatch.setattr(optimizer_room.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(homes_room.dist, "get_rank", lambda rank=rank: rank)
         found.append(StagedOptimizer._large_shares(optimizer, params))  # type: ignore[arg-type]
     assert found == [{1: 2070}, {1: 2070}, {1: 2068}]
 

@@ -1,11 +1,10 @@
 """ZeRO-3 whose optimizer step is ours: DeepSpeed gathers, partitions and reduces; shares and states live with us.
 
-`StagedOptimizer` replaces three things of DeepSpeed's stage-3 optimizer: where the shares of parameters and gradients
-lie (exact, pinned slabs), what states there are (chunks of `outcore.optim` instead of fp32 flat buffers), and the step.
-Bytes of RAM per parameter with everything in RAM: 2 (parameter) + 2 (gradient) + the states' format (10 for split, 12
-for fp32). Gradients may go to the drive instead (`gradients`). Non-finite gradients skip the step as in DeepSpeed; the
-norm is exact and known before any state changes. A share that got no gradient in a step is updated with zero, where
-DeepSpeed takes what an earlier step left in its buffer.
+`StagedOptimizer` replaces four things of DeepSpeed's stage-3 optimizer: where the shares of parameters and gradients
+lie and what states there are (`homes`), what becomes of a gradient, and the step. Gradients may go to the drive
+(`gradients`). Non-finite gradients skip the step as in DeepSpeed; the norm is exact and known before any state changes.
+A share that got no gradient in a step is updated with zero, where DeepSpeed takes what an earlier step left in its
+buffer.
 
 Names with leading underscores are DeepSpeed 0.19.8's; `binding` refuses other versions.
 """
@@ -15,183 +14,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
-from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from outcore.engine.deepspeed.environment import accelerator
-from outcore.engine.deepspeed.staged import gradients
-from outcore.engine.deepspeed.staged.binding import prefetch_by_trace
+from outcore.engine.deepspeed.staged.homes import HousedZero3
 from outcore.engine.deepspeed.staged.session import StagedSession
-from outcore.engine.deepspeed.staged.shares import Share, ShareLayout, element_offsets, real_numel
-from outcore.engine.deepspeed.staged.states import RingSize, ShareStates
-from outcore.optim import AdamWHyper, OptimizerPool, state_format
-from outcore.optim.formats import PARAM_DTYPES
-from outcore.units import format_gib
+from outcore.engine.deepspeed.staged.shares import Share
+from outcore.optim import AdamWHyper
 
 
-class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
+class StagedOptimizer(HousedZero3):
     """See the module docstring. `session` comes first, the rest is DeepSpeed's call."""
 
     def __init__(self, session: StagedSession, *args: Any, **kwargs: Any) -> None:
-        self.session, self.plan, self.memory = session, session.plan, session.memory
         self.updates = 0
         self.seed = 0
-        self._shares: dict[int, Share] = {}
         self._begun: set[int] = set()
         """`ds_id` of the shares that got a gradient since the last step."""
-        self.pool = OptimizerPool(self.plan.optimizer_threads, backend=self.plan.optimizer_backend)
-        super().__init__(*args, **kwargs)
-        if session.params is not None:
-            prefetch_by_trace(self.parameter_offload.get_param_coordinator(), session.params)
+        super().__init__(session, *args, **kwargs)
 
-    def _configure_offloading(self, offload_optimizer_config: Any, offload_param_config: Any) -> None:
-        super()._configure_offloading(offload_optimizer_config, offload_param_config)
-        self.swap_optimizer = False  # states on the drive are ours to move
-        self.offload_optimizer_pin_memory = False
-
-    # --- homes of parameters
-
-    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
-        """One home per parameter group: all of its shares, or the leading sub-groups that the RAM for them holds."""
-        left_bytes = self.plan.param_ram_bytes
-        for group in self.trainable_param_groups:
-            numel = 0
-            for sub_group in self._create_fp16_sub_groups(group["params"]):
-                sub_numel = sum(p.partition_numel() for p in sub_group)
-                if self.session.params is not None and left_bytes is not None:
-                    left_bytes -= sub_numel * self.dtype.itemsize
-                    if left_bytes < 0:
-                        break
-                numel += sub_numel
-            home = self.memory.homes.take(numel * self.dtype.itemsize, "parameters").view(self.dtype)
-            self.param_groups_fp16_flat_cpu_memory.append(home)
-
-    def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:
-        if self.session.params is not None:
-            self.session.params.synchronize_writes()  # or leases in the middle of the pool would split the homes' place
-        super()._create_fp16_partitions_with_defragmentation(fp16_param_groups)
-        if not self.offload_param:
-            return
-        for sub_group, flat in zip(self.fp16_groups, self.fp16_partitioned_groups_flat, strict=True):
-            if flat is None:  # its small shares were never swapped
-                for param in sub_group:
-                    self._house(param)
-        for param in self.module.parameters():
-            if not param.requires_grad and hasattr(param, "ds_tensor"):
-                self._house(param)  # LoRA's base crosses to the device in every pass
-
-    def _house(self, param: Any) -> None:
-        """Give a share that is in memory of DeepSpeed's a home of ours."""
-        share = param.ds_tensor
-        if share.status != PartitionedParamStatus.AVAILABLE or not share.numel():
-            return
-        home = self.memory.homes.take(share.nbytes, "parameters").view(share.dtype)
-        home.copy_(share.data)
-        share.data = home
-        share.final_location = "not-nvme"
-
-    # --- states and gradients
-
-    def _create_fp32_partitions(self) -> None:
-        """No fp32 copies: placeholders, because DeepSpeed counts them."""
-        self.fp32_partitioned_groups_flat = [torch.empty(0) for _ in self.fp16_groups]
-        for group in self.optimizer.param_groups:
-            group["params"] = []
-
-    def initialize_optimizer_states(self) -> None:
-        """Nothing: states are made with the shares, once the gradients have a place."""
-
-    def _setup_for_real_optimizer(self) -> None:
-        self._create_fp32_partitions()
-        self._create_next_swappable_fp32_groups()
-        if self.contiguous_gradients:
-            for dtype, bucket in self.ipg_buckets.items():
-                device = accelerator().current_device_name()
-                bucket.buffer = torch.empty(self.reduce_bucket_size, dtype=dtype, device=device)
-        params = [p for group in self.fp16_groups for p in group]
-        if self.session.gradients is not None:
-            assert self.session.scratch is not None
-            self.session.gradients.open(
-                self.session.scratch, self._large_shares(params), self.gradient_accumulation_dtype
-            )
-        in_ram = [p for p in params if not self._has_grad_on_drive(p)]
-        total = sum(p.partition_numel() for p in in_ram)
-        grads = self.memory.take_gradients(total * self.gradient_accumulation_dtype.itemsize)
-        self.grad_partitions_flat_buffer = grads.view(self.gradient_accumulation_dtype)
-        places: dict[int, torch.Tensor] = {}
-        offset = 0
-        for param in in_ram:
-            places[param.ds_id] = self.grad_partitions_flat_buffer.narrow(0, offset, param.partition_numel())
-            offset += param.partition_numel()
-        self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition = places
-        self._make_shares(params, places)
-        chosen = state_format(self.plan.states)
-        chosen.check_param_dtype(self.dtype)
-        self.states = ShareStates(
-            list(self._shares.values()),
-            chosen,
-            self.memory.homes,
-            self.pool,
-            params=self.session.params,
-            gradients=self.session.gradients,
-            scratch=self.session.scratch,
-            state_ram_bytes=self.plan.state_ram_bytes,
-            ring=RingSize(self.plan.ring_bytes, self.plan.ring_slots),
-        )
-        dist.barrier()
-
-    def _make_shares(self, params: list[Any], grads: dict[int, torch.Tensor]) -> None:
-        assert self.dtype in PARAM_DTYPES
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        offsets = element_offsets([p.partition_numel() for p in params], rank, world_size)
-        sub_group_of = {p.ds_id: number for number, group in enumerate(self.fp16_groups) for p in group}
-        for index, (param, element_offset) in enumerate(zip(params, offsets, strict=True)):
-            padded = param.partition_numel()
-            numel = real_numel(param.ds_numel, padded, rank)
-            home, on_device = self._home_of(param, numel)
-            sub_group = sub_group_of[param.ds_id]
-            memory = grads.get(param.ds_id)
-            share = Share(
-                param, index, sub_group, numel, self.sub_group_to_group_id[sub_group], element_offset,
-                ShareLayout(self.dtype), None if memory is None else memory[:numel], home, on_device,
-            )  # fmt: skip
-            if self._is_on_drive(param) and memory is not None and memory.dtype.itemsize == self.dtype.itemsize:
-                share.loan = memory.view(self.dtype)
-            self._shares[param.ds_id] = share
-
-    def _is_on_drive(self, param: Any) -> bool:
-        return self.session.params is not None and self.session.params.store.get(param.ds_id) is not None
-
-    def _large_shares(self, params: list[Any]) -> dict[int, int]:
-        """ds_id -> elements of the shares whose gradients are worth a place on the drive. By the size with padding, so
-        that all ranks decide alike: a loan on one rank alone would have it gather in another order."""
-        itemsize, rank = self.gradient_accumulation_dtype.itemsize, dist.get_rank()
-        return {
-            p.ds_id: real_numel(p.ds_numel, p.partition_numel(), rank)
-            for p in params
-            if p.partition_numel() * itemsize >= gradients.MIN_BYTES
-        }
-
-    def _has_grad_on_drive(self, param: Any) -> bool:
-        return self.session.gradients is not None and self.session.gradients.holds(param.ds_id)
-
-    def _home_of(self, param: Any, numel: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(in RAM, on the device) of a share's `numel` elements; (None, None) when it lives on the drive."""
-        if param.ds_tensor.status != PartitionedParamStatus.AVAILABLE:
-            return None, None
-        share = param.ds_tensor.data.view(-1)
-        share[numel:].zero_()
-        if share.device.type == "cpu":
-            return share[:numel], None
-        home = self.memory.homes.take(numel * share.dtype.itemsize, "parameters").view(share.dtype)
-        home.copy_(share[:numel])
-        return home, share[:numel]
-
-    def share_of(self, param: Any) -> Share:
-        """This rank's share of a trainable parameter."""
-        return self._shares[param.ds_id]
+    # --- gradients
 
     def _offload_grad_partition_at_boundary(
         self, param: Any, grad_buffer: Any, offload_fp32_gradients: Any, offload_fp32_offsets: Any
@@ -302,6 +144,8 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             eps=group["eps"], weight_decay=group["weight_decay"], grad_scale=grad_scale, seed=self.seed,
         )  # fmt: skip
 
+    # --- shares and states as checkpoints see them
+
     def settle(self) -> None:
         """Nothing under way on the drive, so that shares and states may be read and written from outside."""
         if self.session.params is not None:
@@ -322,33 +166,3 @@ class StagedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self._copy_to_device()
         if len(self.persistent_parameters) > 0:
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
-
-    def words(self) -> str:
-        """For people: where everything lives."""
-        numel = sum(share.numel for share in self._shares.values())
-        on_drive = sum(share.numel for share in self._shares.values() if share.home is None)
-        lines = (
-            f"outcore's own optimizer step for {numel / 1e6:.1f} M parameters on this rank, states {self.plan.states}"
-        )
-        if self.states.nvme_bytes or on_drive:
-            share = 100 * self.states.nvme_bytes / self.states.total_bytes
-            lines += (
-                f", {format_gib(self.states.nvme_bytes)} of them ({share:.0f} %) and {on_drive / 1e6:.1f} M parameters "
-                f"on NVMe ({self.plan.nvme_path})"
-            )
-            ring = self.states.ring
-            if ring is not None and ring.kept_bytes:
-                lines += f", a ring of {format_gib(ring.num_slots * ring.slot_bytes)} in RAM through which they pass "
-                lines += f"keeps {format_gib(ring.kept_bytes)} of states from one update to the next"
-        else:
-            lines += " in RAM"
-        if self.session.gradients is not None:
-            lines += f"; {format_gib(self.session.gradients.nvme_bytes)} of gradients on NVMe"
-        return f"{lines}; {self.memory.words()}; {self.pool.num_threads} threads ({self.pool.backend.name})"
-
-    def destroy(self) -> None:
-        """DeepSpeed's hooks first, then threads and memory. Nothing of the model may be used any more."""
-        super().destroy()
-        idle = self.states.close()
-        self.pool.close(cancel=True)
-        self.session.close(drive_is_idle=idle)
