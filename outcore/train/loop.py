@@ -1,8 +1,9 @@
 """The training loop: one readable loop in four blocks - step, evaluate, sample, save - over any engine.
 
-Everything the run needs is handed in; the loop owns the schedule, the data position and what is written to disk.
-On Ctrl-C or SIGTERM the step is finished and saved. When a tier fills, the run stops with the tier and the setting.
-A model whose last training or validation loss is not finite is never saved: it would take a good checkpoint's place.
+Everything the run needs is handed in (`trainer_parts`); the loop owns the schedule, the data position and what is
+written to disk. On Ctrl-C or SIGTERM the step is finished and saved. When a tier fills, the run stops with the tier and
+the setting. A model whose last training or validation loss is not finite is never saved: it would take a good
+checkpoint's place.
 """
 
 from __future__ import annotations
@@ -10,78 +11,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from outcore.engine.base import LOWER_RATE, Engine, MicroBatch, NonFiniteLossError, StepResult
-from outcore.monitor import MetricsLog, Progress, Sampler, plot_loss
+from outcore.engine.base import LOWER_RATE, MicroBatch, NonFiniteLossError, StepResult
+from outcore.monitor import plot_loss
 from outcore.train.checkpoint import Checkpoint, go_back_to, save_checkpoint
-from outcore.train.config import TrainConfig
 from outcore.train.export_files import save_export_files
 from outcore.train.memory_advice import TierFull
 from outcore.train.random_state import load_random_state, save_random_state
-from outcore.train.run_folder import RunFolder
-from outcore.train.schedule import LrSchedule
 from outcore.train.startup_clock import StartupClock
 from outcore.train.stop_request import StopRequest
-
-
-class TrainStream(Protocol):
-    """Endless training micro-batches with an exact position."""
-
-    def __iter__(self) -> Iterator[MicroBatch]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class RunLength:
-    """How long the run is and what happens when; steps count from 1."""
-
-    total_steps: int
-    eval_steps: int
-    sample_steps: int
-    save_steps: int
-    accumulation: int
-
-    def due(self, step: int, every: int) -> bool:
-        """True at every `every`-th step (0: never) but the last, which has its own turn."""
-        return every > 0 and step % every == 0 and step < self.total_steps
-
-
-@dataclass
-class TrainerParts:
-    """What the loop works with."""
-
-    config: TrainConfig
-    folder: RunFolder
-    engine: Engine
-    stream: TrainStream
-    eval_batches: Callable[[], Iterator[MicroBatch]] | None
-    schedule: LrSchedule
-    length: RunLength
-    sampler: Sampler
-    progress: Progress
-    metrics: MetricsLog | None
-    loggers: Any
-    prompt_ids: list[int]
-    decode: Callable[[list[int]], str]
-    eos_token_id: int | None
-    fingerprint: dict[str, Any]
-    settings: dict[str, Any]
-    """Saved with a checkpoint to tell what a resumed run has changed."""
-    warnings: Any
-    """Turns a step's metrics into words for people, each once (`outcore.monitor.run_warnings`)."""
-    watches: tuple[Any, ...] = ()
-    """Free space and memory, looked at every step; a verdict that says so stops the run after a save."""
-    max_skips: int = 20
-    tokenizer: Any = None
-    """Kept beside the weights of every checkpoint, so that it can be exported without the run; None: left out."""
+from outcore.train.trainer_parts import TrainerParts
 
 
 class Trainer:

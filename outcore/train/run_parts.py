@@ -31,10 +31,10 @@ from outcore.train.config import TrainConfig
 from outcore.train.engine_build import AnyEngine, Decided
 from outcore.train.engines import check_trace
 from outcore.train.forecast import Forecast
-from outcore.train.loop import RunLength, TrainerParts
 from outcore.train.run_folder import RunFolder
 from outcore.train.schedule import LrSchedule
 from outcore.train.settings import Hardware, lora_alpha
+from outcore.train.trainer_parts import RunLength, TrainerParts
 
 DEFAULT_PROMPT = "def "
 SPACE_RESERVE_BYTES = 1 << 30

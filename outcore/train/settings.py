@@ -14,8 +14,8 @@ from outcore.engine.deepspeed.settings import DeepSpeedSettings
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.train.arguments import ConfigError, nearest
 from outcore.train.config import TrainConfig
-from outcore.train.loop import RunLength
 from outcore.train.schedule import COSINE_FLOOR, LrSchedule
+from outcore.train.trainer_parts import RunLength
 
 EMBEDDED_STEPS = 150
 """Length of the embedded default's run: a visible fall of the loss in a few minutes on two CPU cores."""

@@ -1,0 +1,68 @@
+"""What the training loop is handed: the engine, the data, the schedule, how long the run is, and where it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from outcore.engine.base import Engine, MicroBatch
+from outcore.monitor import MetricsLog, Progress, Sampler
+from outcore.train.config import TrainConfig
+from outcore.train.run_folder import RunFolder
+from outcore.train.schedule import LrSchedule
+
+
+class TrainStream(Protocol):
+    """Endless training micro-batches with an exact position."""
+
+    def __iter__(self) -> Iterator[MicroBatch]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long the run is and what happens when; steps count from 1."""
+
+    total_steps: int
+    eval_steps: int
+    sample_steps: int
+    save_steps: int
+    accumulation: int
+
+    def due(self, step: int, every: int) -> bool:
+        """True at every `every`-th step (0: never) but the last, which has its own turn."""
+        return every > 0 and step % every == 0 and step < self.total_steps
+
+
+@dataclass
+class TrainerParts:
+    """What the loop works with."""
+
+    config: TrainConfig
+    folder: RunFolder
+    engine: Engine
+    stream: TrainStream
+    eval_batches: Callable[[], Iterator[MicroBatch]] | None
+    schedule: LrSchedule
+    length: RunLength
+    sampler: Sampler
+    progress: Progress
+    metrics: MetricsLog | None
+    loggers: Any
+    prompt_ids: list[int]
+    decode: Callable[[list[int]], str]
+    eos_token_id: int | None
+    fingerprint: dict[str, Any]
+    settings: dict[str, Any]
+    """Saved with a checkpoint to tell what a resumed run has changed."""
+    warnings: Any
+    """Turns a step's metrics into words for people, each once (`outcore.monitor.run_warnings`)."""
+    watches: tuple[Any, ...] = ()
+    """Free space and memory, looked at every step; a verdict that says so stops the run after a save."""
+    max_skips: int = 20
+    tokenizer: Any = None
+    """Kept beside the weights of every checkpoint, so that it can be exported without the run; None: left out."""
