@@ -25,8 +25,10 @@ from outcore.units import MIB, round_up
 CHUNK = 4096
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pool():
+    """Of one test: a ring that broke or was closed leaves what it had at the optimizer to the pool, which would report
+    it to the next ring."""
     with_threads = OptimizerPool(2)
     yield with_threads
     with_threads.close(cancel=True)
