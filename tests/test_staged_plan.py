@@ -48,6 +48,12 @@ def test_fp32_and_fp16_keep_a_whole_master() -> None:
         plan_of({"zero_stage": "zero3"}, {"state_format": "split"}, precision="fp16")
 
 
+def test_an_eps_that_8_bit_moments_cannot_have_is_refused_with_the_settings() -> None:
+    assert plan_of({"zero_stage": "zero3"}, {"state_format": "split8"}, adam_epsilon=1e-11).states == "split8"
+    with pytest.raises(ValueError, match="8-bit moments need eps of at least 1e-11"):
+        plan_of({"zero_stage": "zero3"}, {"state_format": "split8"}, adam_epsilon=1e-12)
+
+
 def test_what_is_sent_to_the_drive_lives_there() -> None:
     states = plan_of({**NVME, "nvme_offload_params": False})
     assert states.state_ram_bytes == 0 and states.param_store_bytes == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -259,6 +260,16 @@ def test_evaluation_and_sampling_see_every_update_and_no_dropout(build):
         engine.sample([], 3, None)
 
 
+def test_sampling_looks_back_no_further_than_the_model_knows_positions(build):
+    engine = build("gpt2", n_positions=16)
+    assert len(engine.sample([5, 6, 7], 20, None)) == 20
+
+
+def test_an_eps_that_8_bit_moments_cannot_have_is_refused_with_the_settings():
+    with pytest.raises(ValueError, match="8-bit moments need eps of at least 1e-11, got 1e-12"):
+        replace(TINY, states="fp32_m8", eps=1e-12)
+
+
 def test_exported_model_is_read_by_transformers(build, tmp_path):
     import transformers
 
@@ -334,13 +345,18 @@ def test_without_clipping_a_gradient_that_is_not_finite_stops_the_run(build):
 def test_fp16_overflow_is_skipped_and_the_scale_falls_and_recovers(build, tmp_path):
     settings = replace(TINY, initial_loss_scale=2.0**24, loss_scale_hysteresis=1, loss_scale_window=3)
     engine = build("llama", settings, dtype=torch.float16)
-    results = [engine.train_step(batches_of(0), 1e-3) for _ in range(24)]
+    results, scales = [], [engine._scaler.cur_scale]
+    for _ in range(24):
+        results.append(engine.train_step(batches_of(0), 1e-3))
+        scales.append(engine._scaler.cur_scale)
     skipped = [r.skipped for r in results]
     assert skipped[0] and not all(skipped) and engine.updates == skipped.count(False)
     done = [r for r in results if not r.skipped]
     assert done[-1].loss < done[0].loss
-    scale = engine._scaler.cur_scale
-    assert scale < 2.0**24
+    scale = scales[-1]
+    fell = [after < before for before, after in pairwise(scales)]
+    rose = [after > before for before, after in pairwise(scales)]
+    assert fell == skipped and any(rose[fell.index(True) :])
     state = engine.save(tmp_path, lambda path, crc: None)
     assert set(state["loss_scaler"]) == {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"}
     other = build("llama", settings, dtype=torch.float16)

@@ -31,7 +31,8 @@ def straight(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 def nvme(root: Path) -> dict:
     """Everything that can live on a drive does."""
-    return {"nvme_path": str(root / "drive"), "state_ram_bytes": 0, "activations": "nvme"}
+    drive = str(root / "drive")
+    return {"nvme_path": drive, "state_ram_bytes": 0, "weight_ram_bytes": 0, "activations": "nvme"}
 
 
 def half_on_nvme(root: Path) -> dict:

@@ -175,6 +175,25 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
 
 
+@pytest.mark.parametrize("damage", ["", "cut short", "no manifest"])
+def test_a_kill_between_the_two_renames_of_a_save_loses_neither(tmp_path: Path, damage: str) -> None:
+    old, new = _save(tmp_path, 5), _save(tmp_path / "elsewhere", 5)
+    run = old.parent
+    old.rename(run / f".{old.name}.old.part")
+    aside = new.rename(run / f".{new.name}.part")
+    write_shard(aside / "more", [TensorPlan("b", torch.float32, ())], lambda name: torch.tensor(7.0))
+    if damage == "cut short":
+        with open(aside / "model-00001-of-00001.safetensors", "r+b") as file:
+            file.truncate(9)
+    elif damage:
+        (aside / "manifest.json").unlink()
+    found = ck.newest_checkpoint(run)
+    assert found is not None and found.path == old and (old / "more").exists() == (not damage)
+    _save(run, 6)
+    assert [path.name for path in ck.list_checkpoints(run)] == [ck.step_folder(5), ck.step_folder(6)]
+    assert not list(run.glob(".*"))
+
+
 def test_the_only_good_checkpoint_survives_a_failing_save(tmp_path: Path) -> None:
     _save(tmp_path, 1, keep=1)
 

@@ -10,10 +10,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from outcore.model.head import unwrap
 from outcore.model.inputs import accepted_names
 from outcore.model.loss import LossModule
+from outcore.model.source import max_positions
+
+CONTEXT_LENGTH = 512
+"""Tokens that sampling looks back: it is for a short look, and each token costs as much as all of them."""
+
+
+def context_length_of(model: nn.Module) -> int:
+    """`CONTEXT_LENGTH`, or fewer where the model knows fewer positions."""
+    config = getattr(unwrap(model), "config", None)
+    limit = max_positions(config) if isinstance(config, PreTrainedConfig) else None
+    return min(CONTEXT_LENGTH, limit or CONTEXT_LENGTH)
 
 
 @torch.no_grad()
@@ -26,18 +38,20 @@ def generate_tokens(
     top_k: int = 0,
     seed: int = 0,
     eos_token_id: int | None = None,
-    context_length: int = 512,
+    context_length: int | None = None,
 ) -> torch.Tensor:
     """Continue input_ids [1, T]; returns the new tokens [n], n <= max_new_tokens, the end token included.
 
     temperature 0: the likeliest token each time; above: drawn with `seed` on the CPU, from the `top_k` likeliest if
-    given. Only the last `context_length` tokens are looked at. After the end token the forwards go on (ranks must stay
-    in step), their tokens are dropped. The model's training mode and RNG streams are left as they were.
+    given. Only the last `context_length` tokens are looked at (None: `context_length_of` the model). After the end
+    token the forwards go on (ranks must stay in step), their tokens are dropped. The model's training mode and RNG
+    streams are left as they were.
     """
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
         raise ValueError(
             f"generate_tokens continues one prompt [1, T] of at least one token, got {list(input_ids.shape)}."
         )
+    context_length = context_length_of(model) if context_length is None else context_length
     if max_new_tokens < 1 or context_length < 1 or temperature < 0 or top_k < 0:
         raise ValueError("max_new_tokens and context_length must be at least 1, temperature and top_k at least 0.")
     base, root = unwrap(model), _root(model)

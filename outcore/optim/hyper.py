@@ -50,6 +50,14 @@ def round_to_fp32(value: float) -> float:
         return math.copysign(math.inf, value)
 
 
+def check_eps(eps: float, moments8: bool) -> None:
+    """ValueError when eps is too small for moments that are stored so."""
+    smallest = SMALLEST_EPS_8_BIT if moments8 else SMALLEST_EPS
+    if not (math.isfinite(eps) and eps >= smallest):
+        kind = "8-bit moments need" if moments8 else "AdamW needs"
+        raise ValueError(f"{kind} eps of at least {smallest:g}, got {eps}: {WHY_EPS}")
+
+
 @dataclass(frozen=True)
 class AdamWHyper:
     """Hyper-parameters of one update. ValueError when one of them is out of range."""
@@ -77,8 +85,7 @@ class AdamWHyper:
                 refuse(f"{name} in [0, 1), got {getattr(self, name)}")
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
             refuse(f"a finite weight_decay >= 0, got {self.weight_decay}")
-        if not (math.isfinite(self.eps) and self.eps >= SMALLEST_EPS):
-            refuse(f"eps of at least {SMALLEST_EPS:g}, got {self.eps}: {WHY_EPS}")
+        check_eps(self.eps, moments8=False)
         if not (math.isfinite(self.grad_scale) and self.grad_scale > 0):
             refuse(f"a finite grad_scale > 0, got {self.grad_scale}")
         if isinstance(self.step, bool) or not isinstance(self.step, int) or not 1 <= self.step < 2**63:
@@ -93,8 +100,7 @@ class AdamWHyper:
 
     def check_moments(self, moments8: bool) -> None:
         """ValueError when eps is too small for 8-bit moments."""
-        if moments8 and self.eps < SMALLEST_EPS_8_BIT:
-            raise ValueError(f"8-bit moments need eps of at least {SMALLEST_EPS_8_BIT:g}, got {self.eps}: {WHY_EPS}")
+        check_eps(self.eps, moments8)
 
     def scalars(self) -> AdamWScalars:
         """The constants of the formula above."""

@@ -31,6 +31,7 @@ TRAINER = "trainer.json"
 FORMAT_VERSION = 1
 SPACE_MARGIN_BYTES = 256 << 20
 """Free space that a save leaves on the drive, so that logs can still be written."""
+_REPLACED = ".old.part"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})$")
 
 
@@ -97,7 +98,7 @@ def save_checkpoint(
             _write_manifest(aside, step, checksums, _next_order(run_folder))
             _fsync_folder(aside)
             if final.exists():  # a run resumed from an older step comes by again
-                os.rename(final, run_folder / f".{step_folder(step)}.old.part")
+                os.rename(final, run_folder / f".{final.name}{_REPLACED}")
             os.rename(aside, final)
             _fsync_folder(run_folder)
             sweep_unfinished(run_folder)
@@ -139,10 +140,30 @@ def _fsync_folder(folder: Path) -> None:
 
 def sweep_unfinished(run_folder: Path) -> list[Path]:
     """Remove what an interrupted save left behind; returns the removed folders."""
+    finish_replacing(run_folder)
     left = [path for path in run_folder.glob(".step-*.part") if path.is_dir()]
     for path in left:
         shutil.rmtree(path)
     return left
+
+
+def finish_replacing(run_folder: Path) -> None:
+    """A save of a step that has a checkpoint renames the old one aside, then the new one into place. Where it was
+    killed between the two, finish it, or undo it should the new one not verify."""
+    for old in sorted(run_folder.glob(f".step-*{_REPLACED}")):
+        final = run_folder / old.name.removeprefix(".").removesuffix(_REPLACED)
+        if final.exists():
+            continue
+        new = run_folder / f".{final.name}.part"
+        try:
+            open_checkpoint(new)
+        except CheckpointError:
+            new = old
+        try:
+            os.rename(new, final)
+        except FileNotFoundError:
+            pass  # another rank was here
+        _fsync_folder(run_folder)
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
@@ -303,6 +324,7 @@ def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
 
 def newest_checkpoint(run_folder: Path, on_bad: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
     """The newest checkpoint of a run that verifies; damaged ones are reported through `on_bad` and passed over."""
+    finish_replacing(run_folder)
     for path in reversed(list_checkpoints(run_folder)):
         try:
             return open_checkpoint(path)

@@ -60,8 +60,6 @@ class Trainer:
             self.train_one(batches)
             if p.length.due(self.step, p.length.eval_steps):
                 self.evaluate()
-            if p.length.due(self.step, p.length.sample_steps):
-                self.sample()
             full = self._full_tier()
             stopping = stop.wanted()
             if stopping or full or p.length.due(self.step, p.length.save_steps):
@@ -73,12 +71,14 @@ class Trainer:
                 )
             if stopping:
                 return False
+            if p.length.due(self.step, p.length.sample_steps):
+                self.sample()
         self.evaluate()
         if self._doubt:
             raise NonFiniteLossError(f"{self._doubt}, the run's last: {self._last_saved()}. To go on, {LOWER_RATE}.")
-        self.sample()
         if self.saved_step != self.step:
             self.save()
+        self.sample()
         return True
 
     def train_one(self, batches: Iterator[MicroBatch]) -> StepResult:

@@ -38,7 +38,8 @@ from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, DeepSp
 from outcore.engine.deepspeed.staged.choice import can_stage, choose_states, staged_costs
 from outcore.engine.deepspeed.staged.plan import drive_bytes
 from outcore.engine.deepspeed.zero_section import check_locked_bytes, zero_section
-from outcore.optim import FORMATS
+from outcore.optim import FORMATS, state_format
+from outcore.optim.hyper import check_eps
 
 __all__ = ["BuiltConfig", "ChosenOffload", "DeepSpeedSettings", "ModelFacts", "RunFacts", "build_config"]
 
@@ -140,6 +141,7 @@ def build_config(
     outcore["nvme_offload_gradients"] = staged and placement.gradients_on_nvme
     config["outcore"] = outcore
     if staged:
+        check_eps(config["optimizer"]["params"]["eps"], state_format(states).moments8)
         config["zero_force_ds_cpu_optimizer"] = False  # the parameter groups come from outside, the step is ours
     offload = _chosen(placement, locked_bytes, states, staged=staged)
     return BuiltConfig(config, tuple(notes.lines), offload, tuple(notes.warnings))

@@ -30,6 +30,7 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.state import StreamState
 from outcore.engine.stream.trace_window import NoTracing, StepTracing, TracePlan, TraceWindow
 from outcore.engine.stream.units import Unit
+from outcore.model.generate import context_length_of
 from outcore.model.head import unwrap
 from outcore.model.inputs import count_target_tokens
 from outcore.model.load import LoadedModel
@@ -43,8 +44,6 @@ CLIP_EPS = 1e-6
 """Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does."""
 MAX_SKIPS = 8
 """Steps in a row with non-finite gradients after which training without loss scaling stops: it would go on for ever."""
-CONTEXT_LENGTH = 512
-"""Tokens that sampling looks back, as in `outcore.model.generate`."""
 
 
 class StreamEngine:
@@ -222,9 +221,10 @@ class StreamEngine:
         if not prompt_ids:
             raise ValueError("sampling continues a prompt of at least one token, got none.")
         tokens = list(prompt_ids)
+        length = context_length_of(self.loaded.model)
         with self._evaluating():
             for _ in range(max_new_tokens):
-                ids = torch.tensor([tokens[-CONTEXT_LENGTH:]], dtype=torch.long, device=self.device)
+                ids = torch.tensor([tokens[-length:]], dtype=torch.long, device=self.device)
                 tokens.append(int(self._parts.schedule.next_logits(ids).argmax()))
                 if tokens[-1] == eos_token_id:
                     break

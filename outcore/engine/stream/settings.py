@@ -11,6 +11,7 @@ from outcore.engine.stream.homes import CHUNK_NUMEL
 from outcore.model.loss import LOGITS_CHUNK_BYTES
 from outcore.optim import state_format
 from outcore.optim.backend import BackendName
+from outcore.optim.hyper import check_eps
 from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.units import GIB, MIB
 
@@ -108,7 +109,7 @@ class StreamSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, or None to let the engine choose; got {value}")
-        state_format(self.states)
+        check_eps(self.eps, state_format(self.states).moments8)
         if self.slot_bytes <= 0 or self.slot_bytes % ALIGNMENT_BYTES:
             raise ValueError(f"slot_bytes must be a positive multiple of {ALIGNMENT_BYTES}, got {self.slot_bytes}")
         if self.staging_bytes < self.lane_bytes:
