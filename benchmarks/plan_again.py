@@ -27,8 +27,7 @@ AGAIN_NOTE = (
 def planned_again(result: dict[str, Any], links: dict[str, Any] | None) -> dict[str, Any]:
     """The result with today's forecast in place of its own. `links`: the machine's, as the results have them."""
     asked = result["forecast"].get("asked") or _asked(result, links or {})
-    lists_as_tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in asked["shape"].items()}
-    shape = ModelShape(**lists_as_tuples)
+    shape = _shape(asked["shape"]) if "tensors" in asked["shape"] else _run_shape(result["name"])
     stream = StreamSettings(**asked["stream"]) if asked["stream"] else None
     if stream is not None and stream.compile == "off" and "stays_eager" not in asked["shape"]:
         stream = dataclasses.replace(stream, cuda_graphs="off")  # only compiled layers were captured then
@@ -37,6 +36,19 @@ def planned_again(result: dict[str, Any], links: dict[str, Any] | None) -> dict[
     figures = RunFigures(**{"packed_attention": "masks", **asked["figures"]})  # DeepSpeed's, before it was kept
     plan = run_plan(shape, figures, hardware, stream=stream, offload=offload)
     return {**result, "forecast": {**plan.to_dict(), "asked": asked}}
+
+
+def _shape(fields: dict[str, Any]) -> ModelShape:
+    def frozen(value: Any) -> Any:
+        return tuple(map(frozen, value)) if isinstance(value, list) else value
+
+    return ModelShape(**{name: frozen(value) for name, value in fields.items()})
+
+
+def _run_shape(run: str) -> ModelShape:
+    """Of a run that was asked before shapes had every tensor."""
+    name = RUNS[run].shape
+    return shape_from_fields(name, "llama", config_of(name))
 
 
 def _flag(argv: list[str], name: str) -> str | None:
@@ -67,8 +79,7 @@ def _asked(result: dict[str, Any], links: dict[str, Any]) -> dict[str, Any]:
         **{name: links[name] for name in _RATES},
         "is_cpu": tiers["vram"]["capacity_bytes"] == 0,
     }
-    name = RUNS[result["name"]].shape
-    shape = dataclasses.asdict(shape_from_fields(name, "llama", config_of(name)))
+    shape = dataclasses.asdict(_run_shape(result["name"]))
     asked: dict[str, Any] = {"shape": shape, "figures": figures, "hardware": hardware, "stream": None, "offload": None}
     if f["engine"] == "stream":
         in_ram = parts["ram"].get("master", 0) + parts["ram"].get("moments", 0)

@@ -68,8 +68,10 @@ def test_adapters_count_as_peft_makes_them(name):
     config = preset_config(name)
     with torch.device("meta"):
         model = get_peft_model(model_class_of(config)(config), LoraConfig(r=4, target_modules="all-linear"))
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert preset_shape(name).with_lora(4).trainable_params == trainable
+    trainable = [p.numel() for p in model.parameters() if p.requires_grad]
+    shape = preset_shape(name).with_lora(4)
+    assert shape.trainable_params == sum(trainable)
+    assert [4 * dim for times, dims in shape.adapters for dim in dims * times] == trainable  # in the order of updates
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -181,7 +181,7 @@ def _time(
     rate = k.DEEPSPEED_DRIVE_SHARE if homes is None else k.STREAM_DRIVE_SHARE
     weights_read = 0.0
     if layout.params == "nvme":
-        weights_read = swept * passes * gpus if homes is None else params_read(shape, homes, passes)
+        weights_read = swept * passes * gpus if homes is None else params_read(homes, passes)
     gradients_read, gradients_written = gradient_traffic(homes, passes) if homes is not None else (0, 0)
     h2d += gradients_read // gpus
     passes_read = weights_read + gradients_read

@@ -12,12 +12,11 @@ whose ring and optimizer these are. One run on a drive was compared (docs/planni
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from outcore.engine.deepspeed.settings import Device
-from outcore.engine.deepspeed.staged.sizes import RING_SLOTS, StagedFacts, staged_sizes
-from outcore.engine.stream.ring_sizes import kept_places, slot_count, worth_keeping
+from outcore.engine.deepspeed.staged.sizes import StagedFacts, staged_sizes
 from outcore.plan import constants as k
+from outcore.plan.deepspeed_shares import RingTerms, on_drive, param_homes, ring_of, trained_shares
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Part
 from outcore.plan.request import RunRequest
@@ -46,6 +45,10 @@ class StagedHomes:
 
     params_in_ram: int
     params_on_drive: int
+    trained_on_drive: int
+    """Of these."""
+    param_room: int
+    """RAM that is set aside for parameters, wherever they live."""
     param_store: int
     """Room on the drive that is set aside for parameters, wherever they live."""
     states_in_ram: int
@@ -55,8 +58,10 @@ class StagedHomes:
     staging: int
     gradient_staging: int
     ring: int
-    kept: int
-    """Of the states on the drive: what stays in the ring from an update to the next."""
+    states_moved: int
+    """Of the states on the drive, what an update reads and writes: the rest stays in the ring until the next."""
+    params_completing: int
+    """Of the parameters on the drive, what it reads where the format is split."""
     overhead: int
 
 
@@ -102,64 +107,32 @@ def staged_homes(
     )
     states = int(state_bytes * trained)
     states_in_ram = states if sizes.state_ram_bytes is None else min(states, sizes.state_ram_bytes)
-    in_ram = sizes.param_bytes if sizes.param_ram_bytes is None else min(sizes.param_bytes, sizes.param_ram_bytes)
-    gradients_on_drive = e * trained if staged.gradients_on_nvme else 0
-    if in_ram >= sizes.param_bytes:  # none of them passes through the ring
-        slot -= round_up(chunk * e, 4096) * (params == "nvme")
-    numels = _chunk_numels(shape, gpus)
-    flows_all = in_ram < sizes.param_bytes or gradients_on_drive > 0
-    num_chunks = len(numels) if flows_all else -(-len(numels) * (states - states_in_ram) // states)
-    flowing = slot * num_chunks * sum(numels) // (len(numels) * max(numels))
-    slots = slot_count(num_chunks, flowing, slot, sizes.ring_bytes, RING_SLOTS)
-    kept = int(state_bytes * _kept_numel(shape, gpus, slots))
+    room, lives = sizes.param_bytes, None
+    if sizes.param_ram_bytes is not None:
+        room = min(sizes.param_bytes, sizes.param_ram_bytes)
+        lives = param_homes(shape, gpus, e, sizes.param_ram_bytes)
+    trained_on_drive, frozen_on_drive = (e * lives.trained, e * lives.frozen) if lives is not None else (0, 0)
+    in_ram = max(0, sizes.param_bytes - trained_on_drive - frozen_on_drive)
+    gradients_on_drive = e * on_drive(trained_shares(shape, gpus), e) if staged.gradients_on_nvme else 0
+    terms = RingTerms(state_bytes, e, staged.gradients_on_nvme, sizes.ring_bytes, 1 - states_in_ram / states)
+    ring = ring_of(shape, gpus, lives, terms)
     return StagedHomes(
         params_in_ram=gpus * in_ram,
-        params_on_drive=gpus * (sizes.param_bytes - in_ram),
+        params_on_drive=gpus * (trained_on_drive + frozen_on_drive),
+        trained_on_drive=gpus * trained_on_drive,
+        param_room=gpus * max(room, in_ram),
         param_store=gpus * sizes.store_bytes,
         states_in_ram=gpus * states_in_ram,
         states_on_drive=gpus * (states - states_in_ram),
-        gradients=gpus * sizes.grad_bytes,
+        gradients=gpus * (e * trained - gradients_on_drive),
         gradients_on_drive=gpus * gradients_on_drive,
         staging=gpus * sizes.staging_bytes,
         gradient_staging=gpus * sizes.grad_staging_bytes,
-        ring=gpus * slot * slots,
-        kept=gpus * min(states - states_in_ram, kept),
+        ring=gpus * ring.n_bytes,
+        states_moved=gpus * ring.moved_bytes,
+        params_completing=gpus * e * ring.params_read,
         overhead=gpus * k.DEEPSPEED_STAGED_OVERHEAD_BYTES,
     )
-
-
-@lru_cache(maxsize=64)
-def _chunk_numels(shape: ModelShape, gpus: int) -> tuple[int, ...]:
-    """Parameters of a rank's chunks in the order of the model, vectors left out: a chunk ends with its weight. Adapters
-    are too small to be told apart, they count as one weight."""
-    weights = [shape.trainable_params] if shape.lora_r else _weights(shape)
-    numels: list[int] = []
-    for weight in weights:
-        whole, rest = divmod(-(-weight // gpus), k.CHUNK_NUMEL)
-        numels += [k.CHUNK_NUMEL] * whole + ([rest] if rest else [])
-    return tuple(numels)
-
-
-def _weights(shape: ModelShape) -> list[int]:
-    """Elements of each matrix: attention's by its heads, the rest of a layer in equal ones, of experts two tensors."""
-    query, key = (shape.hidden_size * heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads))
-    attention = [query, key, key, query]
-    weights = [shape.embedding_params]
-    parts = (2, 1) if shape.is_moe else (1, 1, 1) if shape.gated_ffn else (1, 1)
-    for layer in shape.layer_params:
-        rows = (layer - sum(attention)) // shape.hidden_size  # with a few of vectors, which no part is left with
-        weights += attention + [rows * part // sum(parts) * shape.hidden_size for part in parts]
-    return weights + ([] if shape.tied else [shape.head_weight_numel])
-
-
-@lru_cache(maxsize=512)
-def _kept_numel(shape: ModelShape, gpus: int, num_slots: int) -> int:
-    """Parameters whose states stay in the ring: the mean of a pass and the one back. Hundreds of layouts ask alike."""
-    numels = _chunk_numels(shape, gpus)
-    largest = max(numels)
-    worths = [worth_keeping(numel, largest) for numel in numels]
-    ends = ((numels, worths), (numels[::-1], worths[::-1]))
-    return sum(sizes[place] for sizes, worth in ends for place in kept_places(worth, num_slots)) // 2
 
 
 def staged_host_parts(homes: StagedHomes, staged: Staged, hardware: Hardware) -> tuple[list[Part], list[Part]]:
@@ -177,7 +150,7 @@ def staged_host_parts(homes: StagedHomes, staged: Staged, hardware: Hardware) ->
         ("parameters on their way", homes.staging),
         ("gradients on their way", homes.gradient_staging),
         ("gradients", homes.gradients),
-        ("parameters", homes.params_in_ram),
+        ("parameters", homes.param_room),
     ):
         taken = min(left, size)
         left -= taken
@@ -200,11 +173,10 @@ def staged_drive_parts(homes: StagedHomes, staged: Staged) -> list[Part]:
 
 def staged_update(shape: ModelShape, homes: StagedHomes, staged: Staged, hardware: Hardware) -> StagedUpdate:
     """The drive and the CPU work at the same time."""
-    trained_on_drive = _trained_on_drive(shape, homes)
-    written = homes.states_on_drive - homes.kept + trained_on_drive
-    read = homes.states_on_drive - homes.kept + homes.gradients_on_drive
+    written = homes.states_moved + homes.trained_on_drive
+    read = homes.states_moved + homes.gradients_on_drive
     if staged.states.startswith("split"):
-        read += trained_on_drive * (1 - homes.kept / homes.states_on_drive if homes.states_on_drive else 1)
+        read += homes.params_completing
     return StagedUpdate(
         read_bytes=read,
         written_bytes=written,
@@ -213,15 +185,10 @@ def staged_update(shape: ModelShape, homes: StagedHomes, staged: Staged, hardwar
     )
 
 
-def params_read(shape: ModelShape, homes: StagedHomes, passes: int) -> float:
+def params_read(homes: StagedHomes, passes: int) -> int:
     """Bytes of parameters that forward and backward of all micro-batches of a step read from the drive."""
-    trained = _trained_on_drive(shape, homes)
-    lent = trained if not homes.gradients_on_drive else 0.0
+    lent = homes.trained_on_drive if not homes.gradients_on_drive else 0
     return 2 * (passes * homes.params_on_drive - lent)
-
-
-def _trained_on_drive(shape: ModelShape, homes: StagedHomes) -> float:
-    return homes.params_on_drive * shape.trainable_params / shape.total_params
 
 
 def gradient_traffic(homes: StagedHomes, passes: int) -> tuple[int, int]:

@@ -7,9 +7,13 @@ other model on the meta device. tests/test_plan_shape.py holds both against each
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
+
+Blocks = tuple[tuple[int, tuple[int, ...]], ...]
+"""(how many in a row, the numbers of each) of blocks of a model in its order: a layer, or what lies beside them."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class ModelShape:
     active_layer_params: int
     """Sum over layers of the parameters that one token meets: all but the experts it is not sent to."""
     largest_weight_numel: int
+    tensors: Blocks
+    """Elements of each parameter."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -44,8 +50,8 @@ class ModelShape:
     """Elements of each weight that the constructor makes and then ties away; not in the other counts."""
     is_encoder_decoder: bool = False
     max_positions: int | None = None
-    lora_dims: int = 0
-    """Sum of (in + out) over the linear layers that adapters go on: rank r trains r times as many numbers."""
+    adapters: Blocks = ()
+    """(in, out) of each linear layer that adapters go on, in turn: rank r trains a matrix of r times either."""
     lora_r: int = 0
     """Rank of the adapters; 0: all weights train."""
     stays_eager: bool = False
@@ -59,6 +65,11 @@ class ModelShape:
     def base_params(self) -> int:
         """Parameters of the model without adapters."""
         return self.embedding_params + sum(self.layer_params) + self.head_params
+
+    @property
+    def lora_dims(self) -> int:
+        """Numbers that adapters of rank 1 have."""
+        return sum(times * sum(dims) for times, dims in self.adapters)
 
     @property
     def adapter_params(self) -> int:
@@ -100,6 +111,11 @@ class ModelShape:
                 f"{self.name} has no linear layers that LoRA adapters could go on: plan it without lora_r."
             )
         return dataclasses.replace(self, lora_r=rank)
+
+
+def in_blocks(blocks: Sequence[Sequence[int]]) -> Blocks:
+    """Equal ones that follow one another become one; empty ones vanish."""
+    return tuple((len(list(equal)), block) for block, equal in groupby(map(tuple, blocks)) if block)
 
 
 def preset_shape(name: str) -> ModelShape:
@@ -144,25 +160,22 @@ def _decoder(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
     heads, kv_heads = f["num_attention_heads"], f["num_key_value_heads"]
     head_dim = f.get("head_dim") or hidden // heads
     q_dim, kv_dim = heads * head_dim, kv_heads * head_dim
-    attention = 2 * hidden * q_dim + 2 * hidden * kv_dim  # q and o, k and v
-    norms = 2 * hidden + (2 * head_dim if model_type.startswith("qwen3") else 0)  # Qwen3 norms each head of q and k
-    lora_per_layer = 2 * (hidden + q_dim) + 2 * (hidden + kv_dim)
-    largest = max(vocab * hidden, hidden * q_dim)
-    top_k = 0
+    tensors = [hidden * q_dim, hidden * kv_dim, hidden * kv_dim, q_dim * hidden]
+    tensors += [head_dim] * 2 if model_type.startswith("qwen3") else []  # Qwen3 norms each head of q and k
+    adapters = [hidden, q_dim, hidden, kv_dim, hidden, kv_dim, q_dim, hidden]
+    inactive = top_k = 0
     if model_type == "qwen3_moe":
         experts, top_k, width = f["num_experts"], f["num_experts_per_tok"], f["moe_intermediate_size"]
-        expert = 3 * hidden * width
-        layer = attention + norms + hidden * experts + experts * expert
-        active = layer - (experts - top_k) * expert
-        largest = max(largest, experts * 2 * hidden * width)  # gate and up of all experts are one tensor
+        inactive = (experts - top_k) * 3 * hidden * width
+        tensors += [experts * 2 * hidden * width, experts * hidden * width, hidden * experts]  # gate and up are one
         ffn = top_k * width
         # peft adapts the router, and fused expert weights at rank * experts (gate and up together: twice that)
-        lora_per_layer += hidden + experts + 2 * experts * (hidden + 2 * width) + experts * (width + hidden)
+        adapters += [2 * experts * hidden, 2 * experts * 2 * width, experts * width, experts * hidden, hidden, experts]
     else:
-        layer = active = attention + norms + 3 * hidden * ffn
-        lora_per_layer += 3 * (hidden + ffn)
-        largest = max(largest, hidden * ffn)
-    tied = bool(f["tie_word_embeddings"])
+        tensors += [hidden * ffn] * 3
+        adapters += [hidden, ffn, hidden, ffn, ffn, hidden]
+    tensors += [hidden, hidden]
+    layer, tied = sum(tensors), bool(f["tie_word_embeddings"])
     return ModelShape(
         name=name,
         model_type=model_type,
@@ -171,8 +184,9 @@ def _decoder(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
         embedding_params=vocab * hidden,
         layer_params=(layer,) * layers,
         head_params=hidden + (0 if tied else vocab * hidden),
-        active_layer_params=active * layers,
-        largest_weight_numel=largest,
+        active_layer_params=(layer - inactive) * layers,
+        largest_weight_numel=max(vocab * hidden, *tensors),
+        tensors=in_blocks([[vocab * hidden], *[tensors] * layers, [hidden] if tied else [hidden, vocab * hidden]]),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -181,7 +195,7 @@ def _decoder(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
         tied=tied,
         tied_numels=(vocab * hidden,) if tied else (),
         max_positions=f["max_position_embeddings"],
-        lora_dims=lora_per_layer * layers,
+        adapters=in_blocks([adapters] * layers),
         stays_eager=stays_eager(f),
     )
 
@@ -189,7 +203,9 @@ def _decoder(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
 def _gpt2(name: str, f: Mapping[str, Any]) -> ModelShape:
     hidden, layers = f.get("n_embd", 768), f.get("n_layer", 12)
     vocab, positions, heads = f.get("vocab_size", 50257), f.get("n_positions", 1024), f.get("n_head", 12)
-    layer = 12 * hidden * hidden + 13 * hidden
+    tensors = [hidden, hidden, 3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden]
+    tensors += [hidden, hidden, 4 * hidden * hidden, 4 * hidden, 4 * hidden * hidden, hidden]
+    layer = sum(tensors)
     return ModelShape(
         name=name,
         model_type="gpt2",
@@ -200,6 +216,7 @@ def _gpt2(name: str, f: Mapping[str, Any]) -> ModelShape:
         head_params=2 * hidden,
         active_layer_params=layer * layers,
         largest_weight_numel=max(vocab * hidden, 4 * hidden * hidden),
+        tensors=in_blocks([[vocab * hidden, positions * hidden], *[tensors] * layers, [hidden, hidden]]),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,
@@ -208,7 +225,7 @@ def _gpt2(name: str, f: Mapping[str, Any]) -> ModelShape:
         tied=True,
         tied_numels=(vocab * hidden,),
         max_positions=positions,
-        lora_dims=(4 * hidden + 2 * hidden + 5 * hidden + 5 * hidden) * layers,
+        adapters=in_blocks([[hidden * n for n in (1, 3, 1, 1, 1, 4, 4, 1)]] * layers),
         stays_eager=stays_eager({"attn_pdrop": 0.1, "resid_pdrop": 0.1, **f}),
     )
 
@@ -217,9 +234,13 @@ def _t5(name: str, f: Mapping[str, Any]) -> ModelShape:
     hidden, layers, heads, ffn = f["d_model"], f["num_layers"], f["num_heads"], f["d_ff"]
     inner, vocab = heads * f["d_kv"], f["vocab_size"]
     buckets = 32 * heads  # relative positions, in the first layer of each stack
-    encoder = 4 * hidden * inner + 2 * hidden * ffn + 2 * hidden
-    decoder = 8 * hidden * inner + 2 * hidden * ffn + 3 * hidden
-    stack = (encoder + buckets, *[encoder] * (layers - 1), decoder + buckets, *[decoder] * (layers - 1))
+    attention, feed_forward = [hidden * inner] * 4, [hidden * ffn, ffn * hidden, hidden]
+    encoder = [[*attention, *first, hidden, *feed_forward] for first in [[buckets], *[[]] * (layers - 1)]]
+    decoder = [
+        [*attention, *first, hidden, *attention, hidden, *feed_forward] for first in [[buckets], *[[]] * (layers - 1)]
+    ]
+    stack = tuple(sum(tensors) for tensors in encoder + decoder)
+    adapted, widened = [hidden, inner] * 3 + [inner, hidden], [hidden, ffn, ffn, hidden]
     return ModelShape(
         name=name,
         model_type="t5",
@@ -230,6 +251,7 @@ def _t5(name: str, f: Mapping[str, Any]) -> ModelShape:
         head_params=2 * hidden,
         active_layer_params=sum(stack),
         largest_weight_numel=max(vocab * hidden, hidden * ffn),
+        tensors=in_blocks([[vocab * hidden], *encoder, [hidden], *decoder, [hidden]]),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=f["d_kv"],
@@ -238,6 +260,6 @@ def _t5(name: str, f: Mapping[str, Any]) -> ModelShape:
         tied=True,
         tied_numels=(vocab * hidden,) * 3,  # of encoder, decoder and head: all are the shared embedding in the end
         is_encoder_decoder=True,
-        lora_dims=layers * (12 * (hidden + inner) + 4 * (hidden + ffn)),
+        adapters=in_blocks([[*adapted, *widened]] * layers + [[*adapted, *adapted, *widened]] * layers),
         stays_eager=stays_eager({"dropout_rate": 0.1, **f}),
     )

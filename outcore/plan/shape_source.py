@@ -7,10 +7,11 @@ Cost: 2-4 s of imports, then about 0.2 s for 70 B parameters, no memory.
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from outcore.plan.shape import ModelShape, preset_shape, stays_eager
+from outcore.plan.shape import Blocks, ModelShape, in_blocks, preset_shape, stays_eager
 
 
 def resolve_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
@@ -71,6 +72,7 @@ def shape_from_config(name: str, config: Any) -> ModelShape:
         head_params=facts.total_params - embedding - sum(layer_params),
         active_layer_params=sum(layer_params) - (experts * (num_experts - top_k) // num_experts if top_k else 0),
         largest_weight_numel=facts.largest_weight_numel,
+        tensors=_by_layer(layers, [(parameter, [parameter.numel()]) for parameter in model.parameters()]),
         num_heads=heads,
         num_kv_heads=int(_first(text, "num_key_value_heads") or heads),
         head_dim=head_dim,
@@ -83,7 +85,7 @@ def shape_from_config(name: str, config: Any) -> ModelShape:
         tied_numels=tied_numels,
         is_encoder_decoder=facts.is_encoder_decoder,
         max_positions=max_positions(config),
-        lora_dims=_lora_dims(model),
+        adapters=_adapters(model, layers),
         stays_eager=stays_eager({**config.to_dict(), **text.to_dict()}),
     )
 
@@ -121,22 +123,32 @@ def _first(config: Any, *names: str) -> Any:
     return next((v for n in names if (v := getattr(config, n, None)) is not None), None)
 
 
-def _lora_dims(model: Any) -> int:
+def _by_layer(layers: list[Any], found: list[tuple[Any, list[int]]]) -> Blocks:
+    """(parameter, its numbers) in the order of the model, cut where a layer begins or ends."""
+    layer_of = {id(p): number for number, layer in enumerate(layers) for p in layer.parameters()}
+    cut = groupby(found, key=lambda pair: layer_of.get(id(pair[0])))
+    return in_blocks([[number for _, numbers in pairs for number in numbers] for _, pairs in cut])
+
+
+def _adapters(model: Any, layers: list[Any]) -> Blocks:
     """As peft's "all-linear": every nn.Linear (and GPT-2's Conv1D) but the output head, and fused experts."""
     from torch import nn
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    total = 0
+    found: list[tuple[Any, list[int]]] = []
     for name, module in model.named_modules():
         if module is head:
             continue
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
-            total += sum(module.weight.shape)
+        if type(module).__name__ == "Conv1D":  # its weight is [in, out]
+            found.append((module.weight, list(module.weight.shape)))
+        elif isinstance(module, nn.Linear):
+            found.append((module.weight, list(module.weight.shape[::-1])))
         elif name.split(".")[-1] in ("gate", "router") and getattr(module, "weight", None) is not None:
-            total += sum(module.weight.shape)  # a router that is no nn.Linear
+            found.append((module.weight, list(module.weight.shape[::-1])))  # a router that is no nn.Linear
         elif name.split(".")[-1] == "experts":  # fused experts are adapted at rank * experts, gate and up twice that
             for weight_name, weight in module.named_parameters(recurse=False):
                 if weight.dim() == 3:
                     experts, *dims = weight.shape
-                    total += (2 if "gate_up" in weight_name else 1) * experts * sum(dims)
-    return total
+                    ranks = (2 if "gate_up" in weight_name else 1) * experts
+                    found.append((weight, [ranks * dim for dim in dims[::-1]]))
+    return _by_layer(layers, found)

@@ -17,7 +17,7 @@ import torch
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.placement import GradPlace, StateChunk
-from outcore.engine.stream.ring_sizes import slot_count
+from outcore.engine.stream.ring_sizes import needed_in_slot, slot_count
 from outcore.optim import ChunkState
 from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.storage import TensorStore, Transfer
@@ -117,10 +117,12 @@ class RingSlot:
 
 def needed_bytes(homes: Homes, chunk: StateChunk) -> int:
     """What a chunk takes of a slot."""
-    states = round_up(chunk.n_bytes, ALIGNMENT_BYTES) if chunk.buffer is None else 0
-    param = round_up(_param_bytes(chunk), ALIGNMENT_BYTES) if homes.param_piece(chunk) is None else 0
     place = homes.grad_place(chunk)
-    return states + param + (_gradient_bytes(chunk, place) if place is not None else 0)
+    return needed_in_slot(
+        chunk.n_bytes if chunk.buffer is None else 0,
+        _param_bytes(chunk) if homes.param_piece(chunk) is None else 0,
+        _gradient_bytes(chunk, place) if place is not None else 0,
+    )
 
 
 def ring_slots(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from outcore.engine.deepspeed.staged.sizes import GRADIENT_SLOT_BYTES, GRADIENT_SLOTS
+from outcore.engine.deepspeed.staged.sizes import MIN_BYTES as MIN_BYTES  # for whoever decides which live here
 from outcore.engine.stream.host_memory import pageable
 from outcore.engine.stream.placement import GradPlace
 from outcore.engine.stream.scratch import Scratch
@@ -30,8 +31,6 @@ from outcore.units import MIB, round_up
 
 logger = logging.getLogger(__name__)
 
-MIN_BYTES = 1 << 20
-"""Smaller gradients stay in RAM: a drive would answer them one by one."""
 FLIGHT_BYTES = 64 * MIB
 """Of the device, for gradients on their way down, and as much for those read ahead; one share may always go."""
 BLOCK_BYTES = 4096

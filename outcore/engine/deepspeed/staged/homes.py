@@ -22,6 +22,7 @@ from outcore.engine.deepspeed.staged import gradients
 from outcore.engine.deepspeed.staged.binding import prefetch_by_trace
 from outcore.engine.deepspeed.staged.session import StagedSession
 from outcore.engine.deepspeed.staged.shares import Share, ShareLayout, element_offsets, real_numel
+from outcore.engine.deepspeed.staged.sizes import leading_in_ram
 from outcore.engine.deepspeed.staged.states import RingSize, ShareStates
 from outcore.optim import OptimizerPool, state_format
 from outcore.optim.formats import PARAM_DTYPES
@@ -49,17 +50,16 @@ class HousedZero3(DeepSpeedZeroOptimizer_Stage3):
 
     def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
         """One home per parameter group: all of its shares, or the leading sub-groups that the RAM for them holds."""
-        left_bytes = self.plan.param_ram_bytes
+        left_bytes = self.plan.param_ram_bytes if self.session.params is not None else None
         for group in self.trainable_param_groups:
-            numel = 0
-            for sub_group in self._create_fp16_sub_groups(group["params"]):
-                sub_numel = sum(p.partition_numel() for p in sub_group)
-                if self.session.params is not None and left_bytes is not None:
-                    left_bytes -= sub_numel * self.dtype.itemsize
-                    if left_bytes < 0:
-                        break
-                numel += sub_numel
-            home = self.memory.homes.take(numel * self.dtype.itemsize, "parameters").view(self.dtype)
+            sub_groups = self._create_fp16_sub_groups(group["params"])
+            sizes_bytes = [sum(p.partition_numel() for p in sub) * self.dtype.itemsize for sub in sub_groups]
+            home_bytes = sum(sizes_bytes)
+            if left_bytes is not None:
+                count = leading_in_ram(sizes_bytes, left_bytes)
+                home_bytes = sum(sizes_bytes[:count])
+                left_bytes = left_bytes - home_bytes if count == len(sizes_bytes) else 0
+            home = self.memory.homes.take(home_bytes, "parameters").view(self.dtype)
             self.param_groups_fp16_flat_cpu_memory.append(home)
 
     def _create_fp16_partitions_with_defragmentation(self, fp16_param_groups: Any) -> None:

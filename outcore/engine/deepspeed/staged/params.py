@@ -26,6 +26,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from outcore.engine.deepspeed.environment import accelerator
 from outcore.engine.deepspeed.staged.loans import Loans
 from outcore.engine.deepspeed.staged.param_store import ParamStore, ShareBuffer, ShareTransfer
+from outcore.engine.deepspeed.staged.sizes import MIN_BYTES
 from outcore.engine.stream.host_memory import pageable
 from outcore.staging import PinnedPool, PinnedPoolFull
 from outcore.storage import TensorStore
@@ -33,8 +34,6 @@ from outcore.units import format_gib
 
 logger = logging.getLogger(__name__)
 
-MIN_BYTES = 1 << 20
-"""Smaller shares stay in RAM: a drive would answer them one by one."""
 UNLIMITED = 1 << 30
 
 

@@ -11,6 +11,7 @@ the user allows staging memory, and at most half of the RAM that the run leaves 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outcore.engine.deepspeed.settings import Device
@@ -32,6 +33,8 @@ LEAST_SLOTS = 4
 """With fewer the drive would read, compute and write in turn."""
 AHEAD_BYTES = 512 * MIB
 """Parameters read ahead of use: 0.1 s of a fast drive."""
+MIN_BYTES = MIB
+"""Smaller shares of parameters, and gradients of such, stay in RAM: a drive would answer them one by one."""
 GRADIENT_SLOT_BYTES = 8 * MIB
 GRADIENT_SLOTS = 8
 """Of each of the two lanes through which gradients on the drive flow."""
@@ -136,6 +139,17 @@ def staged_sizes(facts: StagedFacts) -> StagedSizes:
         ahead_bytes,
         ring_bytes,
     )
+
+
+def leading_in_ram(sub_groups_bytes: Sequence[int], ram_bytes: int) -> int:
+    """How many sub-groups of trainable shares have their parameters in RAM where these may go to the drive: the leading
+    ones that `ram_bytes` holds. What does not train is not among them."""
+    left_bytes = ram_bytes
+    for number, n_bytes in enumerate(sub_groups_bytes):
+        left_bytes -= n_bytes
+        if left_bytes < 0:
+            return number
+    return len(sub_groups_bytes)
 
 
 def _param_staging(facts: StagedFacts, param_bytes: int) -> tuple[int, int]:
