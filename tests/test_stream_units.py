@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from stream_models import (
     FAMILIES,
     assert_same_grads,
@@ -16,8 +17,9 @@ from stream_models import (
 )
 from torch import nn
 
+from outcore.engine.stream import discovery
 from outcore.engine.stream.accumulator import GradAccumulator
-from outcore.engine.stream.check import why_not_streamed
+from outcore.engine.stream.check import why_config_not_streamed, why_not_streamed
 from outcore.engine.stream.discovery import discover_units, find_stack
 from outcore.engine.stream.layout import ALIGN_NUMEL, SlabLayout
 from outcore.engine.stream.rng import UnitRandom, generators_kept
@@ -90,7 +92,7 @@ def run_units(loaded, batches, *, chunk_bytes=4 * 128 * 16, seed=None):
 
 
 @pytest.mark.parametrize("kind", [plain_batch, padded_batch, packed_batch])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [*FAMILIES, "ctrl"])
 def test_loss_and_gradients_equal_plain_autograd(model_type, kind):
     loaded = tiny_loaded(model_type)
     set_dropout(loaded.model, 0.0)
@@ -244,6 +246,73 @@ def test_work_between_layers_is_seen():
     decoder.__class__ = Changed
     with pytest.raises(StreamUnsupported, match="computes on the hidden states between layers 0 and 1"):
         discover_units(loaded)
+
+
+def particular(loaded):
+    """A loaded Llama whose decoder calls only layers of the class it knows."""
+    kind, wanted = type(loaded.model.model), type(loaded.model.model.layers[0])
+
+    class Particular(kind):
+        def forward(self, *args, **kwargs):
+            if not isinstance(self.layers[0], wanted):
+                raise TypeError("what layer is this?")
+            return super().forward(*args, **kwargs)
+
+    loaded.model.model.__class__ = Particular
+    return loaded
+
+
+def test_errors_of_a_models_own_code_are_the_reason_and_ours_are_not(monkeypatch):
+    loaded = particular(tiny_loaded("llama"))
+    with pytest.raises(StreamUnsupported, match="layer by layer: TypeError: what layer is this") as caught:
+        discover_units(loaded)
+    assert isinstance(caught.value.__cause__, TypeError)
+    assert "what layer is this" in why_not_streamed(loaded)
+    loaded = tiny_loaded("llama")
+    loaded.model.model.norm.forward = lambda hidden: hidden[7]
+    with pytest.raises(StreamUnsupported, match="layer by layer: IndexError"):
+        discover_units(loaded)
+    loaded.model.model.norm.forward = lambda hidden: hidden + loaded.model.model.layers[0].input_layernorm.weight.mean()
+    monkeypatch.setattr(discovery, "parameters_behind", lambda tensors: {}[7])
+    with pytest.raises(KeyError):
+        discover_units(loaded)
+
+
+def test_weights_of_an_embedding_that_is_not_called_are_named():
+    loaded = tiny_loaded("llama")
+    kind = type(loaded.model.model)
+
+    class Direct(kind):
+        def forward(self, input_ids=None, **kwargs):
+            return super().forward(inputs_embeds=self.embed_tokens.weight[input_ids], **kwargs)
+
+    loaded.model.model.__class__ = Direct
+    with pytest.raises(StreamUnsupported, match="weights of embed_tokens without calling it"):
+        discover_units(loaded)
+
+
+def test_what_a_model_writes_to_in_place_has_memory():
+    assert discover_units(tiny_loaded("ctrl")).writes_embedding
+    assert discover_units(tiny_loaded("llama")).writes_embedding is False
+
+
+PUBLISHED = {
+    "falcon-40b": {"hidden_size": 8192, "num_attention_heads": 128, "num_kv_heads": 8, "num_hidden_layers": 60},
+    "falcon-11b": {"hidden_size": 4096, "num_attention_heads": 32, "num_kv_heads": 8, "ffn_hidden_size": 16384},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_are_made_tiny_and_streamed(name):
+    config = transformers.AutoConfig.for_model("falcon", new_decoder_architecture=True, **PUBLISHED[name])
+    assert why_config_not_streamed(config) == ""
+
+
+@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "afmoe"])
+def test_a_model_may_have_frozen_parameters_of_its_own(model_type):
+    loaded = tiny_loaded(model_type)
+    assert any(not p.requires_grad for p in loaded.model.parameters())
+    assert why_not_streamed(loaded) == ""
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "gemma2", "mixtral", "gpt2"])

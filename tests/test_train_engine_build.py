@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+from stream_models import tiny_loaded
+
 from outcore.model.facts import ModelFacts
 from outcore.model.settings import ModelSettings
 from outcore.train import engine_build
+from outcore.train.arguments import ConfigError
 from outcore.train.config import TrainConfig
+from outcore.train.engines import EngineChoice, ask_model
 from outcore.train.settings import Hardware
 from outcore.units import GIB
 
@@ -26,3 +31,12 @@ def test_the_streaming_engine_is_told_the_same(monkeypatch):
     built = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
     sizes = engine_build._sizes(request, built, facts, None)
     assert sizes.ram_available_bytes == 5 * GIB
+
+
+def test_a_model_whose_code_fails_layer_by_layer_goes_to_deepspeed_with_the_reason():
+    loaded = tiny_loaded("llama")
+    loaded.model.model.norm.forward = lambda hidden: hidden[7]
+    auto = ask_model(EngineChoice("stream", "auto", is_auto=True), None, None, loaded)  # pyright: ignore[reportArgumentType]
+    assert auto.name == "deepspeed" and "layer by layer: IndexError" in auto.reason
+    with pytest.raises(ConfigError, match=r"engine stream cannot train this run: .*layer by layer: IndexError"):
+        ask_model(EngineChoice("stream", "as asked"), None, None, loaded)  # pyright: ignore[reportArgumentType]

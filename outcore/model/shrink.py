@@ -17,6 +17,7 @@ MAX_LAYERS = 8
 _FIXED = {
     "intermediate_size": 96,
     "ffn_dim": 96,
+    "dff": 96,
     "n_inner": 96,
     "d_ff": 96,
     "d_kv": HEAD_DIM,
@@ -53,6 +54,8 @@ _AT_MOST = {
     "num_decoder_layers": 2,
 }
 
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+
 
 def shrink_config(config: Any) -> Any:
     """A tiny copy of a transformers config. The original is left alone."""
@@ -61,11 +64,12 @@ def shrink_config(config: Any) -> Any:
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and not getattr(text, "is_encoder_decoder", False):
         _shrink_layers(text, layers)
-    heads, kv_heads = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
+    heads = getattr(text, "num_attention_heads", None)
     if isinstance(heads, int):
         text.num_attention_heads = HEADS
-        if isinstance(kv_heads, int):
-            text.num_key_value_heads = HEADS if kv_heads == heads else (1 if kv_heads == 1 else 2)
+        for name in _KV_HEADS:
+            if type(kv_heads := getattr(text, name, None)) is int:
+                _set(text, name, HEADS if kv_heads == heads else (1 if kv_heads == 1 else 2))
     if isinstance(getattr(text, "hidden_size", None), int):
         text.hidden_size = HIDDEN
     for name, value in _FIXED.items():

@@ -18,7 +18,7 @@ from outcore.engine.stream.accumulator import GradAccumulator
 from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.packing import DeviceBatch
 from outcore.engine.stream.runner import UnitRunner
-from outcore.engine.stream.shell import CallLog, StreamUnsupported
+from outcore.engine.stream.shell import CallLog, StreamUnsupported, line_of
 from outcore.engine.stream.structure import alike
 from outcore.engine.stream.units import Unit, Units
 from outcore.model.borders import PACKED_ATTENTION
@@ -56,7 +56,7 @@ def why_config_not_streamed(config: Any, attention: str = "auto", trust_remote_c
         with seeded_cpu(0, "stream trial"):
             tiny = _tiny_model(builder_of(config, trust_remote_code), config, attention, abilities)
     except Exception as error:  # any model's own code may fail in any way on a shrunken config
-        return f"a tiny copy of it could not be built to try it ({_line(error)})"
+        return f"a tiny copy of it could not be built to try it ({line_of(error)})"
     return why_not_streamed(tiny)
 
 
@@ -67,7 +67,7 @@ def try_tiny_copy(loaded: LoadedModel) -> None:
             tiny = tiny_copy(loaded)
             ids = torch.randint(2, VOCAB, (2, 12))
     except Exception as error:  # any model's own code may fail in any way on a shrunken config
-        raise StreamUnsupported(f"a tiny copy of it could not be built to try it ({_line(error)})") from error
+        raise StreamUnsupported(f"a tiny copy of it could not be built to try it ({line_of(error)})") from error
     labels = ids.clone()
     labels[:, :2] = IGNORE
     mask = torch.ones_like(ids)
@@ -83,7 +83,9 @@ def try_tiny_copy(loaded: LoadedModel) -> None:
         except StreamUnsupported:
             raise
         except Exception as error:
-            raise StreamUnsupported(f"a tiny copy of it failed unit by unit on {kind} rows ({_line(error)})") from error
+            raise StreamUnsupported(
+                f"a tiny copy of it failed unit by unit on {kind} rows ({line_of(error)})"
+            ) from error
         if not difference <= TOLERANCE:
             raise StreamUnsupported(
                 f"unit by unit, a tiny copy of it gets other gradients than as a whole on {kind} rows (off by "
@@ -192,7 +194,7 @@ def _difference(tiny: LoadedModel, batch: Batch) -> float:
     loss_sum = loss(tiny.model, batch)
     total = int(loss_sum.n_tokens)
     whole = loss_sum.objective(total)
-    named = dict(tiny.model.named_parameters())
+    named = {name: parameter for name, parameter in tiny.model.named_parameters() if parameter.requires_grad}
     grads = torch.autograd.grad(whole, list(named.values()), allow_unused=True)
     objective, mine = run_units(tiny, batch)
     largest = max((float(g.abs().max()) for g in grads if g is not None), default=1.0)
@@ -202,8 +204,3 @@ def _difference(tiny: LoadedModel, batch: Batch) -> float:
         off = float((mine[name] - expected).abs().max()) / max(largest, 1e-12)
         worst = max(worst, off if off == off else float("inf"))
     return worst
-
-
-def _line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -18,7 +18,16 @@ import torch
 from torch import nn
 
 from outcore.engine.stream.layout import SlabLayout
-from outcore.engine.stream.shell import CallLog, Owner, ReturnForm, StreamUnsupported, Tape, shell_of, with_memory
+from outcore.engine.stream.shell import (
+    CallLog,
+    Owner,
+    ReturnForm,
+    StreamUnsupported,
+    Tape,
+    models_own_code,
+    shell_of,
+    with_memory,
+)
 from outcore.engine.stream.units import Unit, Units, recorders_of, run_to_layers
 from outcore.model.head import CausalParts, unwrap
 from outcore.model.inputs import Isolation, forward_inputs
@@ -148,19 +157,25 @@ class _Discovery:
         with torch.enable_grad():
             log = CallLog()
             shell = shell_of(self.parts.decoder, {self.stack: recorders_of(self.layers, Tape(log))})
-            run_to_layers(shell, forward_inputs(self.parts.decoder, batch, self.isolation))
+            inputs = forward_inputs(self.parts.decoder, batch, self.isolation)
+            with models_own_code():
+                run_to_layers(shell, inputs)
             call = log.calls[0]
             with torch.no_grad(), with_memory(self.layers[0]) as layer:
-                units.form = ReturnForm.of(layer(log.hidden.detach(), *call.args, **call.kwargs))
+                with models_own_code():
+                    output = layer(log.hidden.detach(), *call.args, **call.kwargs)
+                units.form = ReturnForm.of(output)
             embed = parameters_behind([log.hidden])
             units.embed_paths = self._paths(embed)
-            log = units.record(batch)
+            with models_own_code():
+                log = units.record(batch)
             learned = [t for call in log.calls for t in tensors_in([call.args, call.kwargs]) if t.requires_grad]
             if learned:
                 raise StreamUnsupported("its layers get a learned tensor besides the hidden states")
             leaf = log.hidden.detach().requires_grad_()
-            final = units.finish(leaf, batch, log)
-            logits = self.parts.logits(final.reshape(1, -1, final.shape[-1]))
+            with models_own_code():
+                final = units.finish(leaf, batch, log)
+                logits = self.parts.logits(final.reshape(1, -1, final.shape[-1]))
             return embed, parameters_behind([logits]), units
 
     def _paths(self, embed: list[nn.Parameter]) -> tuple[str, ...]:

@@ -29,6 +29,23 @@ class LayersReached(Exception):
     """Ends a decoder's forward when its last layer is called; never leaves this package."""
 
 
+@contextmanager
+def models_own_code() -> Iterator[None]:
+    """Around a trial call of the model's code: whatever it raises becomes StreamUnsupported, with its words."""
+    try:
+        yield
+    except StreamUnsupported:
+        raise
+    except Exception as error:  # any model's own code may fail in any way on a shell of itself
+        raise StreamUnsupported(f"its own code fails when it is run layer by layer: {line_of(error)}") from error
+
+
+def line_of(error: BaseException) -> str:
+    """Kind and first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
 @dataclass
 class LayerCall:
     """What the decoder calls a layer with, hidden states apart."""
@@ -191,14 +208,23 @@ class ShapeNote(_Stand):
 
 
 class Blank(_Stand):
-    """Returns zeros of the shape that the embedding module returned; they reach nothing that is used."""
+    """Returns zeros of the shape that the embedding module returned; they reach nothing that is used.
 
-    def __init__(self, original: nn.Module, shape: torch.Size, like: torch.Tensor) -> None:
+    `has_memory`: the model may write to them. Otherwise they are one zero, expanded.
+    """
+
+    def __init__(self, original: nn.Module, shape: torch.Size, like: torch.Tensor, *, has_memory: bool) -> None:
         super().__init__(original)
-        self.__dict__.update(_shape=shape, _zero=torch.zeros((), dtype=like.dtype, device=like.device))
+        zeros = like.new_zeros(shape) if has_memory else like.new_zeros(()).expand(shape)
+        self.__dict__["_zeros"] = zeros
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the model has changed the zeros in place."""
+        return self.__dict__["_zeros"]._version > 0
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.__dict__["_zero"].expand(self.__dict__["_shape"])
+        return self.__dict__["_zeros"]
 
 
 def shell_of(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:

@@ -67,6 +67,8 @@ class Units:
     head: Unit
     """The same object as `embed` when weights are tied."""
     isolation: Isolation
+    writes_embedding: bool | None = None
+    """Whether the decoder changes what its embedding returns in place (CTRL scales it so); None: not yet seen."""
 
     def __post_init__(self) -> None:  # once: they are used by every micro-batch
         self._tape, self._held = Tape(), Held()
@@ -104,17 +106,26 @@ class Units:
         self._tape.log = CallLog()
         if len(log.calls) != len(self.layers):
             raise StreamUnsupported(f"its decoder called {len(log.calls)} of its {len(self.layers)} layers")
+        if not_called := [path for path in self.embed_paths if path not in log.shapes]:
+            raise StreamUnsupported(f"its decoder takes weights of {not_called[0]} without calling it")
         return log
 
     def finish(self, hidden: torch.Tensor, batch: dict[str, torch.Tensor], log: CallLog) -> torch.Tensor:
         """What the decoder does after its last layer: hidden [B, T, H] -> hidden [B, T, H'] for the head."""
         decoder = self.parts.decoder
         self._held.hidden, self._held.form = hidden, self.form
-        blanks = {p: Blank(decoder.get_submodule(p), log.shapes[p], hidden) for p in self.embed_paths}
+        blanks = {
+            path: Blank(
+                decoder.get_submodule(path), log.shapes[path], hidden, has_memory=self.writes_embedding is not False
+            )
+            for path in self.embed_paths
+        }
         maskless = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
         with packing_known(False):
             output = shell_of(decoder, {self.stack: self._relays} | blanks)(**forward_inputs(decoder, maskless))
         self._held.hidden = None
+        if self.writes_embedding is None:
+            self.writes_embedding = any(blank.is_written for blank in blanks.values())
         return output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
 
 
