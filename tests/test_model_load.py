@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -400,6 +401,17 @@ def test_activation_checkpointing_needs_support():
         enable_activation_checkpointing(nn.Linear(1, 1))
     loaded = load_model(tiny_settings(gradient_checkpointing=True))
     assert loaded.model.is_activation_checkpointing and not loaded.config.use_cache
+
+
+def test_a_model_without_activation_checkpointing_is_streamed_all_the_same(tmp_path):
+    """CTRL has none; loaded lazily, for the engine that recomputes layers by itself, it needs none."""
+    (tmp_path / "ctrl.json").write_text(json.dumps(shrink_config(transformers.AutoConfig.for_model("ctrl")).to_dict()))
+    settings = ModelSettings(
+        config_file=str(tmp_path / "ctrl.json"), precision="fp32", seq_length=32, gradient_checkpointing=True
+    )
+    assert load_model(settings, lazy=True).feed is not None
+    with pytest.raises(ValueError, match="--gradient_checkpointing false"):
+        load_model(settings)
 
 
 # LoRA ----------------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def load_model(
     model.config.use_cache = False
     if settings.lora is not None:
         model = apply_lora(model, settings.lora, settings.seed, gather)
-    if settings.gradient_checkpointing:
+    if settings.gradient_checkpointing and feed is None:  # the streaming engine recomputes every layer by itself
         enable_activation_checkpointing(model)
     model.train()
     load_s, notes = time.perf_counter() - began_s, source.notes + notes
@@ -133,7 +133,10 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
             f"{type(model).__name__} offers no activation checkpointing. Set --gradient_checkpointing false, or give "
             "your module a method gradient_checkpointing_enable(gradient_checkpointing_kwargs)."
         )
-    enable(**arguments)
+    try:
+        enable(**arguments)
+    except ValueError as error:
+        raise ValueError(f"{error} Set --gradient_checkpointing false.") from error
     config = getattr(model, "config", None)
     if config is not None:
         config.use_cache = False
