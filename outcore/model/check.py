@@ -67,11 +67,14 @@ def check_abilities(
     try:
         with without_partitioning(), seeded_cpu(0, "trial"):
             model = _tiny_model(config, trial_attention, trust_remote_code, build)
+            run_once(model)
     except Exception as error:  # any model's own code may fail in any way on a shrunken config
-        reason = f"a tiny copy of the model could not be built to try it ({_first_line(error)})"
+        reason = f"a tiny copy of the model could not be built and run to try it ({_first_line(error)})"
         return Abilities(False, reason, None, reason)
     with torch.no_grad(), seeded_cpu(0, "trial inputs"):
         chunked_reason = _try(_chunked_differs, model)
+        if chunked_reason:
+            chunked_reason = f"its head cannot be run apart: {chunked_reason}"
         isolation, packing_reason = _find_isolation(model)
     return Abilities(not chunked_reason, chunked_reason, isolation, packing_reason)
 
@@ -105,6 +108,12 @@ def _tiny_model(
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
+
+
+@torch.no_grad()
+def run_once(tiny: nn.Module) -> None:
+    """A forward pass; any error means that the config was not shrunk well, and says nothing of the model."""
+    tiny(**forward_inputs(tiny, {"input_ids": torch.full((2, 12), 2)}))
 
 
 def builder_of(config: Any, trust_remote_code: bool) -> Callable[..., nn.Module]:

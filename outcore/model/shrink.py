@@ -1,7 +1,9 @@
 """A model's config made tiny: same architecture and layer kinds, a few thousand parameters, so that it can be tried.
 
 Widths, counts of heads and experts, windows and the vocabulary shrink; what decides the code path (activation,
-normalisation, scaling, soft-capping, kinds of layers, shared or untied weights) stays.
+normalisation, scaling, soft-capping, kinds of layers, shared or untied weights) stays. Sizes that must agree (heads
+and their width, a state-space mixer and its expansion, parts of a latent head) agree afterwards. Nested configs of
+other parts (a vision tower) are made tiny, too.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ MAX_LAYERS = 8
 
 _FIXED = {
     "intermediate_size": 96,
+    "ffn_hidden_size": 96,
     "ffn_dim": 96,
     "dff": 96,
     "n_inner": 96,
@@ -25,6 +28,8 @@ _FIXED = {
     "shared_expert_intermediate_size": 32,
     "shared_intermediate_size": 32,
     "word_embed_proj_dim": HIDDEN,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB,
     "head_dim": HEAD_DIM,
     "rotary_dim": HEAD_DIM // 2,
     "sliding_window": WINDOW,
@@ -34,58 +39,101 @@ _FIXED = {
     "kv_lora_rank": 16,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
+    "qk_head_dim": 16,
     "v_head_dim": HEAD_DIM,
     "max_position_embeddings": POSITIONS,
 }
-"""Replaced where the config has a whole number there (null keeps its meaning: absent)."""
+"""Replaced where the config has a whole number there, or one for each layer (null keeps its meaning: absent)."""
 
 _AT_MOST = {
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
     "moe_num_experts": 4,
+    "zero_expert_num": 2,
     "num_experts_per_tok": 2,
+    "top_k_experts": 2,
     "moe_top_k": 2,
     "moe_topk": 2,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
     "num_layers": 2,
     "num_decoder_layers": 2,
+    "state_size": 16,
+    "mamba_d_state": 16,
+    "n_groups": 2,
+    "mamba_n_groups": 2,
+    "mamba_ngroups": 2,
+    "chunk_size": WINDOW,
+    "mamba_chunk_size": WINDOW,
+    "adapter_rank": 8,
 }
 
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_MIXERS = [
+    (expand, heads, width)
+    for expand in ("expand", "mamba_expand")
+    for heads in ("num_heads", "mamba_n_heads", "n_mamba_heads", "mamba_num_heads")
+    for width in ("head_dim", "mamba_d_head", "mamba_headdim", "mamba_head_dim")
+]
+"""Names of a state-space mixer's expansion, heads and their width: heads x width = expansion x hidden size."""
 
 
 def shrink_config(config: Any) -> Any:
     """A tiny copy of a transformers config. The original is left alone."""
     tiny = copy.deepcopy(config)
     text = tiny.get_text_config(decoder=True)
-    layers = getattr(text, "num_hidden_layers", None)
-    if isinstance(layers, int) and not getattr(text, "is_encoder_decoder", False):
-        _shrink_layers(text, layers)
-    heads = getattr(text, "num_attention_heads", None)
-    if isinstance(heads, int):
-        text.num_attention_heads = HEADS
-        for name in _KV_HEADS:
-            if type(kv_heads := getattr(text, name, None)) is int:
-                _set(text, name, HEADS if kv_heads == heads else (1 if kv_heads == 1 else 2))
-    if isinstance(getattr(text, "hidden_size", None), int):
-        text.hidden_size = HIDDEN
-    for name, value in _FIXED.items():
-        if type(getattr(text, name, None)) is int:
-            _set(text, name, value)
-    if type(getattr(text, "qk_rope_head_dim", None)) is int:  # multi-head latent attention: rotary part of each head
-        _set(text, "head_dim", _FIXED["qk_rope_head_dim"])
-    for name, most in _AT_MOST.items():
-        if type(getattr(text, name, None)) is int:
-            setattr(text, name, min(most, getattr(text, name)))
-    _shrink_rope(text)
+    for part in vars(tiny).values():
+        if part is not text and hasattr(part, "get_text_config"):
+            _shrink_part(part)
+    _shrink_part(text)
     text.vocab_size = VOCAB
     for name in ("bos_token_id", "eos_token_id"):
         setattr(text, name, 1)
-    text.pad_token_id = 0 if getattr(text, "is_encoder_decoder", False) else None
+    text.pad_token_id = 0 if text is not tiny or getattr(text, "is_encoder_decoder", False) else None
     return tiny
+
+
+def _shrink_part(part: Any) -> None:
+    overrides = _take_overrides(part)
+    before = {name: getattr(part, name, None) for values in overrides.values() for name in values}
+    layers = getattr(part, "num_hidden_layers", None)
+    if isinstance(layers, int) and not getattr(part, "is_encoder_decoder", False):
+        kept = _shrink_layers(part, layers)
+        overrides = {new: overrides[old] for new, old in enumerate(kept) if old in overrides}
+    heads, hidden = getattr(part, "num_attention_heads", None), getattr(part, "hidden_size", None)
+    mixers = [names for names in _MIXERS if _is_mixer(part, hidden, *names)]
+    if isinstance(heads, int):
+        part.num_attention_heads = HEADS
+        for name in _KV_HEADS:
+            if type(kv_heads := getattr(part, name, None)) is int:
+                _set(part, name, HEADS if kv_heads == heads else (1 if kv_heads == 1 else 2))
+    if isinstance(hidden, int):
+        part.hidden_size = HIDDEN
+        if type(wide := getattr(part, "attention_hidden_size", None)) is int:
+            _set(part, "attention_hidden_size", wide * HIDDEN // hidden)
+    for name, value in _FIXED.items():
+        old = getattr(part, name, None)
+        if type(old) is int:
+            _set(part, name, value)
+        elif isinstance(old, (list, tuple)) and old and all(type(item) is int for item in old):
+            _set(part, name, type(old)([value] * len(old)))
+    if type(getattr(part, "qk_rope_head_dim", None)) is int:  # multi-head latent attention: rotary part of each head
+        _set(part, "head_dim", _FIXED["qk_rope_head_dim"])
+    for name, most in _AT_MOST.items():
+        if type(getattr(part, name, None)) is int:
+            setattr(part, name, min(most, getattr(part, name)))
+    for expand, num, width in mixers:
+        setattr(part, num, getattr(part, expand) * HIDDEN // HEAD_DIM)
+        setattr(part, width, HEAD_DIM)
+    _shrink_rope(part)
+    if overrides:
+        part.per_layer_config = {
+            layer: {name: _as_much_smaller(part, name, value, before[name]) for name, value in values.items()}
+            for layer, values in overrides.items()
+        }
 
 
 def _set(config: Any, name: str, value: Any) -> None:
@@ -94,22 +142,52 @@ def _set(config: Any, name: str, value: Any) -> None:
         setattr(config, name, value)
 
 
-def _shrink_layers(text: Any, layers: int) -> None:
-    """The shortest stack with every kind of layer, at least two; per-layer lists are cut to the same length."""
-    types = getattr(text, "layer_types", None)
+def _is_mixer(part: Any, hidden: Any, *names: str) -> bool:
+    expand, num, width = (getattr(part, name, None) for name in names)
+    numbers = (hidden, expand, num, width)
+    return all(type(number) is int for number in numbers) and num * width == expand * hidden  # pyright: ignore[reportOptionalOperand]
+
+
+def _take_overrides(part: Any) -> dict[int, dict[str, Any]]:
+    """What single layers have otherwise (`per_layer_config`), taken out of the config."""
+    if not getattr(part, "is_heterogeneous", False):
+        return {}
+    overrides = {int(layer): dict(values) for layer, values in part.to_dict()["per_layer_config"].items()}
+    part.per_layer_config = None
+    return overrides
+
+
+def _as_much_smaller(part: Any, name: str, value: Any, before: Any) -> Any:
+    """A layer's own size in the proportion to the common one that it had."""
+    numbers = (value, before, now := getattr(part, name, None))
+    if not all(type(number) is int and number > 0 for number in numbers):
+        return value
+    return max(1, value * now // before)  # pyright: ignore[reportOptionalOperand]
+
+
+def _shrink_layers(part: Any, layers: int) -> list[int]:
+    """The shortest stack with every kind of layer, at least two, and after them two of those that take keys and values
+    of others; returns which layers are kept. Per-layer lists are cut likewise."""
+    shared = getattr(part, "num_kv_shared_layers", None)
+    shared = shared if type(shared) is int and 0 < shared < layers else 0
+    own = layers - shared
+    types = getattr(part, "layer_types", None)
     wanted = 2
     if isinstance(types, (list, tuple)) and len(types) == layers:
-        wanted = max(wanted, 1 + max(list(types).index(kind) for kind in set(types)))
-    wanted = min(layers, wanted, MAX_LAYERS)
-    for name, value in list(vars(text).items()):
-        if isinstance(value, (list, tuple)) and len(value) == layers and layers > wanted:
-            setattr(text, name, type(value)(value[:wanted]))
-    text.num_hidden_layers = wanted
+        wanted = max(wanted, 1 + max(list(types).index(kind) for kind in set(types[:own])))
+    kept = list(range(min(own, wanted, MAX_LAYERS))) + list(range(own, layers))[:2]
+    for name, value in list(vars(part).items()):
+        if isinstance(value, (list, tuple)) and len(value) == layers and layers > len(kept):
+            setattr(part, name, type(value)(value[i] for i in kept))
+    part.num_hidden_layers = len(kept)
+    if shared:
+        part.num_kv_shared_layers = len(kept) - min(own, wanted, MAX_LAYERS)
+    return kept
 
 
-def _shrink_rope(text: Any) -> None:
+def _shrink_rope(part: Any) -> None:
     """Plain rotary frequencies: scaled ones carry tables sized for the real head."""
-    rope = getattr(text, "rope_parameters", None)
+    rope = getattr(part, "rope_parameters", None)
     if not isinstance(rope, dict):
         return
 
@@ -118,4 +196,4 @@ def _shrink_rope(text: Any) -> None:
         return {"rope_type": "default", "rope_theta": 10000.0, **kept}
 
     nested = rope and all(isinstance(value, dict) for value in rope.values())
-    text.rope_parameters = {key: plain(value) for key, value in rope.items()} if nested else plain(rope)
+    part.rope_parameters = {key: plain(value) for key, value in rope.items()} if nested else plain(rope)

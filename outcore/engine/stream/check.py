@@ -22,7 +22,7 @@ from outcore.engine.stream.shell import CallLog, StreamUnsupported, line_of
 from outcore.engine.stream.structure import alike
 from outcore.engine.stream.units import Unit, Units
 from outcore.model.borders import PACKED_ATTENTION
-from outcore.model.check import MAX_TRIAL_PARAMS, Abilities, builder_of, check_abilities
+from outcore.model.check import MAX_TRIAL_PARAMS, Abilities, builder_of, check_abilities, run_once
 from outcore.model.facts import model_facts, resolve_attention
 from outcore.model.head import unwrap
 from outcore.model.initialise import seeded_cpu
@@ -56,7 +56,7 @@ def why_config_not_streamed(config: Any, attention: str = "auto", trust_remote_c
         with seeded_cpu(0, "stream trial"):
             tiny = _tiny_model(builder_of(config, trust_remote_code), config, attention, abilities)
     except Exception as error:  # any model's own code may fail in any way on a shrunken config
-        return f"a tiny copy of it could not be built to try it ({line_of(error)})"
+        return f"a tiny copy of it could not be built and run to try it ({line_of(error)})"
     return why_not_streamed(tiny)
 
 
@@ -67,7 +67,7 @@ def try_tiny_copy(loaded: LoadedModel) -> None:
             tiny = tiny_copy(loaded)
             ids = torch.randint(2, VOCAB, (2, 12))
     except Exception as error:  # any model's own code may fail in any way on a shrunken config
-        raise StreamUnsupported(f"a tiny copy of it could not be built to try it ({line_of(error)})") from error
+        raise StreamUnsupported(f"a tiny copy of it could not be built and run to try it ({line_of(error)})") from error
     labels = ids.clone()
     labels[:, :2] = IGNORE
     mask = torch.ones_like(ids)
@@ -186,7 +186,8 @@ def _tiny_model(build: Callable[..., nn.Module], original: Any, attention: str, 
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0.0, 1.0 / parameter.shape[-1] ** 0.5)
-    return LoadedModel(model.eval(), config, model_facts(model), abilities, "a tiny copy")
+    run_once(model.eval())
+    return LoadedModel(model, config, model_facts(model), abilities, "a tiny copy")
 
 
 def _difference(tiny: LoadedModel, batch: Batch) -> float:

@@ -10,7 +10,7 @@ that does not work this way is refused with the reason (`StreamUnsupported`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,7 @@ from outcore.engine.stream.layout import SlabLayout
 from outcore.engine.stream.shell import (
     CallLog,
     Owner,
+    Recorder,
     ReturnForm,
     StreamUnsupported,
     Tape,
@@ -49,35 +50,49 @@ def discover_units(loaded: LoadedModel) -> Units:
     if loaded.config is None:
         raise StreamUnsupported("it is an own module without a transformers config")
     if not loaded.abilities.chunked_head:
-        raise StreamUnsupported(f"its head cannot be run apart: {loaded.abilities.chunked_reason}")
+        raise StreamUnsupported(loaded.abilities.chunked_reason)
     try:
         parts = CausalParts(causal)
     except ValueError as error:
         raise StreamUnsupported(str(error)) from error
-    stack, layers = find_stack(parts.decoder)
-    isolation: Isolation = loaded.abilities.isolation or "position_ids"
-    return _Discovery(causal, parts, stack, layers, isolation).run()
+    if next(causal.parameters()).is_meta:
+        raise StreamUnsupported("its parameters are not in memory")
+    return _Discovery(causal, parts, loaded.abilities.isolation or "position_ids").run()
 
 
-def find_stack(decoder: nn.Module) -> tuple[str, list[nn.Module]]:
-    """(path, members) of the outermost module list that could be the layers. StreamUnsupported when unclear."""
-    found: list[tuple[str, nn.ModuleList]] = []
+def module_lists(decoder: nn.Module) -> dict[str, nn.ModuleList]:
+    """The outermost module lists by path, those with parameters."""
+    found: dict[str, nn.ModuleList] = {}
     for path, module in decoder.named_modules():
         if not isinstance(module, nn.ModuleList) or next(module.parameters(), None) is None:
             continue
-        if not any(path.startswith(f"{outer}.") for outer, _ in found):
-            found.append((path, module))
-    if len(found) != 1:
-        names = ", ".join(path for path, _ in found) or "none"
-        raise StreamUnsupported(f"its decoder should have one list of layers, it has {len(found)} ({names})")
-    path, stack = found[0]
-    layers = list(stack)
+        if not any(path.startswith(f"{outer}.") for outer in found):
+            found[path] = module
+    return found
+
+
+def find_stack(decoder: nn.Module, inputs: dict[str, Any]) -> tuple[str, list[nn.Module]]:
+    """(path, members) of the module list that could be the layers; of several (a vision tower has its own) the one that
+    the decoder reaches first with `inputs`. StreamUnsupported when there is none."""
+    found = module_lists(decoder)
+    if not found:
+        raise StreamUnsupported("its decoder has no list of layers")
+    path = next(iter(found)) if len(found) == 1 else _first_reached(decoder, found, inputs)
+    layers = list(found[path])
     if len({type(layer) for layer in layers}) > 1:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise StreamUnsupported(f"its layers are of several classes ({kinds})")
     if len({id(layer) for layer in layers}) < len(layers):
         raise StreamUnsupported("some of its layers are one and the same module")
     return path, layers
+
+
+def _first_reached(decoder: nn.Module, lists: dict[str, nn.ModuleList], inputs: dict[str, Any]) -> str:
+    tapes = {path: Tape() for path in lists}
+    stops = {f"{path}.0": Recorder(stack[0], 0, 1, tapes[path]) for path, stack in lists.items()}
+    with models_own_code(), torch.no_grad():
+        run_to_layers(shell_of(decoder, stops), inputs)
+    return next(path for path, tape in tapes.items() if tape.log.calls)
 
 
 def parameters_behind(tensors: Iterable[Any]) -> list[nn.Parameter]:
@@ -108,11 +123,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 class _Discovery:
     """One run over a model; see the module docstring."""
 
-    def __init__(
-        self, causal: nn.Module, parts: CausalParts, stack: str, layers: list[nn.Module], isolation: Isolation
-    ) -> None:
-        self.causal, self.parts, self.stack, self.layers = causal, parts, stack, layers
+    def __init__(self, causal: nn.Module, parts: CausalParts, isolation: Isolation) -> None:
+        self.causal, self.parts = causal, parts
         self.isolation: Isolation = isolation
+        self.stack: str = ""
+        self.layers: list[nn.Module] = []
         self.names = {id(p): checkpoint_name(name) for name, p in causal.named_parameters()}
         self.owners: dict[int, list[Owner]] = {}
         for module in causal.modules():
@@ -146,10 +161,9 @@ class _Discovery:
         return units
 
     def _trace(self) -> tuple[list[nn.Parameter], list[nn.Parameter], Units]:
-        first = next(self.causal.parameters())
-        if first.is_meta:
-            raise StreamUnsupported("its parameters are not in memory")
         batch = {"input_ids": torch.zeros((1, 2), dtype=torch.long)}
+        inputs = forward_inputs(self.parts.decoder, batch, self.isolation)
+        self.stack, self.layers = find_stack(self.parts.decoder, inputs)
         empty = self._unit(0, "", [])
         units = Units(
             self.parts, self.stack, self.layers, (), ReturnForm(None), empty, [], empty, isolation=self.isolation
@@ -157,7 +171,6 @@ class _Discovery:
         with torch.enable_grad():
             log = CallLog()
             shell = shell_of(self.parts.decoder, {self.stack: recorders_of(self.layers, Tape(log))})
-            inputs = forward_inputs(self.parts.decoder, batch, self.isolation)
             with models_own_code():
                 run_to_layers(shell, inputs)
             call = log.calls[0]
@@ -199,6 +212,12 @@ class _Discovery:
                     "set lora target_modules to the attention's)"
                 )
         ends = {id(p) for p in (*embed, *head)}
+        lists = module_lists(self.parts.decoder)
+        run = [path for path in lists if path == self.stack or any(id(p) in ends for p in lists[path].parameters())]
+        if len(run) > 1:
+            raise StreamUnsupported(
+                f"its decoder should have one list of layers, it runs {len(run)} ({', '.join(run)})"
+            )
         seen: dict[int, int] = {}
         for index, layer in enumerate(self.layers):
             for p in layer.parameters():
@@ -209,12 +228,10 @@ class _Discovery:
                         f"{self.names[id(p)]} is shared by layers {seen[id(p)]} and {index}, which must own theirs"
                     )
                 seen[id(p)] = index
+        used = [self.names[key] for key in self.names if key in ends or key in seen]
         idle = [self.names[key] for key in self.names if key not in ends and key not in seen]
         if idle:
-            raise StreamUnsupported(
-                f"{idle[0]}{f' and {len(idle) - 1} more parameters' if len(idle) > 1 else ''} take no part in its "
-                "language-model forward"
-            )
+            raise StreamUnsupported(f"{_holders(idle, used)} take no part in its language-model forward")
 
     def _unit(self, index: int, name: str, parameters: list[nn.Parameter]) -> Unit:
         wanted = {id(p): p for p in parameters}
@@ -226,3 +243,14 @@ class _Discovery:
         by_name = {self.names[key]: p for key, p in once.items()}
         ordered = [by_name[slot.name] for slot in layout.slots]
         return Unit(index, name, layout, [self.owners[id(p)] for p in ordered], ordered)
+
+
+def _holders(idle: Sequence[str], used: Sequence[str]) -> str:
+    """The largest modules that hold idle parameters only, three by name."""
+    prefixes = {name[:i] for name in used for i, letter in enumerate(name) if letter == "."}
+    holders: dict[str, None] = {}
+    for name in idle:
+        ends = [i for i, letter in enumerate(name) if letter == "."]
+        holders[next((name[:i] for i in ends if name[:i] not in prefixes), name)] = None
+    names = list(holders)
+    return f"parameters of {', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
