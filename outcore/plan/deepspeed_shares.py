@@ -13,8 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from outcore.engine.deepspeed.staged.sizes import MIN_BYTES, RING_SLOTS, leading_in_ram
-from outcore.engine.deepspeed.swapping import partition_numel
-from outcore.engine.deepspeed.zero_section import SUB_GROUP_NUMEL
+from outcore.engine.deepspeed.swapping import SUB_GROUP_NUMEL, partition_numel
 from outcore.engine.stream.ring_sizes import (
     BLOCK_BYTES,
     kept_counts,

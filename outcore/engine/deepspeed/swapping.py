@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from outcore.engine.deepspeed.settings import ELEMENT_BYTES, MIN_AIO_BYTES, ModelFacts, Precision
 from outcore.units import GIB, round_up
 
+SUB_GROUP_NUMEL = 100_000_000
+"""Optimizer tile in RAM: 400 MB of fp32 per state."""
 BUFFERS_PER_SUB_GROUP = 4
 """fp32 master, two moments, gradient."""
 ALIGNED_BYTES = 1024

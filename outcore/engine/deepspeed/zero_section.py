@@ -16,6 +16,7 @@ from outcore.engine.deepspeed.nvme import memlock_limit_bytes
 from outcore.engine.deepspeed.offload import Placement
 from outcore.engine.deepspeed.settings import ELEMENT_BYTES, DeepSpeedSettings, ModelFacts, Precision, RunFacts
 from outcore.engine.deepspeed.swapping import (
+    SUB_GROUP_NUMEL,
     min_optimizer_buffers,
     min_param_buffers,
     param_buffer_numel,
@@ -27,8 +28,6 @@ from outcore.units import GB, format_gib
 
 BUCKET_NUMEL = 50_000_000
 """100 MB of GPU memory per 16-bit bucket; larger gains nothing over one host's links."""
-SUB_GROUP_NUMEL = 100_000_000
-"""Optimizer tile in RAM: 400 MB of fp32 per state."""
 LIVE_NUMEL = 500_000_000
 """1 GB of 16-bit weights kept on the GPU between uses."""
 PERSISTENCE_NUMEL = 100_000
