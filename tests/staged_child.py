@@ -188,6 +188,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     if result["staged"]:
         states, params = engine.ds.optimizer.states, engine.ds.optimizer.session.params
         result["state_bytes"], result["nvme_state_bytes"] = states.total_bytes, states.nvme_bytes
+    read_before = params.store.read_bytes if params is not None else 0
     try:
         try:
             with imitated() if job.get("imitated_kernel") else nullcontext([]) as kernel_calls:
@@ -214,7 +215,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
             if params is not None:
                 moved |= {
                     "param_read": params.store.read_bytes, "params_on_nvme": len(params.store),
-                    "param_store": params.store.capacity_bytes,
+                    "param_store": params.store.capacity_bytes, "param_read_before": read_before,
                 }  # fmt: skip
             result["moved"] = moved
     finally:

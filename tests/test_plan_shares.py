@@ -89,6 +89,10 @@ def place(params: list[Param], plan: StagedPlan, sub_group_size: int) -> None:
         room -= sum(param.partition_numel() for param in sub_group)
         for param in sub_group if room >= 0 else ():
             param.on_drive = False
+    optimizer.module = SimpleNamespace(parameters=lambda: params)
+    optimizer._is_on_drive = lambda param: param.on_drive
+    for param in StagedOptimizer._frozen_for_ram(optimizer):
+        param.on_drive = False
 
 
 def moved_by_engine(params: list[Param], plan: StagedPlan, sub_group_size: int) -> tuple[int, int]:
@@ -174,6 +178,7 @@ def both(
         ("gpt2", 0, {"max_in_cpu_gb": 0.0, "nvme_offload_gradients": True}, {}),
         ("gpt2", 0, {"nvme_offload_params": False}, {"state_format": "split8"}),
         ("gpt2", 16, {"max_in_cpu_gb": 0.0}, {}),
+        ("gpt2", 16, {"max_in_cpu_gb": 0.02}, {}),
         ("moe-small", 0, {"max_in_cpu_gb": 0.0}, {}),
         ("moe-small", 8, {"nvme_offload_params": False}, {}),
         ("t5-small", 0, {"max_in_cpu_gb": 0.0}, {}),
@@ -184,6 +189,9 @@ def both(
         ("llama-1b", 16, {"nvme_offload_params": False}, {}),
         ("llama-3b", 0, {}, {}),
         ("llama-3b", 16, {}, {}),
+        ("llama-3b", 16, {}, {"ram_budget_gib": 14}),
+        ("moe-small", 8, {"max_in_cpu_gb": 0.01}, {}),
+        ("llama-8b", 16, {"max_in_cpu_gb": 3.0}, {}),
         ("llama-8b", 16, {"nvme_offload_params": False}, {}),
         ("llama-8b", 64, {"max_in_cpu_gb": 0.0}, {}),
         ("qwen3-4b", 8, {}, {}),

@@ -210,6 +210,47 @@ def test_adapters_that_go_to_the_drive_have_a_place_there(tmp_path: Path) -> Non
     assert drive["moved"]["params_on_nvme"] >= 60
 
 
+@pytest.mark.parametrize(("ranks", "ahead"), [(1, True), (1, False), (2, True)])
+def test_the_base_under_adapters_is_in_ram_as_far_as_that_was_allowed(tmp_path: Path, ranks: int, ahead: bool) -> None:
+    """In the order of the model, each weight that still fits: the embedding, the first layer, and of the second one k,
+    where q does not fit any more. What is fetched ahead stays on the device if it is used again."""
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    small = 2 * (7 * 64 + 3 * 4 * (2 * (64 + 256) + 2 * (64 + 128) + 3 * (64 + 96)))  # norms and adapters
+    embedding, q, k, mlp = 2 * 64 * 128, 2 * 64 * 256, 2 * 64 * 128, 2 * 64 * 3 * 96
+    layer = 2 * q + 2 * k + mlp
+    allowed = {"all": 1e9, "half": (small + embedding + layer + k + 500) / ranks, "none": 0.0}
+    more = {} if ahead else {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    do = [["train", 2], ["eval"], ["train", 2]]
+    jobs = [
+        job(
+            name, do, model=TINY | {"lora": {"r": 4, "alpha": 8}}, zero=zero, min_bytes=4096 // ranks,
+            config={"zero_optimization": SMALL["zero_optimization"] | more}, micro_batch_size=2 // ranks,
+        )
+        for name, zero in [
+            ("RAM", None), *((n, infinity(nvme, max_in_cpu_gb=n_bytes / 1e9)) for n, n_bytes in allowed.items())
+        ]
+    ]  # fmt: skip
+    for found in run_jobs(tmp_path / "jobs", jobs, world_size=ranks):
+        ram = passed(found, "RAM")
+        for name in allowed:
+            drive = passed(found, name)
+            for what in ("losses", "evals", "fingerprint"):
+                assert drive[what] == ram[what], (name, what)
+        moved = [passed(found, name)["moved"] for name in allowed]
+        assert [m["params_on_nvme"] for m in moved] == [1, 14, 23]  # one is the head, made and then tied away
+        read = [m["param_read"] - m["param_read_before"] for m in moved]
+        assert 0 == read[0] < read[1] < read[2]
+        if not ahead:
+            forward, backward = 9, 8  # an evaluation, and four steps of two micro-batches
+            head, unused = (
+                (forward + backward) * embedding,
+                backward * (q + 2 * k),
+            )  # nothing is behind layer 0's q, k, v
+            assert read[1] == (forward + backward) * (2 * layer - k)
+            assert read[2] == forward * embedding + head + (forward + backward) * 3 * layer - unused
+
+
 @pytest.mark.parametrize("name", list(FAULTS))
 def test_a_fault_of_the_drive_stops_the_run_with_the_reason(results: dict[str, Any], name: str) -> None:
     result = passed(results, name)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import NamedTuple
 
-from outcore.engine.deepspeed.staged.sizes import MIN_BYTES, RING_SLOTS, leading_in_ram
+from outcore.engine.deepspeed.staged.sizes import MIN_BYTES, RING_SLOTS, frozen_in_ram, leading_in_ram
 from outcore.engine.deepspeed.swapping import SUB_GROUP_NUMEL, partition_numel
 from outcore.engine.stream.ring_sizes import (
     BLOCK_BYTES,
@@ -94,14 +94,20 @@ def on_drive(numels: tuple[int, ...], element_bytes: int) -> int:
 
 @lru_cache(maxsize=512)
 def param_homes(shape: ModelShape, gpus: int, element_bytes: int, ram_bytes: int) -> ParamHomes:
-    """Where parameters live that may go to the drive, with `ram_bytes` for the trainable ones."""
+    """Where parameters live that may go to the drive, with `ram_bytes` for all."""
     shares = trained_shares(shape, gpus)
     ends = _sub_group_ends(shares)
     numels = list(accumulate(shares, initial=0))
     sizes_bytes = [element_bytes * (numels[end] - numels[start]) for start, end in zip((0, *ends), ends, strict=False)]
     num_leading = (0, *ends)[leading_in_ram(sizes_bytes, ram_bytes)]
-    frozen = on_drive(_shares(shape.tensors, gpus), element_bytes) if shape.lora_r else 0
-    return ParamHomes(num_leading, on_drive(shares[num_leading:], element_bytes), frozen)
+    trained = on_drive(shares[num_leading:], element_bytes)
+    if not shape.lora_r:
+        return ParamHomes(num_leading, trained)
+    base = _shares(shape.tensors, gpus)
+    large_bytes = [element_bytes * numel for numel in base if numel * element_bytes >= MIN_BYTES]
+    left_bytes = ram_bytes - element_bytes * (sum(shares) - trained + sum(base)) + sum(large_bytes)
+    in_ram_bytes = sum(compress(large_bytes, frozen_in_ram(large_bytes, left_bytes)))
+    return ParamHomes(num_leading, trained, (sum(large_bytes) - in_ram_bytes) // element_bytes)
 
 
 @lru_cache(maxsize=64)

@@ -108,8 +108,8 @@ def staged_homes(
     states = int(state_bytes * trained)
     states_in_ram = states if sizes.state_ram_bytes is None else min(states, sizes.state_ram_bytes)
     room, lives = sizes.param_bytes, None
-    if sizes.param_ram_bytes is not None:
-        room = min(sizes.param_bytes, sizes.param_ram_bytes)
+    if sizes.param_ram_bytes is not None and sizes.param_ram_bytes < sizes.param_bytes:
+        room = sizes.param_ram_bytes
         lives = param_homes(shape, gpus, e, sizes.param_ram_bytes)
     trained_on_drive, frozen_on_drive = (e * lives.trained, e * lives.frozen) if lives is not None else (0, 0)
     in_ram = max(0, sizes.param_bytes - trained_on_drive - frozen_on_drive)

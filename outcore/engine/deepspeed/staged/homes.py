@@ -3,13 +3,15 @@
 DeepSpeed's stage-3 optimizer sets itself up by calling the methods below. Shares of parameters and gradients lie in
 exact, pinned slabs instead of its buffers; states are chunks of `outcore.optim` instead of fp32 flat buffers. Bytes of
 RAM per parameter with everything in RAM: 2 (parameter) + 2 (gradient) + the states' format (10 for split, 12 for fp32).
-Parameters (`params`), gradients (`gradients`) and states (`states`) may live on the drive instead.
+Parameters (`params`), gradients (`gradients`) and states (`states`) may live on the drive instead. Of parameters, RAM
+for them holds leading trainable sub-groups first, then shares that do not train, as far as it reaches (`sizes`).
 
 Names with leading underscores are DeepSpeed 0.19.8's; `binding` refuses other versions.
 """
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from outcore.engine.deepspeed.staged import gradients
 from outcore.engine.deepspeed.staged.binding import prefetch_by_trace
 from outcore.engine.deepspeed.staged.session import StagedSession
 from outcore.engine.deepspeed.staged.shares import Share, ShareLayout, element_offsets, real_numel
-from outcore.engine.deepspeed.staged.sizes import leading_in_ram
+from outcore.engine.deepspeed.staged.sizes import frozen_in_ram, leading_in_ram
 from outcore.engine.deepspeed.staged.states import RingSize, ShareStates
 from outcore.optim import OptimizerPool, state_format
 from outcore.optim.formats import PARAM_DTYPES
@@ -75,6 +77,8 @@ class HousedZero3(DeepSpeedZeroOptimizer_Stage3):
         for param in self.module.parameters():
             if not param.requires_grad and hasattr(param, "ds_tensor"):
                 self._house(param)  # LoRA's base crosses to the device in every pass
+        for param in self._frozen_for_ram():
+            self._bring_home(param)
 
     def _house(self, param: Any) -> None:
         """Give a share that is in memory of DeepSpeed's a home of ours."""
@@ -84,6 +88,33 @@ class HousedZero3(DeepSpeedZeroOptimizer_Stage3):
         home = self.memory.homes.take(share.nbytes, "parameters").view(share.dtype)
         home.copy_(share.data)
         share.data = home
+        share.final_location = "not-nvme"
+
+    def _frozen_for_ram(self) -> list[Any]:
+        """Parameters on the drive that do not train and that the RAM for parameters still holds. By sizes with padding,
+        so that all ranks decide alike."""
+        if self.session.params is None:
+            return []
+        params = [param for param in self.module.parameters() if hasattr(param, "ds_tensor")]
+        sizes_bytes = [param.partition_numel() * self.dtype.itemsize for param in params]
+        frozen, frozen_bytes, left_bytes = [], [], self.plan.param_ram_bytes or 0
+        for param, n_bytes in zip(params, sizes_bytes, strict=True):
+            if not self._is_on_drive(param):
+                left_bytes -= n_bytes
+            elif not param.requires_grad:
+                frozen.append(param)
+                frozen_bytes.append(n_bytes)
+        return list(compress(frozen, frozen_in_ram(frozen_bytes, left_bytes)))
+
+    def _bring_home(self, param: Any) -> None:
+        """Read a share from the drive into a home for good."""
+        share = param.ds_tensor
+        assert self.session.params is not None and share.status == PartitionedParamStatus.NOT_AVAILABLE
+        n_bytes = param.partition_numel() * share.dtype.itemsize
+        home = self.memory.homes.take(n_bytes, "parameters", touch=False).view(share.dtype)
+        self.session.params.swap_into_buffer(param, home)
+        share.data = home
+        share.status = PartitionedParamStatus.AVAILABLE
         share.final_location = "not-nvme"
 
     # --- states and gradients

@@ -143,13 +143,24 @@ def staged_sizes(facts: StagedFacts) -> StagedSizes:
 
 def leading_in_ram(sub_groups_bytes: Sequence[int], ram_bytes: int) -> int:
     """How many sub-groups of trainable shares have their parameters in RAM where these may go to the drive: the leading
-    ones that `ram_bytes` holds. What does not train is not among them."""
+    ones that `ram_bytes` holds."""
     left_bytes = ram_bytes
     for number, n_bytes in enumerate(sub_groups_bytes):
         left_bytes -= n_bytes
         if left_bytes < 0:
             return number
     return len(sub_groups_bytes)
+
+
+def frozen_in_ram(shares_bytes: Sequence[int], left_bytes: int) -> list[bool]:
+    """Which shares that do not train have their home in RAM where they may go to the drive: in the model's order, each
+    that fits into the rest of `left_bytes`, which is the RAM for parameters less what lives there anyway: leading
+    trainable sub-groups and all small shares."""
+    stays = []
+    for n_bytes in shares_bytes:
+        stays.append(n_bytes <= left_bytes)
+        left_bytes -= n_bytes * stays[-1]
+    return stays
 
 
 def _param_staging(facts: StagedFacts, param_bytes: int) -> tuple[int, int]:
