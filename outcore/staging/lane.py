@@ -351,10 +351,12 @@ class Lane:
             transfer.finish()
 
     def _close_at_exit(self) -> None:
+        has_been_told = self._closed  # `close` has waited in vain, and is not to do so again
         try:
-            self.close(cancel=True, timeout_s=EXIT_TIMEOUT_S)
+            self.close(cancel=True, timeout_s=0.0 if has_been_told else EXIT_TIMEOUT_S)
         except (TimeoutError, RuntimeError) as error:
-            logger.error("at exit: %s", error)
+            if not has_been_told:
+                logger.error("at exit: %s", error)
 
 
 def _lease_slots(pool: PinnedPool, slot_bytes: int, num_slots: int, owner: str, write_combined: bool) -> list[Lease]:

@@ -246,6 +246,12 @@ class PinnedPool:
             self._finalizer()
             self._changed.notify_all()
 
+    def leave(self) -> None:
+        """Instead of `close`, where a transfer does not end: the memory stays as it is until the process has ended, and
+        is neither freed nor unpinned at its exit."""
+        self._finalizer.detach()
+        weakref.finalize(self, _keep, self).atexit = False  # what it is to be called with lives as long as the process
+
     def __enter__(self) -> PinnedPool:
         return self
 
@@ -254,6 +260,10 @@ class PinnedPool:
     ) -> None:
         if error is None or not self._leases:
             self.close()
+
+
+def _keep(pool: PinnedPool) -> None:
+    """Never called."""
 
 
 def _close_slabs(slabs: list[Slab], runtime: CudaRuntime | None) -> None:

@@ -27,7 +27,9 @@ from outcore.storage.descriptor import Descriptor, Mode
 from outcore.storage.errors import StorageError
 from outcore.storage.host_buffer import host_bytes
 from outcore.storage.page_cache import WriteBehind
-from outcore.units import format_gb, round_up
+from outcore.units import format_gb, format_s, round_up
+
+TIMEOUT_S = 600.0
 
 
 class BlockFile:
@@ -270,14 +272,20 @@ class BlockFile:
         with self._state:
             self._close_callbacks.append(fn)
 
-    def close(self) -> None:
-        """Wait for transfers under way, restore the exact size, close. Later transfers raise. Twice is harmless."""
+    def close(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait for transfers under way, restore the exact size, close. Later transfers raise. Twice is harmless.
+
+        TimeoutError when a transfer does not end: the file then stays open until the process ends.
+        """
         with self._state:
             if self._closed:
                 return
             self._closed = True
-            while self._in_use:
-                self._state.wait()
+            if not self._state.wait_for(lambda: not self._in_use, timeout_s):
+                raise TimeoutError(
+                    f"close of {self.path}: {self._in_use} transfers did not end within {format_s(timeout_s)}: the "
+                    "drive hangs"
+                )
             callbacks, self._close_callbacks = self._close_callbacks, []
             try:
                 for fn in callbacks:

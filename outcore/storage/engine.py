@@ -8,6 +8,7 @@ from outcore.storage.block_file import BlockFile
 from outcore.storage.kvikio_engine import KvikioEngine
 from outcore.storage.posix_engine import PosixEngine
 from outcore.storage.transfer import Transfer
+from outcore.storage.worker_engine import STALL_S
 
 
 @runtime_checkable
@@ -15,7 +16,8 @@ class StorageEngine(Protocol):
     """Moves bytes between memory and `BlockFile`s, many requests at a time.
 
     `submit_*` return at once. The buffer belongs to the engine until the transfer is done. Lower `priority` numbers go
-    first, equal ones in order of submission. `close` finishes what was submitted.
+    first, equal ones in order of submission. `close` finishes what was submitted, or with `cancel` what has begun;
+    TimeoutError when nothing has moved for `stall_s`.
     """
 
     @property
@@ -25,7 +27,7 @@ class StorageEngine(Protocol):
 
     def submit_write(self, file: BlockFile, offset: int, buffer: Any, *, priority: int = 0) -> Transfer: ...
 
-    def close(self) -> None: ...
+    def close(self, *, cancel: bool = False, stall_s: float = STALL_S) -> None: ...
 
 
 def open_engine(name: str = "auto", **settings: Any) -> StorageEngine:

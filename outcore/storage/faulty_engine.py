@@ -17,6 +17,7 @@ from outcore.storage.engine import StorageEngine
 from outcore.storage.errors import StorageError
 from outcore.storage.request_queue import Kind
 from outcore.storage.transfer import Transfer
+from outcore.storage.worker_engine import STALL_S
 
 Matcher = Callable[[BlockFile, int, int], bool]
 
@@ -138,9 +139,9 @@ class FaultyEngine:
             outer.finish(error)
         return outer
 
-    def close(self) -> None:
+    def close(self, *, cancel: bool = False, stall_s: float = STALL_S) -> None:
         """Close the inner engine."""
-        self.inner.close()
+        self.inner.close(cancel=cancel, stall_s=stall_s)
 
 
 def _flat(buffer: Any) -> Any:

@@ -28,7 +28,7 @@ from outcore.storage.block_file import BlockFile
 from outcore.storage.errors import StorageError
 from outcore.storage.host_buffer import address_of, host_bytes
 from outcore.storage.request_queue import Kind
-from outcore.storage.worker_engine import WorkerEngine
+from outcore.storage.worker_engine import STALL_S, WorkerEngine
 from outcore.units import MIB, round_up
 
 BLOCK_BYTES = 4096  # cuFile's and kvikio's alignment for direct transfers
@@ -198,9 +198,9 @@ class KvikioEngine(WorkerEngine):
             max_requests=max_requests,
         )
 
-    def close(self, *, cancel: bool = False) -> None:
+    def close(self, *, cancel: bool = False, stall_s: float = STALL_S) -> None:
         """As `WorkerEngine.close`; then closes kvikio's file handles and restores its former settings."""
-        super().close(cancel=cancel)
+        super().close(cancel=cancel, stall_s=stall_s)
         settings, self._settings = self._settings, None
         self._kvikio_mover.close()
         if settings is not None:

@@ -17,10 +17,13 @@ from typing import Any, Literal
 from outcore.storage.block_file import BlockFile
 from outcore.storage.errors import StorageError
 from outcore.storage.transfer import Transfer
+from outcore.units import format_s
 
 Kind = Literal["read", "write"]
 
 PIECE_ALIGN_BYTES = 4096  # pieces of one request never share a block
+ROOM_TIMEOUT_S = 600.0
+"""How long a submission waits for one of the queued requests to be begun."""
 
 
 class Request:
@@ -94,6 +97,8 @@ class RequestQueue:
 
     def __init__(self, max_requests: int) -> None:
         self.max_requests = max_requests
+        self.pieces_done = 0
+        """Ended well or badly since the start: what tells a slow drive from one that hangs."""
         self.pid = os.getpid()
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)
@@ -109,14 +114,16 @@ class RequestQueue:
             self._worker_ids.add(threading.get_ident())
 
     def put(self, request: Request, priority: int) -> None:
-        """Queue a request; waits while `max_requests` wait already. Raises RuntimeError when closed."""
+        """Queue a request; waits while `max_requests` wait already. Raises RuntimeError when closed, TimeoutError when
+        no room came: the request was not taken."""
         with self._lock:
-            while (
-                len(self._heap) >= self.max_requests
-                and not self._closed
-                and threading.get_ident() not in self._worker_ids
+            if threading.get_ident() not in self._worker_ids and not self._has_room.wait_for(
+                lambda: len(self._heap) < self.max_requests or self._closed, ROOM_TIMEOUT_S
             ):
-                self._has_room.wait()
+                raise TimeoutError(
+                    f"{request.transfer.what} found no room within {format_s(ROOM_TIMEOUT_S)}: {self.max_requests} "
+                    "requests wait for the drive, which hangs"
+                )
             if self._closed:
                 raise RuntimeError("the storage engine is closed: submit before close(), or open a new engine")
             heapq.heappush(self._heap, (priority, self._sequence, request))
@@ -140,6 +147,7 @@ class RequestQueue:
     def piece_done(self, request: Request, error: BaseException | None) -> bool:
         """Count a piece; True when its request has ended with it."""
         with self._lock:
+            self.pieces_done += 1
             request.in_flight -= 1
             if error is not None and request.error is None:
                 request.error = error

@@ -43,7 +43,7 @@ from outcore.storage.store_files import (
     open_files,
     remove_files,
 )
-from outcore.storage.store_traffic import StoreTraffic
+from outcore.storage.store_traffic import TIMEOUT_S, StoreTraffic
 from outcore.storage.stripe_layout import StripeLayout, stripe_pattern
 from outcore.storage.tensor_spec import Extent, TensorSpec
 from outcore.storage.transfer import Transfer
@@ -254,7 +254,8 @@ class TensorStore:
 
         Waits for transfers under way; new writes are refused meanwhile. Raises StorageError when a write failed and was
         not repeated, or when the drive cannot make the data durable (then the store refuses further commits: what the
-        drive holds is unknown). The last committed manifest stays in force after any failure.
+        drive holds is unknown), TimeoutError when a drive hangs. The last committed manifest stays in force after any
+        failure.
         """
         if not self.writable:
             raise StorageError("commit", path=self._directories[0], reason="the store was opened for reading")
@@ -294,19 +295,23 @@ class TensorStore:
                 self._traffic.read_now(self._entries[name], view, start)
                 checksums.written(view, start)
 
-    def close(self) -> None:
-        """Wait for transfers under way, then let go of files, lock and own engine. Commits nothing; may be repeated."""
-        self._end(remove=False)
+    def close(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait for transfers under way, then let go of files, lock and own engine. Commits nothing; may be repeated.
 
-    def delete(self) -> None:
-        """Close and remove the store's files; the directories stay. Raises StorageError."""
+        TimeoutError when a transfer does not end: everything then stays as it is, for a later call or the process's
+        end, because the drive may still move its bytes.
+        """
+        self._end(timeout_s, remove=False)
+
+    def delete(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Close and remove the store's files; the directories stay. StorageError, and TimeoutError as `close`."""
         if not self.writable:
             raise StorageError("delete", path=self._directories[0], reason="the store was opened for reading")
-        if not self._end(remove=True):
+        if not self._end(timeout_s, remove=True):
             raise RuntimeError("the tensor store is closed: open it to delete it")
 
-    def _end(self, *, remove: bool) -> bool:
-        if not self._traffic.close():
+    def _end(self, timeout_s: float, *, remove: bool) -> bool:
+        if not self._traffic.close(timeout_s):
             return False
         try:
             if self._owns_engine:

@@ -1,7 +1,8 @@
 """`WorkerEngine`: threads that take pieces of requests from a queue and have a *mover* move them.
 
 The posix and kvikio engines differ only in their mover. Workers are daemon threads that an exit handler lets finish, so
-a program that forgets `close()` neither hangs at exit nor stops in the middle of a write.
+a program that forgets `close()` neither hangs at exit nor stops in the middle of a write. Closing goes on as long as
+pieces end; when none does for a while the drive hangs, and its threads are left to the process's end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from outcore.units import format_gb, format_s
 
 logger = logging.getLogger(__name__)
 
-JOIN_SLICE_S = 60.0
+STALL_S = 60.0
+"""Without the end of a piece (8 MiB): then the drive hangs. Twice the kernel's own limit of one SCSI command."""
+JOIN_SLICE_S = 0.5
+"""How often closing looks whether pieces still end."""
+WARN_EVERY_S = 60.0
 
 
 class Mover(Protocol):
@@ -99,10 +104,15 @@ class WorkerEngine:
     def _is_alive(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
 
-    def close(self, *, cancel: bool = False) -> None:
-        """Finish all submitted requests (or with `cancel` fail those not begun) and end the threads."""
+    def close(self, *, cancel: bool = False, stall_s: float = STALL_S) -> None:
+        """Finish all submitted requests (or with `cancel` fail those not begun) and end the threads.
+
+        TimeoutError when no piece has ended for `stall_s`: the threads that hang stay, and so must their buffers.
+        """
         self._finalizer.detach()
-        _shut_down(self._queue, self._threads, cancel=cancel)
+        hanging = _end_threads(self._queue, self._threads, cancel=cancel, stall_s=stall_s)
+        if hanging:
+            raise TimeoutError(_in_words(hanging, stall_s))
 
     def __enter__(self) -> WorkerEngine:
         return self
@@ -131,14 +141,37 @@ def _work(queue: RequestQueue, mover: Mover) -> None:
 
 
 def _shut_down(queue: RequestQueue, threads: list[threading.Thread], *, cancel: bool) -> None:
+    """For an engine that nobody closed, at the interpreter's exit among others: nobody is there to hear of an error."""
+    hanging = _end_threads(queue, threads, cancel=cancel, stall_s=STALL_S)
+    if hanging:
+        logger.error("%s", _in_words(hanging, STALL_S))
+
+
+def _end_threads(
+    queue: RequestQueue, threads: list[threading.Thread], *, cancel: bool, stall_s: float
+) -> list[threading.Thread]:
+    """Let the threads finish, as long as pieces end; those that hang."""
     if os.getpid() != queue.pid:
-        return  # a forked child has none of the threads
+        return []  # a forked child has none of the threads
     for request in queue.shut(cancel=cancel):
         request.transfer.finish(request.error)
-    since_s = time.monotonic()
-    for thread in threads:
-        while thread.is_alive() and thread is not threading.current_thread():
-            thread.join(JOIN_SLICE_S)
-            if thread.is_alive():
-                waited = format_s(time.monotonic() - since_s)
-                logger.warning("closing the storage engine: still waiting for the drive after %s", waited)
+    moved_s = warned_s = since_s = time.monotonic()
+    seen = queue.pieces_done
+    while alive := [t for t in threads if t.is_alive() and t is not threading.current_thread()]:
+        alive[0].join(min(JOIN_SLICE_S, stall_s))
+        now_s = time.monotonic()
+        if queue.pieces_done != seen:
+            seen, moved_s = queue.pieces_done, now_s
+        elif now_s - moved_s >= stall_s:
+            return [thread for thread in alive if thread.is_alive()]
+        if now_s - warned_s >= WARN_EVERY_S:
+            warned_s = now_s
+            logger.warning("closing the storage engine: at it for %s, the drive still moves", format_s(now_s - since_s))
+    return []
+
+
+def _in_words(hanging: list[threading.Thread], stall_s: float) -> str:
+    return (
+        f"closing the storage engine: nothing has moved for {format_s(stall_s)}, {len(hanging)} of its threads hang in "
+        "the drive (dmesg may say why) and are left to the end of the process"
+    )

@@ -40,6 +40,9 @@ from outcore.train.startup_clock import StartupClock
 from outcore.train.stop_request import StopRequest
 from outcore.units import format_count, format_s
 
+TOLD = (ValueError, RuntimeError, OSError, MemoryError)
+"""Errors that end a run with a paragraph instead of a trace."""
+
 
 class Run:
     """One training run, assembled step by step; `main` is the whole story."""
@@ -53,6 +56,8 @@ class Run:
         """Who trains, as far as it is decided; advice for a full tier names that engine's settings."""
         self.opened = ExitStack()
         """What must be closed, also when assembling the rest fails; in reverse order."""
+        self.told: BaseException | None = None
+        """The error that the user has read."""
         self._said: list[str] = []
         self.clock = StartupClock()
 
@@ -108,6 +113,7 @@ class Run:
             engine, decided = build(request, decided, self.say)
             self.engine_name = decided.choice.name
             self.opened.callback(engine.close)
+            self.opened.push(self._tell)  # closing may have to wait for a drive that hangs: the reason comes first
             self.clock.mark("engine_init", of_it={"model_load": engine.loaded.load_s})
             self._say_model(engine)
             forecast = forecaster.of(decided, kept_on_drive(config, decided.nvme_path))
@@ -119,10 +125,16 @@ class Run:
                     self.say(line)
             context.start_trace(engine, self.say)
             parts = context.make_parts(engine, self.opened, self.say)
+            self.opened.push(self._tell)
+            self.opened.callback(parts.progress.close)  # which has the last line of the screen
             self.clock.mark("logs")
             self.say(self.clock.words())
             context.write_plan(self._said, self.clock.parts_s)
             return self._train(Trainer(parts, self.clock), context, started_s)
+
+    def _tell(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            tell(error, self)
 
     def _plan(self, user_config: dict[str, Any], choice: EngineChoice, settings: ModelSettings, world_size: int) -> int:
         """`--plan`: everything up to the engine's settings, then the forecast; the exit code says whether it fits."""
@@ -216,18 +228,33 @@ def main(
         run = make(parse_config(argv))
         run.clock = clock
         return run.main()
-    except (ValueError, RuntimeError, OSError, MemoryError) as error:
-        full = explain(error, run.config, run.micro_batch_size, run.engine_name) if run is not None else None
-        plain = full or explain_order(error)
-        if plain is not None:
-            error = plain
-        elif not _raised_by_us(error):
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
-    except KeyboardInterrupt:
-        print("stopped at once; the last checkpoint is intact (--resume_from_checkpoint auto)", file=sys.stderr)
-        return 130
+    except (*TOLD, KeyboardInterrupt) as error:
+        tell(error, run)
+        if isinstance(error, KeyboardInterrupt):
+            return 130
+        return 2 if isinstance(_plain(error, run) or error, ValueError) else 1
+
+
+def tell(error: BaseException, run: Run | None) -> None:
+    """Why the run ends, on the screen and once; nothing of an error that `main` does not catch (its trace follows)."""
+    if run is not None:
+        if run.told is error:
+            return
+        run.told = error
+    if isinstance(error, KeyboardInterrupt):
+        words = "stopped at once; the last checkpoint is intact (--resume_from_checkpoint auto)"
+        print(words, file=sys.stderr, flush=True)
+    elif isinstance(error, TOLD):
+        plain = _plain(error, run)
+        if plain is None and not _raised_by_us(error):
+            traceback.print_exception(error)
+        print(f"error: {plain or error}", file=sys.stderr, flush=True)
+
+
+def _plain(error: BaseException, run: Run | None) -> RuntimeError | None:
+    """The error in words for people, where it has others of its own."""
+    full = explain(error, run.config, run.micro_batch_size, run.engine_name) if run is not None else None
+    return full or explain_order(error)
 
 
 def _raised_by_us(error: BaseException) -> bool:

@@ -71,7 +71,7 @@ class StreamEngine:
         self._attempts = 0
         """Steps tried since the run began, skipped ones too: the key of dropout."""
         self._skips_in_a_row = 0
-        self._closed = False
+        self._closed = self._failed = False
         self._tracing: StepTracing = NoTracing()
 
     def trace(self, plan: TracePlan, say: Callable[[str], None]) -> None:
@@ -88,7 +88,7 @@ class StreamEngine:
                 "no token of this global batch counts for the loss (all labels are masked): check the data's prompt "
                 "and completion columns, or use longer rows (--seq_length)."
             )
-        parts = self._parts
+        parts, self._failed = self._parts, True
         self._tracing.step_begins()
         clock = PhaseClock(self.device)
         shipped: list[tuple[Unit, LaneTransfer]] = []
@@ -119,6 +119,7 @@ class StreamEngine:
         phase_s["optimizer"] = time.perf_counter() - begin_s
         phase_s |= parts.stalls.seconds()
         self._tracing.step_ends()
+        self._failed = False
         loss, aux = float(sums.ce_sum) / total, float(sums.aux_sum) / total
         return StepResult(loss, aux, norm, total, skipped, phase_s)
 
@@ -187,7 +188,7 @@ class StreamEngine:
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """No dropout, every update applied."""
-        self._parts.updates.drain()
+        self._drain()
         was_training = self.loaded.model.training
         self.loaded.model.eval()
         try:
@@ -242,7 +243,7 @@ class StreamEngine:
 
     def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:
         """Write shards; see `Engine` and `state`."""
-        self._parts.updates.drain()
+        self._drain()
         self._state.save(folder, on_file)
         return {
             "engine": self.name,
@@ -254,7 +255,7 @@ class StreamEngine:
 
     def load(self, folder: Path, state: dict) -> None:
         """Restore what `save` of this engine or of DeepSpeed's wrote; see `Engine`."""
-        self._parts.updates.drain()
+        self._drain()
         self._state.load(folder, state)
         self.updates = int(state["updates"])
         self._attempts = int(state.get("attempts", self.updates))
@@ -263,7 +264,7 @@ class StreamEngine:
 
     def export(self, folder: Path, tokenizer: Any = None, adapter_only: bool = False) -> None:
         """Write the 16-bit model for `from_pretrained`; see `outcore.engine.export`."""
-        self._parts.updates.drain()
+        self._drain()
         names = {id(p): checkpoint_name(name) for name, p in unwrap(self.loaded.model).named_parameters()}
 
         def weight_of(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -275,13 +276,21 @@ class StreamEngine:
         """What was chosen, in a few lines for people."""
         return self._parts.describe(self.settings, deferred=self._deferred)
 
+    def _drain(self) -> None:
+        """Until every unit is up to date; what fails here or in a step, `close` does not wait for again."""
+        failed, self._failed = self._failed, True
+        self._parts.updates.drain()
+        self._failed = failed
+
     def close(self) -> None:
-        """Apply what is pending, then release lanes, threads and staging memory; safe to call twice."""
+        """Apply what is pending, unless something has failed, then release lanes, threads and staging memory; safe to
+        call twice. After a failure it takes no longer than `CLOSE_TIMEOUT_S`."""
         if self._closed:
             return
         self._closed = True
         try:
-            self._parts.updates.drain()
+            if not self._failed:
+                self._parts.updates.drain()
         except (EngineError, RuntimeError, TimeoutError, OSError) as error:
             # Nothing that was saved depends on it, and whatever made the caller close must stay in sight.
             logger.error("while the engine was closed: %s", error)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from outcore.engine.deadline import CLOSE_TIMEOUT_S, Deadline
 from outcore.engine.stream.gradient_arena import GradientArena
 from outcore.engine.stream.gradients import GradientDownload
 from outcore.engine.stream.homes import Homes
@@ -115,18 +117,39 @@ class EngineParts:
             return f"eager ({compiled.why_not if compiled is not None else 'no compiler was given'})"
         return f"compiled, {compiled.num_kinds} kinds"
 
-    def close(self) -> None:
-        """Threads and lanes first, then the memory they used.
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Threads and lanes first, then the memory they used, within `timeout_s` in all.
 
         What cannot be closed is logged, and the rest is closed all the same: whatever ended the run must stay in sight.
+        Where something is still under way by then the memory stays until the process ends, because it may be written
+        to, and so do the scratch files that are in use.
         """
-        drive_is_idle = self.updates.close()
-        closing = [partial(self.optimizer.close, cancel=True), self.prefetcher.abort, self.upload.close]
-        closing += [lane.close for lane in (*self.drive_lanes, self.download_lane)]
-        if self.scratch is not None and drive_is_idle:
-            closing.append(self.scratch.close)  # waits without a limit; what is left the next run there removes
-        for close in (*closing, self.memory.close, self.staging.close):
+        deadline, is_idle = Deadline(timeout_s), True
+
+        def close_lane(lane: UploadLane | DownloadLane) -> None:
+            lane.close(timeout_s=min(lane.timeout_s, deadline.left_s()))
+
+        closing: list[Callable[[], object]] = [
+            lambda: self.updates.close(deadline.left_s()),
+            partial(self.optimizer.close, cancel=True),
+            lambda: self.prefetcher.abort(Deadline(min(self.upload.timeout_s, deadline.left_s()))),
+            *(partial(close_lane, lane) for lane in (self.upload, *self.drive_lanes, self.download_lane)),
+        ]
+        if self.scratch is not None:
+            scratch = self.scratch
+            closing.append(lambda: scratch.close(deadline.left_s()))
+        for close in closing:
             try:
-                close()
+                has_ended = close() is not False
             except (RuntimeError, OSError) as error:  # TimeoutError is one
                 logger.error("while the engine was closed: %s", error)
+                has_ended = False
+            if not has_ended:
+                is_idle = False
+                deadline.expire()
+        if is_idle:
+            self.memory.close()
+            self.staging.close()
+        else:
+            self.staging.leave()
+            logger.error("while the engine was closed: something is still under way, its memory stays as it is")

@@ -12,13 +12,13 @@ of need, and go ahead as far as that lane's slots reach; the gate of each opens 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from outcore.engine.base import EngineError
+from outcore.engine.deadline import Deadline
 from outcore.engine.stream.slots import SlotUse, plan_slots
 from outcore.engine.stream.stalls import Stalls
 from outcore.engine.stream.units import Unit, Units
@@ -137,15 +137,13 @@ class WeightPrefetcher:
         self._read_ahead(needed=-1)
         self._issue(needed=-1)
 
-    def abort(self) -> None:
+    def abort(self, deadline: Deadline | None = None) -> None:
         """After a failure in mid-pass: wait for uploads under way, so that no buffer is written to later."""
         self._copies, self._reads = [], []
         for gate, _ in self._ahead.values():
             gate.cancel(RuntimeError("the pass that needed it was given up"))
-        until_s = time.monotonic() + self._lane.timeout_s  # for all of them together
-        for transfer in (*(t for _, t in self._ahead.values()), *(t for pair in self._arriving.values() for t in pair)):
-            if transfer is not None:
-                settle(transfer, max(0.0, until_s - time.monotonic()))
+        under_way = (*(t for _, t in self._ahead.values()), *(t for pair in self._arriving.values() for t in pair))
+        settle([transfer for transfer in under_way if transfer is not None], deadline or Deadline(self._lane.timeout_s))
         self._ahead, self._arriving, self._over = {}, {}, {}
 
     def _target(self, at: int) -> torch.Tensor:
@@ -202,9 +200,21 @@ def wait_for_drive(unit: Unit, transfer: LaneTransfer) -> None:
         ) from error
 
 
-def settle(transfer: Any, timeout_s: float | None = None) -> None:
-    """After a failure elsewhere: wait until this transfer has ended, well or badly; its own error is only logged."""
-    try:
-        transfer.wait(timeout_s)
-    except (RuntimeError, OSError, TimeoutError) as error:
-        logger.error("while another failure was handled: %s", error)
+def settle(transfers: Iterable[Any], deadline: Deadline | None = None) -> bool:
+    """After a failure elsewhere: wait until these have ended, well or badly; their own errors are only logged.
+
+    Without `deadline` as long as their lane's limit. False when one did not end: the others are then not waited for.
+    """
+    num_hanging = 0
+    for transfer in transfers:
+        try:
+            transfer.wait(0.0 if num_hanging else deadline.left_s() if deadline is not None else None)
+        except TimeoutError as error:
+            num_hanging += 1
+            if num_hanging == 1:
+                logger.error("while another failure was handled: %s", error)
+        except (RuntimeError, OSError) as error:
+            logger.error("while another failure was handled: %s", error)
+    if num_hanging > 1:
+        logger.error("while another failure was handled: %d more transfers have not ended", num_hanging - 1)
+    return not num_hanging

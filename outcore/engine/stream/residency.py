@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from outcore.engine.deadline import Deadline
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.prefetch import settle
 from outcore.staging import DownloadLane, LaneTransfer, UploadLane
@@ -48,8 +49,8 @@ class Activations(Protocol):
         """Give it back, once."""
         ...
 
-    def clear(self) -> None:
-        """Forget everything (after a failed pass)."""
+    def clear(self, deadline: Deadline | None = None) -> None:
+        """Forget everything (after a failed pass), once what is under way has ended."""
         ...
 
 
@@ -74,7 +75,7 @@ class DeviceActivations:
     def take(self, layer: int, micro_batch: int) -> torch.Tensor:
         return self._kept.pop((layer, micro_batch))
 
-    def clear(self) -> None:
+    def clear(self, deadline: Deadline | None = None) -> None:
         self._kept.clear()
 
 
@@ -179,12 +180,11 @@ class RamActivations:
         start = self._offsets[micro_batch]
         return stack[start : start + self._sizes[micro_batch]].view(dtype).view(shape)
 
-    def clear(self) -> None:
+    def clear(self, deadline: Deadline | None = None) -> None:
         self._device.clear()
         going = [transfer for transfers in self._going.values() for transfer in transfers]
         coming = [transfer for _, transfers in self._coming.values() for transfer in transfers]
-        for transfer in going + coming:
-            settle(transfer)
+        settle(going + coming, deadline)
         for held in (self._going, self._coming, self._forms):
             held.clear()
         self._leaving = [[] for _ in range(DEVICE_STACKS)]

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from outcore.engine.base import EngineError
+from outcore.engine.deadline import Deadline
 from outcore.engine.stream.prefetch import settle
 from outcore.engine.stream.residency import STAY_LAYERS, DeviceActivations
 from outcore.engine.stream.scratch import Scratch
@@ -93,10 +94,9 @@ class NvmeActivations:
             raise _lost((layer, micro_batch), "read back", error) from error
         return hidden
 
-    def clear(self) -> None:
+    def clear(self, deadline: Deadline | None = None) -> None:
         self._device.clear()
-        for transfer, *_ in (*self._going.values(), *self._coming.values()):
-            settle(transfer)
+        settle([transfer for transfer, *_ in (*self._going.values(), *self._coming.values())], deadline)
         self._going.clear()
         self._coming.clear()
 

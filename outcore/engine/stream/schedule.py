@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from outcore.engine.deadline import after
 from outcore.engine.stream.accumulator import GradAccumulator
 from outcore.engine.stream.clock import PhaseClock
 from outcore.engine.stream.gradients import GradientDownload
@@ -119,9 +120,9 @@ class VerticalSchedule:
                 clock.start("backward")
                 self._backward(micro, random, at, on_gradient)
                 return sums
-            except BaseException:
-                self.prefetcher.abort()
-                self.activations.clear()
+            except BaseException as error:
+                self.prefetcher.abort(after(error))
+                self.activations.clear(after(error))
                 self._tied = None
                 raise
 
@@ -161,8 +162,8 @@ class VerticalSchedule:
         with generators_kept(self.device):
             try:
                 return self._forward(micro, None, None)
-            except BaseException:
-                self.prefetcher.abort()
+            except BaseException as error:
+                self.prefetcher.abort(after(error))
                 raise
 
     def _forward(self, micro: list[_MicroBatch], random: UnitRandom | None, kept: Activations | None) -> int:

@@ -2,8 +2,8 @@
 
 One folder below each nvme_path, locked for the engine's life: two runs cannot share it. Stores are made with all their
 space reserved, so a full drive is found before training and not in mid-step; what an earlier run that was killed left
-behind is removed when the next one starts there, what this one made when it ends. Checkpoints hold full copies of their
-own, so nothing here has to survive a crash.
+behind is removed when the next one starts there, what this one made when it ends, unless the drive hangs: then the
+files stay for the next one. Checkpoints hold full copies of their own, so nothing here has to survive a crash.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outcore.engine.base import EngineError
+from outcore.engine.deadline import CLOSE_TIMEOUT_S, Deadline
 from outcore.storage import StorageEngine, StorageError, TensorSpec, TensorStore, open_engine
 from outcore.storage.errors import StoreInUse
 from outcore.storage.store_files import DirectoryLock, lock_directories
@@ -89,16 +90,32 @@ class Scratch:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Wait for what is under way and remove everything; safe to call twice."""
-        for kind in list(self._stores):
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
+        """Wait for what is under way and remove everything; safe to call twice.
+
+        False when a transfer did not end (which one is logged): its store, the folder and its lock then stay until the
+        process ends, what has not begun never does, and the memory that it moves must stay as well.
+        """
+        deadline = Deadline(timeout_s)
+        for kind, store in list(self._stores.items()):
             try:
-                self.drop(kind)
+                store.delete(deadline.left_s())
+                del self._stores[kind]
+            except TimeoutError as error:
+                deadline.expire()
+                logger.error("scratch files stay where they are: %s", error)
             except StorageError as error:
+                del self._stores[kind]
                 logger.error("scratch files could not be removed: %s", error)
         if self._owns_engine:
-            self.engine.close()
+            try:
+                self.engine.close(cancel=bool(self._stores), stall_s=deadline.left_s())
+            except TimeoutError as error:
+                logger.error("%s", error)
+        if self._stores:
+            return False
         locks, self._locks = self._locks, []
         for lock in locks:
             lock.release(remove=True)
             shutil.rmtree(lock.path.parent, ignore_errors=True)
+        return True

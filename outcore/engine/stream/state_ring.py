@@ -23,6 +23,7 @@ from functools import partial
 import torch
 
 from outcore.engine.base import EngineError
+from outcore.engine.deadline import CLOSE_TIMEOUT_S, GRACE_S
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.placement import StateChunk
@@ -80,6 +81,7 @@ class StateRing:
         self._traffic = RingTraffic(self._events.put)
         self._updates = RingUpdates(pool, homes.state_format, timeout_s, self._events.put)
         self._end = threading.Event()
+        self._is_idle = False
         self._driver = threading.Thread(target=self._drive, name="state-ring-drive", daemon=True)
         self._driver.start()
 
@@ -158,20 +160,24 @@ class StateRing:
             raise TimeoutError(f"the drive did not take what was written to it within {format_s(self._timeout_s)}")
         self.check()
 
-    def close(self) -> bool:
-        """Start nothing more and wait, with a limit, for the transfers under way; False when they did not end."""
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
+        """Start nothing more and wait for the transfers under way; False when they did not end: the slots are theirs.
+
+        A second call says the same, without waiting again.
+        """
         if self._end.is_set():
-            return True
+            return self._is_idle
+        limit_s = min(timeout_s, self._timeout_s)
         idle = threading.Event()
         self._events.put(lambda: self._stop(idle))
-        ended = idle.wait(self._timeout_s)
-        if not ended:
-            logger.error("the drive did not finish its transfers within %s", format_s(self._timeout_s))
+        self._is_idle = idle.wait(limit_s)
+        if not self._is_idle:
+            logger.error("the drive did not finish transfers of optimizer states within %s", format_s(limit_s))
         self._end.set()
         self._events.put(None)
-        self._driver.join(self._timeout_s)
+        self._driver.join(limit_s if self._is_idle else GRACE_S)
         self._updates.close()
-        return ended
+        return self._is_idle
 
     # ------------------------------------------------------------------ the driver thread
 

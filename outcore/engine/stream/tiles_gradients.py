@@ -79,11 +79,8 @@ class TileGradients:
 
     def begin(self) -> None:
         """Start a step; what a failed one left under way is waited for."""
-        for state in self._states.values():
-            if state.transfer is not None:
-                settle(state.transfer)
-        for transfer in (t for sent in self._sent.values() for t in sent):
-            settle(transfer)
+        settle(state.transfer for state in self._states.values() if state.transfer is not None)
+        settle(transfer for sent in self._sent.values() for transfer in sent)
         self._states, self._sent, self._expected = {}, {}, {}
         self._forwards.clear()
         self._backwards.clear()

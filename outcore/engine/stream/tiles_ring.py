@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from outcore.engine.deadline import Deadline, after
 from outcore.engine.stream.prefetch import settle
 from outcore.engine.stream.stalls import Stalls
 from outcore.engine.stream.tiles import TiledMatrix
@@ -81,9 +82,16 @@ class TileRing:
         self._last = (phase,)
 
     def drop(self) -> None:
-        """Wait for tiles that were guessed and not used, so that their buffers are free."""
-        while self._coming:
-            settle(self._coming.popleft().transfer)
+        """Wait for tiles that were guessed and not used, so that their buffers are free. TimeoutError when they are
+        not."""
+        if not self.give_up():
+            raise TimeoutError("tiles that were guessed and are not needed are still on their way into their buffers")
+
+    def give_up(self, deadline: Deadline | None = None) -> bool:
+        """As `drop`, after a failure: False when one is still on its way, and the ring must not be used again."""
+        coming = [coming.transfer for coming in self._coming]
+        self._coming.clear()
+        return settle(coming, deadline)
 
     def tiles(self, matrix: TiledMatrix, use: str) -> Iterator[tuple[int, torch.Tensor]]:
         """(number, tile [rows, num_cols]) one after another; each may be read until the next is asked for."""
@@ -94,7 +102,6 @@ class TileRing:
         if self._coming and self._coming[0].matrix.key != matrix.key:
             self.drop()
         next_tile = len(self._coming)  # what was guessed, from its first tile on
-        complete = False
         try:
             for number in range(matrix.num_tiles):
                 while next_tile < matrix.num_tiles and self._has_room():
@@ -103,10 +110,9 @@ class TileRing:
                 if next_tile == matrix.num_tiles:
                     self._guess(matrix.num_tiles - number)
                 yield from self._hold(number)
-            complete = True
-        finally:
-            if not complete:
-                self.drop()
+        except BaseException as error:
+            self.give_up(None if isinstance(error, GeneratorExit) else after(error))
+            raise
         self._guess(0)
 
     def _hold(self, number: int) -> Iterator[tuple[int, torch.Tensor]]:

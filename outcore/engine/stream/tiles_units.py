@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from outcore.engine.deadline import Deadline
 from outcore.engine.stream.accumulator import GradAccumulator
 from outcore.engine.stream.gradients import GradientDownload
 from outcore.engine.stream.host_memory import HostMemory
@@ -138,9 +139,9 @@ class TiledWeights(WeightPrefetcher):
         else:
             self._inner.release(place)
 
-    def abort(self) -> None:
-        self._ring.drop()
-        self._inner.abort()
+    def abort(self, deadline: Deadline | None = None) -> None:
+        deadline = deadline if self._ring.give_up(deadline) else Deadline(0.0)
+        self._inner.abort(deadline)
 
 
 class TiledDownload(GradientDownload):

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from outcore.engine.base import LOWER_RATE, EngineError, NonFiniteLossError
+from outcore.engine.deadline import CLOSE_TIMEOUT_S
 from outcore.engine.stream.gradient_arena import GradientArena
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.ring_schedule import RingTicket
@@ -192,11 +193,12 @@ class UnitUpdates:
         if self._ring is not None:
             self._ring.flush()
 
-    def close(self) -> bool:
-        """Start nothing more on NVMe and wait for its transfers, with a limit; False when they did not end."""
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Start nothing more on NVMe and wait for its transfers. TimeoutError when they did not end."""
         if self._guards is not None:
             self._guards.shutdown(wait=False, cancel_futures=True)
-        return self._ring is None or self._ring.close()
+        if self._ring is not None and not self._ring.close(timeout_s):
+            raise TimeoutError("optimizer states are still being moved from or to NVMe")
 
 
 def is_usable(norm: float, hyper: AdamWHyper) -> bool:

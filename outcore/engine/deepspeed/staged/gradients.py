@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outcore.engine.deadline import Deadline
 from outcore.engine.deepspeed.staged.sizes import GRADIENT_SLOT_BYTES, GRADIENT_SLOTS
 from outcore.engine.deepspeed.staged.sizes import MIN_BYTES as MIN_BYTES  # for whoever decides which live here
 from outcore.engine.stream.host_memory import pageable
@@ -198,15 +199,16 @@ class StagedGradients:
             self._zeros = pageable(numel * self._dtype.itemsize, touch=False).view(self._dtype)
         return self._zeros[: self._numel[ds_id]]
 
-    def close(self) -> bool:
-        """Start nothing more, wait with a limit for what is under way, give the memory back; False if it hangs."""
-        ended = True
+    def close(self, deadline: Deadline | None = None) -> bool:
+        """Start nothing more, wait for what is under way, give the memory back; False if it hangs."""
+        deadline, ended = deadline or Deadline(), True
         for lane in (self._down, self._up):
             try:
-                lane.close(cancel=True)
+                lane.close(cancel=True, timeout_s=deadline.left_s())
             except (TimeoutError, RuntimeError) as error:
                 logger.error("gradients on NVMe, at the end: %s", error)
                 ended = False
+                deadline.expire()
         self._writing.clear()
         self._ahead.clear()
         return ended

@@ -19,6 +19,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
+from outcore.engine.deadline import Deadline
 from outcore.engine.deepspeed.environment import accelerator
 from outcore.engine.deepspeed.staged import gradients
 from outcore.engine.deepspeed.staged.binding import prefetch_by_trace
@@ -246,6 +247,7 @@ class HousedZero3(DeepSpeedZeroOptimizer_Stage3):
     def destroy(self) -> None:
         """DeepSpeed's hooks first, then threads and memory. Nothing of the model may be used any more."""
         super().destroy()
-        idle = self.states.close()
+        deadline = Deadline()
+        idle = self.states.close(deadline)
         self.pool.close(cancel=True)
-        self.session.close(drive_is_idle=idle)
+        self.session.close(deadline, drive_is_idle=idle)

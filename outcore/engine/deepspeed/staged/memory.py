@@ -57,6 +57,12 @@ class StagedMemory:
         )
         return words + (f", and {format_gib(staging_bytes)} of staging memory" if staging_bytes else "")
 
+    def leave(self) -> None:
+        """Instead of `close`, where a transfer does not end: everything stays until the process ends."""
+        for pool in (self.pool, self._gradient_pool):
+            if pool is not None:
+                pool.leave()
+
     def close(self) -> None:
         """Give everything back; no tensor of it may be used any more."""
         for homes, pool in ((self.homes, self.pool), (self._gradients, self._gradient_pool)):

@@ -74,13 +74,16 @@ class ShareTransfer:
             raise
         return self.buffer
 
-    def settle(self) -> None:
-        """At the end of a run: wait and release the buffer, whatever became of it."""
+    def settle(self, timeout_s: float) -> bool:
+        """At the end of a run: wait and release the buffer, unless the transfer did not end: False."""
         try:
-            self._transfer.wait(TIMEOUT_S)
+            self._transfer.wait(timeout_s)
         except Exception as error:  # the first failure was raised where it was waited for
             logger.error("a transfer of parameters failed at the end: %s", error)
-        self.buffer.release()
+        has_ended = self.done()
+        if has_ended:
+            self.buffer.release()
+        return has_ended
 
 
 class ParamStore:

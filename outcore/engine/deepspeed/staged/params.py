@@ -23,6 +23,7 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from outcore.engine.deadline import Deadline
 from outcore.engine.deepspeed.environment import accelerator
 from outcore.engine.deepspeed.staged.loans import Loans
 from outcore.engine.deepspeed.staged.param_store import ParamStore, ShareBuffer, ShareTransfer
@@ -267,10 +268,17 @@ class StagedParams:
 
     # --- the end
 
-    def close(self) -> None:
-        """Wait for what is under way and give the memory back; the store is closed by whoever made it."""
+    def close(self, deadline: Deadline | None = None) -> bool:
+        """Wait for what is under way and give the memory back; the store is closed by whoever made it.
+
+        False when a transfer did not end: its memory stays on lease, because it may still be written to.
+        """
+        deadline, is_idle = deadline or Deadline(), True
         for moving in (*self._writing.values(), *(moving for _, moving in self._reading.values())):
-            moving.settle()
+            if not moving.settle(deadline.left_s() if is_idle else 0.0):
+                is_idle = False
+        if not is_idle:
+            deadline.expire()
         for buffer in self._held.values():
             buffer.release()
         self._writing.clear()
@@ -278,3 +286,4 @@ class StagedParams:
         self._held.clear()
         self._ahead.clear()
         self.loans.clear()
+        return is_idle

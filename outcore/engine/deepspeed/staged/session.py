@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from outcore.engine.deadline import Deadline
 from outcore.engine.deepspeed.staged.memory import StagedMemory
 from outcore.engine.deepspeed.staged.plan import StagedPlan
 from outcore.engine.stream.scratch import Scratch
@@ -68,16 +69,25 @@ class StagedSession:
         assert self.scratch is not None and self.memory.pool is not None
         return StagedGradients(self.memory.pool, device)
 
-    def close(self, *, drive_is_idle: bool = True) -> None:
-        """Wait for transfers, give memory back, remove the scratch files; safe to call twice."""
+    def close(self, deadline: Deadline | None = None, *, drive_is_idle: bool = True) -> None:
+        """Wait for transfers, give memory back, remove the scratch files; safe to call twice.
+
+        Where a transfer does not end within the limit, its memory and the scratch files stay until the process ends.
+        """
+        deadline = deadline or Deadline()
         if self.gradients is not None:
-            drive_is_idle = self.gradients.close() and drive_is_idle
+            drive_is_idle = self.gradients.close(deadline) and drive_is_idle
         if self.params is not None:
-            self.params.close()
-        if self.scratch is not None and drive_is_idle:  # else it would wait without a limit; the next run cleans up
-            self.scratch.close()
-            self._remove_empty_folders()
-        self.memory.close()
+            drive_is_idle = self.params.close(deadline) and drive_is_idle
+        if self.scratch is not None:
+            if self.scratch.close(deadline.left_s()):
+                self._remove_empty_folders()
+            else:
+                drive_is_idle = False
+        if drive_is_idle:
+            self.memory.close()
+        else:
+            self.memory.leave()
 
     def _remove_empty_folders(self) -> None:
         """The rank's, and the run's own: the last rank finds that one empty. What others put there stays."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from outcore.engine.deadline import Deadline
 from outcore.engine.deepspeed.staged.gradients import StagedGradients
 from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.shares import Share
@@ -258,9 +259,13 @@ class ShareStates:
     def total_bytes(self) -> int:
         return sum(chunk.n_bytes for chunks in self._chunks.values() for chunk in chunks)
 
-    def close(self) -> bool:
-        """Start nothing more on the drive and wait, with a limit, for what is under way; False when it did not end."""
-        return self.ring is None or self.ring.close()
+    def close(self, deadline: Deadline | None = None) -> bool:
+        """Start nothing more on the drive and wait for what is under way; False when it did not end."""
+        deadline = deadline or Deadline()
+        if self.ring is None or self.ring.close(deadline.left_s()):
+            return True
+        deadline.expire()
+        return False
 
 
 def _share(chunk: StateChunk) -> Share:
