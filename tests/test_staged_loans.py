@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,14 @@ from staged_jobs import job, passed, run_jobs
 from test_staged_nvme import SMALL as SMALL_SUB_GROUPS
 from test_staged_nvme import infinity
 
+from outcore.engine.deadline import Deadline
+from outcore.engine.deepspeed.staged.memory import StagedMemory
 from outcore.engine.deepspeed.staged.param_store import STORE_NAME
 from outcore.engine.deepspeed.staged.params import StagedParams
+from outcore.engine.deepspeed.staged.session import StagedSession
 from outcore.engine.stream.scratch import Scratch
 from outcore.staging import PinnedPool
-from outcore.storage import TensorSpec
+from outcore.storage import FaultyEngine, PosixEngine, TensorSpec
 
 pytestmark = pytest.mark.timeout(600)
 NOTHING_STAYS = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
@@ -110,16 +114,20 @@ def test_a_share_is_read_only_after_it_was_written(results: dict[str, Any]) -> N
     assert drive["losses"] == ram["losses"] and drive["fingerprint"] == ram["fingerprint"]
 
 
+def new_share(ds_id: int) -> Any:
+    return SimpleNamespace(
+        ds_id=ds_id, dtype=torch.bfloat16, data=torch.empty(0), ds_status=ZeroParamStatus.NOT_AVAILABLE,
+        ds_tensor=SimpleNamespace(data=None, status=PartitionedParamStatus.AVAILABLE),
+    )  # fmt: skip
+
+
 def test_a_lent_share_that_is_changed_from_outside_goes_to_the_drive(tmp_path: Path) -> None:
     """As DeepSpeed writes a share after `GatheredParameters(..., modifier_rank=0)`."""
     scratch = Scratch([tmp_path])
     pool = PinnedPool(1 << 16, device=torch.device("cpu"))
     store = scratch.store("parameters", [TensorSpec(STORE_NAME, torch.bfloat16, (1 << 14,))])
     params = StagedParams(store, pool, ahead_bytes=0, element_bytes=2, world_size=1)
-    param = SimpleNamespace(
-        ds_id=7, dtype=torch.bfloat16, data=torch.empty(0), ds_status=ZeroParamStatus.NOT_AVAILABLE,
-        ds_tensor=SimpleNamespace(data=None, status=PartitionedParamStatus.AVAILABLE),
-    )  # fmt: skip
+    param = new_share(7)
     params.get_buffer(param, 3000)[:] = 1.0
     params.swap_out_and_release([param])
     gradient, waited = torch.full((3000,), 2.0, dtype=torch.bfloat16), []
@@ -134,3 +142,30 @@ def test_a_lent_share_that_is_changed_from_outside_goes_to_the_drive(tmp_path: P
     params.close()
     scratch.close()
     pool.close()
+
+
+def test_closing_ends_although_the_drive_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is still being read or written keeps its memory and its file."""
+    drive = FaultyEngine(PosixEngine(2))
+    session = StagedSession.__new__(StagedSession)
+    session.gradients, session.scratch = None, Scratch([tmp_path], drive)
+    session.memory = StagedMemory(torch.device("cpu"), home_bytes=0, staging_bytes=1 << 16, pin=False)
+    pool = session.memory.pool
+    assert pool is not None
+    store = session.scratch.store("parameters", [TensorSpec(STORE_NAME, torch.bfloat16, (1 << 14,))])
+    params = session.params = StagedParams(store, pool, ahead_bytes=0, element_bytes=2, world_size=1)
+    shares = [new_share(ds_id) for ds_id in range(3)]
+    for share in shares:
+        params.get_buffer(share, 3000)[:] = 1.0
+        params.swap_out_and_release([share])
+    params.swap_in(shares[:1], async_op=False)
+    held_bytes = pool.leased_bytes
+    params.synchronize_writes()
+    drive.delay(2.0, "read")
+    params.swap_in(shares[1:])
+    began_s = time.monotonic()
+    session.close(Deadline(0.1))
+    assert time.monotonic() - began_s < 1.8
+    assert pool.leased_bytes == 2 * held_bytes // 3 > 0, "only what nobody moves any more is given back"
+    assert session.scratch.folders[0].exists() and str(tmp_path) in caplog.text and "did not end" in caplog.text
+    drive.close()

@@ -10,6 +10,7 @@ import errno
 import shutil
 import subprocess
 import threading
+import time
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
@@ -21,10 +22,11 @@ import torch
 from stream_job import flags, losses, same, states, train, write_corpus
 
 from outcore.engine.stream import build, scratch, state
+from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.updates import UnitUpdates
 from outcore.optim import torch_backend
-from outcore.staging import DownloadLane, UploadLane
+from outcore.staging import DownloadLane, PinnedPool, UploadLane
 from outcore.staging.copy_streams import HostStreams
 from outcore.storage import open_engine
 from outcore.storage.faulty_engine import FaultyEngine
@@ -265,3 +267,62 @@ def test_a_trace_of_another_engine_is_refused(tmp_path: Path, corpus: Path, caps
     assert train(argv) == 2
     error = capsys.readouterr().err
     assert "trace" in error and "--engine stream" in error
+
+
+# --- a drive that hangs: requests that do not end
+
+HANGS_S = 4.0
+"""Longer than all limits of these tests together, short enough that nothing is left when the next test begins."""
+
+
+def _small_limits(patch: pytest.MonkeyPatch) -> None:
+    for name in ("UploadLane", "DownloadLane"):
+        patch.setattr(build, name, partial(getattr(build, name), timeout_s=0.3))
+    patch.setattr(build, "UnitUpdates", partial(UnitUpdates, timeout_s=0.3))
+    patch.setattr(build, "TIMEOUT_S", 0.3)
+
+
+HANGS = {
+    "activations": ({"activations": "nvme"}, [], "the activation checkpoint of layer"),
+    "parameters": ({"weight_ram_bytes": 0}, ["--lora_r", "4"], "could not be read from NVMe"),
+    "states": ({"state_ram_bytes": 0}, [], "on NVMe were not up to date within 300 ms"),
+}
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_drive_that_hangs(job: Job, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    """The reason is on the screen before anything is closed; closing then ends although the drive does not."""
+    fields, more, word = HANGS[name]
+    job.argv += more
+    engine = FaultyEngine(open_engine("auto"))
+    engine.delay(HANGS_S, "read", matches=lambda *_: job.is_broken)
+    job.patch.setattr(scratch, "open_engine", lambda *_, **__: engine)
+    _small_limits(job.patch)
+    said, took_s = [], []
+    original, leave = EngineParts.close, PinnedPool.leave
+    left: list[PinnedPool] = []
+
+    def close(parts: EngineParts) -> None:
+        said.append(job.capsys.readouterr().err)
+        begin_s = time.monotonic()
+        original(parts)
+        took_s.append(time.monotonic() - begin_s)
+        assert parts.scratch is not None
+        stores = parts.scratch._stores.values()
+        assert any(store._traffic._under_way for store in stores), "the drive still hangs"
+        assert not any(file.closed for store in stores for file in store._files)
+
+    def leaves(pool: PinnedPool) -> None:
+        left.append(pool)
+        leave(pool)
+
+    job.patch.setattr(EngineParts, "close", close)
+    job.patch.setattr(PinnedPool, "leave", leaves)
+    assert train(job.argv, nvme_path=str(job.root / "drive"), **fields) == 1
+    assert "error: " in said[0] and word in said[0] and "Traceback" not in said[0], said
+    assert "error: " not in job.capsys.readouterr().err, "it is said once"
+    assert took_s[0] < HANGS_S / 2, took_s
+    assert len(left) == 1 and left[0]._slabs, "memory that a transfer may still write to is not freed"
+    stays = [record.getMessage() for record in caplog.records if "scratch files stay" in record.getMessage()]
+    assert len(stays) == 1 and str(job.root / "drive") in stays[0] and "tensors.bin" in stays[0]
+    assert open_checkpoint(job.root / "checkpoint/r/step-00000002").step == 2
