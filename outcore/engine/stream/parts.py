@@ -147,9 +147,12 @@ class EngineParts:
             if not has_ended:
                 is_idle = False
                 deadline.expire()
-        if is_idle:
-            self.memory.close()
-            self.staging.close()
-        else:
+        if not is_idle:
             self.staging.leave()
             logger.error("while the engine was closed: something is still under way, its memory stays as it is")
+            return
+        self.memory.close()
+        try:
+            self.staging.close()
+        except RuntimeError as error:
+            logger.error("while the engine was closed: %s", error)
