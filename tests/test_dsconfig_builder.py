@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -475,3 +477,11 @@ def test_unknown_types_of_file() -> None:
         build_config([], DeepSpeedSettings(), TINY, RunFacts())  # type: ignore[arg-type]
     assert normalize_stage(None) is None
     assert "_note" not in build({"_note": "mine", "comment": "x"}).config
+
+
+@pytest.mark.parametrize("module", ["build", "offload", "zero_section"])
+def test_each_module_of_the_planner_and_the_builder_may_be_the_first(module: str) -> None:
+    """The planner asks the engine for sizes, and the builder the planner."""
+    command = [sys.executable, "-c", f"import outcore.engine.deepspeed.{module}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
