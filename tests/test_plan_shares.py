@@ -169,7 +169,10 @@ def both(
     return planned, moved_by_engine(params, make_plan(built, facts, run), sub_group_size)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=SLOW), 4, pytest.param(8, marks=SLOW)])
 @pytest.mark.parametrize(
     ("preset", "lora_r", "settings", "outcore"),
     [

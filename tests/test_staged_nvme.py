@@ -210,7 +210,7 @@ def test_adapters_that_go_to_the_drive_have_a_place_there(tmp_path: Path) -> Non
     assert drive["moved"]["params_on_nvme"] >= 60
 
 
-@pytest.mark.parametrize(("ranks", "ahead"), [(1, True), (1, False), (2, True)])
+@pytest.mark.parametrize(("ranks", "ahead"), [pytest.param(1, True, marks=pytest.mark.slow), (1, False), (2, True)])
 def test_the_base_under_adapters_is_in_ram_as_far_as_that_was_allowed(tmp_path: Path, ranks: int, ahead: bool) -> None:
     """In the order of the model, each weight that still fits: the embedding, the first layer, and of the second one k,
     where q does not fit any more. What is fetched ahead stays on the device if it is used again."""
