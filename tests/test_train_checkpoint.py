@@ -194,6 +194,31 @@ def test_a_kill_between_the_two_renames_of_a_save_loses_neither(tmp_path: Path, 
     assert not list(run.glob(".*"))
 
 
+@pytest.mark.parametrize("undo", [False, True])
+def test_ranks_that_finish_a_replaced_step_at_once_do_not_stumble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undo: bool
+) -> None:
+    """Another rank is faster: it has the new one in place before this one has looked at it, or right after."""
+    old, new = _save(tmp_path, 5), _save(tmp_path / "elsewhere", 5)
+    run, open_checkpoint = old.parent, ck.open_checkpoint
+    old.rename(run / f".{old.name}.old.part")
+    aside = new.rename(run / f".{new.name}.part")
+
+    def with_another(path: Path) -> ck.Checkpoint:
+        if undo:
+            aside.rename(old)
+            return open_checkpoint(path)
+        found = open_checkpoint(path)
+        aside.rename(old)
+        return found
+
+    monkeypatch.setattr(ck, "open_checkpoint", with_another)
+    ck.finish_replacing(run)
+    monkeypatch.undo()
+    found = ck.newest_checkpoint(run)
+    assert found is not None and found.path == old
+
+
 def test_the_only_good_checkpoint_survives_a_failing_save(tmp_path: Path) -> None:
     _save(tmp_path, 1, keep=1)
 

@@ -161,8 +161,9 @@ def finish_replacing(run_folder: Path) -> None:
             new = old
         try:
             os.rename(new, final)
-        except FileNotFoundError:
-            pass  # another rank was here
+        except OSError:
+            if not final.exists():  # else another rank was here
+                raise
         _fsync_folder(run_folder)
 
 
