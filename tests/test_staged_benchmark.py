@@ -67,6 +67,7 @@ def test_parts_with_other_settings_are_not_put_into_one_table(tmp_path, monkeypa
     assert list(json.loads(out.read_text())["results"]) == ["ours-ram"]
 
 
+@pytest.mark.slow
 def test_a_child_fixes_the_order_where_it_is_asked_to(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     out = tmp_path / "out.json"

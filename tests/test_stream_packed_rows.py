@@ -122,7 +122,7 @@ def fresh_compiler():
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("graphed", [False, True])
+@pytest.mark.parametrize("graphed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_compiled_layers_take_borders_and_compile_once_for_all_of_them(
     model_type, graphed, fresh_compiler, monkeypatch

@@ -32,10 +32,15 @@ from outcore.engine.base import StepResult
 from outcore.train.run import main
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
+SLOW = pytest.mark.slow
+DEEPSPEED_SLOWLY = ["stream", pytest.param("deepspeed", marks=SLOW)]
+"""What the trainer does, whichever engine it drives."""
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("how", ["stream", "deepspeed", "zero1", "zero2", "none"])
+@pytest.mark.parametrize(
+    "how", ["stream", "deepspeed", pytest.param("zero1", marks=SLOW), "zero2", pytest.param("none", marks=SLOW)]
+)
 def test_resume_is_bit_identical(tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], how: str) -> None:
     """Stopped after step 2 and resumed to 6 equals six steps at once; for each engine and ZeRO stage."""
     extra = ["--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--no_export"]
@@ -131,7 +136,7 @@ def test_signal_saves_and_says_how_to_resume(tmp_path: Path, corpus: Path, capsy
     assert [p.name for p in (tmp_path / "checkpoint/r").iterdir()] == ["step-00000002"]
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", DEEPSPEED_SLOWLY)
 def test_what_a_resumed_run_changes_is_said(
     tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], capsys: pytest.CaptureFixture[str], engine: str
 ) -> None:
@@ -169,7 +174,7 @@ def test_what_a_resumed_run_changes_is_said(
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", DEEPSPEED_SLOWLY)
 def test_states_in_another_format_go_on_bit_by_bit(
     tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], engine: str
 ) -> None:
@@ -195,7 +200,7 @@ def test_another_format_of_states_and_dropout_of_adapters_is_said(
     ]
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", DEEPSPEED_SLOWLY)
 def test_a_model_without_a_finite_validation_loss_is_never_saved(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], engine: str
 ) -> None:
