@@ -13,7 +13,6 @@ import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ import pytest
 import torch
 from stream_job import flags, losses, same, states, train, write_corpus
 
-from outcore.engine.stream import build, scratch, state
+from outcore.engine.stream import scratch, state
+from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.runner import UnitRunner
-from outcore.engine.stream.updates import UnitUpdates
 from outcore.optim import torch_backend
-from outcore.staging import DownloadLane, PinnedPool, UploadLane
+from outcore.staging import PinnedPool
 from outcore.staging.copy_streams import HostStreams
 from outcore.storage import open_engine
 from outcore.storage.faulty_engine import FaultyEngine
@@ -49,6 +48,14 @@ def straight(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     return root
 
 
+def limit_waits(parts: EngineParts, limit_s: float) -> None:
+    for lane in (parts.upload, *parts.drive_lanes, parts.download_lane):
+        lane.timeout_s = limit_s
+    parts.updates._timeout_s = limit_s
+    if parts.ring is not None:
+        parts.ring._timeout_s = parts.ring._updates._timeout_s = limit_s
+
+
 class Job:
     """A run in which something breaks once step 2 is saved."""
 
@@ -56,11 +63,16 @@ class Job:
         self.root, self.straight, self.capsys, self.patch = root, straight, capsys, patch
         self.argv = flags(root, corpus, *RUN)
         self.is_broken = False
+        self.limit_s: float | None = None
+        """Of every wait once something is broken; before, a busy machine has the time that it needs."""
         original = Trainer.save
 
         def save(trainer: Trainer) -> None:
             original(trainer)
             self.is_broken = trainer.step == FAILS_AFTER
+            if self.is_broken and self.limit_s is not None:
+                assert isinstance(trainer.parts.engine, StreamEngine)
+                limit_waits(trainer.parts.engine._parts, self.limit_s)
 
         patch.setattr(Trainer, "save", save)
 
@@ -177,7 +189,7 @@ def test_a_lane_that_is_stuck(job: Job) -> None:
         return original(*args)
 
     job.patch.setattr(HostStreams, "copy_pieces", stuck)
-    job.patch.setattr(build, "UploadLane", partial(UploadLane, timeout_s=1.0))
+    job.limit_s = 1.0
     job.fails("upload of ", "is not issued after 1.0 s", "upload lane 'upload'", "transfers under way", stuck="upload")
     go_on.set()  # closing has not waited for it: it goes on with what was submitted, in here and not in another test
     job.resumes()
@@ -192,7 +204,7 @@ def test_an_optimizer_that_is_stuck(job: Job) -> None:
         original(*args)
 
     job.patch.setattr(torch_backend, "update_chunk", stuck)
-    job.patch.setattr(build, "UnitUpdates", partial(UnitUpdates, timeout_s=1.0))
+    job.limit_s = 1.0
     job.fails("the optimizer did not finish", "embedding", "within 1.0 s", "2 threads (torch)")
 
 
@@ -205,8 +217,7 @@ def test_a_gradient_that_never_arrives(job: Job) -> None:
         return original(*args)
 
     job.patch.setattr(HostStreams, "copy_pieces", stuck)
-    job.patch.setattr(build, "UnitUpdates", partial(UnitUpdates, timeout_s=1.0))
-    job.patch.setattr(build, "DownloadLane", partial(DownloadLane, timeout_s=1.0))
+    job.limit_s = 1.0
     paragraph = job.fails("1.0 s", stuck="download")
     assert "gradient of" in paragraph or "download of" in paragraph
 
@@ -275,14 +286,6 @@ def test_a_trace_of_another_engine_is_refused(tmp_path: Path, corpus: Path, caps
 HANGS_S = 4.0
 """Longer than all limits of these tests together, short enough that nothing is left when the next test begins."""
 
-
-def _small_limits(patch: pytest.MonkeyPatch) -> None:
-    for name in ("UploadLane", "DownloadLane"):
-        patch.setattr(build, name, partial(getattr(build, name), timeout_s=0.3))
-    patch.setattr(build, "UnitUpdates", partial(UnitUpdates, timeout_s=0.3))
-    patch.setattr(build, "TIMEOUT_S", 0.3)
-
-
 HANGS = {
     "activations": ({"activations": "nvme"}, [], "the activation checkpoint of layer"),
     "parameters": ({"weight_ram_bytes": 0}, ["--lora_r", "4"], "could not be read from NVMe"),
@@ -298,7 +301,7 @@ def test_a_drive_that_hangs(job: Job, caplog: pytest.LogCaptureFixture, name: st
     engine = FaultyEngine(open_engine("auto"))
     engine.delay(HANGS_S, "read", matches=lambda *_: job.is_broken)
     job.patch.setattr(scratch, "open_engine", lambda *_, **__: engine)
-    _small_limits(job.patch)
+    job.limit_s = 0.3
     said, took_s = [], []
     original, leave = EngineParts.close, PinnedPool.leave
     left: list[PinnedPool] = []
