@@ -66,6 +66,20 @@ def test_json_counts_by_name(capsys):
     assert answer["plan"]["time_s"]["step_s"] > 0 and answer["rates"]["h2d_gb_per_s"] == "nominal"
 
 
+def test_adapters_on_named_modules(capsys):
+    flags = ["--model", "llama-1b", "--json", "--lora_r", "16", *LAPTOP]
+    assert main([*flags, "--lora_target_modules", "q_proj,v_proj"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    plan = answer["plan"]
+    named = 16 * 16 * (2048 + 2048 + 2048 + 512)  # rank, layers, (in + out) of q and of v
+    assert plan["trainable_params"] == named and plan["params"] == 1_235_814_400 + named
+    assert plan["parts_bytes"]["ram"]["moments"] == 8 * named
+    assert "--lora_r 16 --lora_target_modules q_proj,v_proj" in answer["flags"]
+    assert main([*flags, "--lora_target_modules", "all-linear"]) == 0
+    by_default = json.loads(capsys.readouterr().out)["plan"]
+    assert by_default["lora_targets"] == [] and by_default["trainable_params"] > 5 * named
+
+
 def test_pictures(tmp_path, capsys):
     bars, curves = tmp_path / "new folder" / "bars.png", tmp_path / "curves.png"
     assert main(["--model", "llama-70b", "--png", str(bars), "--json", *LAPTOP]) == 1
@@ -104,6 +118,8 @@ def test_every_part_has_a_category(capsys):
         (["--model", "tiny", "--engine", "stream", "--zero_stage", "2", *LAPTOP], "contradict"),
         (["--model", "tiny", "--num_gpus", "3", *LAPTOP], "Lower --num_gpus"),
         (["--model", "tiny", "--lora_r", "-2", *LAPTOP], "at least 1"),
+        (["--model", "tiny", "--lora_target_modules", "q_proj", *LAPTOP], "lora_r is 0"),
+        (["--model", "tiny", "--lora_r", "4", "--lora_target_modules", "q_prj", *LAPTOP], "Did you mean 'q_proj'"),
     ],
 )
 def test_wrong_usage(argv, words, capsys):

@@ -11,11 +11,14 @@ from outcore.engine.stream.compiled import draws_random_numbers
 from outcore.engine.stream.discovery import discover_units
 from outcore.model.presets import PRESETS, preset_config
 from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.plan.choose import mild_changes
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import preset_shape, shape_from_fields
 from outcore.plan.shape_source import resolve_shape, shape_from_config
 from outcore.plan.work import checkpoint_bytes, layer_activation_bytes, logits_bytes, mask_bytes, step_flops
+from outcore.train.config import TrainConfig
 from outcore.train.forecast import run_shape
+from outcore.train.settings import model_settings_of
 
 
 def test_tied_embeddings_by_hand():
@@ -72,6 +75,47 @@ def test_adapters_count_as_peft_makes_them(name):
     shape = preset_shape(name).with_lora(4)
     assert shape.trainable_params == sum(trainable)
     assert [4 * dim for times, dims in shape.adapters for dim in dims * times] == trainable  # in the order of updates
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("tiny", "q_proj,v_proj"),
+        ("tiny", "o_proj, mlp.down_proj"),
+        ("tiny", "embed_tokens,q_proj"),
+        ("tiny", "all-linear"),
+        ("tiny-moe", "q_proj,k_proj"),
+        ("tiny-moe", "gate,o_proj"),  # the router
+        ("tiny-t5", "q,wi"),
+        ("gpt2", "c_attn"),
+        ("gpt2", "c_proj"),  # of attention and of the feed-forward part
+    ],
+)
+def test_adapters_on_named_modules_count_as_peft_makes_them(name, targets):
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from outcore.model.facts import model_class_of
+
+    config = preset_config(name)
+    names = targets if targets == "all-linear" else [target.strip() for target in targets.split(",")]
+    with torch.device("meta"):
+        model = get_peft_model(model_class_of(config)(config), LoraConfig(r=4, target_modules=names))
+    trainable = [p.numel() for p in model.parameters() if p.requires_grad]
+    flags = {"preset": name, "lora_r": 4, "lora_target_modules": targets}
+    asked = run_shape(model_settings_of(TrainConfig(**flags), "fp32", 8), None)
+    shape = resolve_shape(name, lora_target_modules=targets).with_lora(4)
+    for found in (asked, shape):
+        assert found.trainable_params == sum(trainable)
+        assert [4 * dim for times, dims in found.adapters for dim in dims * times] == trainable
+    assert shape.lora_targets == asked.lora_targets == (() if targets == "all-linear" else tuple(names))
+    assert shape.base_params == preset_shape(name).base_params
+
+
+def test_a_smaller_model_has_its_adapters_on_the_same_modules():
+    shape = resolve_shape("llama-3b", lora_target_modules="q_proj").with_lora(8)
+    smaller = [other for words, other, _ in mild_changes(shape, RunRequest()) if words == "a smaller model: llama-1b"]
+    assert [other.adapter_params for other in smaller] == [8 * 16 * (2048 + 2048)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

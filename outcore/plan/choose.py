@@ -124,12 +124,12 @@ def mild_changes(shape: ModelShape, request: RunRequest) -> Iterator[tuple[str, 
 
 def _smaller_models(shape: ModelShape) -> Iterator[tuple[str, ModelShape]]:
     from outcore.model.presets import PRESETS
-    from outcore.plan.shape import preset_shape
+    from outcore.plan.shape_source import preset_on_targets
 
     known = sorted(PRESETS.values(), key=lambda preset: -preset.num_parameters)
     for preset in known:
         if preset.num_parameters < shape.base_params and preset.model_type == shape.model_type:
-            smaller = preset_shape(preset.name)
+            smaller = preset_on_targets(preset.name, shape.lora_targets)
             yield f"a smaller model: {preset.name}", smaller.with_lora(shape.lora_r) if shape.lora_r else smaller
 
 

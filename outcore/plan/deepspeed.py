@@ -87,6 +87,7 @@ def plan_deepspeed(
         accumulation=layout.accumulation,
         num_gpus=gpus,
         lora_r=shape.lora_r,
+        lora_targets=shape.lora_targets,
         homes={
             "parameters": _home(layout.params, homes and homes.params_in_ram, homes and homes.params_on_drive),
             "optimizer states": _home(layout.optimizer, homes and homes.states_in_ram, homes and homes.states_on_drive),

@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--activation_checkpointing", choices=("true", "false"), default="true")
     run.add_argument("--max_grad_norm", type=float, default=1.0)
     run.add_argument("--lora_r", type=int, default=0)
+    run.add_argument("--lora_target_modules", default="auto", help="names with commas; auto: every linear layer")
     run.add_argument("--staging_gib", type=float)
     run.add_argument("--save_total_limit", type=int, default=2)
     run.add_argument("--checkpoints_elsewhere", action="store_true", help="checkpoints go to another drive")
@@ -102,6 +103,8 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError(
             f"Name a model: --model with a folder, a hub id, a config file or one of {', '.join(PRESETS)}."
         )
+    if args.lora_r == 0 and args.lora_target_modules != "auto":
+        raise ValueError("lora_target_modules is given but lora_r is 0: add --lora_r 16 to plan adapters.")
     request = _request(args)
     overrides = Overrides(
         vram_gib=args.vram_gib,
@@ -113,7 +116,9 @@ def _plan(args: argparse.Namespace) -> int:
     )
     hardware = load_hardware(args.machine, overrides, allow_nominal=args.nominal)
     shape = resolve_shape(
-        SHORT_NAMES.get(str(args.model).lower(), str(args.model)), trust_remote_code=args.trust_remote_code
+        SHORT_NAMES.get(str(args.model).lower(), str(args.model)),
+        lora_target_modules=args.lora_target_modules,
+        trust_remote_code=args.trust_remote_code,
     )
     if args.lora_r:
         shape = shape.with_lora(args.lora_r)

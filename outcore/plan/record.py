@@ -118,6 +118,8 @@ class Plan:
     """DeepSpeed with outcore's staged offload."""
     ram_budget_bytes: int | None = None
     """Of the staged offload, where the plan rests on one."""
+    lora_targets: tuple[str, ...] = ()
+    """As in `ModelShape`."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -214,6 +216,8 @@ class Plan:
             words.append(f"--state_format {self.state_format}")
         if self.lora_r:
             words.append(f"--lora_r {self.lora_r}")
+        if self.lora_r and self.lora_targets:
+            words.append(f"--lora_target_modules {','.join(self.lora_targets)}")
         words.append(f"--seq_length {self.seq_length} --per_device_train_batch_size {self.micro_batch}")
         words.append(f"--gradient_accumulation_steps {self.accumulation}")
         return " ".join(words)
@@ -243,6 +247,7 @@ class Plan:
             "accumulation": self.accumulation,
             "num_gpus": self.num_gpus,
             "lora_r": self.lora_r,
+            "lora_targets": list(self.lora_targets),
             "homes": self.homes,
             "tiling": self.tiling,
             "staged": self.staged,

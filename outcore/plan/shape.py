@@ -52,6 +52,8 @@ class ModelShape:
     max_positions: int | None = None
     adapters: Blocks = ()
     """(in, out) of each linear layer that adapters go on, in turn: rank r trains a matrix of r times either."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of the modules that `adapters` are on. (): every linear layer but the head."""
     lora_r: int = 0
     """Rank of the adapters; 0: all weights train."""
     stays_eager: bool = False
@@ -103,7 +105,7 @@ class ModelShape:
         return self.experts_per_token > 0
 
     def with_lora(self, rank: int) -> ModelShape:
-        """The same model with adapters of this rank on every linear layer but the head. ValueError without any."""
+        """The same model with `adapters` of this rank. ValueError without any."""
         if rank < 1:
             raise ValueError(f"lora_r is {rank}, but the rank of adapters must be at least 1 (8 to 64 is usual).")
         if self.lora_dims == 0:

@@ -7,6 +7,8 @@ Cost: 2-4 s of imports, then about 0.2 s for 70 B parameters, no memory.
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,17 +16,19 @@ from typing import Any
 from outcore.plan.shape import Blocks, ModelShape, in_blocks, preset_shape, stays_eager
 
 
-def resolve_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
+def resolve_shape(model: str, *, lora_target_modules: str = "auto", trust_remote_code: bool = False) -> ModelShape:
     """The shape of a model by preset name, config file, folder or hub id.
 
+    `lora_target_modules`: what adapters would go on, as train_model.py takes it.
+
     Raises:
-        ValueError: no such model here, or not a language model that can be trained.
+        ValueError: no such model here, not a language model that can be trained, or no such modules in it.
         RuntimeError: the hub cannot give its configuration.
     """
     from outcore.model.presets import PRESETS, check_preset_name
 
     if model in PRESETS:
-        return preset_shape(model)
+        return preset_on_targets(model, _names_of(lora_target_modules))
     path = Path(model).expanduser()
     if not path.exists() and "/" not in model and "\\" not in model:
         check_preset_name(model)  # raises, with the nearest names
@@ -35,8 +39,51 @@ def resolve_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
         settings = ModelSettings(config_file=model, seq_length=2)
     else:
         settings = ModelSettings(model_name_or_path=model, trust_remote_code=trust_remote_code, seq_length=2)
-    name = path.name if path.exists() else model
-    return shape_from_config(name, resolve_source(settings).config)
+    config = resolve_source(settings).config
+    shape = shape_from_config(path.name if path.exists() else model, config)
+    return on_targets(shape, config, _names_of(lora_target_modules))
+
+
+def _names_of(lora_target_modules: str) -> tuple[str, ...]:
+    """() for every linear layer."""
+    if lora_target_modules == "auto":  # most plans: no torch
+        return ()
+    from outcore.model.settings import LoraSettings
+
+    targets = LoraSettings(target_modules=lora_target_modules).target_modules
+    return () if isinstance(targets, str) else targets
+
+
+def preset_on_targets(name: str, targets: tuple[str, ...]) -> ModelShape:
+    """`on_targets` of a preset; counted by hand without targets."""
+    if not targets:
+        return preset_shape(name)
+    from outcore.model.presets import preset_config
+
+    return on_targets(preset_shape(name), preset_config(name), targets)
+
+
+def on_targets(shape: ModelShape, config: Any, targets: tuple[str, ...]) -> ModelShape:
+    """The shape whose adapters go on modules of these names: peft makes them, of rank 1, on the meta device.
+
+    What a name means is peft's own rule (of experts that are one weight, for one). ValueError when the model lacks one.
+    """
+    if not targets:
+        return shape
+    import torch
+
+    from outcore.model.facts import model_class_of
+    from outcore.model.initialise import meta_skeleton
+    from outcore.model.lora import with_adapters
+    from outcore.model.settings import LoraSettings
+
+    model: Any = meta_skeleton(model_class_of(config), config)
+    layers = [layer for stack in _layer_stacks(model) for layer in stack]
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what peft thinks of the targets, it says when the run makes them
+        adapted = with_adapters(model, LoraSettings(r=1, target_modules=targets))
+    trained = [(p, [p.numel()]) for p in adapted.parameters() if p.requires_grad]
+    return dataclasses.replace(shape, adapters=_by_layer(layers, trained), lora_targets=targets)
 
 
 def shape_from_config(name: str, config: Any) -> ModelShape:

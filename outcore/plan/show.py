@@ -72,7 +72,8 @@ def show(
 
     console = Console(file=file, highlight=False)
     plan = answer.plan
-    adapters = f", {format_count(plan.trainable_params)} trainable (LoRA r {plan.lora_r})" if plan.lora_r else ""
+    on = f" on {', '.join(plan.lora_targets)}" if plan.lora_targets else ""
+    adapters = f", {format_count(plan.trainable_params)} trainable (LoRA r {plan.lora_r}{on})" if plan.lora_r else ""
     console.print(f"[bold]{plan.model}[/bold]: {format_count(plan.params)} parameters{adapters}")
     console.print(hardware.words())
     verdict = "[bold green]fits[/]" if plan.fits else "[bold red]does not fit[/]"

@@ -71,6 +71,7 @@ def plan_stream(
         accumulation=layout.accumulation,
         num_gpus=1,
         lora_r=shape.lora_r,
+        lora_targets=shape.lora_targets,
         homes={
             "parameters": _home(spill.parameters),
             "optimizer states": _home(spill.states),

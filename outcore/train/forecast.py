@@ -38,7 +38,7 @@ from outcore.plan.deepspeed_staged import Staged
 from outcore.plan.hardware import LINKS
 from outcore.plan.profile import MEASURED_PROFILE
 from outcore.plan.request import STAGES
-from outcore.plan.shape_source import shape_from_config
+from outcore.plan.shape_source import on_targets, shape_from_config
 from outcore.plan.show import show
 from outcore.plan.stream import Residency, StreamLayout, plan_stream
 from outcore.train.engine_build import Decided
@@ -111,11 +111,12 @@ def run_shape(settings: ModelSettings, tokenizer: Any) -> ModelShape:
     if settings.model_module is not None:
         raise ValueError("the planner cannot count a model_module's model, which only its own builder knows")
     name = settings.preset or settings.model_name_or_path or settings.config_file or "model"
-    shape = shape_from_config(
-        Path(name).stem if settings.config_file else name, resolve_source(settings, tokenizer).config
-    )
+    config = resolve_source(settings, tokenizer).config
+    shape = shape_from_config(Path(name).stem if settings.config_file else name, config)
     if not settings.lora:
         return shape
+    targets = settings.lora.target_modules
+    shape = on_targets(shape, config, () if isinstance(targets, str) else targets)  # a string: auto
     return replace(shape.with_lora(settings.lora.r), stays_eager=shape.stays_eager or settings.lora.dropout > 0)
 
 
