@@ -16,7 +16,7 @@ from outcore.plan.nvme_space import space_parts_gb
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import preset_shape
-from outcore.plan.work import layer_activation_bytes
+from outcore.plan.work import layer_activation_bytes, layer_backward_bytes
 
 LAPTOP = load_hardware("rtx4070-laptop")
 MEASURED_ON = server(host_layer_s=0.0031)
@@ -77,6 +77,23 @@ def test_measured_runs_of_llama_1b(layout, accumulation, step_s, tensors_gb, rss
         assert p.drive_written_bytes_per_step / 1e9 == pytest.approx(21.3, rel=0.10)
 
 
+@pytest.mark.parametrize(("stage", "home"), [("zero3", "cpu"), ("infinity", "nvme")])
+def test_measured_tensors_of_llama_1b(stage, home):
+    """benchmarks/results/infinity_staged-h200.json."""
+    p = plan_deepspeed(
+        preset_shape("llama-1b"), RunRequest(), server(), 1024, DeepSpeedLayout(stage, home, home, 16, 1)
+    )
+    assert p.tensor_bytes == pytest.approx(5_129_775_616, rel=0.02)
+
+
+def test_the_limit_on_live_parameters_holds_the_head():
+    layout = DeepSpeedLayout("zero3", "cpu", "cpu", 8, 1)
+    for name, in_layer in (("llama-1b", 2048 * 8192), ("llama-8b", 4096 * 14336)):
+        p = plan_deepspeed(preset_shape(name), RunRequest(), server(), 16384, layout)
+        assert p.part_bytes("vram", "gathered parameters") == 2 * (500_000_000 + in_layer)
+    assert p.part_bytes("vram", "activation checkpoints") == 8 * 16384 * 4096 * 2 * 33
+
+
 def test_bytes_by_hand_without_offload():
     n = 8_030_261_248
     p = plan_deepspeed(
@@ -101,9 +118,9 @@ def test_bytes_by_hand_without_offload():
 def test_gradients_alive_where_a_layers_backward_is_the_peak():
     layout = DeepSpeedLayout("zero3", "cpu", "cpu", 8, 1)
     dense, sparse = preset_shape("llama-8b"), preset_shape("qwen3-30b-a3b")
-    for shape, alive in ((dense, 218_112_000), (sparse, sparse.layer_params[0])):  # below the embedding's; all experts
+    for shape, alive in ((dense, 4096 * 14336), (sparse, sparse.layer_params[0])):  # one weight's; all experts'
         p = plan_deepspeed(shape, RunRequest(), server(), 16384, layout)
-        activations = layer_activation_bytes(shape, RunRequest(), 16384, 8 * 16384)
+        activations = layer_backward_bytes(shape, RunRequest(), 16384, 8 * 16384)
         assert p.part_bytes("vram", "activations of the largest unit") == activations
         assert p.part_bytes("vram", "gradients before they are summed") == 2 * alive
         adapters = plan_deepspeed(shape.with_lora(8), RunRequest(), server(), 16384, layout)
@@ -117,8 +134,10 @@ def test_documents_borders_take_the_masks_place():
     assert by_masks.part_bytes("vram", "masks of packed rows") == 3 * 16384**2
     assert by_masks.part_bytes("vram", "attention over packed rows") == 0
     assert by_borders.part_bytes("vram", "masks of packed rows") == 0
-    # fp32 gradients: of queries, 128 rows for each of 64 documents; of 8 heads' keys or values for each of 32
-    assert by_borders.part_bytes("vram", "attention over packed rows") == 4 * 4096 * (128 * 64 + 16384)
+    assert by_borders.part_bytes("vram", "attention over packed rows") == 0  # not yet where the feed-forward part peaks
+    at_the_head = plan_deepspeed(shape, RunRequest(), probed, 2048, DeepSpeedLayout("none", "none", "none", 1, 1))
+    # fp32 gradients: of queries, 128 rows for each of 16 documents; of 8 heads' keys or values for each of 32
+    assert at_the_head.part_bytes("vram", "attention over packed rows") == 4 * 4096 * (128 * 16 + 2048)
     assert by_borders.time.compute_s < by_masks.time.compute_s
     in_fp32 = plan_deepspeed(shape, RunRequest(precision="fp32"), server(), 1024, layout)
     assert in_fp32.part_bytes("vram", "masks of packed rows") == 5 * 1024**2
@@ -129,8 +148,10 @@ def test_a_tied_heads_gradient_waits_for_the_embeddings():
     of_head = 2 * 128256 * 2048
     long, short = (plan_deepspeed(shape, RunRequest(), server(), length, layout) for length in (16384, 16))
     assert shape.tied and long.part_bytes("vram", "activations of the largest unit") > 0
-    assert long.part_bytes("vram", "gradients before they are summed") == of_head + 2 * max(shape.layer_params)
-    assert short.part_bytes("vram", "gradients before they are summed") == 2 * of_head  # few logits
+    assert long.part_bytes("vram", "gradients before they are summed") == of_head + 2 * 2048 * 8192
+    assert short.part_bytes("vram", "gradients before they are summed") == of_head  # more is gathered there
+    on_gpu = plan_deepspeed(shape, RunRequest(), server(), 16, DeepSpeedLayout("none", "none", "none", 8, 1))
+    assert on_gpu.part_bytes("vram", "gradients before they are summed") == 2 * of_head  # few logits
 
 
 @pytest.mark.parametrize(

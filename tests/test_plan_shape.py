@@ -15,7 +15,14 @@ from outcore.plan.choose import mild_changes
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import preset_shape, shape_from_fields
 from outcore.plan.shape_source import resolve_shape, shape_from_config
-from outcore.plan.work import checkpoint_bytes, layer_activation_bytes, logits_bytes, mask_bytes, step_flops
+from outcore.plan.work import (
+    checkpoint_bytes,
+    layer_activation_bytes,
+    layer_backward_bytes,
+    logits_bytes,
+    mask_bytes,
+    step_flops,
+)
 from outcore.train.config import TrainConfig
 from outcore.train.forecast import run_shape
 from outcore.train.settings import model_settings_of
@@ -175,6 +182,35 @@ def test_work_by_hand():
     assert flops.total == 4 * layers + 3 * head + 4.5 * attention
     no_recompute = step_flops(shape, RunRequest(activation_checkpointing=False), 1024, 1)
     assert no_recompute.backward == 2 * (layers + head) and no_recompute.attention_backward == 2.5 * attention
+
+
+def test_a_layer_keeps_for_its_backward_what_the_planner_counts():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    fields = {**preset_config("tiny").to_dict(), "num_hidden_layers": 1}
+    config = LlamaConfig(**fields)
+    config._attn_implementation = "sdpa"
+    model, tokens = LlamaForCausalLM(config).to(torch.bfloat16), 32
+    assert config.num_key_value_heads < config.num_attention_heads
+    x = torch.randn(1, tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    rotation = model.model.rotary_emb(x, torch.arange(tokens)[None])
+    others = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *rotation, x)}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in others:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model.layers[0](x, position_embeddings=rotation, attention_mask=None)
+    shape = shape_from_config("one layer", config)
+    peak = layer_backward_bytes(shape, RunRequest(), tokens, tokens)
+    in_flight = tokens * 2 * shape.ffn_width * (3 - 1)  # three gradients, when the product itself is gone
+    factors = tokens * 4 * (2 + shape.num_heads)  # of two norms, and of each head's softmax
+    assert sum(storage.nbytes() for storage in kept.values()) == peak - in_flight + factors
 
 
 def test_unfused_attention_keeps_its_scores():

@@ -6,6 +6,7 @@ step these are gone, and the fp32 copy of the gradients takes their room.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from outcore.engine.deepspeed.settings import Device
@@ -15,7 +16,14 @@ from outcore.plan.hardware import Hardware
 from outcore.plan.record import BORDERS, COMMUNICATOR, MASKS, OVERHEAD, SPARE, Part
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
-from outcore.plan.work import border_bytes, checkpoint_bytes, layer_activation_bytes, logits_bytes, mask_bytes
+from outcore.plan.work import (
+    border_bytes,
+    checkpoint_bytes,
+    layer_activation_bytes,
+    layer_backward_bytes,
+    logits_bytes,
+    mask_bytes,
+)
 
 STAGE_NUMBER = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
 
@@ -44,6 +52,25 @@ class DeepSpeedLayout:
         return self.optimizer, self.params
 
 
+@dataclass(frozen=True)
+class _Peak:
+    """A moment of a pass, and the bytes of what is alive then but not always."""
+
+    name: str
+    work: int
+    gradients: int
+    """As autograd returns them."""
+    gathered: int
+    """Parameters."""
+    checkpoints: int = 0
+    borders: int = 0
+    """Attention over packed rows."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.work + self.gradients + self.gathered + self.checkpoints + self.borders
+
+
 def vram_parts(
     shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: DeepSpeedLayout
 ) -> list[Part]:
@@ -56,58 +83,74 @@ def vram_parts(
     gradients = e * trained // (gpus if stage >= 2 else 1)
     share = gpus if stage >= 1 else 1
     master, moments, fp32_gradients = 4 * trained // share, 8 * trained // share, 4 * trained // share
-    parts, gathered = [], 0
     if stage == 3:
         fp32_gradients = min(fp32_gradients, 4 * 2 * k.DEEPSPEED_BUCKET_NUMEL)  # one sub-group of 100 M elements
-        largest = max(shape.largest_weight_numel, max(shape.layer_params) if shape.is_moe else 0)
-        # Measured alike with parameters in RAM and on NVMe: the limit on live parameters is used up either way.
-        gathered = e * min(base, k.DEEPSPEED_LIVE_NUMEL + largest) if gpus > 1 or layout.params != "none" else 0
-        parts.append(Part("vram", "gathered parameters", gathered))
     if layout.optimizer != "none":
         master = moments = fp32_gradients = gradients = 0
     if layout.params != "none":
         params = 0
-    activations = layer_activation_bytes(shape, request, seq_length, tokens)
-    checkpoints = checkpoint_bytes(shape, request, tokens)
-    if not request.activation_checkpointing:
-        activations, checkpoints = activations * shape.num_layers, 0
-    # The worst of the backwards of head, layer and tied embedding, with gradients as autograd returns them.
-    largest_layer = max(shape.layer_params)  # of it one weight's at a time: hooks take each as it comes
-    in_layer = largest_layer if shape.is_moe else min(largest_layer, shape.largest_weight_numel)
-    of_head = e * shape.head_weight_numel  # one for all chunks of the loss; a tied one waits for the embedding's
-    waiting = of_head if shape.tied else 0
-    peaks = [
-        ("logits of one chunk", logits_bytes(shape, tokens), of_head),
-        ("activations of the largest unit", activations, e * in_layer + waiting),
-        ("activations of the largest unit", 0, 2 * waiting),
-    ]
-    if shape.lora_r:
-        peaks = [(name, size, 0) for name, size, _ in peaks]
-    name, work, before_sum = max(peaks, key=lambda peak: peak[1] + peak[2])
-    packed_rows = Part("vram", MASKS, mask_bytes(shape, request, seq_length, tokens))
-    if not layout.has_masks(request):
-        packed_rows = Part("vram", BORDERS, border_bytes(shape, tokens) if shape.fused_attention else 0)
-    in_step = max(0, fp32_gradients - work - before_sum - checkpoints)  # none of these is there in the step
+    peaks = _peaks(shape, request, seq_length, layout, gpus)
+    peak = max(peaks, key=lambda peak: peak.size_bytes)
+    masks = mask_bytes(shape, request, seq_length, tokens) if layout.has_masks(request) else 0
+    # None of these is there in the step.
+    in_step = max(0, fp32_gradients - peak.work - peak.gradients - peak.checkpoints)
     parts = [
         Part("vram", "parameters", params),
         Part("vram", "gradients", gradients),
         Part("vram", "master", master),
         Part("vram", "moments", moments),
-        Part("vram", "gradients before they are summed", before_sum),
+        Part("vram", "gradients before they are summed", peak.gradients),
         Part("vram", "fp32 gradients in the step beyond activations", in_step),
-        *parts,
+        Part("vram", "gathered parameters", peak.gathered),
         Part("vram", "buckets", bucket),
-        Part("vram", "activation checkpoints", checkpoints),
-        Part("vram", name, work),
-        packed_rows,
+        Part("vram", "activation checkpoints", peak.checkpoints),
+        Part("vram", peak.name, peak.work),
+        Part("vram", MASKS, masks),
+        Part("vram", BORDERS, peak.borders),
         Part("vram", OVERHEAD, hardware.gpu_context_bytes),
         Part("vram", COMMUNICATOR, k.NCCL_BYTES),
         Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
     ]
     # What gathered parameters leave behind is kept while there is room: the allocator gives it back before it fails.
     room = hardware.vram_bytes - sum(part.size_bytes for part in parts)
-    left_behind = int(k.ZERO3_SPARE_SHARE * gathered)
+    left_behind = int(k.ZERO3_SPARE_SHARE * max(peak.gathered for peak in peaks))
     return [*parts, Part("vram", SPARE, max(k.GPU_SPARE_BYTES, min(left_behind, room)))]
+
+
+def _peaks(shape: ModelShape, request: RunRequest, seq_length: int, layout: DeepSpeedLayout, gpus: int) -> list[_Peak]:
+    """Of a pass, one of which is the worst."""
+    e, tokens, stage = request.element_bytes, seq_length * layout.micro_batch, STAGE_NUMBER[layout.stage]
+    gathers = stage == 3 and (gpus > 1 or layout.params != "none")
+
+    def gathered(beyond: int) -> int:
+        """Fetching ahead stops at the limit on live parameters, whether they come from RAM or NVMe; what is fetched
+        last may lie beyond it."""
+        return e * min(shape.total_params, k.DEEPSPEED_LIVE_NUMEL + beyond) if gathers else 0
+
+    checkpoints = checkpoint_bytes(shape, request, tokens)
+    activations = layer_backward_bytes(shape, request, seq_length, tokens)
+    if not request.activation_checkpointing:
+        activations, checkpoints = shape.num_layers * layer_activation_bytes(shape, request, seq_length, tokens), 0
+    # A layer's gradients come one weight's at a time, and hooks take each; the head's is one for all chunks of the
+    # loss, and where it is tied it waits for the embedding's.
+    in_layer = max(shape.layer_params) if shape.is_moe else shape.largest_layer_weight_numel
+    largest = max(shape.largest_weight_numel, in_layer)
+    numel, of_head = shape.head_weight_numel, e * shape.head_weight_numel
+    waiting = of_head if shape.tied else 0
+    borders = border_bytes(shape, tokens) if shape.fused_attention and not layout.has_masks(request) else 0
+    in_a_layer = ("activations of the largest unit", activations, e * in_layer + waiting)
+    # Fetching ahead reaches an untied embedding when the layers that are left lie within the limit.
+    few = min(shape.num_layers, 1 + k.DEEPSPEED_LIVE_NUMEL // max(shape.layer_params)) / (shape.num_layers + 1)
+    peaks = [
+        # What lies beyond the limit here, and attention, stand for the final norm's tensors, which are not counted.
+        _Peak("logits of one chunk", logits_bytes(shape, tokens), of_head, gathered(largest), checkpoints, borders),
+        _Peak(*in_a_layer, gathered(in_layer), checkpoints),
+        _Peak(*in_a_layer, gathered(0 if shape.tied else largest), int(few * checkpoints)),
+        _Peak("activations of the largest unit", 0, 2 * waiting, e * numel if gathers else 0),
+    ]
+    if shape.lora_r:
+        return [dataclasses.replace(peak, gradients=0) for peak in peaks]
+    return peaks
 
 
 def host_parts(

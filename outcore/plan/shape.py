@@ -91,6 +91,13 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     @property
+    def largest_layer_weight_numel(self) -> int:
+        """Elements of the largest weight that a layer has; of any, where layers share weights."""
+        in_layers = set(self.layer_params)
+        found = [max(block) for _, block in self.tensors if sum(block) in in_layers]
+        return max(found, default=self.largest_weight_numel)
+
+    @property
     def largest_unit_params(self) -> int:
         """Of the units that are streamed: embedding, each layer, head (tied: its weight streams a second time)."""
         return max(self.ends_params, max(self.layer_params) + -(-self.adapter_params // self.num_layers))

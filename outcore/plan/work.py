@@ -107,6 +107,21 @@ def layer_activation_bytes(shape: ModelShape, request: RunRequest, seq_length: i
     return tokens * per_token
 
 
+def layer_backward_bytes(shape: ModelShape, request: RunRequest, seq_length: int, tokens: int) -> int:
+    """Alive at the peak of an uncompiled dense layer's backward: where the gated product is taken apart.
+
+    Per token: two norms (4h + 2eh each), rotated queries and attention's output (2eq), keys and values (2e kv), gate,
+    its activation and up (3ef), and gradients of the product and of both its factors (3ef). What
+    `layer_activation_bytes` has beyond that is not kept for the backward: residual stream, queries and keys before
+    their rotation. Layers of other kinds: as that has them.
+    """
+    if not shape.gated_ffn or shape.is_moe or not shape.fused_attention:
+        return layer_activation_bytes(shape, request, seq_length, tokens)
+    e, h = request.element_bytes, shape.hidden_size
+    width = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    return tokens * (2 * (4 * h + 2 * e * h) + 2 * e * width + 6 * e * shape.ffn_width)
+
+
 def mlp_activation_bytes(shape: ModelShape, request: RunRequest, tokens: int) -> int:
     """Of `layer_activation_bytes`, the intermediates of the feed-forward part."""
     return tokens * request.element_bytes * shape.ffn_width * ((4 if shape.gated_ffn else 3) + 2)
