@@ -1,7 +1,7 @@
 """Bytes of DeepSpeed 0.19.8 by part: of the GPU at every stage, of RAM and the drive with its own offload.
 
-At the peak of a pass there are activations or the loss of one chunk, and gradients as autograd returns them; in the
-step these are gone, and the fp32 copy of the gradients takes their room.
+At the peak of a pass there are activations, the loss of one chunk, or the norm of a large gradient, and gradients as
+autograd returns them; in the step these are gone, and the fp32 copy of the gradients takes their room.
 """
 
 from __future__ import annotations
@@ -150,6 +150,12 @@ def _peaks(shape: ModelShape, request: RunRequest, seq_length: int, layout: Deep
     ]
     if shape.lora_r:
         return [dataclasses.replace(peak, gradients=0) for peak in peaks]
+    if stage == 3 and layout.optimizer != "none":  # the norm is taken of a copy on its way to where the states live
+        share = -(-numel // gpus)
+        norm = e * share + 8 * min(share, k.DEEPSPEED_NORM_NUMEL)
+        # Tied, when the embedding's gradient is in: only itself is gathered then. Untied, before the layers' backward.
+        left = (e * numel if gathers else 0, 0) if shape.tied else (gathered(in_layer), checkpoints)
+        peaks.append(_Peak("norm of the largest gradient", norm, of_head, *left))
     return peaks
 
 
