@@ -10,9 +10,9 @@ import torch
 from stream_models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 
 from outcore.engine.base import EngineError
+from outcore.engine.stream.activations import DEVICE_STACKS
+from outcore.engine.stream.activations_nvme import BEHIND_LAYERS
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.residency import DEVICE_STACKS
-from outcore.engine.stream.residency_nvme import BEHIND_LAYERS
 from outcore.engine.stream.scratch import FOLDER, Scratch
 from outcore.staging import LaneTransfer
 from outcore.storage import FaultyEngine, PosixEngine, TensorSpec

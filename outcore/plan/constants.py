@@ -72,7 +72,7 @@ homes of parameters and gradients as far as it reaches."""
 DEFAULT_STAGING_BYTES = 8 * GIB
 """outcore.staging_bytes of deepspeed_config.json."""
 STAY_LAYERS = 2
-"""The last layers' activation checkpoints stay on the GPU (outcore/engine/stream/residency.py)."""
+"""The last layers' activation checkpoints stay on the GPU (outcore/engine/stream/activations.py)."""
 LAYER_BUFFERS = 3
 """Layers on the GPU at a time (outcore/engine/stream/settings.py)."""
 GRAPH_LONG_S, GRAPH_FREE_SHARE = 5e-3, 0.4

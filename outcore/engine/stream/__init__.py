@@ -4,6 +4,6 @@ Where to look: `build` puts an engine together, `engine` is the training step an
 things within a step, `units` what a model is taken apart into (`discovery`, `shell`, `layout`), `runner` how one unit
 runs (`compiled`, `structure`, `accumulator`), `prefetch` and `slots` how weights arrive, `gradients` how gradients
 leave, `homes` where weights and states live (`placement`: which chunk where, `state_ring`: those on NVMe, `scratch`,
-docs/residency.md), `gradient_arena` where gradients wait, `residency` where activation checkpoints do, `updates` what
+docs/residency.md), `gradient_arena` where gradients wait, `activations` where activation checkpoints do, `updates` what
 the CPU optimizer is at, `state` checkpoints, `check` whether a model can be streamed.
 """

@@ -9,6 +9,8 @@ from functools import partial
 import torch
 
 from outcore.engine.device_memory import let_segments_grow
+from outcore.engine.stream.activations import Activations, DeviceActivations, RamActivations
+from outcore.engine.stream.activations_nvme import NvmeActivations
 from outcore.engine.stream.check import sharing_holds, try_tiny_copy
 from outcore.engine.stream.compiled import CompiledLayers, draws_random_numbers
 from outcore.engine.stream.discovery import discover_units
@@ -23,8 +25,6 @@ from outcore.engine.stream.packed_rows import attention_to_packed_rows
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.placement import cut_states, spill
 from outcore.engine.stream.prefetch import WeightPrefetcher
-from outcore.engine.stream.residency import Activations, DeviceActivations, RamActivations
-from outcore.engine.stream.residency_nvme import NvmeActivations
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.scratch import Scratch

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from outcore.engine.stream.activations import Lend
 from outcore.engine.stream.gradient_arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
 from outcore.engine.stream.placement import StateChunk
-from outcore.engine.stream.residency import Lend
 from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.units import Units

@@ -3,7 +3,7 @@
 Forward, unit by unit: embedding, layers up, head. Only each layer's input is kept (activation checkpoint). The head
 gives loss and gradient chunk by chunk; backward goes down the layers, each recomputed from its checkpoint, gradients of
 all micro-batches added up on the device and sent down as soon as a unit's are complete (tied weights: once, after the
-embedding's backward). Weights arrive ahead of their use (`prefetch`), checkpoints wait where `residency` puts them,
+embedding's backward). Weights arrive ahead of their use (`prefetch`), checkpoints wait where `activations` puts them,
 what happens to gradients is the caller's (`on_gradient`). Bytes over the link per step: twice the 16-bit parameters up,
 the gradients down, independent of the number of micro-batches.
 """
@@ -18,11 +18,11 @@ import torch
 
 from outcore.engine.deadline import after
 from outcore.engine.stream.accumulator import GradAccumulator
+from outcore.engine.stream.activations import Activations
 from outcore.engine.stream.clock import PhaseClock
 from outcore.engine.stream.gradients import GradientDownload
 from outcore.engine.stream.head import Batch, HeadInput
 from outcore.engine.stream.prefetch import WeightPrefetcher
-from outcore.engine.stream.residency import Activations
 from outcore.engine.stream.rng import UnitRandom, generators_kept
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.shell import CallLog

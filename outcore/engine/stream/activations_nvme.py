@@ -1,4 +1,4 @@
-"""Activation checkpoints in a scratch store on NVMe, behind the interface of `residency`.
+"""Activation checkpoints in a scratch store on NVMe, behind the interface of `activations`.
 
 The writes run behind the forward: a checkpoint's device memory is free when its last byte is written, so at most
 `BEHIND_LAYERS` layers' may be on their way before the forward waits for the drive. The store is kept and used again; it
@@ -14,8 +14,8 @@ import torch
 
 from outcore.engine.base import EngineError
 from outcore.engine.deadline import Deadline
+from outcore.engine.stream.activations import STAY_LAYERS, DeviceActivations
 from outcore.engine.stream.prefetch import settle
-from outcore.engine.stream.residency import STAY_LAYERS, DeviceActivations
 from outcore.engine.stream.scratch import Scratch
 from outcore.staging import DownloadLane, LaneTransfer, UploadLane
 from outcore.staging.allocator import ALIGNMENT_BYTES

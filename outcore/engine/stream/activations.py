@@ -2,7 +2,7 @@
 
 Off the device each goes down through the download lane after its layer's forward and comes up again one layer ahead of
 its backward; the last layers' stay on the device, because they are needed at once. Host buffers are kept and used
-again. `residency_nvme` is the kind on NVMe. Bytes: layers x micro-batches x [B, T, H], each way, per step.
+again. `activations_nvme` is the kind on NVMe. Bytes: layers x micro-batches x [B, T, H], each way, per step.
 """
 
 from __future__ import annotations
