@@ -161,6 +161,25 @@ def test_a_drive_slower_than_measured() -> None:
     assert len(said) == 1 and "5.0 GB/s" in said[0] and "9.0 GB/s" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "words"),
+    [
+        ((1000.0, 0.0, 0), 3.0, "waits for the drive 30 %"),  # compiles for long: it must not thin out the others
+        ((10.0, 10.0, 50), 1.0, None),
+        ((30.0, 5.0, 0), 9.0, "waits for the drive 90 %"),  # and no slow drive: it moved nothing at first
+    ],
+)
+def test_the_first_step_does_not_judge_the_drive(
+    first: tuple[float, float, int], then: float, words: str | None
+) -> None:
+    """`first`: its seconds, those it waited, GB it read; `then`: seconds of 10 that each step after it waits."""
+    step_s, stall_s, read_gb = first
+    begun = quiet(step_s=step_s, phase_s={"stall_nvme": stall_s}, nvme_read_bytes=read_gb * GB, nvme_write_bytes=0)
+    warnings = make_warnings(drive_gb_per_s=5.5)
+    said = [text for record in [begun, *[quiet(phase_s={"stall_nvme": then})] * 5] for text in warnings.check(record)]
+    assert len(said) == (words is not None) and all(str(words) in text for text in said)
+
+
 def test_mains_power_lost_is_seen_within_half_a_minute() -> None:
     state = SimpleNamespace(percent=71, power_plugged=True)
     now = [0.0]

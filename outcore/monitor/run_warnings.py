@@ -2,7 +2,8 @@
 
 Looks at the metrics line of each step: throttling, a PCIe link below its maximum, swap, space, drive stalls, a drive
 slower than measured, a hot drive, mains power lost. A state must last some steps before it is said, so that one odd
-reading says nothing. Cost: some comparisons a step; the battery is asked every 30 s (about 50 us).
+reading says nothing. How long a step waits for the drive is not judged by the run's first step: it compiles, and no
+update of a step before it is on its way. Cost: some comparisons a step; the battery is asked every 30 s (about 50 us).
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class RunWarnings:
         self._clock = clock
         self._ask_battery_at_s = float("-inf")
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS)
+        self._settled: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS)
+        """As `_recent`, but never the first step that this process made."""
         self._first_swap_bytes: int | None = None
         self._said: set[str] = set()
 
@@ -60,6 +63,8 @@ class RunWarnings:
             record: the step's metrics line.
             verdicts: of SpaceWatch and MemoryWatch; those not "ok" are warned about.
         """
+        if self._recent:
+            self._settled.append(record)
         self._recent.append(record)
         found: dict[str, str | None] = {
             "thermal": self._thermal(),
@@ -157,9 +162,9 @@ class RunWarnings:
         if self._drive_gb_per_s is None or (self._phase_share("stall_nvme") or 0) < 0.5:
             return None
         moved = sum(
-            (record.get("nvme_read_bytes") or 0) + (record.get("nvme_write_bytes") or 0) for record in self._recent
+            (record.get("nvme_read_bytes") or 0) + (record.get("nvme_write_bytes") or 0) for record in self._settled
         )
-        seconds = sum(record.get("step_s") or 0 for record in self._recent)
+        seconds = sum(record.get("step_s") or 0 for record in self._settled)
         rate = moved / seconds / GB if seconds else 0.0
         if rate >= SLOW_DRIVE_FRACTION * self._drive_gb_per_s:
             return None
@@ -176,10 +181,10 @@ class RunWarnings:
         return f"The drive is at {hottest:.0f} °C and will slow down soon: give it a heat sink or more air."
 
     def _phase_share(self, phase: str) -> float | None:
-        """Share of the recent steps' time that `phase` took; None until half the window is there."""
+        """Share of the settled steps' time that `phase` took; None until half the window is there."""
         known = [
             (record["phase_s"][phase], record["step_s"])
-            for record in self._recent
+            for record in self._settled
             if record.get("step_s") and (record.get("phase_s") or {}).get(phase) is not None
         ]
         if len(known) < WINDOW_STEPS // 2:
