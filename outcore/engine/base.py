@@ -30,6 +30,13 @@ LOWER_RATE = (
     "checkpoint (outcore export, then --model_name_or_path)"
 )
 """Advice after a number that is not finite: a resumed run keeps its schedule, so it would only come by again."""
+NO_TARGETS = (
+    "no token of this global batch counts for the loss: all its labels are masked (-100), so there is nothing to "
+    "average a loss over. No step was made; weights and optimizer states are as they were before it. Check that rows "
+    "have a completion after their prompt (the data's prompt and completion columns) and that it is not cut off "
+    "(--seq_length), or put more rows into a step (--gradient_accumulation_steps)."
+)
+"""Of `train_step`'s ValueError, which is raised before anything of the step has begun."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.engine.base import LOWER_RATE, EvalResult, MicroBatch, NonFiniteLossError, StepResult
+from outcore.engine.base import LOWER_RATE, NO_TARGETS, EvalResult, MicroBatch, NonFiniteLossError, StepResult
 from outcore.engine.deepspeed.shared_memory import remove_own_buffer
 from outcore.engine.deepspeed.state import FAMILIES, open_state
 from outcore.engine.export import export_model
@@ -69,10 +69,7 @@ class DeepSpeedEngine:
             sum(count_target_tokens(batch, self.loaded.facts.is_encoder_decoder) for batch in micro_batches)
         )
         if total == 0:
-            raise ValueError(
-                "no token of this global batch counts for the loss (all labels are masked): check the data's prompt "
-                "and completion columns, or use longer rows (--seq_length)."
-            )
+            raise ValueError(NO_TARGETS)
         for group in self.ds.optimizer.param_groups:
             group["lr"] = lr
         self.ds.train()

@@ -19,7 +19,15 @@ from typing import Any
 
 import torch
 
-from outcore.engine.base import LOWER_RATE, EngineError, EvalResult, MicroBatch, NonFiniteLossError, StepResult
+from outcore.engine.base import (
+    LOWER_RATE,
+    NO_TARGETS,
+    EngineError,
+    EvalResult,
+    MicroBatch,
+    NonFiniteLossError,
+    StepResult,
+)
 from outcore.engine.export import export_model
 from outcore.engine.stream.clock import PhaseClock
 from outcore.engine.stream.loss_scale import LossScaler
@@ -81,13 +89,10 @@ class StreamEngine:
     # --- training
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
-        """One optimizer step; see `Engine`. After an exception the engine must not train on: resume."""
+        """One optimizer step; see `Engine`. After any exception but that of `NO_TARGETS` only a resume can train on."""
         total = sum(count_target_tokens(batch) for batch in micro_batches)
         if total == 0:
-            raise ValueError(
-                "no token of this global batch counts for the loss (all labels are masked): check the data's prompt "
-                "and completion columns, or use longer rows (--seq_length)."
-            )
+            raise ValueError(NO_TARGETS)
         parts, self._failed = self._parts, True
         self._tracing.step_begins()
         clock = PhaseClock(self.device)
