@@ -286,21 +286,3 @@ def test_a_gradient_that_never_arrives_ends_in_a_timeout(engine):
     assert not updates.is_done(unit)
     with pytest.raises(TimeoutError, match="did not arrive"):
         updates.drain()
-
-
-def test_a_failure_while_building_releases_the_staging_memory(monkeypatch):
-    from outcore.engine.stream import build as module
-
-    made = []
-
-    class Watched(module.PinnedPool):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setattr(module, "PinnedPool", Watched)
-    loaded = tiny_loaded("llama")
-    settings = replace(TINY, max_grad_norm=0.0, gradient_bytes=4096)
-    with pytest.raises(ValueError, match="gradient_bytes"):
-        build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False)
-    assert made[0].capacity_bytes == 0
