@@ -35,7 +35,7 @@ def test_a_step_that_fails_leaves_nothing_open(tmp_path, monkeypatch, step):
     tiling = "on" if step == "open_tiles" else "off"
     settings = replace(TINY, max_grad_norm=0.0, tiling=tiling, tile_bytes=2500, nvme_path=str(tmp_path))
     settings = replace(settings, state_ram_bytes=0, weight_ram_bytes=0, activations="nvme")
-    pools = _watched(monkeypatch)
+    staging, optimizers = _watched(monkeypatch)
     name, _, from_drive = step.partition(" ")
     original = getattr(build_module, name)
 
@@ -54,7 +54,8 @@ def test_a_step_that_fails_leaves_nothing_open(tmp_path, monkeypatch, step):
         time.sleep(0.01)
     assert not set(threading.enumerate()) - threads
     assert not list(tmp_path.iterdir())
-    assert [pool.capacity_bytes for pool in pools] == [0] * (step != "PinnedPool")
+    assert [pool.capacity_bytes for pool in staging] == [0] * (step != "PinnedPool")
+    assert [pool._closed for pool in optimizers] == [True] * (STEPS.index(step) > STEPS.index("OptimizerPool"))
     engine = build(settings)
     assert engine.train_step([plain_batch()], 1e-3).loss > 0
     engine.close()
@@ -62,10 +63,10 @@ def test_a_step_that_fails_leaves_nothing_open(tmp_path, monkeypatch, step):
 
 
 def test_settings_that_cannot_be_release_the_staging_memory(monkeypatch):
-    pools = _watched(monkeypatch)
+    staging, _ = _watched(monkeypatch)
     with pytest.raises(ValueError, match="gradient_bytes"):
         build(replace(TINY, max_grad_norm=0.0, gradient_bytes=4096))
-    assert [pool.capacity_bytes for pool in pools] == [0]
+    assert [pool.capacity_bytes for pool in staging] == [0]
 
 
 def build(settings):
@@ -73,14 +74,25 @@ def build(settings):
     return build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False)
 
 
-def _watched(monkeypatch) -> list:
-    """The pools that are opened from here on."""
-    opened = []
+def _watched(monkeypatch) -> tuple[list, list]:
+    """The staging and optimizer pools that are opened from here on."""
+    staging, optimizers = [], []
 
-    class Watched(build_module.PinnedPool):
+    class Staging(build_module.PinnedPool):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            opened.append(self)
+            staging.append(self)
 
-    monkeypatch.setattr(build_module, "PinnedPool", Watched)
-    return opened
+        @property
+        def is_pinned(self) -> bool:
+            """As beside a GPU: homes are leased from it, and it cannot close before they are released."""
+            return True
+
+    class Optimizer(build_module.OptimizerPool):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            optimizers.append(self)
+
+    monkeypatch.setattr(build_module, "PinnedPool", Staging)
+    monkeypatch.setattr(build_module, "OptimizerPool", Optimizer)
+    return staging, optimizers
