@@ -8,7 +8,7 @@ import pytest
 import torch
 from stream_models import packed_batch, plain_batch, set_dropout, tiny_loaded
 
-from outcore.engine.stream import build
+from outcore.engine.stream import blueprint
 from outcore.engine.stream import graphs as module
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.compiled import draws_random_numbers
@@ -192,9 +192,9 @@ def test_layers_with_dropout_are_not_captured():
         for part in loaded.model.modules():
             if isinstance(part, torch.nn.Dropout):
                 part.p = rate
-        found = build._compiled(loaded, units, settings, torch.device("cuda"), 0.0)
+        found = blueprint._compiled(loaded, units, settings, torch.device("cuda"), 0.0)
         fits.append(found.graphs_fit_eager)
         assert found.why_not == "compile: off"
     assert fits == [True, False]
-    assert not build._compiled(loaded, units, settings, torch.device("cpu"), 0.0).graphs_fit_eager
-    assert not build._compiled(loaded, units, settings, torch.device("cuda"), 0.01).graphs_fit_eager
+    assert not blueprint._compiled(loaded, units, settings, torch.device("cpu"), 0.0).graphs_fit_eager
+    assert not blueprint._compiled(loaded, units, settings, torch.device("cuda"), 0.01).graphs_fit_eager

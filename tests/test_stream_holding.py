@@ -9,7 +9,7 @@ import torch
 from stream_holdings import LESS, PART, WHOLE
 from stream_models import TINY_SETTINGS, packed_batch, plain_batch, set_dropout, tiny_loaded
 
-from outcore.engine.stream import build as build_module
+from outcore.engine.stream import blueprint
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.gradient_arena import gradient_bytes_of
 from outcore.engine.stream.settings import StreamSettings
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def build(monkeypatch, engines):
     def make(model: str, holding: Holding, settings: StreamSettings = TINY, dtype=torch.bfloat16):
-        monkeypatch.setattr(build_module, "plan_tiles", lambda *_: TilePlan((), 1, "as the test says", None, holding))
+        monkeypatch.setattr(blueprint, "plan_tiles", lambda *_: TilePlan((), 1, "as the test says", None, holding))
         loaded = tiny_loaded(model, dtype=dtype, vocab_size=1024)
         set_dropout(loaded.model, 0.1)
         engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False))

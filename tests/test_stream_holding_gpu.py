@@ -11,7 +11,7 @@ import torch
 from stream_holdings import LESS, WHOLE
 from stream_models import plain_batch, set_dropout, tiny_loaded
 
-from outcore.engine.stream import build as build_module
+from outcore.engine.stream import blueprint
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.tile_rule import Holding
@@ -28,7 +28,7 @@ def train(holding: Holding, settings: StreamSettings, model: str, device: str = 
     """(loss, gradient norm) of steps of one, two and three micro-batches."""
     with pytest.MonkeyPatch.context() as patch:
         plan = TilePlan((), 1, "as the test says", None, holding)
-        patch.setattr(build_module, "plan_tiles", lambda *_: plan)
+        patch.setattr(blueprint, "plan_tiles", lambda *_: plan)
         loaded = tiny_loaded(model, dtype=torch.bfloat16, vocab_size=1024, num_hidden_layers=4)
         set_dropout(loaded.model, 0.0)
         engine = build_stream_engine(loaded, settings, device=device, pinned_grant=False)

@@ -19,7 +19,7 @@ from stream_models import (
 from test_stream_graphs import CpuGraphs
 from varlen_kernel import imitated
 
-from outcore.engine.stream import build, graphs, packed_rows
+from outcore.engine.stream import blueprint, graphs, packed_rows
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check import run_units, sharing_holds
 from outcore.engine.stream.compiled import CompiledLayers
@@ -139,7 +139,7 @@ def test_compiled_layers_take_borders_and_compile_once_for_all_of_them(
     def compiled_layers(*args, graphs, **more):
         return CompiledLayers(*args, backend=counting, graphs=CpuGraphs(CPU) if graphed else None, **more)
 
-    monkeypatch.setattr(build, "CompiledLayers", compiled_layers)
+    monkeypatch.setattr(blueprint, "CompiledLayers", compiled_layers)
     monkeypatch.setattr(graphs, "LONG_S", 60.0)  # however busy the machine is
     losses = {}
     with imitated() as calls:

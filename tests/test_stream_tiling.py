@@ -186,7 +186,7 @@ def test_whole_and_tiled_layers_share_a_drive(build, tmp_path):
         loaded = tiny_loaded("llama", num_hidden_layers=4, dtype=torch.bfloat16)
         set_dropout(loaded.model, 0.0)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("outcore.engine.stream.build.plan_tiles", _second_layer_in_tiles)
+            patch.setattr("outcore.engine.stream.blueprint.plan_tiles", _second_layer_in_tiles)
             engine = build_stream_engine(
                 loaded, replace(settings, **spilled), device="cpu", pinned_grant=False, trial=False
             )

@@ -1,29 +1,27 @@
-"""From a loaded model to a running streaming engine: take it apart, give every part its home, open the lanes."""
+"""From a loaded model to a running streaming engine: take it apart, give every part its home, open the lanes.
+
+`blueprint` decides, and nothing is open until it has. What is opened from then on is closed again, the last first, when
+a later step fails.
+"""
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 
 from outcore.engine.device_memory import let_segments_grow
 from outcore.engine.stream.activations import Activations, DeviceActivations, RamActivations
 from outcore.engine.stream.activations_nvme import NvmeActivations
-from outcore.engine.stream.check import sharing_holds, try_tiny_copy
-from outcore.engine.stream.compiled import CompiledLayers, draws_random_numbers
-from outcore.engine.stream.discovery import discover_units
+from outcore.engine.stream.blueprint import Blueprint, draw_blueprint
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.gradient_arena import GradientArena
 from outcore.engine.stream.gradients import GradientDownload
-from outcore.engine.stream.graphs import LayerGraphs
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.host_sizes import arena_bytes, lender, pool_bytes, state_store
-from outcore.engine.stream.packed_rows import attention_to_packed_rows
 from outcore.engine.stream.parts import EngineParts
-from outcore.engine.stream.placement import cut_states, spill
 from outcore.engine.stream.prefetch import WeightPrefetcher
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.schedule import VerticalSchedule
@@ -31,40 +29,15 @@ from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.stalls import Stalls
 from outcore.engine.stream.state_ring import StateRing
-from outcore.engine.stream.tiles_plan import TilePlan, free_device_bytes, plan_tiles
-from outcore.engine.stream.tiles_trial import try_tiled_copy
-from outcore.engine.stream.tiles_units import open_tiles
-from outcore.engine.stream.tiles_work import work_of_step
-from outcore.engine.stream.units import Unit, Units
-from outcore.engine.stream.updates import TIMEOUT_S, UnitUpdates
-from outcore.engine.stream.weights import WeightHomes, plan_cuts
+from outcore.engine.stream.tiles_units import TiledUnits, open_tiles
+from outcore.engine.stream.units import Units
+from outcore.engine.stream.updates import TIMEOUT_S, UnitUpdates, UpdatedWeights
+from outcore.engine.stream.weights import WeightHomes
 from outcore.model.load import LoadedModel
-from outcore.optim import OptimizerPool, state_format
+from outcore.optim import OptimizerPool
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
 from outcore.staging.pinned_grant import PinnedGrant
-from outcore.storage import StorageEngine, TensorStore
-
-logger = logging.getLogger(__name__)
-
-
-class _Source:
-    """What the prefetcher asks: homes, and whether their last update is over."""
-
-    def __init__(self, homes: Homes, updates: UnitUpdates) -> None:
-        self._homes, self._updates = homes, updates
-
-    def slab(self, unit: Unit) -> torch.Tensor:
-        return self._homes[unit].slab
-
-    def stored(self, unit: Unit) -> tuple[TensorStore, str] | None:
-        place = self._homes.weights.stored_at(unit, len(self._homes[unit].slab))
-        return None if place is None else place[:2]
-
-    def is_ready(self, unit: Unit) -> bool:
-        return self._updates.is_done(unit)
-
-    def wait_ready(self, unit: Unit) -> None:
-        self._updates.wait(unit)
+from outcore.storage import StorageEngine
 
 
 def build_stream_engine(
@@ -89,216 +62,54 @@ def build_stream_engine(
     for settings; PinnedPoolFull or RuntimeError when the machine does not give the staging memory, EngineError when the
     drives have no room.
     """
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    units = discover_units(loaded)
-    if trial:
-        try_tiny_copy(loaded)
-    dtype = units.embed.layout.dtype
-    aux_coefficient = loaded.token_loss().aux_coefficient
-    packed_rows = attention_to_packed_rows(
-        loaded, device, dtype, wanted=settings.packed_attention == "auto", trial=trial
-    )
-    compiled = _compiled(loaded, units, settings, device, aux_coefficient)
-    tile_plan = _tile_plan(loaded, units, settings, device, trial, compiled=not compiled.why_not)
-    holding = tile_plan.holding
-    if not compiled.why_not and all(unit.index in tile_plan.indices for unit in units.layer_units):
-        compiled.give_up("they are computed in tiles.")
-    states = state_format(settings.states)
-    states.check_param_dtype(dtype)
-    deferred = settings.is_deferred(dtype)
-    chunks = cut_states(units.all, states, settings.chunk_numel)
-    spill([chunk for unit in units.all for chunk in chunks[unit.index]], settings.state_ram_bytes)
+    device = _whole_name(torch.device(device))
+    plan = draw_blueprint(loaded, settings, device, trial=trial, build=build_stream_engine)
     let_segments_grow(device)
-    _prepare_model(units, device, expert_by_expert=bool(tile_plan.tiled))
+    _prepare_model(plan.units, device, expert_by_expert=bool(plan.tile_plan.tiled))
     with ExitStack() as undo:
-        combined_bytes = settings.lane_bytes // 2 if settings.write_combined else 0
-        with compiled.loading_compiler():  # pinning waits for the kernel meanwhile
-            pool = PinnedPool(
-                pool_bytes(units, settings), device=device, write_combined_bytes=combined_bytes, probe=pinned_grant
-            )
-        staging = undo.enter_context(pool)
-        scratch = undo.enter_context(Scratch(settings.nvme_paths, storage)) if settings.nvme_paths else None
-        upload = undo.enter_context(
-            UploadLane(
-                staging,
-                None,
-                device,
-                settings.slot_bytes,
-                settings.num_slots,
-                write_combined=settings.write_combined,
-            )
-        )
-        download_lane = undo.enter_context(DownloadLane(staging, None, device, settings.slot_bytes, settings.num_slots))
-        memory = HostMemory(staging)
-        undo.callback(memory.close)
-        cuts = plan_cuts(
-            units.all,
-            units.layer_units,
-            settings.weight_ram_bytes,
-            settings.chunk_numel,
-            whole=tile_plan.indices & {units.embed.index, units.head.index},  # rows of an embedding come from RAM
-        )
-        weights = WeightHomes(units.all, memory, cuts, scratch, loaded.feed)
-        on_nvme = {unit.index for unit in units.all if cuts[unit.index] < unit.layout.numel}
-        lanes = {"weights": bool(on_nvme - tile_plan.indices), "tiles": bool(on_nvme & tile_plan.indices)}
-        left = min(settings.weight_read_ahead_bytes, staging.free_bytes // 2)
-        num_slots = max(2, left // max(1, sum(lanes.values())) // settings.slot_bytes)
-        drive_lanes = {
-            what: undo.enter_context(
-                UploadLane(staging, None, device, settings.slot_bytes, num_slots, owner=f"{what} from NVMe")
-            )
-            for what, is_needed in lanes.items()
-            if is_needed
-        }
-        homes = Homes(units.all, memory, states, chunks, state_store(chunks, scratch), weights=weights)
-        early = units.embed if units.tied and units.embed.index in tile_plan.indices else None
-        arena = GradientArena(units.all, memory, None if deferred else arena_bytes(units, settings), early=early)
-        optimizer = undo.enter_context(OptimizerPool(settings.optimizer_threads, backend=settings.optimizer_backend))
+        ground = _open_ground(plan, pinned_grant, storage, undo)
+        weights = WeightHomes(plan.units.all, ground.memory, plan.cuts, ground.scratch, loaded.feed)
+        drive_lanes = _open_drive_lanes(plan, ground, undo)
+        stored_states = state_store(plan.chunks, ground.scratch)
+        homes = Homes(plan.units.all, ground.memory, plan.states, plan.chunks, stored_states, weights=weights)
+        arena = _gradient_arena(plan, ground)
         stalls = Stalls(device)
-        ring = None
-        if any(homes.flowing(unit) for unit in units.all):
-            ring = StateRing(
-                homes,
-                optimizer,
-                memory,
-                ring_bytes=settings.state_ring_bytes,
-                max_slots=settings.state_ring_slots,
-                descending=not deferred,
-                timeout_s=TIMEOUT_S,
-            )
-            undo.callback(ring.close)
-        updates = UnitUpdates(homes, arena, optimizer, ring, stalls=stalls)
-        source = _Source(homes, updates)
-        skip = tile_plan.indices
-        prefetcher = WeightPrefetcher(
-            units, source, upload, holding.layer_buffers, skip, drive_lane=drive_lanes.get("weights"), stalls=stalls
-        )
-        sum_dtype = torch.float32 if settings.accumulate == "fp32" else dtype
-        download = GradientDownload(
-            units,
-            arena,
-            download_lane,
-            make_room=updates.make_room,
-            accumulate_dtype=sum_dtype,
-            num_buffers=holding.ship_buffers,
-            ends_in_parts=holding.ends_in_parts,
-            part_numel=holding.part_numel,
-            skip=skip,
+        optimizer = _open_optimizer(plan, ground, homes, arena, stalls, undo)
+        traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer.updates, stalls)
+        runner = _runner(plan, traffic.tiles)
+        activations = _activations(plan, ground, arena)
+        schedule = VerticalSchedule(runner, traffic.prefetcher, traffic.download, activations, device, settings.seed)
+        parts = EngineParts(
+            units=plan.units,
+            device=device,
+            staging=ground.staging,
+            memory=ground.memory,
+            scratch=ground.scratch,
+            homes=homes,
+            upload=ground.upload,
+            drive_lanes=list(drive_lanes.values()),
+            download_lane=ground.download,
+            optimizer=optimizer.pool,
+            updates=optimizer.updates,
+            prefetcher=traffic.prefetcher,
+            download=traffic.download,
+            schedule=schedule,
             stalls=stalls,
-            norm_per_unit=not deferred,
+            tile_plan=plan.tile_plan,
+            arena=arena,
+            ring=optimizer.ring,
+            packed_rows=plan.packed_rows,
         )
-        tiles = None
-        if tile_plan.tiled:
-            tiles, prefetcher, download = open_tiles(
-                tile_plan,
-                source,
-                memory,
-                upload,
-                drive_lanes.get("tiles"),
-                download_lane,
-                prefetcher,
-                download,
-                sum_dtype,
-            )
-        runner = UnitRunner(
-            units,
-            vocab_size=loaded.facts.vocab_size,
-            aux_coefficient=aux_coefficient,
-            logits_chunk_bytes=settings.logits_chunk_bytes,
-            compiled=compiled,
-            tiles=tiles,
-            head_loss=loaded.head_loss,
-        )
-        num_layers = len(units.layers)
-        activations: Activations = DeviceActivations()
-        where = settings.activations_on(device)
-        if where == "ram":
-            activations = RamActivations(memory, upload, download_lane, num_layers, lend=lender(units, arena, skip))
-        elif where == "nvme":
-            assert scratch is not None
-            activations = NvmeActivations(scratch, upload, download_lane, num_layers)
-            row_bytes = loaded.facts.hidden_size * dtype.itemsize
-            activations.reserve([tokens * row_bytes for tokens in settings.step_tokens or ()])
-        schedule = VerticalSchedule(runner, prefetcher, download, activations, device, settings.seed)
-        engine = StreamEngine(
-            loaded,
-            settings,
-            EngineParts(
-                units,
-                device,
-                staging,
-                memory,
-                scratch,
-                homes,
-                upload,
-                list(drive_lanes.values()),
-                download_lane,
-                optimizer,
-                updates,
-                prefetcher,
-                download,
-                schedule,
-                stalls,
-                tile_plan,
-                arena,
-                ring,
-                packed_rows,
-            ),
-        )
+        engine = StreamEngine(loaded, settings, parts)
         undo.pop_all()
         return engine
 
 
-def _tile_plan(
-    loaded: LoadedModel, units: Units, settings: StreamSettings, device: torch.device, trial: bool, *, compiled: bool
-) -> TilePlan:
-    device_bytes = free_device_bytes(device) if settings.device_bytes is None else settings.device_bytes
-    sum_itemsize = 4 if settings.accumulate == "fp32" else units.embed.layout.dtype.itemsize
-    plan = plan_tiles(
-        units,
-        settings.tiling,
-        device_bytes,
-        settings.tile_bytes,
-        settings.num_layer_buffers,
-        sum_itemsize,
-        partial(work_of_step, loaded, settings, device, compiled=compiled),
-    )
-    if plan.tiled:
-        logger.info("computed in tiles: %s", plan.reason)
-        if trial:
-            try_tiled_copy(loaded, build_stream_engine)
-    return plan
-
-
-def _compiled(
-    loaded: LoadedModel,
-    units: Units,
-    settings: StreamSettings,
-    device: torch.device,
-    aux_coefficient: float,
-) -> CompiledLayers:
-    graphs = LayerGraphs(device) if device.type == "cuda" and settings.cuda_graphs == "auto" else None
-    compiled = CompiledLayers(units, settings.compile, graphs=graphs)
-    if settings.compile == "auto" and device.type != "cuda":
-        compiled.why_not = "compile: auto compiles on a GPU only"
-    if graphs is None and compiled.why_not:
-        return compiled
-    if aux_coefficient:
-        compiled.cannot("the routers' balancing loss needs their logits, which are read from the eager layers.")
-        return compiled
-    if draws_random_numbers(units):
-        compiled.cannot("dropout is at work, and must draw the same numbers in forward and recomputation.")
-        return compiled
-    if sharing_holds(loaded):
-        compiled.graphs_fit_eager = True
-        return compiled
-    if not compiled.why_not:
-        logger.warning(
-            "layers that look alike differ in their results, so each is compiled by itself: a slow first step"
-        )
-    return CompiledLayers(units, settings.compile, share=False, graphs=graphs)
+def _whole_name(device: torch.device) -> torch.device:
+    """With its number, where several may be meant."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _prepare_model(units: Units, device: torch.device, *, expert_by_expert: bool) -> None:
@@ -315,3 +126,174 @@ def _prepare_model(units: Units, device: torch.device, *, expert_by_expert: bool
             config._experts_implementation = "eager"  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
         if getattr(module, "gradient_checkpointing", False):
             module.__dict__["gradient_checkpointing"] = False
+
+
+@dataclass(frozen=True)
+class _Ground:
+    """What everything else stands on."""
+
+    staging: PinnedPool
+    memory: HostMemory
+    scratch: Scratch | None
+    upload: UploadLane
+    download: DownloadLane
+
+
+def _open_ground(
+    plan: Blueprint, pinned_grant: PinnedGrant | bool, storage: StorageEngine | None, undo: ExitStack
+) -> _Ground:
+    settings, device = plan.settings, plan.device
+    combined_bytes = settings.lane_bytes // 2 if settings.write_combined else 0
+    with plan.compiled.loading_compiler():  # pinning waits for the kernel meanwhile
+        pool = PinnedPool(
+            pool_bytes(plan.units, settings), device=device, write_combined_bytes=combined_bytes, probe=pinned_grant
+        )
+    staging = undo.enter_context(pool)
+    scratch = undo.enter_context(Scratch(settings.nvme_paths, storage)) if settings.nvme_paths else None
+    upload = undo.enter_context(
+        UploadLane(
+            staging, None, device, settings.slot_bytes, settings.num_slots, write_combined=settings.write_combined
+        )
+    )
+    download = undo.enter_context(DownloadLane(staging, None, device, settings.slot_bytes, settings.num_slots))
+    memory = HostMemory(staging)
+    undo.callback(memory.close)
+    return _Ground(staging, memory, scratch, upload, download)
+
+
+def _open_drive_lanes(plan: Blueprint, ground: _Ground, undo: ExitStack) -> dict[str, UploadLane]:
+    """For parameters on NVMe, of whole units ("weights") and of tiles ("tiles"); only those that have work."""
+    settings, tiled = plan.settings, plan.tile_plan.indices
+    lanes = {"weights": bool(plan.on_nvme - tiled), "tiles": bool(plan.on_nvme & tiled)}
+    left = min(settings.weight_read_ahead_bytes, ground.staging.free_bytes // 2)
+    num_slots = max(2, left // max(1, sum(lanes.values())) // settings.slot_bytes)
+    return {
+        what: undo.enter_context(
+            UploadLane(ground.staging, None, plan.device, settings.slot_bytes, num_slots, owner=f"{what} from NVMe")
+        )
+        for what, is_needed in lanes.items()
+        if is_needed
+    }
+
+
+def _gradient_arena(plan: Blueprint, ground: _Ground) -> GradientArena:
+    units = plan.units
+    early = units.embed if units.tied and units.embed.index in plan.tile_plan.indices else None
+    limit_bytes = None if plan.is_deferred else arena_bytes(units, plan.settings)
+    return GradientArena(units.all, ground.memory, limit_bytes, early=early)
+
+
+@dataclass(frozen=True)
+class _Optimizer:
+    """What turns gradients in RAM into weights."""
+
+    pool: OptimizerPool
+    ring: StateRing | None
+    updates: UnitUpdates
+
+
+def _open_optimizer(
+    plan: Blueprint, ground: _Ground, homes: Homes, arena: GradientArena, stalls: Stalls, undo: ExitStack
+) -> _Optimizer:
+    settings = plan.settings
+    pool = undo.enter_context(OptimizerPool(settings.optimizer_threads, backend=settings.optimizer_backend))
+    ring = None
+    if any(homes.flowing(unit) for unit in plan.units.all):
+        ring = StateRing(
+            homes,
+            pool,
+            ground.memory,
+            ring_bytes=settings.state_ring_bytes,
+            max_slots=settings.state_ring_slots,
+            descending=not plan.is_deferred,
+            timeout_s=TIMEOUT_S,
+        )
+        undo.callback(ring.close)
+    return _Optimizer(pool, ring, UnitUpdates(homes, arena, pool, ring, stalls=stalls))
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    """How weights reach the device and gradients leave it."""
+
+    prefetcher: WeightPrefetcher
+    download: GradientDownload
+    tiles: TiledUnits | None
+    """None: every unit comes in whole."""
+
+
+def _traffic(
+    plan: Blueprint,
+    ground: _Ground,
+    drive_lanes: dict[str, UploadLane],
+    homes: Homes,
+    arena: GradientArena,
+    updates: UnitUpdates,
+    stalls: Stalls,
+) -> _Traffic:
+    holding, skip = plan.tile_plan.holding, plan.tile_plan.indices
+    source = UpdatedWeights(homes, updates)
+    prefetcher = WeightPrefetcher(
+        plan.units,
+        source,
+        ground.upload,
+        holding.layer_buffers,
+        skip,
+        drive_lane=drive_lanes.get("weights"),
+        stalls=stalls,
+    )
+    download = GradientDownload(
+        plan.units,
+        arena,
+        ground.download,
+        make_room=updates.make_room,
+        accumulate_dtype=plan.sum_dtype,
+        num_buffers=holding.ship_buffers,
+        ends_in_parts=holding.ends_in_parts,
+        part_numel=holding.part_numel,
+        skip=skip,
+        stalls=stalls,
+        norm_per_unit=not plan.is_deferred,
+    )
+    if not plan.tile_plan.tiled:
+        return _Traffic(prefetcher, download, None)
+    tiles, tiled_prefetcher, tiled_download = open_tiles(
+        plan.tile_plan,
+        source,
+        ground.memory,
+        ground.upload,
+        drive_lanes.get("tiles"),
+        ground.download,
+        prefetcher,
+        download,
+        plan.sum_dtype,
+    )
+    return _Traffic(tiled_prefetcher, tiled_download, tiles)
+
+
+def _runner(plan: Blueprint, tiles: TiledUnits | None) -> UnitRunner:
+    return UnitRunner(
+        plan.units,
+        vocab_size=plan.loaded.facts.vocab_size,
+        aux_coefficient=plan.aux_coefficient,
+        logits_chunk_bytes=plan.settings.logits_chunk_bytes,
+        compiled=plan.compiled,
+        tiles=tiles,
+        head_loss=plan.loaded.head_loss,
+    )
+
+
+def _activations(plan: Blueprint, ground: _Ground, arena: GradientArena) -> Activations:
+    """Where checkpoints wait; on NVMe with the space that the settings say a step needs."""
+    num_layers = len(plan.units.layers)
+    where = plan.settings.activations_on(plan.device)
+    if where == "ram":
+        lend = lender(plan.units, arena, plan.tile_plan.indices)
+        return RamActivations(ground.memory, ground.upload, ground.download, num_layers, lend=lend)
+    if where == "nvme":
+        assert ground.scratch is not None
+        activations = NvmeActivations(ground.scratch, ground.upload, ground.download, num_layers)
+        row_bytes = plan.loaded.facts.hidden_size * plan.dtype.itemsize
+        activations.reserve([tokens * row_bytes for tokens in plan.settings.step_tokens or ()])
+        return activations
+    return DeviceActivations()

@@ -27,6 +27,7 @@ from outcore.engine.stream.units import Unit
 from outcore.optim import AdamWHyper, OptimizerPool, Ticket
 from outcore.optim.reference import LARGEST_GRAD
 from outcore.staging import LaneTransfer
+from outcore.storage import TensorStore
 from outcore.units import format_s
 
 TIMEOUT_S = 600.0
@@ -199,6 +200,26 @@ class UnitUpdates:
             self._guards.shutdown(wait=False, cancel_futures=True)
         if self._ring is not None and not self._ring.close(timeout_s):
             raise TimeoutError("optimizer states are still being moved from or to NVMe")
+
+
+class UpdatedWeights:
+    """What the prefetcher asks (its `WeightSource`): homes, and whether their last update is over."""
+
+    def __init__(self, homes: Homes, updates: UnitUpdates) -> None:
+        self._homes, self._updates = homes, updates
+
+    def slab(self, unit: Unit) -> torch.Tensor:
+        return self._homes[unit].slab
+
+    def stored(self, unit: Unit) -> tuple[TensorStore, str] | None:
+        place = self._homes.weights.stored_at(unit, len(self._homes[unit].slab))
+        return None if place is None else place[:2]
+
+    def is_ready(self, unit: Unit) -> bool:
+        return self._updates.is_done(unit)
+
+    def wait_ready(self, unit: Unit) -> None:
+        self._updates.wait(unit)
 
 
 def is_usable(norm: float, hyper: AdamWHyper) -> bool:

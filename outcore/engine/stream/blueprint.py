@@ -1,0 +1,167 @@
+"""What is decided about an engine before memory is spent: whether it can be, how layers run, where every byte goes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from outcore.engine.stream.check import sharing_holds, try_tiny_copy
+from outcore.engine.stream.compiled import CompiledLayers, draws_random_numbers
+from outcore.engine.stream.discovery import discover_units
+from outcore.engine.stream.graphs import LayerGraphs
+from outcore.engine.stream.packed_rows import attention_to_packed_rows
+from outcore.engine.stream.placement import StateChunk, cut_states, spill
+from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream.tiles_plan import TilePlan, free_device_bytes, plan_tiles
+from outcore.engine.stream.tiles_trial import try_tiled_copy
+from outcore.engine.stream.tiles_work import work_of_step
+from outcore.engine.stream.units import Units
+from outcore.engine.stream.weights import plan_cuts
+from outcore.model.load import LoadedModel
+from outcore.optim import StateFormat, state_format
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The decisions; `build` opens what they need."""
+
+    loaded: LoadedModel
+    settings: StreamSettings
+    device: torch.device
+    units: Units
+    aux_coefficient: float
+    """Of the routers' balancing loss; 0 without."""
+    packed_rows: str
+    """How attention keeps packed documents apart, for people; '' when it does not come up."""
+    compiled: CompiledLayers
+    tile_plan: TilePlan
+    states: StateFormat
+    chunks: dict[int, list[StateChunk]]
+    """Optimizer states of each unit (by its index), and which of them are on NVMe."""
+    cuts: dict[int, int]
+    """Elements of each unit's slab (by its index) that live in RAM; the rest is on NVMe."""
+    is_deferred: bool
+    """Whether updates wait for the global norm."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self.units.embed.layout.dtype
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """In which gradients of several micro-batches are added up."""
+        return torch.float32 if self.settings.accumulate == "fp32" else self.dtype
+
+    @property
+    def on_nvme(self) -> frozenset[int]:
+        """Indices of the units with parameters on NVMe."""
+        return frozenset(unit.index for unit in self.units.all if self.cuts[unit.index] < unit.layout.numel)
+
+
+def draw_blueprint(
+    loaded: LoadedModel,
+    settings: StreamSettings,
+    device: torch.device,
+    *,
+    trial: bool,
+    build: Callable[..., object],
+) -> Blueprint:
+    """Look at the model (`trial`: with tiny copies of it as well) and decide. `build`: build_stream_engine.
+
+    StreamUnsupported (a ValueError) naming why this model cannot be streamed; ValueError for settings; EngineError for
+    a compilation that was asked for and cannot be.
+    """
+    units = discover_units(loaded)
+    if trial:
+        try_tiny_copy(loaded)
+    dtype = units.embed.layout.dtype
+    aux_coefficient = loaded.token_loss().aux_coefficient
+    packed_rows = attention_to_packed_rows(
+        loaded, device, dtype, wanted=settings.packed_attention == "auto", trial=trial
+    )
+    compiled = _compiled(loaded, units, settings, device, aux_coefficient)
+    tile_plan = _tile_plan(loaded, units, settings, device, compiled=not compiled.why_not)
+    if tile_plan.tiled:
+        logger.info("computed in tiles: %s", tile_plan.reason)
+        if trial:
+            try_tiled_copy(loaded, build)
+    if not compiled.why_not and all(unit.index in tile_plan.indices for unit in units.layer_units):
+        compiled.give_up("they are computed in tiles.")
+    states = state_format(settings.states)
+    states.check_param_dtype(dtype)
+    is_deferred = settings.is_deferred(dtype)
+    chunks = cut_states(units.all, states, settings.chunk_numel)
+    spill([chunk for unit in units.all for chunk in chunks[unit.index]], settings.state_ram_bytes)
+    cuts = plan_cuts(
+        units.all,
+        units.layer_units,
+        settings.weight_ram_bytes,
+        settings.chunk_numel,
+        whole=tile_plan.indices & {units.embed.index, units.head.index},  # rows of an embedding come from RAM
+    )
+    return Blueprint(
+        loaded,
+        settings,
+        device,
+        units,
+        aux_coefficient,
+        packed_rows,
+        compiled,
+        tile_plan,
+        states,
+        chunks,
+        cuts,
+        is_deferred,
+    )
+
+
+def _compiled(
+    loaded: LoadedModel,
+    units: Units,
+    settings: StreamSettings,
+    device: torch.device,
+    aux_coefficient: float,
+) -> CompiledLayers:
+    graphs = LayerGraphs(device) if device.type == "cuda" and settings.cuda_graphs == "auto" else None
+    compiled = CompiledLayers(units, settings.compile, graphs=graphs)
+    if settings.compile == "auto" and device.type != "cuda":
+        compiled.why_not = "compile: auto compiles on a GPU only"
+    if graphs is None and compiled.why_not:
+        return compiled
+    if aux_coefficient:
+        compiled.cannot("the routers' balancing loss needs their logits, which are read from the eager layers.")
+        return compiled
+    if draws_random_numbers(units):
+        compiled.cannot("dropout is at work, and must draw the same numbers in forward and recomputation.")
+        return compiled
+    if sharing_holds(loaded):
+        compiled.graphs_fit_eager = True
+        return compiled
+    if not compiled.why_not:
+        logger.warning(
+            "layers that look alike differ in their results, so each is compiled by itself: a slow first step"
+        )
+    return CompiledLayers(units, settings.compile, share=False, graphs=graphs)
+
+
+def _tile_plan(
+    loaded: LoadedModel, units: Units, settings: StreamSettings, device: torch.device, *, compiled: bool
+) -> TilePlan:
+    device_bytes = free_device_bytes(device) if settings.device_bytes is None else settings.device_bytes
+    sum_itemsize = 4 if settings.accumulate == "fp32" else units.embed.layout.dtype.itemsize
+    return plan_tiles(
+        units,
+        settings.tiling,
+        device_bytes,
+        settings.tile_bytes,
+        settings.num_layer_buffers,
+        sum_itemsize,
+        partial(work_of_step, loaded, settings, device, compiled=compiled),
+    )
