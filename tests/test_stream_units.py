@@ -109,6 +109,18 @@ def test_loss_and_gradients_equal_plain_autograd(model_type, kind):
         assert float(loaded.token_loss()(loaded.model, batches[0]).loss_sum) > 0
 
 
+def test_a_head_that_reads_a_number_from_its_decoder():
+    """Falcon-H1 scales its logits by `self.model.lm_head_multiplier`."""
+    loaded = tiny_loaded("falcon_h1", lm_head_multiplier=0.3, embedding_multiplier=2.0)
+    set_dropout(loaded.model, 0.0)
+    assert why_not_streamed(loaded) == ""
+    batches = [plain_batch(2, 20, seed=1), padded_batch(2, 13, seed=2)]
+    ce, _, expected = plain_gradients(loaded, batches)
+    mine_ce, _, mine = run_units(loaded, batches)
+    assert mine_ce == pytest.approx(ce, rel=1e-5)
+    assert_same_grads(mine, expected)
+
+
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_balancing_loss_of_the_routers_and_its_gradients(model_type):
     loaded = tiny_loaded(model_type, output_router_logits=True, router_aux_loss_coef=0.5)

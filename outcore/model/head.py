@@ -8,7 +8,6 @@ never touched, so hooks (ZeRO-3), adapters and checkpoints see nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,17 +34,22 @@ class DecoderStub(nn.Module):
     """Stands where the decoder stands and returns what it was given, whatever it is called with.
 
     Some models call an inner part of their decoder (OPT: `self.model.decoder(...)`): the decoder's own children are
-    the stub again.
+    the stub again. Some read what it holds (Falcon-H1: `self.model.lm_head_multiplier`): plain attributes and buffers
+    are the decoder's own; its parameters and methods are not here.
     """
 
-    def __init__(self, output: DecoderOutput, child_names: Iterable[str] = ()):
+    def __init__(self, output: DecoderOutput, decoder: nn.Module):
         super().__init__()
         self.output = output
-        self.child_names = frozenset(child_names)
+        self.__dict__["_decoder"] = decoder  # not a submodule: its weights are not the stub's
 
     def __getattr__(self, name: str) -> Any:
-        if name != "child_names" and name in self.child_names:
+        decoder = self.__dict__["_decoder"]
+        if name in decoder._modules:
             return self
+        for held in (decoder._buffers, vars(decoder)):
+            if name in held:
+                return held[name]
         return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> DecoderOutput:
@@ -107,7 +111,7 @@ class CausalParts:
     def _run_head(self, output: DecoderOutput, **kwargs: Any) -> Any:
         shell = object.__new__(type(self.causal))
         shell.__dict__.update(self.causal.__dict__)
-        stub = DecoderStub(output, self.decoder._modules)
+        stub = DecoderStub(output, self.decoder)
         shell.__dict__["_modules"] = {**self.causal._modules, self.decoder_name: stub}
         return shell.forward(input_ids=None, use_cache=False, **kwargs)
 
