@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outcore.model.facts import model_class_of
-from outcore.model.shrink import HEAD_DIM, HEADS, HIDDEN, VOCAB, shrink_config
+from outcore.model.shrink import HEAD_DIM, HEADS, HIDDEN, VOCAB, WINDOW, shrink_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -47,6 +47,30 @@ def test_parts_beside_the_text_shrink_and_the_original_stays():
     assert small.vision_config.hidden_size == HIDDEN and small.vision_config.num_hidden_layers == 2
     assert small.text_config.hidden_size == HIDDEN and small.text_config.vocab_size == VOCAB
     assert config.vision_config.hidden_size > HIDDEN and config.text_config.vocab_size > VOCAB
+
+
+def test_rotary_frequencies_become_plain_for_each_kind_of_layer_and_an_own_type_stays():
+    yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}
+    kinds = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    plain = tiny("gemma3_text", rope_parameters=kinds).rope_parameters
+    assert plain["full_attention"] == {"rope_type": "default", "rope_theta": 5e5}
+    config = transformers.AutoConfig.for_model("gemma3_text")
+    config.rope_parameters = {"full_attention": None, "sliding_attention": yarn}
+    without = shrink_config(config).rope_parameters
+    assert without == {"full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    assert tiny("qwen3_5").vision_config.rope_parameters["rope_type"] == "axial"
+    scaled = tiny("ministral3").rope_parameters
+    assert scaled["rope_type"] == "default" and scaled["original_max_position_embeddings"] == WINDOW
+
+
+def test_a_second_name_of_a_size_follows_the_first():
+    config = tiny("xlstm")
+    assert (config.embedding_dim, config.num_blocks) == (HIDDEN, config.num_hidden_layers)
+
+
+def test_padding_is_known_where_it_was_and_nothing_is_cached():
+    assert tiny("roberta").pad_token_id == 0 and tiny("llama").pad_token_id is None
+    assert transformers.AutoConfig.for_model("trocr").use_cache and not tiny("trocr").use_cache
 
 
 def test_layers_of_their_own_sizes_keep_the_proportion():

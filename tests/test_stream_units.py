@@ -332,6 +332,12 @@ PUBLISHED = {
         "layer_types": (["conv", "conv", "full_attention"] * 8),
     },
     "longcat-flash": {"model_type": "longcat_flash"},
+    "dbrx": {"model_type": "dbrx", "attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 5e5}},
+    "ministral-3": {"model_type": "ministral3"},
+    "xlstm-7b": {"model_type": "xlstm"},
+    "roberta-large": {"model_type": "roberta", "is_decoder": True, "hidden_size": 1024, "num_attention_heads": 16},
+    "modernbert-decoder": {"model_type": "modernbert-decoder"},
+    "trocr-decoder": {"model_type": "trocr"},
     "deepseek-v2-lite": {"model_type": "deepseek_v2", "q_lora_rank": None, "num_experts_per_tok": 6},
 }
 

@@ -60,6 +60,7 @@ _AT_MOST = {
     "first_k_dense_replace": 1,
     "num_dense_layers": 1,
     "num_layers": 2,
+    "kv_n_heads": 2,
     "num_decoder_layers": 2,
     "state_size": 16,
     "mamba_d_state": 16,
@@ -71,6 +72,9 @@ _AT_MOST = {
     "adapter_rank": 8,
 }
 
+_TWINS = {"embedding_dim": "hidden_size", "num_blocks": "num_hidden_layers"}
+"""Second names that some configs hold beside the first, with the same number."""
+_KEPT_OF_ROPE = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _MIXERS = [
     (expand, heads, width)
@@ -92,13 +96,20 @@ def shrink_config(config: Any) -> Any:
     text.vocab_size = VOCAB
     for name in ("bos_token_id", "eos_token_id"):
         setattr(text, name, 1)
-    text.pad_token_id = 0 if text is not tiny or getattr(text, "is_encoder_decoder", False) else None
+    pads = getattr(text, "pad_token_id", None) is not None
+    text.pad_token_id = 0 if pads or text is not tiny or getattr(text, "is_encoder_decoder", False) else None
+    text.use_cache = False
     return tiny
 
 
 def _shrink_part(part: Any) -> None:
     overrides = _take_overrides(part)
     before = {name: getattr(part, name, None) for values in overrides.values() for name in values}
+    twins = {
+        twin: name
+        for twin, name in _TWINS.items()
+        if type(size := getattr(part, twin, None)) is int and size == getattr(part, name, None)
+    }
     layers = getattr(part, "num_hidden_layers", None)
     if isinstance(layers, int) and not getattr(part, "is_encoder_decoder", False):
         kept = _shrink_layers(part, layers)
@@ -128,6 +139,8 @@ def _shrink_part(part: Any) -> None:
     for expand, num, width in mixers:
         setattr(part, num, getattr(part, expand) * HIDDEN // HEAD_DIM)
         setattr(part, width, HEAD_DIM)
+    for twin, name in twins.items():
+        _set(part, twin, getattr(part, name))
     _shrink_rope(part)
     if overrides:
         part.per_layer_config = {
@@ -186,14 +199,21 @@ def _shrink_layers(part: Any, layers: int) -> list[int]:
 
 
 def _shrink_rope(part: Any) -> None:
-    """Plain rotary frequencies: scaled ones carry tables sized for the real head."""
+    """Plain rotary frequencies where they are scaled, since scaled ones may carry tables sized for the real head. A
+    type that is the model's own (axial ones of a vision tower) stays."""
     rope = getattr(part, "rope_parameters", None)
     if not isinstance(rope, dict):
         return
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     def plain(parameters: dict[str, Any]) -> dict[str, Any]:
-        kept = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
-        return {"rope_type": "default", "rope_theta": 10000.0, **kept}
+        kind = parameters.get("rope_type", "default")
+        kept = {key: parameters[key] for key in _KEPT_OF_ROPE if key in parameters}
+        if "llama_4_scaling_beta" in kept:  # queries grow with every so many positions
+            kept["original_max_position_embeddings"] = WINDOW
+        return {"rope_type": "default" if kind in ROPE_INIT_FUNCTIONS else kind, "rope_theta": 10000.0, **kept}
 
-    nested = rope and all(isinstance(value, dict) for value in rope.values())
-    part.rope_parameters = {key: plain(value) for key, value in rope.items()} if nested else plain(rope)
+    if any(isinstance(value, dict) for value in rope.values()):  # one for each kind of layer; None: no rotation there
+        part.rope_parameters = {kind: plain(own) if isinstance(own, dict) else own for kind, own in rope.items()}
+    else:
+        part.rope_parameters = plain(rope)
