@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from stream_models import plain_batch
 
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.check import why_not_streamed
 from outcore.engine.stream.compiled import draws_random_numbers
 from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.settings import StreamSettings
@@ -21,6 +22,7 @@ from outcore.model.load import load_model
 from outcore.model.names import checkpoint_name
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.model.shrink import shrink_config
+from outcore.model.source import resolve_source
 from outcore.units import MIB
 
 TINY = StreamSettings(
@@ -142,6 +144,18 @@ def test_shards_of_trained_models_give_the_same_bits_as_from_pretrained(build, t
         homes = engine._parts.homes
         norms = [name for name in homes.weights.names() if "layernorm" in name]
         assert norms and all(torch.equal(state[name], homes.weight(name)) for name in norms)
+
+
+def test_the_text_part_of_a_published_model_with_more_parts(build, tmp_path):
+    """Qwen3.5 is published with a vision tower; its causal model is made from the text part alone."""
+    torch.manual_seed(3)
+    config = shrink_config(transformers.AutoConfig.for_model("qwen3_5"))
+    transformers.Qwen3_5ForConditionalGeneration(config).bfloat16().save_pretrained(tmp_path / "published")
+    settings = settings_for(tmp_path / "published")
+    assert resolve_source(settings).config.model_type == "qwen3_5_text"
+    assert json.loads((tmp_path / "published" / "config.json").read_text())["model_type"] == "qwen3_5"
+    compare(build, settings)
+    assert why_not_streamed(load_model(settings, lazy=True)) == ""
 
 
 def test_adapters_on_fused_experts_are_refused(build, tmp_path):

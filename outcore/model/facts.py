@@ -44,6 +44,20 @@ def model_class_of(config: Any) -> type[Any]:
     return found[0] if isinstance(found, (tuple, list)) else found
 
 
+def language_config(config: Any) -> Any:
+    """The config that the language model is made from: the text part of one with more parts (Qwen3.5 as published),
+    where the causal model takes that alone, as transformers' AutoModelForCausalLM does; else `config` itself."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text_class: Any = getattr(config, "sub_configs", {}).get("text_config")
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING
+    if text_class not in mapping or type(config) not in mapping or getattr(config, "is_encoder_decoder", False):
+        return config
+    if getattr(model_class_of(config), "config_class", None) is not text_class:
+        return config
+    return config.get_text_config(decoder=True)
+
+
 def resolve_attention(config: Any, wanted: str) -> tuple[str, tuple[str, ...]]:
     """The attention implementation for a config, and notes for people: auto is sdpa, or eager where that is missing."""
     if wanted != "auto":

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outcore.model.facts import language_config
 from outcore.model.presets import PRESETS, check_preset_name, preset_config
 from outcore.model.settings import ModelSettings, nearest
 
@@ -139,7 +140,7 @@ def _config_from_file(path: Path) -> PreTrainedConfig:
             f"config_file {str(path)!r}: transformers knows no model_type {model_type!r}.{nearest(model_type, known)}"
         )
     try:
-        return AutoConfig.for_model(model_type, **fields)
+        return language_config(AutoConfig.for_model(model_type, **fields))
     except (TypeError, ValueError) as error:
         raise ValueError(f"config_file {str(path)!r} is not a valid {model_type} config: {error}") from error
 
@@ -186,7 +187,7 @@ def _read_config(settings: ModelSettings, name: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
+        return language_config(AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise hub_error(name, error, settings.trust_remote_code) from error
 
