@@ -24,7 +24,7 @@ TINY_SETTINGS = StreamSettings(
 )
 """Of an engine for a tiny model, all in RAM, with several chunks and slots of everything."""
 
-EAGER_ONLY = ("gemma2", "gpt_oss", "bloom")
+EAGER_ONLY = ("gemma2", "gpt_oss", "bloom", "openai-gpt")
 FAMILIES = [
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi", "gpt2", "gpt_neox", "mixtral"),
     *("qwen3_moe", "granite", "cohere", "olmo2", "opt", "bloom"),

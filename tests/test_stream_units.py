@@ -93,7 +93,7 @@ def run_units(loaded, batches, *, chunk_bytes=4 * 128 * 16, seed=None):
 
 
 @pytest.mark.parametrize("kind", [plain_batch, padded_batch, packed_batch])
-@pytest.mark.parametrize("model_type", [*FAMILIES, "ctrl"])
+@pytest.mark.parametrize("model_type", [*FAMILIES, "ctrl", "openai-gpt"])
 def test_loss_and_gradients_equal_plain_autograd(model_type, kind):
     loaded = tiny_loaded(model_type)
     set_dropout(loaded.model, 0.0)

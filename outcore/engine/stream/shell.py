@@ -97,16 +97,16 @@ class CallLog:
 
 @dataclass(frozen=True)
 class ReturnForm:
-    """How the layers give back their hidden states: bare, or first in a tuple of `length`."""
+    """How the layers give back their hidden states: bare, or first in a tuple (or list) of `length`."""
 
     length: int | None
 
     @classmethod
     def of(cls, output: Any) -> ReturnForm:
-        """StreamUnsupported when `output` is neither a tensor nor a tuple that begins with one."""
+        """StreamUnsupported when `output` is neither a tensor nor a sequence that begins with one."""
         if isinstance(output, torch.Tensor):
             return cls(None)
-        if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
+        if isinstance(output, (tuple, list)) and output and isinstance(output[0], torch.Tensor):
             return cls(len(output))
         raise StreamUnsupported(f"its layers return {type(output).__name__}, not hidden states")
 
@@ -193,10 +193,12 @@ class Relay(_Stand):
 
 
 class ShapeNote(_Stand):
-    """Runs an embedding module and notes the shape it returns."""
+    """Runs an embedding module and notes the shape it returns. Its weights are the note's, for a decoder that asks
+    what type or device its own parameters have."""
 
     def __init__(self, original: nn.Module, path: str, log: CallLog) -> None:
         super().__init__(original)
+        self._modules["original"] = original
         self.__dict__.update(_path=path, _log=log)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
