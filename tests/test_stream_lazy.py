@@ -165,6 +165,19 @@ def test_adapters_on_fused_experts_are_refused(build, tmp_path):
         build(loaded)
 
 
+@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "flint"])
+def test_types_are_those_of_from_pretrained(tmp_path, model_type):
+    """Routers, and what else transformers keeps in fp32; that is why such a model is not streamed in bf16."""
+    settings = settings_for(folder_of(tmp_path, model_type))
+    whole, lazy = load_model(settings), load_model(settings, lazy=True)
+    types = {name: p.dtype for name, p in whole.model.named_parameters()}
+    assert set(types.values()) == {torch.float32, torch.bfloat16}
+    assert {name: p.dtype for name, p in lazy.model.named_parameters()} == types
+    for loaded in (whole, lazy):
+        with pytest.raises(StreamUnsupported, match="several types, float32 among bfloat16"):
+            discover_units(loaded)
+
+
 def test_dropout_is_looked_for_without_weights(tmp_path):
     settings = settings_for(folder_of(tmp_path, "qwen3_moe"), lora=replace(ATTENTION_LORA, dropout=0.3))
     assert draws_random_numbers(discover_units(load_model(settings, lazy=True)))

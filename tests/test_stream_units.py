@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -234,7 +236,9 @@ def test_models_that_cannot_be_streamed_are_named_with_the_reason():
         discover_units(loaded)
     loaded = tiny_loaded("llama")
     loaded.model.model.layers[1].mlp.up_proj.to(torch.bfloat16)
-    with pytest.raises(StreamUnsupported, match=r"layer 1: .*several types"):
+    with pytest.raises(
+        StreamUnsupported, match=r"several types, bfloat16 among float32 \(model.layers.1.mlp.up_proj.weight\)"
+    ):
         discover_units(loaded)
     loaded = tiny_loaded("llama")
     loaded.model.model.layers = nn.ModuleList([loaded.model.model.layers[0]] * 2)
@@ -360,6 +364,16 @@ def test_published_shapes_are_made_tiny_and_streamed(name):
 )
 def test_models_that_are_not_streamed_get_the_true_reason(model_type, reason):
     assert reason in why_config_not_streamed(transformers.AutoConfig.for_model(model_type))
+
+
+@pytest.mark.parametrize(("model_type", "from_scratch_too"), [("ernie4_5_moe", True), ("flint", False)])
+def test_parameters_that_stay_in_fp32_are_the_reason_before_a_model_is_made(model_type, from_scratch_too):
+    """ERNIE-4.5's constructor makes its routers in fp32; Flint's are kept so when trained weights are loaded."""
+    config = transformers.AutoConfig.for_model(model_type)
+    named = r"several types, float32 among bfloat16 \(model.layers.\d.*--precision fp32"
+    assert re.search(named, why_config_not_streamed(config, dtype=torch.bfloat16, trained=True))
+    assert bool(re.search(named, why_config_not_streamed(config, dtype=torch.bfloat16))) == from_scratch_too
+    assert why_config_not_streamed(config, trained=True) == ""
 
 
 def test_a_tiny_copy_that_does_not_run_says_nothing_of_the_model(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -56,6 +57,20 @@ def language_config(config: Any) -> Any:
     if getattr(model_class_of(config), "config_class", None) is not text_class:
         return config
     return config.get_text_config(decoder=True)
+
+
+def parameter_types(model: Any, dtype: torch.dtype, *, trained: bool) -> dict[str, torch.dtype]:
+    """The type of every parameter, by name, of a transformers model made in `dtype`: what its constructor gave it and,
+    with `trained` weights, fp32 where transformers keeps that (`_keep_in_fp32_modules`)."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    types = {name: p.dtype for name, p in model.named_parameters()}
+    if trained and (plan := model._get_dtype_plan(dtype)):
+        pattern, pattern_of_group, _ = build_glob_alternation(list(plan))
+        for name in types:
+            if (match := pattern.search(name)) and match.lastgroup:
+                types[name] = plan[pattern_of_group[match.lastgroup]]
+    return types
 
 
 def resolve_attention(config: Any, wanted: str) -> tuple[str, tuple[str, ...]]:

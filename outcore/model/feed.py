@@ -85,11 +85,6 @@ class TrainedWeights:
             for name, value in self._converted(keys).items():
                 if name not in self._parameters:
                     continue
-                if value.dtype != self._dtype:
-                    raise RuntimeError(
-                        f"{name} of a {type(self._skeleton).__name__} is kept as {value.dtype}, whatever the precision "
-                        "of the run: its layers cannot be streamed. Use --precision fp32, or --engine deepspeed."
-                    )
                 found[self._canonical[id(self._parameters[name])]] = value
             given |= found.keys()
             yield found

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from outcore.model.check import Abilities, check_abilities
-from outcore.model.facts import ModelFacts, model_class_of, model_facts, resolve_attention
+from outcore.model.facts import ModelFacts, model_class_of, model_facts, parameter_types, resolve_attention
 from outcore.model.feed import InitialWeights, TrainedWeights, WeightFeed, shard_files
 from outcore.model.hook import build_from_module, is_head_loss
 from outcore.model.initialise import initialise_weights, meta_skeleton
@@ -27,7 +27,7 @@ from outcore.model.lora import apply_lora
 from outcore.model.loss import HeadLoss, LossModule, TokenLoss, UserLoss
 from outcore.model.settings import ModelSettings
 from outcore.model.source import ModelSource, hub_error, resolve_source
-from outcore.model.standin import without_memory
+from outcore.model.standin import stand_in, without_memory
 from outcore.model.zero3 import gathered, is_partitioned, partition_while_loading
 
 
@@ -226,6 +226,10 @@ def _lazily(
         with torch.device("meta"):
             skeleton = build()
         feed = TrainedWeights(skeleton, shard_files(source.path), settings.dtype)
+        types = parameter_types(skeleton, settings.dtype, trained=True)
+        for name, parameter in model.named_parameters():
+            if parameter.dtype != types[name]:
+                parameter.data = stand_in(parameter.shape, types[name])
     except (ValueError, ImportError) as error:
         raise _attention_error(error, source, settings) from error
     except OSError as error:

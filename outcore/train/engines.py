@@ -70,7 +70,8 @@ def ask_model(
     else:
         source = resolve_source(settings, tokenizer)
         attention, _ = resolve_attention(source.config, settings.attn_implementation)
-        why = why_config_not_streamed(source.config, attention, settings.trust_remote_code)
+        trust, is_trained = settings.trust_remote_code, source.path is not None
+        why = why_config_not_streamed(source.config, attention, trust, settings.dtype, trained=is_trained)
     return choice.give_way(why) if why else choice
 
 

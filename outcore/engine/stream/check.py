@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from outcore.engine.stream.accumulator import GradAccumulator
 from outcore.engine.stream.discovery import discover_units
+from outcore.engine.stream.layout import several_types
 from outcore.engine.stream.packing import DeviceBatch
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.shell import CallLog, StreamUnsupported, line_of
@@ -23,7 +24,7 @@ from outcore.engine.stream.structure import alike
 from outcore.engine.stream.units import Unit, Units
 from outcore.model.borders import PACKED_ATTENTION
 from outcore.model.check import MAX_TRIAL_PARAMS, Abilities, builder_of, check_abilities, run_once
-from outcore.model.facts import model_facts, resolve_attention
+from outcore.model.facts import model_facts, parameter_types, resolve_attention
 from outcore.model.head import unwrap
 from outcore.model.initialise import seeded_cpu
 from outcore.model.inputs import IGNORE, attention_of
@@ -46,18 +47,29 @@ def why_not_streamed(loaded: LoadedModel) -> str:
     return ""
 
 
-def why_config_not_streamed(config: Any, attention: str = "auto", trust_remote_code: bool = False) -> str:
-    """As `why_not_streamed`, from a transformers config alone: no weight is read, no memory is spent."""
+def why_config_not_streamed(
+    config: Any,
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
+    *,
+    trained: bool = False,
+) -> str:
+    """As `why_not_streamed`, from a transformers config alone: no weight is read, no memory is spent. `dtype`: of the
+    run; `trained`: its weights come from a checkpoint."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder has two stacks of layers; only decoder-only models are streamed"
     attention, _ = resolve_attention(config, attention)
     abilities = check_abilities(config, attention, trust_remote_code)
     try:
         with seeded_cpu(0, "stream trial"):
-            tiny = _tiny_model(builder_of(config, trust_remote_code), config, attention, abilities)
+            build = builder_of(config, trust_remote_code)
+            tiny = _tiny_model(build, config, attention, abilities)
+            with torch.device("meta"):
+                types = parameter_types(build(shrink_config(config), dtype=dtype), dtype, trained=trained)
     except Exception as error:  # any model's own code may fail in any way on a shrunken config
         return f"a tiny copy of it could not be built and run to try it ({line_of(error)})"
-    return why_not_streamed(tiny)
+    return why_not_streamed(tiny) or several_types(types)
 
 
 def try_tiny_copy(loaded: LoadedModel) -> None:

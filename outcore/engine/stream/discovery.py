@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.engine.stream.layout import SlabLayout
+from outcore.engine.stream.layout import SlabLayout, several_types
 from outcore.engine.stream.shell import (
     CallLog,
     Owner,
@@ -57,6 +57,8 @@ def discover_units(loaded: LoadedModel) -> Units:
         raise StreamUnsupported(str(error)) from error
     if next(causal.parameters()).is_meta:
         raise StreamUnsupported("its parameters are not in memory")
+    if why := several_types({checkpoint_name(name): p.dtype for name, p in causal.named_parameters()}):
+        raise StreamUnsupported(why)
     return _Discovery(causal, parts, loaded.abilities.isolation or "position_ids").run()
 
 
@@ -236,10 +238,7 @@ class _Discovery:
     def _unit(self, index: int, name: str, parameters: list[nn.Parameter]) -> Unit:
         wanted = {id(p): p for p in parameters}
         once = {key: wanted[key] for key in self.names if key in wanted}  # in the model's own order
-        try:
-            layout = SlabLayout([(self.names[key], p) for key, p in once.items()])
-        except ValueError as error:
-            raise StreamUnsupported(f"{name}: {error}") from error
+        layout = SlabLayout([(self.names[key], p) for key, p in once.items()])
         by_name = {self.names[key]: p for key, p in once.items()}
         ordered = [by_name[slot.name] for slot in layout.slots]
         return Unit(index, name, layout, [self.owners[id(p)] for p in ordered], ordered)

@@ -8,7 +8,8 @@ Gaps hold zeros; their gradient is zero, so they stay zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,22 @@ from outcore.optim import BLOCK_NUMEL
 from outcore.units import round_up
 
 ALIGN_NUMEL = BLOCK_NUMEL
+
+
+def several_types(types: Mapping[str, torch.dtype]) -> str:
+    """Why parameters of these types (by name) cannot be streamed; '' when they are of one."""
+    counts = Counter(types.values())
+    if len(counts) < 2:
+        return ""
+    usual = counts.most_common(1)[0][0]
+    others = [name for name, dtype in types.items() if dtype != usual]
+    kinds = ", ".join(sorted({str(types[name]).removeprefix("torch.") for name in others}))
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return (
+        f"its parameters are of several types, {kinds} among {str(usual).removeprefix('torch.')} ({others[0]}{more}), "
+        "and weights, gradients and states are streamed in one; a model that keeps some in float32 has one type with "
+        "--precision fp32"
+    )
 
 
 @dataclass(frozen=True)
@@ -43,11 +60,9 @@ class SlabLayout:
     """The static layout of one unit's slab. ValueError for parameters that do not fit into one slab."""
 
     def __init__(self, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
-        dtypes = {p.dtype for _, p in parameters}
-        if len(dtypes) > 1:
-            found = ", ".join(sorted(str(d) for d in dtypes))
-            raise ValueError(f"its parameters have several types ({found}); a slab holds one")
-        self.dtype: torch.dtype = dtypes.pop() if dtypes else torch.float32
+        if why := several_types({name: p.dtype for name, p in parameters}):
+            raise ValueError(why)
+        self.dtype: torch.dtype = parameters[0][1].dtype if parameters else torch.float32
         offset = 0
         slots: list[Slot] = []
         trainable_end = 0
