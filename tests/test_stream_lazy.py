@@ -178,6 +178,22 @@ def test_types_are_those_of_from_pretrained(tmp_path, model_type):
             discover_units(loaded)
 
 
+def test_buffers_keep_the_type_that_from_pretrained_gives_them(tmp_path):
+    """DeepSeek-V3's choice of experts hangs on a bias in fp32 that is no parameter."""
+    folder, names = folder_of(tmp_path, "deepseek_v3"), []
+    for shard in folder.glob("*.safetensors"):
+        weights = load_file(shard)
+        biases = [name for name in weights if "e_score_correction_bias" in name]
+        names += biases
+        weights |= {name: torch.randn(weights[name].shape) for name in biases}
+        save_file(weights, shard, metadata={"format": "pt"})
+    assert names
+    whole, lazy = (load_model(settings_for(folder), lazy=how).model for how in (False, True))
+    for name in names:
+        assert whole.get_buffer(name).dtype == torch.float32
+        torch.testing.assert_close(lazy.get_buffer(name), whole.get_buffer(name), rtol=0, atol=0)
+
+
 def test_dropout_is_looked_for_without_weights(tmp_path):
     settings = settings_for(folder_of(tmp_path, "qwen3_moe"), lora=replace(ATTENTION_LORA, dropout=0.3))
     assert draws_random_numbers(discover_units(load_model(settings, lazy=True)))

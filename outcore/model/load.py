@@ -235,7 +235,7 @@ def _lazily(
     except OSError as error:
         raise hub_error(source.path or "", error, settings.trust_remote_code) from error
     for name, value in feed.buffers().items():
-        model.get_buffer(name).copy_(value)
+        model.get_buffer(name).data = value
     with contextlib.suppress(OSError):  # many checkpoints have none
         model.generation_config = GenerationConfig.from_pretrained(source.path)
     return model, feed
