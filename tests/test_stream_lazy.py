@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from stream_models import plain_batch
 
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.check import why_not_streamed
+from outcore.engine.stream.check import why_config_not_streamed, why_not_streamed
 from outcore.engine.stream.compiled import draws_random_numbers
 from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.settings import StreamSettings
@@ -192,6 +192,19 @@ def test_buffers_keep_the_type_that_from_pretrained_gives_them(tmp_path):
     for name in names:
         assert whole.get_buffer(name).dtype == torch.float32
         torch.testing.assert_close(lazy.get_buffer(name), whole.get_buffer(name), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5"])
+def test_quantized_weights_are_refused(tmp_path, model_type):
+    """Read as they are stored, without their scales, they would be other weights."""
+    config = shrink_config(transformers.AutoConfig.for_model(model_type))
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config.save_pretrained(tmp_path)
+    save_file({"lm_head.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    settings = settings_for(tmp_path)
+    assert "stored quantized (fp8)" in why_config_not_streamed(resolve_source(settings).config, trained=True)
+    with pytest.raises(RuntimeError, match=r"stored quantized \(fp8\)"):
+        load_model(settings, lazy=True)
 
 
 def test_dropout_is_looked_for_without_weights(tmp_path):

@@ -56,7 +56,22 @@ def language_config(config: Any) -> Any:
         return config
     if getattr(model_class_of(config), "config_class", None) is not text_class:
         return config
-    return config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "quantization_config", None) is not None:
+        text.quantization_config = config.quantization_config
+    return text
+
+
+def why_not_read_in_layers(config: Any) -> str:
+    """Why trained weights of this config cannot be read layer by layer; '' when they can."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return ""
+    fields = quantization if isinstance(quantization, dict) else vars(quantization)
+    return (
+        f"its weights are stored quantized ({fields.get('quant_method', 'by an unknown method')}), and layer by layer "
+        "they are read in 16 or 32 bits only; take a checkpoint that is not quantized"
+    )
 
 
 def parameter_types(model: Any, dtype: torch.dtype, *, trained: bool) -> dict[str, torch.dtype]:

@@ -18,7 +18,14 @@ import torch
 from torch import nn
 
 from outcore.model.check import Abilities, check_abilities
-from outcore.model.facts import ModelFacts, model_class_of, model_facts, parameter_types, resolve_attention
+from outcore.model.facts import (
+    ModelFacts,
+    model_class_of,
+    model_facts,
+    parameter_types,
+    resolve_attention,
+    why_not_read_in_layers,
+)
 from outcore.model.feed import InitialWeights, TrainedWeights, WeightFeed, shard_files
 from outcore.model.hook import build_from_module, is_head_loss
 from outcore.model.initialise import initialise_weights, meta_skeleton
@@ -202,9 +209,12 @@ def _from_weights(
 def _lazily(
     model_class: type[Any] | None, source: ModelSource, settings: ModelSettings, attention: str
 ) -> tuple[Any, WeightFeed]:
-    """The model with stand-ins for parameters, and the feed of their values."""
+    """The model with stand-ins for parameters, and the feed of their values. RuntimeError for quantized weights."""
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.initialization import no_init_weights
+
+    if source.path is not None and (why := why_not_read_in_layers(source.config)):
+        raise RuntimeError(f"{source.path}: {why}.")
 
     def build() -> Any:
         arguments = {"dtype": settings.dtype, "attn_implementation": attention}

@@ -24,7 +24,7 @@ from outcore.engine.stream.structure import alike
 from outcore.engine.stream.units import Unit, Units
 from outcore.model.borders import PACKED_ATTENTION
 from outcore.model.check import MAX_TRIAL_PARAMS, Abilities, builder_of, check_abilities, run_once
-from outcore.model.facts import model_facts, parameter_types, resolve_attention
+from outcore.model.facts import model_facts, parameter_types, resolve_attention, why_not_read_in_layers
 from outcore.model.head import unwrap
 from outcore.model.initialise import seeded_cpu
 from outcore.model.inputs import IGNORE, attention_of
@@ -59,6 +59,8 @@ def why_config_not_streamed(
     run; `trained`: its weights come from a checkpoint."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder has two stacks of layers; only decoder-only models are streamed"
+    if trained and (why := why_not_read_in_layers(config)):
+        return why
     attention, _ = resolve_attention(config, attention)
     abilities = check_abilities(config, attention, trust_remote_code)
     try:
