@@ -12,6 +12,7 @@ from outcore.engine.deepspeed.settings import ModelFacts
 from outcore.engine.deepspeed.swapping import nvme_bytes, size_optimizer_buffers
 from outcore.plan import constants as k
 from outcore.plan.deepspeed import OFFLOADS, DeepSpeedLayout, plan_deepspeed
+from outcore.plan.deepspeed_staged import Staged
 from outcore.plan.nvme_space import space_parts_gb
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
@@ -86,8 +87,8 @@ def test_measured_tensors_of_llama_1b(stage, home, rows, tensors):
 
 
 def test_norm_of_a_large_gradient_by_hand():
-    def parts(name, gpus=1, stage="zero3", optimizer="cpu"):
-        layout = DeepSpeedLayout(stage, optimizer, optimizer, 1, 1)
+    def parts(name, gpus=1, stage="zero3", optimizer="cpu", staged=None):
+        layout = DeepSpeedLayout(stage, optimizer, optimizer, 1, 1, staged)
         p = plan_deepspeed(preset_shape(name), RunRequest(), server(num_gpus=gpus), 16, layout)
         wanted = ("norm of the largest gradient", "gradients before they are summed", "gathered parameters")
         return tuple(p.part_bytes("vram", part) for part in wanted)
@@ -98,6 +99,8 @@ def test_norm_of_a_large_gradient_by_hand():
     assert parts("llama-8b") == (2 * untied + 8 * 250_000_000, 2 * untied, 2 * (500_000_000 + 4096 * 14336))
     assert parts("llama-1b", gpus=2)[0] == (2 + 8) * tied // 2
     assert parts("llama-1b", optimizer="none")[0] == parts("llama-1b", stage="zero2")[0] == 0
+    # In pieces of 16.8 M elements it is no peak any more.
+    assert parts("llama-1b", staged=Staged("split"))[0] == 0
 
 
 def test_the_limit_on_live_parameters_holds_the_head():

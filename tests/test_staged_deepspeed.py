@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from staged_jobs import TINY, job, passed, run_jobs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.staged.binding import check_version
+from outcore.engine.deepspeed.staged.optimizer import StagedOptimizer
+from outcore.engine.deepspeed.staged.sizes import NORM_NUMEL
 
 pytestmark = pytest.mark.timeout(600)
 CHUNKED = ["a head of its own", "a tied head"]
@@ -66,6 +71,22 @@ def test_losses_and_norms_are_those_of_stock_deepspeed(one_rank: dict[str, Any])
     clipped, free = passed(one_rank, "split"), passed(one_rank, "no clipping")
     assert clipped["losses"][0][1] > 1.0  # the norm is above the limit, so clipping is at work
     assert clipped["losses"][-1] != free["losses"][-1]
+
+
+def test_a_norm_needs_little_memory_beside_the_gradient() -> None:
+    class Largest(TorchDispatchMode):
+        wide = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.float64:
+                self.wide = max(self.wide, out.numel())
+            return out
+
+    gradient = torch.full((2 * NORM_NUMEL + 3,), 0.5, dtype=torch.bfloat16)
+    with Largest() as seen:
+        norm = StagedOptimizer._constant_buffered_norm2(StagedOptimizer.__new__(StagedOptimizer), gradient)
+    assert seen.wide == NORM_NUMEL and float(norm) == pytest.approx(0.5 * math.sqrt(gradient.numel()), rel=1e-12)
 
 
 def test_formats_and_homes_do_not_change_a_bit(one_rank: dict[str, Any]) -> None:

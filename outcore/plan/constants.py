@@ -220,7 +220,7 @@ DEEPSPEED_BUCKET_NUMEL = 50_000_000
 DEEPSPEED_LIVE_NUMEL = 500_000_000
 """Sizes that outcore/engine/deepspeed/zero_section.py chooses."""
 DEEPSPEED_NORM_NUMEL = 250_000_000
-"""Elements of an offloaded gradient that ZeRO-3 has in fp64 at a time, on the GPU, for its norm
+"""Elements of an offloaded gradient that DeepSpeed's own offload has in fp64 at a time, on the GPU, for its norm
 (`_constant_buffered_norm2` in runtime/zero/stage3.py). llama-1b with micro-batches of 4 and 8 rows of 1,024, measured:
 3.747 and 3.744 GB of tensors, which is these 2 GB, three times its tied embedding, and a bucket, to 2 %."""
 DEEPSPEED_SWAP_BUDGET_BYTES = 8 * GIB

@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from outcore.engine.deepspeed.settings import Device
+from outcore.engine.deepspeed.staged.sizes import NORM_NUMEL
 from outcore.plan import constants as k
 from outcore.plan.deepspeed_staged import Staged
 from outcore.plan.hardware import Hardware
@@ -152,7 +153,8 @@ def _peaks(shape: ModelShape, request: RunRequest, seq_length: int, layout: Deep
         return [dataclasses.replace(peak, gradients=0) for peak in peaks]
     if stage == 3 and layout.optimizer != "none":  # the norm is taken of a copy on its way to where the states live
         share = -(-numel // gpus)
-        norm = e * share + 8 * min(share, k.DEEPSPEED_NORM_NUMEL)
+        at_a_time = NORM_NUMEL if layout.staged is not None else k.DEEPSPEED_NORM_NUMEL
+        norm = e * share + 8 * min(share, at_a_time)
         # Tied, when the embedding's gradient is in: only itself is gathered then. Untied, before the layers' backward.
         left = (e * numel if gathers else 0, 0) if shape.tied else (gathered(in_layer), checkpoints)
         peaks.append(_Peak("norm of the largest gradient", norm, of_head, *left))

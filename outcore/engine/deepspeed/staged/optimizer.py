@@ -20,6 +20,7 @@ from outcore.engine.deepspeed.environment import accelerator
 from outcore.engine.deepspeed.staged.homes import HousedZero3
 from outcore.engine.deepspeed.staged.session import StagedSession
 from outcore.engine.deepspeed.staged.shares import Share
+from outcore.engine.deepspeed.staged.sizes import NORM_NUMEL
 from outcore.optim import AdamWHyper
 
 
@@ -40,6 +41,10 @@ class StagedOptimizer(HousedZero3):
     ) -> None:
         """The gradient stays where it was accumulated; only its norm is taken."""
         self.norm_for_param_grads[self.get_param_id(param)] = self._constant_buffered_norm2(grad_buffer)
+
+    def _constant_buffered_norm2(self, input: torch.Tensor, buffer_size: int = NORM_NUMEL) -> torch.Tensor:
+        """DeepSpeed's, in smaller pieces."""
+        return super()._constant_buffered_norm2(input, buffer_size)
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> None:
         """Reduced gradients go to where they are summed: in RAM by DeepSpeed, on the drive by us."""
