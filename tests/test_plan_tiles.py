@@ -22,6 +22,7 @@ from outcore.plan.stream_tiles import tiling_of
 from outcore.units import KIB
 
 pytestmark = pytest.mark.no_cover
+SLOW = pytest.mark.slow
 FIELDS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
@@ -29,8 +30,8 @@ FIELDS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "
     ("model", "fields"),
     [
         ("llama", {"vocab_size": 4096, "intermediate_size": 128}),
-        ("llama", {"vocab_size": 4096, "intermediate_size": 128, "tie_word_embeddings": True}),
-        ("qwen3", {"vocab_size": 256, "intermediate_size": 2048}),
+        pytest.param("llama", {"vocab_size": 4096, "intermediate_size": 128, "tie_word_embeddings": True}, marks=SLOW),
+        pytest.param("qwen3", {"vocab_size": 256, "intermediate_size": 2048}, marks=SLOW),
     ],
 )
 def test_shapes_and_models_lead_to_the_same_tiles(model: str, fields: dict) -> None:

@@ -10,6 +10,7 @@ import pytest
 from staged_jobs import TINY, job, passed, run_jobs
 
 pytestmark = pytest.mark.timeout(600)
+SLOW = pytest.mark.slow
 SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 100, "sub_group_size": 20_000}}
 """Sub-groups and persistence to the measure of the tiny model."""
 MIB = 1 << 20
@@ -174,7 +175,7 @@ def test_mixture_of_experts_and_encoder_decoder_train_with_all_on_nvme(tmp_path:
     assert drive["moved"]["params_on_nvme"] > 0
 
 
-@pytest.mark.parametrize("preset", ["tiny-moe", "tiny-t5"])
+@pytest.mark.parametrize("preset", [pytest.param("tiny-moe", marks=pytest.mark.slow), "tiny-t5"])
 def test_vocabularies_that_go_to_the_drive_train_with_weights_tied_after_they_are_made(
     tmp_path: Path, preset: str
 ) -> None:
@@ -210,7 +211,9 @@ def test_adapters_that_go_to_the_drive_have_a_place_there(tmp_path: Path) -> Non
     assert drive["moved"]["params_on_nvme"] >= 60
 
 
-@pytest.mark.parametrize(("ranks", "ahead"), [pytest.param(1, True, marks=pytest.mark.slow), (1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("ranks", "ahead"), [pytest.param(1, True, marks=SLOW), pytest.param(1, False, marks=SLOW), (2, True)]
+)
 def test_the_base_under_adapters_is_in_ram_as_far_as_that_was_allowed(tmp_path: Path, ranks: int, ahead: bool) -> None:
     """In the order of the model, each weight that still fits: the embedding, the first layer, and of the second one k,
     where q does not fit any more. What is fetched ahead stays on the device if it is used again."""

@@ -146,16 +146,30 @@ def test_shards_of_trained_models_give_the_same_bits_as_from_pretrained(build, t
         assert norms and all(torch.equal(state[name], homes.weight(name)) for name in norms)
 
 
-def test_the_text_part_of_a_published_model_with_more_parts(build, tmp_path):
-    """Qwen3.5 is published with a vision tower; its causal model is made from the text part alone."""
+@pytest.fixture
+def with_more_parts(tmp_path) -> ModelSettings:
+    """Qwen3.5 is published with a vision tower."""
     torch.manual_seed(3)
     config = shrink_config(transformers.AutoConfig.for_model("qwen3_5"))
     transformers.Qwen3_5ForConditionalGeneration(config).bfloat16().save_pretrained(tmp_path / "published")
-    settings = settings_for(tmp_path / "published")
-    assert resolve_source(settings).config.model_type == "qwen3_5_text"
     assert json.loads((tmp_path / "published" / "config.json").read_text())["model_type"] == "qwen3_5"
-    compare(build, settings)
-    assert why_not_streamed(load_model(settings, lazy=True)) == ""
+    return settings_for(tmp_path / "published")
+
+
+def test_the_text_part_is_the_model(with_more_parts):
+    """As transformers makes it for a causal model."""
+    loaded = load_model(with_more_parts, lazy=True)
+    assert resolve_source(with_more_parts).config.model_type == "qwen3_5_text"
+    found = {checkpoint_name(n) for n, _ in loaded.model.named_parameters()}
+    assert loaded.feed is not None
+    assert found == loaded.feed.names == {n for values in loaded.feed.groups() for n in values}
+    assert why_not_streamed(loaded) == ""
+
+
+@pytest.mark.slow
+def test_the_text_part_trains(build, with_more_parts):
+    """Its linear attention is a loop over tokens on a CPU."""
+    compare(build, with_more_parts)
 
 
 def test_adapters_on_fused_experts_are_refused(build, tmp_path):

@@ -131,7 +131,7 @@ def test_staged_offload_leaves_nothing_on_the_drive_but_what_was_there(tmp_path:
     assert [path.name for path in drive.rglob("*")] == ["kept", "mine.txt"]
 
 
-@pytest.mark.parametrize("engine", list(ENGINES))
+@pytest.mark.parametrize("engine", ["stream", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_lora_trains_resumes_and_merges(tmp_path: Path, corpus: Path, straight: Path, engine: str) -> None:
     base = straight / "export/r"
     common = ["--model_name_or_path", str(base), "--lora_r", "4", "--precision", "fp32", "--eval_steps", "2"]
