@@ -34,8 +34,8 @@ LEAST_SLOTS = 4
 AHEAD_BYTES = 512 * MIB
 """Parameters read ahead of use: 0.1 s of a fast drive."""
 NORM_NUMEL = 1 << 24
-"""Elements of a gradient that are on the GPU in fp64 at a time, for its norm: 128 MiB. DeepSpeed's 250 million take 2 GB,
-more than anything else that is there in a run with short micro-batches and a large vocabulary."""
+"""Elements of a gradient that are on the GPU in fp64 at a time, for its norm: 128 MiB. DeepSpeed's 250 million take
+2 GB, more than anything else that is there in a run with short micro-batches and a large vocabulary."""
 MIN_BYTES = MIB
 """Smaller shares of parameters, and gradients of such, stay in RAM: a drive would answer them one by one."""
 GRADIENT_SLOT_BYTES = 8 * MIB
