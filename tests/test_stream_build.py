@@ -14,7 +14,7 @@ from outcore.engine.stream import build as build_module
 from outcore.engine.stream.build import build_stream_engine
 
 TINY = replace(TINY_SETTINGS, slot_bytes=8192, chunk_numel=512, weight_read_ahead_bytes=64 * 1024)
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
 class Broken(Exception):

@@ -34,7 +34,7 @@ TINY = StreamSettings(
 )
 IMMEDIATE = replace(TINY, max_grad_norm=0.0, update="immediate")
 LR = 3e-3
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
 @pytest.fixture

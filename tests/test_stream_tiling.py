@@ -33,7 +33,7 @@ from outcore.storage import FaultyEngine, PosixEngine
 from outcore.units import MIB
 
 TINY = TINY_SETTINGS
-TILED = replace(TINY, tiling="on", tile_bytes=2500)
+TILED = replace(TINY, tiling="on", tile_bytes=7000)
 """Odd on purpose: several tiles to a weight, the last one smaller."""
 LR = 3e-3
 FAMILIES = ["llama", "qwen3", "gemma2", "gpt2", "mixtral", "opt"]

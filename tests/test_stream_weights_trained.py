@@ -29,7 +29,7 @@ TINY = StreamSettings(
 )
 LR = 3e-3
 NOTHING_IN_RAM = {"weight_ram_bytes": 0, "state_ram_bytes": 0, "activations": "nvme"}
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
 @pytest.fixture

@@ -33,11 +33,11 @@ from outcore.train.run import main
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
 SLOW = pytest.mark.slow
+pytestmark = pytest.mark.no_cover
 DEEPSPEED_SLOWLY = ["stream", pytest.param("deepspeed", marks=SLOW)]
 """What the trainer does, whichever engine it drives."""
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize(
     "how",
     [
@@ -180,7 +180,6 @@ def test_what_a_resumed_run_changes_is_said(
     )
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("engine", DEEPSPEED_SLOWLY)
 def test_states_in_another_format_go_on_bit_by_bit(
     tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], engine: str
@@ -277,7 +276,6 @@ def test_auto_goes_on_from_where_a_run_went_back_to(
     assert [line["step"] for line in metrics(tmp_path) if "event" not in line] == [1, 2, 3, 4]
 
 
-@pytest.mark.no_cover
 @pytest.mark.parametrize("engine", DEEPSPEED_SLOWLY)
 def test_kill_at_random_moments_then_resume(
     tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], engine: str
