@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import transformers
 
@@ -29,6 +30,13 @@ FAMILIES = [
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi", "gpt2", "gpt_neox", "mixtral"),
     *("qwen3_moe", "granite", "cohere", "olmo2", "opt", "bloom"),
 ]
+
+
+def needs(model_type: str):
+    """A mark for a case of a model that came with a later transformers than the oldest that is supported."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return pytest.mark.skipif(model_type not in CONFIG_MAPPING, reason=f"this transformers has no {model_type}")
 
 
 def tiny_loaded(model_type: str, seed: int = 0, dtype=torch.float32, attention: str | None = None, **fields):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from stream_models import plain_batch
+from stream_models import needs, plain_batch
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check import why_config_not_streamed, why_not_streamed
@@ -179,7 +179,7 @@ def test_adapters_on_fused_experts_are_refused(build, tmp_path):
         build(loaded)
 
 
-@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "flint"])
+@pytest.mark.parametrize("model_type", ["ernie4_5_moe", pytest.param("flint", marks=needs("flint"))])
 def test_types_are_those_of_from_pretrained(tmp_path, model_type):
     """Routers, and what else transformers keeps in fp32; that is why such a model is not streamed in bf16."""
     settings = settings_for(folder_of(tmp_path, model_type))

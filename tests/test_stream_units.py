@@ -10,6 +10,7 @@ import transformers
 from stream_models import (
     FAMILIES,
     assert_same_grads,
+    needs,
     packed_batch,
     padded_batch,
     plain_batch,
@@ -366,7 +367,9 @@ def test_models_that_are_not_streamed_get_the_true_reason(model_type, reason):
     assert reason in why_config_not_streamed(transformers.AutoConfig.for_model(model_type))
 
 
-@pytest.mark.parametrize(("model_type", "from_scratch_too"), [("ernie4_5_moe", True), ("flint", False)])
+@pytest.mark.parametrize(
+    ("model_type", "from_scratch_too"), [("ernie4_5_moe", True), pytest.param("flint", False, marks=needs("flint"))]
+)
 def test_parameters_that_stay_in_fp32_are_the_reason_before_a_model_is_made(model_type, from_scratch_too):
     """ERNIE-4.5's constructor makes its routers in fp32; Flint's are kept so when trained weights are loaded."""
     config = transformers.AutoConfig.for_model(model_type)

@@ -89,9 +89,22 @@ def parameter_types(model: Any, dtype: torch.dtype, *, trained: bool) -> dict[st
 
 
 def resolve_attention(config: Any, wanted: str) -> tuple[str, tuple[str, ...]]:
-    """The attention implementation for a config, and notes for people: auto is sdpa, or eager where that is missing."""
+    """The attention implementation for a config, and notes for people: auto is sdpa, or eager where that is missing.
+
+    ValueError for sdpa where the model caps attention's logits: torch's kernels cannot, and transformers 5.17
+    leaves the cap out without a word (Gemma 2).
+    """
+    parts = (config, config.get_text_config(decoder=True), config.get_text_config(encoder=True))
+    cap = max((getattr(part, "attn_logit_softcapping", None) or 0.0 for part in parts), default=0.0)
+    if wanted == "sdpa" and cap:
+        raise ValueError(
+            f"This {config.model_type} model caps the logits of attention (at {cap:g}), which torch's fused kernels "
+            "(sdpa) leave out: it would be another model. Use --attn_implementation auto."
+        )
     if wanted != "auto":
         return wanted, ()
+    if cap:
+        return "eager", ("attention: eager, because torch's fused kernels (sdpa) cannot cap the logits of attention",)
     try:
         model_class = model_class_of(config)
     except ValueError:  # remote code: its class is known only after it has been loaded
