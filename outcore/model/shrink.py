@@ -43,7 +43,7 @@ _FIXED = {
     "v_head_dim": HEAD_DIM,
     "max_position_embeddings": POSITIONS,
 }
-"""Replaced where the config has a whole number there, or one for each layer (null keeps its meaning: absent)."""
+"""Replaced where the config has a whole number there, or one for each layer (null and 0 keep their meaning: absent)."""
 
 _AT_MOST = {
     "num_experts": 4,
@@ -127,7 +127,7 @@ def _shrink_part(part: Any) -> None:
             _set(part, "attention_hidden_size", wide * HIDDEN // hidden)
     for name, value in _FIXED.items():
         old = getattr(part, name, None)
-        if type(old) is int:
+        if type(old) is int and old:
             _set(part, name, value)
         elif isinstance(old, (list, tuple)) and old and all(type(item) is int for item in old):
             _set(part, name, type(old)([value] * len(old)))
