@@ -20,7 +20,7 @@ MIXTURES = ("mixtral", "qwen3_moe", "granitemoe", "gpt_oss")
 EAGER_ONLY = ("gemma2", "gpt_oss", "bloom")
 CAUSAL = [
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi", "gpt2", "gpt_neox", "mixtral"),
-    *("qwen3_moe", "granite", "granitemoe", "cohere", "opt", "gpt_oss"),
+    *("qwen3_moe", "granite", "granitemoe", "cohere", "opt", "gpt_oss", "gemma4_text"),
 ]
 pytestmark = pytest.mark.usefixtures("one_thread")
 

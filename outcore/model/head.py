@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.model.inputs import accepted_names
+
 
 class DecoderOutput:
     """What the stub hands to the model's forward: hidden states, router logits if given, None for all else."""
@@ -94,6 +96,8 @@ class CausalParts:
             raise ValueError(f"{type(causal).__name__} has no single child module that holds its layers.")
         self.causal = causal
         self.decoder_name = name
+        self._asks_for_rows = False
+        """Whether the model's forward was seen to look at its input after its decoder."""
 
     @property
     def decoder(self) -> nn.Module:
@@ -109,11 +113,24 @@ class CausalParts:
         return named if isinstance(named, nn.Module) else None
 
     def _run_head(self, output: DecoderOutput, **kwargs: Any) -> Any:
+        """The model's forward without an input. One that fails because it asks the absent input for something (Gemma 4:
+        how long its rows are) gets the hidden states as `inputs_embeds`, from then on at once."""
         shell = object.__new__(type(self.causal))
         shell.__dict__.update(self.causal.__dict__)
         stub = DecoderStub(output, self.decoder)
         shell.__dict__["_modules"] = {**self.causal._modules, self.decoder_name: stub}
-        return shell.forward(input_ids=None, use_cache=False, **kwargs)
+        kwargs |= {"input_ids": None, "use_cache": False}
+        rows = {"inputs_embeds": output.last_hidden_state}  # of the right shape; the stub ignores them
+        if self._asks_for_rows:
+            return shell.forward(**kwargs, **rows)
+        try:
+            return shell.forward(**kwargs)
+        except AttributeError as error:
+            if error.obj is not None or "inputs_embeds" not in accepted_names(self.causal)[0]:
+                raise
+        result = shell.forward(**kwargs, **rows)
+        self._asks_for_rows = True
+        return result
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [1, n, H] -> logits [1, n, V], by the model's own code after its decoder."""
