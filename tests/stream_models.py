@@ -43,7 +43,11 @@ def tiny_loaded(model_type: str, seed: int = 0, dtype=torch.float32, attention: 
     config = shrink_config(transformers.AutoConfig.for_model(model_type))
     for name, value in fields.items():
         setattr(config, name, value)
-    attention = attention or ("eager" if model_type in EAGER_ONLY else "sdpa")
+    return tiny_of(config, seed, dtype, attention or ("eager" if model_type in EAGER_ONLY else "sdpa"))
+
+
+def tiny_of(config, seed: int = 0, dtype=torch.float32, attention: str = "sdpa"):
+    """A model with this (shrunken) config, its weights drawn by `seed`."""
     torch.manual_seed(seed)
     model = model_class_of(config)._from_config(config, dtype=dtype, attn_implementation=attention)
     with torch.no_grad():
@@ -52,7 +56,7 @@ def tiny_loaded(model_type: str, seed: int = 0, dtype=torch.float32, attention: 
                 parameter.normal_(0.0, 1.0 / parameter.shape[-1] ** 0.5)
     model.config.use_cache = False
     abilities = check_abilities(config, attention)
-    return LoadedModel(model.train(), config, model_facts(model), abilities, f"tiny {model_type}")
+    return LoadedModel(model.train(), config, model_facts(model), abilities, f"tiny {config.model_type}")
 
 
 def set_dropout(model, p: float) -> None:

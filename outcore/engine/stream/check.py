@@ -19,7 +19,7 @@ from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.layout import several_types
 from outcore.engine.stream.packing import DeviceBatch
 from outcore.engine.stream.runner import UnitRunner
-from outcore.engine.stream.shell import CallLog, StreamUnsupported, line_of
+from outcore.engine.stream.shell import CallLog, LayerCall, StreamUnsupported, line_of
 from outcore.engine.stream.structure import alike
 from outcore.engine.stream.units import Unit, Units
 from outcore.model.borders import PACKED_ATTENTION
@@ -90,6 +90,15 @@ def try_tiny_copy(loaded: LoadedModel) -> None:
     if loaded.abilities.packing:
         positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1).contiguous()
         batches.append({"input_ids": ids, "labels": labels, "position_ids": positions})
+    try:
+        units = discover_units(tiny)
+        why = _why_not_alone(units, units.record(batches[0]))
+    except StreamUnsupported:
+        raise
+    except Exception as error:
+        raise StreamUnsupported(f"a tiny copy of it failed layer by layer ({line_of(error)})") from error
+    if why:
+        raise StreamUnsupported(why)
     for batch in batches:
         kind = "packed" if "position_ids" in batch else "padded"
         try:
@@ -105,6 +114,42 @@ def try_tiny_copy(loaded: LoadedModel) -> None:
                 f"unit by unit, a tiny copy of it gets other gradients than as a whole on {kind} rows (off by "
                 f"{difference:.1e} of the largest)"
             )
+
+
+@torch.no_grad()
+def _why_not_alone(units: Units, log: CallLog) -> str:
+    """Which layer uses what earlier ones left in a mapping that all are called with (keys and values that layers
+    share): it is run with and without. '' when there is none."""
+    hidden = log.hidden
+    left: dict[int | str, dict[Any, Any]] = {}
+    writers: list[str] = []
+
+    def run(index: int, call: LayerCall) -> torch.Tensor:
+        output = units.layers[index](hidden, *call.args, **call.kwargs)
+        return output if isinstance(output, torch.Tensor) else output[0]
+
+    for index in range(len(units.layers)):
+        call = log.call(index)
+        before = {name: {**ledger, **left.get(name, {})} for name, ledger in call.ledgers.items()}
+        for name, ledger in call.ledgers.items():
+            ledger.update(before[name])
+        output = run(index, call)
+        try:
+            uses = bool(writers) and not torch.equal(run(index, log.call(index)), output)
+        except LookupError:
+            uses = True
+        if uses:
+            return (
+                f"its layers hand each other more than the hidden states: layer {index} uses what layer"
+                f"{'s' if len(writers) > 1 else ''} {' and '.join(writers)} left in {', '.join(map(str, left))}"
+            )
+        for name, ledger in call.ledgers.items():
+            written = {key: value for key, value in ledger.items() if value is not before[name].get(key)}
+            if written:
+                left.setdefault(name, {}).update(written)
+                writers.append(str(index))
+        hidden = output
+    return ""
 
 
 def sharing_holds(loaded: LoadedModel) -> bool:
@@ -124,7 +169,7 @@ def sharing_holds(loaded: LoadedModel) -> bool:
 @torch.no_grad()
 def _sharing_holds(units: Units, log: CallLog) -> bool:
     for index, like in enumerate(alike(units.layers)):
-        call, own = log.calls[index], units.layers[index]
+        call, own = log.call(index), units.layers[index]
         weights: dict[str, torch.Tensor] = dict(own.named_parameters())
         shared = functional_call(units.layers[like], weights, (log.hidden, *call.args), call.kwargs)
         output = own(log.hidden, *call.args, **call.kwargs)
@@ -154,7 +199,7 @@ def run_units(
     hidden, inputs, routers, counts = log.hidden, [], [], []
     for index, unit in enumerate(units.layer_units):
         inputs.append(hidden)
-        hidden, found = runner.layer(index, slabs[unit.index], hidden, log.calls[index])
+        hidden, found = runner.layer(index, slabs[unit.index], hidden, log.call(index))
         routers += found
         counts.append(len(found))
     head = units.head.index
@@ -164,7 +209,7 @@ def run_units(
         cut = len(grad_routers) - counts[index]
         own, grad_routers = grad_routers[cut:], grad_routers[:cut]
         grad = runner.layer_backward(
-            index, slabs[unit.index], inputs[index], log.calls[index], grad, own, sums[unit.index]
+            index, slabs[unit.index], inputs[index], log.call(index), grad, own, sums[unit.index]
         )
     runner.embed_backward(slabs[units.embed.index], batch, grad, sums[units.embed.index])
     objective = result.ce_sum if result.aux_loss is None else result.ce_sum + result.aux_loss * result.n_tokens

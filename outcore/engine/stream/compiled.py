@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
@@ -177,7 +177,9 @@ class CompiledLayers:
         trainable = [slot.trainable for slot in unit.layout.slots]
 
         def forward(tensors: list[torch.Tensor], hidden: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
-            output = functional_call(template, dict(zip(names, tensors, strict=True)), (hidden, *args), kwargs)
+            # What a layer writes to a mapping must not leave the compiled code.
+            own = {name: {**value} if isinstance(value, MutableMapping) else value for name, value in kwargs.items()}
+            output = functional_call(template, dict(zip(names, tensors, strict=True)), (hidden, *args), own)
             return output if isinstance(output, torch.Tensor) else output[0]
 
         def backward(
@@ -230,7 +232,7 @@ def draws_random_numbers(units: Units) -> bool:
     try:
         with torch.no_grad():
             for index in set(alike(units.layers)):
-                call = log.calls[index]
+                call = log.call(index)
                 with with_memory(units.layers[index]) as layer:
                     layer(log.hidden, *call.args, **call.kwargs)
         return not torch.equal(before, torch.default_generator.get_state())

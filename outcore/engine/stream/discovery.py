@@ -186,12 +186,20 @@ class _Discovery:
                 log = units.record(batch)
             learned = [t for call in log.calls for t in tensors_in([call.args, call.kwargs]) if t.requires_grad]
             if learned:
-                raise StreamUnsupported("its layers get a learned tensor besides the hidden states")
+                raise StreamUnsupported(
+                    f"its layers get a learned tensor besides the hidden states{self._made_of(learned, embed)}"
+                )
             leaf = log.hidden.detach().requires_grad_()
             with models_own_code():
                 final = units.finish(leaf, batch, log)
                 logits = self.parts.logits(final.reshape(1, -1, final.shape[-1]))
             return embed, parameters_behind([logits]), units
+
+    def _made_of(self, learned: list[torch.Tensor], embed: list[nn.Parameter]) -> str:
+        """In brackets, what these tensors are made of, beside what the hidden states are made of as well."""
+        known = {id(p) for p in embed}
+        own = {self.names[id(p)] for p in parameters_behind(learned) if id(p) not in known}
+        return f" (made of {_holders(sorted(own), [n for n in self.names.values() if n not in own])})" if own else ""
 
     def _paths(self, embed: list[nn.Parameter]) -> tuple[str, ...]:
         """Modules of the decoder that own these parameters, outermost only."""

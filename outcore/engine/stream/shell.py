@@ -9,7 +9,8 @@ states, and the modules of the embedding are `Blank`, so that their weights need
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,16 @@ class LayerCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @property
+    def ledgers(self) -> dict[int | str, MutableMapping[Any, Any]]:
+        """Its arguments that a layer can write to for others to read, by place or name."""
+        values = (*enumerate(self.args), *self.kwargs.items())
+        return {name: value for name, value in values if isinstance(value, MutableMapping)}
+
+    def mapped(self, change: Callable[[Any], Any]) -> LayerCall:
+        """The same call with `change` made to each argument."""
+        return LayerCall(tuple(map(change, self.args)), {name: change(value) for name, value in self.kwargs.items()})
+
 
 @dataclass
 class CallLog:
@@ -74,25 +85,17 @@ class CallLog:
     def shrink_masks(self, min_numel: int = MIN_MASK_NUMEL) -> None:
         """Hold large masks as bits from now on: for a log that waits while other micro-batches run. See `masks`."""
         shrinker = MaskShrinker(min_numel)
-        shrunk = [
-            LayerCall(
-                tuple(shrinker.shrunk(value) for value in call.args),
-                {name: shrinker.shrunk(value) for name, value in call.kwargs.items()},
-            )
-            for call in self.calls
-        ]
+        shrunk = [call.mapped(shrinker.shrunk) for call in self.calls]
         if shrinker.has_shrunk:
             self.calls, self.has_bits = shrunk, True
 
     def call(self, layer: int) -> LayerCall:
-        """What layer `layer` is to be called with, masks whole."""
+        """What layer `layer` is to be called with, masks whole. A mapping is a copy of its own each time: what a layer
+        leaves there is seen by no other and not kept."""
         call = self.calls[layer]
-        if not self.has_bits:
-            return call
-        return LayerCall(
-            tuple(restored(value) for value in call.args),
-            {name: restored(value) for name, value in call.kwargs.items()},
-        )
+        if call.ledgers:
+            call = call.mapped(lambda value: copy.copy(value) if isinstance(value, MutableMapping) else value)
+        return call.mapped(restored) if self.has_bits else call
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,12 @@ def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Ten
     if not isinstance(hidden, torch.Tensor):
         raise StreamUnsupported("its layers do not take the hidden states as their first argument")
     return hidden, LayerCall(args, {k: v for k, v in kwargs.items() if k != "hidden_states"})
+
+
+def _is_all_of(view: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether they are the same numbers at the same place (`tensor` itself, or all of it as a slice)."""
+    places = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (view, tensor)]
+    return view is tensor or places[0] == places[1]
 
 
 class _Stand(nn.Module):
@@ -164,7 +173,7 @@ class Recorder(_Stand):
             )
         if index == 0:
             log.first = hidden
-        elif hidden is not log.hidden:
+        elif not _is_all_of(hidden, log.hidden):
             raise StreamUnsupported(f"it computes on the hidden states between layers {index - 1} and {index}")
         log.calls.append(call)
         if form is None or index == self.__dict__["_num_layers"] - 1:
