@@ -164,6 +164,20 @@ def test_unusable_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         check_directory(tmp_path)
 
 
+def test_ctrl_c_leaves_nothing_of_the_look_at_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def interrupted(path: Path, **_: object) -> None:
+        path.write_bytes(b"")
+        made.append(path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "touch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        check_directory(tmp_path)
+    assert made and not list(tmp_path.iterdir())
+
+
 def test_a_full_drive_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from outcore.storage import StorageError
 

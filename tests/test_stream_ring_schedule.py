@@ -246,6 +246,24 @@ def test_a_kept_chunk_whose_unit_is_ready_again_goes_on_at_once():
     assert not ring.schedule.next_read()
 
 
+def test_a_chunk_that_will_stay_leaves_no_slot_for_reading_ahead():
+    """Its parameters are still being written when the pass turns: the slot that is left is for units that are ready."""
+    ring = Ring([1, 1, 1], 2, lambda chunk: chunk.unit.index == 1)
+    tickets = [ring.ready(unit)[0] for unit in range(3)]
+    passages = ring.reads()
+    ring.schedule.leave(passages[0])
+    passages += ring.reads()
+    ring.schedule.leave(passages[2])
+    assert names(passages) == [(0, 0), (1, 0), (2, 0)] and ring.schedule.keeps(passages[1].chunk)
+    passages[1].is_leaving = passages[1].is_staying = True
+    for ticket in tickets:
+        ring.schedule.count_down(ticket)
+    ring.schedule.turn()
+    ring.schedule.read_ahead()
+    assert not ring.reads()
+    assert not ring.schedule.keep(passages[1]) and not ring.reads()
+
+
 def test_what_waits_for_its_gradient_is_not_let_go():
     """A flush takes to the drive what is kept, not what is about to be updated in its slot."""
     ring, high = after_a_pass()

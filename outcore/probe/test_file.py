@@ -43,10 +43,13 @@ def check_directory(directory: Path) -> None:
     probe = directory / f"{PREFIX}{secrets.token_hex(6)}.touch"
     try:
         probe.touch(exist_ok=False)
+        probe.unlink(missing_ok=True)
     except OSError as error:
         why = "is on a read-only filesystem" if error.errno == errno.EROFS else f"is not writable ({error.strerror})"
         raise TestPathError(f"{directory} {why}: choose a directory you may write to with --path") from error
-    probe.unlink(missing_ok=True)
+    except BaseException:  # Ctrl-C between the two
+        probe.unlink(missing_ok=True)
+        raise
 
 
 def sweep(directory: Path) -> list[Path]:

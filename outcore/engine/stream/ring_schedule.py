@@ -50,6 +50,8 @@ class Passage:
     reads_left: int = 0
     is_leaving: bool = False
     """It is updated or written."""
+    is_staying: bool = False
+    """It is updated, and will be kept once what else is written of it has reached the drive."""
     is_kept: bool = False
     """It stays in its slot for the next pass; its states are newer than those on the drive."""
 
@@ -104,7 +106,7 @@ class RingSchedule:
 
     def keep(self, passage: Passage) -> bool:
         """Its update is over and it stays. True when its unit is ready again: it is to be updated at once."""
-        passage.ticket, passage.is_leaving, passage.is_kept = None, False, True
+        passage.ticket, passage.is_leaving, passage.is_staying, passage.is_kept = None, False, False, True
         for ticket in self._ready:
             places = [place for place, chunk in enumerate(ticket.unread) if chunk is passage.chunk]
             if places:
@@ -178,7 +180,7 @@ class RingSchedule:
             self._ready.remove(ticket)
 
     def _next_ahead(self) -> StateChunk | None:
-        if sum(passage.ticket is None for passage in self._passages.values()) >= self._max_ahead:
+        if sum(passage.ticket is None or passage.is_staying for passage in self._passages.values()) >= self._max_ahead:
             return None
         not_done = {ticket.unit.index for ticket in self._tickets}
         while self._ahead < len(self._order):

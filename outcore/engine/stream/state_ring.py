@@ -247,7 +247,7 @@ class StateRing:
             self._schedule.count_down(ticket)
         if self._stopping or self.error is not None:
             return
-        is_kept = self._schedule.keeps(chunk)
+        is_kept = passage.is_staying = self._schedule.keeps(chunk)
         parts = slot.param_writes(chunk) if is_kept else slot.state_writes(chunk) + slot.param_writes(chunk)
         done = partial(self._written, passage, ticket if waits_for_drive else None, is_kept=is_kept)
         self._traffic.write(chunk.name, parts, done)
