@@ -43,6 +43,7 @@ def short_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EFFORTS, "quick", quick)
     monkeypatch.setattr(optimizer_module, "COPY_MEMORY_BYTES", 2 * MIB)
     monkeypatch.setattr(optimizer_module, "MOST_UPDATES_S", 0.01)
+    monkeypatch.setattr(optimizer_module, "MOST_COMPUTE_S", 0.1)
     monkeypatch.setattr(optimizer_module, "UPDATES_NUMEL", 1 << 18)
     monkeypatch.setattr(memory_bench, "ARRAY_BYTES", MIB)
 

@@ -175,7 +175,8 @@ def test_mixture_of_experts_and_encoder_decoder_train_with_all_on_nvme(tmp_path:
     assert drive["moved"]["params_on_nvme"] > 0
 
 
-@pytest.mark.parametrize("preset", [pytest.param("tiny-moe", marks=pytest.mark.slow), "tiny-t5"])
+@SLOW
+@pytest.mark.parametrize("preset", ["tiny-moe", "tiny-t5"])
 def test_vocabularies_that_go_to_the_drive_train_with_weights_tied_after_they_are_made(
     tmp_path: Path, preset: str
 ) -> None:

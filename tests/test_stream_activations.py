@@ -21,7 +21,7 @@ from outcore.units import MIB
 TINY = replace(TINY_SETTINGS, max_grad_norm=0.5)
 LR = 3e-3
 LAYERS = 6
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
 @pytest.fixture

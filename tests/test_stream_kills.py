@@ -43,11 +43,11 @@ HOMES = {"RAM": lambda root: RAM, "split": lambda root: SPLIT, "NVMe": nvme, "ha
 
 KILLS = [
     ("forward", 3, "RAM", "split"),
-    ("update", 2, "split", "RAM"),
     ("drive write", 4, "NVMe", "half split"),
     ("shard", 3, "half split", "NVMe"),
 ]
 MORE_KILLS = [
+    ("update", 2, "split", "RAM"),
     ("backward", 5, "NVMe", "RAM"),
     ("gradient", 2, "RAM", "NVMe"),
     ("update", 7, "NVMe", "NVMe"),

@@ -44,7 +44,7 @@ OVERRIDES = {
 }
 LORA = LoraSettings(r=4, alpha=8, dropout=0.0)
 ATTENTION_LORA = replace(LORA, target_modules=("q_proj", "v_proj"))
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
 @pytest.fixture

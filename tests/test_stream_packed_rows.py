@@ -122,8 +122,9 @@ def fresh_compiler():
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("graphed", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("model_type", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("graphed", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_compiled_layers_take_borders_and_compile_once_for_all_of_them(
     model_type, graphed, fresh_compiler, monkeypatch
 ):
