@@ -69,6 +69,7 @@ UNITS = (
 """Of 16-bit parameters, all of them trained."""
 
 
+@pytest.mark.slow
 def test_the_cheapest_saving_comes_first() -> None:
     """From ample room down: parts, two layers, one buffer for gradients; then tiles and one layer at a time."""
     big = Model(

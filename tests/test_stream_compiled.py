@@ -86,6 +86,7 @@ def test_compiled_layers_equal_eager_ones(model_type):
     assert not compiled.is_active(0)
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 def test_the_usual_shape_keeps_code_of_its_own():
     """After rows of other lengths, for which code for any length is made."""

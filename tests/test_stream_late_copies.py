@@ -107,7 +107,7 @@ def run(engine, count: int) -> tuple[list, dict[str, torch.Tensor]]:
         ("gpt2", DEFERRED, 3, False, False),
         ("gpt2", IMMEDIATE, 3, True, False),
         ("llama", IMMEDIATE, 3, True, True),
-        ("gpt2", TILED, 3, True, False),
+        pytest.param("gpt2", TILED, 3, True, False, marks=pytest.mark.slow),
     ],
     ids=["one batch", "tied, pageable", "tied, immediate", "frozen base", "tied, in tiles"],
 )

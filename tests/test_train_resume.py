@@ -191,6 +191,7 @@ def test_states_in_another_format_go_on_bit_by_bit(
     assert same(states(tmp_path / "checkpoint/r/step-00000006"), states(whole / "step-00000006"))
 
 
+@pytest.mark.slow
 def test_another_format_of_states_and_dropout_of_adapters_is_said(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def test_masters_round_to_the_weights(straight_by: Callable[[str], Path], engine
             assert torch.equal(cast_param(value, torch.bfloat16), state["model:" + key[7:]])
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 def test_exact_states_in_two_formats_train_the_same_numbers(tmp_path: Path, corpus: Path, straight: Path) -> None:
     """What `state_format auto` takes with bf16 equals fp32 states bit for bit, and 8-bit moments are told as other."""
@@ -233,6 +234,7 @@ def test_own_model_and_loss(tmp_path: Path, corpus: Path) -> None:
     assert engine_of(tmp_path)["name"] == "deepspeed" and "own" in engine_of(tmp_path)["reason"]
 
 
+@pytest.mark.slow
 def test_accumulation_does_not_change_the_loss(tmp_path: Path, corpus: Path) -> None:
     """1 x 4 and 4 x 1 micro-batches of a padded batch with unequal lengths: the same loss and gradient norm."""
     results = []
