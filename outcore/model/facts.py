@@ -95,7 +95,7 @@ def resolve_attention(config: Any, wanted: str) -> tuple[str, tuple[str, ...]]:
     leaves the cap out without a word (Gemma 2).
     """
     parts = (config, config.get_text_config(decoder=True), config.get_text_config(encoder=True))
-    cap = max((getattr(part, "attn_logit_softcapping", None) or 0.0 for part in parts), default=0.0)
+    cap = max(getattr(part, "attn_logit_softcapping", None) or 0.0 for part in parts)
     if wanted == "sdpa" and cap:
         raise ValueError(
             f"This {config.model_type} model caps the logits of attention (at {cap:g}), which torch's fused kernels "
