@@ -143,6 +143,7 @@ def test_a_deterministic_run_repeats_every_bit(fixed_order, model_type, compiled
         try:
             for step in range(3):
                 engine.train_step([packed(step, (1000, 548)), plain_batch(2, 1548, seed=step)], 1e-2)
+            engine._parts.updates.drain()
             return {n: p.detach().clone() for n, p in loaded.model.named_parameters()}
         finally:
             engine.close()
