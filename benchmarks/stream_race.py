@@ -11,7 +11,8 @@ device less what was used before. Ratios are to the best stock setting of the ru
 Variants with something on NVMe come with the drive's mixed rate right before and right after (`drive_rate.py`), and
 with the share of the step that their drive bytes would take at the mean of the two.
 
-`-nvme`: every byte of optimizer states on the drive; `-half`, `-nvme-third`: that part of them in RAM.
+`-nvme`: every byte of optimizer states on the drive; `-half`, `-nvme-third`: that part of them in RAM. Windows of ours
+with something on NVMe have `--nvme_steps`: at the beginning of one the drive is idle until the first updates.
 
 Groups: ram (16,384 tokens), ram4k (4,096), sweep (stock), nvme, big (2.8 B), 8b. Exit code 1 when a variant
 failed.
@@ -107,8 +108,12 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "stock-ram-clip": stock(shape, t4, 1, "cpu"),
         "ours-fp32": ours(shape, t4, 0, "fp32"),
         "ours-fp32-clip": ours(shape, t4, 1, "fp32"),
+        "ours-split": ours(shape, t4, 0, "split"),
+        "ours-split-clip": ours(shape, t4, 1, "split"),
         "ours-split8": ours(shape, t4, 0, "split8"),
         "ours-split8-clip": ours(shape, t4, 1, "split8"),
+        "ours-fp32-actdevice": ours(shape, t4, 0, "fp32", activations="device"),
+        "ours-split8-16threads": ours(shape, t4, 0, "split8", optimizer_threads=16),
     }
     if shape == "1.2b":
         ram4k |= {
@@ -130,8 +135,10 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "ours-split8-nvme-64slots": ours(shape, t16, 1, "split8", **all_nvme, state_ring_slots=64),
         "ours-fp32-half": ours(shape, t16, 1, "fp32", **(all_nvme | {"state_ram_bytes": "@half"})),
         "ours-fp32-nvme-third": ours(shape, t16, 1, "fp32", **(all_nvme | {"state_ram_bytes": "@third"})),
+        "ours-split8-nvme-third": ours(shape, t16, 1, "split8", **(all_nvme | {"state_ram_bytes": "@third8"})),
         "ours-all-nvme": ours(shape, t16, 1, "split8", **all_nvme, weight_ram_bytes=0),
-        "stock-all-nvme": stock(shape, t16, 1, "nvme", uses_nvme=True),
+        # weights that stay for reuse keep their swap buffers: "Not enough buffers 0 for swapping 1"
+        "stock-all-nvme": stock(shape, t16, 1, "nvme", uses_nvme=True, live=0),
     }
     big = {
         "stock-ram": stock("2.8b", t16, 0, "cpu"),
@@ -152,9 +159,10 @@ def run(name: str, variant: dict[str, Any], args: argparse.Namespace) -> dict[st
         if variant["child"] == "race_stock.py":  # half a minute a step
             options |= {"warm": 1, "steps": 1, "repeats": 2}
         else:
-            options |= {"warm": 1, "steps": 2, "repeats": 2}
+            options |= {"warm": 1, "steps": args.nvme_steps, "repeats": 2}
     text = json.dumps(options).replace('"@nvme"', json.dumps(str(args.nvme)))
     text = text.replace('"@half"', str(args.half_bytes)).replace('"@third"', str(args.half_bytes * 2 // 3))
+    text = text.replace('"@third8"', str(args.half_bytes * 2 // 9))  # 4 B instead of 12
     begin_s = time.perf_counter()
     if variant["child"] == "prototype":
         command = [sys.executable, "stream.py"]
@@ -222,6 +230,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--nvme_steps", type=int, default=2, help="of a window of ours with something on NVMe")
     parser.add_argument("--cap_gib", type=float, default=6.5)
     parser.add_argument("--half_bytes", type=int, default=7_300_000_000, help="RAM for states: half of them")
     parser.add_argument("--nvme", type=Path)
