@@ -4,7 +4,8 @@
 
 Per number of threads: the memory's rate (three streams read, one of them written back), then every state format through
 an `OptimizerPool`, then torch.optim.AdamW(fused=True) and DeepSpeedCPUAdam where it is installed. The memory's rate is
-taken before and after. The table has medians, the JSON every sample.
+taken before and after. The table has medians, the JSON every sample. `--cached` adds each format on chunks that stay in
+the caches, over and over: what its arithmetic takes where memory does not hold it up.
 
 Bytes counted: gradient read, states read and written, parameter written (split formats: read too). A parameter that is
 only written costs its cache line's fetch on top, which is not counted. torch and DeepSpeed hold fp32 parameters and
@@ -14,6 +15,7 @@ gradients (28 bytes) and would need a 16-bit copy on top. Exit code 1 when the e
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import mmap
 import os
@@ -42,6 +44,7 @@ from outcore.units import GB
 
 TIMEOUT_S = 120.0
 WARM_UPS = 1
+CACHED_NUMEL = 1 << 16  # 1 MB and less
 RIVAL_BYTES = 28  # fp32 gradient read; fp32 parameter, m, v read and written
 Samples = dict[tuple[str, int], list[float]]
 
@@ -82,6 +85,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk_numel", type=int, default=1 << 22, help="parameters per chunk")
     parser.add_argument("--formats", default=",".join(f.name for f in FORMATS))
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--cached", action="store_true", help="each format in the caches as well")
     parser.add_argument("--no_rivals", action="store_true", help="leave torch and DeepSpeed out")
     parser.add_argument("--small_pages", action="store_true", help="do not ask for transparent huge pages")
     parser.add_argument("--out", type=Path, help="JSON with every sample")
@@ -101,6 +105,9 @@ def contestants(options: argparse.Namespace, backend: ExtensionBackend) -> list[
     for name in options.formats.split(","):
         chosen = state_format(name)
         found.append((name, lambda threads, chosen=chosen: pooled(options, backend, chosen, threads)))
+        if options.cached:
+            cached = functools.partial(pooled, options, backend, chosen, cached=True)
+            found.append((f"{name}, cached", cached))
     found.append(("sum of squares", lambda threads: sums(options, backend, threads)))
     if not options.no_rivals:
         found.append(("torch fused", lambda threads: torch_fused(options, threads)))
@@ -135,15 +142,22 @@ def measure_memory(options: argparse.Namespace, backend: ExtensionBackend, rates
             rates.setdefault(("memory", threads), []).append(16.0 * options.numel / bytes_per_s)
 
 
-def pooled(options: argparse.Namespace, backend: ExtensionBackend, chosen: StateFormat, threads: int):
-    grad = floats(options.numel, torch.bfloat16, options)
-    param = floats(options.numel, torch.bfloat16, options)
+def pooled(
+    options: argparse.Namespace, backend: ExtensionBackend, chosen: StateFormat, threads: int, *, cached: bool = False
+):
+    """Updates through the pool. `cached`: as many parameters, but the same two small chunks per thread in turn; two
+    threads may be at the same one, which only its values suffer from."""
+    size = CACHED_NUMEL if cached else options.chunk_numel
+    distinct_numel = min(options.numel, 2 * threads * size) if cached else options.numel
+    grad = floats(distinct_numel, torch.bfloat16, options)
+    param = floats(distinct_numel, torch.bfloat16, options)
     jobs = []
-    for start in range(0, options.numel, options.chunk_numel):
-        at = slice(start, min(start + options.chunk_numel, options.numel))
+    for start in range(0, distinct_numel, size):
+        at = slice(start, min(start + size, distinct_numel))
         state = buffer_of(chosen.chunk_bytes(at.stop - start), options)
         ChunkState(chosen, state, at.stop - start, param[at]).initialise()
         jobs.append(ChunkJob(grad[at], state, param[at], start))
+    jobs = [jobs[n % len(jobs)] for n in range(-(-options.numel // size))]
     batch = JobBatch(chosen, jobs)
     pool = OptimizerPool(threads, backend=backend)
     count = iter(range(1, 1 << 30))

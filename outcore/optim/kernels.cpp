@@ -17,7 +17,7 @@
 namespace outcore {
 namespace {
 
-constexpr int32_t kInfinityBits = 0x7f800000;
+constexpr uint32_t kInfinityBits = 0x7f800000;
 constexpr int32_t kNanBits = 0x7fc00000;
 constexpr float kSmallestNormal = 1.1754943508222875e-38f;  // 2^-126: below it, moments become zero
 // 8-bit moments: the smallest code of a block must stay a normal fp32, so that a checkpoint in fp32 is exact.
@@ -31,7 +31,9 @@ INLINE Floats one_nan(Floats x) { return x == x ? x : floats_of(all(kNanBits)); 
 
 // Moments below `smallest` become +0: a moment that decays for ever would end as a denormal, for which many processors
 // take a slow path.
-INLINE Floats without_tiny(Floats x, float smallest) { return magnitude(x) < smallest ? Floats{} : x; }
+INLINE Floats without_tiny(Floats x, Floats magnitude_of_x, float smallest) {
+  return magnitude_of_x < smallest ? Floats{} : x;
+}
 
 // master <-> (parameter, residual): the parameter is the rounded master, the residual the master's low 16 bits. The
 // carry into the parameter is the residual's top bit, so the pair determines all 2^32 patterns.
@@ -39,17 +41,20 @@ INLINE Floats join(const uint16_t* param, const int16_t* residual) {
   return floats_of((load_wide(param) << 16) + load_wide(residual));
 }
 
-// g, m, v -> m, v. Returns its square root. The order of operations is torch.optim.AdamW's, see hyper.py.
-INLINE Floats new_moments(Floats& m, Floats& v, Floats g, const Hyper& h, float smallest_m, float smallest_v) {
+struct Moments {
+  Floats m, v;
+};
+
+// The order of operations is torch.optim.AdamW's, see hyper.py. Not yet without tiny ones.
+INLINE Moments new_moments(Moments old, Floats g, const Hyper& h) {
   g *= h.grad_scale;
-  const Floats base = h.lerp_from_grad ? g : m;
-  m = without_tiny(base + h.lerp_coefficient * (g - m), smallest_m);
-  v = without_tiny(v * h.beta2 + (h.one_minus_beta2 * g) * g, smallest_v);
-  return square_root(v);
+  const Floats base = h.lerp_from_grad ? g : old.m;
+  return {base + h.lerp_coefficient * (g - old.m), old.v * h.beta2 + (h.one_minus_beta2 * g) * g};
 }
 
+// `root` is divided by bias_correction2_sqrt already.
 INLINE Floats new_master(Floats w, Floats m, Floats root, const Hyper& h) {
-  return one_nan(w * h.decay + (h.negative_step_size * m) / (root / h.bias_correction2_sqrt + h.eps));
+  return one_nan(w * h.decay + (h.negative_step_size * m) / (root + h.eps));
 }
 
 INLINE uint64_t mix(uint64_t x) {  // splitmix64's finalizer
@@ -71,11 +76,13 @@ INLINE Floats unpack_exp_avg_sq(Ints r, float scale) {
 }
 
 // One of the two whole numbers around sqrt(x), at random so that its square is x on average: the upper one if
-// uniform * (high^2 - low^2) < x - low^2. `twice` is twice the uniform number in [0, 1).
-INLINE Ints round_root(Floats x, Floats twice) {
+// uniform * (high^2 - low^2) < x - low^2, where uniform = random * 2^-16 and high^2 - low^2 = 2 * low + 1. Only the
+// product with `random` is rounded: low is below 2^8, so that all others are exact.
+INLINE Ints round_root(Floats x, Ints random) {
   const Ints floor = truncated(square_root(x));
   const Floats low = to_floats(floor);
-  return twice * (low + 0.5f) < x - low * low ? floor + 1 : floor;
+  const Floats apart = plus_product(all(0x1p-16f), low, all(0x1p-15f));
+  return to_floats(random) * apart < less_product(x, low, low) ? floor + 1 : floor;
 }
 
 // Maps the largest magnitude of a block to `levels`, or by rounding a hair above it, never below.
@@ -91,7 +98,14 @@ struct Block {  // where kBlock elements are; without param_dtype, param is noth
   float* scale_s;
 };
 
-INLINE void pack(const Block& block, const float* exp_avg, const float* root, int32_t top_m_bits, int32_t top_s_bits,
+INLINE uint32_t bits_of(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, 4);
+  return bits;
+}
+
+// `top_m_bits`, `top_s_bits`: the bit patterns of the largest |m|, tiny ones among them, and of the largest root.
+INLINE void pack(const Block& block, const float* exp_avg, const float* root, uint32_t top_m_bits, uint32_t top_s_bits,
                  uint64_t key) {
   uint8_t* q = (uint8_t*)block.exp_avg;
   uint8_t* r = (uint8_t*)block.exp_avg_sq;
@@ -101,70 +115,75 @@ INLINE void pack(const Block& block, const float* exp_avg, const float* root, in
     __builtin_memset(r, 0, kBlock);
     return;
   }
+  if (top_m_bits < bits_of(kSmallestExpAvg8)) top_m_bits = 0;
   __builtin_memcpy(block.scale_m, &top_m_bits, 4);
   __builtin_memcpy(block.scale_s, &top_s_bits, 4);
   const float factor_m = to_levels(*block.scale_m, kLevels), factor_s = to_levels(*block.scale_s, kRootLevels);
   const Floats least_s = all(top_s_bits == 0 ? 0.f : 1.f);
+  const auto store_codes = [&](int64_t i, Ints random_m, Ints random_s) __attribute__((always_inline)) {
+    const Floats m = load(exp_avg + i), s = load(root + i);
+    const Ints code = round_root(smaller(magnitude(m) * factor_m, all(kLevels)), random_m);
+    store_narrow(q + i, bits_of(m) < 0 ? -code : code);
+    store_narrow(r + i, round_root(larger(smaller(s * factor_s, all(kRootLevels)), least_s), random_s));
+  };
   // A hash of 32 bits has two uniform numbers. The element half a block further takes them the other way round: each
   // element's two are independent, and so are those of all exp_avg and those of all exp_avg_sq.
-  constexpr int64_t kHalf = kBlock / 2;
-  alignas(64) float twice[kBlock];
   const Words key_high = all((uint32_t)(key >> 32));
   Words counter = (Words)counting() * 0x9e3779b9u + (uint32_t)key;
-  for (int64_t i = 0; i < kHalf; i += kLanes) {
+  for (int64_t i = 0; i < kBlock / 2; i += kLanes) {
     Words x = (counter ^ (counter >> 16)) * 0x7feb352du;
     counter += kLanes * 0x9e3779b9u;
     x ^= key_high;
     x = (x ^ (x >> 15)) * 0x846ca68bu;
     x ^= x >> 16;
-    store(twice + i, to_floats((Ints)(x & 0xffffu)) * (1.f / 32768));
-    store(twice + i + kHalf, to_floats((Ints)(x >> 16)) * (1.f / 32768));
-  }
-  for (int64_t i = 0; i < kBlock; i += kLanes) {
-    const Floats m = load(exp_avg + i), s = load(root + i);
-    const Ints code = round_root(smaller(magnitude(m) * factor_m, all(kLevels)), load(twice + i));
-    store_narrow(q + i, bits_of(m) < 0 ? -code : code);
-    const Floats z = larger(smaller(s * factor_s, all(kRootLevels)), least_s);
-    store_narrow(r + i, round_root(z, load(twice + (i ^ kHalf))));
+    const Ints low = (Ints)(x & 0xffffu), high = (Ints)(x >> 16);
+    store_codes(i, low, high);
+    store_codes(i + kBlock / 2, high, low);
   }
 }
 
 template <bool kSplit, bool kMoments8>
-INLINE void update_block(const Types& types, const Block& block, const Hyper& h, uint64_t key) {
+INLINE void update_block(const Types& types, const Block& block, const Hyper& h, const Divisor& bias_correction2_sqrt,
+                         uint64_t key) {
   alignas(64) float unpacked[kMoments8 ? kBlock : 1], root[kBlock];
   float* const exp_avg = kMoments8 ? unpacked : (float*)block.exp_avg;
-  Ints top_m{}, top_s{};
+  Ints top_m{};
+  Words top_s{};
   for (int64_t i = 0; i < kBlock; i += kLanes) {
     const Floats g = load_as_float(types.grad_dtype, block.grad, i);
     if constexpr (kMoments8) {
-      Floats m = unpack_exp_avg(load_wide((const int8_t*)block.exp_avg + i), *block.scale_m);
-      Floats v = unpack_exp_avg_sq(load_wide((const uint8_t*)block.exp_avg_sq + i), *block.scale_s);
-      const Floats s = new_moments(m, v, g, h, kSmallestExpAvg8, kSmallestExpAvgSq8);
-      top_m = larger(top_m, bits_of(magnitude(m)));  // NaN is the largest
-      top_s = larger(top_s, bits_of(magnitude(s)));
-      store(exp_avg + i, m);
+      const Moments old = {unpack_exp_avg(load_wide((const int8_t*)block.exp_avg + i), *block.scale_m),
+                           unpack_exp_avg_sq(load_wide((const uint8_t*)block.exp_avg_sq + i), *block.scale_s)};
+      const auto [m, v] = new_moments(old, g, h);
+      const Floats size = magnitude(m), s = square_root(without_tiny(v, v, kSmallestExpAvgSq8));  // v >= 0, or NaN
+      top_m = larger(top_m, bits_of(size));  // NaN is the largest
+      top_s = larger(top_s, (Words)s);       // whatever its sign
+      store(exp_avg + i, without_tiny(m, size, kSmallestExpAvg8));
       store(root + i, s);
     } else {
-      Floats m = load(exp_avg + i), v = load((float*)block.exp_avg_sq + i);
-      store(root + i, new_moments(m, v, g, h, kSmallestNormal, kSmallestNormal));
-      store(exp_avg + i, one_nan(m));
-      store((float*)block.exp_avg_sq + i, one_nan(v));
+      const auto [m, v] = new_moments({load(exp_avg + i), load((float*)block.exp_avg_sq + i)}, g, h);
+      const Floats positive = without_tiny(v, magnitude(v), kSmallestNormal);
+      store(root + i, square_root(positive));
+      store(exp_avg + i, one_nan(without_tiny(m, magnitude(m), kSmallestNormal)));
+      store((float*)block.exp_avg_sq + i, one_nan(positive));
     }
   }
   for (int64_t i = 0; i < kBlock; i += kLanes) {
+    // With 8-bit moments arithmetic takes longer than memory does.
     const Floats m = load(exp_avg + i), s = load(root + i);
+    const Floats corrected = kMoments8 ? quotient(s, bias_correction2_sqrt) : s / bias_correction2_sqrt.by;
     if constexpr (kSplit) {
       uint16_t *param = (uint16_t*)block.param + i, *residual = (uint16_t*)block.master + i;
-      const Floats w = new_master(join(param, (const int16_t*)residual), m, s, h);
+      const Floats w = new_master(join(param, (const int16_t*)residual), m, corrected, h);
       store_as(kBfloat16, block.param, i, w);
       store_narrow(residual, bits_of(w));
     } else {
-      const Floats w = new_master(load((float*)block.master + i), m, s, h);
+      const Floats w = new_master(load((float*)block.master + i), m, corrected, h);
       store((float*)block.master + i, w);
       store_as(types.param_dtype, block.param, i, w);
     }
   }
-  if constexpr (kMoments8) pack(block, exp_avg, root, largest_of(top_m), largest_of(top_s), key);
+  if constexpr (kMoments8) pack(block, exp_avg, root, (uint32_t)largest_of(top_m), largest_of(top_s), key);
 }
 
 static inline int64_t size_of(int32_t dtype) { return dtype == kNone ? 0 : dtype == kFloat32 ? 4 : 2; }
@@ -176,6 +195,7 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
   const int64_t grad_size = size_of(types.grad_dtype), param_size = size_of(types.param_dtype);
   constexpr int64_t kMasterSize = kSplit ? 2 : 4, kMomentSize = kMoments8 ? 1 : 4;
   char* state = (char*)job.state;
+  const Divisor bias_correction2_sqrt(h.bias_correction2_sqrt);
   for (; start < stop; start += kBlock) {
     Block block;
     block.grad = (const char*)job.grad + start * grad_size;
@@ -188,7 +208,7 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
     const uint64_t key = mix(step_key + (uint64_t)((job.element_offset + start) / kBlock) * 0x9e3779b97f4a7c15ull);
     const int64_t n = stop - start;
     if (n >= kBlock) {
-      update_block<kSplit, kMoments8>(types, block, h, key);
+      update_block<kSplit, kMoments8>(types, block, h, bias_correction2_sqrt, key);
     } else {  // the last few of a chunk, in a block filled up with zeros, which stay zeros
       alignas(64) char grad[4 * kBlock] = {}, param[4 * kBlock] = {}, master[4 * kBlock] = {};
       alignas(64) char exp_avg[4 * kBlock] = {}, exp_avg_sq[4 * kBlock] = {};
@@ -198,7 +218,8 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
       __builtin_memcpy(exp_avg, block.exp_avg, n * kMomentSize);
       __builtin_memcpy(exp_avg_sq, block.exp_avg_sq, n * kMomentSize);
       update_block<kSplit, kMoments8>(
-          types, Block{grad, param, master, exp_avg, exp_avg_sq, block.scale_m, block.scale_s}, h, key);
+          types, Block{grad, param, master, exp_avg, exp_avg_sq, block.scale_m, block.scale_s}, h,
+          bias_correction2_sqrt, key);
       if (param_size > 0) __builtin_memcpy(block.param, param, n * param_size);
       __builtin_memcpy(block.master, master, n * kMasterSize);
       __builtin_memcpy(block.exp_avg, exp_avg, n * kMomentSize);

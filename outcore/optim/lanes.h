@@ -42,6 +42,7 @@ INLINE Floats magnitude(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 INLINE Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 INLINE Ints truncated(Floats x) { return __builtin_convertvector(x, Ints); }
 INLINE Ints larger(Ints a, Ints b) { return a > b ? a : b; }
+INLINE Words larger(Words a, Words b) { return a > b ? a : b; }
 // Of numbers that are neither NaN nor below zero.
 INLINE Floats larger(Floats a, Floats b) { return (Floats)larger((Ints)a, (Ints)b); }
 INLINE Floats smaller(Floats a, Floats b) { return (Floats)((Ints)a < (Ints)b ? (Ints)a : (Ints)b); }
@@ -51,6 +52,15 @@ INLINE int32_t largest_of(Ints x) {
   return _mm512_reduce_max_epi32((__m512i)x);
 #endif
   int32_t largest = x[0];
+  for (int lane = 1; lane < kLanes; lane++) largest = x[lane] > largest ? x[lane] : largest;
+  return largest;
+}
+
+INLINE uint32_t largest_of(Words x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epu32((__m512i)x);
+#endif
+  uint32_t largest = x[0];
   for (int lane = 1; lane < kLanes; lane++) largest = x[lane] > largest ? x[lane] : largest;
   return largest;
 }
@@ -65,6 +75,40 @@ INLINE Floats square_root(Floats x) {
 #else
   for (int lane = 0; lane < kLanes; lane++) x[lane] = __builtin_sqrtf(x[lane]);
   return x;
+#endif
+}
+
+// z + x * y and z - x * y, rounded once; where there is no such instruction twice, so only for exact products.
+#if defined(__AVX512F__)
+INLINE Floats plus_product(Floats z, Floats x, Floats y) {
+  return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+}
+INLINE Floats less_product(Floats z, Floats x, Floats y) {
+  return (Floats)_mm512_fnmadd_ps((__m512)x, (__m512)y, (__m512)z);
+}
+#else
+INLINE Floats plus_product(Floats z, Floats x, Floats y) { return z + x * y; }
+INLINE Floats less_product(Floats z, Floats x, Floats y) { return z - x * y; }
+#endif
+
+// Many numbers x >= 0 (or NaN) over the same one, 0 < by <= 1, correctly rounded as a division is, in less time.
+// Brisebarre, Muller and Raina, "Accelerating correctly rounded floating-point division when the divisor is known in
+// advance" (2004): with 1 / by as a sum of two numbers, q is one of the two numbers around the quotient. Markstein,
+// "Computation of elementary functions on the IBM RISC System/6000 processor" (1990): then x - q * by is exact, and
+// added to q in units of the correctly rounded 1 / by it gives the correctly rounded quotient. From x = infinity comes
+// NaN, of which the maximum with x makes infinity: a maximum with NaN is its second, and no other quotient is below x.
+struct Divisor {
+  float by, inverse, rest;
+  explicit Divisor(float x) : by(x), inverse(1.f / x), rest((float)(1.0 / (double)x - (double)inverse)) {}
+};
+INLINE Floats quotient(Floats x, const Divisor& divisor) {
+#if defined(__AVX512F__)
+  const Floats inverse = all(divisor.inverse);
+  const Floats q = plus_product(x * divisor.rest, x, inverse);
+  const Floats exact = plus_product(q, less_product(x, q, all(divisor.by)), inverse);
+  return (Floats)_mm512_max_ps((__m512)exact, (__m512)x);
+#else
+  return x / divisor.by;
 #endif
 }
 
