@@ -14,14 +14,16 @@ from stream_models import packed_batch, padded_batch, plain_batch, tiny_loaded
 from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.discovery import discover_units
+from outcore.engine.stream.gradient_arena import gradient_bytes_of
 from outcore.engine.stream.scratch import FOLDER
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.weights import plan_cuts
 from outcore.model.facts import model_facts
 from outcore.model.lora import apply_lora
 from outcore.model.settings import LoraSettings
+from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.storage import FaultyEngine, PosixEngine
-from outcore.units import MIB
+from outcore.units import MIB, round_up
 
 TINY = StreamSettings(
     staging_bytes=2 * MIB,
@@ -229,3 +231,16 @@ def test_no_room_on_the_drive_is_said_before_training(build, tmp_path, monkeypat
 class _no_space:
     def __init__(self, path):
         self.f_bavail, self.f_frsize = 1, 4096
+
+
+@pytest.mark.parametrize("ram_bytes", [None, 0, 60_000])
+def test_pinned_memory_is_for_what_lives_in_ram(build, ram_bytes):
+    """No room is kept for homes that are on NVMe, where there would be enough for all."""
+    engine = build(ram_bytes)
+    parts = engine._parts
+    weights_bytes = sum(round_up(parts.homes.weights.ram(unit).nbytes, ALIGNMENT_BYTES) for unit in parts.units.all)
+    gradients_bytes = sum(round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES) for unit in parts.units.all)
+    ahead_bytes = 0 if ram_bytes is None else TINY.weight_read_ahead_bytes
+    assert parts.staging.capacity_bytes == TINY.lane_bytes + weights_bytes + gradients_bytes + ahead_bytes
+    assert parts.staging.capacity_bytes < TINY.staging_bytes
+    assert [lane.slot_bytes * lane.num_slots for lane in parts.drive_lanes] == [ahead_bytes] * bool(ahead_bytes)

@@ -20,7 +20,7 @@ from outcore.engine.stream.gradient_arena import GradientArena
 from outcore.engine.stream.gradients import GradientDownload
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
-from outcore.engine.stream.host_sizes import arena_bytes, lender, pool_bytes, state_store
+from outcore.engine.stream.host_sizes import arena_bytes, lender, pool_bytes, read_ahead_bytes, state_store
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.prefetch import WeightPrefetcher
 from outcore.engine.stream.runner import UnitRunner
@@ -146,7 +146,10 @@ def _open_ground(
     combined_bytes = settings.lane_bytes // 2 if settings.write_combined else 0
     with plan.compiled.loading_compiler():  # pinning waits for the kernel meanwhile
         pool = PinnedPool(
-            pool_bytes(plan.units, settings), device=device, write_combined_bytes=combined_bytes, probe=pinned_grant
+            pool_bytes(plan.units, plan.cuts, settings),
+            device=device,
+            write_combined_bytes=combined_bytes,
+            probe=pinned_grant,
         )
     staging = undo.enter_context(pool)
     scratch = undo.enter_context(Scratch(settings.nvme_paths, storage)) if settings.nvme_paths else None
@@ -165,8 +168,8 @@ def _open_drive_lanes(plan: Blueprint, ground: _Ground, undo: ExitStack) -> dict
     """For parameters on NVMe, of whole units ("weights") and of tiles ("tiles"); only those that have work."""
     settings, tiled = plan.settings, plan.tile_plan.indices
     lanes = {"weights": bool(plan.on_nvme - tiled), "tiles": bool(plan.on_nvme & tiled)}
-    left = min(settings.weight_read_ahead_bytes, ground.staging.free_bytes // 2)
-    num_slots = max(2, left // max(1, sum(lanes.values())) // settings.slot_bytes)
+    ahead = read_ahead_bytes(plan.units, plan.cuts, settings, ground.staging.free_bytes)
+    num_slots = max(2, ahead // max(1, sum(lanes.values())) // settings.slot_bytes)
     return {
         what: undo.enter_context(
             UploadLane(ground.staging, None, plan.device, settings.slot_bytes, num_slots, owner=f"{what} from NVMe")

@@ -17,17 +17,31 @@ from outcore.units import GIB, round_up
 
 FREE_RAM_BYTES = 2 * GIB
 """Left free when gradients of all layers are given homes."""
+SMALLEST_READ_AHEAD_SLOTS = 4
+"""Two for whole units, two for tiles."""
 
 
-def pool_bytes(units: Units, settings: StreamSettings) -> int:
-    """Pinned memory to ask for: what may be taken, but no more than the lanes and the homes can use."""
-    homes = 0
+def home_bytes(units: Units, cuts: dict[int, int], settings: StreamSettings) -> int:
+    """Homes in RAM that cross to the device: parameters before their unit's cut (`plan_cuts`), and gradients."""
+    gradients = homes = 0
     for unit in units.all:
-        homes += round_up(unit.layout.size_bytes, ALIGNMENT_BYTES)
-        homes += round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES)
-    if settings.weight_ram_bytes is not None:
-        homes += 2 * settings.weight_read_ahead_bytes  # its lane takes up to half of what is free then
-    return min(settings.staging_bytes, settings.lane_bytes + homes)
+        homes += round_up(cuts[unit.index] * unit.layout.dtype.itemsize, ALIGNMENT_BYTES)
+        gradients += round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES)
+    return homes + min(gradients, gradients if settings.gradient_bytes is None else settings.gradient_bytes)
+
+
+def pool_bytes(units: Units, cuts: dict[int, int], settings: StreamSettings) -> int:
+    """Pinned memory to ask for: what may be taken, but no more than lanes, homes and weights read ahead can use."""
+    ahead = 0
+    if any(cuts[unit.index] < unit.layout.numel for unit in units.all):
+        ahead = max(settings.weight_read_ahead_bytes, SMALLEST_READ_AHEAD_SLOTS * settings.slot_bytes)
+    return min(settings.staging_bytes, settings.lane_bytes + home_bytes(units, cuts, settings) + ahead)
+
+
+def read_ahead_bytes(units: Units, cuts: dict[int, int], settings: StreamSettings, free_bytes: int) -> int:
+    """Of a pool with `free_bytes` beside the lanes: what homes leave, or half of it where they do not all fit."""
+    left = free_bytes - home_bytes(units, cuts, settings)
+    return min(settings.weight_read_ahead_bytes, max(left, free_bytes // 2))
 
 
 def state_store(chunks: dict[int, list[StateChunk]], scratch: Scratch | None) -> TensorStore | None:
