@@ -23,8 +23,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # an operation of microseconds then waits a millisecond for a thread that is not running. Children inherit it.
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
+    from hypothesis import settings
 
     torch.set_num_threads(1)
+    # On a machine that is busy an example of milliseconds may take hypothesis's 200 at any time.
+    settings.register_profile("no deadline", deadline=None)
+    settings.load_profile("no deadline")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
