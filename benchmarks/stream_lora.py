@@ -13,9 +13,13 @@ import argparse
 import json
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
