@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -44,12 +43,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
         if "gds" in item.keywords and "gds" not in chosen:
             item.add_marker(pytest.mark.skip(reason="needs a proven GPUDirect Storage path: run with -m gds"))
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported stays: a full collection looks through a million objects of it, half a second each time."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
