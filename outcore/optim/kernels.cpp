@@ -96,6 +96,7 @@ struct Block {  // where kBlock elements are; without param_dtype, param is noth
   void* exp_avg_sq;
   float* scale_m;  // the block's, for 8-bit moments
   float* scale_s;
+  bool streams;  // param is only written, and past the caches
 };
 
 INLINE uint32_t bits_of(float x) {
@@ -180,7 +181,8 @@ INLINE void update_block(const Types& types, const Block& block, const Hyper& h,
     } else {
       const Floats w = new_master(load((float*)block.master + i), m, corrected, h);
       store((float*)block.master + i, w);
-      store_as(types.param_dtype, block.param, i, w);
+      if (block.streams) stream_as(types.param_dtype, block.param, i, w);
+      else store_as(types.param_dtype, block.param, i, w);
     }
   }
   if constexpr (kMoments8) pack(block, exp_avg, root, (uint32_t)largest_of(top_m), largest_of(top_s), key);
@@ -203,6 +205,7 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
     block.master = state + at.master + start * kMasterSize;
     block.exp_avg = state + at.exp_avg + start * kMomentSize;
     block.exp_avg_sq = state + at.exp_avg_sq + start * kMomentSize;
+    block.streams = !kSplit && !kMoments8 && param_size == 2 && (uintptr_t)block.param % kStreamBytes == 0;
     block.scale_m = kMoments8 ? (float*)(state + at.exp_avg_scale) + start / kBlock : nullptr;
     block.scale_s = kMoments8 ? (float*)(state + at.exp_avg_sq_scale) + start / kBlock : nullptr;
     const uint64_t key = mix(step_key + (uint64_t)((job.element_offset + start) / kBlock) * 0x9e3779b97f4a7c15ull);
@@ -218,7 +221,7 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
       __builtin_memcpy(exp_avg, block.exp_avg, n * kMomentSize);
       __builtin_memcpy(exp_avg_sq, block.exp_avg_sq, n * kMomentSize);
       update_block<kSplit, kMoments8>(
-          types, Block{grad, param, master, exp_avg, exp_avg_sq, block.scale_m, block.scale_s}, h,
+          types, Block{grad, param, master, exp_avg, exp_avg_sq, block.scale_m, block.scale_s, false}, h,
           bias_correction2_sqrt, key);
       if (param_size > 0) __builtin_memcpy(block.param, param, n * param_size);
       __builtin_memcpy(block.master, master, n * kMasterSize);
@@ -226,6 +229,7 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
       __builtin_memcpy(block.exp_avg_sq, exp_avg_sq, n * kMomentSize);
     }
   }
+  end_streams();
 }
 
 void update(const Types& types, const Job& job, const Hyper& hyper, int64_t start, int64_t stop) {

@@ -233,5 +233,31 @@ INLINE void store_as(int32_t dtype, void* data, int64_t at, Floats x) {
   else if (dtype == kFloat16) store_narrow((uint16_t*)data + at, to_half(x));
 }
 
+// The same, past the caches where the instruction set can: memory that is only written would be fetched line by line
+// first. For 16-bit types, `data` aligned to kStreamBytes; `end_streams` before another thread may look at it.
+constexpr uintptr_t kStreamBytes = 32;
+
+INLINE void stream_as(int32_t dtype, void* data, int64_t at, Floats x) {
+#if defined(__AVX2__)
+  const Ints bits = dtype == kBfloat16 ? (Ints)(((Words)x + 0x8000u) >> 16) : to_half(x);
+  uint16_t* to = (uint16_t*)data + at;
+#if defined(__AVX512F__)
+  _mm256_stream_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)bits));
+#else
+  alignas(16) uint16_t narrow[kLanes];
+  store_narrow(narrow, bits);
+  _mm_stream_si128((__m128i*)to, *(const __m128i*)narrow);
+#endif
+#else
+  store_as(dtype, data, at, x);
+#endif
+}
+
+INLINE void end_streams() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 }  // namespace
 }  // namespace outcore
