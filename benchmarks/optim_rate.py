@@ -8,8 +8,9 @@ taken before and after. The table has medians, the JSON every sample. `--cached`
 the caches, over and over: what its arithmetic takes where memory does not hold it up.
 
 Bytes counted: gradient read, states read and written, parameter written (split formats: read too). A parameter that is
-only written costs its cache line's fetch on top, which is not counted. torch and DeepSpeed hold fp32 parameters and
-gradients (28 bytes) and would need a 16-bit copy on top. Exit code 1 when the extension cannot be had.
+only written costs its cache line's fetch on top where it cannot be written past the caches; that is not counted. torch
+and DeepSpeed hold fp32 parameters and gradients (28 bytes) and would need a 16-bit copy on top. Exit code 1 when the
+extension cannot be had.
 """
 
 from __future__ import annotations
