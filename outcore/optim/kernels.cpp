@@ -148,8 +148,7 @@ INLINE void update_block(const Types& types, const Block& block, const Hyper& h,
                          uint64_t key) {
   alignas(64) float unpacked[kMoments8 ? kBlock : 1], root[kBlock];
   float* const exp_avg = kMoments8 ? unpacked : (float*)block.exp_avg;
-  Ints top_m{};
-  Words top_s{};
+  Words top_m{}, top_s{};
   for (int64_t i = 0; i < kBlock; i += kLanes) {
     const Floats g = load_as_float(types.grad_dtype, block.grad, i);
     if constexpr (kMoments8) {
@@ -157,8 +156,8 @@ INLINE void update_block(const Types& types, const Block& block, const Hyper& h,
                            unpack_exp_avg_sq(load_wide((const uint8_t*)block.exp_avg_sq + i), *block.scale_s)};
       const auto [m, v] = new_moments(old, g, h);
       const Floats size = magnitude(m), s = square_root(without_tiny(v, v, kSmallestExpAvgSq8));  // v >= 0, or NaN
-      top_m = larger(top_m, bits_of(size));  // NaN is the largest
-      top_s = larger(top_s, (Words)s);       // whatever its sign
+      top_m = larger(top_m, (Words)size);  // NaN is the largest
+      top_s = larger(top_s, (Words)s);     // whatever its sign
       store(exp_avg + i, without_tiny(m, size, kSmallestExpAvg8));
       store(root + i, s);
     } else {
@@ -185,7 +184,7 @@ INLINE void update_block(const Types& types, const Block& block, const Hyper& h,
       else store_as(types.param_dtype, block.param, i, w);
     }
   }
-  if constexpr (kMoments8) pack(block, exp_avg, root, (uint32_t)largest_of(top_m), largest_of(top_s), key);
+  if constexpr (kMoments8) pack(block, exp_avg, root, largest_of(top_m), largest_of(top_s), key);
 }
 
 static inline int64_t size_of(int32_t dtype) { return dtype == kNone ? 0 : dtype == kFloat32 ? 4 : 2; }
@@ -269,7 +268,7 @@ uint32_t sum_squares(int32_t dtype, const void* grad, int64_t start, int64_t sto
   alignas(64) float tile[kSumBlock];
   alignas(64) char filled[4 * kSumBlock];
   const int64_t size = size_of(dtype);
-  Ints top{};
+  Words top{};
   for (; start < stop; start += kSumBlock) {
     const void* block = (const char*)grad + start * size;
     if (stop - start < kSumBlock) {  // the last few, filled up with zeros
@@ -279,12 +278,12 @@ uint32_t sum_squares(int32_t dtype, const void* grad, int64_t start, int64_t sto
     }
     for (int64_t i = 0; i < kSumBlock; i += kLanes) {
       const Floats x = load_as_float(dtype, block, i);
-      top = larger(top, bits_of(magnitude(x)));
+      top = larger(top, (Words)magnitude(x));
       store(tile + i, x);
     }
     *partial++ = sum_block(tile);
   }
-  return (uint32_t)largest_of(top);
+  return largest_of(top);
 }
 
 }  // namespace

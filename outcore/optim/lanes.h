@@ -47,15 +47,6 @@ INLINE Words larger(Words a, Words b) { return a > b ? a : b; }
 INLINE Floats larger(Floats a, Floats b) { return (Floats)larger((Ints)a, (Ints)b); }
 INLINE Floats smaller(Floats a, Floats b) { return (Floats)((Ints)a < (Ints)b ? (Ints)a : (Ints)b); }
 
-INLINE int32_t largest_of(Ints x) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_max_epi32((__m512i)x);
-#endif
-  int32_t largest = x[0];
-  for (int lane = 1; lane < kLanes; lane++) largest = x[lane] > largest ? x[lane] : largest;
-  return largest;
-}
-
 INLINE uint32_t largest_of(Words x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epu32((__m512i)x);

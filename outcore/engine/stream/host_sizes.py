@@ -27,7 +27,8 @@ def home_bytes(units: Units, cuts: dict[int, int], settings: StreamSettings) -> 
     for unit in units.all:
         homes += round_up(cuts[unit.index] * unit.layout.dtype.itemsize, ALIGNMENT_BYTES)
         gradients += round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES)
-    return homes + min(gradients, gradients if settings.gradient_bytes is None else settings.gradient_bytes)
+    limit = settings.gradient_bytes
+    return homes + (gradients if limit is None else min(gradients, limit))
 
 
 def pool_bytes(units: Units, cuts: dict[int, int], settings: StreamSettings) -> int:
