@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from race_common import rss_bytes
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.engine import StreamEngine
@@ -154,6 +155,7 @@ def main() -> None:
             "nvme_read_gb_per_step": round(read_bytes / 1e9, 2),
             "nvme_gb_per_s": round(read_bytes / step_s / 1e9, 2),
             "raw_gb_per_s": round(raw_read_rate(engine, PROBE_BYTES), 2) if lanes else None,
+            "rss_training_gib": round(rss_bytes()["VmRSS"] / GIB, 2),
             "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
             "peak_vram_gib": round(torch.cuda.max_memory_reserved() / GIB, 2) if device == "cuda" else None,
         }

@@ -88,6 +88,21 @@ INLINE Ints round_root(Floats x, Ints random) {
 // Maps the largest magnitude of a block to `levels`, or by rounding a hair above it, never below.
 INLINE float to_levels(float top, float levels) { return top == 0 ? 0.f : (levels / top) * 1.0000002384185791015625f; }
 
+static inline int64_t size_of(int32_t dtype) { return dtype == kNone ? 0 : dtype == kFloat32 ? 4 : 2; }
+
+template <bool kSplit>
+constexpr int64_t kMasterSize = kSplit ? 2 : 4;
+template <bool kMoments8>
+constexpr int64_t kMomentSize = kMoments8 ? 1 : 4;
+
+// Asks for the cache line of `array` that comes kAheadBytes after element `i`, once a line. A processor fetches ahead
+// by itself, but begins anew at every page, and here one of some array ends every few hundred elements.
+constexpr int64_t kLineBytes = 64, kAheadBytes = 2048;
+INLINE void fetch_ahead(const void* array, int64_t i, int64_t size) {
+  const int64_t at = i * size;
+  if (at % kLineBytes == 0) __builtin_prefetch((const void*)((uintptr_t)array + (uintptr_t)(at + kAheadBytes)));
+}
+
 struct Block {  // where kBlock elements are; without param_dtype, param is nothing
   const void* grad;
   void* param;
@@ -146,10 +161,14 @@ INLINE void pack(const Block& block, const float* exp_avg, const float* root, ui
 template <bool kSplit, bool kMoments8>
 INLINE void update_block(const Types& types, const Block& block, const Hyper& h, const Divisor& bias_correction2_sqrt,
                          uint64_t key) {
+  const int64_t grad_size = size_of(types.grad_dtype);
   alignas(64) float unpacked[kMoments8 ? kBlock : 1], root[kBlock];
   float* const exp_avg = kMoments8 ? unpacked : (float*)block.exp_avg;
   Words top_m{}, top_s{};
   for (int64_t i = 0; i < kBlock; i += kLanes) {
+    fetch_ahead(block.grad, i, grad_size);
+    fetch_ahead(block.exp_avg, i, kMomentSize<kMoments8>);
+    fetch_ahead(block.exp_avg_sq, i, kMomentSize<kMoments8>);
     const Floats g = load_as_float(types.grad_dtype, block.grad, i);
     if constexpr (kMoments8) {
       const Moments old = {unpack_exp_avg(load_wide((const int8_t*)block.exp_avg + i), *block.scale_m),
@@ -169,6 +188,8 @@ INLINE void update_block(const Types& types, const Block& block, const Hyper& h,
     }
   }
   for (int64_t i = 0; i < kBlock; i += kLanes) {
+    fetch_ahead(block.master, i, kMasterSize<kSplit>);
+    if (kSplit) fetch_ahead(block.param, i, 2);
     // With 8-bit moments arithmetic takes longer than memory does.
     const Floats m = load(exp_avg + i), s = load(root + i);
     const Floats corrected = kMoments8 ? quotient(s, bias_correction2_sqrt) : s / bias_correction2_sqrt.by;
@@ -187,23 +208,20 @@ INLINE void update_block(const Types& types, const Block& block, const Hyper& h,
   if constexpr (kMoments8) pack(block, exp_avg, root, largest_of(top_m), largest_of(top_s), key);
 }
 
-static inline int64_t size_of(int32_t dtype) { return dtype == kNone ? 0 : dtype == kFloat32 ? 4 : 2; }
-
 template <bool kSplit, bool kMoments8>
 void update_range(const Types types, const Job job, const Hyper h, int64_t start, int64_t stop) {
   const Layout at = layout_of(types.format, job.numel);
   const uint64_t step_key = mix(mix(h.seed + 0x9e3779b97f4a7c15ull) ^ (uint64_t)h.step);
   const int64_t grad_size = size_of(types.grad_dtype), param_size = size_of(types.param_dtype);
-  constexpr int64_t kMasterSize = kSplit ? 2 : 4, kMomentSize = kMoments8 ? 1 : 4;
   char* state = (char*)job.state;
   const Divisor bias_correction2_sqrt(h.bias_correction2_sqrt);
   for (; start < stop; start += kBlock) {
     Block block;
     block.grad = (const char*)job.grad + start * grad_size;
     block.param = (char*)job.param + start * param_size;
-    block.master = state + at.master + start * kMasterSize;
-    block.exp_avg = state + at.exp_avg + start * kMomentSize;
-    block.exp_avg_sq = state + at.exp_avg_sq + start * kMomentSize;
+    block.master = state + at.master + start * kMasterSize<kSplit>;
+    block.exp_avg = state + at.exp_avg + start * kMomentSize<kMoments8>;
+    block.exp_avg_sq = state + at.exp_avg_sq + start * kMomentSize<kMoments8>;
     block.streams = !kSplit && !kMoments8 && param_size == 2 && (uintptr_t)block.param % kStreamBytes == 0;
     block.scale_m = kMoments8 ? (float*)(state + at.exp_avg_scale) + start / kBlock : nullptr;
     block.scale_s = kMoments8 ? (float*)(state + at.exp_avg_sq_scale) + start / kBlock : nullptr;
@@ -216,16 +234,16 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
       alignas(64) char exp_avg[4 * kBlock] = {}, exp_avg_sq[4 * kBlock] = {};
       __builtin_memcpy(grad, block.grad, n * grad_size);
       if (param_size > 0) __builtin_memcpy(param, block.param, n * param_size);
-      __builtin_memcpy(master, block.master, n * kMasterSize);
-      __builtin_memcpy(exp_avg, block.exp_avg, n * kMomentSize);
-      __builtin_memcpy(exp_avg_sq, block.exp_avg_sq, n * kMomentSize);
+      __builtin_memcpy(master, block.master, n * kMasterSize<kSplit>);
+      __builtin_memcpy(exp_avg, block.exp_avg, n * kMomentSize<kMoments8>);
+      __builtin_memcpy(exp_avg_sq, block.exp_avg_sq, n * kMomentSize<kMoments8>);
       update_block<kSplit, kMoments8>(
           types, Block{grad, param, master, exp_avg, exp_avg_sq, block.scale_m, block.scale_s, false}, h,
           bias_correction2_sqrt, key);
       if (param_size > 0) __builtin_memcpy(block.param, param, n * param_size);
-      __builtin_memcpy(block.master, master, n * kMasterSize);
-      __builtin_memcpy(block.exp_avg, exp_avg, n * kMomentSize);
-      __builtin_memcpy(block.exp_avg_sq, exp_avg_sq, n * kMomentSize);
+      __builtin_memcpy(block.master, master, n * kMasterSize<kSplit>);
+      __builtin_memcpy(block.exp_avg, exp_avg, n * kMomentSize<kMoments8>);
+      __builtin_memcpy(block.exp_avg_sq, exp_avg_sq, n * kMomentSize<kMoments8>);
     }
   }
   end_streams();
