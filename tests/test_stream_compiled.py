@@ -17,6 +17,9 @@ from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.structure import alike
+from outcore.model.facts import model_facts
+from outcore.model.lora import apply_lora
+from outcore.model.settings import LoraSettings
 from outcore.units import MIB
 
 
@@ -30,6 +33,17 @@ def fresh_compiler():
     torch.set_num_threads(before)
 
 
+def with_adapters(model_type: str, targets: str = "auto", **fields):
+    """With LoRA, its second matrices not zero, so that every adapter has a gradient."""
+    loaded = tiny_loaded(model_type, **fields)
+    network = apply_lora(loaded.model, LoraSettings(r=4, alpha=8, dropout=0.0, target_modules=targets), seed=0)
+    with torch.no_grad():
+        for name, p in network.named_parameters():
+            if "lora_B" in name:
+                p.normal_(0, 0.1)
+    return replace(loaded, model=network.train(), facts=model_facts(network))
+
+
 def test_layers_of_one_kind_are_alike():
     assert set(alike(discover_units(tiny_loaded("llama", num_hidden_layers=4)).layers)) == {0}
     gemma = tiny_loaded("gemma3_text")
@@ -41,6 +55,9 @@ def test_layers_of_one_kind_are_alike():
     frozen = tiny_loaded("llama")
     frozen.model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
     assert alike(discover_units(frozen).layers) == [0, 1]
+    assert set(alike(discover_units(with_adapters("llama", num_hidden_layers=4)).layers)) == {0}
+    partly = with_adapters("llama", targets="q_proj,1.mlp.up_proj")
+    assert alike(discover_units(partly).layers) == [0, 1]
     scaled = tiny_loaded("gpt2", scale_attn_by_inverse_layer_idx=True)
     assert len(set(alike(discover_units(scaled).layers))) == len(scaled.model.transformer.h)
 
@@ -73,6 +90,15 @@ def test_compiled_layers_equal_eager_ones(model_type):
     set_dropout(loaded.model, 0.0)
     for name, p in loaded.model.named_parameters():
         p.requires_grad_("norm" not in name)
+    assert_compiled_equals_eager(loaded)
+
+
+def test_compiled_adapters_equal_eager_ones():
+    compiled = assert_compiled_equals_eager(with_adapters("llama", num_hidden_layers=3))
+    assert compiled.num_kinds == 1
+
+
+def assert_compiled_equals_eager(loaded) -> CompiledLayers:
     batch = padded_batch(2, 16)
     objective, expected = run_units(loaded, batch)
     units = discover_units(loaded)
@@ -84,6 +110,7 @@ def test_compiled_layers_equal_eager_ones(model_type):
     assert len(compiled._functions) == compiled.num_kinds and not compiled.why_not
     loaded.model.eval()
     assert not compiled.is_active(0)
+    return compiled
 
 
 @pytest.mark.slow
