@@ -16,7 +16,7 @@ from outcore.plan.shape import ModelShape
 from outcore.plan.stream_layout import Residency, Spill, StreamLayout
 from outcore.plan.stream_tiles import Tiling
 from outcore.plan.stream_work import step_work
-from outcore.plan.work import layer_activation_bytes, step_flops, step_traffic
+from outcore.plan.work import compiled_activation_bytes, layer_activation_bytes, step_flops, step_traffic
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 STATES = ("master", "moments")
@@ -89,11 +89,12 @@ def graph_bytes(
     if tensors > (1 - k.GRAPH_FREE_SHARE) * hardware.tensor_bytes:
         return None
     hidden = tokens * shape.hidden_size * request.element_bytes
-    activations = layer_activation_bytes(shape, request, seq_length, tokens)
     if layout.compiled:
-        held = int(k.GRAPH_POOL * k.COMPILED_ACTIVATIONS * activations)
+        held = int(k.GRAPH_POOL * compiled_activation_bytes(shape, request, seq_length, tokens))
         return held + k.GRAPH_TENSORS * hidden, k.GRAPH_SPARE_TENSORS * hidden
-    return k.EAGER_GRAPH_TENSORS * hidden + k.EAGER_GRAPH_WORKSPACE_BYTES, int(k.EAGER_GRAPH_POOL * activations)
+    return k.EAGER_GRAPH_TENSORS * hidden + k.EAGER_GRAPH_WORKSPACE_BYTES, int(
+        k.EAGER_GRAPH_POOL * layer_activation_bytes(shape, request, seq_length, tokens)
+    )
 
 
 def ram_parts(

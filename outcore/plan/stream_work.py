@@ -12,6 +12,7 @@ from outcore.plan.shape import ModelShape
 from outcore.plan.work import (
     border_bytes,
     checkpoint_bytes,
+    compiled_activation_bytes,
     layer_activation_bytes,
     logits_bytes,
     mask_bytes,
@@ -58,7 +59,7 @@ def step_work(
         checkpoints=checkpoints,
         between=2 * batch_hidden,
         masks=packed,
-        layer=int((k.COMPILED_ACTIVATIONS if compiled else 1.0) * eager),
+        layer=compiled_activation_bytes(shape, request, seq_length, tokens) if compiled else eager,
         # Tiled layers are eager, and their MLP takes tokens in chunks.
         tiled_layer=eager if chunk_bytes is None else eager - mlp + min(mlp, chunk_bytes),
         head=logits_bytes(shape, tokens, alive, 1 if compiled else k.EAGER_CHUNKS),
