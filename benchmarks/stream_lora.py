@@ -2,9 +2,11 @@
 
 The base is one random layer, handed out again for every layer, so that filling 60 GB takes a minute and not ten; step
 time does not depend on values. Prints one JSON line: seconds per step and per wait, bytes read from NVMe per step and
-the rate that makes, the raw read rate of the same store in the same run, peaks of RAM and of GPU memory.
+the rate that makes, the raw read rate of the same store in the same run, peaks of RAM, of GPU memory as the driver sees
+it and of tensors there. `--ram_gib` is the parameters' homes; pinned slots and the process itself come on top
+("rss_training_gib").
 
-    python benchmarks/stream_lora.py --preset qwen3-32b --ram_gib 52 --nvme /drive/folder --steps 4
+    python benchmarks/stream_lora.py --preset qwen3-32b --ram_gib 46 --nvme /drive/folder --steps 4
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from race_common import rss_bytes
+from race_common import DeviceWatch, cap_allocator, rss_bytes
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.engine import StreamEngine
@@ -83,7 +85,7 @@ def raw_read_rate(engine: StreamEngine, n_bytes: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="qwen3-32b")
-    parser.add_argument("--ram_gib", type=float, default=52.0, help="RAM for the parameters' homes")
+    parser.add_argument("--ram_gib", type=float, default=46.0, help="RAM for the parameters' homes")
     parser.add_argument("--nvme", required=True, help="folder on the drive for the rest")
     parser.add_argument("--read_ahead_mib", type=int, default=512)
     parser.add_argument("--staging_gib", type=float, default=4.0, help="pinned memory in all")
@@ -98,9 +100,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers, for a quick try")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if arguments.vram_gib and device == "cuda":
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(arguments.vram_gib * GIB / total)
+    watch = DeviceWatch() if device == "cuda" else None  # before anything of this process is on the device
+    cap_allocator(arguments.vram_gib or 0)
     overrides = {"num_hidden_layers": arguments.layers} if arguments.layers else {}
     model = ModelSettings(
         preset=arguments.preset,
@@ -157,7 +158,8 @@ def main() -> None:
             "raw_gb_per_s": round(raw_read_rate(engine, PROBE_BYTES), 2) if lanes else None,
             "rss_training_gib": round(rss_bytes()["VmRSS"] / GIB, 2),
             "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
-            "peak_vram_gib": round(torch.cuda.max_memory_reserved() / GIB, 2) if device == "cuda" else None,
+            "peak_vram_gib": round(watch.stop() / GIB, 2) if watch is not None else None,
+            "peak_tensors_gib": round(torch.cuda.max_memory_allocated() / GIB, 2) if watch is not None else None,
         }
         print(json.dumps(found))
     finally:
