@@ -28,7 +28,7 @@ from outcore.probe.options import UsageError, parse_options
 from outcore.probe.progress import StageProgress
 from outcore.probe.report import check_report
 from outcore.probe.system import ChildResult, RealSystem
-from outcore.probe.test_file import PREFIX
+from outcore.probe.test_file import PREFIX, RUN, SUFFIX, remove_own_files
 from outcore.storage import PosixEngine, StorageError
 from outcore.units import KIB, MIB
 
@@ -136,6 +136,43 @@ def test_ctrl_c_removes_the_test_file(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "interrupted; the test files are removed" in err and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("between", ["made and noted", "noted and removed"])
+def test_ctrl_c_between_two_contexts(
+    between: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal arrives where no `try` is around the file: in the opening call itself, in the removing one."""
+    owner, name = (os, "open") if between == "made and noted" else (Path, "unlink")
+    real = getattr(owner, name)
+    seen = []
+
+    def interrupted(path: Any, *arguments: Any, **named: Any) -> Any:
+        if not str(path).endswith(SUFFIX) or seen:
+            return real(path, *arguments, **named)
+        seen.append(path)
+        if name == "open":
+            os.close(real(path, *arguments, **named))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted)
+    assert main([*TINY, "--path", str(tmp_path), "--logs", str(tmp_path / "logs")], tmp_path) == 130
+    assert "interrupted; the test files are removed" in capsys.readouterr().err
+    assert seen and list(tmp_path.iterdir()) == []
+
+
+def test_a_test_file_that_cannot_be_removed_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / "left.bin"
+    mine, other = (tmp_path / f"{PREFIX}{run}-1{SUFFIX}" for run in (RUN, "123-abc"))
+    mine.touch()
+    other.touch()
+    assert remove_own_files([tmp_path]) == [] and list(tmp_path.iterdir()) == [other]
+    monkeypatch.setattr(main_module, "remove_own_files", lambda directories: [left])
+    monkeypatch.setattr(main_module.Optimizer, "run", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main([*TINY, "--path", str(tmp_path), "--logs", str(tmp_path / "logs")], tmp_path) == 130
+    assert f"interrupted; remove {left} by hand" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

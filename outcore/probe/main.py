@@ -16,7 +16,7 @@ from outcore.probe.plot import save_plot
 from outcore.probe.progress import StageProgress
 from outcore.probe.report import Findings, build_report, measured_machine, to_json, write_text
 from outcore.probe.show import render
-from outcore.probe.test_file import TestPathError
+from outcore.probe.test_file import TestPathError, remove_own_files
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -31,6 +31,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     """Runs everything; returns the exit code. `root` is the repository."""
     signal.signal(signal.SIGTERM, _terminate)
     logging.getLogger("outcore.staging").setLevel(logging.ERROR)  # the pool's notes are among our warnings
+    options: Options | None = None
     try:
         options = parse_options(argv, root)
         with StageProgress((*STAGES, "report")) as progress:
@@ -48,11 +49,19 @@ def main(argv: Sequence[str], root: Path) -> int:
         print(f"gds_optimizer: {error}", file=sys.stderr)
         return EXIT_USAGE
     except Terminated:
-        print("gds_optimizer: terminated; the test files are removed, no report was written", file=sys.stderr)
+        print(f"gds_optimizer: terminated; {_clean_up(options)}, no report was written", file=sys.stderr)
         return EXIT_TERMINATED
     except KeyboardInterrupt:
-        print("gds_optimizer: interrupted; the test files are removed, no report was written", file=sys.stderr)
+        print(f"gds_optimizer: interrupted; {_clean_up(options)}, no report was written", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _clean_up(options: Options | None) -> str:
+    """Removes what a signal between two contexts left; the words for it. A second Ctrl-C does not stop this."""
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    left = remove_own_files(options.paths if options is not None else ())
+    signal.signal(signal.SIGINT, former)
+    return f"remove {', '.join(map(str, left))} by hand" if left else "the test files are removed"
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

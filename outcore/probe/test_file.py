@@ -1,8 +1,10 @@
 """The file the drive is measured with: reserved, filled with random bytes, locked, and always removed.
 
 Random bytes in written extents, because a drive (or its host) answers zeros and never-written extents without touching
-its flash. Removal: when the context ends, for whatever reason. After kill -9 or a power cut the file stays, unlocked;
-`sweep` at the next start recognises it by its name and its free lock, and removes it.
+its flash. Removal: when the context ends, for whatever reason. Ctrl-C can come where no `try` is around a file yet, or
+any more (between its creation and the `with` that gets it): names carry the run's mark, and `remove_own_files` removes
+what is left of it. After kill -9 or a power cut the file stays, unlocked; `sweep` at the next start recognises it by
+its name and its free lock, and removes it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,8 @@ LEAST_BYTES = 32 * MIB
 FILL_CHUNK_BYTES = 64 * MIB
 FREE_MARGIN_BYTES = GIB
 """Never fill a drive closer than this: other programs live on it too."""
+RUN = f"{os.getpid()}-{secrets.token_hex(6)}"
+"""In the name of every file of this process, and of no other's."""
 
 
 class TestPathError(ValueError):
@@ -40,7 +44,7 @@ def check_directory(directory: Path) -> None:
         raise TestPathError(f"{directory} does not exist: create it (mkdir -p {directory}) or name another with --path")
     if not directory.is_dir():
         raise TestPathError(f"{directory} is not a directory: --path wants the directory whose drive is to be measured")
-    probe = directory / f"{PREFIX}{secrets.token_hex(6)}.touch"
+    probe = directory / f"{PREFIX}{RUN}-{secrets.token_hex(4)}.touch"
     try:
         probe.touch(exist_ok=False)
         probe.unlink(missing_ok=True)
@@ -50,6 +54,21 @@ def check_directory(directory: Path) -> None:
     except BaseException:  # Ctrl-C between the two
         probe.unlink(missing_ok=True)
         raise
+
+
+def remove_own_files(directories: Iterable[Path]) -> list[Path]:
+    """Removes every file of this process that is still in `directories`; returns those that the system does not let go.
+
+    For the end of a run, Ctrl-C's too. Twice is harmless.
+    """
+    left = []
+    for directory in directories:
+        for path in sorted(directory.glob(f"{PREFIX}{RUN}*")):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                left.append(path)
+    return left
 
 
 def sweep(directory: Path) -> list[Path]:
@@ -92,7 +111,7 @@ class TestFile:
             )
         self.directory = directory
         self.size_bytes = size_bytes
-        self.path = directory / f"{PREFIX}{os.getpid()}-{secrets.token_hex(6)}{SUFFIX}"
+        self.path = directory / f"{PREFIX}{RUN}-{secrets.token_hex(4)}{SUFFIX}"
         self.fill_gb_per_s = 0.0
         self.written_bytes = 0
         self._lock_fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
