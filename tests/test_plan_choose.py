@@ -148,6 +148,19 @@ def test_advice_on_a_drive_bound_run():
     assert "One change that helps most" in advice.words()
 
 
+def test_layers_whole_with_fewer_rows_are_advised_where_they_would_go_in_tiles():
+    request = RunRequest(seq_length=2048, micro_batch=4, accumulation=2, engine="stream")
+    hardware = dataclasses.replace(LAPTOP, ram_bytes=52 * GIB)
+    shape = preset_shape("qwen3-32b").with_lora(16)
+    plan = choose(shape, request, hardware).plan
+    assert any("all layers computed in tiles" in note for note in plan.notes)
+    advice = advise(shape, request, hardware, plan)
+    assert advice.change and "--per_device_train_batch_size 2 --gradient_accumulation_steps 4" in advice.change
+    better = choose(shape, dataclasses.replace(request, micro_batch=2, accumulation=4), hardware).plan
+    assert advice.gain == better.tokens_per_s / plan.tokens_per_s > 1.2
+    assert not any("layers computed in tiles" in note for note in better.notes)
+
+
 def test_advice_for_deepspeed_is_the_other_engine():
     shape, request = preset_shape("llama-3b"), RunRequest(engine="deepspeed")
     plan = choose(shape, request, LAPTOP).plan

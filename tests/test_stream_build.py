@@ -69,6 +69,15 @@ def test_settings_that_cannot_be_release_the_staging_memory(monkeypatch):
     assert [pool.capacity_bytes for pool in staging] == [0]
 
 
+def test_with_a_drive_under_the_run_two_cores_are_left_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(7)))
+    _, optimizers = _watched(monkeypatch)
+    in_ram = replace(TINY, optimizer_threads=None)
+    for settings in (in_ram, replace(in_ram, nvme_path=str(tmp_path), state_ram_bytes=0), replace(TINY)):
+        build(settings).close()
+    assert [pool.num_threads for pool in optimizers] == [7, 5, 1]
+
+
 def build(settings):
     loaded = tiny_loaded("llama", dtype=torch.bfloat16)
     return build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False)

@@ -60,9 +60,9 @@ class _Live:
     chunks_left: int
 
 
-def default_num_threads() -> int:
-    """All cores this process may use but two, for I/O and the training thread; at least one."""
-    return max(1, len(os.sched_getaffinity(0)) - 2) if hasattr(os, "sched_getaffinity") else 1
+def default_num_threads(cores_left: int = 2) -> int:
+    """All cores this process may use but `cores_left`, for I/O and the training thread; at least one."""
+    return max(1, len(os.sched_getaffinity(0)) - cores_left) if hasattr(os, "sched_getaffinity") else 1
 
 
 class OptimizerPool:

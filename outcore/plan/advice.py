@@ -14,6 +14,8 @@ from outcore.units import GIB, format_gb, format_gib, format_s
 
 WORTH_SAYING = 1.05
 """A change that gains less than this is not advised."""
+WORTH_MORE = 1.02
+"""Of two changes the former, which is the milder, unless the latter gains this much more."""
 MORE_RAM_BYTES = 32 * GIB
 TERM_WORDS = {
     "compute_s": "the GPU's arithmetic",
@@ -51,16 +53,16 @@ def advise(shape: ModelShape, request: RunRequest, hardware: Hardware, plan: Pla
     taken_s = seconds["drive_read_s"] + seconds["drive_write_s"] if longest == "drive_s" else seconds[longest]
     words = TERM_WORDS[longest].replace("GPU", "CPU") if hardware.is_cpu else TERM_WORDS[longest]
     constraint = f"{words}: {format_s(taken_s)} of a step of {format_s(plan.time.step_s)}"
-    best_words, best_gain = None, WORTH_SAYING
+    best_words, best_gain, least_gain = None, 1.0, WORTH_SAYING
     same = dataclasses.replace(request, engine=plan.engine)
     for words, changed, machine in _changes(shape, same, hardware, plan):
         try:
             other = choose(shape, changed, machine).plan
         except ValueError:
             continue
-        if other.fits and (gain := other.tokens_per_s / plan.tokens_per_s) > best_gain:
-            best_words, best_gain = words, gain
-    return Advice(constraint, best_words, best_gain if best_words else 1.0)
+        if other.fits and (gain := other.tokens_per_s / plan.tokens_per_s) > least_gain:
+            best_words, best_gain, least_gain = words, gain, gain * WORTH_MORE
+    return Advice(constraint, best_words, best_gain)
 
 
 def shortage_words(plan: Plan) -> str:
@@ -94,6 +96,17 @@ def _changes(
             hardware,
         )
     )
+    rows, accumulation = plan.micro_batch, plan.accumulation
+    while plan.engine == "stream" and rows % 2 == 0:  # fewer rows at a time: layers may fit whole, and need no tiles
+        rows, accumulation = rows // 2, accumulation * 2
+        found.append(
+            (
+                f"the same batch in smaller micro-batches, --per_device_train_batch_size {rows} "
+                f"--gradient_accumulation_steps {accumulation}",
+                replace(request, micro_batch=rows, accumulation=accumulation),
+                hardware,
+            )
+        )
     if plan.engine == "deepspeed" and plan.zero_stage != "none" and not shape.is_encoder_decoder:
         found.append(
             ("the streaming engine, --engine stream", replace(request, engine="stream", zero_stage=None), hardware)

@@ -34,7 +34,7 @@ from outcore.engine.stream.units import Units
 from outcore.engine.stream.updates import TIMEOUT_S, UnitUpdates, UpdatedWeights
 from outcore.engine.stream.weights import WeightHomes
 from outcore.model.load import LoadedModel
-from outcore.optim import OptimizerPool
+from outcore.optim import OptimizerPool, default_num_threads
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
 from outcore.staging.pinned_grant import PinnedGrant
 from outcore.storage import StorageEngine
@@ -199,7 +199,10 @@ def _open_optimizer(
     plan: Blueprint, ground: _Ground, homes: Homes, arena: GradientArena, stalls: Stalls, undo: ExitStack
 ) -> _Optimizer:
     settings = plan.settings
-    pool = undo.enter_context(OptimizerPool(settings.optimizer_threads, backend=settings.optimizer_backend))
+    num_threads = settings.optimizer_threads
+    if num_threads is None:
+        num_threads = default_num_threads(cores_left=0 if ground.scratch is None else 2)
+    pool = undo.enter_context(OptimizerPool(num_threads, backend=settings.optimizer_backend))
     ring = None
     if any(homes.flowing(unit) for unit in plan.units.all):
         ring = StateRing(

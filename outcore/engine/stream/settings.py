@@ -82,7 +82,8 @@ class StreamSettings:
     write_combined: bool = False
     """The upload lane's slots in write-combined memory, which the CPU only writes: for machines where it is faster."""
     optimizer_threads: int | None = None
-    """None: all cores but two."""
+    """None: all cores, because these threads stand behind those that launch kernels and move bytes; with a drive under
+    the run all but two."""
     optimizer_backend: BackendName = "auto"
     chunk_numel: int = CHUNK_NUMEL
     logits_chunk_bytes: int = LOGITS_CHUNK_BYTES
