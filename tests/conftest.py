@@ -30,6 +30,17 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("no deadline")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """In xdist's processes pytest-cov 7.1 has measured since their start, and measures a second time from here on.
+
+    A test that is not to be traced (`no_cover`) ends the second only, and the first one goes on, for nobody.
+    """
+    plugin = session.config.pluginmanager.get_plugin("_cov")
+    if hasattr(session.config, "workerinput") and plugin is not None and plugin.cov_controller is not None:
+        plugin.cov_controller.cov.stop()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
