@@ -358,8 +358,7 @@ def test_checkpoints_of_activations_in_ram_or_on_the_drive_leave_vram():
 
 
 def test_room_for_an_evaluation_by_hand():
-    on_queries = dataclasses.replace(prototype_shape(), adapters=((24, (2048, 2048)),))
-    shape, e, tokens = on_queries.with_lora(8), 2, 4096
+    shape, e, tokens = prototype_shape().with_lora(8), 2, 4096
     p = plan_stream(shape, RunRequest(), server(), 4096, StreamLayout(1, 1, "ram", cuda_graphs=False))
     hidden, name = tokens * 2048 * e, "evaluation beyond a step"
     layer = int(0.6 * layer_activation_bytes(shape, RunRequest(), 4096, tokens)) + e * shape.adapter_params // 24

@@ -15,13 +15,10 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.tile_rule import Holding, Model, UnitSize, Work, choose_holding, held_bytes
 from outcore.engine.stream.tiles_plan import plan_tiles
 from outcore.engine.stream.tiles_work import work_of_step
-from outcore.model.lora import with_adapters
-from outcore.model.settings import LoraSettings
 from outcore.plan.request import RunRequest
 from outcore.plan.shape_source import shape_from_config
 from outcore.plan.stream_layout import StreamLayout
 from outcore.plan.stream_tiles import tiling_of
-from outcore.plan.work import adapter_activation_bytes
 from outcore.units import KIB
 
 pytestmark = pytest.mark.no_cover
@@ -59,26 +56,6 @@ def test_shapes_and_models_lead_to_the_same_tiles(model: str, fields: dict) -> N
         seen.setdefault((len(layers), ends), set()).add((built.holding.layer_buffers, built.holding.ship_buffers))
     assert (0, False) in seen and len(seen) >= 3
     assert {(2, 2), (2, 1), (1, 1)} & set().union(*seen.values())  # less is held before more is tiled
-
-
-@pytest.mark.parametrize(("model", "targets", "copies"), [
-    ("llama", "auto", 5), ("gpt2", "auto", 4), ("llama", "q_proj,v_proj", 0), ("llama", "down_proj", 5),
-])  # fmt: skip
-def test_compiled_layers_with_adapters_hold_more(model: str, targets: str, copies: int) -> None:
-    """By the planner's shape and by the model itself; uncompiled ones do not."""
-    loaded = tiny_loaded(model, intermediate_size=96, n_inner=96)
-    settings = StreamSettings(step_tokens=(48,), row_tokens=24, activations="ram")
-    work_of = partial(work_of_step, settings=settings, device=torch.device("cpu"), tile_bytes=KIB, chunk_bytes=KIB)
-    without, eager = work_of(loaded, compiled=True), work_of(loaded, compiled=False)
-    adapted = replace(loaded, model=with_adapters(loaded.model, LoraSettings(r=3, target_modules=targets)))
-    found = work_of(adapted, compiled=True)
-    assert without and found and found.layer - without.layer == copies * 48 * 4 * 96
-    assert work_of(adapted, compiled=False) == eager
-    if targets == "auto":
-        shape = shape_from_config(model, loaded.config).with_lora(3)
-        request = RunRequest(precision="fp32")
-        assert adapter_activation_bytes(shape, request, 48) == found.layer - without.layer
-        assert adapter_activation_bytes(replace(shape, lora_r=0), request, 48) == 0
 
 
 UNITS = (

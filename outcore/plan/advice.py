@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from outcore.plan.choose import choose
+from outcore.plan.choose import choose, smaller_micro_batches
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import TIER_WORDS, Plan
 from outcore.plan.request import RunRequest
@@ -96,14 +96,14 @@ def _changes(
             hardware,
         )
     )
-    rows, accumulation = plan.micro_batch, plan.accumulation
-    while plan.engine == "stream" and rows % 2 == 0:  # fewer rows at a time: layers may fit whole, and need no tiles
-        rows, accumulation = rows // 2, accumulation * 2
+    # Fewer rows at a time: layers may fit whole, and need no tiles.
+    for rows, times in smaller_micro_batches(plan.micro_batch) if plan.engine == "stream" else ():
+        more = times * plan.accumulation
         found.append(
             (
                 f"the same batch in smaller micro-batches, --per_device_train_batch_size {rows} "
-                f"--gradient_accumulation_steps {accumulation}",
-                replace(request, micro_batch=rows, accumulation=accumulation),
+                f"--gradient_accumulation_steps {more}",
+                replace(request, micro_batch=rows, accumulation=more),
                 hardware,
             )
         )

@@ -89,8 +89,15 @@ def mild_changes(shape: ModelShape, request: RunRequest) -> Iterator[tuple[str, 
         if request.save_total_limit > 1:
             yield "keep one checkpoint: --save_total_limit 1", shape, replace(request, save_total_limit=1)
         yield "checkpoints on another drive: --checkpoint_dir", shape, replace(request, checkpoints_elsewhere=True)
-    if (request.micro_batch or 0) > 1:
-        yield "micro-batch of one: --per_device_train_batch_size 1", shape, replace(request, micro_batch=1)
+    for rows, times in smaller_micro_batches(request.micro_batch or 1):
+        words, smaller = (
+            f"smaller micro-batches: --per_device_train_batch_size {rows}",
+            replace(request, micro_batch=rows),
+        )
+        if request.accumulation is not None:
+            words += f" --gradient_accumulation_steps {times * request.accumulation}"
+            smaller = replace(smaller, accumulation=times * request.accumulation)
+        yield words, shape, smaller
     if not request.activation_checkpointing:
         yield (
             "recompute activations: --activation_checkpointing true",
@@ -120,6 +127,11 @@ def mild_changes(shape: ModelShape, request: RunRequest) -> Iterator[tuple[str, 
         )
     for words, smaller in _smaller_models(shape):
         yield words, smaller, request
+
+
+def smaller_micro_batches(rows: int) -> Iterator[tuple[int, int]]:
+    """(rows, how many times as many of them) that keep the batch, from nearly as large ones down to one row."""
+    return ((rows // times, times) for times in range(2, rows + 1) if rows % times == 0)
 
 
 def _smaller_models(shape: ModelShape) -> Iterator[tuple[str, ModelShape]]:

@@ -123,23 +123,12 @@ def layer_backward_bytes(shape: ModelShape, request: RunRequest, seq_length: int
 
 
 def compiled_activation_bytes(shape: ModelShape, request: RunRequest, seq_length: int, tokens: int) -> int:
-    """Alive at the peak of a compiled layer's backward."""
-    eager = layer_activation_bytes(shape, request, seq_length, tokens)
-    return int(k.COMPILED_ACTIVATIONS * eager) + adapter_activation_bytes(shape, request, tokens)
+    """Alive at the peak of a compiled layer's backward.
 
-
-def adapter_activation_bytes(shape: ModelShape, request: RunRequest, tokens: int) -> int:
-    """What a compiled layer's backward holds beyond one without adapters, where these are on its feed-forward part.
-
-    One kernel takes the gated product apart. It reads gate and up as two parts each, the weight's and the adapter's,
-    and the product's gradient, and writes what goes back to either with and without the adapter's scale: 5ef per token
-    more. Plain: 4ef. Counted in the code that torch 2.13's compiler makes of a layer of Llama, Qwen3 and GPT-2 (5.5
-    and 4.4 with what attention adds). Uncompiled layers add an adapter's part at once and hold no more than others.
+    Adapters add nothing (outcore/engine/stream/adapters.py): in the code that torch 2.13's compiler makes of a layer of
+    Llama, Qwen3 or GPT-2 no more is alive with them than without.
     """
-    widened = any(shape.ffn_width in dims for _, dims in shape.adapters)
-    if not shape.lora_r or not widened:
-        return 0
-    return tokens * request.element_bytes * shape.ffn_width * (5 if shape.gated_ffn else 4)
+    return int(k.COMPILED_ACTIVATIONS * layer_activation_bytes(shape, request, seq_length, tokens))
 
 
 def mlp_activation_bytes(shape: ModelShape, request: RunRequest, tokens: int) -> int:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.func import functional_call, vjp
 
 from outcore.engine.base import EngineError
+from outcore.engine.stream.adapters import with_added_adapters
 from outcore.engine.stream.graphs import LayerGraphs
 from outcore.engine.stream.shell import LayerCall, with_memory
 from outcore.engine.stream.structure import alike
@@ -172,7 +173,7 @@ class CompiledLayers:
             return None
 
     def _compile(self, kind: int, *, usual: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        unit, template = self.units.layer_units[kind], self.units.layers[kind]
+        unit, template = self.units.layer_units[kind], with_added_adapters(self.units.layers[kind])
         names = _names_in(template, unit.parameters)
         trainable = [slot.trainable for slot in unit.layout.slots]
 

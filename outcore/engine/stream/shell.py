@@ -133,7 +133,7 @@ def _is_all_of(view: torch.Tensor, tensor: torch.Tensor) -> bool:
     return view is tensor or places[0] == places[1]
 
 
-class _Stand(nn.Module):
+class Stand(nn.Module):
     """Stands for a module and answers for its attributes (a decoder may ask a layer for its kind of attention)."""
 
     def __init__(self, original: nn.Module) -> None:
@@ -155,7 +155,7 @@ class Tape:
     form: ReturnForm | None = None
 
 
-class Recorder(_Stand):
+class Recorder(Stand):
     """Notes the call of layer `index` and passes the hidden states on."""
 
     def __init__(self, layer: nn.Module, index: int, num_layers: int, tape: Tape) -> None:
@@ -189,7 +189,7 @@ class Held:
     form: ReturnForm | None = None
 
 
-class Relay(_Stand):
+class Relay(Stand):
     """Returns the held hidden states, whatever it is called with."""
 
     def __init__(self, layer: nn.Module, held: Held) -> None:
@@ -201,7 +201,7 @@ class Relay(_Stand):
         return held.form.wrap(held.hidden)
 
 
-class ShapeNote(_Stand):
+class ShapeNote(Stand):
     """Runs an embedding module and notes the shape it returns. Its weights are the note's, for a decoder that asks
     what type or device its own parameters have."""
 
@@ -218,7 +218,7 @@ class ShapeNote(_Stand):
         return output
 
 
-class Blank(_Stand):
+class Blank(Stand):
     """Returns zeros of the shape that the embedding module returned; they reach nothing that is used.
 
     `has_memory`: the model may write to them. Otherwise they are one zero, expanded.

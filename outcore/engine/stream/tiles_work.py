@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
-from torch import nn
 
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.tile_rule import Work
 from outcore.model.load import LoadedModel
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import ModelShape, in_blocks
 from outcore.plan.shape_source import shape_from_config
 from outcore.plan.stream_work import step_work
 
@@ -32,7 +28,7 @@ def work_of_step(
     if not settings.step_tokens:
         return None
     try:
-        shape = _with_adapters_of(loaded.model, shape_from_config("model", loaded.config))
+        shape = shape_from_config("model", loaded.config)
     except ValueError:
         return None
     tokens = max(settings.step_tokens)
@@ -50,15 +46,3 @@ def work_of_step(
         chunk_bytes=chunk_bytes,
         masks=settings.packed_attention == "masks" or request.element_bytes == 4,
     )
-
-
-def _with_adapters_of(model: nn.Module, shape: ModelShape) -> ModelShape:
-    """The shape with the adapters [rank, in], [out, rank] that this model has, none or those on some layers."""
-    rank, widths = 0, []
-    for name, parameter in model.named_parameters():
-        if "lora_A" in name:
-            rank = parameter.shape[0]
-            widths.append(parameter.shape[1])
-        elif "lora_B" in name:
-            widths.append(parameter.shape[0])
-    return replace(shape, lora_r=rank, adapters=in_blocks([widths])) if rank else shape
