@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,8 @@ from outcore.install.bootstrap import add_to_path
 
 SLOW_LIMIT_S = 3600
 """Of a slow test without a limit of its own: hundreds of examples, or every pattern of 32 bits."""
+TRACED_CASES = 2
+"""Of a test with many: the others run the same lines on other models or sizes, and tracing costs a third of a test."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,7 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     import torch
 
     chosen = config.getoption("-m") or ""
+    num_cases: Counter[tuple[Path, str]] = Counter()
     for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("cover_all") is None:
+            num_cases[item.path, item.originalname] += 1
+            if num_cases[item.path, item.originalname] > TRACED_CASES:
+                item.add_marker(pytest.mark.no_cover)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if "slow" in item.keywords and "slow" not in chosen:

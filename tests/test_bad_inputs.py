@@ -32,6 +32,7 @@ def table() -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
+@pytest.mark.cover_all
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_the_person_reads_what_helps(case: Case, tmp_path: Path, shared: Shared) -> None:
     try:

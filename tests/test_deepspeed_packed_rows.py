@@ -15,7 +15,7 @@ from outcore.engine.deepspeed import build
 from outcore.model.borders import PACKED_ATTENTION
 from outcore.model.settings import ModelSettings
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.no_cover]
 MASKS = {**TINY, "attn_implementation": "sdpa"}
 GO = [["train", 3], ["eval"]]
 CASES: dict[str, dict[str, Any]] = {

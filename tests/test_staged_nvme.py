@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from staged_jobs import TINY, job, passed, run_jobs
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.no_cover]
 SLOW = pytest.mark.slow
 SMALL = {"zero_optimization": {"stage3_param_persistence_threshold": 100, "sub_group_size": 20_000}}
 """Sub-groups and persistence to the measure of the tiny model."""

@@ -19,7 +19,7 @@ from outcore.staging import DownloadLane
 
 TINY = replace(TINY_SETTINGS, max_grad_norm=0.5)
 LR = 3e-3
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
 @pytest.fixture
