@@ -90,14 +90,11 @@ def mild_changes(shape: ModelShape, request: RunRequest) -> Iterator[tuple[str, 
             yield "keep one checkpoint: --save_total_limit 1", shape, replace(request, save_total_limit=1)
         yield "checkpoints on another drive: --checkpoint_dir", shape, replace(request, checkpoints_elsewhere=True)
     for rows, times in smaller_micro_batches(request.micro_batch or 1):
-        words, smaller = (
-            f"smaller micro-batches: --per_device_train_batch_size {rows}",
-            replace(request, micro_batch=rows),
-        )
+        words, smaller = f"--per_device_train_batch_size {rows}", replace(request, micro_batch=rows)
         if request.accumulation is not None:
             words += f" --gradient_accumulation_steps {times * request.accumulation}"
             smaller = replace(smaller, accumulation=times * request.accumulation)
-        yield words, shape, smaller
+        yield f"smaller micro-batches: {words}", shape, smaller
     if not request.activation_checkpointing:
         yield (
             "recompute activations: --activation_checkpointing true",
