@@ -82,10 +82,22 @@ def raw_read_rate(engine: StreamEngine, n_bytes: int) -> float:
     return len(places) * PIECE_BYTES / (time.perf_counter() - begin_s) / 1e9
 
 
+def bytes_beside_weights(loaded: LoadedModel, step_tokens: tuple[int, ...], arguments: argparse.Namespace) -> int:
+    """Gradients, fp32 states and activation checkpoints, as train_model.py counts them against its budget."""
+    facts, config = loaded.facts, loaded.model.config
+    trained_bytes = (2 + 12) * facts.trainable_params
+    if arguments.activations != "ram":
+        return trained_bytes
+    checkpoints_bytes = 2 * config.num_hidden_layers * sum(step_tokens) * config.hidden_size
+    return trained_bytes + max(0, checkpoints_bytes - 2 * facts.trainable_params)  # they borrow the gradients' homes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="qwen3-32b")
-    parser.add_argument("--ram_gib", type=float, default=46.0, help="RAM for the parameters' homes")
+    room = parser.add_mutually_exclusive_group()
+    room.add_argument("--ram_budget_gib", type=float, default=52.0, help="RAM for everything that has its home there")
+    room.add_argument("--ram_gib", type=float, help="RAM for the parameters' homes alone")
     parser.add_argument("--nvme", required=True, help="folder on the drive for the rest")
     parser.add_argument("--read_ahead_mib", type=int, default=512)
     parser.add_argument("--staging_gib", type=float, default=4.0, help="pinned memory in all")
@@ -113,14 +125,19 @@ def main() -> None:
     begin_s = time.perf_counter()
     loaded = load_model(model, lazy=True)
     loaded = replace(loaded, feed=RepeatedLayer(loaded))
+    step_tokens = (arguments.rows * arguments.seq_length,) * arguments.micro_batches
+    if arguments.ram_gib is not None:
+        weight_ram_bytes = int(arguments.ram_gib * GIB)
+    else:
+        weight_ram_bytes = int(arguments.ram_budget_gib * GIB) - bytes_beside_weights(loaded, step_tokens, arguments)
     settings = StreamSettings(
-        weight_ram_bytes=int(arguments.ram_gib * GIB),
+        weight_ram_bytes=max(0, weight_ram_bytes),
         nvme_path=arguments.nvme,
         activations=arguments.activations,
         staging_bytes=int(arguments.staging_gib * GIB),
         weight_read_ahead_bytes=arguments.read_ahead_mib * MIB,
         compile=arguments.compile,
-        step_tokens=(arguments.rows * arguments.seq_length,) * arguments.micro_batches,
+        step_tokens=step_tokens,
     )
     engine = build_stream_engine(loaded, settings, device=device)
     try:
