@@ -112,6 +112,7 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "ours-split-clip": ours(shape, t4, 1, "split"),
         "ours-split8": ours(shape, t4, 0, "split8"),
         "ours-split8-clip": ours(shape, t4, 1, "split8"),
+        "ours-fp24m8": ours(shape, t4, 0, "fp24_m8"),
         "ours-fp32-actdevice": ours(shape, t4, 0, "fp32", activations="device"),
         "ours-split8-16threads": ours(shape, t4, 0, "split8", optimizer_threads=16),
     }
@@ -132,11 +133,13 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "ours-fp32-nvme": ours(shape, t16, 1, "fp32", **all_nvme),
         "ours-split-nvme": ours(shape, t16, 1, "split", **all_nvme),
         "ours-split8-nvme": ours(shape, t16, 1, "split8", **all_nvme),
+        "ours-fp24m8-nvme": ours(shape, t16, 1, "fp24_m8", **all_nvme),
         "ours-split8-nvme-64slots": ours(shape, t16, 1, "split8", **all_nvme, state_ring_slots=64),
         "ours-fp32-half": ours(shape, t16, 1, "fp32", **(all_nvme | {"state_ram_bytes": "@half"})),
         "ours-fp32-nvme-third": ours(shape, t16, 1, "fp32", **(all_nvme | {"state_ram_bytes": "@third"})),
         "ours-split8-nvme-third": ours(shape, t16, 1, "split8", **(all_nvme | {"state_ram_bytes": "@third8"})),
         "ours-all-nvme": ours(shape, t16, 1, "split8", **all_nvme, weight_ram_bytes=0),
+        "ours-all-fp24m8-nvme": ours(shape, t16, 1, "fp24_m8", **all_nvme, weight_ram_bytes=0),
         # weights that stay for reuse keep their swap buffers: "Not enough buffers 0 for swapping 1"
         "stock-all-nvme": stock(shape, t16, 1, "nvme", uses_nvme=True, live=0),
     }
@@ -147,7 +150,10 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "ours-fp32-clip": ours("2.8b", t16, 1, "fp32"),
         "ours-split8-clip": ours("2.8b", t16, 1, "split8"),
     }
-    full8b = {"ours-8b-split8": ours("8b", t16, 0, "split8", activations="ram", gradient_bytes=2 << 30)}
+    full8b = {
+        f"ours-8b-{name.replace('_', '')}": ours("8b", t16, 0, name, activations="ram", gradient_bytes=2 << 30)
+        for name in ("split8", "fp24_m8")
+    }
     return {"ram": ram, "ram4k": ram4k, "sweep": sweep, "nvme": nvme, "big": big, "8b": full8b}
 
 

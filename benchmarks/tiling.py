@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--cap_gib", type=float, default=6.5)
     parser.add_argument("--seq_length", type=int, default=2048)
     parser.add_argument("--micro_batches", type=int, default=1)
-    parser.add_argument("--states", default="fp32", choices=["fp32", "split", "fp32_m8", "split8"])
+    parser.add_argument("--states", default="fp32", choices=["fp32", "split", "fp32_m8", "split8", "fp24_m8"])
     parser.add_argument("--staging_gib", type=float, default=20.0, help="pinned memory; homes beyond it are pageable")
     parser.add_argument("--only", choices=["untiled", "tiled"])
     parser.add_argument("--out", type=Path)

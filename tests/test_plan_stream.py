@@ -404,7 +404,7 @@ def test_bytes_and_time_grow_with_the_sequence(name, log_seq, home, micro):
 
 
 @settings(max_examples=20, deadline=None)
-@given(SIZES, st.integers(8, 60), st.sampled_from(["fp32", "split", "fp32_m8", "split8"]))
+@given(SIZES, st.integers(8, 60), st.sampled_from(["fp32", "split", "fp32_m8", "split8", "fp24_m8"]))
 def test_nothing_is_lost_between_the_tiers(name, ram_gib, states):
     shape = preset_shape(name)
     hardware = dataclasses.replace(LAPTOP, ram_bytes=ram_gib * GIB)
@@ -438,3 +438,13 @@ def test_packed_rows_by_borders_or_masks_by_hand():
     assert asked.part_bytes("vram", masks) == 4096 * 1024 * 3 + 2 * 4096 * 1024 // 8  # in use, and as bits
     fp32 = plan_stream(shape, RunRequest(precision="fp32"), server(), 1024, layout)
     assert fp32.part_bytes("vram", masks) > 0 == fp32.part_bytes("vram", borders)
+
+
+def test_formats_are_those_of_the_optimizer():
+    from outcore.optim import FORMATS
+
+    assert {f.name: f.bytes_per_param for f in FORMATS} == pytest.approx(
+        {n: sum(b) for n, b in k.STATE_FORMATS.items()}
+    )
+    assert {f.name for f in FORMATS if f.split_master} == set(k.SPLIT_FORMATS)
+    assert set(k.OPTIMIZER_DRAM_BYTES) == set(k.STATE_FORMATS)

@@ -489,7 +489,7 @@ def test_compute_rates_of_a_gpu():
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_updates_of_every_format_are_measured(backend: Any) -> None:
     rates = update_bench.measure_updates(0.0, num_threads=1, backend=backend, most_numel=20_000)
-    assert set(rates.gparams_per_s) == {"fp32", "split", "fp32_m8", "split8"}
+    assert set(rates.gparams_per_s) == {"fp32", "split", "fp32_m8", "split8", "fp24_m8"}
     assert min(rates.gparams_per_s.values()) > 0
     assert (rates.params, rates.threads) == (20_000, 1)
     assert rates.backend == "torch" or backend == "auto"

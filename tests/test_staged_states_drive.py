@@ -160,7 +160,7 @@ def compare_weights(both, weights):
     st.lists(st.sampled_from([64, 2048, 2100, CHUNK, CHUNK + 100, 3 * CHUNK]), min_size=1, max_size=7),
     st.sampled_from(PLACES),
     st.integers(1, 8),
-    st.sampled_from(["split", "fp32", "split8", "fp32_m8"]),
+    st.sampled_from(["split", "fp32", "split8", "fp32_m8", "fp24_m8"]),
     st.sampled_from([0, 100_000]),
     st.lists(st.sampled_from(["update", "part", "settle", "look", "wait", "rewrite"]), min_size=1, max_size=8),
 )

@@ -153,7 +153,7 @@ def test_deferred_and_immediate_updates_are_the_same_without_clipping(build):
     assert all(torch.equal(runs[0][1][n], runs[1][1][n]) for n in runs[0][1])
 
 
-@pytest.mark.parametrize("states", ["fp32", "split", "fp32_m8", "split8"])
+@pytest.mark.parametrize("states", ["fp32", "split", "fp32_m8", "split8", "fp24_m8"])
 def test_saved_and_resumed_training_goes_on_bit_by_bit(build, tmp_path, states):
     settings = replace(TINY, states=states, max_grad_norm=0.5)
     engine = build("gpt2", settings, dtype=torch.bfloat16, dropout=0.1)

@@ -46,7 +46,7 @@ def build(tmp_path, engines):
         set_dropout(loaded.model, 0.0)
         if share is not None:
             numel = sum(p.numel() for p in loaded.model.parameters())
-            per_param = {"fp32": 12, "split": 10, "fp32_m8": 6.03, "split8": 4.03}[settings.states]
+            per_param = {"fp32": 12, "split": 10, "fp32_m8": 6.03, "split8": 4.03, "fp24_m8": 3.03}[settings.states]
             folder = tmp_path / f"drive{len(engines)}"
             settings = replace(settings, nvme_path=str(folder), state_ram_bytes=int(share * numel * per_param))
         engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False))
@@ -98,7 +98,7 @@ def assert_same(first, second) -> None:
 
 
 @pytest.mark.parametrize("settings", [TINY, IMMEDIATE], ids=["deferred", "immediate"])
-@pytest.mark.parametrize("states", ["fp32", "split", "fp32_m8", "split8"])
+@pytest.mark.parametrize("states", ["fp32", "split", "fp32_m8", "split8", "fp24_m8"])
 def test_residency_changes_no_bit(build, states, settings):
     settings = replace(settings, states=states)
     expected = trained(build(settings))

@@ -1,8 +1,8 @@
 """The CPU optimizer that both engines share: AdamW over chunks of states in RAM or passing through it.
 
-`OptimizerPool` updates units of `ChunkJob`s in the background; `StateFormat` (fp32, split, fp32_m8, split8) says how a
-chunk's states lie in one buffer, `ChunkState` reads and writes them by name. A small C++ extension, built once by
-`build_extension`, does the work at DRAM speed; without a compiler torch gives the same bits, slower.
+`OptimizerPool` updates units of `ChunkJob`s in the background; `StateFormat` (fp32, split, fp32_m8, split8, fp24_m8)
+says how a chunk's states lie in one buffer, `ChunkState` reads and writes them by name. A small C++ extension, built
+once by `build_extension`, does the work at DRAM speed; without a compiler torch gives the same bits, slower.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from outcore.optim.backend import Backend, GradStats, grad_sumsq_and_finite, open_backend
 from outcore.optim.build import BuildFailed, CompilerMissing, ExtensionUnavailable, build_extension
 from outcore.optim.chunk_state import STATE_NAMES, ChunkState
-from outcore.optim.formats import BLOCK_NUMEL, FORMATS, FP32, FP32_M8, SPLIT, SPLIT8, StateFormat, state_format
+from outcore.optim.formats import BLOCK_NUMEL, FORMATS, FP24_M8, FP32, FP32_M8, SPLIT, SPLIT8, StateFormat, state_format
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import ChunkJob, JobBatch
 from outcore.optim.pool import OptimizerPool, default_num_threads
@@ -19,6 +19,7 @@ from outcore.optim.tickets import ChunkResult, PoolClosed, Ticket, UnitResult, U
 __all__ = [
     "BLOCK_NUMEL",
     "FORMATS",
+    "FP24_M8",
     "FP32",
     "FP32_M8",
     "SPLIT",

@@ -4,14 +4,14 @@
 #pragma once
 #include <stdint.h>
 
-#define OUTCORE_ABI 1
+#define OUTCORE_ABI 2
 
 namespace outcore {
 
-// Bit 0: master split into 16-bit parameter and residual. Bit 1: 8-bit moments.
-enum Format : int32_t { kFp32 = 0, kSplit = 1, kFp32Moments8 = 2, kSplit8 = 3 };
-static inline bool is_split(int32_t format) { return format & 1; }
+// Bit 0: master split into 16-bit parameter and residual. Bit 1: 8-bit moments. Bit 2: a residual of 8 bits, not 16.
+enum Format : int32_t { kFp32 = 0, kSplit = 1, kFp32Moments8 = 2, kSplit8 = 3, kFp24Moments8 = 7 };
 static inline bool has_moments8(int32_t format) { return format & 2; }
+static inline int64_t master_bytes(int32_t format) { return format & 4 ? 1 : format & 1 ? 2 : 4; }  // or the residual's
 
 enum Dtype : int32_t { kNone = 0, kFloat32 = 1, kBfloat16 = 2, kFloat16 = 3 };
 enum Variant : int32_t { kAuto = -1, kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
@@ -72,7 +72,7 @@ static inline Layout layout_of(int32_t format, int64_t numel) {
     return start;
   };
   const int64_t moment_bytes = has_moments8(format) ? 1 : 4;
-  at.master = place(numel * (is_split(format) ? 2 : 4));
+  at.master = place(numel * master_bytes(format));
   at.exp_avg = place(numel * moment_bytes);
   at.exp_avg_sq = place(numel * moment_bytes);
   const int64_t scale_bytes = 4 * (round_up(numel, kBlock) / kBlock);

@@ -2,7 +2,8 @@
 
 Names are the checkpoint's: `master`, `exp_avg`, `exp_avg_sq`, always fp32, whatever the format. Writing what was read
 gives the same bytes back, for every format (8-bit codes included, see `moments8`), so checkpoints in fp32 are exact and
-may be resumed in another format: fp32 and split hold the same numbers; going to 8 bits rounds to the nearest code.
+may be resumed in another format: fp32 and split hold the same numbers; going to 8-bit moments or a master of 24 bits
+rounds to the nearest.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from outcore.optim.formats import BLOCK_NUMEL, StateFormat
 from outcore.optim.moments8 import Codes, pack_nearest, unpack
 from outcore.optim.reference import cast_param
-from outcore.optim.split import join_master, split_master
+from outcore.optim.split import join_master, round_to_24_bits, split_master
 
 StateName = Literal["master", "exp_avg", "exp_avg_sq"]
 STATE_NAMES: tuple[StateName, ...] = ("master", "exp_avg", "exp_avg_sq")
@@ -83,7 +84,9 @@ class ChunkState:
         if name == "master":
             if self.state_format.split_master:
                 assert self.param is not None
-                high, residual = split_master(values)
+                if self.state_format.short_residual:
+                    values = round_to_24_bits(values)
+                high, residual = split_master(values, self.state_format.residual_dtype)
                 self.param[at] = high
                 self.views["residual"][at] = residual
             else:

@@ -17,7 +17,7 @@ from outcore.optim.formats import StateFormat
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import DTYPE_CODES, ChunkJob, CJob, JobBatch, check_grad
 
-ABI = 1
+ABI = 2
 VARIANT_NAMES = ("baseline", "avx2", "avx512")
 WORK_CODES: dict[str, int] = {"update": 0, "guarded_update": 1, "sum_squares": 2}
 STATUSES: tuple[Status, ...] = ("done", "skipped", "cancelled")

@@ -10,6 +10,7 @@ The 16-bit parameter itself lives elsewhere (it goes to the GPU); the split form
 | `split` | 16-bit residual (master = parameter + residual, exact), fp32 moments | 10 | bf16 |
 | `fp32_m8` | fp32 master, 8-bit moments with two fp32 scales per 256 | 6.03 | bf16, fp16, fp32 or none |
 | `split8` | 16-bit residual, 8-bit moments | 4.03 | bf16 |
+| `fp24_m8` | 8-bit residual (a master of 24 bits, rounded stochastically), 8-bit moments | 3.03 | bf16 |
 
 A split needs the parameter to be the upper half of the master's bits, which holds for bf16 only: fp16 compute takes
 `fp32` or `fp32_m8`. The layout is that of `abi.h`.
@@ -53,17 +54,24 @@ class StateFormat:
     name: str
     split_master: bool
     moments8: bool
+    short_residual: bool = False
+    """A split whose residual has 8 bits instead of 16: the master loses its lowest 8."""
 
     @property
     def code(self) -> int:
         """Its number in abi.h."""
-        return int(self.split_master) + 2 * int(self.moments8)
+        return int(self.split_master) + 2 * int(self.moments8) + 4 * int(self.short_residual)
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """Of the residual of a split master."""
+        return torch.int8 if self.short_residual else torch.int16
 
     @property
     def bytes_per_param(self) -> float:
         """States per parameter, the 16-bit parameter and padding not counted."""
         moments = 2 * (1 + 4 / BLOCK_NUMEL) if self.moments8 else 8
-        return (2 if self.split_master else 4) + moments
+        return (self.residual_dtype.itemsize if self.split_master else 4) + moments
 
     def check_param_dtype(self, dtype: torch.dtype | None) -> None:
         """ValueError when parameters of this type (None: no parameter copy) cannot go with the format."""
@@ -80,7 +88,7 @@ class StateFormat:
         if numel <= 0:
             raise ValueError(f"a chunk needs at least one parameter, got {numel}")
         blocks = -(-numel // BLOCK_NUMEL)
-        master = ("residual", torch.int16, numel) if self.split_master else ("master", torch.float32, numel)
+        master = ("residual", self.residual_dtype, numel) if self.split_master else ("master", torch.float32, numel)
         if self.moments8:
             moments = [
                 ("exp_avg_code", torch.int8, numel),
@@ -129,7 +137,8 @@ FP32 = StateFormat("fp32", split_master=False, moments8=False)
 SPLIT = StateFormat("split", split_master=True, moments8=False)
 FP32_M8 = StateFormat("fp32_m8", split_master=False, moments8=True)
 SPLIT8 = StateFormat("split8", split_master=True, moments8=True)
-FORMATS = (FP32, SPLIT, FP32_M8, SPLIT8)
+FP24_M8 = StateFormat("fp24_m8", split_master=True, moments8=True, short_residual=True)
+FORMATS = (FP32, SPLIT, FP32_M8, SPLIT8, FP24_M8)
 
 
 def state_format(name: str) -> StateFormat:

@@ -4,8 +4,8 @@
 // square root), so the variants differ in speed only. Nothing of the C++ library is used here: a template of it,
 // instantiated with AVX-512, could be the copy that the linker keeps for the other objects.
 //
-// A block of 256 elements stays in L1 while short loops pass over it: moments, then the master, then, for 8-bit
-// moments, random numbers and codes. One loop that does all of it is slower: a processor looks ahead by so many
+// A block of 256 elements stays in L1 while short loops pass over it: for 8-bit moments random numbers, then moments,
+// then the master, then, for 8-bit moments, codes. One loop that does all of it is slower: a processor looks ahead by so many
 // operations, and in a short loop finds more elements to work on while a division or a square root takes its time.
 #include "abi.h"
 #include "lanes.h"
@@ -40,6 +40,12 @@ INLINE Floats without_tiny(Floats x, Floats magnitude_of_x, float smallest) {
 INLINE Floats join(const uint16_t* param, const int16_t* residual) {
   return floats_of((load_wide(param) << 16) + load_wide(residual));
 }
+// The same of a master of 24 bits, whose lowest 8 are zero.
+INLINE Floats join(const uint16_t* param, const int8_t* residual) {
+  return floats_of((load_wide(param) << 16) + (load_wide(residual) << 8));
+}
+// To 24 bits: up in magnitude if the 8 bits that go and `random`, below 2^8, carry. Infinity and the one NaN stay.
+INLINE Words round_to_24_bits(Floats x, Words random) { return ((Words)x + random) & 0xffffff00u; }
 
 struct Moments {
   Floats m, v;
@@ -90,8 +96,6 @@ INLINE float to_levels(float top, float levels) { return top == 0 ? 0.f : (level
 
 static inline int64_t size_of(int32_t dtype) { return dtype == kNone ? 0 : dtype == kFloat32 ? 4 : 2; }
 
-template <bool kSplit>
-constexpr int64_t kMasterSize = kSplit ? 2 : 4;
 template <bool kMoments8>
 constexpr int64_t kMomentSize = kMoments8 ? 1 : 4;
 
@@ -120,9 +124,29 @@ INLINE uint32_t bits_of(float x) {
   return bits;
 }
 
+// A hash of 32 bits for every element of the first half of a block, and for the element half a block further.
+INLINE void hash_block(uint32_t* hashes, uint64_t key) {
+  const Words key_high = all((uint32_t)(key >> 32));
+  Words counter = (Words)counting() * 0x9e3779b9u + (uint32_t)key;
+  for (int64_t i = 0; i < kBlock / 2; i += kLanes) {
+    Words x = (counter ^ (counter >> 16)) * 0x7feb352du;
+    counter += kLanes * 0x9e3779b9u;
+    x ^= key_high;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    x ^= x >> 16;
+    store(hashes + i, x);
+  }
+}
+
+// A third number of 8 bits for the master's rounding: of both halves of the hash, so independent of either.
+INLINE Words random_byte(const uint32_t* hashes, int64_t i) {
+  const Words x = load(hashes + i % (kBlock / 2)) * 0x9e3779b9u;
+  return i < kBlock / 2 ? x >> 24 : x >> 16 & 0xffu;
+}
+
 // `top_m_bits`, `top_s_bits`: the bit patterns of the largest |m|, tiny ones among them, and of the largest root.
 INLINE void pack(const Block& block, const float* exp_avg, const float* root, uint32_t top_m_bits, uint32_t top_s_bits,
-                 uint64_t key) {
+                 const uint32_t* hashes) {
   uint8_t* q = (uint8_t*)block.exp_avg;
   uint8_t* r = (uint8_t*)block.exp_avg_sq;
   if (top_m_bits >= kInfinityBits || top_s_bits >= kInfinityBits) {  // shows, and stays
@@ -144,25 +168,22 @@ INLINE void pack(const Block& block, const float* exp_avg, const float* root, ui
   };
   // A hash of 32 bits has two uniform numbers. The element half a block further takes them the other way round: each
   // element's two are independent, and so are those of all exp_avg and those of all exp_avg_sq.
-  const Words key_high = all((uint32_t)(key >> 32));
-  Words counter = (Words)counting() * 0x9e3779b9u + (uint32_t)key;
   for (int64_t i = 0; i < kBlock / 2; i += kLanes) {
-    Words x = (counter ^ (counter >> 16)) * 0x7feb352du;
-    counter += kLanes * 0x9e3779b9u;
-    x ^= key_high;
-    x = (x ^ (x >> 15)) * 0x846ca68bu;
-    x ^= x >> 16;
+    const Words x = load(hashes + i);
     const Ints low = (Ints)(x & 0xffffu), high = (Ints)(x >> 16);
     store_codes(i, low, high);
     store_codes(i + kBlock / 2, high, low);
   }
 }
 
-template <bool kSplit, bool kMoments8>
+// kMaster: bytes of the master (4), or of the residual of a split (2, 1).
+template <int kMaster, bool kMoments8>
 INLINE void update_block(const Types& types, const Block& block, const Hyper& h, const Divisor& bias_correction2_sqrt,
                          uint64_t key) {
   const int64_t grad_size = size_of(types.grad_dtype);
   alignas(64) float unpacked[kMoments8 ? kBlock : 1], root[kBlock];
+  alignas(64) uint32_t hashes[kMoments8 ? kBlock / 2 : 1];
+  if constexpr (kMoments8) hash_block(hashes, key);
   float* const exp_avg = kMoments8 ? unpacked : (float*)block.exp_avg;
   Words top_m{}, top_s{};
   for (int64_t i = 0; i < kBlock; i += kLanes) {
@@ -188,16 +209,22 @@ INLINE void update_block(const Types& types, const Block& block, const Hyper& h,
     }
   }
   for (int64_t i = 0; i < kBlock; i += kLanes) {
-    fetch_ahead(block.master, i, kMasterSize<kSplit>);
-    if (kSplit) fetch_ahead(block.param, i, 2);
+    fetch_ahead(block.master, i, kMaster);
+    if (kMaster < 4) fetch_ahead(block.param, i, 2);
     // With 8-bit moments arithmetic takes longer than memory does.
     const Floats m = load(exp_avg + i), s = load(root + i);
     const Floats corrected = kMoments8 ? quotient(s, bias_correction2_sqrt) : s / bias_correction2_sqrt.by;
-    if constexpr (kSplit) {
+    if constexpr (kMaster == 2) {
       uint16_t *param = (uint16_t*)block.param + i, *residual = (uint16_t*)block.master + i;
       const Floats w = new_master(join(param, (const int16_t*)residual), m, corrected, h);
       store_as(kBfloat16, block.param, i, w);
       store_narrow(residual, bits_of(w));
+    } else if constexpr (kMaster == 1) {
+      uint8_t* residual = (uint8_t*)block.master + i;
+      const Floats w = new_master(join((uint16_t*)block.param + i, (const int8_t*)residual), m, corrected, h);
+      const Words bits = round_to_24_bits(w, random_byte(hashes, i));
+      store_as(kBfloat16, block.param, i, (Floats)bits);
+      store_narrow(residual, (Ints)(bits >> 8));
     } else {
       const Floats w = new_master(load((float*)block.master + i), m, corrected, h);
       store((float*)block.master + i, w);
@@ -205,10 +232,10 @@ INLINE void update_block(const Types& types, const Block& block, const Hyper& h,
       else store_as(types.param_dtype, block.param, i, w);
     }
   }
-  if constexpr (kMoments8) pack(block, exp_avg, root, largest_of(top_m), largest_of(top_s), key);
+  if constexpr (kMoments8) pack(block, exp_avg, root, largest_of(top_m), largest_of(top_s), hashes);
 }
 
-template <bool kSplit, bool kMoments8>
+template <int kMaster, bool kMoments8>
 void update_range(const Types types, const Job job, const Hyper h, int64_t start, int64_t stop) {
   const Layout at = layout_of(types.format, job.numel);
   const uint64_t step_key = mix(mix(h.seed + 0x9e3779b97f4a7c15ull) ^ (uint64_t)h.step);
@@ -219,29 +246,29 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
     Block block;
     block.grad = (const char*)job.grad + start * grad_size;
     block.param = (char*)job.param + start * param_size;
-    block.master = state + at.master + start * kMasterSize<kSplit>;
+    block.master = state + at.master + start * kMaster;
     block.exp_avg = state + at.exp_avg + start * kMomentSize<kMoments8>;
     block.exp_avg_sq = state + at.exp_avg_sq + start * kMomentSize<kMoments8>;
-    block.streams = !kSplit && !kMoments8 && param_size == 2 && (uintptr_t)block.param % kStreamBytes == 0;
+    block.streams = kMaster == 4 && !kMoments8 && param_size == 2 && (uintptr_t)block.param % kStreamBytes == 0;
     block.scale_m = kMoments8 ? (float*)(state + at.exp_avg_scale) + start / kBlock : nullptr;
     block.scale_s = kMoments8 ? (float*)(state + at.exp_avg_sq_scale) + start / kBlock : nullptr;
     const uint64_t key = mix(step_key + (uint64_t)((job.element_offset + start) / kBlock) * 0x9e3779b97f4a7c15ull);
     const int64_t n = stop - start;
     if (n >= kBlock) {
-      update_block<kSplit, kMoments8>(types, block, h, bias_correction2_sqrt, key);
+      update_block<kMaster, kMoments8>(types, block, h, bias_correction2_sqrt, key);
     } else {  // the last few of a chunk, in a block filled up with zeros, which stay zeros
       alignas(64) char grad[4 * kBlock] = {}, param[4 * kBlock] = {}, master[4 * kBlock] = {};
       alignas(64) char exp_avg[4 * kBlock] = {}, exp_avg_sq[4 * kBlock] = {};
       __builtin_memcpy(grad, block.grad, n * grad_size);
       if (param_size > 0) __builtin_memcpy(param, block.param, n * param_size);
-      __builtin_memcpy(master, block.master, n * kMasterSize<kSplit>);
+      __builtin_memcpy(master, block.master, n * kMaster);
       __builtin_memcpy(exp_avg, block.exp_avg, n * kMomentSize<kMoments8>);
       __builtin_memcpy(exp_avg_sq, block.exp_avg_sq, n * kMomentSize<kMoments8>);
-      update_block<kSplit, kMoments8>(
+      update_block<kMaster, kMoments8>(
           types, Block{grad, param, master, exp_avg, exp_avg_sq, block.scale_m, block.scale_s, false}, h,
           bias_correction2_sqrt, key);
       if (param_size > 0) __builtin_memcpy(block.param, param, n * param_size);
-      __builtin_memcpy(block.master, master, n * kMasterSize<kSplit>);
+      __builtin_memcpy(block.master, master, n * kMaster);
       __builtin_memcpy(block.exp_avg, exp_avg, n * kMomentSize<kMoments8>);
       __builtin_memcpy(block.exp_avg_sq, exp_avg_sq, n * kMomentSize<kMoments8>);
     }
@@ -252,10 +279,11 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
 void update(const Types& types, const Job& job, const Hyper& hyper, int64_t start, int64_t stop) {
   Hyper h = hyper;
   if (!job.decays) h.decay = 1.f;
-  if (types.format == kFp32) update_range<false, false>(types, job, h, start, stop);
-  else if (types.format == kSplit) update_range<true, false>(types, job, h, start, stop);
-  else if (types.format == kFp32Moments8) update_range<false, true>(types, job, h, start, stop);
-  else update_range<true, true>(types, job, h, start, stop);
+  if (types.format == kFp32) update_range<4, false>(types, job, h, start, stop);
+  else if (types.format == kSplit) update_range<2, false>(types, job, h, start, stop);
+  else if (types.format == kFp32Moments8) update_range<4, true>(types, job, h, start, stop);
+  else if (types.format == kSplit8) update_range<2, true>(types, job, h, start, stop);
+  else update_range<1, true>(types, job, h, start, stop);
 }
 
 // 64 lanes, each the sum of 64 squares one after the other, then halves added until one is left. The products are

@@ -109,6 +109,12 @@ INLINE Floats load(const float* from) {
   return x;
 }
 INLINE void store(float* to, Floats x) { __builtin_memcpy(to, &x, sizeof x); }
+INLINE Words load(const uint32_t* from) {
+  Words x;
+  __builtin_memcpy(&x, from, sizeof x);
+  return x;
+}
+INLINE void store(uint32_t* to, Words x) { __builtin_memcpy(to, &x, sizeof x); }
 
 typedef double Doubles __attribute__((vector_size(4 * kLanes)));
 INLINE void store(double* to, Doubles x) { __builtin_memcpy(to, &x, sizeof x); }

@@ -154,11 +154,24 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ shifted(x, 31)
 
 
+def random_bytes(numel: int, *, seed: int, step: int, first_block: int) -> torch.Tensor:
+    """Whole numbers in [0, 256), int64 [numel]: what rounds masters of 24 bits, independent of what rounds a moment."""
+    x = _hashes(seed, step, first_block, -(-numel // BLOCK_NUMEL)) * 0x9E3779B9 & MASK_32
+    return torch.cat([x >> 24, x >> 16 & 0xFF], 1).flatten()[:numel]
+
+
 def _random(seed: int, step: int, first_block: int, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Two independent multiples of 2^-16 in [0, 1) per element, fp32 [num_blocks, 256] each.
 
     A hash of 32 bits has two. The element half a block further takes them the other way round.
     """
+    x = _hashes(seed, step, first_block, num_blocks)
+    low, high = (x & 0xFFFF).float() * 2.0**-16, (x >> 16).float() * 2.0**-16
+    return torch.cat([low, high], 1), torch.cat([high, low], 1)
+
+
+def _hashes(seed: int, step: int, first_block: int, num_blocks: int) -> torch.Tensor:
+    """32 random bits for two elements, int64 [num_blocks, 128]."""
     key = _mix_int(_mix_int(seed + GOLDEN_64) ^ step)
     block = torch.arange(first_block, first_block + num_blocks, dtype=torch.int64)
     block_key = _mix(block * _signed(GOLDEN_64) + _signed(key))[:, None]
@@ -166,6 +179,4 @@ def _random(seed: int, step: int, first_block: int, num_blocks: int) -> tuple[to
     x = (x ^ (x >> 16)) * 0x7FEB352D & MASK_32
     x = x ^ ((block_key >> 32) & MASK_32)
     x = (x ^ (x >> 15)) * 0x846CA68B & MASK_32
-    x = x ^ (x >> 16)
-    low, high = (x & 0xFFFF).float() * 2.0**-16, (x >> 16).float() * 2.0**-16  # [num_blocks, 128]
-    return torch.cat([low, high], 1), torch.cat([high, low], 1)
+    return x ^ (x >> 16)

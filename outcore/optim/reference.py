@@ -24,9 +24,10 @@ from outcore.optim.moments8 import (
     Codes,
     exact_sqrt,
     pack_stochastic,
+    random_bytes,
     unpack,
 )
-from outcore.optim.split import join_master, split_master
+from outcore.optim.split import join_master, round_to_24_bits, split_master
 
 SLICE_NUMEL = 1 << 18
 SUM_BLOCK_NUMEL = 4096
@@ -84,7 +85,10 @@ def _update_slice(
         part["exp_avg_sq"].copy_(exp_avg_sq)
     if state_format.split_master:
         assert param is not None
-        high, residual = split_master(master)
+        if state_format.short_residual:
+            random = random_bytes(master.numel(), seed=hyper.seed, step=hyper.step, first_block=first_block)
+            master = round_to_24_bits(master, random)
+        high, residual = split_master(master, state_format.residual_dtype)
         param.copy_(high)
         part["residual"].copy_(residual)
     else:

@@ -1,4 +1,4 @@
-"""The exact split of an fp32 master into its bf16 parameter and a 16-bit residual.
+"""The exact split of an fp32 master into its bf16 parameter and a 16-bit residual, and one with 8 bits that is not.
 
     residual  = low 16 bits of the master
     parameter = (bits of the master + 0x8000) >> 16        (mod 2^16)
@@ -12,6 +12,10 @@ an fp32 master round their bf16 parameters in the same way, so a run is the same
 
 A NaN in the range 0x7f800001-0x7f807fff or 0x7fff8000-0x7fffffff (or their negatives) would show as infinity or zero in
 the parameter; the kernels therefore only ever store the quiet NaN 0x7fc00000, whose parameter is a NaN.
+
+With a residual of 8 bits the master is an fp32 number whose lowest 8 bits are zero: 15 bits after the point where bf16
+has 7 and fp32 23. The residual is the upper half of the one above, and parameter and master follow from it in the same
+way. Small updates would be lost to rounding to nearest, so a new master is rounded up or down at random, unbiased.
 """
 
 from __future__ import annotations
@@ -20,14 +24,24 @@ import torch
 
 
 def join_master(param: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """(bf16 [n], int16 [n]) -> fp32 [n], the exact master."""
-    high = param.view(torch.int16).to(torch.int32) << 16
-    return (high.to(torch.int64) + residual).to(torch.int32).view(torch.float32)
+    """(bf16 [n], int16 or int8 [n]) -> fp32 [n], the exact master."""
+    high = param.view(torch.int16).to(torch.int64) << 16
+    low = residual.to(torch.int64) << (0 if residual.dtype == torch.int16 else 8)
+    return (high + low).to(torch.int32).view(torch.float32)
 
 
-def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 [n] -> (bf16 parameter [n], int16 residual [n])."""
+def split_master(master: torch.Tensor, residual_dtype: torch.dtype = torch.int16) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 [n] -> (bf16 parameter [n], residual [n]); for int8 the master must have been rounded to 24 bits."""
     bits = master.contiguous().view(torch.int32)
-    residual = bits.to(torch.int16)
+    residual = bits.to(torch.int16) if residual_dtype == torch.int16 else (bits >> 8).to(torch.int8)
     param = ((bits.to(torch.int64) + 0x8000) >> 16).to(torch.int16)
     return param.view(torch.bfloat16), residual
+
+
+def round_to_24_bits(master: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
+    """fp32 [n] with the lowest 8 bits zero: rounded by `random` (whole numbers in [0, 256), [n]), or to nearest.
+
+    Rounding is of the magnitude; halves go away from zero. A NaN becomes the quiet one.
+    """
+    bits = torch.where(master.isnan(), float("nan"), master).view(torch.int32)
+    return ((bits + (0x80 if random is None else random.to(torch.int32))) & ~0xFF).view(torch.float32)

@@ -84,7 +84,7 @@ def _changes(
     replace = dataclasses.replace
     found: list[tuple[str, RunRequest, Hardware]] = []
     if plan.engine == "stream" and not shape.lora_r:
-        if plan.state_format != "split8" and request.precision == "bf16":
+        if plan.state_format in ("fp32", "split") and request.precision == "bf16":
             found.append(("8-bit moments, --state_format split8", replace(request, state_format="split8"), hardware))
         if request.clips:
             found.append(("no clipping, --max_grad_norm 0", replace(request, max_grad_norm=0.0), hardware))

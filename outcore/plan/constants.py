@@ -23,10 +23,19 @@ from outcore.units import GB, GIB, MIB
 
 BYTES_16BIT = 2
 STATE_FORMATS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {"fp32": (4, 8), "split": (2, 8), "fp32_m8": (4, 2 + 8 / 256), "split8": (2, 2 + 8 / 256)}
+    {
+        "fp32": (4, 8),
+        "split": (2, 8),
+        "fp32_m8": (4, 2 + 8 / 256),
+        "split8": (2, 2 + 8 / 256),
+        "fp24_m8": (1, 2 + 8 / 256),
+    }
 )
 """Format of the CPU optimizer -> bytes per parameter of (master, moments); outcore/optim/formats.py. A split master is
-a 16-bit residual beside the bf16 parameter (lossless); 8-bit moments carry two fp32 scales per 256 parameters."""
+a 16-bit residual beside the bf16 parameter (lossless), one of 24 bits an 8-bit one; 8-bit moments carry two fp32 scales
+per 256 parameters."""
+SPLIT_FORMATS = ("split", "split8", "fp24_m8")
+"""Formats whose master is whole only together with the bf16 parameter."""
 CHECKPOINT_STATE_BYTES = 12
 """Beside the weight in the run's precision: exact fp32 master 4, fp32 moments 8. Checkpoints are engine-neutral
 whatever the format of the states."""
@@ -178,7 +187,9 @@ graphs: 0.484 s in both passes (E) against 0.330 compiled, on another machine of
 DRAM_SHARE = 0.78
 """Of the triad rate that the CPU optimizer reaches, used where the optimizer itself was not measured. Prototype,
 measured: 5 Gparam/s at 28 B and 10 Gparam/s at 14 B per parameter, both 140 of 180 GB/s."""
-OPTIMIZER_DRAM_BYTES: Mapping[str, float] = MappingProxyType({"fp32": 28, "split": 26, "fp32_m8": 16.1, "split8": 14.1})
+OPTIMIZER_DRAM_BYTES: Mapping[str, float] = MappingProxyType(
+    {"fp32": 28, "split": 26, "fp32_m8": 16.1, "split8": 14.1, "fp24_m8": 12.1}
+)
 """DRAM bytes per parameter of one update: gradient 2 read, parameter 2 (split: 2 + 2), each state read and written."""
 STREAM_DRIVE_SHARE = 0.95
 """Of the mixed drive rate. Measured, of the phase that waits for the drive: prototype 86-92 %; streaming 96 and 99 %,

@@ -175,7 +175,7 @@ def staged_update(shape: ModelShape, homes: StagedHomes, staged: Staged, hardwar
     """The drive and the CPU work at the same time."""
     written = homes.states_moved + homes.trained_on_drive
     read = homes.states_moved + homes.gradients_on_drive
-    if staged.states.startswith("split"):
+    if staged.states in k.SPLIT_FORMATS:
         read += homes.params_completing
     return StagedUpdate(
         read_bytes=read,

@@ -48,7 +48,7 @@ class RunRequest:
             _one_of("zero_stage", self.zero_stage, STAGES)
         if self.state_format is not None:
             _one_of("state_format", self.state_format, tuple(k.STATE_FORMATS))
-            if self.state_format.startswith("split") and self.precision != "bf16":
+            if self.state_format in k.SPLIT_FORMATS and self.precision != "bf16":
                 raise ValueError(
                     f"state_format {self.state_format} splits the fp32 master into a bf16 parameter and a residual, so "
                     f"it cannot go with precision {self.precision}. Use fp32 or fp32_m8."

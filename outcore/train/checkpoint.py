@@ -300,8 +300,10 @@ def changed_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> list[s
             continue
         line = f"resume: {name} {was} -> {value}: training goes on with {value}"
         if name == "state_format":
-            rounds = state_format(value).moments8 and not state_format(was).moments8
-            line += "; the moments are rounded to 8 bits once" if rounds else "; the states are converted exactly"
+            after, before = state_format(value), state_format(was)
+            rounded = ["the moments are rounded to 8 bits"] * (after.moments8 and not before.moments8)
+            rounded += ["the masters are rounded to 24 bits"] * (after.short_residual and not before.short_residual)
+            line += f"; {' and '.join(rounded)} once" if rounded else "; the states are converted exactly"
         lines.append(line)
     return lines
 

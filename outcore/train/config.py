@@ -14,7 +14,7 @@ from typing import Literal
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
 ZeroStage = Literal["none", "zero1", "zero2", "zero3", "infinity"]
 Schedule = Literal["warmup_decay", "cosine", "constant"]
-StateFormat = Literal["auto", "fp32", "split", "fp32_m8", "split8"]
+StateFormat = Literal["auto", "fp32", "split", "fp32_m8", "split8", "fp24_m8"]
 
 ZERO_STAGE_ALIASES = {"0": "none", "1": "zero1", "2": "zero2", "3": "zero3", "linear": "warmup_decay"}
 BARE_FLAGS = {"trace": "2"}
@@ -187,8 +187,8 @@ class TrainConfig:
     Default: deepspeed_config.json's outcore block (auto)."""
     state_format: StateFormat = "auto"
     """Offloaded optimizer states, with either engine: as fp32, or split (bf16 only: the same numbers in 10 B a
-    parameter instead of 12), or with 8-bit moments as fp32_m8 or split8 (other numerics). auto: split with bf16, else
-    fp32."""
+    parameter instead of 12), or with 8-bit moments as fp32_m8 or split8 (other numerics), or with a master of 24 bits
+    beside those, too, as fp24_m8 (bf16 only). auto: split with bf16, else fp32."""
     ram_budget_gib: float | None = None
     """GiB of RAM for parameters, gradients and optimizer states; what does not fit goes to the NVMe path. Default: what
     is available now, less 3 GiB (DeepSpeed's engine: 2 GiB, and it counts the whole process)."""

@@ -16,6 +16,7 @@ from outcore.model.facts import resolve_attention
 from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
+from outcore.optim.formats import state_format
 from outcore.plan.engine_rule import why_not_stream
 from outcore.train.arguments import ConfigError
 from outcore.train.config import TrainConfig
@@ -90,8 +91,8 @@ def with_flags(config: TrainConfig, user_config: Mapping[str, Any], precision: s
     ConfigError for a state format that cannot go with the precision.
     """
     name = config.state_format
-    if name.startswith("split") and precision != "bf16":
-        other = name.replace("split8", "fp32_m8").replace("split", "fp32")
+    if name != "auto" and state_format(name).split_master and precision != "bf16":
+        other = "fp32_m8" if state_format(name).moments8 else "fp32"
         raise ConfigError(
             f"state_format {name} keeps the master as the bf16 parameter and a residual, so it needs --precision bf16; "
             f"this run computes in {precision}. Use --state_format {other}."

@@ -117,8 +117,9 @@ def _state_format(outcore: Mapping[str, Any], sizes: RunSizes, notes: list[str])
     if name == "auto":
         return "split" if sizes.precision == "bf16" else "fp32"
     if state_format(name).moments8:
+        master = ", masters in 24" if state_format(name).short_residual else ""
         notes.append(
-            f"state_format {name}: the optimizer's moments are kept in 8 bits, so results differ from fp32's moments"
+            f"state_format {name}: the optimizer's moments are kept in 8 bits{master}, so results differ from fp32's"
         )
     return name
 

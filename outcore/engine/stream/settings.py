@@ -30,7 +30,8 @@ class StreamSettings:
     """deferred: updates run under the next forward, once the global norm is known; a non-finite gradient skips the
     step whole. immediate: as soon as a layer's gradient is there. auto: immediate without clipping unless fp16."""
     states: str = "fp32"
-    """Optimizer states: fp32, split (bf16 only: exact in 10 B instead of 12), or with 8-bit moments fp32_m8, split8."""
+    """Optimizer states: fp32, split (bf16 only: exact in 10 B instead of 12), or with 8-bit moments fp32_m8, split8, or
+    with a master of 24 bits beside them fp24_m8 (bf16 only)."""
     accumulate: Literal["fp32", "weights"] = "fp32"
     """Type in which gradients of several micro-batches are added up on the device."""
     activations: Literal["auto", "device", "ram", "nvme"] = "auto"

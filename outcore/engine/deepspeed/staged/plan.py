@@ -41,7 +41,7 @@ class StagedPlan:
 
     states: str = "split"
     """Format of the optimizer states: fp32, split (bf16 only, the same numbers in 10 B instead of 12), or with 8-bit
-    moments fp32_m8, split8."""
+    moments fp32_m8, split8, fp24_m8."""
     dtype: torch.dtype = torch.bfloat16
     """Of parameters and gradients."""
     home_bytes: int = 0
