@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,11 @@ def layer_run(layer: nn.Module, config: Any, x: torch.Tensor, seed: torch.Tensor
     return run
 
 
-def captured_layers(config: Any, tokens: int, device: torch.device) -> tuple[dict[str, Variant], torch.Tensor]:
-    """(variants of a layer, the gradient of its input [1, T, H] in fp32)."""
+def captured_layers(
+    config: Any, tokens: int, device: torch.device, refused: dict[str, str]
+) -> tuple[dict[str, Variant], torch.Tensor]:
+    """(variants of a layer, the gradient of its input [1, T, H] in fp32); errors of those that cannot be go to
+    `refused`."""
     x, seed = (torch.randn(1, tokens, config.hidden_size, device=device).bfloat16() for _ in range(2))
     truth = layer_run(layer_of(config, torch.float32, device), config, x, seed)()
     found = {}
@@ -140,7 +144,8 @@ def captured_layers(config: Any, tokens: int, device: torch.device) -> tuple[dic
             try:
                 found[name] = warmed_up(layer_run(layer, config, x, seed, compiled=compiled))
             except Exception as error:  # a combination that the libraries do not offer is a finding, not an end
-                print(f"{name}: {type(error).__name__}: {' '.join(str(error).split()[:30])}", flush=True)
+                refused[name] = f"{type(error).__name__}: {' '.join(str(error).split()[:30])}"
+                print(f"{name}: {refused[name]}", flush=True)
     return found, truth
 
 
@@ -233,10 +238,19 @@ def main() -> int:
     device = torch.device("cuda")
     torch.manual_seed(0)
     config = config_of(args.shape, args.tokens)
-    lines = compare("layer", *captured_layers(config, args.tokens, device), args.rounds)
+    refused: dict[str, str] = {}
+    lines = compare("layer", *captured_layers(config, args.tokens, device, refused), args.rounds)
     lines += compare("head", *captured_heads(config, args.tokens, device), args.rounds)
     if args.out:
-        args.out.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "shape": args.shape, "lines": lines}))
+        found = {
+            "gpu": torch.cuda.get_device_name(),
+            "versions": {name: version(name) for name in ("torch", "transformers", "liger-kernel")},
+            "shape": args.shape,
+            "tokens": args.tokens,
+            "lines": lines,
+            "refused": refused,
+        }
+        args.out.write_text(json.dumps(found))
     return 0
 
 

@@ -169,6 +169,7 @@ def test_seconds_of_an_update_by_hand():
     assert measured.update_s("split8", 1e9, 5.6e9) == pytest.approx(1 / 5)  # bound by the cores: room for copies
     assert measured.update_s("split8", 1e9, 56e9) == pytest.approx((14.1 + 56) / 112)  # until they fill the memory
     assert measured.update_s("split", 1e9) == pytest.approx(26 / 112)  # not measured: by its bytes
+    assert measured.update_s("fp24_m8", 1e9) == pytest.approx(1 / 5)  # as split8: it is bound by the cores, too
     assert server(ram_gb_per_s=200.0, optimizer_gparams_per_s={"fp32": 4.0}).dram_gb_per_s == 156.0
     with pytest.raises(ValueError, match="optimizer_gparams_per_s has 'fp31'"):
         server(optimizer_gparams_per_s={"fp31": 1.0})

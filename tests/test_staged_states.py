@@ -133,7 +133,7 @@ ACTIONS = st.lists(st.sampled_from(["update", "settle", "look", "wait"]), min_si
 @given(
     st.lists(st.sampled_from([64, 1000, 2300, NUMEL]), min_size=1, max_size=9),
     st.integers(1, 8),
-    st.sampled_from(["split", "fp32", "split8"]),
+    st.sampled_from(["split", "fp32", "split8", "fp24_m8"]),
     ACTIONS,
 )
 @settings(

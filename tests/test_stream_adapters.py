@@ -104,6 +104,10 @@ def test_a_layer_without_adapters_is_itself() -> None:
 
 def second(network: Any) -> None:
     network.add_adapter("second", LoraConfig(r=2, target_modules=["gate", "up", "down"]))
+
+
+def second_at_work(network: Any) -> None:
+    second(network)
     network.base_model.set_adapter(["default", "second"])
 
 
@@ -113,11 +117,12 @@ def second(network: Any) -> None:
         ({}, lambda network: network.merge_adapter()),
         ({}, lambda network: network.base_model.disable_adapter_layers()),
         ({}, second),
+        ({}, second_at_work),
         ({"use_dora": True}, None),
         ({"lora_bias": True}, None),
         ({}, lambda network: [m.float() for n, m in network.named_modules() if n.endswith("lora_A")]),
     ],
-    ids=["merged", "switched off", "two at work", "DoRA", "with a bias", "of another type"],
+    ids=["merged", "switched off", "one at rest", "two at work", "DoRA", "with a bias", "of another type"],
 )
 def test_other_adapters_stay_with_pefts_code(config: dict[str, Any], change: Callable[[Any], object] | None) -> None:
     network = adapted(**config)

@@ -175,6 +175,21 @@ def test_saved_and_resumed_training_goes_on_bit_by_bit(build, tmp_path, states):
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
+@pytest.mark.parametrize("before", ["fp32", "split8"])
+def test_masters_of_24_bits_begin_with_the_parameters_of_the_checkpoint(build, tmp_path, before):
+    engine = build("llama", replace(TINY, states=before), dtype=torch.bfloat16)
+    for step in range(3):
+        engine.train_step(batches_of(step), LR)
+    state = engine.save(tmp_path, lambda path, crc: None)
+    resumed = build("llama", replace(TINY, states="fp24_m8"), dtype=torch.bfloat16, seed=9)
+    resumed.load(tmp_path, state)
+    a, b = weights_of(engine), weights_of(resumed)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert resumed.train_step(batches_of(3), LR).loss == engine.train_step(batches_of(3), LR).loss
+    later = [e.train_step(batches_of(4), LR).loss for e in (engine, resumed)]
+    assert later[0] == pytest.approx(later[1], rel=2e-3)
+
+
 def test_a_checkpoint_of_deepspeed_is_resumed(build, tmp_path):
     """The files are built as DeepSpeed's engine writes them; the next steps are those of plain AdamW from there."""
     reference = tiny_loaded("llama", seed=3)

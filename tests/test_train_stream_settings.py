@@ -167,6 +167,10 @@ def test_state_formats():
     assert plan_of(file={"outcore": {"state_format": "fp32_m8"}}).settings.states == "fp32_m8"
     with pytest.raises(ConfigError, match=r"needs --precision bf16.*fp32_m8"):
         with_flags(TrainConfig(state_format="split8"), {}, "fp16")
+    shortest = plan_of(TrainConfig(state_format="fp24_m8"))
+    assert shortest.settings.states == "fp24_m8" and any("masters in 24" in note for note in shortest.notes)
+    with pytest.raises(ConfigError, match=r"fp24_m8.*needs --precision bf16.*fp32_m8"):
+        with_flags(TrainConfig(state_format="fp24_m8"), {}, "fp32")
 
 
 def test_keys_without_effect_are_listed_once():

@@ -41,7 +41,13 @@ def split_master(master: torch.Tensor, residual_dtype: torch.dtype = torch.int16
 def round_to_24_bits(master: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
     """fp32 [n] with the lowest 8 bits zero: rounded by `random` (whole numbers in [0, 256), [n]), or to nearest.
 
-    Rounding is of the magnitude; halves go away from zero. A NaN becomes the quiet one.
+    Rounding is of the magnitude; halves go away from zero. To nearest the bf16 parameter stays that of `master`: where
+    the next number above has another one, the one below is taken. A NaN becomes the quiet one.
     """
     bits = torch.where(master.isnan(), float("nan"), master).view(torch.int32)
-    return ((bits + (0x80 if random is None else random.to(torch.int32))) & ~0xFF).view(torch.float32)
+    if random is None:
+        low = bits & 0xFFFF
+        add = torch.where((low >= 0x7F80) & (low < 0x8000), 0, 0x80).to(torch.int32)
+    else:
+        add = random.to(torch.int32)
+    return ((bits + add) & ~0xFF).view(torch.float32)

@@ -134,10 +134,12 @@ class Hardware:
         """Seconds of an update on the CPU while `copied_bytes` pass through the same RAM.
 
         The cores need their measured time whatever else goes on, the memory the bytes of both: the longer of the two.
-        Where no rate was measured, the memory alone.
+        Where no rate was measured, the memory alone; fp24_m8, which older profiles lack, at most split8's rate: its
+        arithmetic is that of split8 and a rounding.
         """
         memory_s = self.copies_s(k.OPTIMIZER_DRAM_BYTES[states] * params + copied_bytes)
-        rate = self.optimizer_gparams_per_s.get(states)
+        rates = self.optimizer_gparams_per_s
+        rate = rates.get(states, rates.get("split8") if states == "fp24_m8" else None)
         return memory_s if rate is None else max(memory_s, params / (rate * 1e9))
 
     def _alone_s(self, read_bytes: float, written_bytes: float) -> float:

@@ -107,13 +107,15 @@ class AddedAdapter(Stand):
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether this is a linear layer of frozen weight (or GPT-2's Conv1D) under one adapter of peft's, at work, without
-    dropout, variant (DoRA) or a bias of its own, all in one type."""
+    """Whether this is a linear layer of frozen weight (or GPT-2's Conv1D) under one adapter of peft's, no other there
+    and this one at work, without dropout, variant (DoRA) or a bias of its own, all in one type."""
     peft = sys.modules.get("peft.tuners.lora.layer")  # whoever made adapters has imported it
     if peft is None or type(module) is not peft.Linear or module.disable_adapters or module.merged:
         return False
     names, base = list(module.active_adapters), module.base_layer
-    if len(names) != 1 or names[0] not in module.lora_A or names[0] in module.lora_variant:
+    if (
+        len(names) != 1 or list(module.lora_A) != names or names[0] in module.lora_variant
+    ):  # one at rest has parameters, too
         return False
     thin, wide = module.lora_A[names[0]], module.lora_B[names[0]]
     if type(thin) is not nn.Linear or type(wide) is not nn.Linear or thin.bias is not None or wide.bias is not None:
