@@ -113,9 +113,9 @@ def _is_plain(module: Any) -> bool:
     if peft is None or type(module) is not peft.Linear or module.disable_adapters or module.merged:
         return False
     names, base = list(module.active_adapters), module.base_layer
-    if (
-        len(names) != 1 or list(module.lora_A) != names or names[0] in module.lora_variant
-    ):  # one at rest has parameters, too
+    if len(names) != 1 or list(module.lora_A) != names:  # one at rest has parameters, too
+        return False
+    if names[0] in module.lora_variant:
         return False
     thin, wide = module.lora_A[names[0]], module.lora_B[names[0]]
     if type(thin) is not nn.Linear or type(wide) is not nn.Linear or thin.bias is not None or wide.bias is not None:
