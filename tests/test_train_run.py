@@ -248,6 +248,15 @@ def test_accumulation_does_not_change_the_loss(tmp_path: Path, corpus: Path) -> 
         assert loss_a == pytest.approx(loss_b, rel=1e-5) and norm_a == pytest.approx(norm_b, rel=1e-3)
 
 
+def test_a_run_imports_no_compiler_before_it_compiles() -> None:
+    """It takes more than a second, which eager runs and refused ones need not wait for."""
+    code = (
+        "import sys, outcore.train.run; print([m for m in ('torch._dynamo', 'deepspeed', 'peft') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=fresh_env(), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout == "[]\n", done.stdout + done.stderr
+
+
 def test_two_ranks_equal_one(tmp_path: Path, corpus: Path) -> None:
     """The deepspeed launcher with two processes and half the accumulation sees the same losses as one process."""
     env = fresh_env(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")

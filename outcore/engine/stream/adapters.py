@@ -15,6 +15,7 @@ of which the first is the same operation again. The numbers are peft's up to rou
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -74,16 +75,24 @@ class _Adapted(torch.autograd.Function):
         return grad_x, None, grad_bias, grad_down, grad_up, None
 
 
-@torch.compiler.allow_in_graph  # torch 2.10 cannot look into an autograd.Function below torch.func
 def _adapted(x: Any, weight: Any, bias: Any, down: Any, up: Any, scale: float) -> torch.Tensor:
     return _Adapted.apply(x, weight, bias, down, up, scale)  # pyright: ignore[reportReturnType]
+
+
+@cache  # not at import: it imports the compiler, 1.4 s that runs without it need not wait for
+def _tell_compiler() -> None:
+    """torch 2.10's cannot look into an autograd.Function below torch.func, so that it takes the call as it is."""
+    torch.compiler.allow_in_graph(_adapted)
 
 
 def with_added_adapters(layer: nn.Module) -> nn.Module:
     """The layer with its plain adapters on linear layers computed as above, sharing everything else; the layer itself
     when it has none."""
     replaced = {path: AddedAdapter(module) for path, module in layer.named_modules() if _is_plain(module)}
-    return shell_of(layer, replaced) if replaced else layer
+    if not replaced:
+        return layer
+    _tell_compiler()
+    return shell_of(layer, replaced)
 
 
 class AddedAdapter(Stand):
