@@ -1,78 +1,27 @@
-"""The streaming engine on the CPU: equal to plain AdamW, bit-identical wherever things live and after a resume."""
+"""The streaming engine on the CPU: equal to plain AdamW, and bit-identical wherever things live."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from stream_models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
+from stream_models import padded_batch, plain_batch, set_dropout, tiny_loaded
+from stream_training import LR, TINY, batches_of, fixtures, plain_training, weights_of
 
 from outcore.engine.base import NonFiniteLossError
-from outcore.engine.shards import CheckpointError, TensorPlan, crc32_of, write_shard
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.shell import StreamUnsupported
 from outcore.model.facts import model_facts
 from outcore.model.lora import apply_lora
-from outcore.model.names import checkpoint_name
 from outcore.model.settings import LoraSettings
 from outcore.optim import ExtensionUnavailable, open_backend
 from outcore.units import MIB
 
-TINY = TINY_SETTINGS
-LR = 3e-3
+(build,) = fixtures
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def build(engines):
-    def make(model="llama", settings=TINY, *, dropout=0.0, dtype=torch.float32, prepare=None, **fields):
-        loaded = tiny_loaded(model, dtype=dtype, **fields)
-        set_dropout(loaded.model, dropout)
-        if prepare is not None:
-            prepare(loaded.model)
-        engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False))
-        return engines[-1]
-
-    return make
-
-
-def batches_of(step: int, count: int = 2):
-    kinds = [plain_batch, padded_batch, packed_batch]
-    return [kinds[(step + m) % 3](2 - m % 2, 12 + 3 * m, seed=100 * step + m) for m in range(count)]
-
-
-def weights_of(engine) -> dict[str, torch.Tensor]:
-    engine._parts.updates.drain()
-    return {n: p.detach().clone() for n, p in engine.loaded.model.named_parameters()}
-
-
-def plain_training(loaded, steps, *, max_norm, settings=TINY, batches=batches_of):
-    """(losses, norms) of torch's own AdamW over the whole model."""
-    loss = loaded.token_loss()
-    trained = [p for p in loaded.model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained, lr=LR, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, foreach=False
-    )
-    losses, norms = [], []
-    for step in range(steps):
-        micro = batches(step)
-        total = sum(int((b["labels"][:, 1:] != -100).sum()) for b in micro)
-        optimizer.zero_grad()
-        summed = 0.0
-        for batch in micro:
-            result = loss(loaded.model, batch)
-            result.objective(total).backward()
-            summed += float(result.loss_sum.detach())
-        for p in trained:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, max_norm or float("inf"))))
-        optimizer.step()
-        losses.append(summed / total)
-    return losses, norms
 
 
 @pytest.mark.parametrize(
@@ -153,99 +102,6 @@ def test_deferred_and_immediate_updates_are_the_same_without_clipping(build):
     assert all(torch.equal(runs[0][1][n], runs[1][1][n]) for n in runs[0][1])
 
 
-@pytest.mark.parametrize("states", ["fp32", "split", "fp32_m8", "split8", "fp24_m8"])
-def test_saved_and_resumed_training_goes_on_bit_by_bit(build, tmp_path, states):
-    settings = replace(TINY, states=states, max_grad_norm=0.5)
-    engine = build("gpt2", settings, dtype=torch.bfloat16, dropout=0.1)
-    for step in range(3):
-        engine.train_step(batches_of(step), LR)
-    files = {}
-    state = json.loads(json.dumps(engine.save(tmp_path, lambda path, crc: files.update({path.name: crc}))))
-    assert state["engine"] == "stream" and state["updates"] == 3 and state["optimizer_state"]
-    assert all(crc32_of(tmp_path / name) == crc for name, crc in files.items())
-    written = sum((tmp_path / name).stat().st_size for name in files)
-    assert engine.state_bytes() <= written < engine.state_bytes() + 65536
-    on = [engine.train_step(batches_of(step), LR).loss for step in range(3, 6)]
-    resumed = build(
-        "gpt2", replace(settings, activations="ram", chunk_numel=1 << 12), dtype=torch.bfloat16, dropout=0.1, seed=9
-    )
-    resumed.load(tmp_path, state)
-    assert [resumed.train_step(batches_of(step), LR).loss for step in range(3, 6)] == on
-    a, b = weights_of(engine), weights_of(resumed)
-    assert all(torch.equal(a[n], b[n]) for n in a)
-
-
-@pytest.mark.parametrize("before", ["fp32", "split8"])
-def test_masters_of_24_bits_begin_with_the_parameters_of_the_checkpoint(build, tmp_path, before):
-    engine = build("llama", replace(TINY, states=before), dtype=torch.bfloat16)
-    for step in range(3):
-        engine.train_step(batches_of(step), LR)
-    state = engine.save(tmp_path, lambda path, crc: None)
-    resumed = build("llama", replace(TINY, states="fp24_m8"), dtype=torch.bfloat16, seed=9)
-    resumed.load(tmp_path, state)
-    a, b = weights_of(engine), weights_of(resumed)
-    assert all(torch.equal(a[n], b[n]) for n in a)
-    assert resumed.train_step(batches_of(3), LR).loss == engine.train_step(batches_of(3), LR).loss
-    later = [e.train_step(batches_of(4), LR).loss for e in (engine, resumed)]
-    assert later[0] == pytest.approx(later[1], rel=2e-3)
-
-
-def test_a_checkpoint_of_deepspeed_is_resumed(build, tmp_path):
-    """The files are built as DeepSpeed's engine writes them; the next steps are those of plain AdamW from there."""
-    reference = tiny_loaded("llama", seed=3)
-    loss = reference.token_loss()
-    optimizer = torch.optim.AdamW(reference.model.parameters(), lr=LR, weight_decay=0.01, foreach=False)
-    for step in range(4):
-        total = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches_of(step))
-        optimizer.zero_grad()
-        for batch in batches_of(step):
-            loss(reference.model, batch).objective(total).backward()
-        torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 1.0)
-        optimizer.step()
-    parameters = {checkpoint_name(n): p for n, p in reference.model.named_parameters()}
-    plans = [TensorPlan(n, torch.float32, tuple(p.shape)) for n, p in parameters.items()]
-    for family in ("model", "master", "exp_avg", "exp_avg_sq"):
-        values = {
-            n: p.detach() if family in ("model", "master") else optimizer.state[p][family]
-            for n, p in parameters.items()
-        }
-        write_shard(tmp_path / f"{family}-00001-of-00001.safetensors", plans, values.__getitem__)
-    engine = build("llama")
-    engine.load(tmp_path, {"engine": "deepspeed", "updates": 4, "optimizer_state": True, "loss_scaler": {}})
-    assert engine.updates == 4
-    losses = []
-    for step in range(4, 8):
-        total = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches_of(step))
-        optimizer.zero_grad()
-        summed = 0.0
-        for batch in batches_of(step):
-            result = loss(reference.model, batch)
-            result.objective(total).backward()
-            summed += float(result.loss_sum.detach())
-        torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(summed / total)
-    assert [engine.train_step(batches_of(s), LR).loss for s in range(4, 8)] == pytest.approx(losses, rel=1e-4)
-
-
-def test_checkpoints_that_do_not_fit_are_refused_before_anything_changes(build, tmp_path):
-    engine = build("llama")
-    state = engine.save(tmp_path, lambda path, crc: None)
-    before = weights_of(engine)
-    with pytest.raises(CheckpointError, match="weights only"):
-        engine.load(tmp_path, {**state, "optimizer_state": False})
-    with pytest.raises(CheckpointError, match="another model"):
-        build("gpt2").load(tmp_path, state)
-    other = build("llama", intermediate_size=64)
-    with pytest.raises(CheckpointError, match="has shape"):
-        other.load(tmp_path, state)
-    (tmp_path / "exp_avg-00001-of-00001.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="not whole"):
-        engine.load(tmp_path, state)
-    after = weights_of(engine)
-    assert all(torch.equal(before[n], after[n]) for n in before)
-
-
 def test_evaluation_sees_every_update_and_no_dropout(build):
     engine = build("gpt2", replace(TINY, eval_group=2), dropout=0.2)
     reference = tiny_loaded("gpt2")
@@ -269,18 +125,6 @@ def test_evaluation_sees_every_update_and_no_dropout(build):
 def test_an_eps_that_8_bit_moments_cannot_have_is_refused_with_the_settings():
     with pytest.raises(ValueError, match="8-bit moments need eps of at least 1e-11, got 1e-12"):
         replace(TINY, states="fp32_m8", eps=1e-12)
-
-
-def test_exported_model_is_read_by_transformers(build, tmp_path):
-    import transformers
-
-    engine = build("qwen2")
-    engine.train_step(batches_of(0), LR)
-    engine.export(tmp_path / "final")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
-    weights = weights_of(engine)
-    assert all(torch.equal(p, weights[n]) for n, p in again.named_parameters())
-    assert (tmp_path / "final" / "config.json").exists()
 
 
 def test_frozen_parameters_are_streamed_and_left_alone(build, tmp_path):

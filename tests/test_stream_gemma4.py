@@ -16,7 +16,7 @@ from stream_models import (
     plain_gradients,
     tiny_of,
 )
-from test_stream_engine import LR, batches_of, plain_training
+from stream_training import LR, batches_of, plain_training
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check import run_units, why_config_not_streamed, why_not_streamed
