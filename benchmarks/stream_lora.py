@@ -31,7 +31,9 @@ from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.model.load import LoadedModel, load_model
 from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.optim import state_format
 from outcore.storage import aligned_bytes
+from outcore.train.stream_settings import ELEMENT_BYTES, RunSizes, activation_bytes
 from outcore.units import GIB, MIB
 
 PROBE_BYTES = 4 * GIB
@@ -82,14 +84,19 @@ def raw_read_rate(engine: StreamEngine, n_bytes: int) -> float:
     return len(places) * PIECE_BYTES / (time.perf_counter() - begin_s) / 1e9
 
 
-def bytes_beside_weights(loaded: LoadedModel, step_tokens: tuple[int, ...], arguments: argparse.Namespace) -> int:
-    """Gradients, fp32 states and activation checkpoints, as train_model.py counts them against its budget."""
+def bytes_beside_weights(loaded: LoadedModel, settings: StreamSettings) -> int:
+    """Gradients, states and activation checkpoints, as train_model.py counts them against its budget."""
     facts, config = loaded.facts, loaded.model.config
-    trained_bytes = (2 + 12) * facts.trainable_params
-    if arguments.activations != "ram":
-        return trained_bytes
-    checkpoints_bytes = 2 * config.num_hidden_layers * sum(step_tokens) * config.hidden_size
-    return trained_bytes + max(0, checkpoints_bytes - 2 * facts.trainable_params)  # they borrow the gradients' homes
+    assert settings.step_tokens is not None
+    sizes = RunSizes(
+        facts.total_params, facts.trainable_params, config.num_hidden_layers, config.hidden_size, settings.step_tokens,
+        "bf16", ram_available_bytes=0, has_cuda=True,
+    )  # fmt: skip
+    gradients_bytes = ELEMENT_BYTES[sizes.precision] * facts.trainable_params
+    states_bytes = int(state_format(settings.states).bytes_per_param * facts.trainable_params)
+    if settings.activations != "ram":
+        return gradients_bytes + states_bytes
+    return max(gradients_bytes, activation_bytes(sizes)) + states_bytes  # checkpoints borrow the gradients' homes
 
 
 def main() -> None:
@@ -125,20 +132,21 @@ def main() -> None:
     begin_s = time.perf_counter()
     loaded = load_model(model, lazy=True)
     loaded = replace(loaded, feed=RepeatedLayer(loaded))
-    step_tokens = (arguments.rows * arguments.seq_length,) * arguments.micro_batches
-    if arguments.ram_gib is not None:
-        weight_ram_bytes = int(arguments.ram_gib * GIB)
-    else:
-        weight_ram_bytes = int(arguments.ram_budget_gib * GIB) - bytes_beside_weights(loaded, step_tokens, arguments)
     settings = StreamSettings(
-        weight_ram_bytes=max(0, weight_ram_bytes),
         nvme_path=arguments.nvme,
         activations=arguments.activations,
         staging_bytes=int(arguments.staging_gib * GIB),
         weight_read_ahead_bytes=arguments.read_ahead_mib * MIB,
         compile=arguments.compile,
-        step_tokens=step_tokens,
+        step_tokens=(arguments.rows * arguments.seq_length,) * arguments.micro_batches,
     )
+    if arguments.ram_gib is not None:
+        weight_ram_bytes = int(arguments.ram_gib * GIB)
+    else:
+        weight_ram_bytes = int(arguments.ram_budget_gib * GIB) - bytes_beside_weights(loaded, settings)
+        if weight_ram_bytes < 0:
+            parser.error(f"--ram_budget_gib {arguments.ram_budget_gib:g} does not hold what is not parameters")
+    settings = replace(settings, weight_ram_bytes=weight_ram_bytes)
     engine = build_stream_engine(loaded, settings, device=device)
     try:
         print(engine.describe(), flush=True)

@@ -5,8 +5,8 @@
 // instantiated with AVX-512, could be the copy that the linker keeps for the other objects.
 //
 // A block of 256 elements stays in L1 while short loops pass over it: for 8-bit moments random numbers, then moments,
-// then the master, then, for 8-bit moments, codes. One loop that does all of it is slower: a processor looks ahead by so many
-// operations, and in a short loop finds more elements to work on while a division or a square root takes its time.
+// then the master, then, for 8-bit moments, codes. One loop that does all of it is slower: a processor looks ahead by so
+// many operations, and in a short loop finds more elements to work on while a division or a square root takes its time.
 #include "abi.h"
 #include "lanes.h"
 

@@ -48,10 +48,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--gradient_accumulation_steps", type=int, dest="accumulation")
     run.add_argument("--engine", choices=ENGINES, default="auto")
     run.add_argument("--zero_stage", choices=(*STAGES, *STAGE_WORDS))
-    run.add_argument(
-        "--state_format",
-        help="fp32, split (lossless), fp32_m8, split8 (8-bit moments), fp24_m8",
-    )
+    run.add_argument("--state_format", help="fp32, split (lossless), or with 8-bit moments fp32_m8, split8, fp24_m8")
     run.add_argument("--precision", choices=PRECISIONS, default="bf16")
     run.add_argument("--activation_checkpointing", choices=("true", "false"), default="true")
     run.add_argument("--max_grad_norm", type=float, default=1.0)
