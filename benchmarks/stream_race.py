@@ -132,6 +132,7 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "stock-optimizer-nvme": stock(shape, t16, 1, "optimizer-nvme", uses_nvme=True),
         "ours-fp32-nvme": ours(shape, t16, 1, "fp32", **all_nvme),
         "ours-split-nvme": ours(shape, t16, 1, "split", **all_nvme),
+        "ours-split-nvme-plain": ours(shape, t16, 1, "split", **all_nvme, compress_on_nvme=False),
         "ours-split8-nvme": ours(shape, t16, 1, "split8", **all_nvme),
         "ours-fp24m8-nvme": ours(shape, t16, 1, "fp24_m8", **all_nvme),
         "ours-split8-nvme-64slots": ours(shape, t16, 1, "split8", **all_nvme, state_ring_slots=64),

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from outcore.engine.stream.placement import StateChunk
 from outcore.engine.stream.ring_schedule import RingSchedule, RingTicket
 from outcore.engine.stream.ring_sizes import FLOWING_SLOTS, slot_count
+from outcore.optim import SPLIT
 
 
 def chunks_of(unit, count):
     owner = SimpleNamespace(index=unit)
-    return [StateChunk(owner, i * 256, i * 256 + 256, (unit * 100 + i) * 256, 2048) for i in range(count)]
+    return [StateChunk(owner, i * 256, i * 256 + 256, (unit * 100 + i) * 256, SPLIT) for i in range(count)]
 
 
 class Ring:

@@ -72,6 +72,31 @@ EXPORT int outcore_optim_update(int32_t variant, const Types* types, const Job* 
   if (kernels == nullptr) return ENOTSUP;
   FloatMode ieee;
   kernels->update(*types, *job, *hyper, 0, job->numel);
+  end_update(*types, *job);
+  return 0;
+}
+
+// Compressed moments of a chunk to floats; null: not this one. 0, or ENOTSUP.
+EXPORT int outcore_optim_expand(int32_t variant, int32_t format, int64_t numel, const void* state, float* exp_avg,
+                                float* exp_avg_sq) {
+  const Kernels* kernels = kernels_of(variant);
+  if (kernels == nullptr) return ENOTSUP;
+  kernels->expand(format, numel, state, exp_avg, exp_avg_sq);
+  return 0;
+}
+
+// And from floats: all of a chunk's moments anew. 0, or ENOTSUP.
+EXPORT int outcore_optim_compress(int32_t variant, int32_t format, int64_t numel, void* state, const float* exp_avg,
+                                  const float* exp_avg_sq) {
+  const Kernels* kernels = kernels_of(variant);
+  if (kernels == nullptr) return ENOTSUP;
+  Types types{};
+  types.format = format;
+  Job job{};
+  job.state = state;
+  job.numel = numel;
+  kernels->compress(format, numel, state, exp_avg, exp_avg_sq);
+  end_update(types, job);
   return 0;
 }
 

@@ -79,6 +79,22 @@ class Backend(Protocol):
 
     def grad_sumsq_and_finite(self, grad: torch.Tensor, num_threads: int = 1) -> GradStats: ...
 
+    def expand(
+        self,
+        state_format: StateFormat,
+        state: torch.Tensor,
+        exp_avg: torch.Tensor | None = None,
+        exp_avg_sq: torch.Tensor | None = None,
+    ) -> None:
+        """The moments in the chunk `state` of a compressed format, as fp32 into those of the two that are given."""
+        ...
+
+    def compress(
+        self, state_format: StateFormat, state: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+    ) -> None:
+        """Set both moments of the chunk from fp32."""
+        ...
+
     def new_queue(self, num_threads: int, cpus: Sequence[int] | None, task_numel: int) -> WorkQueue: ...
 
 

@@ -32,7 +32,17 @@ from outcore.units import format_s
 logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent
-SOURCES = ("abi.h", "lanes.h", "threads.h", "pool.h", "kernels.cpp", "pool.cpp", "memory_rate.cpp", "api.cpp")
+SOURCES = (
+    "abi.h",
+    "lanes.h",
+    "compressed.h",
+    "threads.h",
+    "pool.h",
+    "kernels.cpp",
+    "pool.cpp",
+    "memory_rate.cpp",
+    "api.cpp",
+)
 LIBRARY_NAME = "outcore_optim.so"
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = (

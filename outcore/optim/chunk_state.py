@@ -3,7 +3,7 @@
 Names are the checkpoint's: `master`, `exp_avg`, `exp_avg_sq`, always fp32, whatever the format. Writing what was read
 gives the same bytes back, for every format (8-bit codes included, see `moments8`), so checkpoints in fp32 are exact and
 may be resumed in another format: fp32 and split hold the same numbers; going to 8-bit moments or a master of 24 bits
-rounds to the nearest.
+rounds to the nearest. Of compressed states only the master is read and written here; their moments are expanded first.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class ChunkState:
                 return self.views["master"][at].clone()
             assert self.param is not None
             return join_master(self.param[at], self.views["residual"][at])
+        self._check_plain(name)
         if not self.state_format.moments8:
             return self.views[name][at].clone()
         first = at.start // BLOCK_NUMEL
@@ -94,6 +95,7 @@ class ChunkState:
                 if self.param is not None:
                     self.param[at] = cast_param(values, self.param.dtype)
         elif not self.state_format.moments8:
+            self._check_plain(name)
             self.views[name][at] = values
         else:
             if at.start % BLOCK_NUMEL or (at.stop % BLOCK_NUMEL and at.stop != self.numel):
@@ -107,6 +109,10 @@ class ChunkState:
             for field, target, value in zip(Codes._fields, self._codes(at), packed):
                 if field.startswith("exp_avg_sq") != is_first:
                     target.copy_(value)
+
+    def _check_plain(self, name: str) -> None:
+        if self.state_format.compressed:
+            raise ValueError(f"{name} is compressed here: take it to the plain format first (outcore.optim.expand)")
 
     def _codes(self, at: slice) -> Codes:
         blocks = slice(at.start // BLOCK_NUMEL, -(-at.stop // BLOCK_NUMEL))

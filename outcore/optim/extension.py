@@ -13,16 +13,28 @@ import torch
 
 from outcore.optim.backend import FinishedChunk, FinishedUnit, GradStats, Status, Work
 from outcore.optim.build import BUILD_COMMAND, ExtensionUnavailable, build_extension
+from outcore.optim.compressed import check_moments, tail_of
 from outcore.optim.formats import StateFormat
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import DTYPE_CODES, ChunkJob, CJob, JobBatch, check_grad
 
-ABI = 2
+ABI = 3
 VARIANT_NAMES = ("baseline", "avx2", "avx512")
 WORK_CODES: dict[str, int] = {"update": 0, "guarded_update": 1, "sum_squares": 2}
 STATUSES: tuple[Status, ...] = ("done", "skipped", "cancelled")
 REAP_CAPACITY = 64
-LAYOUT_NAMES = ("master", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "total")
+LAYOUT_NAMES = (
+    "master",
+    "exp_avg",
+    "exp_avg_sq",
+    "exp_avg_scale",
+    "exp_avg_sq_scale",
+    "block_heads",
+    "chunk_head",
+    "tails",
+    "tail_bytes",
+    "total",
+)
 
 
 class CHyper(ctypes.Structure):
@@ -106,6 +118,8 @@ def load_library(path: Path) -> ctypes.CDLL:
         ("layout", None, (i32, i64, p)),
         ("update", ctypes.c_int, (i32, p, p, p)),
         ("sum_squares", ctypes.c_int, (i32, i32, p, i64, i32, p, p)),
+        ("expand", ctypes.c_int, (i32, i32, i64, p, p, p)),
+        ("compress", ctypes.c_int, (i32, i32, i64, p, p, p)),
         ("memory_rate", f64, (i32, i64, i32)),
         ("pool_new", p, (i32, i32, p, i64, p)),
         ("pool_submit", u64, (p, i64, p, p, i64, p, i32, i32, p)),
@@ -167,6 +181,41 @@ class ExtensionBackend:
             )
         )
         return GradStats(total.value, bool(all_finite.value))
+
+    def expand(
+        self,
+        state_format: StateFormat,
+        state: torch.Tensor,
+        exp_avg: torch.Tensor | None = None,
+        exp_avg_sq: torch.Tensor | None = None,
+    ) -> None:
+        numel = check_moments(state_format, state, exp_avg, exp_avg_sq)
+        tail_of(state_format, state, numel)
+        raise_errno(
+            self.library.outcore_optim_expand(
+                self.variant_code,
+                state_format.code,
+                numel,
+                state.data_ptr(),
+                None if exp_avg is None else exp_avg.data_ptr(),
+                None if exp_avg_sq is None else exp_avg_sq.data_ptr(),
+            )
+        )
+
+    def compress(
+        self, state_format: StateFormat, state: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+    ) -> None:
+        numel = check_moments(state_format, state, exp_avg, exp_avg_sq)
+        raise_errno(
+            self.library.outcore_optim_compress(
+                self.variant_code,
+                state_format.code,
+                numel,
+                state.data_ptr(),
+                exp_avg.data_ptr(),
+                exp_avg_sq.data_ptr(),
+            )
+        )
 
     def memory_rate_bytes_per_s(self, num_threads: int, numel: int = 1 << 24, rounds: int = 6) -> float:
         """Rate of main memory with this many threads: three streams read, one of them written back.

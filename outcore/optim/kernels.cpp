@@ -8,6 +8,7 @@
 // then the master, then, for 8-bit moments, codes. One loop that does all of it is slower: a processor looks ahead by so
 // many operations, and in a short loop finds more elements to work on while a division or a square root takes its time.
 #include "abi.h"
+#include "compressed.h"
 #include "lanes.h"
 
 #ifndef OUTCORE_VARIANT
@@ -98,14 +99,6 @@ static inline int64_t size_of(int32_t dtype) { return dtype == kNone ? 0 : dtype
 
 template <bool kMoments8>
 constexpr int64_t kMomentSize = kMoments8 ? 1 : 4;
-
-// Asks for the cache line of `array` that comes kAheadBytes after element `i`, once a line. A processor fetches ahead
-// by itself, but begins anew at every page, and here one of some array ends every few hundred elements.
-constexpr int64_t kLineBytes = 64, kAheadBytes = 2048;
-INLINE void fetch_ahead(const void* array, int64_t i, int64_t size) {
-  const int64_t at = i * size;
-  if (at % kLineBytes == 0) __builtin_prefetch((const void*)((uintptr_t)array + (uintptr_t)(at + kAheadBytes)));
-}
 
 struct Block {  // where kBlock elements are; without param_dtype, param is nothing
   const void* grad;
@@ -235,7 +228,7 @@ INLINE void update_block(const Types& types, const Block& block, const Hyper& h,
   if constexpr (kMoments8) pack(block, exp_avg, root, largest_of(top_m), largest_of(top_s), hashes);
 }
 
-template <int kMaster, bool kMoments8>
+template <int kMaster, bool kMoments8, bool kCompressed = false>
 void update_range(const Types types, const Job job, const Hyper h, int64_t start, int64_t stop) {
   const Layout at = layout_of(types.format, job.numel);
   const uint64_t step_key = mix(mix(h.seed + 0x9e3779b97f4a7c15ull) ^ (uint64_t)h.step);
@@ -253,6 +246,12 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
     block.scale_m = kMoments8 ? (float*)(state + at.exp_avg_scale) + start / kBlock : nullptr;
     block.scale_s = kMoments8 ? (float*)(state + at.exp_avg_sq_scale) + start / kBlock : nullptr;
     const uint64_t key = mix(step_key + (uint64_t)((job.element_offset + start) / kBlock) * 0x9e3779b97f4a7c15ull);
+    alignas(64) float m[kCompressed ? kBlock : 1], v[kCompressed ? kBlock : 1];
+    if constexpr (kCompressed) {
+      CompressedBlock(state, at, start / kBlock).read(m, v, true, true);
+      block.exp_avg = m;
+      block.exp_avg_sq = v;
+    }
     const int64_t n = stop - start;
     if (n >= kBlock) {
       update_block<kMaster, kMoments8>(types, block, h, bias_correction2_sqrt, key);
@@ -272,6 +271,7 @@ void update_range(const Types types, const Job job, const Hyper h, int64_t start
       __builtin_memcpy(block.exp_avg, exp_avg, n * kMomentSize<kMoments8>);
       __builtin_memcpy(block.exp_avg_sq, exp_avg_sq, n * kMomentSize<kMoments8>);
     }
+    if constexpr (kCompressed) CompressedBlock(state, at, start / kBlock).write(m, v);
   }
   end_streams();
 }
@@ -283,7 +283,32 @@ void update(const Types& types, const Job& job, const Hyper& hyper, int64_t star
   else if (types.format == kSplit) update_range<2, false>(types, job, h, start, stop);
   else if (types.format == kFp32Moments8) update_range<4, true>(types, job, h, start, stop);
   else if (types.format == kSplit8) update_range<2, true>(types, job, h, start, stop);
+  else if (types.format == kFp32Compressed) update_range<4, false, true>(types, job, h, start, stop);
+  else if (types.format == kSplitCompressed) update_range<2, false, true>(types, job, h, start, stop);
   else update_range<1, true>(types, job, h, start, stop);
+}
+
+void expand(int32_t format, int64_t numel, const void* state, float* exp_avg, float* exp_avg_sq) {
+  const Layout at = layout_of(format, numel);
+  alignas(64) float m[kBlock], v[kBlock];
+  for (int64_t start = 0; start < numel; start += kBlock) {
+    const int64_t n = numel - start < kBlock ? numel - start : kBlock;
+    CompressedBlock(const_cast<void*>(state), at, start / kBlock)
+        .read(m, v, exp_avg != nullptr, exp_avg_sq != nullptr);
+    if (exp_avg != nullptr) __builtin_memcpy(exp_avg + start, m, 4 * n);
+    if (exp_avg_sq != nullptr) __builtin_memcpy(exp_avg_sq + start, v, 4 * n);
+  }
+}
+
+void compress(int32_t format, int64_t numel, void* state, const float* exp_avg, const float* exp_avg_sq) {
+  const Layout at = layout_of(format, numel);
+  for (int64_t start = 0; start < numel; start += kBlock) {
+    const int64_t n = numel - start < kBlock ? numel - start : kBlock;
+    alignas(64) float m[kBlock] = {}, v[kBlock] = {};
+    __builtin_memcpy(m, exp_avg + start, 4 * n);
+    __builtin_memcpy(v, exp_avg_sq + start, 4 * n);
+    CompressedBlock(state, at, start / kBlock).write(m, v);
+  }
 }
 
 // 64 lanes, each the sum of 64 squares one after the other, then halves added until one is left. The products are
@@ -335,7 +360,7 @@ uint32_t sum_squares(int32_t dtype, const void* grad, int64_t start, int64_t sto
 }  // namespace
 
 #define TABLE_NAME(variant) kernels_##variant
-#define TABLE(variant) extern const Kernels TABLE_NAME(variant); const Kernels TABLE_NAME(variant) = {update, sum_squares};
+#define TABLE(variant) extern const Kernels TABLE_NAME(variant); const Kernels TABLE_NAME(variant) = {update, sum_squares, expand, compress};
 TABLE(OUTCORE_VARIANT)
 
 }  // namespace outcore

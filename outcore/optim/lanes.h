@@ -11,6 +11,7 @@
 #include "abi.h"
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace outcore {
 namespace {
@@ -198,6 +199,14 @@ INLINE void store_narrow(Narrow* to, Ints x) {
   __builtin_memcpy(to, narrow, sizeof narrow);
 }
 #endif
+
+// Asks for the cache line of `array` that comes kAheadBytes after element `i`, once a line. A processor fetches ahead
+// by itself, but begins anew at every page, and here one of some array ends every few hundred elements.
+constexpr int64_t kLineBytes = 64, kAheadBytes = 2048;
+INLINE void fetch_ahead(const void* array, int64_t i, int64_t size) {
+  const int64_t at = i * size;
+  if (at % kLineBytes == 0) __builtin_prefetch((const void*)((uintptr_t)array + (uintptr_t)(at + kAheadBytes)));
+}
 
 INLINE Floats from_half(Ints h) {
   const Ints em = h & 0x7fff;

@@ -109,6 +109,7 @@ void Pool::work() {
     unit.result.started_s = std::min(unit.result.started_s, began_s);
     unit.result.busy_s += ended_s - began_s;
     if (--unit.tasks_left[chunk] == 0) {
+      if (!unit.scanning) end_update(unit.types, job);
       if (!unit.scanning && unit.notify) push_chunk(unit, (int64_t)chunk, kDone);
       if (--unit.chunks_left == 0) finish_phase(unit);
     }

@@ -15,6 +15,7 @@ import math
 
 import torch
 
+from outcore.optim.compressed import compress_moments, expand_moments
 from outcore.optim.formats import BLOCK_NUMEL, StateFormat
 from outcore.optim.hyper import AdamWHyper, AdamWScalars
 from outcore.optim.jobs import ChunkJob
@@ -41,6 +42,10 @@ def update_chunk(state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper) ->
     """AdamW on one chunk, in place; the arguments are those of a checked `JobBatch`."""
     numel = job.grad.numel()
     views = state_format.views(job.state, numel)
+    if state_format.compressed:
+        moments = {name: torch.empty(numel, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+        expand_moments(state_format, job.state, **moments)
+        views = {name: view for name, view in views.items() if name in ("master", "residual")} | moments
     grad = job.grad.detach().reshape(-1)
     param = None if job.param is None else job.param.detach().view(-1)
     scalars = hyper.scalars()
@@ -51,7 +56,10 @@ def update_chunk(state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper) ->
         blocks = slice(start // BLOCK_NUMEL, -(-at.stop // BLOCK_NUMEL))
         part = {name: view[blocks if name.endswith("_scale") else at] for name, view in views.items()}
         first_block = (job.element_offset + start) // BLOCK_NUMEL
-        _update_slice(state_format, part, None if param is None else param[at], grad[at], hyper, scalars, first_block)
+        kept = None if param is None else param[at]
+        _update_slice(state_format.plain, part, kept, grad[at], hyper, scalars, first_block)
+    if state_format.compressed:
+        compress_moments(state_format, job.state, views["exp_avg"], views["exp_avg_sq"])
 
 
 def _update_slice(

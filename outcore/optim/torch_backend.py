@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from outcore.optim.backend import FinishedChunk, FinishedUnit, GradStats, Status, Work
+from outcore.optim.compressed import compress_moments, expand_moments
 from outcore.optim.formats import StateFormat
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import ChunkJob, JobBatch, check_grad
@@ -35,6 +36,20 @@ class TorchBackend:
         check_grad(grad)
         total, all_finite, _ = sum_squares(grad)
         return GradStats(total, all_finite)
+
+    def expand(
+        self,
+        state_format: StateFormat,
+        state: torch.Tensor,
+        exp_avg: torch.Tensor | None = None,
+        exp_avg_sq: torch.Tensor | None = None,
+    ) -> None:
+        expand_moments(state_format, state, exp_avg, exp_avg_sq)
+
+    def compress(
+        self, state_format: StateFormat, state: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+    ) -> None:
+        compress_moments(state_format, state, exp_avg, exp_avg_sq)
 
     def new_queue(self, num_threads: int, cpus: Sequence[int] | None, task_numel: int) -> TorchQueue:
         return TorchQueue(num_threads)

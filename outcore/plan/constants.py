@@ -34,6 +34,12 @@ STATE_FORMATS: Mapping[str, tuple[float, float]] = MappingProxyType(
 """Format of the CPU optimizer -> bytes per parameter of (master, moments); outcore/optim/formats.py. A split master is
 a 16-bit residual beside the bf16 parameter (lossless), one of 24 bits an 8-bit one; 8-bit moments carry two fp32 scales
 per 256 parameters."""
+COMPRESSED_MOMENTS = 2 * 3.5 + 8 / 256
+"""Bytes of fp32 moments on a drive, without loss (outcore/optim/compressed.py). What does not fit into that is next to
+nothing: 0.0003 bytes per parameter of random gradients, measured. The rate of the CPU is not counted: it takes twice
+as long as for states in RAM, a tenth of the drive's time."""
+COMPRESSION_ROOM = 1
+"""Bytes per parameter kept free for it on the drive, and twice in a slot of the ring."""
 SPLIT_FORMATS = ("split", "split8", "fp24_m8")
 """Formats whose master is whole only together with the bf16 parameter."""
 CHECKPOINT_STATE_BYTES = 12

@@ -184,7 +184,9 @@ def _ring_bytes(sizes: dict[str, int], request: RunRequest, spill: Spill, told: 
     """Whole slots of one chunk's states, with its piece of the parameters where those are on the drive, too."""
     states = sum(sizes[name] for name in STATES)
     trained = int(states / sum(k.STATE_FORMATS[request.format]))
-    slot = int(k.CHUNK_NUMEL * sum(k.STATE_FORMATS[request.format]))
+    master, moments = moved_states(request.format)
+    room = 2 * k.COMPRESSION_ROOM if is_compressed(request.format) else 0
+    slot = int(k.CHUNK_NUMEL * (master + moments + room))
     slot += k.CHUNK_NUMEL * request.element_bytes if spill.parameters and spill.states else 0
     limit = told.state_ring_bytes if told is not None else k.STATE_RING_BYTES
     chunks = -(-int(spill.states * trained) // k.CHUNK_NUMEL)
@@ -221,7 +223,20 @@ def pinned_and_rest(ram: list[Part], request: RunRequest, hardware: Hardware) ->
     return rest, pinned, kept / homes if homes else 0.0
 
 
-def drive_states(sizes: dict[str, int], spill: Spill) -> list[Part]:
+def is_compressed(state_format: str) -> bool:
+    """Whether moments on the drive are: those of fp32."""
+    return k.STATE_FORMATS[state_format][1] == 8
+
+
+def moved_states(state_format: str) -> tuple[float, float]:
+    """Bytes per parameter of (master, moments) that the drive reads, or writes, in an update."""
+    master, moments = k.STATE_FORMATS[state_format]
+    return master, k.COMPRESSED_MOMENTS if is_compressed(state_format) else moments
+
+
+def drive_states(sizes: dict[str, int], spill: Spill, state_format: str) -> list[Part]:
     """What lives on the drive during the run."""
     shares = {PARAMETERS: spill.parameters, **dict.fromkeys(STATES, spill.states)}
-    return [Part("nvme", name, int(sizes[name] * share)) for name, share in shares.items()]
+    moments = moved_states(state_format)[1] + (k.COMPRESSION_ROOM if is_compressed(state_format) else 0)
+    smaller = {"moments": moments / k.STATE_FORMATS[state_format][1]}
+    return [Part("nvme", name, int(sizes[name] * share * smaller.get(name, 1.0))) for name, share in shares.items()]

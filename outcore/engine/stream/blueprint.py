@@ -98,7 +98,8 @@ def draw_blueprint(
     states.check_param_dtype(dtype)
     is_deferred = settings.is_deferred(dtype)
     chunks = cut_states(units.all, states, settings.chunk_numel)
-    spill([chunk for unit in units.all for chunk in chunks[unit.index]], settings.state_ram_bytes)
+    in_order = [chunk for unit in units.all for chunk in chunks[unit.index]]
+    spill(in_order, settings.state_ram_bytes, compress=settings.compress_on_nvme)
     cuts = plan_cuts(
         units.all,
         units.layer_units,

@@ -62,7 +62,7 @@ class Homes:
         self.state_format = state_format
         self.units = tuple(units)
         self.state_store = store
-        self._window = StateWindow(store, state_format) if store is not None else None
+        self._window = StateWindow(store) if store is not None else None
         self.weights = weights
         weights.adopt()
         self._homes: dict[int, UnitHome] = {}

@@ -51,7 +51,8 @@ def state_store(chunks: dict[int, list[StateChunk]], scratch: Scratch | None) ->
     if not spilled:
         return None
     assert scratch is not None, "nvme_path is checked with the settings"
-    return scratch.store("optimizer states", [TensorSpec(c.name, torch.uint8, (c.n_bytes,)) for c in spilled])
+    specs = [TensorSpec(c.name, torch.uint8, (c.state_format.stored_bytes(c.numel),)) for c in spilled]
+    return scratch.store("optimizer states", specs)
 
 
 def arena_bytes(units: Units, settings: StreamSettings) -> int | None:

@@ -102,12 +102,14 @@ class EngineParts:
         if self.ring is None:
             return []
         chunks = [chunk for unit in self.units.all for chunk in self.homes[unit].chunks]
-        spilled = sum(chunk.n_bytes for chunk in chunks if chunk.on_nvme)
+        spilled = [chunk for chunk in chunks if chunk.on_nvme]
         moved = f"; so far {format_gb(self.ring.read_bytes)} read and {format_gb(self.ring.written_bytes)} written"
         moved = moved if self.ring.read_bytes else ""
-        share = 100 * spilled / sum(chunk.n_bytes for chunk in chunks)
+        share = 100 * sum(chunk.numel for chunk in spilled) / sum(chunk.numel for chunk in chunks)
+        size = format_gib(sum(chunk.moved_bytes for chunk in spilled))
+        how = ", compressed without loss" if any(chunk.state_format.compressed for chunk in spilled) else ""
         return [
-            f"  NVMe: {format_gib(spilled)} of states ({share:.0f} %), through {self.ring.num_slots} slots of "
+            f"  NVMe: {size} of states ({share:.0f} %){how}, through {self.ring.num_slots} slots of "
             f"{format_gib(self.ring.slot_bytes)}{moved}"
         ]
 

@@ -16,6 +16,7 @@ import torch
 from outcore.engine.stream.layout import ALIGN_NUMEL
 from outcore.engine.stream.units import Unit
 from outcore.optim import StateFormat
+from outcore.optim.compressed import Tail
 from outcore.storage import TensorStore
 
 
@@ -28,14 +29,27 @@ class StateChunk:
     stop: int
     element_offset: int
     """Of the first parameter in the model: the key of stochastic rounding."""
-    n_bytes: int
+    state_format: StateFormat
+    """Compressed on a drive, if the engine says so (`spill`)."""
     on_nvme: bool = False
     buffer: torch.Tensor | None = None
     """uint8 [n_bytes] when it lives in RAM."""
+    tail: Tail | None = None
+    """Of compressed states: the part of the tail that the drive has, and where it belongs in memory."""
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    @property
+    def n_bytes(self) -> int:
+        """What it takes in memory."""
+        return self.state_format.chunk_bytes(self.numel)
+
+    @property
+    def moved_bytes(self) -> int:
+        """What a drive moves to read it or to write it, tails apart."""
+        return self.state_format.fixed_bytes(self.numel)
 
     @property
     def name(self) -> str:
@@ -63,17 +77,21 @@ def cut_states(units: Sequence[Unit], state_format: StateFormat, chunk_numel: in
         chunks[unit.index] = []
         for start in range(0, numel, chunk_numel):
             stop = min(start + chunk_numel, numel)
-            n_bytes = state_format.chunk_bytes(stop - start)
-            chunks[unit.index].append(StateChunk(unit, start, stop, element_offset + start, n_bytes))
+            chunks[unit.index].append(StateChunk(unit, start, stop, element_offset + start, state_format))
         element_offset += numel
     return chunks
 
 
-def spill(chunks: Sequence[StateChunk], ram_bytes: int | None) -> None:
-    """Decide `on_nvme` of every chunk (given in order of need); None: everything fits into RAM."""
-    in_ram = spread([chunk.n_bytes for chunk in chunks], ram_bytes)
+def spill(chunks: Sequence[StateChunk], ram_bytes: int | None, *, compress: bool = False) -> None:
+    """Decide `on_nvme` of every chunk (given in order of need); None: everything fits into RAM.
+
+    `compress`: those on NVMe take the form with the fewest bytes (`StateFormat.on_drive`).
+    """
+    in_ram = spread([chunk.state_format.chunk_bytes(chunk.numel) for chunk in chunks], ram_bytes)
     for chunk, stays in zip(chunks, in_ram, strict=True):
         chunk.on_nvme = not stays
+        if chunk.on_nvme and compress:
+            chunk.state_format = chunk.state_format.on_drive
 
 
 def spread(sizes_bytes: Sequence[int], ram_bytes: int | None) -> list[bool]:

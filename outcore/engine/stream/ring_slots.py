@@ -19,6 +19,8 @@ from outcore.engine.stream.host_memory import HostMemory
 from outcore.engine.stream.placement import GradPlace, StateChunk
 from outcore.engine.stream.ring_sizes import needed_in_slot, slot_count
 from outcore.optim import ChunkState
+from outcore.optim.compressed import tail_of
+from outcore.optim.formats import CHUNK_BYTES
 from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.storage import TensorStore, Transfer
 from outcore.units import format_gib, format_s, round_up
@@ -87,11 +89,13 @@ class RingSlot:
     def reads(self, chunk: StateChunk) -> list[Part]:
         """What an update needs beside the gradient. Without a split the parameter follows from the master and is only
         written."""
-        return self._states_part(chunk) + (self._param_part(chunk) if self._homes.state_format.split_master else [])
+        return self._state_parts(chunk) + (self._param_part(chunk) if chunk.state_format.split_master else [])
 
     def state_writes(self, chunk: StateChunk) -> list[Part]:
         """What an update has changed of the states."""
-        return self._states_part(chunk)
+        if chunk.state_format.compressed:
+            chunk.tail = tail_of(chunk.state_format, self.states(chunk), chunk.numel)
+        return self._state_parts(chunk)
 
     def param_writes(self, chunk: StateChunk) -> list[Part]:
         """What it has changed of the parameters."""
@@ -101,18 +105,27 @@ class RingSlot:
         """Set the chunk's states on NVMe to those of a fresh start; the write under way."""
         for part in self._param_part(chunk):
             part.submit_read().wait(timeout_s)
-        ChunkState(self._homes.state_format, self.states(chunk), chunk.numel, self.param(chunk)).initialise()
-        (part,) = self._states_part(chunk)
+        ChunkState(chunk.state_format, self.states(chunk), chunk.numel, self.param(chunk)).initialise()
+        (part,) = self._state_parts(chunk)
         return part.submit_write()
 
-    def _states_part(self, chunk: StateChunk) -> list[Part]:
+    def _state_parts(self, chunk: StateChunk) -> list[Part]:
         if chunk.buffer is not None:
             return []
         assert self._homes.state_store is not None
-        return [Part(self._homes.state_store, chunk.name, 0, self.states(chunk))]
+        return [Part(self._homes.state_store, chunk.name, at, memory) for at, memory in pieces(chunk, self._memory)]
 
     def _param_part(self, chunk: StateChunk) -> list[Part]:
         return [Part(*self._homes.param_place(chunk), self.param(chunk))] if self.holds_param(chunk) else []
+
+
+def pieces(chunk: StateChunk, memory: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """(offset on the drive, where it belongs in `memory`, [>= chunk.n_bytes]) of what the drive has of a chunk."""
+    found = [(0, memory[: chunk.moved_bytes])]
+    if chunk.tail is not None and chunk.tail.size_bytes:
+        start = chunk.tail.offset_bytes
+        found.append((chunk.moved_bytes, memory[start : start + round_up(chunk.tail.size_bytes, CHUNK_BYTES)]))
+    return found
 
 
 def needed_bytes(homes: Homes, chunk: StateChunk) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from outcore.engine.base import EngineError
 from outcore.engine.stream.ring_schedule import Passage, RingTicket
 from outcore.engine.stream.stalls import BusyTime
-from outcore.optim import ChunkJob, ChunkResult, JobBatch, OptimizerPool, StateFormat
+from outcore.optim import ChunkJob, ChunkResult, JobBatch, OptimizerPool
 
 BEFORE_ALL_UNITS = 1 << 20
 """Chunks of the ring are updated before those in RAM, of whatever unit: the drive waits for their slots."""
@@ -25,11 +25,10 @@ class RingUpdates:
     def __init__(
         self,
         pool: OptimizerPool,
-        state_format: StateFormat,
         timeout_s: float,
         report: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._pool, self._state_format, self._timeout_s, self._report = pool, state_format, timeout_s, report
+        self._pool, self._timeout_s, self._report = pool, timeout_s, report
         self.busy_time = BusyTime()
         """When the optimizer had a chunk of the ring to work at."""
         self._under_way: dict[int, tuple[Passage, Callable[[], None]]] = {}
@@ -47,7 +46,7 @@ class RingUpdates:
             slot.param(chunk),
             chunk.element_offset,
         )
-        batch = JobBatch(self._state_format, [job])
+        batch = JobBatch(chunk.state_format, [job])
         priority = chunk.unit.index - BEFORE_ALL_UNITS
         submitted = self._pool.submit(chunk.name, priority, batch, ticket.hyper, notify_chunks=True)
         self._under_way[submitted.ticket_id] = (passage, then)

@@ -56,6 +56,9 @@ class StreamSettings:
     gradient_bytes: int | None = None
     """RAM for gradients on their way to the optimizer, with immediate updates. None: all of them where RAM allows, else
     three of the largest. With deferred updates every gradient waits for the norm, so all have a home."""
+    compress_on_nvme: bool = True
+    """fp32 moments on NVMe in 28 bits each, without loss: fewer bytes to move, some more work for the CPU and 10 % more
+    memory for a slot of the ring; see `outcore.optim.compressed`."""
     state_ring_bytes: int = GIB
     """RAM through which states on NVMe flow, in slots of one chunk each."""
     state_ring_slots: int = 24

@@ -79,7 +79,7 @@ class StateRing:
         self._stopping = False
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._traffic = RingTraffic(self._events.put)
-        self._updates = RingUpdates(pool, homes.state_format, timeout_s, self._events.put)
+        self._updates = RingUpdates(pool, timeout_s, self._events.put)
         self._end = threading.Event()
         self._is_idle = False
         self._driver = threading.Thread(target=self._drive, name="state-ring-drive", daemon=True)

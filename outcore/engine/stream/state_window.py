@@ -4,27 +4,36 @@ A save goes through the parameters once per family (master, exp_avg, exp_avg_sq)
 find the same chunk in memory and each region crosses the link once: the states are read once per save, written once per
 load (8-bit moments twice: their codes and scales lie together). What was written goes back when another chunk is
 opened, or with `flush`, which must come before the chunks are updated: what is in memory would be old then.
+
+Compressed moments are expanded where they were read and compressed before they are written, so callers see the plain
+format. Both go back together, as they share heads and tail.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
 
 import torch
 
 from outcore.engine.stream.host_memory import pageable
 from outcore.engine.stream.placement import StateChunk
-from outcore.optim import ChunkState, StateFormat
+from outcore.optim import Backend, ChunkState, open_backend
 from outcore.optim.chunk_state import StateName
-from outcore.storage import TensorStore
+from outcore.optim.compressed import tail_of
+from outcore.storage import TensorStore, Transfer
 
 TIMEOUT_S = 600.0
+MOMENTS: tuple[StateName, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class StateWindow:
     """No update of these chunks may be under way, nor may they wait in the ring (`UnitUpdates.drain`)."""
 
-    def __init__(self, store: TensorStore, state_format: StateFormat) -> None:
-        self._store, self._format = store, state_format
-        self._memory: torch.Tensor | None = None
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+        self._memory: dict[str, torch.Tensor] = {}
+        """By use: `plain`, what callers see; `compressed`, as the drive has it."""
         self._chunk: StateChunk | None = None
         self._loaded: set[str] = set()
         self._dirty: set[str] = set()
@@ -35,33 +44,31 @@ class StateWindow:
         """The chunk with the states of `family` in place; only those mean anything. `param`: its parameters."""
         if chunk is not self._chunk:
             self._move_to(chunk)
-        buffer = self._buffer(chunk)
-        regions = [region for name, region in self._format.regions(chunk.numel).items() if _belongs(name, family)]
-        missing = [region for region in regions if region.name not in self._loaded]
-        transfers = [
-            self._store.submit_read(
-                chunk.name,
-                buffer[region.offset_bytes : region.offset_bytes + region.size_bytes],
-                region.offset_bytes,
-            )
-            for region in missing
-        ]
-        for region, transfer in zip(missing, transfers, strict=True):
-            transfer.wait(TIMEOUT_S)
-            self._loaded.add(region.name)
+        plain = chunk.state_format.plain
+        buffer = self._buffer("plain", plain.chunk_bytes(chunk.numel))
+        families = MOMENTS if chunk.state_format.compressed and to_write and family in MOMENTS else (family,)
+        names = [n for n in plain.regions(chunk.numel) if any(_belongs(n, wanted) for wanted in families)]
+        missing = [name for name in names if name not in self._loaded]
+        if chunk.state_format.compressed and family in MOMENTS:
+            self._expand(chunk, missing)
+        else:
+            self._wait(self._submit(chunk, missing, to_write=False))
+        self._loaded.update(missing)
         if to_write:
-            self._dirty |= {region.name for region in regions}
-        return ChunkState(self._format, buffer, chunk.numel, param)
+            self._dirty.update(names)
+        return ChunkState(plain, buffer, chunk.numel, param)
 
     def flush(self) -> None:
         """Write back what was changed, forget what was read and free the memory."""
         self._write_back()
-        self._chunk = self._memory = None
+        self._chunk = None
+        self._memory = {}
 
-    def _buffer(self, chunk: StateChunk) -> torch.Tensor:
-        if self._memory is None or self._memory.numel() < chunk.n_bytes:
-            self._memory = pageable(chunk.n_bytes)
-        return self._memory[: chunk.n_bytes]
+    def _buffer(self, use: str, n_bytes: int) -> torch.Tensor:
+        memory = self._memory.get(use)
+        if memory is None or memory.numel() < n_bytes:
+            memory = self._memory[use] = pageable(n_bytes)
+        return memory[:n_bytes]
 
     def _move_to(self, chunk: StateChunk) -> None:
         self._write_back()
@@ -72,15 +79,64 @@ class StateWindow:
         chunk = self._chunk
         if chunk is None or not self._dirty:
             return
-        buffer, regions = self._buffer(chunk), self._format.regions(chunk.numel)
-        transfers = []
-        for name in sorted(self._dirty):
-            at = regions[name]
-            piece = buffer[at.offset_bytes : at.offset_bytes + at.size_bytes]
-            transfers.append(self._store.submit_write(chunk.name, piece, at.offset_bytes))
-        self._dirty = set()
+        dirty, self._dirty = self._dirty, set()
+        if chunk.state_format.compressed and dirty & set(MOMENTS):
+            self._compress(chunk)
+            dirty -= set(MOMENTS)
+        self._wait(self._submit(chunk, sorted(dirty), to_write=True))
+
+    def _submit(self, chunk: StateChunk, names: Iterable[str], *, to_write: bool) -> list[Transfer]:
+        """Transfers of regions that plain and compressed states have alike, at the same places."""
+        plain = chunk.state_format.plain
+        regions, buffer = plain.regions(chunk.numel), self._buffer("plain", plain.chunk_bytes(chunk.numel))
+        submit = self._store.submit_write if to_write else self._store.submit_read
+        places = [regions[name] for name in names]
+        return [
+            submit(chunk.name, buffer[at.offset_bytes : at.offset_bytes + at.size_bytes], at.offset_bytes)
+            for at in places
+        ]
+
+    def _wait(self, transfers: Iterable[Transfer]) -> None:
         for transfer in transfers:
             transfer.wait(TIMEOUT_S)
+
+    def _compressed_pieces(self, chunk: StateChunk, names: Iterable[str]) -> list[tuple[int, torch.Tensor]]:
+        """(offset on the drive, memory) of these moments, of heads and tail."""
+        buffer = self._buffer("compressed", chunk.n_bytes)
+        regions = chunk.state_format.regions(chunk.numel)
+        found = []
+        for name in (*names, "block_heads", "chunk_head"):
+            at = regions[name]
+            found.append((at.offset_bytes, buffer[at.offset_bytes : at.offset_bytes + at.size_bytes]))
+        if chunk.tail is not None and chunk.tail.size_bytes:
+            start = chunk.tail.offset_bytes
+            found.append((chunk.moved_bytes, buffer[start : start + chunk.tail.size_bytes]))
+        return found
+
+    def _expand(self, chunk: StateChunk, names: list[str]) -> None:
+        if not names:
+            return
+        pieces = self._compressed_pieces(chunk, names)
+        self._wait([self._store.submit_read(chunk.name, memory, at) for at, memory in pieces])
+        wanted = {name: moment for name, moment in self._moments(chunk).items() if name in names}
+        _codec().expand(chunk.state_format, self._buffer("compressed", chunk.n_bytes), **wanted)
+
+    def _compress(self, chunk: StateChunk) -> None:
+        buffer = self._buffer("compressed", chunk.n_bytes)
+        _codec().compress(chunk.state_format, buffer, **self._moments(chunk))
+        chunk.tail = tail_of(chunk.state_format, buffer, chunk.numel)
+        pieces = self._compressed_pieces(chunk, MOMENTS)
+        self._wait([self._store.submit_write(chunk.name, memory, at) for at, memory in pieces])
+
+    def _moments(self, chunk: StateChunk) -> dict[str, torch.Tensor]:
+        plain = chunk.state_format.plain
+        views = plain.views(self._buffer("plain", plain.chunk_bytes(chunk.numel)), chunk.numel)
+        return {name: views[name] for name in MOMENTS}
+
+
+@cache
+def _codec() -> Backend:
+    return open_backend()
 
 
 def _belongs(region: str, family: StateName) -> bool:

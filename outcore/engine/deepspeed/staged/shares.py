@@ -71,8 +71,7 @@ class Share:
         cut = []
         for start in range(0, self.numel, chunk_numel):
             stop = min(start + chunk_numel, self.numel)
-            n_bytes = state_format.chunk_bytes(stop - start)
-            cut.append(StateChunk(self, start, stop, self.element_offset + start, n_bytes))  # pyright: ignore[reportArgumentType]
+            cut.append(StateChunk(self, start, stop, self.element_offset + start, state_format))  # pyright: ignore[reportArgumentType]
         return cut
 
 
