@@ -86,6 +86,9 @@ def _changes(
     if plan.engine == "stream" and not shape.lora_r:
         if plan.state_format in ("fp32", "split") and request.precision == "bf16":
             found.append(("8-bit moments, --state_format split8", replace(request, state_format="split8"), hardware))
+        elif plan.state_format == "split8":
+            words = "masters of 24 bits, --state_format fp24_m8"
+            found.append((words, replace(request, state_format="fp24_m8"), hardware))
         if request.clips:
             found.append(("no clipping, --max_grad_norm 0", replace(request, max_grad_norm=0.0), hardware))
     doubled = 2 * plan.accumulation

@@ -102,7 +102,8 @@ def mild_changes(shape: ModelShape, request: RunRequest) -> Iterator[tuple[str, 
             replace(request, activation_checkpointing=True),
         )
     if request.state_format is None and request.precision == "bf16" and not shape.lora_r:
-        yield "8-bit moments (opt-in): --state_format split8", shape, replace(request, state_format="split8")
+        for words, name in (("8-bit moments", "split8"), ("8-bit moments and masters of 24 bits", "fp24_m8")):
+            yield f"{words} (opt-in): --state_format {name}", shape, replace(request, state_format=name)
     if request.clips and not shape.lora_r:
         yield (
             "no clipping, so gradients need not be kept: --max_grad_norm 0",
