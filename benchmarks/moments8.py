@@ -114,7 +114,9 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 def read_results(folder: Path) -> list[dict[str, Any]]:
     """The runs in a folder, fp32 first. ValueError when there is no fp32 run or runs cannot be compared."""
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*-seed*.json"))]
-    results.sort(key=lambda r: (r["seed"], r["format"] != "fp32", FORMAT_NAMES.index(r["format"]), r["name"] != r["format"]))
+    results.sort(
+        key=lambda r: (r["seed"], r["format"] != "fp32", FORMAT_NAMES.index(r["format"]), r["name"] != r["format"])
+    )
     for result in results:
         reference_of(result, results)
     if not results:

@@ -18,6 +18,8 @@ from outcore.plan.hardware import Hardware
 from outcore.plan.shape import ModelShape, shape_from_fields
 from outcore.train.forecast import STAGE_NAMES, RunFigures, run_plan
 
+OLDER_RING = {"state_ring_slots": 24, "compress_on_nvme": False}
+"""How states on NVMe passed through RAM before a run kept what it was asked."""
 AGAIN_NOTE = (
     "Forecast recomputed after calibration on these very runs: it shows how well the formulas can describe them, not "
     "how well they foresee others."
@@ -28,7 +30,7 @@ def planned_again(result: dict[str, Any], links: dict[str, Any] | None) -> dict[
     """The result with today's forecast in place of its own. `links`: the machine's, as the results have them."""
     asked = result["forecast"].get("asked") or _asked(result, links or {})
     shape = _shape(asked["shape"]) if "tensors" in asked["shape"] else _run_shape(result["name"])
-    stream = StreamSettings(**asked["stream"]) if asked["stream"] else None
+    stream = StreamSettings(**{**OLDER_RING, **asked["stream"]}) if asked["stream"] else None
     if stream is not None and stream.compile == "off" and "stays_eager" not in asked["shape"]:
         stream = dataclasses.replace(stream, cuda_graphs="off")  # only compiled layers were captured then
     offload = ChosenOffload(**asked["offload"]) if asked["offload"] else None

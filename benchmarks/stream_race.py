@@ -8,8 +8,8 @@ on an 8 GB card; variants that hold everything on the GPU are not capped). Rando
 moment with nothing pending to the next such moment; the median of `repeats`. Peak VRAM is the driver's figure for the
 device less what was used before. Ratios are to the best stock setting of the run with the same clipping.
 
-Variants with something on NVMe come with the drive's mixed rate right before and right after (`drive_rate.py`), and
-with the share of the step that their drive bytes would take at the mean of the two.
+Variants with something on NVMe clip exactly, but for `-noclip`. They come with the drive's mixed rate right before and
+right after (`drive_rate.py`), and with the share of the step that their drive bytes would take at the mean of the two.
 
 `-nvme`: every byte of optimizer states on the drive; `-half`, `-nvme-third`: that part of them in RAM. Windows of ours
 with something on NVMe have `--nvme_steps`: at the beginning of one the drive is idle until the first updates.
@@ -69,6 +69,12 @@ def prototype(
     sizes |= {"GAS": TOKENS[tokens]["gas"], "VAR": states, "POL": "defer" if defer else "prio", "CK": checkpoints}
     sizes |= {"COMP": 1, "VJP": 1} if compiled else {}
     return {"child": "prototype", "env": sizes | env, **TOKENS[tokens]}
+
+
+def is_clipped(name: str) -> bool:
+    """Whether a variant clips: those with something on NVMe do unless they say otherwise."""
+    on_nvme = "nvme" in name or "half" in name
+    return "-noclip" not in name and (on_nvme or name.endswith("-clip") or "-clip-" in name)
 
 
 def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, Any]]]:
@@ -135,7 +141,11 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "ours-split-nvme-plain": ours(shape, t16, 1, "split", **all_nvme, compress_on_nvme=False),
         "ours-split8-nvme": ours(shape, t16, 1, "split8", **all_nvme),
         "ours-fp24m8-nvme": ours(shape, t16, 1, "fp24_m8", **all_nvme),
-        "ours-split8-nvme-64slots": ours(shape, t16, 1, "split8", **all_nvme, state_ring_slots=64),
+        "ours-fp24m8-nvme-24slots": ours(shape, t16, 1, "fp24_m8", **all_nvme, state_ring_slots=24),
+        "stock-optimizer-nvme-noclip": stock(shape, t16, 0, "optimizer-nvme", uses_nvme=True),
+        "ours-split-nvme-noclip": ours(shape, t16, 0, "split", **all_nvme),
+        "ours-split8-nvme-noclip": ours(shape, t16, 0, "split8", **all_nvme),
+        "ours-fp24m8-nvme-noclip": ours(shape, t16, 0, "fp24_m8", **all_nvme),
         "ours-fp32-half": ours(shape, t16, 1, "fp32", **(all_nvme | {"state_ram_bytes": "@half"})),
         "ours-fp32-nvme-third": ours(shape, t16, 1, "fp32", **(all_nvme | {"state_ram_bytes": "@third"})),
         "ours-split8-nvme-third": ours(shape, t16, 1, "split8", **(all_nvme | {"state_ram_bytes": "@third8"})),
@@ -261,17 +271,16 @@ def main() -> int:
     results: dict[str, Any] = {}
     rates = RatesAround(args.nvme) if args.nvme else None
     for name, variant in chosen.items():
-        ours_on_nvme = bool(variant.get("uses_nvme")) and variant["child"] == "race_ours.py"
+        on_nvme = bool(variant.get("uses_nvme"))
         if rates is not None:
-            rates.before() if ours_on_nvme else rates.forget()
+            rates.before() if on_nvme else rates.forget()
         results[name] = run(name, variant, args)
-        if rates is not None and ours_on_nvme:
+        if rates is not None and on_nvme:
             results[name]["drive_rates_bytes_per_s"] = rates.after()
-        clipped = name.endswith("-clip") or "-clip-" in name or "nvme" in name or "half" in name
         bases = [
             r["step_s"]
             for n, r in results.items()
-            if n.startswith("stock") and ("clip" in n or "nvme" in n) == clipped and "error" not in r
+            if n.startswith("stock") and is_clipped(n) == is_clipped(name) and "error" not in r
         ]
         print(row(name, results[name], min(bases) if bases else None), flush=True)
         if args.out:

@@ -45,7 +45,7 @@ def test_prototype_times_with_states_in_ram(states, clip, accumulation, measured
 @pytest.mark.parametrize(("states", "measured_s", "mixed"), [("fp32", 8.71, 3.9), ("split8", 2.5, 4.2)])
 def test_prototype_times_with_states_on_the_drive(states, measured_s, mixed):
     request = RunRequest(state_format=states, max_grad_norm=0.0)
-    layout = StreamLayout(4, 4, residency=Residency(state_ram_bytes=0))
+    layout = StreamLayout(4, 4, residency=Residency(state_ram_bytes=0, compressed=False))
     p = plan_stream(prototype_shape(), request, server(drive_mixed_gb_per_s=mixed), 1024, layout)
     assert p.homes["optimizer states"] == "NVMe"
     assert p.time.step_s == pytest.approx(measured_s, rel=0.20)

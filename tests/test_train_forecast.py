@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from dataclasses import replace
@@ -33,7 +34,12 @@ def test_the_streaming_engines_settings_are_planned_as_they_are():
     told = StreamSettings(states="split", activations="ram", nvme_path="/x", state_ram_bytes=4 * n, num_layer_buffers=2)
     p = run_plan(SHAPE, FIGURES, server(), stream=told)
     assert (p.engine, p.state_format, p.micro_batch, p.accumulation) == ("stream", "split", 4, 2)
-    assert p.part_bytes("nvme", "moments") == pytest.approx(8 * n * 0.6, rel=1e-6)
+    assert p.part_bytes("nvme", "moments") == pytest.approx(
+        (7 + 8 / 256 + 1) * n * 0.6, rel=1e-6
+    )  # compressed, and room
+    plain = run_plan(SHAPE, FIGURES, server(), stream=dataclasses.replace(told, compress_on_nvme=False))
+    assert plain.part_bytes("nvme", "moments") == pytest.approx(8 * n * 0.6, rel=1e-6)
+    assert plain.drive_written_bytes_per_step > p.drive_written_bytes_per_step
     assert p.homes["activation checkpoints"] == "RAM"
     layer, head = SHAPE.layer_params[0], SHAPE.ends_params
     assert p.part_bytes("vram", "parameters") == 2 * (2 * layer + head)

@@ -77,7 +77,7 @@ PAGE_CACHE_RESERVE_BYTES = 2 * GIB
 """Left to data files and to checkpoints being written back; with it a laptop of 64 GB gives a run 56 GiB."""
 STATE_RING_BYTES = GIB
 """RAM through which states on NVMe flow (outcore/engine/stream/settings.py)."""
-STATE_RING_SLOTS, CHUNK_NUMEL = 24, 1 << 22
+STATE_RING_SLOTS, CHUNK_NUMEL = 64, 1 << 22
 """Its slots at most, and the parameters whose states are one slot (outcore/engine/stream/homes.py)."""
 WEIGHT_READ_AHEAD_BYTES = 512 * MIB
 """Pinned slots through which parameters on NVMe are read ahead (outcore/engine/stream/settings.py)."""

@@ -44,7 +44,7 @@ def plan_stream(
         tensors, spare = graphs
         vram.append(Part("vram", "CUDA graphs of layers", tensors))
         vram = [replace(p, size_bytes=p.size_bytes + spare) if p.name == SPARE else p for p in vram]
-    drive = drive_states(sizes, spill, request.format)
+    drive = drive_states(shape, sizes, spill, layout.stored_states(request.format))
     if layout.checkpoints_home == "nvme":
         drive.append(Part("nvme", "activation checkpoints", checkpoints))
     saved_bytes = (request.element_bytes + k.CHECKPOINT_STATE_BYTES) * shape.trainable_params

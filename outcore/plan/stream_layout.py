@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outcore.plan import constants as k
 from outcore.plan.request import RunRequest
@@ -17,6 +18,26 @@ class Residency:
     gradient_bytes: int | None = None
     """RAM for gradients on their way, with immediate updates. None: all of them."""
     state_ring_bytes: int = k.STATE_RING_BYTES
+    state_ring_slots: int = k.STATE_RING_SLOTS
+    compressed: bool = True
+    """fp32 moments on the drive."""
+
+
+class StoredStates(NamedTuple):
+    """Bytes per parameter on the drive: each moved once each way in an update, and room beside the moments."""
+
+    master: float
+    moments: float
+    room: float = 0.0
+
+    @property
+    def moved(self) -> float:
+        return self.master + self.moments
+
+    @property
+    def in_slot(self) -> float:
+        """Of the ring: what is left of an update is written while that of the last one is read."""
+        return self.moved + 2 * self.room
 
 
 @dataclass(frozen=True)
@@ -41,6 +62,16 @@ class StreamLayout:
     """None: the planner decides, RAM first and the drive for what does not fit."""
     packed_attention: str = "auto"
     """'auto' | 'masks', as the engine's setting."""
+
+    def stored_states(self, state_format: str) -> StoredStates:
+        """How states of this format lie on the drive."""
+        master, moments = k.STATE_FORMATS[state_format]
+        compressed = moments == 8 and (self.residency is None or self.residency.compressed)
+        return (
+            StoredStates(master, k.COMPRESSED_MOMENTS, k.COMPRESSION_ROOM)
+            if compressed
+            else StoredStates(master, moments)
+        )
 
     def has_masks(self, request: RunRequest) -> bool:
         """Whether packed rows have masks of T x T: asked for, or in fp32, which the flash kernel does not take."""

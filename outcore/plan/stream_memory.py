@@ -13,7 +13,7 @@ from outcore.plan.hardware import Hardware
 from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Part
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
-from outcore.plan.stream_layout import Residency, Spill, StreamLayout
+from outcore.plan.stream_layout import Residency, Spill, StoredStates, StreamLayout
 from outcore.plan.stream_tiles import Tiling
 from outcore.plan.stream_work import step_work
 from outcore.plan.work import compiled_activation_bytes, layer_activation_bytes, step_flops, step_traffic
@@ -160,11 +160,11 @@ def spilled(
         for name, group in reversed(groups) if shape.lora_r else groups:
             if over <= 0 or not group or not hardware.nvme_free_bytes:
                 continue
-            over += _ring_bytes(sizes, request, Spill(1.0, 0.0), None) if name == "states" else 0
+            over += _ring_bytes(sizes, request, Spill(1.0, 0.0), layout) if name == "states" else 0
             if name == PARAMETERS:
                 over += k.WEIGHT_READ_AHEAD_BYTES
-                over += _ring_bytes(sizes, request, Spill(shares["states"], 1.0), None) if shares["states"] else 0
-                over -= _ring_bytes(sizes, request, Spill(shares["states"], 0.0), None) if shares["states"] else 0
+                over += _ring_bytes(sizes, request, Spill(shares["states"], 1.0), layout) if shares["states"] else 0
+                over -= _ring_bytes(sizes, request, Spill(shares["states"], 0.0), layout) if shares["states"] else 0
             shares[name] = min(1.0, over / group)
             over -= group
         spill = Spill(shares["states"], shares[PARAMETERS] * may_spill / sizes[PARAMETERS])
@@ -174,23 +174,21 @@ def spilled(
         for p in parts
     ]
     if spill.states:
-        stay.append(Part("ram", RING, _ring_bytes(sizes, request, spill, told)))
+        stay.append(Part("ram", RING, _ring_bytes(sizes, request, spill, layout)))
     if spill.parameters:
         stay.append(Part("ram", "weights read ahead", k.WEIGHT_READ_AHEAD_BYTES))
     return spill, stay
 
 
-def _ring_bytes(sizes: dict[str, int], request: RunRequest, spill: Spill, told: Residency | None) -> int:
+def _ring_bytes(sizes: dict[str, int], request: RunRequest, spill: Spill, layout: StreamLayout) -> int:
     """Whole slots of one chunk's states, with its piece of the parameters where those are on the drive, too."""
     states = sum(sizes[name] for name in STATES)
     trained = int(states / sum(k.STATE_FORMATS[request.format]))
-    master, moments = moved_states(request.format)
-    room = 2 * k.COMPRESSION_ROOM if is_compressed(request.format) else 0
-    slot = int(k.CHUNK_NUMEL * (master + moments + room))
+    slot = int(k.CHUNK_NUMEL * layout.stored_states(request.format).in_slot)
     slot += k.CHUNK_NUMEL * request.element_bytes if spill.parameters and spill.states else 0
-    limit = told.state_ring_bytes if told is not None else k.STATE_RING_BYTES
+    told = layout.residency or Residency()
     chunks = -(-int(spill.states * trained) // k.CHUNK_NUMEL)
-    return slot * max(1, min(k.STATE_RING_SLOTS, chunks, limit // slot))
+    return slot * max(1, min(told.state_ring_slots, chunks, told.state_ring_bytes // slot))
 
 
 def _over(size: int, budget: int | None) -> float:
@@ -223,20 +221,11 @@ def pinned_and_rest(ram: list[Part], request: RunRequest, hardware: Hardware) ->
     return rest, pinned, kept / homes if homes else 0.0
 
 
-def is_compressed(state_format: str) -> bool:
-    """Whether moments on the drive are: those of fp32."""
-    return k.STATE_FORMATS[state_format][1] == 8
-
-
-def moved_states(state_format: str) -> tuple[float, float]:
-    """Bytes per parameter of (master, moments) that the drive reads, or writes, in an update."""
-    master, moments = k.STATE_FORMATS[state_format]
-    return master, k.COMPRESSED_MOMENTS if is_compressed(state_format) else moments
-
-
-def drive_states(sizes: dict[str, int], spill: Spill, state_format: str) -> list[Part]:
+def drive_states(shape: ModelShape, sizes: dict[str, int], spill: Spill, stored: StoredStates) -> list[Part]:
     """What lives on the drive during the run."""
-    shares = {PARAMETERS: spill.parameters, **dict.fromkeys(STATES, spill.states)}
-    moments = moved_states(state_format)[1] + (k.COMPRESSION_ROOM if is_compressed(state_format) else 0)
-    smaller = {"moments": moments / k.STATE_FORMATS[state_format][1]}
-    return [Part("nvme", name, int(sizes[name] * share * smaller.get(name, 1.0))) for name, share in shares.items()]
+    trained = spill.states * shape.trainable_params
+    return [
+        Part("nvme", PARAMETERS, int(sizes[PARAMETERS] * spill.parameters)),
+        Part("nvme", "master", int(stored.master * trained)),
+        Part("nvme", "moments", int((stored.moments + stored.room) * trained)),
+    ]

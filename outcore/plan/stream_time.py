@@ -15,7 +15,6 @@ from outcore.plan.record import StepTime
 from outcore.plan.request import RunRequest
 from outcore.plan.shape import ModelShape
 from outcore.plan.stream_layout import Spill, StreamLayout
-from outcore.plan.stream_memory import moved_states
 from outcore.plan.stream_tiles import Tiling
 from outcore.plan.work import mlp_activation_bytes, overlapped_s, step_flops, step_traffic
 from outcore.units import GB
@@ -50,7 +49,7 @@ def step_time(
     down = e * trained
     tiles = _tile_traffic(shape, request, micro_tokens, layout, tiling, head)
     extra_forward, extra_backward = tiles.ends + tiles.weights_forward, tiles.weights_backward + tiles.gradients
-    states = spill.states * trained * sum(moved_states(request.format))
+    states = spill.states * trained * layout.stored_states(request.format).moved
     weights = spill.parameters * e * shape.total_params
     in_drive = moved if layout.checkpoints_home == "nvme" else 0
     forward_read = spill.parameters * (up_forward + tiles.weights_forward) + states

@@ -161,7 +161,12 @@ def run_plan(
             compiled=compiled,
             packed_attention=stream.packed_attention,
             residency=Residency(
-                stream.state_ram_bytes, stream.weight_ram_bytes, stream.gradient_bytes, stream.state_ring_bytes
+                stream.state_ram_bytes,
+                stream.weight_ram_bytes,
+                stream.gradient_bytes,
+                stream.state_ring_bytes,
+                stream.state_ring_slots,
+                compressed=stream.compress_on_nvme,
             ),
         )
         return plan_stream(shape, request, hardware, figures.seq_length, layout)

@@ -61,8 +61,9 @@ class StreamSettings:
     memory for a slot of the ring; see `outcore.optim.compressed`."""
     state_ring_bytes: int = GIB
     """RAM through which states on NVMe flow, in slots of one chunk each."""
-    state_ring_slots: int = 24
-    """Slots at most: a drive needs many requests under way, in both directions."""
+    state_ring_slots: int = 64
+    """Slots at most: a drive needs many requests under way, in both directions, and something to read ahead while a
+    backward pass has no gradients for it yet. `state_ring_bytes` holds about 20 of fp32 states, 63 of `split8`."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Layers through torch.compile. auto: on a GPU, where the model allows it; the reason is said where not."""
     cuda_graphs: Literal["auto", "off"] = "auto"
