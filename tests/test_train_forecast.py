@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from dataclasses import replace
@@ -37,7 +36,7 @@ def test_the_streaming_engines_settings_are_planned_as_they_are():
     assert p.part_bytes("nvme", "moments") == pytest.approx(
         (7 + 8 / 256 + 1) * n * 0.6, rel=1e-6
     )  # compressed, and room
-    plain = run_plan(SHAPE, FIGURES, server(), stream=dataclasses.replace(told, compress_on_nvme=False))
+    plain = run_plan(SHAPE, FIGURES, server(), stream=replace(told, compress_on_nvme=False))
     assert plain.part_bytes("nvme", "moments") == pytest.approx(8 * n * 0.6, rel=1e-6)
     assert plain.drive_written_bytes_per_step > p.drive_written_bytes_per_step
     assert p.homes["activation checkpoints"] == "RAM"
