@@ -40,7 +40,6 @@ from outcore.optim import (
     OptimizerPool,
     StateFormat,
     default_num_threads,
-    state_format,
 )
 from outcore.optim.extension import ExtensionBackend
 from outcore.units import GB
@@ -79,6 +78,10 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+FORMS = {form.name: form for plain in FORMATS for form in (plain, plain.on_drive)}
+"""Formats, and fp32 moments as they are compressed for a drive."""
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     most = default_num_threads() + 2
@@ -86,7 +89,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=numbers, default=default, help=f"numbers of threads (default {default})")
     parser.add_argument("--numel", type=int, default=1 << 26, help="parameters; well above the caches")
     parser.add_argument("--chunk_numel", type=int, default=1 << 22, help="parameters per chunk")
-    parser.add_argument("--formats", default=",".join(f.name for f in FORMATS))
+    parser.add_argument("--formats", default=",".join(FORMS))
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--cached", action="store_true", help="each format in the caches as well")
     parser.add_argument("--no_rivals", action="store_true", help="leave torch and DeepSpeed out")
@@ -106,7 +109,7 @@ Contestant = Callable[[int], tuple[Callable[[], None], Callable[[], None], float
 def contestants(options: argparse.Namespace, backend: ExtensionBackend) -> list[tuple[str, Contestant]]:
     found: list[tuple[str, Contestant]] = []
     for name in options.formats.split(","):
-        chosen = state_format(name)
+        chosen = FORMS[name]
         found.append((name, lambda threads, chosen=chosen: pooled(options, backend, chosen, threads)))
         if options.cached:
             cached = functools.partial(pooled, options, backend, chosen, cached=True)

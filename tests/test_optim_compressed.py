@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +14,7 @@ from hypothesis import strategies as st
 from outcore.optim import FP24_M8, FP32, SPLIT, SPLIT8, ChunkJob, ChunkState, JobBatch, OptimizerPool, StateFormat
 from outcore.optim.compressed import tail_of
 from outcore.optim.formats import BLOCK_NUMEL
+from outcore.units import round_up
 from tests.optim_cases import SIZES, all_variants, awkward, extension, from_bits, hyper, raw, torch_backend
 
 PLAIN = (FP32, SPLIT)
@@ -154,15 +159,36 @@ def test_a_damaged_chunk_is_refused_or_read_within_its_memory():
     numel, form = 1000, SPLIT.on_drive
     state = compressed_by(extension(), form, *moments_of("anything", numel))
     at = form.regions(numel)["chunk_head"]
-    for damage in ((form.tail_bytes(numel) + 1, 0), (-1, 0), (0, 2)):
+    exp_avg, exp_avg_sq = moments_of("normal", numel)
+    job = ChunkJob(torch.zeros(numel), state, torch.zeros(numel, dtype=torch.bfloat16))
+    for damage in ((form.tail_bytes(numel) + 1, 0, 0), (-1, 0, 0), (0, 2, 0), (0, 0, 1), (0, 0, 1 << 40)):
         damaged = state.clone()
-        damaged[at.offset_bytes : at.offset_bytes + 16].view(torch.int64).copy_(torch.tensor(damage))
+        damaged[at.offset_bytes : at.offset_bytes + 24].view(torch.int64).copy_(torch.tensor(damage))
         for backend in (torch_backend(), extension()):
             with pytest.raises(ValueError, match="not a chunk of compressed states"):
                 expanded_by(backend, form, damaged, numel)
+            with pytest.raises(ValueError, match="not a chunk of compressed states"):
+                backend.compress(form, damaged, exp_avg, exp_avg_sq)
+            with pytest.raises(ValueError, match="not a chunk of compressed states"):
+                backend.update(form, replace(job, state=damaged), hyper())
+    # Heads of blocks are not looked at. Nothing but the chunk is touched: it ends where its memory does, and a page
+    # behind it may not be.
+    room = round_up(form.chunk_bytes(numel), mmap.PAGESIZE)
+    memory = mmap.mmap(-1, room + mmap.PAGESIZE)
+    guarded = torch.frombuffer(memory, dtype=torch.uint8)
+    assert form.chunk_bytes(numel) == room
+    ctypes.CDLL(None).mprotect(ctypes.c_void_p(guarded.data_ptr() + room), mmap.PAGESIZE, 0)
     heads = form.regions(numel)["block_heads"]
-    state[heads.offset_bytes : heads.offset_bytes + heads.size_bytes] = 255  # offsets of 4 GiB
-    expanded_by(extension(), form, state, numel)
+    for index in (0, 1):
+        for byte in (254, 200, 255):
+            damaged = guarded[:room]
+            damaged.copy_(state)
+            damaged[: form.regions(numel)["block_heads"].offset_bytes] = 0xEE  # every code an escape
+            damaged[heads.offset_bytes : heads.offset_bytes + heads.size_bytes] = byte
+            damaged[at.offset_bytes : at.offset_bytes + 24].view(torch.int64).copy_(torch.tensor((0, index, 0)))
+            for backend in all_variants():
+                expanded_by(backend, form, damaged, numel)
+                backend.update(form, replace(job, state=damaged), hyper())
 
 
 def test_forms_and_sizes():
@@ -196,6 +222,9 @@ def test_what_is_not_compressed_moments_is_refused():
         ):
             with pytest.raises(ValueError):
                 backend.expand(chosen, state, **given_)
+    for backend in (torch_backend(), extension()):
+        with pytest.raises(ValueError, match="below zero"):
+            backend.compress(form, state, torch.zeros(numel), torch.full((numel,), -1e-30))
     chunk = ChunkState(form, state, numel, torch.zeros(numel, dtype=torch.bfloat16))
     for name in ("exp_avg", "exp_avg_sq"):
         with pytest.raises(ValueError, match="compressed here"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from stream_models import tiny_loaded
 from stream_training import LR, TINY, batches_of, fixtures, weights_of
 
@@ -108,6 +110,24 @@ def test_checkpoints_that_do_not_fit_are_refused_before_anything_changes(build, 
         engine.load(tmp_path, state)
     after = weights_of(engine)
     assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_second_moments_below_zero_are_refused_and_minus_zero_is_zero(build, tmp_path):
+    engine = build("llama")
+    state = engine.save(tmp_path, lambda path, crc: None)
+    homes = engine._parts.homes
+    name = next(iter(homes.names()))
+    path = tmp_path / "exp_avg_sq-00001-of-00001.safetensors"
+    values = load_file(path)
+    for value, bits in ((-0.0, 0), (-1e-12, None)):
+        values[name].view(-1)[7] = value
+        save_file(values, path)
+        if bits is None:
+            with pytest.raises(CheckpointError, match=f"exp_avg_sq of {re.escape(name)} is below zero"):
+                engine.load(tmp_path, state)
+        else:
+            engine.load(tmp_path, state)
+            assert int(homes.read_state(name, "exp_avg_sq").view(torch.int32).view(-1)[7]) == bits
 
 
 def test_exported_model_is_read_by_transformers(build, tmp_path):

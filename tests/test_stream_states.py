@@ -11,12 +11,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from optim_cases import extension
 from stream_models import plain_batch, set_dropout, tiny_loaded
 
 from outcore.engine.base import EngineError, NonFiniteLossError
 from outcore.engine.stream import scratch
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
+from outcore.optim.compressed import Tail
 from outcore.storage import FaultyEngine, open_engine, store_files
 from outcore.units import MIB
 
@@ -115,6 +117,31 @@ def test_residency_changes_no_bit(build, states, settings):
         assert bool(tails) == (states in ("fp32", "split"))
         assert moved <= ring.written_bytes <= moved + tails and ring.read_bytes >= moved
         assert max(len(engine._parts.homes.flowing(unit)) for unit in engine._parts.units.all) > ring.num_slots
+
+
+@pytest.mark.parametrize("states", ["fp32", "split"])
+def test_several_threads_of_the_extension_compress(build, states):
+    extension()
+    settings = replace(TINY, states=states, optimizer_backend="extension", optimizer_threads=3)
+    expected = trained(build(replace(TINY, states=states)))
+    assert_same(trained(build(settings, 0.0)), expected)
+    assert_same(trained(build(replace(settings, compress_on_nvme=False), 0.0)), expected)
+
+
+def test_a_head_that_is_not_the_one_that_was_written_stops_the_run(build):
+    """As when a drive loses a write: the tail is of one update, the head of another."""
+    engine = build(TINY, 0.0)
+    trained(engine, 2)
+    engine._parts.updates.drain()
+    homes = engine._parts.homes
+    name = next(iter(homes.names()))
+    unit = homes.weights.slot(name)[0]
+    chunk = homes[unit].chunks[0]
+    chunk.tail = Tail(chunk.tail.offset_bytes, chunk.tail.size_bytes + 1)
+    with pytest.raises(EngineError, match=r"other bytes of the states of .* than were written"):
+        homes.read_state(name, "exp_avg")
+    with pytest.raises(EngineError, match=r"other bytes of the states of .* resume from it"):
+        trained(engine, 2)
 
 
 @pytest.mark.no_cover

@@ -76,7 +76,8 @@ INLINE int encode(const float* x, uint8_t* planes, uint8_t* top_out, uint8_t* co
   return (int)kHalf;
 }
 
-INLINE int extra_bytes(uint8_t count) { return count == kWide ? (int)kHalf : count; }
+// At most kHalf, whatever a drive brought.
+INLINE int extra_bytes(uint8_t count) { return count <= kFewEscapes ? count : (int)kHalf; }
 
 template <int kBits>
 INLINE void decode(float* x, const uint8_t* planes, uint8_t top_in, uint8_t count, const uint8_t* extra) {
@@ -99,7 +100,7 @@ INLINE void decode(float* x, const uint8_t* planes, uint8_t top_in, uint8_t coun
   }
   if (count == 0 || is_wide) return;
   int found = 0;
-  for (int64_t i = 0; i < kBlock; i++) {
+  for (int64_t i = 0; i < kBlock && found < extra_bytes(count); i++) {
     int32_t code = i < kHalf ? nibbles[i] & 15 : nibbles[i - kHalf] >> 4;
     if (kBits == 5) code |= (planes[2 * kBlock + i] & 0x80) >> 3;
     if (code != kEscapeCode<kBits>) continue;
@@ -117,7 +118,8 @@ struct CompressedBlock {
   ChunkHead* chunk;
   const uint8_t* tail;  // what `head` points into
   uint8_t* next;        // where a new one goes
-  uint32_t last_offset; // whatever a drive brought, nothing beyond the tail is touched
+  // Of a block with the most: its 256 bytes end where the tail does. Whatever a drive brought, nothing beyond is touched.
+  uint32_t last_offset;
 
   CompressedBlock(void* state, const Layout& at, int64_t block) {
     uint8_t* const bytes = (uint8_t*)state;
@@ -143,7 +145,8 @@ struct CompressedBlock {
     int bytes = encode<4>(m, exp_avg, &made.top[0], &made.count[0], extra);
     bytes += encode<5>(v, exp_avg_sq, &made.top[1], &made.count[1], extra + bytes);
     if (bytes > 0) {
-      made.tail_offset = (uint32_t)__atomic_fetch_add(&chunk->next_bytes, (uint64_t)bytes, __ATOMIC_RELAXED);
+      const uint64_t offset = __atomic_fetch_add(&chunk->next_bytes, (uint64_t)bytes, __ATOMIC_RELAXED);
+      made.tail_offset = offset < last_offset ? (uint32_t)offset : last_offset;
       __builtin_memcpy(next + made.tail_offset, extra, (size_t)bytes);
     }
     *head = made;

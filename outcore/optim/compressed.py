@@ -18,8 +18,8 @@ Head of a block: top of either, escapes of either (255: codes are whole exponent
 update reads one tail and writes the other, in whatever order its threads come; the chunk's head says which one is
 valid and how much of it is used, so that a drive moves no more than that.
 
-All patterns of exp_avg come back, those of exp_avg_sq without a sign. This module is the definition, in torch; the
-extension's compressed.h gives the same bytes where one thread goes through the blocks in order.
+All patterns of exp_avg come back, those of exp_avg_sq without a sign (-0 as 0). This module is the definition, in
+torch; the extension's compressed.h gives the same bytes where one thread goes through the blocks in order.
 """
 
 from __future__ import annotations
@@ -44,11 +44,14 @@ class Tail(NamedTuple):
 
 
 def tail_of(state_format: StateFormat, state: torch.Tensor, numel: int) -> Tail:
-    """Of the chunk in `state`. ValueError where its head cannot be one."""
-    size_bytes, index = _chunk_head(state_format, state, numel)[:2].tolist()
+    """Of the chunk in `state`, of which no update is under way. ValueError where its head cannot be one."""
+    size_bytes, index, next_bytes = _chunk_head(state_format, state, numel)[:3].tolist()
     room_bytes = state_format.tail_bytes(numel)
-    if index not in (0, 1) or not 0 <= size_bytes <= room_bytes:
-        raise ValueError(f"not a chunk of compressed states: tail {index} with {size_bytes} of {room_bytes} bytes")
+    if index not in (0, 1) or not 0 <= size_bytes <= room_bytes or next_bytes:
+        raise ValueError(
+            f"not a chunk of compressed states, or damaged: tail {index} with {size_bytes} and {next_bytes} bytes of "
+            f"{room_bytes}"
+        )
     return Tail(state_format.fixed_bytes(numel) + index * room_bytes, size_bytes)
 
 
@@ -65,6 +68,12 @@ def check_moments(
             raise ValueError(f"moments must be {numel} contiguous fp32 numbers, got {moment.numel()} of {moment.dtype}")
     check_buffer(state, state_format.chunk_bytes(numel))
     return numel
+
+
+def check_unsigned(exp_avg_sq: torch.Tensor) -> None:
+    """ValueError for second moments below zero: their sign would be lost."""
+    if bool((exp_avg_sq < 0).any()):
+        raise ValueError("second moments below zero cannot be: a mean of squares is not")
 
 
 def expand_moments(
@@ -92,6 +101,8 @@ def compress_moments(
 ) -> None:
     """Set the chunk's moments ([numel] each, fp32)."""
     numel = check_moments(state_format, state, exp_avg, exp_avg_sq)
+    check_unsigned(exp_avg_sq)
+    tail_of(state_format, state, numel)
     views = state_format.views(state, numel)
     heads = views["block_heads"].view(-1, BLOCK_HEAD_BYTES)
     head = _chunk_head(state_format, state, numel)
@@ -135,7 +146,7 @@ def _chunk_head(state_format: StateFormat, state: torch.Tensor, numel: int) -> t
 
 
 def _extra_bytes(count: torch.Tensor) -> torch.Tensor:
-    return torch.where(count == WIDE, HALF, count)
+    return count.clamp(max=HALF)
 
 
 def _nibbles(values: torch.Tensor) -> torch.Tensor:

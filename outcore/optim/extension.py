@@ -13,7 +13,7 @@ import torch
 
 from outcore.optim.backend import FinishedChunk, FinishedUnit, GradStats, Status, Work
 from outcore.optim.build import BUILD_COMMAND, ExtensionUnavailable, build_extension
-from outcore.optim.compressed import check_moments, tail_of
+from outcore.optim.compressed import check_moments, check_unsigned, tail_of
 from outcore.optim.formats import StateFormat
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import DTYPE_CODES, ChunkJob, CJob, JobBatch, check_grad
@@ -206,6 +206,8 @@ class ExtensionBackend:
         self, state_format: StateFormat, state: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
     ) -> None:
         numel = check_moments(state_format, state, exp_avg, exp_avg_sq)
+        check_unsigned(exp_avg_sq)
+        tail_of(state_format, state, numel)
         raise_errno(
             self.library.outcore_optim_compress(
                 self.variant_code,

@@ -158,6 +158,8 @@ class StateFormat:
     def views(self, buffer: torch.Tensor, numel: int) -> dict[str, torch.Tensor]:
         """Name -> 1-D view into `buffer` (uint8, [>= chunk_bytes(numel)], on the CPU, 4-byte aligned)."""
         check_buffer(buffer, self.chunk_bytes(numel))
+        if self.compressed and buffer.data_ptr() % 8:
+            raise ValueError(f"compressed states must be 8-byte aligned, their address is {buffer.data_ptr():#x}")
         return {
             name: buffer[at.offset_bytes : at.offset_bytes + at.size_bytes].view(at.dtype)
             for name, at in self.regions(numel).items()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from outcore.optim.compressed import tail_of
 from outcore.optim.formats import BLOCK_NUMEL, GRAD_DTYPES, StateFormat, check_buffer
 
 DTYPE_CODES: dict[torch.dtype | None, int] = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -134,6 +135,8 @@ class JobBatch:
             if job.param.numel() != job.grad.numel():
                 raise ValueError(f"{job.param.numel()} parameters but {job.grad.numel()} gradients")
         check_buffer(job.state, self.state_format.chunk_bytes(job.grad.numel()))
+        if self.state_format.compressed:
+            tail_of(self.state_format, job.state, job.grad.numel())
         if job.element_offset < 0 or job.element_offset % BLOCK_NUMEL:
             raise ValueError(
                 f"element_offset must be a multiple of {BLOCK_NUMEL} from 0 on, so that blocks do not depend on how "

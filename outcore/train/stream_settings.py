@@ -188,7 +188,9 @@ def _homes(
     room = max(0, budget - gradients - waiting)
     weight_ram = min(weights, room) if wanted.params else weights
     state_ram = min(state_bytes, max(0, room - weight_ram)) if wanted.states else state_bytes
-    on_drive = weights - weight_ram + state_bytes - state_ram
+    form, chunk_numel = state_format(states), StreamSettings.chunk_numel
+    spilled = (state_bytes - state_ram) / form.bytes_per_param  # parameters
+    on_drive = weights - weight_ram + int(spilled * form.on_drive.stored_bytes(chunk_numel) / chunk_numel)
     drive_needed = on_drive + (activation_bytes(sizes) if activations == "nvme" else 0)
     folder = None
     if wanted.is_explicit or drive_needed:

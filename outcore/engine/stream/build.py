@@ -34,7 +34,7 @@ from outcore.engine.stream.units import Units
 from outcore.engine.stream.updates import TIMEOUT_S, UnitUpdates, UpdatedWeights
 from outcore.engine.stream.weights import WeightHomes
 from outcore.model.load import LoadedModel
-from outcore.optim import OptimizerPool, default_num_threads
+from outcore.optim import Backend, OptimizerPool, default_num_threads, open_backend
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
 from outcore.staging.pinned_grant import PinnedGrant
 from outcore.storage import StorageEngine
@@ -71,10 +71,13 @@ def build_stream_engine(
         weights = WeightHomes(plan.units.all, ground.memory, plan.cuts, ground.scratch, loaded.feed)
         drive_lanes = _open_drive_lanes(plan, ground, undo)
         stored_states = state_store(plan.chunks, ground.scratch)
-        homes = Homes(plan.units.all, ground.memory, plan.states, plan.chunks, stored_states, weights=weights)
+        backend = open_backend(settings.optimizer_backend)
+        homes = Homes(
+            plan.units.all, ground.memory, plan.states, plan.chunks, stored_states, weights=weights, backend=backend
+        )
         arena = _gradient_arena(plan, ground)
         stalls = Stalls(device)
-        optimizer = _open_optimizer(plan, ground, homes, arena, stalls, undo)
+        optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, undo)
         traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer.updates, stalls)
         runner = _runner(plan, traffic.tiles)
         activations = _activations(plan, ground, arena)
@@ -196,13 +199,19 @@ class _Optimizer:
 
 
 def _open_optimizer(
-    plan: Blueprint, ground: _Ground, homes: Homes, arena: GradientArena, stalls: Stalls, undo: ExitStack
+    plan: Blueprint,
+    ground: _Ground,
+    homes: Homes,
+    arena: GradientArena,
+    stalls: Stalls,
+    backend: Backend,
+    undo: ExitStack,
 ) -> _Optimizer:
     settings = plan.settings
     num_threads = settings.optimizer_threads
     if num_threads is None:
         num_threads = default_num_threads(cores_left=0 if ground.scratch is None else 2)
-    pool = undo.enter_context(OptimizerPool(num_threads, backend=settings.optimizer_backend))
+    pool = undo.enter_context(OptimizerPool(num_threads, backend=backend))
     ring = None
     if any(homes.flowing(unit) for unit in plan.units.all):
         ring = StateRing(

@@ -23,7 +23,7 @@ from outcore.engine.stream.placement import GradPlace, StateChunk
 from outcore.engine.stream.state_window import StateWindow
 from outcore.engine.stream.units import Unit
 from outcore.engine.stream.weights import WeightHomes
-from outcore.optim import ChunkJob, ChunkState, JobBatch, StateFormat
+from outcore.optim import Backend, ChunkJob, ChunkState, JobBatch, StateFormat, open_backend
 from outcore.optim.chunk_state import StateName
 from outcore.storage import TensorStore
 from outcore.units import round_up
@@ -46,7 +46,8 @@ class UnitHome:
 class Homes:
     """All homes. Takes over the model's parameters: their storage is the homes' from then on.
 
-    `chunks`: unit index -> its chunks of states, placed; `store` has room for those on NVMe.
+    `chunks`: unit index -> its chunks of states, placed; `store` has room for those on NVMe. `backend`: of the
+    optimizer; None: the best there is.
     """
 
     def __init__(
@@ -58,11 +59,12 @@ class Homes:
         store: TensorStore | None = None,
         *,
         weights: WeightHomes,
+        backend: Backend | None = None,
     ) -> None:
         self.state_format = state_format
         self.units = tuple(units)
         self.state_store = store
-        self._window = StateWindow(store) if store is not None else None
+        self._window = StateWindow(store, backend or open_backend()) if store is not None else None
         self.weights = weights
         weights.adopt()
         self._homes: dict[int, UnitHome] = {}

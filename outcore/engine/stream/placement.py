@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import torch
 
+from outcore.engine.base import EngineError
 from outcore.engine.stream.layout import ALIGN_NUMEL
 from outcore.engine.stream.units import Unit
 from outcore.optim import StateFormat
-from outcore.optim.compressed import Tail
+from outcore.optim.compressed import Tail, tail_of
 from outcore.storage import TensorStore
 
 
@@ -64,6 +65,20 @@ class GradPlace(NamedTuple):
     name: str
     offset_bytes: int
     dtype: torch.dtype
+
+
+def check_tail(chunk: StateChunk, states: torch.Tensor) -> None:
+    """EngineError unless the head of compressed `states`, as the drive gave it, says what was written last."""
+    expected = chunk.tail or Tail(chunk.state_format.fixed_bytes(chunk.numel), 0)
+    try:
+        found = tail_of(chunk.state_format, states, chunk.numel)
+    except ValueError as error:
+        raise EngineError(f"the drive gave back other bytes of the {chunk.name} than were written: {error}") from error
+    if found != expected:
+        raise EngineError(
+            f"the drive gave back other bytes of the {chunk.name} than were written: {found.size_bytes} bytes of tail "
+            f"at {found.offset_bytes} instead of {expected.size_bytes} at {expected.offset_bytes}"
+        )
 
 
 def cut_states(units: Sequence[Unit], state_format: StateFormat, chunk_numel: int) -> dict[int, list[StateChunk]]:

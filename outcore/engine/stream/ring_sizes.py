@@ -12,7 +12,7 @@ FLOWING_SHARE = 16
 """One slot in so many, and at least one, keeps none: what is not kept flows through these at the end of a pass."""
 NEVER, WHOLE_SLOT = 0, 64
 FLOWING_SLOTS = 24
-"""They keep a drive busy in both directions. More are for keeping chunks."""
+"""They keep a drive busy in both directions while updates go on. More are for keeping chunks, and for reading ahead."""
 
 
 def needed_in_slot(states_bytes: int, param_bytes: int = 0, grad_bytes: int = 0) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from outcore.engine.stream.homes import Homes
 from outcore.engine.stream.host_memory import HostMemory
-from outcore.engine.stream.placement import GradPlace, StateChunk
+from outcore.engine.stream.placement import GradPlace, StateChunk, check_tail
 from outcore.engine.stream.ring_sizes import needed_in_slot, slot_count
 from outcore.optim import ChunkState
 from outcore.optim.compressed import tail_of
@@ -93,9 +93,17 @@ class RingSlot:
 
     def state_writes(self, chunk: StateChunk) -> list[Part]:
         """What an update has changed of the states."""
+        return self._state_parts(chunk)
+
+    def check_states(self, chunk: StateChunk) -> None:
+        """After `reads`: EngineError where the head of compressed states is not the one that was written."""
+        if chunk.state_format.compressed:
+            check_tail(chunk, self.states(chunk))
+
+    def updated(self, chunk: StateChunk) -> None:
+        """An update of it is over: from now on this much of its tail is to be moved."""
         if chunk.state_format.compressed:
             chunk.tail = tail_of(chunk.state_format, self.states(chunk), chunk.numel)
-        return self._state_parts(chunk)
 
     def param_writes(self, chunk: StateChunk) -> list[Part]:
         """What it has changed of the parameters."""

@@ -62,7 +62,8 @@ class StreamState:
                 on_file(folder / file_name, crc)
 
     def load(self, folder: Path, state: dict) -> None:
-        """Set everything from `folder`. CheckpointError, before anything is changed, when it does not fit."""
+        """Set everything from `folder`. CheckpointError, before anything is changed, when it does not fit; when a value
+        in it cannot be, with the states half set."""
         if not state["optimizer_state"]:
             raise CheckpointError(
                 f"{folder}: was saved with optimizer states on NVMe by stock DeepSpeed and holds weights only; "
@@ -75,7 +76,10 @@ class StreamState:
             self._check_fit(folder, reader)
         for name in self._trainable:
             for family, reader in readers:
-                self._homes.write_state(name, family, reader.read(name).to(torch.float32))
+                value = reader.read(name).to(torch.float32)
+                if family == "exp_avg_sq":
+                    value = _mean_of_squares(folder, name, value)
+                self._homes.write_state(name, family, value)
             saved = weights.read(name)
             if saved.dtype == self._homes.dtype(name) and not self._homes.state_format.split_master:
                 self._homes.write_weight(name, saved)
@@ -98,3 +102,13 @@ class StreamState:
                     f"{folder}: is of another model: {name} has shape {list(reader.shapes[name])} there and "
                     f"{list(shape)} here."
                 )
+
+
+def _mean_of_squares(folder: Path, name: str, value: torch.Tensor) -> torch.Tensor:
+    """`value` with -0 as 0: second moments on NVMe have no sign, and must be the same bits wherever they live."""
+    if bool((value < 0).any()):
+        raise CheckpointError(
+            f"{folder}: exp_avg_sq of {name} is below zero somewhere, which a mean of squares cannot be: the file is "
+            "damaged, or was written by something else. Resume from another checkpoint."
+        )
+    return value + 0.0

@@ -235,11 +235,13 @@ class StateRing:
 
     def _update(self, passage: Passage) -> None:
         assert passage.ticket is not None
+        passage.slot.check_states(passage.chunk)
         passage.is_leaving, passage.is_kept = True, False
         self._updates.submit(passage, passage.ticket, partial(self._updated, passage, passage.ticket))
 
     def _updated(self, passage: Passage, ticket: RingTicket) -> None:
         chunk, slot = passage.chunk, passage.slot
+        slot.updated(chunk)
         waits_for_drive = slot.holds_param(chunk)
         if waits_for_drive and self._keep_param is not None:
             waits_for_drive = not self._keep_param(chunk, slot.param(chunk))

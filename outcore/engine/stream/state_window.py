@@ -2,8 +2,8 @@
 
 A save goes through the parameters once per family (master, exp_avg, exp_avg_sq), in order, so neighbouring parameters
 find the same chunk in memory and each region crosses the link once: the states are read once per save, written once per
-load (8-bit moments twice: their codes and scales lie together). What was written goes back when another chunk is
-opened, or with `flush`, which must come before the chunks are updated: what is in memory would be old then.
+load (8-bit and compressed moments twice: both of a chunk lie together). What was written goes back when another chunk
+is opened, or with `flush`, which must come before the chunks are updated: what is in memory would be old then.
 
 Compressed moments are expanded where they were read and compressed before they are written, so callers see the plain
 format. Both go back together, as they share heads and tail.
@@ -12,15 +12,14 @@ format. Both go back together, as they share heads and tail.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 
 import torch
 
 from outcore.engine.stream.host_memory import pageable
-from outcore.engine.stream.placement import StateChunk
-from outcore.optim import Backend, ChunkState, open_backend
+from outcore.engine.stream.placement import StateChunk, check_tail
+from outcore.optim import Backend, ChunkState
 from outcore.optim.chunk_state import StateName
-from outcore.optim.compressed import tail_of
+from outcore.optim.compressed import Tail, tail_of
 from outcore.storage import TensorStore, Transfer
 
 TIMEOUT_S = 600.0
@@ -28,10 +27,15 @@ MOMENTS: tuple[StateName, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class StateWindow:
-    """No update of these chunks may be under way, nor may they wait in the ring (`UnitUpdates.drain`)."""
+    """No update of these chunks may be under way, nor may they wait in the ring (`UnitUpdates.drain`).
 
-    def __init__(self, store: TensorStore) -> None:
-        self._store = store
+    `backend`: of the optimizer, which compresses and expands.
+
+    EngineError where the drive gives back other bytes than were written, as far as that shows.
+    """
+
+    def __init__(self, store: TensorStore, backend: Backend) -> None:
+        self._store, self._backend = store, backend
         self._memory: dict[str, torch.Tensor] = {}
         """By use: `plain`, what callers see; `compressed`, as the drive has it."""
         self._chunk: StateChunk | None = None
@@ -79,11 +83,12 @@ class StateWindow:
         chunk = self._chunk
         if chunk is None or not self._dirty:
             return
-        dirty, self._dirty = self._dirty, set()
-        if chunk.state_format.compressed and dirty & set(MOMENTS):
+        plain = self._dirty
+        if chunk.state_format.compressed and plain & set(MOMENTS):
             self._compress(chunk)
-            dirty -= set(MOMENTS)
-        self._wait(self._submit(chunk, sorted(dirty), to_write=True))
+            plain = plain - set(MOMENTS)
+        self._wait(self._submit(chunk, sorted(plain), to_write=True))
+        self._dirty = set()
 
     def _submit(self, chunk: StateChunk, names: Iterable[str], *, to_write: bool) -> list[Transfer]:
         """Transfers of regions that plain and compressed states have alike, at the same places."""
@@ -100,7 +105,9 @@ class StateWindow:
         for transfer in transfers:
             transfer.wait(TIMEOUT_S)
 
-    def _compressed_pieces(self, chunk: StateChunk, names: Iterable[str]) -> list[tuple[int, torch.Tensor]]:
+    def _compressed_pieces(
+        self, chunk: StateChunk, names: Iterable[str], tail: Tail | None
+    ) -> list[tuple[int, torch.Tensor]]:
         """(offset on the drive, memory) of these moments, of heads and tail."""
         buffer = self._buffer("compressed", chunk.n_bytes)
         regions = chunk.state_format.regions(chunk.numel)
@@ -108,35 +115,32 @@ class StateWindow:
         for name in (*names, "block_heads", "chunk_head"):
             at = regions[name]
             found.append((at.offset_bytes, buffer[at.offset_bytes : at.offset_bytes + at.size_bytes]))
-        if chunk.tail is not None and chunk.tail.size_bytes:
-            start = chunk.tail.offset_bytes
-            found.append((chunk.moved_bytes, buffer[start : start + chunk.tail.size_bytes]))
+        if tail is not None and tail.size_bytes:
+            start = tail.offset_bytes
+            found.append((chunk.moved_bytes, buffer[start : start + tail.size_bytes]))
         return found
 
     def _expand(self, chunk: StateChunk, names: list[str]) -> None:
         if not names:
             return
-        pieces = self._compressed_pieces(chunk, names)
+        pieces = self._compressed_pieces(chunk, names, chunk.tail)
         self._wait([self._store.submit_read(chunk.name, memory, at) for at, memory in pieces])
+        check_tail(chunk, self._buffer("compressed", chunk.n_bytes))
         wanted = {name: moment for name, moment in self._moments(chunk).items() if name in names}
-        _codec().expand(chunk.state_format, self._buffer("compressed", chunk.n_bytes), **wanted)
+        self._backend.expand(chunk.state_format, self._buffer("compressed", chunk.n_bytes), **wanted)
 
     def _compress(self, chunk: StateChunk) -> None:
         buffer = self._buffer("compressed", chunk.n_bytes)
-        _codec().compress(chunk.state_format, buffer, **self._moments(chunk))
-        chunk.tail = tail_of(chunk.state_format, buffer, chunk.numel)
-        pieces = self._compressed_pieces(chunk, MOMENTS)
+        self._backend.compress(chunk.state_format, buffer, **self._moments(chunk))
+        tail = tail_of(chunk.state_format, buffer, chunk.numel)
+        pieces = self._compressed_pieces(chunk, MOMENTS, tail)
         self._wait([self._store.submit_write(chunk.name, memory, at) for at, memory in pieces])
+        chunk.tail = tail
 
     def _moments(self, chunk: StateChunk) -> dict[str, torch.Tensor]:
         plain = chunk.state_format.plain
         views = plain.views(self._buffer("plain", plain.chunk_bytes(chunk.numel)), chunk.numel)
         return {name: views[name] for name in MOMENTS}
-
-
-@cache
-def _codec() -> Backend:
-    return open_backend()
 
 
 def _belongs(region: str, family: StateName) -> bool:

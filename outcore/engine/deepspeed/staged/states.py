@@ -73,7 +73,7 @@ class ShareStates:
         everything = [chunk for chunks in self._chunks.values() for chunk in chunks]
         spill(everything, state_ram_bytes)
         self.state_store = self._make_store([chunk for chunk in everything if chunk.on_nvme], scratch)
-        self._window = StateWindow(self.state_store) if self.state_store is not None else None
+        self._window = StateWindow(self.state_store, optimizer.backend) if self.state_store is not None else None
         for chunk in everything:
             if not chunk.on_nvme:
                 chunk.buffer = memory.take(chunk.n_bytes, "optimizer states", pinned=False, touch=False)
