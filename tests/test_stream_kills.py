@@ -43,10 +43,10 @@ HOMES = {"RAM": lambda root: RAM, "split": lambda root: SPLIT, "NVMe": nvme, "ha
 
 KILLS = [
     ("forward", 3, "RAM", "split"),
-    ("drive write", 4, "NVMe", "half split"),
     ("shard", 3, "half split", "NVMe"),
 ]
 MORE_KILLS = [
+    ("drive write", 4, "NVMe", "half split"),
     ("update", 2, "split", "RAM"),
     ("backward", 5, "NVMe", "RAM"),
     ("gradient", 2, "RAM", "NVMe"),

@@ -26,6 +26,9 @@ from outcore.train.startup_clock import StartupClock
 from outcore.train.stop_request import StopRequest
 from outcore.train.trainer_parts import TrainerParts
 
+PICTURE_AFTER_S = 20.0
+"""A save draws loss.png anew when it is older than this; the end of a run does in any case. Drawing takes 0.2 s."""
+
 
 class Trainer:
     """Runs `TrainerParts` from a checkpoint, or from the beginning, to the end."""
@@ -46,6 +49,7 @@ class Trainer:
         """What speaks against the model as it is."""
         self.is_main = parts.engine.rank == 0
         self._skips = 0
+        self._drawn_s = time.monotonic()
         self._verdicts: list[Any] = []
 
     # --- the loop
@@ -64,6 +68,8 @@ class Trainer:
             stopping = stop.wanted()
             if stopping or full or p.length.due(self.step, p.length.save_steps):
                 self.save()
+            if stopping or full:
+                self.plot()
             if full:
                 saved = f"The run was saved at step {self.step} and can be resumed."
                 raise TierFull(
@@ -192,7 +198,7 @@ class Trainer:
     # --- checkpoints
 
     def save(self) -> None:
-        """A checkpoint of everything, and the loss curve beside the log."""
+        """A checkpoint of everything, and the loss curve beside the log, unless that is new."""
         p = self.parts
         self.unsaved_because = "save_strategy no" if p.config.save_strategy == "no" else self._doubt
         if self.unsaved_because:
@@ -210,12 +216,14 @@ class Trainer:
             barrier=self._barrier,
         )
         self.saved_step = self.step
-        self.plot()
+        if time.monotonic() - self._drawn_s > PICTURE_AFTER_S:
+            self.plot()
 
     def plot(self) -> None:
         """logs/<run>/loss.png from metrics.jsonl."""
         if not self.is_main or self.parts.metrics is None:
             return
+        self._drawn_s = time.monotonic()
         try:
             plot_loss(self.parts.folder.metrics, self.parts.folder.logs / "loss.png", title=self.parts.folder.name)
         except OSError as error:  # the run and its checkpoints are worth more than its picture
