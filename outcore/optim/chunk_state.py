@@ -112,7 +112,7 @@ class ChunkState:
 
     def _check_plain(self, name: str) -> None:
         if self.state_format.compressed:
-            raise ValueError(f"{name} is compressed here: take it to the plain format first (outcore.optim.expand)")
+            raise ValueError(f"{name} is compressed here: take it to the plain format first (Backend.expand)")
 
     def _codes(self, at: slice) -> Codes:
         blocks = slice(at.start // BLOCK_NUMEL, -(-at.stop // BLOCK_NUMEL))

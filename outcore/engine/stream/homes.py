@@ -152,6 +152,8 @@ class Homes:
         end = round_up(slot.end, ALIGN_NUMEL)  # 8-bit moments are written in whole blocks; the gap's are zero
         flat = torch.zeros(end - slot.offset, dtype=torch.float32)
         flat[: slot.numel] = value.reshape(-1)
+        if family == "exp_avg_sq":
+            flat.add_(0.0)  # -0 as 0: on NVMe it has no sign, and it must be the same bits wherever it lives
         for chunk, at, start, stop in self._pieces(name, end):
             state = self._open(chunk, family, to_write=True)
             state.write(family, flat[at : at + stop - start], start)

@@ -78,7 +78,7 @@ class StreamState:
             for family, reader in readers:
                 value = reader.read(name).to(torch.float32)
                 if family == "exp_avg_sq":
-                    value = _mean_of_squares(folder, name, value)
+                    _check_mean_of_squares(folder, name, value)
                 self._homes.write_state(name, family, value)
             saved = weights.read(name)
             if saved.dtype == self._homes.dtype(name) and not self._homes.state_format.split_master:
@@ -104,11 +104,9 @@ class StreamState:
                 )
 
 
-def _mean_of_squares(folder: Path, name: str, value: torch.Tensor) -> torch.Tensor:
-    """`value` with -0 as 0: second moments on NVMe have no sign, and must be the same bits wherever they live."""
+def _check_mean_of_squares(folder: Path, name: str, value: torch.Tensor) -> None:
     if bool((value < 0).any()):
         raise CheckpointError(
             f"{folder}: exp_avg_sq of {name} is below zero somewhere, which a mean of squares cannot be: the file is "
             "damaged, or was written by something else. Resume from another checkpoint."
         )
-    return value + 0.0
