@@ -136,6 +136,7 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
     all_nvme = {"nvme": True, "nvme_path": "@nvme", "state_ram_bytes": 0}
     nvme = {
         "stock-optimizer-nvme": stock(shape, t16, 1, "optimizer-nvme", uses_nvme=True),
+        "stock-optimizer-nvme-again": stock(shape, t16, 1, "optimizer-nvme", uses_nvme=True),  # a drive drifts
         "ours-fp32-nvme": ours(shape, t16, 1, "fp32", **all_nvme),
         "ours-split-nvme": ours(shape, t16, 1, "split", **all_nvme),
         "ours-split-nvme-plain": ours(shape, t16, 1, "split", **all_nvme, compress_on_nvme=False),
