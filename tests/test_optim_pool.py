@@ -25,6 +25,7 @@ from outcore.optim import (
     grad_sumsq_and_finite,
     open_backend,
 )
+from outcore.optim import pool as pool_module
 from outcore.optim import torch_backend as torch_backend_module
 from outcore.optim.backend import Backend
 from tests.optim_cases import copy_of, extension, hyper, make_job, same_bytes, torch_backend
@@ -214,8 +215,6 @@ def test_wait_any_and_drain(backend):
 class StuckQueue:
     """A queue whose units never finish."""
 
-    stopped = False
-
     def submit(self, *_args) -> int:
         return 1
 
@@ -229,8 +228,8 @@ class StuckQueue:
     def next_chunk(self, timeout_s: float) -> None:
         time.sleep(min(timeout_s, 0.01))
 
-    def stop(self) -> None:
-        self.stopped = True
+    def stop(self, timeout_s: float) -> bool:
+        return True
 
     def delete(self) -> None:
         pass
@@ -254,6 +253,43 @@ def test_waits_are_bounded():
     pool.close(cancel=True)
     with pytest.raises(PoolClosed, match="was closed while"):
         pool.wait(ticket, 5.0)
+
+
+def test_closing_does_not_wait_for_a_stuck_thread(monkeypatch):
+    entered, released = threading.Event(), threading.Event()
+
+    def stuck(*_args) -> None:
+        entered.set()
+        released.wait(WAIT_S)
+
+    monkeypatch.setattr(torch_backend_module, "update_chunk", stuck)
+    pool = OptimizerPool(2, backend=torch_backend())
+    unit = make_unit(SPLIT, 0)
+    ticket = pool.submit("layer 7", 0, JobBatch(SPLIT, unit), hyper())
+    assert entered.wait(WAIT_S)
+    with pytest.raises(TimeoutError, match=r"thread of the CPU optimizer \(torch\) did not end within 50 ms"):
+        pool.close(0.05, cancel=True)
+    assert pool in pool_module._left and not pool._finalizer.alive, "its tensors stay, and nobody waits at exit"
+    with pytest.raises(PoolClosed):
+        pool.wait(ticket, 5.0)
+    pool.close()
+    released.set()
+    assert pool._queue.stop(WAIT_S)
+    pool_module._left.remove(pool)
+
+
+def test_stopping_the_extension_is_bounded():
+    def ends_at_once() -> bool:
+        pool = OptimizerPool(1, backend=extension(), task_numel=1 << 21)
+        pool.submit("layer 7", 0, JobBatch(FP32, [unit]), hyper())
+        time.sleep(0.001)
+        ended = pool._queue.stop(0.0)
+        assert pool._queue.stop(WAIT_S) and pool._queue.stop(0.0)
+        pool.close(cancel=True)
+        return ended
+
+    (unit,) = make_unit(FP32, 0, sizes=(1 << 21,))
+    assert not all(ends_at_once() for _ in range(50)), "a stop that waits whatever its limit is"
 
 
 def test_a_closed_pool(backend):

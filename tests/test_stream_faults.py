@@ -24,7 +24,7 @@ from outcore.engine.stream import scratch, state
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.runner import UnitRunner
-from outcore.optim import torch_backend
+from outcore.optim import OptimizerPool, torch_backend
 from outcore.staging import PinnedPool
 from outcore.staging.copy_streams import HostStreams
 from outcore.storage import open_engine
@@ -197,16 +197,28 @@ def test_a_lane_that_is_stuck(job: Job) -> None:
 
 
 def test_an_optimizer_that_is_stuck(job: Job) -> None:
-    original = torch_backend.update_chunk
+    """Neither the step nor closing waits for it: its memory stays, and the reason is on the screen."""
+    go_on = threading.Event()
+    original, close = torch_backend.update_chunk, OptimizerPool.close
 
     def stuck(*args: Any) -> None:
         if job.is_broken:
-            threading.Event().wait(3)
+            go_on.wait(60)
         original(*args)
 
+    def close_soon(pool: OptimizerPool, timeout_s: float, *, cancel: bool) -> None:
+        close(pool, min(timeout_s, 0.2), cancel=cancel)
+
     job.patch.setattr(torch_backend, "update_chunk", stuck)
+    job.patch.setattr(OptimizerPool, "close", close_soon)
     job.limit_s = 1.0
-    job.fails("the optimizer did not finish", "embedding", "within 1.0 s", "2 threads (torch)")
+    job.fails("the optimizer did not finish", "embedding", "within 1.0 s", "2 threads (torch)", stuck="optimizer")
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("optimizer")]
+    assert left
+    go_on.set()
+    for thread in left:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_a_gradient_that_never_arrives(job: Job) -> None:

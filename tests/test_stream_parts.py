@@ -19,6 +19,7 @@ from outcore.engine.stream.clock import PhaseClock
 from outcore.engine.stream.host_memory import HostMemory, pageable
 from outcore.engine.stream.layout import SlabLayout
 from outcore.engine.stream.loss_scale import LossScaler
+from outcore.engine.stream.moments import wait_for
 from outcore.engine.stream.rng import seed_of
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.slots import plan_slots
@@ -175,6 +176,35 @@ def test_phase_clock_adds_up_parts_of_a_phase():
     clock.stop()
     found = clock.seconds()
     assert set(found) == {"forward", "backward"} and all(math.isfinite(s) and s >= 0 for s in found.values())
+
+
+class Event:
+    """Of a GPU that reaches it at the given query, or never."""
+
+    def __init__(self, at_query: int | None) -> None:
+        self.at_query, self.queries = at_query, 0
+
+    def query(self) -> bool:
+        self.queries += 1
+        return self.queries == self.at_query
+
+
+def test_waiting_for_a_gpu_is_bounded():
+    event = Event(at_query=3)
+    wait_for(event, "the step", 60.0)
+    assert event.queries == 3
+    wait_for(123.0, "a moment of the host's clock", 0.0)
+    with pytest.raises(TimeoutError, match=r"the GPU did not finish the step within 50 ms: it hangs"):
+        wait_for(Event(at_query=None), "the step", 0.05)
+
+
+def test_a_gpu_that_hangs_ends_the_step(engine, monkeypatch):
+    """The step's end never comes: the reason comes out, and no state has changed."""
+    before = [p.detach().clone() for p in engine.loaded.model.parameters()]
+    monkeypatch.setattr(PhaseClock, "wait", lambda _: wait_for(Event(at_query=None), "the step", 0.05))
+    with pytest.raises(TimeoutError, match="the GPU did not finish the step"):
+        engine.train_step([plain_batch()], 1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.loaded.model.parameters(), strict=True))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define OUTCORE_ABI 3
+#define OUTCORE_ABI 4
 
 namespace outcore {
 

@@ -183,7 +183,7 @@ EXPORT int32_t outcore_optim_pool_next_chunk(Pool* pool, double timeout_s, Chunk
   return pool->next_chunk(timeout_s, out);
 }
 
-EXPORT void outcore_optim_pool_stop(Pool* pool) { pool->stop(); }
+EXPORT int32_t outcore_optim_pool_stop(Pool* pool, double timeout_s) { return pool->stop(timeout_s); }
 
 // Nobody may be inside a call on the pool.
 EXPORT void outcore_optim_pool_delete(Pool* pool) { delete pool; }

@@ -18,7 +18,7 @@ from outcore.optim.formats import StateFormat
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import DTYPE_CODES, ChunkJob, CJob, JobBatch, check_grad
 
-ABI = 3
+ABI = 4
 VARIANT_NAMES = ("baseline", "avx2", "avx512")
 WORK_CODES: dict[str, int] = {"update": 0, "guarded_update": 1, "sum_squares": 2}
 STATUSES: tuple[Status, ...] = ("done", "skipped", "cancelled")
@@ -127,7 +127,7 @@ def load_library(path: Path) -> ctypes.CDLL:
         ("pool_wait", u64, (p, u64, f64)),
         ("pool_reap", i64, (p, p, i64)),
         ("pool_next_chunk", i32, (p, f64, p)),
-        ("pool_stop", None, (p,)),
+        ("pool_stop", i32, (p, f64)),
         ("pool_delete", None, (p,)),
     ):
         function = getattr(library, f"outcore_optim_{name}")
@@ -308,8 +308,8 @@ class ExtensionQueue:
             return None
         return FinishedChunk(out.ticket, out.chunk, STATUSES[out.status], out.finished_s)
 
-    def stop(self) -> None:
-        self._library.outcore_optim_pool_stop(self._pool)
+    def stop(self, timeout_s: float) -> bool:
+        return bool(self._library.outcore_optim_pool_stop(self._pool, timeout_s))
 
     def delete(self) -> None:
         self._library.outcore_optim_pool_delete(self._pool)

@@ -16,6 +16,7 @@ namespace outcore {
 // A gradient whose square would overflow the second moment is as fatal as infinity: above 2^60 the update is refused.
 static constexpr double kLargestGrad = 1152921504606846976.0;
 static constexpr uint32_t kInfinity = 0x7f800000u;
+static constexpr double kForever = 1e9;  // seconds
 
 struct Pool::Unit {
   uint64_t ticket = 0;
@@ -45,13 +46,16 @@ struct Pool::Unit {
 
 Pool::Pool(const Kernels& kernels, int64_t task_numel) : kernels_(kernels), task_numel_(task_numel) {}
 
-Pool::~Pool() { stop(); }
+Pool::~Pool() { stop(kForever); }
 
 int Pool::start(int num_threads, const int32_t* cpus) {
   threads_.reserve((size_t)num_threads);
   for (int i = 0; i < num_threads; i++) {
     pthread_t thread;
+    mutex_.lock();
     int code = start_thread(&thread, &Pool::worker, this);
+    if (code == 0) num_working_++;
+    mutex_.unlock();
     if (code == 0) threads_.push_back(thread);
 #if defined(__linux__)
     if (code == 0 && cpus != nullptr) {
@@ -62,7 +66,7 @@ int Pool::start(int num_threads, const int32_t* cpus) {
     }
 #endif
     if (code != 0) {
-      stop();
+      stop(kForever);
       return code;
     }
   }
@@ -80,7 +84,11 @@ void Pool::work() {
   Guard guard(mutex_);
   for (;;) {
     while (!stopping_ && queue_.empty()) has_work_.wait(mutex_);
-    if (stopping_) return;
+    if (stopping_) {
+      num_working_--;
+      has_finished_.wake_all();
+      return;
+    }
     const auto first = queue_.begin();
     Unit& unit = *first->second;
     const size_t chunk = unit.next_chunk;
@@ -259,13 +267,17 @@ bool Pool::next_chunk(double timeout_s, ChunkDone* out) {
   return true;
 }
 
-void Pool::stop() {
+bool Pool::stop(double timeout_s) {
+  const double deadline_s = monotonic_s() + timeout_s;
   {
     Guard guard(mutex_);
-    if (stopping_ && threads_.empty()) return;
+    if (stopping_ && threads_.empty()) return true;
     stopping_ = true;
     has_work_.wake_all();
     has_finished_.wake_all();
+    while (num_working_ > 0) {
+      if (!has_finished_.wait_until(mutex_, deadline_s) && num_working_ > 0) return false;
+    }
   }
   for (pthread_t thread : threads_) pthread_join(thread, nullptr);
   threads_.clear();
@@ -274,6 +286,7 @@ void Pool::stop() {
     if (entry.second->result.finished_s == 0) finish(*entry.second, kCancelled);
   }
   queue_.clear();
+  return true;
 }
 
 }  // namespace outcore

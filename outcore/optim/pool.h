@@ -46,8 +46,9 @@ class Pool {
   int64_t reap(Finished* out, int64_t capacity);
   // The next chunk of a unit submitted with notify_chunks; false after the timeout or stop().
   bool next_chunk(double timeout_s, ChunkDone* out);
-  // Ends the workers after the tasks they are at; what has not started is cancelled.
-  void stop();
+  // Ends the workers after the tasks they are at; what has not started is cancelled. False when one has not ended
+  // within the timeout: its task's memory, and this pool, are still in use. May be called again.
+  bool stop(double timeout_s);
 
  private:
   struct Unit;
@@ -71,6 +72,7 @@ class Pool {
   size_t ring_start_ = 0, num_chunks_done_ = 0, num_chunks_expected_ = 0;
   uint64_t last_ticket_ = 0, num_finished_ = 0;
   bool stopping_ = false;
+  int num_working_ = 0;  // threads that have not left work()
   std::vector<pthread_t> threads_;
 };
 

@@ -49,6 +49,11 @@ DEFAULT_TASK_NUMEL = 1 << 18
 SUM_BLOCK_NUMEL = 4096
 SIGNAL_SLICE_S = 0.2
 """Waits return to Python this often, so that Ctrl-C works."""
+DISPOSE_TIMEOUT_S = 60.0
+"""For the tasks of a pool that nobody closed."""
+
+_left: list[OptimizerPool] = []
+"""Pools with a thread that did not end: it may write to their tensors for as long as the process lives."""
 
 
 @dataclass
@@ -201,17 +206,33 @@ class OptimizerPool:
         return len(self._pending)
 
     def close(self, timeout_s: float = DEFAULT_TIMEOUT_S, *, cancel: bool = False) -> None:
-        """End the threads: after everything submitted (TimeoutError), or with `cancel` after the tasks they are at.
+        """End the threads: after everything submitted, or with `cancel` after the tasks they are at.
 
-        A cancelled unit may be partly updated. Calling it again does nothing.
+        A cancelled unit may be partly updated. TimeoutError: a task is still running after `timeout_s`, and the tensors
+        of its unit stay until the process ends. Calling it again does nothing.
         """
         if self._closed or os.getpid() != self._pid:
             return
+        end_s = time.perf_counter() + timeout_s
         if not cancel:
             self.drain(timeout_s)
         self._closed = True
-        self._queue.stop()
+        if not self._stop(end_s):
+            self._finalizer.detach()
+            _left.append(self)
+            raise TimeoutError(
+                f"a thread of the CPU optimizer ({self.backend.name}) did not end within {format_s(timeout_s)}: the "
+                "memory it works on stays until the process ends"
+            )
         self._reap()
+
+    def _stop(self, end_s: float) -> bool:
+        while True:  # in slices: Ctrl-C works
+            left_s = end_s - time.perf_counter()
+            if self._queue.stop(max(0.0, min(SIGNAL_SLICE_S, left_s))):
+                return True
+            if left_s <= SIGNAL_SLICE_S:
+                return False
 
     def __enter__(self) -> Self:
         return self
@@ -296,8 +317,7 @@ class OptimizerPool:
 
 
 def _dispose(queue: WorkQueue, pid: int) -> None:
-    if os.getpid() == pid:  # threads do not survive a fork
-        queue.stop()
+    if os.getpid() == pid and queue.stop(DISPOSE_TIMEOUT_S):  # threads do not survive a fork
         queue.delete()
 
 

@@ -138,16 +138,20 @@ class TorchQueue:
             self._changed.wait_for(lambda: bool(self._chunks) or self._stopping, timeout_s)
             return self._chunks.pop(0) if self._chunks else None
 
-    def stop(self) -> None:
+    def stop(self, timeout_s: float) -> bool:
+        end_s = time.perf_counter() + timeout_s
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in others:
+            thread.join(max(0.0, end_s - time.perf_counter()))
+        if any(thread.is_alive() for thread in others):
+            return False
         with self._changed:
             for unit in list(self._units.values()):
                 self._finish(unit, "cancelled")
+        return True
 
     def delete(self) -> None:
         """Nothing is held beyond `stop`."""

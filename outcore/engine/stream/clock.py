@@ -6,6 +6,8 @@ import time
 
 import torch
 
+from outcore.engine.stream.moments import wait_for
+
 
 class PhaseClock:
     """`start` a phase ends the one before; `stop` ends the last."""
@@ -26,11 +28,15 @@ class PhaseClock:
     def stop(self) -> None:
         self.start("")
 
+    def wait(self) -> None:
+        """Until the device has reached the last `start` or `stop`; TimeoutError when it hangs."""
+        if self._cuda and self._events:
+            wait_for(self._events[-1][1], "the step")
+
     def seconds(self) -> dict[str, float]:
         """Phase -> seconds, summed over its parts. Waits for the device to reach `stop`."""
         total: dict[str, float] = {}
-        if self._cuda and self._events:
-            self._events[-1][1].synchronize()
+        self.wait()
         for (phase, begin), (_, end) in zip(self._events, self._events[1:], strict=False):
             total[phase] = total.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
         for (phase, begin_s), (_, end_s) in zip(self._times, self._times[1:], strict=False):

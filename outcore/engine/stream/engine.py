@@ -31,6 +31,7 @@ from outcore.engine.base import (
 from outcore.engine.export import export_model
 from outcore.engine.stream.clock import PhaseClock
 from outcore.engine.stream.loss_scale import LossScaler
+from outcore.engine.stream.moments import moment, wait_for
 from outcore.engine.stream.packing import DeviceBatch
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.schedule import PassSums
@@ -116,7 +117,8 @@ class StreamEngine:
         )
         clock.stop()
         self._attempts += 1
-        norm = float(parts.download.norm()) / scale  # waits for the device
+        clock.wait()
+        norm = float(parts.download.norm()) / scale
         begin_s = time.perf_counter()
         self._check_loss(sums, total)
         skipped = self._settle(shipped, norm, scale, lr) if self._deferred else self._settle_immediate(norm)
@@ -219,6 +221,7 @@ class StreamEngine:
                     run()
             if group:
                 run()
+            wait_for(moment(self.device), "the evaluation")
         loss_sum, tokens = sums.tolist()
         return EvalResult(loss_sum / tokens if tokens else float("nan"), int(tokens))
 
@@ -231,7 +234,9 @@ class StreamEngine:
         with self._evaluating():
             for _ in range(max_new_tokens):
                 ids = torch.tensor([tokens[-length:]], dtype=torch.long, device=self.device)
-                tokens.append(int(self._parts.schedule.next_logits(ids).argmax()))
+                token = self._parts.schedule.next_logits(ids).argmax()
+                wait_for(moment(self.device), "the next token")
+                tokens.append(int(token))
                 if tokens[-1] == eos_token_id:
                     break
         return tokens[len(prompt_ids) :]

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from outcore.engine.stream.moments import Moment, elapsed_s, moment
+from outcore.engine.stream.moments import Moment, elapsed_s, moment, wait_for
 from outcore.engine.stream.tiles_plan import free_device_bytes
 
 logger = logging.getLogger(__name__)
@@ -143,8 +143,7 @@ class LayerGraphs:
             return self._rehearse(known, call)
         if known.is_worth_it is None:
             assert known.begin is not None and known.end is not None
-            if self.device.type == "cuda":
-                known.end.synchronize()
+            wait_for(known.end, "the layers before its first CUDA graph")
             known.is_worth_it = elapsed_s(known.begin, known.end) <= LONG_S
         if not known.is_worth_it:
             known.static = []

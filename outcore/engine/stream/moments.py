@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 
+from outcore.units import format_s
+
 Moment = Any
 """A timed torch.cuda.Event, or seconds on the clock of time.perf_counter."""
 CALIBRATION_TRIES = 5
+DEVICE_TIMEOUT_S = 600.0
+"""Longest wait for work that is queued on the device: a few layers of a step, so more means that it hangs."""
+POLL_S = 1e-4
 
 
 def moment(device: torch.device) -> Moment:
@@ -19,6 +24,20 @@ def moment(device: torch.device) -> Moment:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def wait_for(at: Moment, what: str, timeout_s: float = DEVICE_TIMEOUT_S, poll_s: float = POLL_S) -> None:
+    """Until a moment has passed, asked for every `poll_s`: CUDA's own waits know no limit. TimeoutError."""
+    if isinstance(at, float):
+        return
+    end_s = time.perf_counter() + timeout_s
+    while not at.query():
+        if time.perf_counter() > end_s:
+            raise TimeoutError(
+                f"the GPU did not finish {what} within {format_s(timeout_s)}: it hangs, or other processes keep it "
+                "busy (`nvidia-smi` shows them; after a fault the kernel's log has lines with Xid)"
+            )
+        time.sleep(poll_s)
 
 
 def elapsed_s(begin: Moment, end: Moment) -> float:
@@ -41,13 +60,13 @@ class HostTime:
         """Waits for the device."""
         if self._device.type != "cuda":
             return
-        torch.cuda.synchronize(self._device)
+        wait_for(moment(self._device), "what was queued before the trace")
         best: tuple[float, torch.cuda.Event, float] | None = None
         for _ in range(CALIBRATION_TRIES):
             event = torch.cuda.Event(enable_timing=True)
             before_s = time.perf_counter()
             event.record()
-            event.synchronize()
+            wait_for(event, "the moment of a calibration", poll_s=0.0)
             after_s = time.perf_counter()
             if best is None or after_s - before_s < best[0]:
                 best = (after_s - before_s, event, (before_s + after_s) / 2)

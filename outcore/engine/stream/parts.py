@@ -133,7 +133,7 @@ class EngineParts:
 
         closing: list[Callable[[], object]] = [
             lambda: self.updates.close(deadline.left_s()),
-            partial(self.optimizer.close, cancel=True),
+            lambda: self.optimizer.close(deadline.left_s(), cancel=True),
             lambda: self.prefetcher.abort(Deadline(min(self.upload.timeout_s, deadline.left_s()))),
             *(partial(close_lane, lane) for lane in (self.upload, *self.drive_lanes, self.download_lane)),
         ]

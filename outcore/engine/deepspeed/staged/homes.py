@@ -11,6 +11,7 @@ Names with leading underscores are DeepSpeed 0.19.8's; `binding` refuses other v
 
 from __future__ import annotations
 
+import logging
 from itertools import compress
 from typing import Any
 
@@ -30,6 +31,8 @@ from outcore.engine.deepspeed.staged.states import RingSize, ShareStates
 from outcore.optim import OptimizerPool, state_format
 from outcore.optim.formats import PARAM_DTYPES
 from outcore.units import format_gib
+
+logger = logging.getLogger(__name__)
 
 
 class HousedZero3(DeepSpeedZeroOptimizer_Stage3):
@@ -249,5 +252,10 @@ class HousedZero3(DeepSpeedZeroOptimizer_Stage3):
         super().destroy()
         deadline = Deadline()
         idle = self.states.close(deadline)
-        self.pool.close(cancel=True)
-        self.session.close(deadline, drive_is_idle=idle)
+        try:
+            self.pool.close(deadline.left_s(), cancel=True)
+        except TimeoutError as error:
+            logger.error("while the engine was closed: %s", error)
+            idle = False
+            deadline.expire()
+        self.session.close(deadline, is_idle=idle)

@@ -69,22 +69,22 @@ class StagedSession:
         assert self.scratch is not None and self.memory.pool is not None
         return StagedGradients(self.memory.pool, device)
 
-    def close(self, deadline: Deadline | None = None, *, drive_is_idle: bool = True) -> None:
+    def close(self, deadline: Deadline | None = None, *, is_idle: bool = True) -> None:
         """Wait for transfers, give memory back, remove the scratch files; safe to call twice.
 
         Where a transfer does not end within the limit, its memory and the scratch files stay until the process ends.
         """
         deadline = deadline or Deadline()
         if self.gradients is not None:
-            drive_is_idle = self.gradients.close(deadline) and drive_is_idle
+            is_idle = self.gradients.close(deadline) and is_idle
         if self.params is not None:
-            drive_is_idle = self.params.close(deadline) and drive_is_idle
+            is_idle = self.params.close(deadline) and is_idle
         if self.scratch is not None:
             if self.scratch.close(deadline.left_s()):
                 self._remove_empty_folders()
             else:
-                drive_is_idle = False
-        if drive_is_idle:
+                is_idle = False
+        if is_idle:
             self.memory.close()
         else:
             self.memory.leave()
