@@ -161,8 +161,8 @@ def test_a_gradient_that_is_not_finite_skips_the_whole_step(build):
             engine.train_step(batches_of(step), LR)
 
 
-def poison(engine, times):
-    """The next `times` gradients of a layer are infinite."""
+def poison(engine, times, value=float("inf")):
+    """The next `times` gradients of a layer have this value in them."""
     runner = engine._parts.schedule.runner
     original = type(runner).layer_backward
     left = [times]
@@ -171,7 +171,7 @@ def poison(engine, times):
         grad = original(runner, *args)
         if left[0] > 0:
             left[0] -= 1
-            args[-1].flat[3] = float("inf")
+            args[-1].flat[3] = value
         return grad
 
     runner.layer_backward = layer_backward
@@ -185,6 +185,26 @@ def test_without_clipping_a_gradient_that_is_not_finite_stops_the_run(build):
         engine.train_step(batches_of(1), LR)
         engine.train_step(batches_of(2), LR)
     engine._parts.updates._pending.clear()
+
+
+def test_a_gradient_whose_square_overflows_is_as_fatal(build):
+    """The same limit in both modes, and in the step in which it comes."""
+    for update in ("deferred", "immediate"):
+        engine = build("llama", replace(TINY, max_grad_norm=0.0, update=update))
+        engine.train_step(batches_of(0), LR)
+        before = weights_of(engine)
+        poison(engine, 1, 1e19)
+        if update == "immediate":
+            with pytest.raises(NonFiniteLossError, match=r"norm became 1e\+19.*resume from the last checkpoint"):
+                engine.train_step(batches_of(1), LR)
+            engine._parts.updates._pending.clear()
+        else:
+            assert engine.train_step(batches_of(1), LR).skipped
+            after = weights_of(engine)
+            assert all(torch.equal(before[n], after[n]) for n in before)
+    clipped = build("llama", replace(TINY, max_grad_norm=1.0))
+    poison(clipped, 1, 1e19)
+    assert not clipped.train_step(batches_of(1), LR).skipped, "clipping makes it small enough"
 
 
 def test_fp16_overflow_is_skipped_and_the_scale_falls_and_recovers(build, tmp_path):

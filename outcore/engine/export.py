@@ -7,6 +7,7 @@ layer (W + scale * B A) while they are written, or the adapter alone in peft's f
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from outcore.model.names import checkpoint_name
 from outcore.model.zero3 import full_shape
 
 WeightOf = Callable[[nn.Parameter], torch.Tensor]
+Tensors = dict[str, tuple[TensorPlan, Callable[[], torch.Tensor]]]
 
 
 def export_model(
@@ -44,11 +46,13 @@ def export_model(
         if is_peft and adapter_only:
             _export_adapter(aside, network, weight_of, rank)
         else:
-            tensors = _merged_tensors(network, weight_of) if is_peft else _plain_tensors(network, weight_of)
+            tensors, untied = (
+                _merged_tensors(network, weight_of) if is_peft else (_plain_tensors(network, weight_of), False)
+            )
             _write_model(aside, tensors, rank, max_shard_bytes)
             base = network.get_base_model() if is_peft else network  # pyright: ignore[reportCallIssue]
             if rank == 0:
-                write_config(aside, base)
+                write_config(aside, base, untied=untied)
         if rank == 0:
             if tokenizer is not None:
                 tokenizer.save_pretrained(str(aside))
@@ -64,39 +68,55 @@ def export_model(
         raise
 
 
-def _plain_tensors(network: nn.Module, weight_of: WeightOf) -> dict[str, tuple[TensorPlan, Callable[[], torch.Tensor]]]:
+def _plain_tensors(network: nn.Module, weight_of: WeightOf) -> Tensors:
     """Every parameter once, and persistent buffers, by name."""
-    tensors: dict[str, tuple[TensorPlan, Callable[[], torch.Tensor]]] = {}
-    parameters = dict(network.named_parameters(remove_duplicate=False))
+    tensors: Tensors = {}
     for name, param in network.named_parameters():
         plan = TensorPlan(name, param.dtype, tuple(full_shape(param)))
         tensors[name] = (plan, lambda p=param: weight_of(p))
-    for name, value in network.state_dict().items():
-        if name not in parameters and isinstance(value, torch.Tensor):
-            tensors[name] = (TensorPlan(name, value.dtype, tuple(value.shape)), lambda v=value: v)
-    return tensors
+    return tensors | _buffers(network, lambda name: name)
 
 
-def _merged_tensors(
-    network: nn.Module, weight_of: WeightOf
-) -> dict[str, tuple[TensorPlan, Callable[[], torch.Tensor]]]:
-    """The base model's tensors by their own names, adapters merged in; computed in fp32, rounded once."""
-    layers = {
-        checkpoint_name(f"{name}.base_layer.weight"): module
-        for name, module in network.named_modules()
+def _buffers(network: nn.Module, name_of: Callable[[str], str]) -> Tensors:
+    """Persistent ones of the base model."""
+    parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    return {
+        name_of(name): (TensorPlan(name_of(name), value.dtype, tuple(value.shape)), lambda v=value: v)
+        for name, value in network.state_dict().items()
+        if name not in parameters and isinstance(value, torch.Tensor) and "lora_" not in name
+    }
+
+
+def _merged_tensors(network: nn.Module, weight_of: WeightOf) -> tuple[Tensors, bool]:
+    """The base model's tensors by their own names, adapters merged in; computed in fp32, rounded once.
+
+    Also whether a tied weight is there under each of its names, because not all its uses have the same adapter.
+    """
+    adapted = {
+        f"{name}.base_layer.weight": module
+        for name, module in network.named_modules(remove_duplicate=False)
         if hasattr(module, "lora_A") and hasattr(module, "base_layer")
     }
-    tensors: dict[str, tuple[TensorPlan, Callable[[], torch.Tensor]]] = {}
-    for full_name, param in network.named_parameters():
-        name = checkpoint_name(full_name)
-        if "lora_" in full_name:
-            continue
-        plan = TensorPlan(name, param.dtype, tuple(full_shape(param)))
-        if name in layers:
-            tensors[name] = (plan, lambda p=param, layer=layers[name]: _merge(layer, p, weight_of))
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, param in network.named_parameters(remove_duplicate=False):
+        if "lora_" not in name:
+            names_of.setdefault(param, []).append(name)
+    tensors: Tensors = {}
+    untied = False
+    for param, full_names in names_of.items():
+        if len({id(adapted.get(name)) for name in full_names}) == 1:
+            full_names = full_names[:1]
         else:
-            tensors[name] = (plan, lambda p=param: weight_of(p))
-    return tensors
+            untied = True
+        for full_name in full_names:
+            plan = TensorPlan(checkpoint_name(full_name), param.dtype, tuple(full_shape(param)))
+            layer = adapted.get(full_name)
+            tensors[plan.name] = (
+                (plan, lambda p=param: weight_of(p))
+                if layer is None
+                else (plan, lambda p=param, layer=layer: _merge(layer, p, weight_of))
+            )
+    return tensors | _buffers(network, checkpoint_name), untied
 
 
 def _merge(layer: Any, base: nn.Parameter, weight_of: WeightOf) -> torch.Tensor:
@@ -113,9 +133,7 @@ def _merge(layer: Any, base: nn.Parameter, weight_of: WeightOf) -> torch.Tensor:
     return (weight.float() + layer.scaling[adapter] * delta.to(weight.device)).to(weight.dtype)
 
 
-def _write_model(
-    folder: Path, tensors: dict[str, tuple[TensorPlan, Callable[[], torch.Tensor]]], rank: int, max_shard_bytes: int
-) -> None:
+def _write_model(folder: Path, tensors: Tensors, rank: int, max_shard_bytes: int) -> None:
     shards = plan_shards([plan for plan, _ in tensors.values()], "model", max_shard_bytes)
     weight_map: dict[str, str] = {}
     for file_name, group in shards:
@@ -133,16 +151,21 @@ def _write_model(
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
-def write_config(folder: Path, network: Any) -> None:
-    """config.json and generation_config.json of a transformers model, as inference wants them; nothing without them."""
+def write_config(folder: Path, network: Any, *, untied: bool = False) -> None:
+    """config.json and generation_config.json of a transformers model, as inference wants them; nothing without them.
+
+    `untied`: embedding and head are tied in `network` and not in what is written.
+    """
     config: Any = getattr(network, "config", None)
     if config is None or not hasattr(config, "save_pretrained"):
         return  # a user's own module: the weights are there, its code builds it
-    use_cache, config.use_cache = config.use_cache, True
-    if not config.architectures:
-        config.architectures = [type(network).__name__]
-    config.save_pretrained(str(folder))
-    config.use_cache = use_cache
+    written = copy.deepcopy(config)
+    written.use_cache = True
+    if not written.architectures:
+        written.architectures = [type(network).__name__]
+    if untied:
+        written.tie_word_embeddings = written.get_text_config().tie_word_embeddings = False
+    written.save_pretrained(str(folder))
     generation = getattr(network, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(str(folder))

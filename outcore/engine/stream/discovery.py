@@ -202,16 +202,18 @@ class _Discovery:
         return f" (made of {_holders(sorted(own), [n for n in self.names.values() if n not in own])})" if own else ""
 
     def _paths(self, embed: list[nn.Parameter]) -> tuple[str, ...]:
-        """Modules of the decoder that own these parameters, outermost only."""
+        """Modules of the decoder that own these parameters, outermost only; a module with its adapters is one."""
         wanted = {id(p) for p in embed}
+        modules = dict(self.parts.decoder.named_modules())
+        adapted = [path for path, module in modules.items() if path and hasattr(module, "base_layer")]
         paths = [
-            path
-            for path, module in self.parts.decoder.named_modules()
+            next((outer for outer in adapted if path.startswith(f"{outer}.")), path)
+            for path, module in modules.items()
             if any(p is not None and id(p) in wanted for p in module._parameters.values())
         ]
         if "" in paths or any(self.stack == path or self.stack.startswith(f"{path}.") for path in paths):
             raise StreamUnsupported("its decoder holds parameters of the embedding itself, not in a module of its own")
-        return tuple(p for p in paths if not any(p.startswith(f"{outer}.") for outer in paths))
+        return tuple(p for p in dict.fromkeys(paths) if not any(p.startswith(f"{outer}.") for outer in paths))
 
     def _check_complete(self, embed: list[nn.Parameter], head: list[nn.Parameter]) -> None:
         names = sorted(self.names.values())

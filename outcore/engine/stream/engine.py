@@ -39,6 +39,7 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.state import StreamState
 from outcore.engine.stream.trace_window import NoTracing, StepTracing, TracePlan, TraceWindow
 from outcore.engine.stream.units import Unit
+from outcore.engine.stream.updates import is_usable
 from outcore.model.generate import context_length_of
 from outcore.model.head import unwrap
 from outcore.model.inputs import count_target_tokens
@@ -132,15 +133,15 @@ class StreamEngine:
 
     def _settle(self, shipped: list[tuple[Unit, LaneTransfer]], norm: float, scale: float, lr: float) -> bool:
         """Deferred: hand every unit to the optimizer, first needed first, or none of them. True when skipped."""
-        finite = math.isfinite(norm)
-        self._scaler.update(overflow=not finite)
-        if not finite:
-            for _, transfer in shipped:
-                transfer.wait()  # the homes are written to again in the next step
-            self._count_skip()
-            return True
         limit = self.settings.max_grad_norm
         clip = min(1.0, limit / (norm + CLIP_EPS)) if limit else 1.0
+        usable = is_usable(norm * clip)
+        self._scaler.update(overflow=not usable)
+        if not usable:
+            for _, transfer in shipped:
+                transfer.wait()  # the homes are written to again in the next step
+            self._count_skip(norm)
+            return True
         hyper = self._hyper(lr, clip / scale)
         for unit, transfer in sorted(shipped, key=lambda pair: pair[0].index):
             self._parts.updates.submit(unit, transfer, hyper)
@@ -149,21 +150,21 @@ class StreamEngine:
         return False
 
     def _settle_immediate(self, norm: float) -> bool:
-        if not math.isfinite(norm):
+        if not is_usable(norm):
             raise NonFiniteLossError(
-                f"the gradients' norm became {norm}. Layers with finite gradients have already been updated, so this "
-                "model is no longer one that a step made: resume from the last checkpoint with gradient clipping "
+                f"the gradients' norm became {norm:.3g}. Layers with usable gradients have already been updated, so "
+                "this model is no longer one that a step made: resume from the last checkpoint with gradient clipping "
                 f"(--max_grad_norm), under which such a step is skipped whole, or {LOWER_RATE}."
             )
         self.updates += 1
         return False
 
-    def _count_skip(self) -> None:
+    def _count_skip(self, norm: float) -> None:
         self._skips_in_a_row += 1
         if not self._scaler.enabled and self._skips_in_a_row >= MAX_SKIPS:
             raise NonFiniteLossError(
-                f"the gradients were not finite in {MAX_SKIPS} steps in a row (no state was updated with them): "
-                f"{LOWER_RATE}."
+                f"the gradients could not be used in {MAX_SKIPS} steps in a row (their norm is {norm:.3g}; no state "
+                f"was updated with them): {LOWER_RATE}."
             )
 
     def _check_loss(self, sums: PassSums, total: int) -> None:

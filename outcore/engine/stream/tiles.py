@@ -57,7 +57,9 @@ class TiledMatrix:
 
 
 def is_large(slot: Slot, itemsize: int, tile_bytes: int) -> bool:
-    """Whether a parameter is not resident."""
+    """Whether a parameter is not resident. An embedding's adapters are: peft transposes them to look up rows."""
+    if "lora_embedding_" in slot.name:
+        return False
     return len(slot.shape) > 1 and slot.numel * itemsize > tile_bytes // RESIDENT_SHARE
 
 

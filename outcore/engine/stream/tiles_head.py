@@ -71,6 +71,7 @@ class TiledHead:
             names = ", ".join(matrix.slot.name for matrix, _ in found) or "none"
             raise StreamUnsupported(
                 f"its head should have one weight to compute in tiles, it has {len(found)} ({names})"
+                + (": leave it out of lora target_modules" if "lora_" in names else "")
             )
         return found[0]
 

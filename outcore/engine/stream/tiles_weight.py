@@ -63,6 +63,14 @@ class StreamedWeight:
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(torch.Tensor, name):
+            raise AttributeError(name)
+        raise StreamUnsupported(
+            f"{self.name} does not fit on the device, and its model's code takes its {name!r}, which is not there in "
+            "tiles"
+        )
+
     @property
     def matrix(self) -> TiledMatrix:
         if self.ndim != 2:

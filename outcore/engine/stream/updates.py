@@ -93,7 +93,7 @@ class UnitUpdates:
                     raise transfer.error
                 norm = norm_of(unit) if guard and norm_of is not None else None
                 if norm is not None:
-                    pending.skipped = not is_usable(norm, hyper)
+                    pending.skipped = not is_usable(norm * hyper.grad_scale)
                     if not pending.skipped:
                         self._begin(pending, grad, hyper, guard=False)
                 elif guard and self._guards is not None and self._homes.flowing(unit):
@@ -123,7 +123,7 @@ class UnitUpdates:
             ticket = self._pool.submit_sumsq(f"gradient of {pending.unit.name}", priority, pieces)
             stats = self._pool.wait(ticket, self._timeout_s).stats
             assert stats is not None
-            pending.skipped = not stats.all_finite or not is_usable(stats.sumsq**0.5, hyper)
+            pending.skipped = not stats.all_finite or not is_usable(stats.sumsq**0.5 * hyper.grad_scale)
             if not pending.skipped:
                 self._begin(pending, grad, hyper, guard=False)
         except BaseException as error:  # raised again on the thread that waits
@@ -171,9 +171,9 @@ class UnitUpdates:
             self._stalls.add("optimizer", busy_s)
         if skipped:
             raise NonFiniteLossError(
-                f"the gradient of {unit.name} was not finite. Its states were left alone, those of other layers may "
-                "have been updated in the same step: resume from the last checkpoint with gradient clipping "
-                f"(--max_grad_norm), under which such a step is skipped whole, or {LOWER_RATE}."
+                f"the gradient of {unit.name} was not finite, or its square would not be. Its states were left alone, "
+                "those of other layers may have been updated in the same step: resume from the last checkpoint with "
+                f"gradient clipping (--max_grad_norm), under which such a step is skipped whole, or {LOWER_RATE}."
             )
         del self._pending[unit.index]
         self._arena.give_back(unit)
@@ -222,6 +222,7 @@ class UpdatedWeights:
         self._updates.wait(unit)
 
 
-def is_usable(norm: float, hyper: AdamWHyper) -> bool:
-    """Whether a gradient of this norm may reach the states: finite, and squares of its values do not overflow."""
-    return norm * hyper.grad_scale <= LARGEST_GRAD
+def is_usable(norm: float) -> bool:
+    """Whether a gradient of this norm, as the optimizer gets it, may reach the states: it is finite, and squares of its
+    values are."""
+    return norm <= LARGEST_GRAD
