@@ -164,6 +164,11 @@ def test_host_memory_is_pinned_while_the_pool_lasts():
     assert [t.numel() for t in (first, second, third)] == [6000, 6000, 2000]
     assert memory.take(0, "nothing of this unit").numel() == 0
     assert not bool(first.any() or second.any())
+    memory.give_back(second)
+    memory.give_back(first.fill_(1))
+    assert (memory.pinned_bytes, memory.pageable_bytes) == (0, 2000)
+    again = memory.take(6000, "in its place")
+    assert (memory.pinned_bytes, memory.pageable_bytes) == (6000, 2000) and not bool(again.any())
     memory.close()
     memory.close()
     assert pageable(0).numel() == 0 and pageable(5000).data_ptr() % 4096 == 0
@@ -215,6 +220,16 @@ def engine():
     yield built
     built._parts.updates._pending.clear()
     built.close()
+
+
+def test_checkpoints_of_longer_rows_replace_those_of_shorter_ones(engine):
+    """Frozen layers have no gradient homes to lend: their checkpoints' RAM is their own."""
+    activations, memory = engine._parts.schedule.activations, engine._parts.memory
+    activations._first_staying, activations._lend = len(engine._parts.units.layers), lambda layer: None
+    before = memory.pinned_bytes + memory.pageable_bytes
+    for length in (8, 40, 72, 16):
+        engine.train_step([plain_batch(2, length)], 1e-3)
+        assert memory.pinned_bytes + memory.pageable_bytes - before == activations.host_bytes > 0
 
 
 def test_a_layer_that_fails_leaves_nothing_under_way(engine):

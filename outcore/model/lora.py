@@ -53,9 +53,7 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
     )
     with warnings.catch_warnings():  # peft asks transformers for an attribute by its old name
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-        warnings.filterwarnings(
-            "ignore", message=".*`tie_word_embeddings=True` and a tied layer.*", category=UserWarning
-        )
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings=True. and", category=UserWarning)
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)  # pyright: ignore[reportArgumentType]
     if encoder_decoder:
         _refuse_tied_targets(adapted)
@@ -73,8 +71,8 @@ def _refuse_tied_targets(model: nn.Module) -> None:
         if tied and len(names) > 1:
             others = [checkpoint_name(name) for name in names if checkpoint_name(name) not in tied]
             raise ValueError(
-                f"lora target_modules: {tied[0]} shares its weights with {', '.join(others) or tied[1]}, and an adapter "
-                "on one of them could not be merged for export. Leave out "
+                f"lora target_modules: {tied[0]} shares its weights with {', '.join(others) or tied[1]}, and an "
+                "adapter on one of them could not be merged for export. Leave out "
                 f"{tied[0].removesuffix('.weight').split('.')[-1]!r}."
             )
 

@@ -212,6 +212,8 @@ class RamActivations:
         if fits < total:
             home = self._homes.get(layer)
             if home is None or home.nbytes < total - fits:
+                if home is not None:  # of an earlier step: rows are longer now
+                    self._memory.give_back(self._homes.pop(layer))
                 home = self._homes[layer] = self._memory.take(total - fits, f"activations of layer {layer}")
             pieces.append((fits, total, home[: total - fits]))
         return pieces

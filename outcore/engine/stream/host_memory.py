@@ -29,7 +29,8 @@ class HostMemory:
     def __init__(self, pool: PinnedPool | None = None, reserve_bytes: int = 0) -> None:
         self._pool = pool if pool is not None and pool.is_pinned else None
         self._reserve_bytes = reserve_bytes
-        self._leases: list[Lease] = []
+        self._leases: dict[int, Lease] = {}
+        """By address."""
         self.pinned_bytes = 0
         self.pageable_bytes = 0
 
@@ -42,11 +43,20 @@ class HostMemory:
             except PinnedPoolFull:
                 logger.debug("%s: the pinned pool is too fragmented for it", owner)
             else:
-                self._leases.append(lease)
-                self.pinned_bytes += n_bytes
+                self._leases[lease.tensor.data_ptr()] = lease
+                self.pinned_bytes += lease.tensor.nbytes
                 return lease.tensor.zero_()
         self.pageable_bytes += n_bytes
         return pageable(n_bytes, touch=touch)
+
+    def give_back(self, home: torch.Tensor) -> None:
+        """What `take` returned, and nobody uses any more."""
+        lease = self._leases.pop(home.data_ptr(), None)
+        if lease is None:
+            self.pageable_bytes -= home.nbytes  # freed with the last reference to it
+        else:
+            self.pinned_bytes -= home.nbytes
+            lease.release()
 
     def which_pinned(self, sizes: Sequence[tuple[int, int]]) -> frozenset[int]:
         """Of homes (unit's index, bytes) in order of need those that the pool has room for: the first and the last,
@@ -72,7 +82,7 @@ class HostMemory:
 
     def close(self) -> None:
         """Give the leases back; nothing taken may be used any more."""
-        for lease in self._leases:
+        for lease in self._leases.values():
             if not lease.is_released:
                 lease.release()
         self._leases.clear()
