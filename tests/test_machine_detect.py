@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from machine_fakes import BANNER_13, RTX4070_CSV, linux_root, no_tools, smi, wri
 
 from outcore.machine import Machine, detect_machine, pcie_gb_per_s
 from outcore.machine.gpus import OLD_QUERY_FIELDS, cuda_of_driver, detect_gpus, parse_listing, run_command
-from outcore.machine.host import available_ram_bytes, detect_os, detect_ram
+from outcore.machine.host import available_ram_bytes, detect_os, detect_ram, usable_cores
 from outcore.units import GIB, KIB, MIB
 
 
@@ -64,6 +65,27 @@ def test_control_group_v1_and_no_limit(tmp_path: Path) -> None:
     write(root / "sys/fs/cgroup/memory/job/memory.usage_in_bytes", str(5 * GIB))
     ram = detect_ram(root)
     assert ram.total_bytes == 4 * GIB and ram.available_bytes == 0
+
+
+def test_quotas_of_cores(tmp_path: Path) -> None:
+    """The smallest around this process, in whole cores; a limit of nobody is none."""
+    root = linux_root(tmp_path)
+    group = root / "sys/fs/cgroup"
+    there = usable_cores(root)
+    assert there == len(os.sched_getaffinity(0))
+    write(root / "proc/self/cgroup", "0::/job/step\n4:cpuacct,cpu:/job\n")
+    write(group / "cpu.max", "max 100000\n")
+    write(group / "cpu/cpu.cfs_quota_us", "-1\n")
+    write(group / "cpu/cpu.cfs_period_us", "100000\n")
+    assert usable_cores(root) == there
+    write(group / "job/cpu.max", "190000 100000\n")
+    write(group / "job/step/cpu.max", "max 100000\n")
+    assert usable_cores(root) == 1
+    write(group / "job/cpu.max", f"{1000 * 100000} 100000\n")
+    assert usable_cores(root) == there
+    write(group / "cpu/job/cpu.cfs_quota_us", "50000\n")
+    write(group / "cpu/job/cpu.cfs_period_us", "100000\n")
+    assert usable_cores(root) == 1, "half a core is one thread"
 
 
 def test_page_cache_is_there_for_the_taking(tmp_path: Path) -> None:

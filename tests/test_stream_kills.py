@@ -59,9 +59,9 @@ MORE_KILLS = [
 ]
 
 
-def kill_and_resume(tmp_path: Path, corpus: Path, straight: Path, kill: tuple) -> None:
+def kill_and_resume(tmp_path: Path, corpus: Path, straight: Path, kill: tuple, run: list[str] = RUN) -> None:
     moment, count, first, then = kill
-    argv = flags(tmp_path, corpus, *RUN)
+    argv = flags(tmp_path, corpus, *run)
     run_killed(argv, tmp_path / "log.txt", (moment, count, 3), **HOMES[first](tmp_path))
     saved = [p.name for p in sorted((tmp_path / "checkpoint/r").glob("step-*"))]
     assert saved == (["step-00000002", "step-00000004"] if moment == "renamed" else ["step-00000002"])
@@ -76,6 +76,14 @@ def kill_and_resume(tmp_path: Path, corpus: Path, straight: Path, kill: tuple) -
 @pytest.mark.parametrize("kill", KILLS, ids=lambda kill: f"{kill[0]}, {kill[2]} then {kill[3]}")
 def test_killed_and_resumed_elsewhere(tmp_path: Path, corpus: Path, straight: Path, kill: tuple) -> None:
     kill_and_resume(tmp_path, corpus, straight, kill)
+
+
+@pytest.mark.no_cover
+def test_killed_when_layers_are_of_two_steps(tmp_path: Path, corpus: Path) -> None:
+    """Without clipping, layers are updated and written to the drive while the backward pass goes on."""
+    run = [*RUN, "--max_grad_norm", "0"]
+    assert train(flags(tmp_path / "straight", corpus, *run)) == 0
+    kill_and_resume(tmp_path, corpus, tmp_path / "straight", ("drive write", 4, "NVMe", "half split"), run)
 
 
 @pytest.mark.slow

@@ -104,11 +104,12 @@ def test_seeds_differ_by_place():
 class _Lease:
     is_released = False
 
-    def __init__(self, n_bytes):
-        self.tensor = torch.ones(n_bytes, dtype=torch.uint8)
+    def __init__(self, pool, n_bytes):
+        self.pool, self.tensor = pool, torch.ones(n_bytes, dtype=torch.uint8)
 
     def release(self):
         self.is_released = True
+        self.pool.free_bytes += len(self.tensor)
 
 
 class _Pool:
@@ -122,7 +123,7 @@ class _Pool:
     def lease(self, n_bytes, owner):
         assert n_bytes > 0, "as the pool does"
         self.free_bytes -= n_bytes
-        return _Lease(n_bytes)
+        return _Lease(self, n_bytes)
 
 
 def _memory_of(free_bytes, reserve_bytes=0):

@@ -1,11 +1,12 @@
 """Operating system, CPU and RAM of this computer, from /proc and /sys; the standard library's answers elsewhere.
 
-Where a control group limits memory (containers, SLURM jobs, systemd slices, WSL2 distributions) that limit counts, not
-what the host has.
+Where a control group limits memory or cores (containers, SLURM jobs, systemd slices, WSL2 distributions) that limit
+counts, not what the host has.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import re
@@ -97,6 +98,13 @@ def available_ram_bytes(root: str | Path = "/") -> int:
     return detect_ram(Path(root)).available_bytes
 
 
+def usable_cores(root: str | Path = "/") -> int:
+    """Cores that this process may keep busy: those that it may run on, or what the smallest quota of its control groups
+    allows (`docker run --cpus`) where that is less. At least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([cores, *(math.floor(quota) for quota in _cpu_quotas(Path(root)))]))
+
+
 def memlock_limit_bytes() -> int | None:
     """RLIMIT_MEMLOCK of this process; None when unlimited or where there is no such thing."""
     try:
@@ -124,6 +132,24 @@ def _control_group_limits(root: Path) -> list[tuple[int, int]]:
             if limit.isdigit() and int(limit) < _NO_LIMIT_BYTES:
                 used_bytes = int(usage or 0) - _page_cache_bytes(_text(group / "memory.stat"))
                 found.append((int(limit), max(0, int(limit) - max(0, used_bytes))))
+    return found
+
+
+def _cpu_quotas(root: Path) -> list[float]:
+    """Cores that this process's control group and those around it may keep busy, of versions 2 and 1."""
+    groups = dict(re.findall(r"^\d+:([^:]*):(.*)$", _text(root / "proc/self/cgroup"), re.M))
+    v1_path = next((path for names, path in groups.items() if "cpu" in names.split(",")), "/")
+    found: list[float] = []
+    for base, path in ((root / _CGROUPS, groups.get("", "/")), (root / _CGROUPS / "cpu", v1_path)):
+        own = base / path.lstrip("/")
+        for group in (own, *own.parents):
+            if not group.is_relative_to(base):
+                break
+            quota, _, period = _text(group / "cpu.max").strip().partition(" ")
+            quota = quota or _text(group / "cpu.cfs_quota_us").strip()  # "max", or -1: no limit
+            period = period or _text(group / "cpu.cfs_period_us").strip()
+            if quota.isdigit() and period.isdigit() and int(period):
+                found.append(int(quota) / int(period))
     return found
 
 

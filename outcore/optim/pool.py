@@ -36,6 +36,7 @@ from typing import Self
 
 import torch
 
+from outcore.machine.host import usable_cores
 from outcore.optim.backend import Backend, BackendName, FinishedUnit, Work, WorkQueue, open_backend
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import JobBatch
@@ -67,7 +68,7 @@ class _Live:
 
 def default_num_threads(cores_left: int = 2) -> int:
     """All cores this process may use but `cores_left`, for I/O and the training thread; at least one."""
-    return max(1, len(os.sched_getaffinity(0)) - cores_left) if hasattr(os, "sched_getaffinity") else 1
+    return max(1, usable_cores() - cores_left)
 
 
 class OptimizerPool:

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
 
+from outcore.machine.host import usable_cores
 from outcore.staging.allocator import ALIGNMENT_BYTES
 from outcore.staging.cuda_runtime import CudaRuntime, PinRefused
 from outcore.staging.pinned_grant import PinnedGrant
@@ -172,8 +172,7 @@ def _add_mapped(
 
 def _touch_threads() -> int:
     """As many as this process may run at once: giving pages out is bound by the cores that clear them."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MAX_TOUCH_THREADS, usable)
+    return min(MAX_TOUCH_THREADS, usable_cores())
 
 
 def _map_anonymous(n_bytes: int) -> mmap.mmap:
