@@ -1,7 +1,8 @@
 """Child of `stream_race.py`: stock DeepSpeed, or no offload at all, on one variant, given as JSON. See there.
 
 `where`: cpu (states and parameters in RAM), optimizer-nvme, nvme (both), none (ZeRO-2 without offload), plain (torch:
-forward and backward of the same tokens, no optimizer, compiled or not: the pure compute time).
+forward and backward of the same tokens, no optimizer, compiled or not: the pure compute time). `chunked_loss`: ours, in
+chunks of tokens, in place of transformers' own, which holds the logits of the whole micro-batch.
 """
 
 from __future__ import annotations
@@ -90,13 +91,19 @@ def stock(options: dict[str, Any]) -> Any:
         del keep
     model.gradient_checkpointing_enable()
     model.config.use_cache = False
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    module = model
+    if options.get("chunked_loss"):
+        from outcore.model.loss import LossModule, TokenLoss
+
+        module = LossModule(model, TokenLoss(model, chunked=True))
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=model.parameters(), config=settings)
     batches = token_batches(options, "cuda")
+    num_targets = float(options["mb"] * (options["seq"] - 1))
 
     def step() -> float:
         total = 0.0
         for batch in batches:
-            loss = engine(**batch).loss
+            loss = engine(**batch).loss if module is model else engine(batch, num_targets)[0]
             engine.backward(loss)
             engine.step()
             total = total + loss.detach()

@@ -14,8 +14,8 @@ right after (`drive_rate.py`), and with the share of the step that their drive b
 `-nvme`: every byte of optimizer states on the drive; `-half`, `-nvme-third`: that part of them in RAM. Windows of ours
 with something on NVMe have `--nvme_steps`: at the beginning of one the drive is idle until the first updates.
 
-Groups: ram (16,384 tokens), ram4k (4,096), sweep (stock), nvme, big (2.8 B), 8b. Exit code 1 when a variant
-failed.
+Groups: ram (16,384 tokens), ram4k (4,096), sweep (stock's settings), cuts (stock, the same tokens in four, two and one
+micro-batches), nvme, big (2.8 B), 8b. Exit code 1 when a variant failed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TOKENS = {
     "16k": {"mb": 4, "seq": 1024, "gas": 4},
+    "16k-mb8": {"mb": 8, "seq": 1024, "gas": 2},
+    "16k-mb16": {"mb": 16, "seq": 1024, "gas": 1},
     "4k": {"mb": 4, "seq": 1024, "gas": 1},
     "tiny": {"mb": 2, "seq": 16, "gas": 2},
 }
@@ -133,6 +135,18 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         )
         for sub, prefetch, live in ((1e8, 5e7, 3e8), (1e9, 5e7, 3e8), (1e8, 2e8, 1e9), (3e7, 5e7, 1e9), (1e9, 5e8, 1e9))
     }
+    cuts = ("16k", "16k-mb8", "16k-mb16") if tokens is None else (tokens,)
+    cuts_of_stock = {
+        f"stock-{cut}{'-chunked' * chunked}": stock(shape, cut, 0, "cpu", chunked_loss=chunked)
+        for cut in cuts
+        for chunked in (False, True)
+    }
+    cuts_of_stock |= {
+        f"stock-{cuts[-1]}-chunked-sg{sub:.0e}-pf{prefetch:.0e}": stock(
+            shape, cuts[-1], 0, "cpu", chunked_loss=True, sub_group=sub, prefetch=prefetch
+        )
+        for sub, prefetch in ((1e8, 5e7), (1e8, 2e8), (1e9, 2e8))
+    }
     all_nvme = {"nvme": True, "nvme_path": "@nvme", "state_ram_bytes": 0}
     nvme = {
         "stock-optimizer-nvme": stock(shape, t16, 1, "optimizer-nvme", uses_nvme=True),
@@ -166,7 +180,15 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         f"ours-8b-{name.replace('_', '')}": ours("8b", t16, 0, name, activations="ram", gradient_bytes=2 << 30)
         for name in ("split8", "fp24_m8")
     }
-    return {"ram": ram, "ram4k": ram4k, "sweep": sweep, "nvme": nvme, "big": big, "8b": full8b}
+    return {
+        "ram": ram,
+        "ram4k": ram4k,
+        "sweep": sweep,
+        "cuts": cuts_of_stock,
+        "nvme": nvme,
+        "big": big,
+        "8b": full8b,
+    }
 
 
 def run(name: str, variant: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
