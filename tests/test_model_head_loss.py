@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from stream_models import packed_batch, padded_batch, plain_batch, tiny_loaded
+from stream_models import (
+    TINY_SETTINGS,
+    packed_batch,
+    padded_batch,
+    plain_batch,
+    plain_gradients,
+    set_dropout,
+    tiny_loaded,
+)
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check import run_units, why_not_streamed
@@ -64,6 +72,33 @@ def test_the_engine_trains_and_evaluates_on_it():
         assert losses[0] == pytest.approx(expected, rel=1e-5) and losses[-1] < losses[0]
     finally:
         engine.close()
+
+
+OTHER_HEADS = [
+    ("gpt2", {}),
+    ("gemma3_text", {"tie_word_embeddings": True}),
+    ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "fields"), OTHER_HEADS)
+def test_an_engine_computes_its_gradient_for_other_heads(engines, model_type, fields):
+    """Tied, scaled, soft-capped, and with an auxiliary loss beside it; ragged micro-batches, one of them padded."""
+    batches = [plain_batch(2, 12, 1), padded_batch(1, 9, 2)]
+
+    def made():
+        loaded = tiny_loaded(model_type, **fields)
+        set_dropout(loaded.model, 0.0)
+        loaded.head_loss = smoothed
+        return loaded
+
+    loss, aux, gradients = plain_gradients(made(), batches)
+    engines.append(build_stream_engine(made(), TINY_SETTINGS, device="cpu", pinned_grant=False))
+    found = engines[-1].train_step(batches, 1e-3)
+    assert found.loss == pytest.approx(loss, rel=1e-5) and found.aux_loss == pytest.approx(aux, rel=1e-5)
+    assert bool(aux) == ("router_aux_loss_coef" in fields)
+    norm = sum(float(grad.double().square().sum()) for grad in gradients.values()) ** 0.5
+    assert found.grad_norm == pytest.approx(norm, rel=1e-4)
 
 
 def test_a_loss_that_is_not_of_each_token_is_told_so():

@@ -166,6 +166,22 @@ def test_gpu_memory_that_runs_out_in_mid_step(job: Job, where: str) -> None:
         job.resumes()
 
 
+def test_a_gradient_that_is_not_finite_without_clipping(job: Job) -> None:
+    """bf16, updates during the backward: the run stops, and nothing is saved of a step that was made by halves."""
+    original = UnitRunner.layer_backward
+
+    def infinite(runner: UnitRunner, index: int, *args: Any) -> Any:
+        grad = original(runner, index, *args)
+        if job.is_broken and index == 0:
+            args[-1].flat[3] = float("inf")
+        return grad
+
+    job.patch.setattr(UnitRunner, "layer_backward", infinite)
+    job.argv += ["--max_grad_norm", "0"]
+    job.fails("norm became inf", "resume from the last checkpoint with gradient clipping")
+    assert [path.name for path in (job.root / "checkpoint/r").glob("step-*")] == ["step-00000002"]
+
+
 def test_an_update_that_fails(job: Job) -> None:
     original = torch_backend.update_chunk
 

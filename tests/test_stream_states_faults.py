@@ -118,6 +118,21 @@ def test_a_skipped_step_leaves_states_on_nvme_alone(build):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("states", ["fp32", "fp32_m8"])
+def test_fp16_overflows_leave_states_on_nvme_as_those_in_ram(build, states):
+    """Real ones: the scale is far too high at first, falls, rises again and overflows again."""
+    settings = replace(TINY, states=states, initial_loss_scale=2.0**24, loss_scale_hysteresis=1, loss_scale_window=2)
+    found = []
+    for share in (None, 0.0):
+        engine = build(settings, share, dtype=torch.float16)
+        results = [engine.train_step(batches_of(step), LR) for step in range(16)]
+        found.append(([(r.skipped, r.loss, r.grad_norm) for r in results if not r.skipped], everything(engine)))
+        skipped = [r.skipped for r in results]
+        first_made = skipped.index(False)
+        assert first_made > 1 and any(skipped[first_made:]) and engine.updates == skipped.count(False)
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("settings", [TINY, IMMEDIATE], ids=["deferred", "immediate"])
 def test_closing_in_mid_flight(build, faulty, settings):
     engine = build(settings, 0.0)
