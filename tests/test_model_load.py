@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from outcore.engine.export import export_model
 from outcore.model.facts import model_class_of, model_facts, resolve_attention
 from outcore.model.generate import generate_text, generate_tokens
 from outcore.model.head import CausalParts, find_decoder, unwrap
 from outcore.model.hook import build_from_module
 from outcore.model.initialise import init_regions, initialise_weights, iter_initial_weights, meta_skeleton
 from outcore.model.load import enable_activation_checkpointing, load_model
-from outcore.model.lora import save_adapter
 from outcore.model.loss import LossModule, TokenLoss, auto_num_chunks, compute_loss
 from outcore.model.names import checkpoint_name, named_checkpoint_parameters
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.model.shrink import shrink_config
-from outcore.model.weights import iter_export_weights, iter_weights, save_config
 from outcore.model.zero3 import partition_while_loading
 
 transformers = pytest.importorskip("transformers")
@@ -443,12 +443,12 @@ def test_lora_trains_adapters_only_and_merges(preset, tmp_path):
     loaded.model.eval()
     with torch.no_grad():
         wanted = loaded.model(input_ids=batch["input_ids"]).logits
-    merged = dict(iter_weights(loaded.model))
-    base.model.load_state_dict(merged, strict=False)
-    assert merged.keys() == {name for name, _ in base.model.named_parameters()}
+    export_model(tmp_path / "merged", loaded.model, torch.Tensor.detach)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert {name for name, _ in merged.named_parameters()} == {name for name, _ in base.model.named_parameters()}
     with torch.no_grad():
-        torch.testing.assert_close(base.model.eval()(input_ids=batch["input_ids"]).logits, wanted, rtol=1e-4, atol=1e-5)
-    save_adapter(loaded.model, tmp_path / "adapter")
+        torch.testing.assert_close(merged(input_ids=batch["input_ids"]).logits, wanted, rtol=1e-4, atol=1e-5)
+    export_model(tmp_path / "adapter", loaded.model, torch.Tensor.detach, adapter_only=True)
     from peft import PeftModel
 
     plain = load_model(tiny_settings(preset, **fields)).model
@@ -466,37 +466,22 @@ def test_adapters_start_the_same_and_keep_names():
         assert torch.equal(named[name], parameter)
     a = [p for name, p in named.items() if "lora_A" in name]
     assert not torch.equal(a[0], a[1])
-    unmerged = dict(iter_weights(first, merge=False))
-    assert torch.equal(
-        unmerged["model.layers.0.self_attn.q_proj.weight"], named["model.layers.0.self_attn.q_proj.weight"]
-    )
 
 
 def test_lora_on_modules_that_are_not_there():
     with pytest.raises(ValueError, match="Did you mean 'q_proj'"):
         load_model(tiny_settings(lora=LoraSettings(target_modules=("query_proj",))))
-    with pytest.raises(ValueError, match="needs a model with LoRA"):
-        save_adapter(nn.Linear(1, 1), "nowhere")
-
-
-def test_exported_weights_are_the_models():
-    model = load_model(tiny_settings(precision="bf16")).model
-    exported = dict(iter_weights(model))
-    assert exported.keys() == dict(model.named_parameters()).keys()
-    assert all(value.dtype == torch.bfloat16 for value in exported.values())
 
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny-moe", "tiny-t5"])
 def test_an_export_is_what_the_library_loads(preset, tmp_path):
-    from safetensors.torch import save_file
-
     lora = LoraSettings(r=2) if preset == "tiny" else None
     loaded = load_model(tiny_settings(preset, lora=lora, precision="bf16"))
-    exported = dict(iter_export_weights(loaded.model))
+    export_model(tmp_path, loaded.model, torch.Tensor.detach)
+    exported = load_file(tmp_path / "model.safetensors")
+    assert all(value.dtype == torch.bfloat16 for value in exported.values())
     if preset == "tiny-moe":
         assert "model.layers.0.mlp.experts.3.gate_proj.weight" in exported, "experts apart, as they are published"
-    save_file(exported, str(tmp_path / "model.safetensors"), metadata={"format": "pt"})
-    save_config(loaded.model, tmp_path)
     auto = transformers.AutoModelForSeq2SeqLM if preset == "tiny-t5" else transformers.AutoModelForCausalLM
     revived, report = auto.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
@@ -516,10 +501,10 @@ def test_exports_keep_persistent_buffers_and_modules_without_config(tmp_path):
             self.register_buffer("table", torch.arange(3.0))
             self.register_buffer("scratch", torch.zeros(9), persistent=False)
 
-    exported = dict(iter_export_weights(WithBuffer()))
-    assert list(exported) == ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias", "table"]
-    save_config(WithBuffer(), tmp_path)
-    assert not list(tmp_path.iterdir())
+    export_model(tmp_path / "out", WithBuffer(), torch.Tensor.detach)
+    exported = load_file(tmp_path / "out/model.safetensors")
+    assert exported.keys() == {"layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias", "table"}
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
 # Sampling ------------------------------------------------------------------------------------------------------------

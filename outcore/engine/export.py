@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.engine.published import Tensors, published
 from outcore.engine.shards import MAX_SHARD_BYTES, TensorPlan, plan_shards, write_shard
 from outcore.model.names import checkpoint_name
 from outcore.model.zero3 import full_shape
 
 WeightOf = Callable[[nn.Parameter], torch.Tensor]
-Tensors = dict[str, tuple[TensorPlan, Callable[[], torch.Tensor]]]
 
 
 def export_model(
@@ -49,8 +49,8 @@ def export_model(
             tensors, untied = (
                 _merged_tensors(network, weight_of) if is_peft else (_plain_tensors(network, weight_of), False)
             )
-            _write_model(aside, tensors, rank, max_shard_bytes)
             base = network.get_base_model() if is_peft else network  # pyright: ignore[reportCallIssue]
+            write_model(aside, published(base, tensors), rank, max_shard_bytes)
             if rank == 0:
                 write_config(aside, base, untied=untied)
         if rank == 0:
@@ -133,7 +133,8 @@ def _merge(layer: Any, base: nn.Parameter, weight_of: WeightOf) -> torch.Tensor:
     return (weight.float() + layer.scaling[adapter] * delta.to(weight.device)).to(weight.dtype)
 
 
-def _write_model(folder: Path, tensors: Tensors, rank: int, max_shard_bytes: int) -> None:
+def write_model(folder: Path, tensors: Tensors, rank: int = 0, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Shards and their index, by rank 0; the other ranks only take part in getting the values."""
     shards = plan_shards([plan for plan, _ in tensors.values()], "model", max_shard_bytes)
     weight_map: dict[str, str] = {}
     for file_name, group in shards:

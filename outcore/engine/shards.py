@@ -160,10 +160,13 @@ class ShardReader:
         self.folder = folder
         self._file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        types = {name: dtype for dtype, name in DTYPE_NAMES.items()}
         for path in sorted(folder.glob(f"{stem}-*-of-*.safetensors")):
             for name, entry in read_header(path).items():
                 self._file_of[name] = path
                 self.shapes[name] = tuple(entry["shape"])
+                self.dtypes[name] = types[entry["dtype"]]
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of

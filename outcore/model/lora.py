@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,34 +96,3 @@ def _initialise_adapters(model: nn.Module, seed: int, gather: Gather | None) -> 
 def is_lora(model: nn.Module) -> bool:
     """True for a peft model."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-@torch.no_grad()
-def save_adapter(model: nn.Module, folder: Path | str, gather: Gather | None = None, write: bool = True) -> None:
-    """adapter_model.safetensors and adapter_config.json in `folder`, as peft's from_pretrained reads them.
-
-    Every rank calls it where parameters are partitioned; only those with `write` touch the folder.
-    """
-    from safetensors.torch import save_file
-
-    from outcore.model.weights import whole
-
-    if not is_lora(model):
-        raise ValueError("save_adapter needs a model with LoRA adapters. Set lora, or export the merged model.")
-    tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if "lora_" in name or (parameter.requires_grad and name.endswith(".bias")):
-            with whole([parameter], gather):
-                tensors[name.replace(".default.", ".").replace(".base_layer.", ".")] = parameter.detach().cpu().clone()
-    if not write:
-        return
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
-    configs: Any = model.peft_config
-    config = configs["default"]
-    inference, config.inference_mode = config.inference_mode, True
-    try:
-        config.save_pretrained(str(folder))
-    finally:
-        config.inference_mode = inference

@@ -1,9 +1,10 @@
 """What a checkpoint needs beside its weights to become a model that others load: configuration and tokenizer, and how.
 
-The `model-*` shards of a checkpoint are what transformers reads, under the names it reads them by; `save_export_files`
-puts configuration and tokenizer into `export/` beside them, and `export_checkpoint` copies both into a folder of their
-own. No model is built, nothing is loaded into memory, and no GPU is needed. Cost: a copy of the 16-bit weights, or none
-at all where the file system shares blocks (XFS, Btrfs).
+`save_export_files` puts configuration and tokenizer into `export/` beside the `model-*` shards of a checkpoint, and
+`export_checkpoint` takes both into a folder of their own. The weights go there under the names of a published
+checkpoint: mostly those in the shards, which are copied then (no cost at all where the file system shares blocks: XFS,
+Btrfs); of mixtures of experts and a few others they are converted, a layer at most in memory. No GPU is needed, and no
+weights are loaded beside those.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from outcore.engine.export import write_config
+from outcore.engine.export import write_config, write_model
+from outcore.engine.published import Tensors, published
 from outcore.engine.shards import CheckpointError, ShardReader, TensorPlan, read_header, write_shard
+from outcore.model.facts import model_class_of
 from outcore.train.checkpoint import Checkpoint, check_space
 
 FOLDER = "export"
@@ -62,7 +66,7 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
         if (files / ADAPTER).is_file():
             _write_adapter(checkpoint.path, aside)
         else:
-            _copy_shards(shards, aside)
+            _write_weights(checkpoint.path, shards, aside)
         os.rename(aside, target)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -82,6 +86,35 @@ def how_to_load(folder: Path) -> str:
     return f"{kind}.from_pretrained loads it"
 
 
+def _write_weights(checkpoint: Path, shards: list[Path], folder: Path) -> None:
+    reader = ShardReader(checkpoint, "model")
+    tensors: Tensors = {
+        name: (TensorPlan(name, reader.dtypes[name], reader.shapes[name]), lambda name=name: reader.read(name))
+        for name in reader.names()
+    }
+    architecture = _architecture(folder)
+    found = tensors if architecture is None else published(architecture, tensors)
+    if all(name in tensors and entry[1] is tensors[name][1] for name, entry in found.items()):
+        _copy_shards(shards, folder)
+    else:
+        write_model(folder, found)
+
+
+def _architecture(folder: Path) -> nn.Module | None:
+    """The model without weights; None where transformers does not know it: it converts nothing of it either."""
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        return None
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        model_class = model_class_of(config)
+    except ValueError:  # code that came with the model
+        return None
+    with torch.device("meta"):
+        return model_class(config)
+
+
 def _copy_shards(shards: list[Path], folder: Path) -> None:
     weight_map: dict[str, str] = {}
     total_bytes = 0
@@ -98,14 +131,10 @@ def _copy_shards(shards: list[Path], folder: Path) -> None:
 
 def _write_adapter(checkpoint: Path, folder: Path) -> None:
     reader = ShardReader(checkpoint, "model")
-    saved = {name: name for name in reader.names() if "lora_" in name}
-    plans = [TensorPlan(f"base_model.model.{n}", _dtype(reader, n), reader.shapes[n]) for n in saved]
+    saved = [name for name in reader.names() if "lora_" in name]
+    plans = [TensorPlan(f"base_model.model.{n}", reader.dtypes[n], reader.shapes[n]) for n in saved]
     prefix = len("base_model.model.")
     write_shard(folder / "adapter_model.safetensors", plans, lambda name: reader.read(name[prefix:]))
-
-
-def _dtype(reader: ShardReader, name: str) -> torch.dtype:
-    return reader.read(name).dtype
 
 
 def copy_file(source: Path, target: Path) -> None:
