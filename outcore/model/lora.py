@@ -50,9 +50,10 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
         task_type=TaskType.SEQ_2_SEQ_LM if encoder_decoder else TaskType.CAUSAL_LM,
         init_lora_weights=True,
     )
-    with warnings.catch_warnings():  # peft asks transformers for an attribute by its old name
+    with warnings.catch_warnings():  # an attribute's old name; ties, which export looks after; what peft sets by itself
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings=True. and", category=UserWarning)
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False but", category=UserWarning)
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)  # pyright: ignore[reportArgumentType]
     if encoder_decoder:
         _refuse_tied_targets(adapted)
