@@ -79,6 +79,15 @@ def test_every_weight_is_read_once(tmp_path: Path) -> None:
     assert sorted(read) == sorted(names.values())
 
 
+def test_the_file_that_a_model_was_read_from_decides_no_names(tmp_path: Path) -> None:
+    model: Any = tiny_loaded("mixtral").model
+    model.save_pretrained(tmp_path / "theirs")
+    model._weight_conversions = attached = []
+    export_model(tmp_path / "ours", model, torch.Tensor.detach)
+    assert same(weights_in(tmp_path / "ours"), weights_in(tmp_path / "theirs"))
+    assert model._weight_conversions is attached
+
+
 def test_names_that_cannot_be_found_are_told_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -35,6 +35,9 @@ KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "tied embedding": ("llama", {"tie_word_embeddings": True}, ("q_proj", "embed_tokens")),
     "both ends of a tie": ("llama", {"tie_word_embeddings": True}, ("embed_tokens", "lm_head")),
     "head of its own": ("llama", {"tie_word_embeddings": False}, ("q_proj", "lm_head")),
+    "tied head with tied biases": ("roberta", {"is_decoder": True}, ("query", "decoder")),
+    "every linear layer of a mixture": ("mixtral", {}, ()),
+    "every linear layer beside a shared expert": ("deepseek_v3", {}, ()),
 }
 
 
@@ -51,7 +54,7 @@ def trained(kind: str) -> tuple[Any, set[str]]:
     torch.manual_seed(1)
     for value in buffers.values():
         value.copy_(torch.rand_like(value) + 0.3)
-    adapted = apply_lora(model, LoraSettings(r=4, target_modules=targets), 0)
+    adapted = apply_lora(model, LoraSettings(r=4, target_modules=targets or "auto"), 0)
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             nn.init.normal_(parameter, std=0.2)
@@ -61,15 +64,13 @@ def trained(kind: str) -> tuple[Any, set[str]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merged_export_computes_the_same(kind: str, tmp_path: Path) -> None:
     model, buffers = trained(kind)
-    assert bool(buffers) == (kind in ("scalars of layers", "a router's bias"))
+    assert bool(buffers) == (KINDS[kind][0] in ("gemma4_text", "deepseek_v3"))
     tied = bool(model.get_base_model().config.tie_word_embeddings)
     export_model(tmp_path / "merged", model, lambda parameter: parameter.detach())
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     read, notes = loaded
     assert not notes["missing_keys"] and not notes["unexpected_keys"]
-    assert read.config.tie_word_embeddings == (
-        tied and kind not in ("tied head", "tied embedding", "both ends of a tie")
-    )
+    assert read.config.tie_word_embeddings == (tied and kind == "scalars of layers")
     assert model.get_base_model().config.tie_word_embeddings == tied, "the model in training stays as it is"
     batch = plain_batch()
     with torch.no_grad():
@@ -88,11 +89,26 @@ def test_a_tied_head_of_an_encoder_decoder_is_refused() -> None:
         apply_lora(model, LoraSettings(r=4, target_modules=("q", "lm_head")), 0)
 
 
+def test_a_tied_head_without_a_configuration_is_refused() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+            self.head.weight = self.embed.weight
+
+        def prepare_inputs_for_generation(self) -> None:
+            """As peft wants it."""
+
+    with pytest.raises(ValueError, match=r"head\.weight shares its weights with embed\.weight.*Leave out 'head'"):
+        apply_lora(Own(), LoraSettings(r=2, target_modules=("head",)), 0)
+
+
 ENDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "embedding": ("llama", {}, ("q_proj", "embed_tokens")),
     "scaled and tied embedding": ("gemma3_text", {}, ("embed_tokens",)),
     "tied head": ("llama", {"tie_word_embeddings": True}, ("q_proj", "lm_head")),
     "both": ("gpt2", {}, ("wte", "lm_head")),
+    "neither, in a mixture": ("mixtral", {}, ()),
 }
 
 
@@ -100,7 +116,7 @@ def adapted(kind: str) -> LoadedModel:
     model_type, fields, targets = ENDS[kind]
     loaded = tiny_loaded(model_type, **fields)
     set_dropout(loaded.model, 0.0)
-    model = apply_lora(loaded.model, LoraSettings(r=4, target_modules=targets), seed=3)
+    model = apply_lora(loaded.model, LoraSettings(r=4, target_modules=targets or "auto"), seed=3)
     return replace(loaded, model=model.train(), facts=model_facts(model))
 
 

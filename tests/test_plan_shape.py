@@ -71,13 +71,14 @@ def test_hand_counts_equal_the_meta_device(name):
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe", "tiny-t5", "gpt2"])
 def test_adapters_count_as_peft_makes_them(name):
     import torch
-    from peft import LoraConfig, get_peft_model
 
     from outcore.model.facts import model_class_of
+    from outcore.model.lora import with_adapters
+    from outcore.model.settings import LoraSettings
 
     config = preset_config(name)
     with torch.device("meta"):
-        model = get_peft_model(model_class_of(config)(config), LoraConfig(r=4, target_modules="all-linear"))
+        model = with_adapters(model_class_of(config)(config), LoraSettings(r=4))
     trainable = [p.numel() for p in model.parameters() if p.requires_grad]
     shape = preset_shape(name).with_lora(4)
     assert shape.trainable_params == sum(trainable)
@@ -92,7 +93,6 @@ def test_adapters_count_as_peft_makes_them(name):
         ("tiny", "embed_tokens,q_proj"),
         ("tiny", "all-linear"),
         ("tiny-moe", "q_proj,k_proj"),
-        ("tiny-moe", "gate,o_proj"),  # the router
         ("tiny-t5", "q,wi"),
         ("gpt2", "c_attn"),
         ("gpt2", "c_proj"),  # of attention and of the feed-forward part
@@ -117,6 +117,12 @@ def test_adapters_on_named_modules_count_as_peft_makes_them(name, targets):
         assert [4 * dim for times, dims in found.adapters for dim in dims * times] == trainable
     assert shape.lora_targets == asked.lora_targets == (() if targets == "all-linear" else tuple(names))
     assert shape.base_params == preset_shape(name).base_params
+
+
+def test_adapters_on_experts_are_refused():
+    for targets in ("gate,o_proj", "gate_proj,up_proj,down_proj", "down_proj"):
+        with pytest.raises(ValueError, match=r"for parts of this model's experts or its router.*Adapt the attention"):
+            resolve_shape("tiny-moe", lora_target_modules=targets)
 
 
 def test_a_smaller_model_has_its_adapters_on_the_same_modules():

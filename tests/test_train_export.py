@@ -75,6 +75,23 @@ def test_refusals_leave_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFix
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]
 
 
+def test_a_checkpoint_without_the_frozen_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def write(folder: Path, on_file: Any) -> dict[str, Any]:
+        values = {name: p for name, p in model.named_parameters() if "embed" not in name}
+        plans = [TensorPlan(name, p.dtype, tuple(p.shape)) for name, p in values.items()]
+        for name, group in plan_shards(plans, "model"):
+            on_file(folder / name, write_shard(folder / name, group, lambda n: values[n]))
+        save_export_files(folder, model, None)
+        return {"step": 1}
+
+    model = tiny()
+    save_checkpoint(tmp_path / "run", 1, write, needed_bytes=0, keep=1)
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "1 of 21 were not (model.embed_tokens.weight). Resume it with train_model.py" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
 def test_a_copy_that_fails_half_way_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(save(tiny(), tmp_path / "run", 1))
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from outcore.engine.published import Tensors, published
 from outcore.engine.shards import MAX_SHARD_BYTES, TensorPlan, plan_shards, write_shard
+from outcore.model.lora import tied_apart
 from outcore.model.names import checkpoint_name
 from outcore.model.zero3 import full_shape
 
@@ -90,32 +91,24 @@ def _buffers(network: nn.Module, name_of: Callable[[str], str]) -> Tensors:
 def _merged_tensors(network: nn.Module, weight_of: WeightOf) -> tuple[Tensors, bool]:
     """The base model's tensors by their own names, adapters merged in; computed in fp32, rounded once.
 
-    Also whether a tied weight is there under each of its names, because not all its uses have the same adapter.
+    Also whether tied weights are there under each of their names, because not all uses of one have the same adapter.
     """
-    adapted = {
+    layers = {
         f"{name}.base_layer.weight": module
         for name, module in network.named_modules(remove_duplicate=False)
         if hasattr(module, "lora_A") and hasattr(module, "base_layer")
     }
-    names_of: dict[nn.Parameter, list[str]] = {}
-    for name, param in network.named_parameters(remove_duplicate=False):
-        if "lora_" not in name:
-            names_of.setdefault(param, []).append(name)
+    untied = bool(tied_apart(network))
     tensors: Tensors = {}
-    untied = False
-    for param, full_names in names_of.items():
-        if len({id(adapted.get(name)) for name in full_names}) == 1:
-            full_names = full_names[:1]
+    for full_name, param in network.named_parameters(remove_duplicate=not untied):
+        if "lora_" in full_name:
+            continue
+        plan = TensorPlan(checkpoint_name(full_name), param.dtype, tuple(full_shape(param)))
+        layer = layers.get(full_name)
+        if layer is None:
+            tensors[plan.name] = (plan, lambda p=param: weight_of(p))
         else:
-            untied = True
-        for full_name in full_names:
-            plan = TensorPlan(checkpoint_name(full_name), param.dtype, tuple(full_shape(param)))
-            layer = adapted.get(full_name)
-            tensors[plan.name] = (
-                (plan, lambda p=param: weight_of(p))
-                if layer is None
-                else (plan, lambda p=param, layer=layer: _merge(layer, p, weight_of))
-            )
+            tensors[plan.name] = (plan, lambda p=param, layer=layer: _merge(layer, p, weight_of))
     return tensors | _buffers(network, checkpoint_name), untied
 
 

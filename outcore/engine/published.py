@@ -38,7 +38,10 @@ def published(base: nn.Module, tensors: Tensors) -> Tensors:
     found: Tensors = {}
     try:
         for group in _groups(base, tensors):
-            found |= _converted(base, group)
+            converted = _converted(base, group)
+            if twice := sorted(converted.keys() & found.keys()):
+                raise ValueError(f"two weights would be called {twice[0]}")
+            found |= converted
     except Exception as error:  # transformers' code for one architecture, at the end of a run
         logger.warning(
             "the weights are exported under the names that transformers %s uses in memory, which other programs may "
@@ -95,9 +98,15 @@ def _converted(base: Any, group: Tensors) -> Tensors:
 
 
 def _reverted(base: Any, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By the architecture's own rules, whatever the file had that this model was read from: another prefix, for one,
+    where it is the text part of a model with more parts."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(base, group)
+    attached, base._weight_conversions = getattr(base, "_weight_conversions", None), None
+    try:
+        return revert_weight_conversion(base, group)
+    finally:
+        base._weight_conversions = attached
 
 
 def _version() -> str:

@@ -30,10 +30,19 @@ def apply_lora(model: nn.Module, settings: LoraSettings, seed: int, gather: Gath
 def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
     """`apply_lora` without initial values: for counting on the meta device."""
     from peft import LoraConfig, TaskType, get_peft_model
+    from transformers import PreTrainedModel
 
     encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    targets: Any = "all-linear" if settings.target_modules == "auto" else list(settings.target_modules)
-    if settings.target_modules != "auto":
+    if settings.target_modules == "auto":
+        targets = linear_names(model)
+    else:
+        targets = list(settings.target_modules)
+        if experts := sorted(_names_of_experts(model, targets)):
+            raise ValueError(
+                f"lora target_modules: peft takes {', '.join(experts)} for parts of this model's experts or its "
+                "router, which transformers holds as one weight for all experts; adapters on those are not supported. "
+                "Adapt the attention: leave target_modules out, or name its layers."
+            )
         leaves = sorted({name.split(".")[-1] for name, m in model.named_modules() if not list(m.children())})
         for target in settings.target_modules:
             if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
@@ -55,26 +64,77 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings=True. and", category=UserWarning)
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False but", category=UserWarning)
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)  # pyright: ignore[reportArgumentType]
-    if encoder_decoder:
+    if encoder_decoder or not isinstance(model, PreTrainedModel):
         _refuse_tied_targets(adapted)
     return adapted
 
 
-def _refuse_tied_targets(model: nn.Module) -> None:
-    """A merged export of a decoder-only model unties its head. Of encoder-decoder models some compute otherwise then:
-    T5 scales what goes into a tied head."""
+def linear_names(model: nn.Module) -> list[str]:
+    """What "auto" adapts: every linear layer (Conv1D too) but the output head, and but what peft takes for the experts
+    of a mixture by its name."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    found = [
+        name
+        for name, module in model.named_modules()
+        if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+    ]
+    experts = _names_of_experts(model, found)
+    return [name for name in found if _leaf(name) not in experts]
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _names_of_experts(model: nn.Module, names: list[str]) -> set[str]:
+    """Last parts of those `names` that peft takes for parts of a mixture's experts or its router, which transformers 5
+    holds as one weight for all of them."""
+    if not any(len(full_shape(parameter)) == 3 for parameter in model.parameters()):
+        return set()
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:  # a peft that takes names as they are
+        return set()
+    from peft import LoraConfig
+
+    base: Any = model
+    mapping = get_model_conversion_mapping(base)
+    found = set()
+    for name in {_leaf(name) for name in names}:
+        config = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model=model, conversions=mapping)
+        except ValueError:  # half of what is one weight
+            found.add(name)
+        else:
+            found |= {name} - set(config.target_modules or ())
+    return found
+
+
+def tied_apart(model: nn.Module) -> list[list[str]]:
+    """All names of each parameter that several modules share of which not all have the same adapter."""
+    adapted = {
+        f"{name}.base_layer.weight": id(module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer")
+    }
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)
-    for names in names_of.values():
-        tied = [checkpoint_name(name) for name in names if name.endswith(".base_layer.weight")]
-        if tied and len(names) > 1:
-            others = [checkpoint_name(name) for name in names if checkpoint_name(name) not in tied]
-            raise ValueError(
-                f"lora target_modules: {tied[0]} shares its weights with {', '.join(others) or tied[1]}, and an "
-                "adapter on one of them could not be merged for export. Leave out "
-                f"{tied[0].removesuffix('.weight').split('.')[-1]!r}."
-            )
+    return [names for names in names_of.values() if len({adapted.get(name) for name in names}) > 1]
+
+
+def _refuse_tied_targets(model: nn.Module) -> None:
+    """Of what an export could not untie: encoder-decoders, of which some compute otherwise then (T5 scales what goes
+    into a tied head), and modules without a configuration that would say so."""
+    for names in tied_apart(model):
+        tied = next(checkpoint_name(name) for name in names if name.endswith(".base_layer.weight"))
+        others = [name for name in map(checkpoint_name, names) if name != tied]
+        raise ValueError(
+            f"lora target_modules: {tied} shares its weights with {', '.join(others)}, and an adapter on one of them "
+            f"could not be merged for export. Leave out {_leaf(tied.removesuffix('.weight'))!r}."
+        )
 
 
 @torch.no_grad()

@@ -178,8 +178,6 @@ def _decoder(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
         inactive = (experts - top_k) * 3 * hidden * width
         tensors += [experts * 2 * hidden * width, experts * hidden * width, hidden * experts]  # gate and up are one
         ffn = top_k * width
-        # peft adapts the router, and fused expert weights at rank * experts (gate and up together: twice that)
-        adapters += [2 * experts * hidden, 2 * experts * 2 * width, experts * width, experts * hidden, hidden, experts]
     else:
         tensors += [hidden * ffn] * 3
         adapters += [hidden, ffn, hidden, ffn, ffn, hidden]

@@ -178,24 +178,14 @@ def _by_layer(layers: list[Any], found: list[tuple[Any, list[int]]]) -> Blocks:
 
 
 def _adapters(model: Any, layers: list[Any]) -> Blocks:
-    """As peft's "all-linear": every nn.Linear (and GPT-2's Conv1D) but the output head, and fused experts."""
-    from torch import nn
+    """Of every layer that adapters go on unless told otherwise."""
+    from outcore.model.lora import linear_names
 
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     found: list[tuple[Any, list[int]]] = []
-    for name, module in model.named_modules():
-        if module is head:
-            continue
-        if type(module).__name__ == "Conv1D":  # its weight is [in, out]
-            found.append((module.weight, list(module.weight.shape)))
-        elif isinstance(module, nn.Linear):
-            found.append((module.weight, list(module.weight.shape[::-1])))
-        elif name.split(".")[-1] in ("gate", "router") and getattr(module, "weight", None) is not None:
-            found.append((module.weight, list(module.weight.shape[::-1])))  # a router that is no nn.Linear
-        elif name.split(".")[-1] == "experts":  # fused experts are adapted at rank * experts, gate and up twice that
-            for weight_name, weight in module.named_parameters(recurse=False):
-                if weight.dim() == 3:
-                    experts, *dims = weight.shape
-                    ranks = (2 if "gate_up" in weight_name else 1) * experts
-                    found.append((weight, [ranks * dim for dim in dims[::-1]]))
+    for name in linear_names(model):
+        weight = model.get_submodule(name).weight
+        in_out = (
+            list(weight.shape) if type(model.get_submodule(name)).__name__ == "Conv1D" else list(weight.shape[::-1])
+        )
+        found.append((weight, in_out))
     return _by_layer(layers, found)

@@ -10,6 +10,7 @@ weights are loaded beside those.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -23,6 +24,8 @@ from outcore.engine.published import Tensors, published
 from outcore.engine.shards import CheckpointError, ShardReader, TensorPlan, read_header, write_shard
 from outcore.model.facts import model_class_of
 from outcore.train.checkpoint import Checkpoint, check_space
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "export"
 ADAPTER = "adapter_config.json"
@@ -57,6 +60,9 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
             "Resume it with train_model.py, which exports at the end."
         )
     shards = sorted(checkpoint.path.glob("model-*-of-*.safetensors"))
+    architecture = None if (files / ADAPTER).is_file() else _architecture(files)
+    if architecture is not None:
+        _check_complete(checkpoint.path, architecture)
     target.parent.mkdir(parents=True, exist_ok=True)
     check_space(target.parent, sum(shard.stat().st_size for shard in shards))
     aside = target.with_name(f".{target.name}.part")
@@ -66,7 +72,7 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
         if (files / ADAPTER).is_file():
             _write_adapter(checkpoint.path, aside)
         else:
-            _write_weights(checkpoint.path, shards, aside)
+            _write_weights(checkpoint.path, shards, aside, architecture)
         os.rename(aside, target)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -86,13 +92,12 @@ def how_to_load(folder: Path) -> str:
     return f"{kind}.from_pretrained loads it"
 
 
-def _write_weights(checkpoint: Path, shards: list[Path], folder: Path) -> None:
+def _write_weights(checkpoint: Path, shards: list[Path], folder: Path, architecture: nn.Module | None) -> None:
     reader = ShardReader(checkpoint, "model")
     tensors: Tensors = {
         name: (TensorPlan(name, reader.dtypes[name], reader.shapes[name]), lambda name=name: reader.read(name))
         for name in reader.names()
     }
-    architecture = _architecture(folder)
     found = tensors if architecture is None else published(architecture, tensors)
     if all(name in tensors and entry[1] is tensors[name][1] for name, entry in found.items()):
         _copy_shards(shards, folder)
@@ -108,11 +113,31 @@ def _architecture(folder: Path) -> nn.Module | None:
         return None
     try:
         config = AutoConfig.from_pretrained(folder)
-        model_class = model_class_of(config)
-    except ValueError:  # code that came with the model
+        with torch.device("meta"):
+            return model_class_of(config)(config)
+    except Exception as error:  # code that came with the model, or transformers' for one architecture
+        logger.warning(
+            "%s: its weights are exported under the names of the checkpoint: %s: %s",
+            folder,
+            type(error).__name__,
+            error,
+        )
         return None
-    with torch.device("meta"):
-        return model_class(config)
+
+
+def _check_complete(checkpoint: Path, architecture: nn.Module) -> None:
+    """CheckpointError where weights are missing: a checkpoint has what was trained."""
+    reader = ShardReader(checkpoint, "model")
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in architecture.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    missing = [names[0] for names in names_of.values() if not any(name in reader for name in names)]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint}: holds the weights that were trained, and {len(missing)} of {len(names_of)} were not "
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}). Resume it with train_model.py, which "
+            "exports the whole model at the end."
+        )
 
 
 def _copy_shards(shards: list[Path], folder: Path) -> None:

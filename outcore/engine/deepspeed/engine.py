@@ -24,7 +24,7 @@ from outcore.engine.shards import MAX_SHARD_BYTES, CheckpointError, ShardReader,
 from outcore.engine.stream.packing import DeviceBatch, packing_known
 from outcore.model.inputs import count_target_tokens
 from outcore.model.load import LoadedModel
-from outcore.model.names import checkpoint_name
+from outcore.model.names import named_checkpoint_parameters
 from outcore.model.zero3 import settle
 
 
@@ -164,7 +164,7 @@ class DeepSpeedEngine:
     # --- checkpoints
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
-        return [(checkpoint_name(name), p) for name, p in self.network.named_parameters() if p.requires_grad]
+        return [(name, p) for name, p in named_checkpoint_parameters(self.network).items() if p.requires_grad]
 
     def _shape(self, param: Any) -> tuple[int, ...]:
         return tuple(param.ds_shape) if hasattr(param, "ds_shape") else tuple(param.shape)

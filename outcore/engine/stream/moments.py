@@ -13,7 +13,8 @@ Moment = Any
 """A timed torch.cuda.Event, or seconds on the clock of time.perf_counter."""
 CALIBRATION_TRIES = 5
 DEVICE_TIMEOUT_S = 600.0
-"""Longest wait for work that is queued on the device: a few layers of a step, so more means that it hangs."""
+"""Longest wait for work that is queued on the device. The host runs ahead by the few layers that have buffers there, so
+more means that it hangs."""
 POLL_S = 1e-4
 
 

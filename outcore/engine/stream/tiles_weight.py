@@ -34,6 +34,10 @@ class TileWork:
         self.ring, self.source, self.lane, self.gradients = ring, source, lane, gradients
 
 
+class _NotInTiles(StreamUnsupported, AttributeError):
+    """An AttributeError as well: code that only asks whether a weight has something gets its answer."""
+
+
 class StreamedWeight:
     """Stands for a parameter of shape [R, C], or [E, R, C], of which `matrices` are the rows' homes."""
 
@@ -66,7 +70,7 @@ class StreamedWeight:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(torch.Tensor, name):
             raise AttributeError(name)
-        raise StreamUnsupported(
+        raise _NotInTiles(
             f"{self.name} does not fit on the device, and its model's code takes its {name!r}, which is not there in "
             "tiles"
         )
