@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from stream_models import needs, plain_batch
 
@@ -17,7 +19,7 @@ from outcore.engine.stream.compiled import draws_random_numbers
 from outcore.engine.stream.discovery import discover_units
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.shell import StreamUnsupported
-from outcore.model.facts import model_class_of
+from outcore.model.facts import model_class_of, model_facts
 from outcore.model.load import load_model
 from outcore.model.names import checkpoint_name
 from outcore.model.settings import LoraSettings, ModelSettings
@@ -173,10 +175,16 @@ def test_the_text_part_trains(build, with_more_parts):
 
 
 def test_adapters_on_fused_experts_are_refused(build, tmp_path):
-    """peft wraps the two weights of the experts one around the other, and both adapters would have one name."""
-    loaded = load_model(settings_for(folder_of(tmp_path, "qwen3_moe"), lora=LORA), lazy=True)
+    """Ours go on the attention; peft wraps the two weights of the experts one around the other, and both adapters would
+    have one name."""
+    settings = settings_for(folder_of(tmp_path, "qwen3_moe"), lora=LORA)
+    assert why_not_streamed(load_model(settings, lazy=True)) == ""
+    loaded = load_model(replace(settings, lora=None))
+    model: Any = loaded.model
+    config = LoraConfig(r=4, target_parameters=["gate_up_proj", "down_proj"])
+    network: Any = get_peft_model(model, config, autocast_adapter_dtype=False)
     with pytest.raises(StreamUnsupported, match="would both be saved"):
-        build(loaded)
+        build(replace(loaded, model=network, facts=model_facts(network)))
 
 
 @pytest.mark.parametrize("model_type", ["ernie4_5_moe", pytest.param("flint", marks=needs("flint"))])
