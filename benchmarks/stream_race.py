@@ -15,7 +15,7 @@ right after (`drive_rate.py`), and with the share of the step that their drive b
 with something on NVMe have `--nvme_steps`: at the beginning of one the drive is idle until the first updates.
 
 Groups: ram (16,384 tokens), ram4k (4,096), sweep (stock's settings), cuts (stock, the same tokens in four, two and one
-micro-batches), nvme, big (2.8 B), 8b. Exit code 1 when a variant failed.
+micro-batches), best-cuts (stock, ours and the prototype; `-one`: in one micro-batch), nvme, big (2.8 B), 8b. Exit code 1 when a variant failed.
 """
 
 from __future__ import annotations
@@ -147,6 +147,26 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         )
         for sub, prefetch in ((1e8, 5e7), (1e8, 2e8), (1e9, 2e8))
     }
+    one = cuts[-1]
+    best_cuts = {
+        f"stock-ram{cut and '-' + cut}{clip}": stock(
+            shape, t16 if not cut else one, int(bool(clip)), "cpu", chunked_loss=bool(cut)
+        )
+        for clip in ("", "-clip")
+        for cut in ("", "one")
+    }
+    best_cuts |= {
+        f"ours-{states}{cut and '-' + cut}{clip}": ours(shape, t16 if not cut else one, int(bool(clip)), states)
+        for states in ("fp32", "split8")
+        for clip in ("", "-clip")
+        for cut in ("", "one")
+    }
+    if shape == "1.2b":
+        best_cuts |= {
+            f"proto-{states}{clip}-actram": prototype(shape, t16, states, defer=bool(clip), checkpoints="cpu")
+            for states in ("fp32", "split8")
+            for clip in ("", "-clip")
+        }
     all_nvme = {"nvme": True, "nvme_path": "@nvme", "state_ram_bytes": 0}
     nvme = {
         "stock-optimizer-nvme": stock(shape, t16, 1, "optimizer-nvme", uses_nvme=True),
@@ -185,6 +205,7 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "ram4k": ram4k,
         "sweep": sweep,
         "cuts": cuts_of_stock,
+        "best-cuts": best_cuts,
         "nvme": nvme,
         "big": big,
         "8b": full8b,
