@@ -15,7 +15,8 @@ right after (`drive_rate.py`), and with the share of the step that their drive b
 with something on NVMe have `--nvme_steps`: at the beginning of one the drive is idle until the first updates.
 
 Groups: ram (16,384 tokens), ram4k (4,096), sweep (stock's settings), cuts (stock, the same tokens in four, two and one
-micro-batches), best-cuts (stock, ours and the prototype; `-one`: in one micro-batch), nvme, big (2.8 B), 8b. Exit code 1 when a variant failed.
+micro-batches), best-cuts (stock, ours and the prototype; `-one`: in one micro-batch), nvme, big (2.8 B), 8b. Exit code
+1 when a variant failed.
 """
 
 from __future__ import annotations
