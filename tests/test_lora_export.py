@@ -95,12 +95,16 @@ def test_a_tied_head_without_a_configuration_is_refused() -> None:
             super().__init__()
             self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
             self.head.weight = self.embed.weight
+            self.experts = nn.Parameter(torch.zeros(2, 4, 4))
+            self.up = nn.Linear(4, 4)
 
         def prepare_inputs_for_generation(self) -> None:
             """As peft wants it."""
 
     with pytest.raises(ValueError, match=r"head\.weight shares its weights with embed\.weight.*Leave out 'head'"):
         apply_lora(Own(), LoraSettings(r=2, target_modules=("head",)), 0)
+    adapted = apply_lora(Own(), LoraSettings(r=2, target_modules=("up",)), 0)
+    assert {name.split(".")[-4] for name, p in adapted.named_parameters() if p.requires_grad} == {"up"}
 
 
 ENDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {

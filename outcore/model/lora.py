@@ -89,7 +89,9 @@ def _leaf(name: str) -> str:
 def _names_of_experts(model: nn.Module, names: list[str]) -> set[str]:
     """Last parts of those `names` that peft takes for parts of a mixture's experts or its router, which transformers 5
     holds as one weight for all of them."""
-    if not any(len(full_shape(parameter)) == 3 for parameter in model.parameters()):
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel) or not any(len(full_shape(p)) == 3 for p in model.parameters()):
         return set()
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -98,8 +100,7 @@ def _names_of_experts(model: nn.Module, names: list[str]) -> set[str]:
         return set()
     from peft import LoraConfig
 
-    base: Any = model
-    mapping = get_model_conversion_mapping(base)
+    mapping = get_model_conversion_mapping(model)
     found = set()
     for name in {_leaf(name) for name in names}:
         config = LoraConfig(target_modules=[name])
