@@ -279,16 +279,15 @@ def test_closing_does_not_wait_for_a_stuck_thread(monkeypatch):
 
 
 def test_stopping_the_extension_is_bounded():
+    """Threads have to wake up before they end: a stop that takes no time is over before sixteen of them have."""
+
     def ends_at_once() -> bool:
-        pool = OptimizerPool(1, backend=extension(), task_numel=1 << 21)
-        pool.submit("layer 7", 0, JobBatch(FP32, [unit]), hyper())
-        time.sleep(0.001)
+        pool = OptimizerPool(16, backend=extension())
         ended = pool._queue.stop(0.0)
         assert pool._queue.stop(WAIT_S) and pool._queue.stop(0.0)
         pool.close(cancel=True)
         return ended
 
-    (unit,) = make_unit(FP32, 0, sizes=(1 << 21,))
     assert not all(ends_at_once() for _ in range(50)), "a stop that waits whatever its limit is"
 
 
