@@ -137,37 +137,28 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         for sub, prefetch, live in ((1e8, 5e7, 3e8), (1e9, 5e7, 3e8), (1e8, 2e8, 1e9), (3e7, 5e7, 1e9), (1e9, 5e8, 1e9))
     }
     cuts = ("16k", "16k-mb8", "16k-mb16") if tokens is None else (tokens,)
+    one = cuts[-1]
     cuts_of_stock = {
         f"stock-{cut}{'-chunked' * chunked}": stock(shape, cut, 0, "cpu", chunked_loss=chunked)
         for cut in cuts
         for chunked in (False, True)
     }
     cuts_of_stock |= {
-        f"stock-{cuts[-1]}-chunked-sg{sub:.0e}-pf{prefetch:.0e}": stock(
-            shape, cuts[-1], 0, "cpu", chunked_loss=True, sub_group=sub, prefetch=prefetch
+        f"stock-{one}-chunked-sg{sub:.0e}-pf{prefetch:.0e}": stock(
+            shape, one, 0, "cpu", chunked_loss=True, sub_group=sub, prefetch=prefetch
         )
         for sub, prefetch in ((1e8, 5e7), (1e8, 2e8), (1e9, 2e8))
     }
-    one = cuts[-1]
-    best_cuts = {
-        f"stock-ram{cut and '-' + cut}{clip}": stock(
-            shape, t16 if not cut else one, int(bool(clip)), "cpu", chunked_loss=bool(cut)
-        )
-        for clip in ("", "-clip")
-        for cut in ("", "one")
-    }
-    best_cuts |= {
-        f"ours-{states}{cut and '-' + cut}{clip}": ours(shape, t16 if not cut else one, int(bool(clip)), states)
-        for states in ("fp32", "split8")
-        for clip in ("", "-clip")
-        for cut in ("", "one")
-    }
-    if shape == "1.2b":
-        best_cuts |= {
-            f"proto-{states}{clip}-actram": prototype(shape, t16, states, defer=bool(clip), checkpoints="cpu")
-            for states in ("fp32", "split8")
-            for clip in ("", "-clip")
-        }
+    best_cuts = {}
+    for clip, suffix in ((0, ""), (1, "-clip")):
+        best_cuts[f"stock-ram{suffix}"] = stock(shape, t16, clip, "cpu")
+        best_cuts[f"stock-ram-one{suffix}"] = stock(shape, one, clip, "cpu", chunked_loss=True)
+        for states in ("fp32", "split8"):
+            best_cuts[f"ours-{states}{suffix}"] = ours(shape, t16, clip, states)
+            best_cuts[f"ours-{states}-one{suffix}"] = ours(shape, one, clip, states)
+            if shape == "1.2b":
+                name = f"proto-{states}{suffix}-actram"
+                best_cuts[name] = prototype(shape, t16, states, defer=bool(clip), checkpoints="cpu")
     all_nvme = {"nvme": True, "nvme_path": "@nvme", "state_ram_bytes": 0}
     nvme = {
         "stock-optimizer-nvme": stock(shape, t16, 1, "optimizer-nvme", uses_nvme=True),

@@ -86,3 +86,23 @@ def raw(x: torch.Tensor) -> torch.Tensor:
 
 def hyper(step: int = 1, **changes) -> AdamWHyper:
     return AdamWHyper(**{"lr": 1e-3, "step": step, "weight_decay": 0.1, **changes})
+
+
+def make_unit(state_format: StateFormat, seed: int, sizes=(5000, 300, 256)) -> list[ChunkJob]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        make_job(state_format, numel, generator, element_offset=(seed * 10 + i) * 65536)
+        for i, numel in enumerate(sizes)
+    ]
+
+
+def updated(state_format: StateFormat, unit: list[ChunkJob], now) -> list[ChunkJob]:
+    """The same unit after a direct update, for comparison."""
+    copies = [copy_of(job) for job in unit]
+    for job in copies:
+        extension().update(state_format, job, now)
+    return copies
+
+
+def all_same(a: list[ChunkJob], b: list[ChunkJob]) -> bool:
+    return all(same_bytes(x, y) for x, y in zip(a, b, strict=True))

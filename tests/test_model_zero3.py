@@ -84,7 +84,7 @@ def child(folder: str) -> None:
     from outcore.model.generate import generate_tokens
     from outcore.model.load import load_model
     from outcore.model.settings import LoraSettings, ModelSettings
-    from outcore.model.zero3 import gathered_for_reading, is_partitioned, settle
+    from outcore.model.zero3 import is_partitioned, settle
 
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
@@ -103,7 +103,7 @@ def child(folder: str) -> None:
     def largest_difference(plain: torch.nn.Module, zero: torch.nn.Module) -> float:
         found = 0.0
         for ours, theirs in zip(plain.parameters(), zero.parameters(), strict=True):
-            with gathered_for_reading([theirs]), torch.no_grad():
+            with deepspeed.zero.GatheredParameters([theirs]), torch.no_grad():
                 found = max(found, float((ours - theirs).abs().max()))
         return found
 

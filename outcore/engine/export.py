@@ -20,7 +20,7 @@ from torch import nn
 
 from outcore.engine.published import Tensors, published
 from outcore.engine.shards import MAX_SHARD_BYTES, TensorPlan, plan_shards, write_shard
-from outcore.model.lora import tied_apart
+from outcore.model.lora import adapted_layers, tied_apart
 from outcore.model.names import checkpoint_name
 from outcore.model.zero3 import full_shape
 
@@ -93,11 +93,7 @@ def _merged_tensors(network: nn.Module, weight_of: WeightOf) -> tuple[Tensors, b
 
     Also whether tied weights are there under each of their names, because not all uses of one have the same adapter.
     """
-    layers = {
-        f"{name}.base_layer.weight": module
-        for name, module in network.named_modules(remove_duplicate=False)
-        if hasattr(module, "lora_A") and hasattr(module, "base_layer")
-    }
+    layers = adapted_layers(network)
     untied = bool(tied_apart(network))
     tensors: Tensors = {}
     for full_name, param in network.named_parameters(remove_duplicate=not untied):

@@ -113,17 +113,22 @@ def _names_of_experts(model: nn.Module, names: list[str]) -> set[str]:
     return found
 
 
-def tied_apart(model: nn.Module) -> list[list[str]]:
-    """All names of each parameter that several modules share of which not all have the same adapter."""
-    adapted = {
-        f"{name}.base_layer.weight": id(module)
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """peft's layer around each adapted weight, by every name of that weight."""
+    return {
+        f"{name}.base_layer.weight": module
         for name, module in model.named_modules(remove_duplicate=False)
         if hasattr(module, "lora_A") and hasattr(module, "base_layer")
     }
+
+
+def tied_apart(model: nn.Module) -> list[list[str]]:
+    """All names of each parameter that several modules share of which not all have the same adapter."""
+    layers = adapted_layers(model)
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)
-    return [names for names in names_of.values() if len({adapted.get(name) for name in names}) > 1]
+    return [names for names in names_of.values() if len({id(layers.get(name)) for name in names}) > 1]
 
 
 def _refuse_tied_targets(model: nn.Module) -> None:

@@ -42,13 +42,6 @@ def gathered(parameters: list[nn.Parameter]) -> AbstractContextManager:
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
 
 
-def gathered_for_reading(parameters: list[nn.Parameter]) -> AbstractContextManager:
-    """Partitioned parameters whole inside, to be read only: nothing is written back."""
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(parameters)
-
-
 def settle(engine: Any) -> None:
     """After evaluation or sampling with a DeepSpeed engine, before anything is gathered by hand (saving, export).
 

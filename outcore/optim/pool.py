@@ -228,12 +228,10 @@ class OptimizerPool:
         self._reap()
 
     def _stop(self, end_s: float) -> bool:
-        while True:  # in slices: Ctrl-C works
-            left_s = end_s - time.perf_counter()
-            if self._queue.stop(max(0.0, min(SIGNAL_SLICE_S, left_s))):
-                return True
-            if left_s <= SIGNAL_SLICE_S:
+        while not self._queue.stop(SIGNAL_SLICE_S):  # one slice at least: idle threads have to wake up to end
+            if time.perf_counter() >= end_s:
                 return False
+        return True
 
     def __enter__(self) -> Self:
         return self
