@@ -143,6 +143,14 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         for cut in cuts
         for chunked in (False, True)
     }
+    # unfragmented, so that more rows fit under the cap
+    cuts_of_stock |= {
+        f"stock-{cut}-expandable{'-clip' * bool(clip)}": stock(
+            shape, cut, clip, "cpu", allocator="expandable_segments:True"
+        )
+        for cut in cuts
+        for clip in (0, 1)
+    }
     cuts_of_stock |= {
         f"stock-{one}-chunked-sg{sub:.0e}-pf{prefetch:.0e}": stock(
             shape, one, 0, "cpu", chunked_loss=True, sub_group=sub, prefetch=prefetch
@@ -225,6 +233,7 @@ def run(name: str, variant: dict[str, Any], args: argparse.Namespace) -> dict[st
     else:
         command, env, folder = [sys.executable, str(HERE / variant["child"]), text], dict(os.environ), ROOT
         env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
+        env |= {"PYTORCH_CUDA_ALLOC_CONF": variant["allocator"]} if "allocator" in variant else {}
     try:
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=args.limit_s)
         text_out = done.stdout + done.stderr
