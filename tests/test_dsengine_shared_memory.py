@@ -1,10 +1,15 @@
-"""A run's own shared-memory buffer goes with it, nobody else's."""
+"""A run's own shared-memory buffer goes as soon as its ranks have opened it, nobody else's."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 
-from outcore.engine.deepspeed.shared_memory import remove_own_buffer
+import pytest
+
+from outcore.engine.deepspeed.shared_memory import SHARED_MEMORY, remove_own_buffer
 
 
 def test_only_this_ranks_buffer_of_this_run_is_removed(tmp_path, monkeypatch):
@@ -19,3 +24,22 @@ def test_only_this_ranks_buffer_of_this_run_is_removed(tmp_path, monkeypatch):
     monkeypatch.delenv("MASTER_PORT")
     remove_own_buffer(1, tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason="no shared memory by name on this system")
+def test_a_killed_run_leaves_no_buffer():
+    code = """
+import os, signal
+from pathlib import Path
+from outcore.engine.deepspeed.build import init_process_group
+init_process_group(False, -1)
+import deepspeed
+name = f"deepspeed_allreduce_buffer_{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_0"
+print(deepspeed.comm.comm.cdb.shm_comm_op is not None, name in Path("/proc/self/maps").read_text(), name, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    built, mapped, name = done.stdout.split()[-3:]
+    assert built == mapped  # DeepSpeed did make one, where its extension is built
+    assert not (SHARED_MEMORY / name).exists()

@@ -81,6 +81,7 @@ def child(folder: str) -> None:
     import torch
     from deepspeed.utils import safe_get_full_grad
 
+    from outcore.engine.deepspeed.shared_memory import remove_own_buffer
     from outcore.model.generate import generate_tokens
     from outcore.model.load import load_model
     from outcore.model.settings import LoraSettings, ModelSettings
@@ -89,6 +90,8 @@ def child(folder: str) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", verbose=False)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.distributed.barrier()
+    remove_own_buffer(rank)
     small = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
     gpt2 = {
         "n_embd": 64,

@@ -21,6 +21,7 @@ from outcore.engine.deepspeed.environment import accelerator, prepare_environmen
 from outcore.engine.deepspeed.nvme import validate_nvme_path
 from outcore.engine.deepspeed.offload import usable_for_deepspeed
 from outcore.engine.deepspeed.settings import BuiltConfig, DeepSpeedSettings, ModelFacts, RunFacts
+from outcore.engine.deepspeed.shared_memory import remove_own_buffer
 from outcore.engine.deepspeed.staged.binding import check_version
 from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.engine.deepspeed.user_file import check_by_deepspeed
@@ -131,6 +132,9 @@ def init_process_group(has_cuda: bool, local_rank: int) -> None:
     if not torch.distributed.is_initialized():
         with contextlib.redirect_stdout(io.StringIO()):  # "... built successfully", also where nothing was built
             deepspeed.init_distributed(verbose=False)
+        if not has_cuda:
+            torch.distributed.barrier()  # every rank has opened the others' buffers
+            remove_own_buffer(torch.distributed.get_rank())
         atexit.register(_leave_process_group)
 
 

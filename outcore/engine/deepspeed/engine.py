@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from outcore.engine.base import LOWER_RATE, NO_TARGETS, EvalResult, MicroBatch, NonFiniteLossError, StepResult
-from outcore.engine.deepspeed.shared_memory import remove_own_buffer
 from outcore.engine.deepspeed.state import FAMILIES, open_state
 from outcore.engine.export import export_model
 from outcore.engine.shards import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
@@ -288,7 +287,6 @@ class DeepSpeedEngine:
             return
         self._closed = True
         self.ds.destroy()
-        remove_own_buffer(self.rank)
 
 
 class _Marks:
