@@ -183,9 +183,7 @@ def _adapters(model: Any, layers: list[Any]) -> Blocks:
 
     found: list[tuple[Any, list[int]]] = []
     for name in linear_names(model):
-        weight = model.get_submodule(name).weight
-        in_out = (
-            list(weight.shape) if type(model.get_submodule(name)).__name__ == "Conv1D" else list(weight.shape[::-1])
-        )
-        found.append((weight, in_out))
+        module = model.get_submodule(name)
+        shape = module.weight.shape if type(module).__name__ == "Conv1D" else module.weight.shape[::-1]
+        found.append((module.weight, list(shape)))
     return _by_layer(layers, found)
