@@ -1,10 +1,13 @@
-"""Stand-ins for the staging tests: a device whose copies happen later on its own threads, and engines that fail."""
+"""Stand-ins for the staging tests: a device whose copies happen later on its own threads, engines that fail, a program
+that closes nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
 import random
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -155,3 +158,26 @@ def file_with(path: Path, content: torch.Tensor) -> BlockFile:
 
 def content_of(path: Path) -> torch.Tensor:
     return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+
+
+FORGETFUL = """
+import sys, torch
+from outcore.staging import PinnedPool, UploadLane
+from outcore.storage import BlockFile, PosixEngine
+device = torch.device(sys.argv[2])
+pool = PinnedPool(4 << 20, device=device, probe=False)
+up = UploadLane(pool, PosixEngine(), device, 1 << 20, timeout_s=30)
+file = BlockFile(sys.argv[1])
+out = torch.zeros(file.size_bytes, dtype=torch.uint8, device=device)
+transfers = [up.submit(file, 0, out) for _ in range(20)]
+transfers[0].wait()
+print("left without closing anything")
+"""
+
+
+def leave_without_closing(path: Path, device: str) -> None:
+    """A program of its own that uses a lane and ends."""
+    command = [sys.executable, "-c", FORGETFUL, str(path), device]
+    root = Path(__file__).parents[1]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root, check=False)
+    assert (child.returncode, child.stdout, child.stderr) == (0, "left without closing anything\n", "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from outcore.probe import direct_bench, test_file, update_bench
+from outcore.probe import direct_bench, test_file
 from outcore.probe.budget import EFFORTS, Budget, cell_time_s
 from outcore.probe.device_bench import measure_copies, measure_peers
 from outcore.probe.direct_bench import measure_direct, open_direct_engine
@@ -31,7 +30,7 @@ from outcore.probe.latency_bench import LatencyResult, measure_latency
 from outcore.probe.load_sampler import LoadSampler
 from outcore.probe.measurement import Measurement, best, smallest_good_enough, timed
 from outcore.probe.memory_bench import measure_ram, thread_counts
-from outcore.probe.test_file import TestFile, TestPathError, check_directory, sweep
+from outcore.probe.test_file import TestFile
 from outcore.probe.verdict import Verdict
 from outcore.staging import PinnedPool, UploadLane
 from outcore.storage import BlockFile, PosixEngine
@@ -113,81 +112,6 @@ def test_budget_hands_time_on() -> None:
     assert cell_time_s(0.0, 5, 1.0) > 0
     with pytest.raises(KeyError):
         budget.begin("b")
-
-
-def test_the_test_file_is_random_locked_and_removed(tmp_path: Path) -> None:
-    with TestFile(tmp_path, 4 * MIB) as file:
-        assert file.fill(limit_s=30.0) > 0
-        data = file.path.read_bytes()
-        assert len(data) == 4 * MIB and len(set(data[:4096])) > 200
-        assert sweep(tmp_path) == []  # in use: its lock protects it
-        assert file.path.exists()
-    assert list(tmp_path.iterdir()) == []
-    file.close()
-
-
-def test_a_killed_runs_file_is_swept(tmp_path: Path) -> None:
-    left = tmp_path / f"{test_file.PREFIX}123-abc.bin"
-    left.write_bytes(b"x" * 100)
-    other = tmp_path / "mine.bin"
-    other.write_bytes(b"y")
-    with TestFile(tmp_path, MIB) as file:
-        assert file.swept == [left]
-    assert list(tmp_path.iterdir()) == [other]
-
-
-def test_fill_stops_on_a_slow_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_file, "LEAST_BYTES", MIB)
-    monkeypatch.setattr(test_file, "FILL_CHUNK_BYTES", MIB)
-    seen: list[float] = []
-    with TestFile(tmp_path, 8 * MIB) as file:
-        file.fill(limit_s=0.0, progress=seen.append)
-        assert file.size_bytes == file.path.stat().st_size == MIB
-    assert seen == [0.125]
-
-
-def test_unusable_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TestPathError, match="does not exist: create it"):
-        check_directory(tmp_path / "missing")
-    (tmp_path / "file").touch()
-    with pytest.raises(TestPathError, match="not a directory"):
-        check_directory(tmp_path / "file")
-    monkeypatch.setattr(test_file, "_free_bytes", lambda directory: 1000)
-    with pytest.raises(TestPathError, match=r"no space .* 1.00 kB free"):
-        TestFile(tmp_path, 64 * MIB)
-
-    def refuse(self: Path, exist_ok: bool = False) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(Path, "touch", refuse)
-    with pytest.raises(TestPathError, match="read-only filesystem"):
-        check_directory(tmp_path)
-
-
-def test_ctrl_c_leaves_nothing_of_the_look_at_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-
-    def interrupted(path: Path, **_: object) -> None:
-        path.write_bytes(b"")
-        made.append(path)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "touch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        check_directory(tmp_path)
-    assert made and not list(tmp_path.iterdir())
-
-
-def test_a_full_drive_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outcore.storage import StorageError
-
-    def full(self: BlockFile, size_bytes: int) -> None:
-        raise StorageError("preallocate", path=self.path, offset=0, wanted=size_bytes, got=0, errno=28)
-
-    monkeypatch.setattr(BlockFile, "preallocate", full)
-    with pytest.raises(TestPathError, match="cannot be made"):
-        TestFile(tmp_path, 4 * MIB)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_batches_fit_the_drive() -> None:
@@ -447,64 +371,3 @@ def test_copies_on_a_gpu() -> None:
         pool.close()
     assert {m.link for m in found} == {"h2d", "d2h", "both_ways"}
     assert all(m.gb_per_s > 0 for m in found)
-
-
-def test_compute_rates_of_this_cpu_are_real_and_checked(monkeypatch):
-    from outcore.probe import compute_bench
-
-    rates = compute_bench.measure_compute(torch.device("cpu"), 0.05)
-    assert rates.dtype == "fp32" and rates.device == "cpu"
-    assert 0 < rates.matmul_tflops < 100 and 0 < rates.memory_gb_per_s < 10_000
-    broken = lambda a, b, out: out.zero_()  # noqa: E731
-    monkeypatch.setattr(compute_bench.torch, "mm", broken)
-    with pytest.raises(RuntimeError, match="not healthy"):
-        compute_bench.measure_compute(torch.device("cpu"), 0.01)
-
-
-def test_launches_of_a_layer_are_timed_on_this_cpu(monkeypatch, one_thread):
-    from outcore.probe import host_bench
-
-    monkeypatch.setattr(host_bench, "LAYERS", 1)
-    assert 1e-5 < host_bench.measure_host(torch.device("cpu"), 0.0) < 5.0
-
-
-@pytest.mark.gpu
-def test_launches_of_a_layer_on_a_gpu_take_the_host_about_as_long_whatever_the_limit():
-    from outcore.probe.host_bench import measure_host
-
-    device = torch.device("cuda", 0)
-    short, long = measure_host(device, 0.1), measure_host(device, 0.5)
-    assert 2e-4 < long < 0.1 and 0.4 < short / long < 2.5
-
-
-@pytest.mark.gpu
-def test_compute_rates_of_a_gpu():
-    from outcore.probe.compute_bench import measure_compute
-
-    rates = measure_compute(torch.device("cuda", 0), 1.0)
-    assert rates.dtype in ("bf16", "fp16") and 1 < rates.matmul_tflops < 5000
-    assert 50 < rates.memory_gb_per_s < 20_000 and rates.elapsed_s < 20
-
-
-@pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_updates_of_every_format_are_measured(backend: Any) -> None:
-    rates = update_bench.measure_updates(0.0, num_threads=1, backend=backend, most_numel=20_000)
-    assert set(rates.gparams_per_s) == {"fp32", "split", "fp32_m8", "split8", "fp24_m8"}
-    assert min(rates.gparams_per_s.values()) > 0
-    assert (rates.params, rates.threads) == (20_000, 1)
-    assert rates.backend == "torch" or backend == "auto"
-
-
-def test_the_rate_of_updates_is_parameters_over_the_median_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 4.0, 10.0, 11.0, 20.0, 22.0])  # passes of 4, 1 and 2 seconds
-    calls = []
-    monkeypatch.setattr(update_bench.time, "perf_counter", lambda: next(clock))
-    assert update_bench._median_s(lambda: calls.append(1), 7.0) == 2.0
-    assert len(calls) == 4  # one to warm up
-
-
-def test_updates_take_no_more_than_their_share_of_ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_bench, "CHUNK_NUMEL", 4096)
-    monkeypatch.setattr(update_bench, "available_ram_bytes", lambda: 4 * 16 * 10_000)
-    rates = update_bench.measure_updates(5.0, num_threads=1, most_numel=1 << 20)
-    assert rates.params == 8192  # whole chunks of a quarter of the RAM at 16 bytes

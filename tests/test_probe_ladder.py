@@ -2,139 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from ladder_fakes import KVIKIO, NATIVE, NVME, FakeSystem, bad_read, cufile, device, good_read, lines, probe, stats
 
-from outcore.probe.facts import READ_BYTES, collect_facts
-from outcore.probe.gds_child import LINE_PREFIX
-from outcore.probe.ladder import ladder_rows
-from outcore.probe.nvidia_fs import carried_the_read, parse_stats
+from outcore.probe.facts import collect_facts
 from outcore.probe.system import ChildResult
-from outcore.probe.verdict import PATHS, Verdict, gpu_class, judge, on_p2pdma_list
+from outcore.probe.verdict import judge
 
-STATS = """GDS Version: 1.7.0.149
-NVFS statistics(ver: 4.0)
-NVFS Driver(version: 2:17:3)
-Mellanox PeerDirect Supported: False
-IO stats: {stats}, peer IO stats: Disabled
-Logging level: info
-
-Active Shadow-Buffer (MiB): 0
-Active Process: 0
-Reads                           : n={reads} ok={reads} err=0 readMiB=0 io_state_err=0
-Writes                          : n=0 ok=0 err=0 writeMiB=0 io_state_err=0 pg-cache=0 pg-cache-fail=0 pg-cache-eio=0
-Mmap                            : n=3 ok=3 err=0 munmap=3
-Bar1-map                        : n={maps} ok={maps} err=0 free=3 callbacks=0 active=0
-"""
-NATIVE = "Linux version 6.8.0-45-generic (buildd@lcy02) #45-Ubuntu SMP"
 WSL2 = "Linux version 5.15.167.4-microsoft-standard-WSL2 (root@f9c826d3017f)"
 OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build"
 CLOSED_MODULE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06"
-NVME = SimpleNamespace(device="/dev/nvme0n1p2", kind="nvme", filesystem="ext4")
 VIRTUAL = SimpleNamespace(device="/dev/vda", kind="virtual", filesystem="ext4")
-
-
-def stats(reads: int, maps: int = 3, enabled: bool = True) -> str:
-    return STATS.format(reads=reads, maps=maps, stats="Enabled" if enabled else "Disabled")
-
-
-def lines(*findings: dict[str, Any]) -> str:
-    return "\n".join(["chatter of a library", *(LINE_PREFIX + json.dumps(finding) for finding in findings)])
-
-
-def device(name: str, attribute_116: bool | None, cuda: str = "13.0") -> dict[str, Any]:
-    gpu = {"name": name, "compute_capability": "8.9", "gpu_direct_rdma_supported": attribute_116, "integrated": False}
-    return {"step": "device", "devices": [gpu], "cuda_version": cuda}
-
-
-KVIKIO = {"step": "kvikio", "version": "26.10.00"}
-
-
-def cufile(available: bool) -> dict[str, Any]:
-    return {"step": "cufile", "is_gds_available": available, "libcufile_version": "1.15", "kvikio_prefers_posix": False}
-
-
-def good_read(backend: str, before: str | None = None, after: str | None = None) -> dict[str, Any]:
-    return {
-        "step": "read",
-        "ok": True,
-        "got_bytes": READ_BYTES,
-        "bytes_right": True,
-        "elapsed_s": 0.01,
-        "backends": {"POSIX": int(backend == "POSIX"), "GDS": int(backend == "GDS"), "MMAP": 0},
-        "nvidia_fs_before": asdict(parse_stats(before)) if before else None,
-        "nvidia_fs_after": asdict(parse_stats(after)) if after else None,
-        "log": [],
-    }
-
-
-def bad_read(error: str, log: Sequence[str] = ()) -> dict[str, Any]:
-    return {"step": "read", "ok": False, "error": error, "log": list(log)}
-
-
-class FakeSystem:
-    """A computer made of a few files and the answers of its child processes."""
-
-    def __init__(
-        self,
-        *,
-        platform: str = "linux",
-        kernel: str = "6.8.0-45-generic",
-        files: dict[str, str] | None = None,
-        kvikio: str | None = "26.10.0",
-        auto: ChildResult | None = None,
-        direct: ChildResult | None = None,
-        p2pdma: ChildResult | None = None,
-        gdscheck: ChildResult | None = None,
-    ) -> None:
-        self.platform = platform
-        self.kernel_release = kernel
-        self.files = files or {}
-        self.kvikio = kvikio
-        self.children = {"auto": auto, "direct": direct, "p2pdma": p2pdma}
-        self.gdscheck = gdscheck
-        self.calls: list[tuple[str, Mapping[str, str]]] = []
-
-    def read_text(self, path: str) -> str | None:
-        return self.files.get(path)
-
-    def which(self, name: str) -> str | None:
-        return f"/usr/bin/{name}" if name == "gdscheck" and self.gdscheck else None
-
-    def glob(self, pattern: str) -> list[str]:
-        return []
-
-    def module_version(self, module: str, packages: Sequence[str]) -> str | None:
-        return self.kvikio
-
-    def run(self, command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None) -> ChildResult:
-        assert self.gdscheck is not None
-        return self.gdscheck
-
-    def run_child(
-        self, arguments: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None
-    ) -> ChildResult:
-        mode = "p2pdma" if "CUFILE_USE_PCIP2PDMA" in (env or {}) else arguments[0]
-        self.calls.append((mode, env or {}))
-        result = self.children[mode]
-        assert result is not None, f"this machine does not expect the {mode} test"
-        return result
-
-
-def probe(system: FakeSystem, drive: Any = NVME) -> tuple[Verdict, str]:
-    """The verdict and the whole table as text."""
-    facts = collect_facts(system, "/data/test.bin", drive)
-    verdict = judge(facts)
-    assert verdict.path in PATHS
-    assert set(verdict.why_not) == set(PATHS[: PATHS.index(verdict.path)])
-    assert all(reasons for reasons in verdict.why_not.values()), verdict.why_not
-    table = "\n".join(f"{row.step} | {row.state} | {row.found}" for row in ladder_rows(facts))
-    return verdict, table
 
 
 def test_wsl2_with_a_geforce_takes_kvikios_posix_path() -> None:
@@ -369,76 +249,3 @@ def test_without_a_test_file_nothing_is_claimed() -> None:
     facts = collect_facts(FakeSystem(), None, NVME)
     assert facts.direct.status == "not-run"
     assert judge(facts).path == "staged"
-
-
-def test_gdscheck_is_quoted() -> None:
-    text = " NVMe P2PDMA        : Supported\n NVMe               : Unsupported\n Platform: x86_64\n"
-    error = {"step": "device", "devices": [], "error": "none"}
-    _, table = probe(FakeSystem(gdscheck=ChildResult(0, text), auto=ChildResult(1, lines(error))))
-    assert "NVMe P2PDMA : Supported; NVMe : Unsupported" in table
-    _, table = probe(FakeSystem(gdscheck=ChildResult(None, timed_out=True), auto=ChildResult(1, lines(error))))
-    assert "gave no answer" in table
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"/boot/config-6.8.0-45-generic": "CONFIG_PCI_P2PDMA=y\n"}, True),
-        ({"/boot/config-6.8.0-45-generic": "# CONFIG_PCI_P2PDMA is not set\n"}, False),
-        ({"/proc/kallsyms": "0000 t something\n" * 1000}, False),
-        ({}, None),
-    ],
-)
-def test_kernel_p2pdma(files: dict[str, str], expected: bool | None) -> None:
-    assert collect_facts(FakeSystem(files=files), None).kernel_has_p2pdma is expected
-
-
-def test_more_facts_from_files() -> None:
-    files = {
-        "/proc/driver/nvidia/params": 'RegistryDwords: "RMForceStaticBar1=1;RmForceDisableIomapWC=1;"',
-        "/sys/module/nvme_core/parameters/multipath": "Y\n",
-        "/etc/cufile.json": "{ broken",
-    }
-    facts = collect_facts(FakeSystem(files=files, kernel="odd"), None, NVME)
-    assert facts.static_bar1 is True
-    assert facts.nvme_multipath is True
-    assert facts.cufile_json == {} and facts.cufile_json_path == "/etc/cufile.json"
-    assert facts.kernel_version == (0, 0)
-    assert any("multipath on" in row.found for row in ladder_rows(facts))
-
-
-def test_gpu_names() -> None:
-    assert gpu_class("NVIDIA GeForce RTX 4070 Laptop GPU") == "consumer"
-    assert gpu_class("NVIDIA TITAN V") == "consumer"
-    assert gpu_class("NVIDIA RTX 6000 Ada Generation") == "workstation"
-    assert gpu_class("NVIDIA H200") == "data-centre"
-    assert on_p2pdma_list("NVIDIA A100-SXM4-80GB")
-    assert not on_p2pdma_list("NVIDIA A4000")
-    assert not on_p2pdma_list("NVIDIA RTX A6000")
-
-
-def test_workstation_gpu_is_told_about_nvidia_fs() -> None:
-    gpu = device("NVIDIA RTX 6000 Ada Generation", True, cuda="12.4")
-    verdict, _ = probe(
-        FakeSystem(
-            kernel="5.15.0-100-generic",
-            files={"/proc/version": NATIVE},
-            auto=ChildResult(0, lines(gpu, KVIKIO, cufile(False), good_read("GDS"))),
-            direct=ChildResult(1, lines(gpu, KVIKIO, bad_read("no"))),
-        ),
-        SimpleNamespace(device="/dev/sda1", kind="ssd", filesystem="btrfs"),
-    )
-    p2pdma = " ".join(verdict.why_not["gds-p2pdma"])
-    assert "older than 6.2" in p2pdma and "needs 12.8" in p2pdma and "needs NVMe" in p2pdma and "btrfs" in p2pdma
-    assert any("nvidia-gds" in change for change in verdict.would_change)
-    assert not any("P2PDMA" in change for change in verdict.would_change)
-
-
-def test_stats_text() -> None:
-    before, after = parse_stats(stats(5)), parse_stats(stats(6))
-    assert (before.driver_version, before.io_stats_enabled, before.reads, before.bar1_maps) == ("2.17.3", True, 5, 3)
-    assert carried_the_read(before, after)
-    assert not carried_the_read(before, before)
-    assert not carried_the_read(None, after)
-    assert not carried_the_read(before, parse_stats(stats(5, maps=9)))  # counting is on: mappings alone prove nothing
-    assert parse_stats("").reads is None

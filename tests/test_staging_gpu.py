@@ -9,8 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from staging_fakes import content_of, file_with, random_bytes
-from test_staging_lanes import leave_without_closing
+from staging_fakes import content_of, file_with, leave_without_closing, random_bytes
 
 from outcore.staging import AT_ONCE, DownloadLane, PinnedPool, UploadLane, probe_pinned_memory
 from outcore.staging.cuda_runtime import CudaRuntime, find_libcudart

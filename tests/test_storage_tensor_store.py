@@ -1,44 +1,26 @@
-"""TensorStore: layouts, sub-ranges, commits, checksums, and every refusal with its reason."""
+"""TensorStore: layouts, sub-ranges, commits, and every refusal of arguments with its reason."""
 
 from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from storage_cases import SPECS, WAIT_S, assert_holds, read_back, values, write_all
 
-from outcore.storage import (
-    BlockFile,
-    FaultyEngine,
-    PosixEngine,
-    StorageError,
-    TensorSpec,
-    TensorStore,
-)
+from outcore.storage import BlockFile, FaultyEngine, PosixEngine, StorageError, TensorSpec, TensorStore
 from outcore.storage.manifest import FILE_NAME as MANIFEST
 from outcore.storage.store_files import DATA_NAME, LOCK_NAME
 from outcore.storage.stripe_layout import StripeLayout, stripe_pattern
 from outcore.units import KIB, MIB
-
-WAIT_S = 60.0
-SPECS = [
-    TensorSpec("embed.weight", torch.bfloat16, (301, 77)),
-    TensorSpec("scale", torch.float32, ()),
-    TensorSpec("nothing", torch.float32, (0, 4)),
-    TensorSpec("moments", torch.float32, (600_001,)),
-    TensorSpec("mask", torch.bool, (13,)),
-]
 
 
 @pytest.fixture(scope="module")
@@ -52,28 +34,6 @@ def paths(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
     return [tmp_path / f"drive{number}" for number in range(request.param)]
 
 
-def values(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        spec.name: torch.randint(0, 2, spec.shape, generator=generator).bool()
-        if spec.dtype == torch.bool
-        else torch.randn(spec.shape, generator=generator).to(spec.dtype)
-        for spec in SPECS
-    }
-
-
-def write_all(store: TensorStore, tensors: dict[str, torch.Tensor]) -> None:
-    for transfer in [store.submit_write(name, tensor) for name, tensor in tensors.items()]:
-        transfer.wait(WAIT_S)
-
-
-def assert_holds(store: TensorStore, tensors: dict[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        back = torch.zeros_like(tensor)
-        assert store.submit_read(name, back).wait(WAIT_S) == tensor.nbytes
-        assert torch.equal(back, tensor), name
-
-
 @pytest.mark.parametrize("checksum", [False, True])
 def test_tensors_come_back_here_and_in_the_next_process(paths: list[Path], engine: PosixEngine, checksum: bool):
     tensors = values()
@@ -82,7 +42,7 @@ def test_tensors_come_back_here_and_in_the_next_process(paths: list[Path], engin
         assert store.names == tuple(tensors)
         assert "scale" in store and "x" not in store
         assert store.spec("moments") == SPECS[3]
-        assert torch.equal(_read(store, "moments"), torch.zeros(600_001))  # new stores hold zeros
+        assert torch.equal(read_back(store, "moments"), torch.zeros(600_001))  # new stores hold zeros
         write_all(store, tensors)
         assert store.commit() == 1
         assert_holds(store, tensors)
@@ -101,13 +61,6 @@ def test_tensors_come_back_here_and_in_the_next_process(paths: list[Path], engin
     with TensorStore.open(paths) as store:
         store.delete()
     assert [list(path.iterdir()) for path in paths] == [[] for _ in paths]
-
-
-def _read(store: TensorStore, name: str) -> torch.Tensor:
-    spec = store.spec(name)
-    tensor = torch.empty(spec.shape, dtype=spec.dtype)
-    store.submit_read(name, tensor).wait(WAIT_S)
-    return tensor
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -141,7 +94,7 @@ def test_any_mix_of_sub_range_reads_and_writes_equals_a_tensor(
     store.commit()
     store.close()
     with TensorStore.open(paths, engine=engine) as again:
-        assert torch.equal(_read(again, "x"), model)
+        assert torch.equal(read_back(again, "x"), model)
         again.delete()
 
 
@@ -315,99 +268,6 @@ def test_too_little_space_is_said_with_numbers_before_anything_is_written(tmp_pa
     assert list((tmp_path / "a").iterdir()) == []
 
 
-# ---------------------------------------------------------------------- damaged stores
-
-
-def _edit(path: Path, change: Callable[[dict], None], *, keep_checksum: bool = False) -> None:
-    document = json.loads((path / MANIFEST).read_text())
-    change(document["body"])
-    if not keep_checksum:
-        text = json.dumps(document["body"], sort_keys=True, separators=(",", ":"))
-        document["crc32"] = f"{zlib.crc32(text.encode()):08x}"
-    (path / MANIFEST).write_text(json.dumps(document))
-
-
-def _tensor(body: dict, name: str) -> dict:
-    return next(item for item in body["tensors"] if item["name"] == name)
-
-
-def _change_body(**changes: Any) -> Callable[[Path], None]:
-    return lambda path: _edit(path, lambda body: body.update(changes))
-
-
-DAMAGES: list[tuple[str, Callable[[Path], object]]] = [
-    ("no manifest.json here", lambda path: (path / MANIFEST).unlink()),
-    ("not valid JSON", lambda path: (path / MANIFEST).write_text((path / MANIFEST).read_text()[:-40])),
-    ("not valid JSON", lambda path: (path / MANIFEST).write_bytes(b"\xff\xfe\x00")),
-    ("no body and checksum", lambda path: (path / MANIFEST).write_text("[]")),
-    (
-        "its checksum is",
-        lambda path: _edit(path, lambda body: _tensor(body, "scale").update(start=8192), keep_checksum=True),
-    ),
-    ("not the manifest of a tensor store", _change_body(format="zip")),
-    ("format version 99.*reads version 1", _change_body(version=99)),
-    ("KeyError", lambda path: _edit(path, lambda body: body.pop("pattern"))),
-    ("is not a size", _change_body(total_bytes="many")),
-    ("do not follow from", _change_body(total_bytes=0)),
-    ("unknown element type", lambda path: _edit(path, lambda body: _tensor(body, "scale").update(dtype="Tensor"))),
-    ("do not fit shape", lambda path: _edit(path, lambda body: _tensor(body, "scale").update(shape=[7]))),
-    ("overlap", lambda path: _edit(path, lambda body: _tensor(body, "moments").update(start=4096))),
-    ("lies outside", lambda path: _edit(path, lambda body: _tensor(body, "mask").update(start=1 << 30))),
-    ("not aligned", lambda path: _edit(path, lambda body: _tensor(body, "mask").update(start=5))),
-    ("listed twice", lambda path: _edit(path, lambda body: _tensor(body, "mask").update(name="scale"))),
-    ("has checksums where", lambda path: _edit(path, lambda body: _tensor(body, "mask").update(crc32=[1]))),
-    ("must name each of", _change_body(pattern=[0, 5])),
-    ("checksum_chunk_bytes", _change_body(checksum_chunk_bytes=0)),
-    ("checksums where the store has none, or none", _change_body(checksum_chunk_bytes=MIB)),
-    ("tensors.bin.*ENOENT", lambda path: (path / DATA_NAME).unlink()),
-    ("bytes where .* were expected", lambda path: os.truncate(path / DATA_NAME, 70_000)),
-    ("header of the data file is damaged", lambda path: _overwrite(path / DATA_NAME, 12, b"????")),
-    ("belongs to store", _change_body(store_id="other")),
-]
-
-
-def _overwrite(path: Path, offset: int, data: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(data)
-
-
-@pytest.mark.parametrize(("words", "damage"), DAMAGES, ids=[words[:24] for words, _ in DAMAGES])
-def test_a_damaged_store_is_refused_with_the_reason(
-    tmp_path: Path, engine: PosixEngine, words: str, damage: Callable[[Path], object]
-):
-    TensorStore.create([tmp_path], SPECS, engine=engine).close()
-    damage(tmp_path)
-    with pytest.raises(StorageError, match=words):
-        TensorStore.open([tmp_path], engine=engine)
-    with pytest.raises(StorageError, match=words):  # and the refusal released its locks
-        TensorStore.open([tmp_path], engine=engine)
-
-
-def test_wrong_number_order_or_mixture_of_drives(tmp_path: Path, engine: PosixEngine):
-    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
-    TensorStore.create([one, two], SPECS, engine=engine).close()
-    TensorStore.create([three], SPECS, engine=engine).close()
-    with pytest.raises(StorageError, match="lies in 2 directories, 1 were given"):
-        TensorStore.open([one])
-    with pytest.raises(StorageError, match=r"no manifest.json here.*not the first"):
-        TensorStore.open([two, one])
-    (one / DATA_NAME).rename(tmp_path / "swap")
-    (two / DATA_NAME).rename(one / DATA_NAME)
-    (tmp_path / "swap").rename(two / DATA_NAME)
-    with pytest.raises(StorageError, match=r"file 2 of 2 and was given as file 1|bytes where"):
-        TensorStore.open([one, two])
-    with pytest.raises(StorageError, match="is the drive mounted"):
-        TensorStore.open([one, tmp_path / "missing"])
-
-
-def test_a_wrong_number_of_checksums_is_refused(tmp_path: Path, engine: PosixEngine):
-    TensorStore.create([tmp_path], SPECS, True, engine).close()
-    _edit(tmp_path, lambda body: _tensor(body, "moments").update(crc32=[1]))
-    with pytest.raises(StorageError, match="1 checksums for 3 chunks"):
-        TensorStore.open([tmp_path])
-
-
 # ---------------------------------------------------------------------- commit
 
 
@@ -488,43 +348,6 @@ def test_a_submission_that_fails_half_way_waits_for_what_was_begun(paths: list[P
         own.close()
         with pytest.raises(RuntimeError, match="engine is closed"):
             store.submit_write("moments", values()["moments"])
-
-
-# ---------------------------------------------------------------------- checksums
-
-
-def test_a_flipped_byte_is_found(paths: list[Path], engine: PosixEngine):
-    tensors = values()
-    with TensorStore.create(paths, SPECS, True, engine) as store:
-        write_all(store, tensors)
-        store.submit_write("moments", tensors["moments"][5:20], 20).wait(WAIT_S)  # partial: summed at commit
-        store.commit()
-        (extent, *_) = store.extent("moments")
-    _overwrite(extent.path, extent.offset + 1234, b"\x55")
-    with TensorStore.open(paths, "r", engine) as store:
-        with pytest.raises(StorageError, match=r"verification of 'moments'.*bytes 0 to 1048576") as caught:
-            store.submit_read("moments", torch.empty(600_001)).wait(WAIT_S)
-        assert caught.value.path == extent.path
-        assert caught.value.offset == extent.offset
-        assert_holds(store, {name: tensor for name, tensor in tensors.items() if name != "moments"})
-        # Chunks beyond the damaged one are good.
-        rest = torch.empty(600_001 - MIB // 4)
-        store.submit_read("moments", rest, MIB).wait(WAIT_S)
-        assert torch.equal(rest, tensors["moments"][MIB // 4 :])
-
-
-def test_data_overwritten_but_not_committed_is_refused(tmp_path: Path, engine: PosixEngine):
-    with TensorStore.create([tmp_path], SPECS, True, engine) as store:
-        write_all(store, values(1))
-        store.commit()
-        write_all(store, values(2))
-        assert_holds(store, values(2))
-    with TensorStore.open([tmp_path], engine=engine) as store:
-        with pytest.raises(StorageError, match="killed after overwriting"):
-            _read(store, "moments")
-        write_all(store, values(3))  # writing anew is the way out
-        assert_holds(store, values(3))
-        store.commit()
 
 
 def test_lock_files_of_a_deleted_store_do_not_confuse(tmp_path: Path, engine: PosixEngine):
