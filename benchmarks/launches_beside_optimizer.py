@@ -2,7 +2,7 @@
 
     python benchmarks/launches_beside_optimizer.py [--threads N] [--rounds 5]          (as root, one minute)
 
-An eager layer's launches (outcore/probe/host_bench.py) are timed on one thread, alone and while as many workers as
+An eager layer's launches (outcore/probe/bench/host.py) are timed on one thread, alone and while as many workers as
 there are cores update fp32 states without a pause. "beside": the workers' nice value is set back to the process's,
 which only root may do. Rounds alternate; medians. Without a GPU the layer computes on the CPU, which takes a core too.
 """
@@ -24,7 +24,7 @@ from optim_rate import parse, pooled
 
 from outcore.optim import state_format
 from outcore.optim.extension import ExtensionBackend
-from outcore.probe.host_bench import measure_host
+from outcore.probe.bench.host import measure_host
 
 NUMEL, SECONDS = 1 << 25, 2.0
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
+from outcore.common.quantities import format_s
 from outcore.monitor import MemoryWatch, MetricsLog, Progress, RunWarnings, Sampler, SpaceWatch, make_loggers
-from outcore.units import format_s
 
 BLOCK_S = 4.0
 STEP_S = 0.2

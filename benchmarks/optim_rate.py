@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from outcore.common.quantities import GB
 from outcore.optim import (
     FORMATS,
     AdamWHyper,
@@ -42,7 +43,6 @@ from outcore.optim import (
     default_num_threads,
 )
 from outcore.optim.extension import ExtensionBackend
-from outcore.units import GB
 
 TIMEOUT_S = 120.0
 WARM_UPS = 1

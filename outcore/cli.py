@@ -11,8 +11,8 @@ from types import MappingProxyType
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "plan": ("outcore.plan.main", "will a model fit this machine, how fast, what to change"),
-        "export": ("outcore.train.export_main", "a checkpoint as a model that from_pretrained loads, without a GPU"),
-        "watch": ("outcore.monitor.watch", "a running or finished run, live in the terminal"),
+        "export": ("outcore.checkpoint.main", "a checkpoint as a model that from_pretrained loads, without a GPU"),
+        "watch": ("outcore.monitor.screen.watch", "a running or finished run, live in the terminal"),
     }
 )
 """Name -> (module with `main(argv) -> int`, what it is for)."""

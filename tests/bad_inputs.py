@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bad_inputs_setups import (
+from tests.bad_inputs_setups import (
     all_damaged,
     copied_run,
     damaged_manifest,
@@ -38,7 +38,7 @@ from bad_inputs_setups import (
     truncated_shard,
     weights_only,
 )
-from bad_inputs_world import LEAVES, REPOSITORY, TWO_PROCESSES, Case, NotHere, Outcome, Shared, run_case
+from tests.bad_inputs_world import LEAVES, REPOSITORY, TWO_PROCESSES, Case, NotHere, Outcome, Shared, run_case
 
 TABLE = REPOSITORY / "docs/bad_inputs.md"
 LONGEST = 420

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from bad_inputs_world import REPOSITORY, NotHere, World
+from tests.bad_inputs_world import REPOSITORY, NotHere, World
 
 Setup = Callable[[World], None]
 
@@ -94,7 +94,7 @@ def damaged_manifest(world: World) -> None:
 
 def weights_only(world: World) -> None:
     """A checkpoint as a run with its optimizer on NVMe leaves it."""
-    from outcore.engine.shards import crc32_of
+    from outcore.checkpoint.shards import crc32_of
 
     folder = world.copy_run()
     trainer = json.loads((folder / "trainer.json").read_text())
@@ -159,7 +159,7 @@ def no_libaio(world: World) -> None:
 
 def nvme_in_use(world: World) -> None:
     """Another run has its scratch files in {here}/nvme."""
-    from outcore.engine.stream.scratch import Scratch
+    from outcore.flow.weights.scratch import Scratch
 
     other = Scratch([world.here / "nvme"])
     world.undo.callback(other.close)

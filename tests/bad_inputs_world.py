@@ -22,9 +22,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from forked import start_script
-
-from outcore.train.checkpoint import list_checkpoints, open_checkpoint
+from outcore.checkpoint.folders import list_checkpoints, open_checkpoint
+from tests.forked import start_script
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FAST = "--seq_length 32 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --sample_tokens 0 "

@@ -97,7 +97,7 @@ def _run(script: str, argv: list[str], environ: dict[str, str], log: str) -> Non
     os.chdir(ROOT)
     gc.freeze()  # what the server imported stays: looking through all of it at each collection takes long
     sys.argv = [script, *argv]
-    sys.path.insert(0, str(Path(script).parent))
+    sys.path[:0] = [str(Path(script).parent), str(ROOT)]
     try:
         runpy.run_path(script, run_name="__main__")
     finally:  # multiprocessing ends a child without them

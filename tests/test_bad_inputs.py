@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bad_inputs import CASES, TABLE, cell, escaped
-from bad_inputs_world import LEAVES, REPOSITORY, Case, NotHere, Shared, run_case
+
+from tests.bad_inputs import CASES, TABLE, cell, escaped
+from tests.bad_inputs_world import LEAVES, REPOSITORY, Case, NotHere, Shared, run_case
 
 ALIKE = 0.6
 """How alike the table's words and the program's must be: messages quote libraries, which differ by version."""

@@ -20,8 +20,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from outcore.common.quantities import GIB, MIB, format_gb
 from outcore.data.errors import CacheError
-from outcore.units import GIB, MIB, format_gb
 
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 16 * MIB

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from outcore.common.quantities import round_up
 from outcore.data.encode import carries_loss, token_ids
-from outcore.units import round_up
 
 IGNORE_INDEX = -100
 """transformers' and torch's label that carries no loss."""

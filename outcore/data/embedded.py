@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from outcore.common.quantities import MB
 from outcore.data.errors import DataError
 from outcore.data.records import BadRow, Record, Where
-from outcore.units import MB
 
 MAX_TOTAL_BYTES = 12 * MB
 MAX_FILE_BYTES = MB // 2

@@ -11,9 +11,9 @@ from typing import Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
+from outcore.common.quantities import format_s
 from outcore.data.arrays import Arrays, ArraysWriter, DamagedArrays, explained, open_arrays
 from outcore.data.errors import CacheError
-from outcore.units import format_s
 
 SAY_AFTER_S = 2.0
 

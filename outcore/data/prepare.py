@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from outcore.common.quantities import format_count
 from outcore.data.arrays import Arrays, ArraysWriter
 from outcore.data.chat import ensure_chat_template
 from outcore.data.dataset import RowDataset, labels_of
@@ -35,7 +36,6 @@ from outcore.data.settings import EMBEDDED, DataSettings
 from outcore.data.source import open_source
 from outcore.data.token_cache import RowLimit, TokenCache, cache_folder, digest_of, open_token_cache
 from outcore.data.tokenizer import tokenizer_hash
-from outcore.units import format_count
 
 EMBEDDED_MAX_EVAL_SAMPLES = 64
 """Rows that the built-in text is evaluated on unless max_eval_samples says otherwise: seconds, not minutes."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from outcore.common.quantities import MIB, format_gb
 from outcore.data.embedded import EmbeddedSource
 from outcore.data.errors import DataError
 from outcore.data.hub import HubSource, SavedDatasetSource
@@ -18,7 +19,6 @@ from outcore.data.readers import READERS, read_text
 from outcore.data.records import BadRow, Record, Source
 from outcore.data.settings import EMBEDDED, DataSettings
 from outcore.data.textfile import plain_suffix
-from outcore.units import MIB, format_gb
 
 HASHED_UP_TO_BYTES = 64 * MIB
 """Smaller data is identified by content (survives a copy or a checkout), larger by path, size and mtime."""

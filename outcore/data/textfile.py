@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, cast
 
+from outcore.common.quantities import MIB
 from outcore.data.errors import DataError
-from outcore.units import MIB
 
 BLOCK_BYTES = 4 * MIB
 HEAD_BYTES = 4096

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from outcore.common.quantities import format_count
 from outcore.data.arrays import Arrays, ArraysWriter, ArrayWriter
 from outcore.data.batches import Batch, Piece, batches_of, encode_in_order
 from outcore.data.encode import TOKEN, DocumentEncoder, carries_loss
@@ -28,7 +29,6 @@ from outcore.data.lock import open_or_build
 from outcore.data.paths import translate
 from outcore.data.records import BadRow, BadRows, Record, Source
 from outcore.data.settings import DataSettings
-from outcore.units import format_count
 
 CACHE_VERSION = 1
 """Part of every key: raise it when what is stored, or how text becomes tokens, changes."""

@@ -18,15 +18,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from outcore.common.quantities import GIB
 from outcore.install.environment import Environment
 from outcore.install.pip import Stream
 from outcore.install.progress import Progress
 from outcore.machine.host import available_ram_bytes, detect_cpu
-from outcore.units import GIB
 
 # A compiler on torch's headers takes up to 2.0 GB (M).
 RAM_PER_COMPILE_BYTES = 2 * GIB
-PROBE = "outcore.install.probe"
+PROBE = "outcore.install.verify.probe"
 KEY_NAME = "built-for.json"
 
 

@@ -13,22 +13,22 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from outcore.install.doctor import probe_rows
+from outcore.common.quantities import format_gb, format_gib
 from outcore.install.environment import Environment, find_environment, make_environment
 from outcore.install.errors import EXIT_INTERRUPTED, EXIT_NOT_READY, EXIT_OK, InstallError, from_os_error
 from outcore.install.extensions import BuildResult, build_all, extension_environment, sanitise_arch_list
-from outcore.install.host_checks import configured_offload_path, host_rows, launcher_row, offload_row
 from outcore.install.options import SET_NAMES, parse_options
 from outcore.install.pip import Stream, install, stream_command
 from outcore.install.plan import WINDOWS_WORDS, make_plan, print_plan
 from outcore.install.progress import Progress
-from outcore.install.report import make_report, print_plain, print_table, write_report
 from outcore.install.requirement_set import NEEDED_BYTES, RequirementSet, choose_set
-from outcore.install.rows import MISSING, Row
 from outcore.install.shim import write_shim
+from outcore.install.verify.doctor import probe_rows
+from outcore.install.verify.host_checks import configured_offload_path, host_rows, launcher_row, offload_row
+from outcore.install.verify.report import make_report, print_plain, print_table, write_report
+from outcore.install.verify.rows import MISSING, Row
 from outcore.machine import Machine, detect_machine, drive_of
 from outcore.machine.gpus import Runner, run_command
-from outcore.units import format_gb, format_gib
 
 OUTPUT_FOLDERS = ("checkpoints", "logs", "final_model")
 # Variables of a surrounding launcher or interpreter that would mislead the children.
@@ -282,7 +282,7 @@ class Job:
         except ImportError:
             if self.environment.exists:
                 sys.stdout.flush()
-                command = [str(self.environment.python), "-m", "outcore.install.report", str(saved)]
+                command = [str(self.environment.python), "-m", "outcore.install.verify.report", str(saved)]
                 if self._call(command, cwd=self.repository, env=self._child_environment(for_deepspeed=False)) == 0:
                     return
             print_plain(self.rows, sys.stdout)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from outcore.common.quantities import format_gb
 from outcore.install.environment import Environment
 from outcore.install.errors import InstallError
 from outcore.install.progress import Progress
 from outcore.install.requirement_set import RequirementSet
-from outcore.units import format_gb
 
 Stream = Callable[[Sequence[str], Mapping[str, str], Callable[[str], None]], int]
 """(command, environment, called with each output line) -> exit code."""

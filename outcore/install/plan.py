@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from outcore.common.quantities import format_gb
 from outcore.install.environment import Environment
 from outcore.install.extensions import build_key, extensions_for, is_built
 from outcore.install.pip import pip_steps
 from outcore.install.progress import Progress
 from outcore.install.requirement_set import NEEDED_BYTES, RequirementSet
-from outcore.units import format_gb
 
 WINDOWS_WORDS = """
 Native Windows. What works here: reports and planning (forecasts of performance_test.py), preparing data.

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TextIO
 
-from outcore.units import format_s
+from outcore.common.quantities import format_s
 
 
 class Progress:

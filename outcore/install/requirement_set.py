@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from outcore.common.quantities import GB
 from outcore.install.errors import InstallError
 from outcore.machine import Machine
-from outcore.units import GB
 
 # Free space each set needs while pip unpacks (D, from the sizes of the wheels: torch's ordinary wheel brings the CUDA
 # libraries along even where there is no GPU, 5-6 GB unpacked; kvikio brings cupy[ctk], about 2.5 GB more).

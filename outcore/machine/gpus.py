@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from outcore.common.quantities import MIB
 from outcore.machine.records import Gpu
-from outcore.units import MIB
 
 Runner = Callable[[Sequence[str]], tuple[int, str]]
 """command -> (exit code, stdout and stderr as text). OSError when the command does not exist."""

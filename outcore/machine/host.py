@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from outcore.units import KIB
+from outcore.common.quantities import KIB
 
 # Instruction sets that the CPU optimizer and DeepSpeed's CPU Adam can use, as /proc/cpuinfo spells them.
 SIMD_FLAGS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")

@@ -5,7 +5,7 @@ block-diagonal mask from them when there is no cache and no 2-D mask (isolation 
 comes from elsewhere get an explicit 4-D mask ("mask_4d", T x T bytes per sample), or one for each kind of layer
 ("mask_map": GPT-OSS, whose own masks overlook the documents). FlashAttention finds documents only
 in a batch of one, so packed batches are laid end to end for it. Which of them holds for a model is found out by
-`outcore.model.check`, numerically, before training.
+`outcore.model.trial.abilities`, numerically, before training.
 """
 
 from __future__ import annotations

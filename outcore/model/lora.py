@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.model.initialise import Gather, seeded_cpu
 from outcore.model.names import checkpoint_name
 from outcore.model.settings import LoraSettings, nearest
-from outcore.model.zero3 import full_shape
+from outcore.model.weights.initialise import Gather, seeded_cpu
+from outcore.model.weights.zero3 import full_shape
 
 
 def apply_lora(model: nn.Module, settings: LoraSettings, seed: int, gather: Gather | None = None) -> nn.Module:

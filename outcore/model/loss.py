@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from outcore.common.quantities import MIB
 from outcore.model.head import CausalParts, unwrap
 from outcore.model.head_gradient import HeadGradient, has_one_gradient
 from outcore.model.inputs import IGNORE, Batch, Isolation, forward_inputs, shifted_targets
-from outcore.units import MIB
 
 UserLoss = Callable[[nn.Module, Batch], Any]
 """loss(model, batch) -> mean over the micro-batch's unmasked tokens, or (sum, number of tokens)."""
@@ -143,9 +143,9 @@ class TokenLoss:
         """`model`: transformers, peft or own. `loss_fn`: the user's own loss of the whole model instead of
         cross-entropy; `head_loss`: of each token's logits.
 
-        `chunked`: False runs the model's whole forward (see `outcore.model.check`). `num_chunks`: head chunks per
-        micro-batch; None: from the batch's size and LOGITS_CHUNK_BYTES. Several ranks under ZeRO-3 need equal numbers,
-        so give one there if the micro-batches of the ranks differ in length.
+        `chunked`: False runs the model's whole forward (see `outcore.model.trial.abilities`). `num_chunks`: head chunks
+        per micro-batch; None: from the batch's size and LOGITS_CHUNK_BYTES. Several ranks under ZeRO-3 need equal
+        numbers, so give one there if the micro-batches of the ranks differ in length.
         """
         base = unwrap(model)
         self.config = getattr(base, "config", None)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from outcore.common.quantities import format_count
 from outcore.model.settings import nearest
-from outcore.units import format_count
 
 
 @dataclass(frozen=True)

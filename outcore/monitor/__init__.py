@@ -6,17 +6,17 @@ one sentence; only metrics.jsonl raises (MetricsLogError), because a run without
 
 from __future__ import annotations
 
-from outcore.monitor.loggers import Logger, LoggerGroup, NullLogger, check_report_to, make_loggers
-from outcore.monitor.loss_plot import plot_loss
-from outcore.monitor.memory_watch import MemoryWatch
-from outcore.monitor.metrics_log import MetricsLog, MetricsLogError
-from outcore.monitor.metrics_reader import Metrics, read_metrics
-from outcore.monitor.metrics_server import MetricsServer
-from outcore.monitor.progress import Progress
-from outcore.monitor.run_warnings import RunWarnings
-from outcore.monitor.sampler import Sampler
-from outcore.monitor.sleep_hold import SleepHold, hold_off_sleep
-from outcore.monitor.space_watch import SpaceWatch, Verdict
+from outcore.monitor.metrics.log import MetricsLog, MetricsLogError
+from outcore.monitor.metrics.loggers import Logger, LoggerGroup, NullLogger, check_report_to, make_loggers
+from outcore.monitor.metrics.loss_plot import plot_loss
+from outcore.monitor.metrics.reader import Metrics, read_metrics
+from outcore.monitor.metrics.server import MetricsServer
+from outcore.monitor.screen.progress import Progress
+from outcore.monitor.sensors.sampler import Sampler
+from outcore.monitor.watches.memory import MemoryWatch
+from outcore.monitor.watches.run_warnings import RunWarnings
+from outcore.monitor.watches.sleep_hold import SleepHold, hold_off_sleep
+from outcore.monitor.watches.space import SpaceWatch, Verdict
 
 __all__ = [
     "Logger",

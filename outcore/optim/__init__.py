@@ -9,8 +9,18 @@ from __future__ import annotations
 
 from outcore.optim.backend import Backend, GradStats, grad_sumsq_and_finite, open_backend
 from outcore.optim.build import BuildFailed, CompilerMissing, ExtensionUnavailable, build_extension
-from outcore.optim.chunk_state import STATE_NAMES, ChunkState
-from outcore.optim.formats import BLOCK_NUMEL, FORMATS, FP24_M8, FP32, FP32_M8, SPLIT, SPLIT8, StateFormat, state_format
+from outcore.optim.formats.chunk_state import STATE_NAMES, ChunkState
+from outcore.optim.formats.state_format import (
+    BLOCK_NUMEL,
+    FORMATS,
+    FP24_M8,
+    FP32,
+    FP32_M8,
+    SPLIT,
+    SPLIT8,
+    StateFormat,
+    state_format,
+)
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import ChunkJob, JobBatch
 from outcore.optim.pool import OptimizerPool, default_num_threads

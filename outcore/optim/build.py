@@ -27,11 +27,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from outcore.units import format_s
+from outcore.common.quantities import format_s
 
 logger = logging.getLogger(__name__)
 
-SOURCE_DIR = Path(__file__).parent
+SOURCE_DIR = Path(__file__).parent / "native"
 SOURCES = (
     "abi.h",
     "lanes.h",

@@ -36,12 +36,12 @@ from typing import Self
 
 import torch
 
+from outcore.common.quantities import format_s
 from outcore.machine.host import usable_cores
 from outcore.optim.backend import Backend, BackendName, FinishedUnit, Work, WorkQueue, open_backend
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import JobBatch
 from outcore.optim.tickets import ChunkResult, PoolClosed, Ticket, UnitResult, UpdateFailed
-from outcore.units import format_s
 
 DEFAULT_TIMEOUT_S = 600.0
 """Longest wait for a unit: a layer takes well under a second, so more means that something hangs."""

@@ -15,11 +15,8 @@ import math
 
 import torch
 
-from outcore.optim.compressed import compress_moments, expand_moments
-from outcore.optim.formats import BLOCK_NUMEL, StateFormat
-from outcore.optim.hyper import AdamWHyper, AdamWScalars
-from outcore.optim.jobs import ChunkJob
-from outcore.optim.moments8 import (
+from outcore.optim.formats.compressed import compress_moments, expand_moments
+from outcore.optim.formats.moments8 import (
     SMALLEST_EXP_AVG,
     SMALLEST_EXP_AVG_SQ,
     Codes,
@@ -28,7 +25,10 @@ from outcore.optim.moments8 import (
     random_bytes,
     unpack,
 )
-from outcore.optim.split import join_master, round_to_24_bits, split_master
+from outcore.optim.formats.split import join_master, round_to_24_bits, split_master
+from outcore.optim.formats.state_format import BLOCK_NUMEL, StateFormat
+from outcore.optim.hyper import AdamWHyper, AdamWScalars
+from outcore.optim.jobs import ChunkJob
 
 SLICE_NUMEL = 1 << 18
 SUM_BLOCK_NUMEL = 4096

@@ -12,18 +12,18 @@ from typing import Any
 
 import psutil
 
+from outcore.common.quantities import GIB, MIB, format_gb, format_gib
 from outcore.machine import Machine
-from outcore.monitor.block_device import nearest_existing
-from outcore.monitor.drive_sensor import DriveSensor
-from outcore.monitor.gpu_sensor import GpuSensor
-from outcore.monitor.run_warnings import HOT_DRIVE_C, STALL_NVME_FRACTION
-from outcore.monitor.sensor import SensorBoard, describe
-from outcore.monitor.sleep_hold import hold_off_sleep
+from outcore.monitor.sensors.block_device import nearest_existing
+from outcore.monitor.sensors.drive import DriveSensor
+from outcore.monitor.sensors.gpu import GpuSensor
+from outcore.monitor.sensors.sensor import SensorBoard, describe
+from outcore.monitor.watches.run_warnings import HOT_DRIVE_C, STALL_NVME_FRACTION
+from outcore.monitor.watches.sleep_hold import hold_off_sleep
 from outcore.performance.findings import Check, Level
 from outcore.performance.steps import measured_steps
 from outcore.plan.constants import RATED_WRITES_PER_BYTE
 from outcore.plan.profile import MEASURED_PROFILE, differs
-from outcore.units import GIB, MIB, format_gb, format_gib
 
 BUSY_CPU_PCT = 25.0
 BUSY_GPU_PCT = 10.0

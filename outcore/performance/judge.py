@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from outcore.common.quantities import format_gb
 from outcore.performance.findings import Check, Projection, Regression, Row, Verdict
-from outcore.units import format_gb
 
 MOST_RATING_SHARE = 0.05
 """A run that takes more of the drive's rated writes than this is worth a thought."""

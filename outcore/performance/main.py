@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outcore.common.quantities import GB, format_s
 from outcore.machine import Machine, detect_machine
-from outcore.monitor.block_device import nearest_existing
+from outcore.monitor.sensors.block_device import nearest_existing
 from outcore.performance.against_plan import compare, project
 from outcore.performance.findings import Check, Findings
 from outcore.performance.health import before_the_trial, during_the_trial
@@ -30,9 +31,8 @@ from outcore.performance.page import render
 from outcore.performance.show import show
 from outcore.performance.steps import measured_steps, median_of
 from outcore.plan.profile import MEASURED_PROFILE, differs
-from outcore.train.arguments import ConfigError, parse_config
-from outcore.train.config import TrainConfig
-from outcore.units import GB, format_s
+from outcore.train.configure.arguments import ConfigError, parse_config
+from outcore.train.configure.config import TrainConfig
 
 TRIAL_TIMEOUT_S = 900.0
 """Loading and compiling a large model takes minutes; what takes longer hangs."""

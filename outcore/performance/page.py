@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import html
 
+from outcore.common.quantities import format_count, format_gb, format_gib, format_s
 from outcore.performance import plots
 from outcore.performance.findings import Findings, Projection, Row
-from outcore.units import format_count, format_gb, format_gib, format_s
 
 STYLE = """
 :root { color-scheme: light; }

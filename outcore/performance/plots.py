@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from outcore.common.quantities import GB, GIB
 from outcore.performance.findings import Row
 from outcore.performance.steps import measured_steps
-from outcore.units import GB, GIB
 
 BLUE, ORANGE, GREEN, SKY, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#999999"
 PHASES = {

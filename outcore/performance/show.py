@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from outcore.common.quantities import format_gb, format_s
 from outcore.performance.findings import Findings
 from outcore.performance.page import amount
-from outcore.units import format_gb, format_s
 
 MARKS = {"ok": "ok", "note": "-", "warning": "WARN", "stop": "STOP"}
 COLORS = {"GO": "green", "GO WITH WARNINGS": "yellow", "NO-GO": "red"}

@@ -11,17 +11,17 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from outcore.common.quantities import GIB
 from outcore.plan import constants as k
-from outcore.plan.deepspeed import OFFLOADS, STAGE_NUMBER, DeepSpeedLayout, plan_deepspeed
-from outcore.plan.deepspeed_staged import Staged
-from outcore.plan.engine_rule import why_not_stream
+from outcore.plan.deepspeed.forecast import OFFLOADS, STAGE_NUMBER, DeepSpeedLayout, plan_deepspeed
+from outcore.plan.deepspeed.staged import Staged
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Plan
 from outcore.plan.request import STAGES, RunRequest
 from outcore.plan.shape import ModelShape
-from outcore.plan.stream import StreamLayout, plan_stream
-from outcore.plan.stream_memory import TILES
-from outcore.units import GIB
+from outcore.plan.stream.forecast import StreamLayout, plan_stream
+from outcore.plan.stream.memory import TILES
+from outcore.sizing.engine_rule import why_not_stream
 
 MICRO_BATCHES = (8, 4, 2, 1)
 NO_REASON_TO_SPILL = 1.05

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from outcore.units import GB, GIB, MIB
+from outcore.common.quantities import GB, GIB, MIB
 
 # --- bytes per parameter
 
@@ -31,13 +31,13 @@ STATE_FORMATS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "fp24_m8": (1, 2 + 8 / 256),
     }
 )
-"""Format of the CPU optimizer -> bytes per parameter of (master, moments); outcore/optim/formats.py. A split master is
-a 16-bit residual beside the bf16 parameter (lossless), one of 24 bits an 8-bit one; 8-bit moments carry two fp32 scales
-per 256 parameters."""
+"""Format of the CPU optimizer -> bytes per parameter of (master, moments); outcore/optim/formats/state_format.py. A
+split master is a 16-bit residual beside the bf16 parameter (lossless), one of 24 bits an 8-bit one; 8-bit moments carry
+two fp32 scales per 256 parameters."""
 COMPRESSED_MOMENTS = 2 * 3.5 + 8 / 256
-"""Bytes of fp32 moments on a drive, without loss (outcore/optim/compressed.py). What does not fit into that is next to
-nothing: 0.001 bytes per parameter and transfer for random gradients, measured. The CPU's rate is not counted: two cores
-update three times what a drive of 7 GB/s brings and takes."""
+"""Bytes of fp32 moments on a drive, without loss (outcore/optim/formats/compressed.py). What does not fit into that is
+next to nothing: 0.001 bytes per parameter and transfer for random gradients, measured. The CPU's rate is not counted:
+two cores update three times what a drive of 7 GB/s brings and takes."""
 COMPRESSION_ROOM = 1
 """Bytes per parameter kept free for it on the drive, and twice in a slot of the ring."""
 SPLIT_FORMATS = ("split", "split8", "fp24_m8")
@@ -50,7 +50,7 @@ whatever the format of the states."""
 
 GPU_CONTEXT_BYTES, GPU_CONTEXT_SHARE = int(0.59 * GIB), 0.0016
 """CUDA context and libraries: so much on any card, and of its memory. Measured (M) on an H200 of 140 GiB: 0.87-0.89 GB
-that the driver counts and the allocator does not, in six runs (benchmarks/plan_vs_measured.py). Smaller cards are
+that the driver counts and the allocator does not, in six runs (benchmarks/plan/plan_vs_measured.py). Smaller cards are
 scaled: a context grows with the chip and its memory; that an 8 GiB card takes 0.60 GiB is assumed, not measured."""
 GPU_SPARE_BYTES = int(0.15 * GIB)
 """What the allocator rounds up and keeps for later, with segments that grow. Measured without graphs: 0.16 GB
@@ -78,7 +78,7 @@ PAGE_CACHE_RESERVE_BYTES = 2 * GIB
 STATE_RING_BYTES = GIB
 """RAM through which states on NVMe flow (outcore/engine/stream/settings.py)."""
 STATE_RING_SLOTS, CHUNK_NUMEL = 64, 1 << 22
-"""Its slots at most, and the parameters whose states are one slot (outcore/engine/stream/homes.py)."""
+"""Its slots at most, and the parameters whose states are one slot (outcore/states/homes.py)."""
 WEIGHT_READ_AHEAD_BYTES = 512 * MIB
 """Pinned slots through which parameters on NVMe are read ahead (outcore/engine/stream/settings.py)."""
 LANE_BYTES = 2 * 4 * 16 * MIB
@@ -87,12 +87,12 @@ homes of parameters and gradients as far as it reaches."""
 DEFAULT_STAGING_BYTES = 8 * GIB
 """outcore.staging_bytes of deepspeed_config.json."""
 STAY_LAYERS = 2
-"""The last layers' activation checkpoints stay on the GPU (outcore/engine/stream/activations.py)."""
+"""The last layers' activation checkpoints stay on the GPU (outcore/engine/stream/activations/memory.py)."""
 LAYER_BUFFERS = 3
 """Layers on the GPU at a time (outcore/engine/stream/settings.py)."""
 GRAPH_LONG_S, GRAPH_FREE_SHARE = 5e-3, 0.4
 """Layers that compute longer are not captured as CUDA graphs, nor is anything with less of the device free
-(outcore/engine/stream/graphs.py)."""
+(outcore/flow/layers/graphs.py)."""
 GRAPH_POOL, GRAPH_TENSORS = 1.0, 5
 """What the graphs of layers keep: their common pool, in activations of one compiled layer, and tensors of a
 micro-batch's hidden states. Fitted to the allocator's peak in nine runs of 0.1 to 2.9 B parameters on an H200 (S):
@@ -121,11 +121,11 @@ TILED_LOGITS_ALIVE = 4.0
 """The same where the streaming engine computes the head in tiles. A planning figure."""
 EVAL_LOGITS_ALIVE, EVAL_GROUP = 2.5 / 4, 8
 """The same in an evaluation of the streaming engine: 16-bit logits, fp32 copy, its log-softmax of chunks a quarter as
-large (outcore/engine/stream/head.py); micro-batches at a time."""
+large (outcore/flow/layers/head.py); micro-batches at a time."""
 EAGER_LOSS_ALIVE, EAGER_CHUNKS = 1.5, 2
 """In the streaming engine's head, which computes loss and gradient at once: beside the logits of the chunk, in fp32
-logits, without a compiler, and how many times smaller chunks are then (outcore/engine/stream/head.py). Compiled: the
-gradient, in the logits' type (outcore/engine/stream/cross_entropy.py)."""
+logits, without a compiler, and how many times smaller chunks are then (outcore/flow/layers/head.py). Compiled: the
+gradient, in the logits' type (outcore/flow/layers/cross_entropy.py)."""
 COMPILED_ACTIVATIONS = 0.6
 """What a compiled layer's backward holds of what autograd keeps of an eager one. A planning figure."""
 ATTENTION_BACKWARD = 2.5
@@ -136,7 +136,7 @@ ATTENTION_SHARE, MASKED_ATTENTION_SHARE = 0.46, 0.26
 with one, torch's memory-efficient kernel computes the whole square and 0.18 is left, 0.26 where half of the
 micro-batches have a row with several documents. Both from one run on an H200 (R, 8,192 tokens, head 64): 0.265 s a step
 before the first packed row, 0.32 s after it; half: counted in the benchmark's text. Both engines go by documents'
-borders instead of masks (outcore/model/packed_attention.py); that a row of several documents then takes less
+borders instead of masks (outcore/model/packed/attention.py); that a row of several documents then takes less
 than a row of one is not counted, because their lengths are not known. Heads of 128 and older chips do better
 (FlashAttention-2: 50 to 73 % of an A100's peak, where products of matrices reach 80)."""
 LOSS_BYTES_PER_LOGIT = 30
@@ -171,7 +171,7 @@ MATMUL_SHARE = 0.93
 on a GPU of about 720 TFLOPS, less what passes through its memory."""
 HOST_LAYER_S = 0.0044
 """Seconds in which one core launches an eager decoder layer, forward, recomputation and backward
-(outcore/probe/host_bench.py), where the probe did not measure it. Measured (H): 0.0038-0.0051 within four minutes on
+(outcore/probe/bench/host.py), where the probe did not measure it. Measured (H): 0.0038-0.0051 within four minutes on
 one host, which had other guests. The host's terms are in such layers, because hosts differ by half. It was not measured
 in (S): DeepSpeed's two kinds of runs there both say 0.0057."""
 STREAM_HOST_LAYERS_PER_CALL = (0.18, 0.18)
@@ -235,7 +235,7 @@ DEEPSPEED_NVME_RAM_BYTES_PER_PARAM = 6
 gradients while they are written. llama-1b, measured with everything on NVMe: 20.6 GB resident."""
 DEEPSPEED_BUCKET_NUMEL = 50_000_000
 DEEPSPEED_LIVE_NUMEL = 500_000_000
-"""Sizes that outcore/engine/deepspeed/zero_section.py chooses."""
+"""Sizes that outcore/engine/deepspeed/config/zero_section.py chooses."""
 DEEPSPEED_NORM_NUMEL = 250_000_000
 """Elements of an offloaded gradient that DeepSpeed's own offload has in fp64 at a time, on the GPU, for its norm
 (`_constant_buffered_norm2` in runtime/zero/stage3.py). llama-1b with micro-batches of 4 and 8 rows of 1,024, measured:
@@ -243,7 +243,7 @@ DEEPSPEED_NORM_NUMEL = 250_000_000
 DEEPSPEED_SWAP_BUDGET_BYTES = 8 * GIB
 DEEPSPEED_OPTIMIZER_BUFFERS = (12, 8, 4)
 DEEPSPEED_PARAM_BUFFERS = 6
-"""outcore/engine/deepspeed/swapping.py: 4 buffers of the largest weight per sub-group in use; parameters' buffers."""
+"""outcore/sizing/swapping.py: 4 buffers of the largest weight per sub-group in use; parameters' buffers."""
 
 # --- drive
 

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.machine import Drive, LinkRates, Machine, pcie_gb_per_s
 from outcore.plan import constants as k
-from outcore.units import GB, GIB, format_gb, format_gib
 
 LINKS = (
     "h2d_gb_per_s",

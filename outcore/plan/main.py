@@ -14,13 +14,13 @@ import json
 import sys
 from pathlib import Path
 
-from outcore.plan.advice import advise
+from outcore.common.quantities import GIB
+from outcore.plan.answer.advice import advise
 from outcore.plan.choose import choose_or_change
 from outcore.plan.hardware import Overrides
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import ENGINES, PRECISIONS, STAGES, RunRequest
 from outcore.plan.shape_source import resolve_shape
-from outcore.units import GIB
 
 STAGE_WORDS = {"0": "none", "1": "zero1", "2": "zero2", "3": "zero3"}
 SHORT_NAMES = {
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.guide is not None:
             return _guide(args.guide, args.check)
         if args.paper_png is not None:
-            from outcore.plan.figures import save_paper_curves
+            from outcore.plan.answer.figures import save_paper_curves
 
             save_paper_curves(args.paper_png)
             print(f"written: {args.paper_png}", file=sys.stderr)
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from outcore.plan.show import show, to_json
+    from outcore.plan.answer.show import show, to_json
 
     if args.model is None:
         from outcore.model.presets import PRESETS
@@ -125,7 +125,7 @@ def _plan(args: argparse.Namespace) -> int:
     answer = choose_or_change(shape, request, hardware)
     advice = advise(shape, request, hardware, answer.plan)
     if args.png is not None:
-        from outcore.plan.figures import save_bars
+        from outcore.plan.answer.figures import save_bars
 
         save_bars(answer, hardware, args.png)
     if args.json:
@@ -155,7 +155,7 @@ def _request(args: argparse.Namespace) -> RunRequest:
 
 
 def _guide(path: Path, check: bool) -> int:
-    from outcore.plan.guide import guide_state
+    from outcore.plan.answer.guide import guide_state
 
     state = guide_state(path)
     if check:

@@ -7,10 +7,10 @@ scripts; a test holds both together.
 
 from __future__ import annotations
 
+from outcore.common.quantities import GB
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Part, TierUse
-from outcore.units import GB
 
 SPACE_BYTES_PER_PARAM: dict[str, int] = {"parameters": 6, "optimizer": 8, "gradients": 4}
 """Drive bytes per parameter: 16-bit weight and fp32 master; two fp32 moments; fp32 gradient."""

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from outcore.units import GIB
+from outcore.common.quantities import GIB
 
 TIERS = ("vram", "pinned", "ram", "nvme")
 EVALUATION = "evaluation beyond a step"

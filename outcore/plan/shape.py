@@ -1,7 +1,7 @@
 """What the planner knows of a model: parameter counts by streaming unit and the widths that set activations and FLOPs.
 
 `preset_shape` counts from a preset's fields alone (no torch, microseconds); `outcore.plan.shape_source` counts any
-other model on the meta device. tests/test_plan_shape.py holds both against each other and against hand-worked numbers.
+other model on the meta device. tests/plan/test_shape.py holds both against each other and against hand-worked numbers.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def layer_backward_bytes(shape: ModelShape, request: RunRequest, seq_length: int
 def compiled_activation_bytes(shape: ModelShape, request: RunRequest, seq_length: int, tokens: int) -> int:
     """Alive at the peak of a compiled layer's backward.
 
-    Adapters add nothing that counts (outcore/engine/stream/adapters.py): in the code that torch 2.13's compiler makes
+    Adapters add nothing that counts (outcore/flow/layers/adapters.py): in the code that torch 2.13's compiler makes
     for the CPU, what is alive of a layer of Llama, Qwen3, Gemma 2 or GPT-2 is within 1 % of that without them, or less.
     """
     return int(k.COMPILED_ACTIVATIONS * layer_activation_bytes(shape, request, seq_length, tokens))
@@ -147,7 +147,7 @@ def mask_bytes(shape: ModelShape, request: RunRequest, seq_length: int, tokens: 
 def border_bytes(shape: ModelShape, tokens: int) -> int:
     """What the flash kernel's backward takes for packed rows beyond what it takes for rows of one document: an fp32
     gradient of the queries for 128 tokens of each of `tokens` / 256 documents (as many as borders are usually held
-    for), and with grouped queries keys' and values' gradients for every head (outcore/model/packed_attention.py)."""
+    for), and with grouped queries keys' and values' gradients for every head (outcore/model/packed/attention.py)."""
     width = shape.num_heads * shape.head_dim
     documents = 1 << max(4, (max(1, tokens // 256) - 1).bit_length())
     expanded = 4 * tokens * width if shape.num_kv_heads < shape.num_heads else 0

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from outcore.probe.measurement import Clock
-from outcore.units import GIB, KIB, MIB
+from outcore.common.quantities import GIB, KIB, MIB
+from outcore.probe.bench.measurement import Clock
 
 MIN_CELL_S = 0.03
 

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from outcore.probe.config_file import ConfigError, apply_changes
-from outcore.probe.optimizer import STAGES, Optimizer
+from outcore.probe.bench.drive_file import TestPathError, remove_own_files
 from outcore.probe.options import Options, UsageError, parse_options
-from outcore.probe.plot import save_plot
 from outcore.probe.progress import StageProgress
-from outcore.probe.report import Findings, build_report, measured_machine, to_json, write_text
-from outcore.probe.show import render
-from outcore.probe.test_file import TestPathError, remove_own_files
+from outcore.probe.report.config_file import ConfigError, apply_changes
+from outcore.probe.report.plot import save_plot
+from outcore.probe.report.record import Findings, build_report, measured_machine, to_json, write_text
+from outcore.probe.report.show import render
+from outcore.probe.run import STAGES, Optimizer
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130

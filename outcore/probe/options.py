@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from outcore.common.quantities import GIB, MIB
+from outcore.probe.bench.drive_file import TestPathError, check_directory
+from outcore.probe.bench.lanes import StagingSettings
 from outcore.probe.budget import EFFORTS, Effort
-from outcore.probe.config_file import ConfigError, ProbeConfig, read_config
-from outcore.probe.lane_bench import StagingSettings
-from outcore.probe.test_file import TestPathError, check_directory
-from outcore.units import GIB, MIB
+from outcore.probe.report.config_file import ConfigError, ProbeConfig, read_config
 
 DESCRIPTION = """\
 Finds out which path data really takes between drive, RAM and GPU on this machine (GPUDirect Storage or not, and why),

@@ -72,7 +72,7 @@ class System(Protocol):
     def run_child(
         self, arguments: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None
     ) -> ChildResult:
-        """Runs `outcore.probe.gds_child` in a fresh interpreter."""
+        """Runs `outcore.probe.gds.child` in a fresh interpreter."""
         ...
 
 
@@ -154,7 +154,7 @@ class RealSystem:
         with tempfile.TemporaryDirectory(
             prefix="outcore-probe-"
         ) as scratch:  # libcufile drops its cufile.log where it runs
-            command = [sys.executable, "-m", "outcore.probe.gds_child", *arguments]
+            command = [sys.executable, "-m", "outcore.probe.gds.child", *arguments]
             return self.run(command, timeout_s, {**(env or {}), "PYTHONPATH": python_path}, cwd=scratch)
 
 

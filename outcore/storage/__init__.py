@@ -3,13 +3,13 @@
 from outcore.storage.block_file import BlockFile
 from outcore.storage.descriptor import BufferedFallbackWarning
 from outcore.storage.engine import StorageEngine, open_engine
+from outcore.storage.engines.faulty import FaultyEngine
+from outcore.storage.engines.kvikio import KvikioEngine
+from outcore.storage.engines.posix import PosixEngine
 from outcore.storage.errors import StorageError, describe_errno
-from outcore.storage.faulty_engine import FaultyEngine
 from outcore.storage.host_buffer import aligned_bytes
-from outcore.storage.kvikio_engine import KvikioEngine
-from outcore.storage.posix_engine import PosixEngine
-from outcore.storage.tensor_spec import Extent, TensorSpec
-from outcore.storage.tensor_store import TensorStore
+from outcore.storage.store.tensor_spec import Extent, TensorSpec
+from outcore.storage.store.tensor_store import TensorStore
 from outcore.storage.transfer import Transfer, gather
 
 __all__ = [

@@ -22,12 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from outcore.common.quantities import format_gb, format_s, round_up
 from outcore.storage.block_spans import BlockSpans
 from outcore.storage.descriptor import Descriptor, Mode
 from outcore.storage.errors import StorageError
 from outcore.storage.host_buffer import host_bytes
 from outcore.storage.page_cache import WriteBehind
-from outcore.units import format_gb, format_s, round_up
 
 TIMEOUT_S = 600.0
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from outcore.common.quantities import MIB, round_up
 from outcore.storage.descriptor import Descriptor
 from outcore.storage.host_buffer import address_of, aligned_bytes, copy_bytes
 from outcore.storage.range_locks import RangeLocks
-from outcore.units import MIB, round_up
 
 BOUNCE_BYTES = MIB  # one piece of an unaligned transfer; larger gains nothing, the copy is the cost
 

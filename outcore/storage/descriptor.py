@@ -18,9 +18,9 @@ from typing import Literal
 
 import numpy as np
 
+from outcore.common.quantities import GIB, MIB
 from outcore.storage.errors import StorageError
 from outcore.storage.filesystem import RAM_FILESYSTEMS, direct_limits, filesystem_of
-from outcore.units import GIB, MIB
 
 Mode = Literal["r", "rw", "create"]
 

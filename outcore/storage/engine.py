@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from outcore.storage.block_file import BlockFile
-from outcore.storage.kvikio_engine import KvikioEngine
-from outcore.storage.posix_engine import PosixEngine
+from outcore.storage.engines.kvikio import KvikioEngine
+from outcore.storage.engines.posix import PosixEngine
+from outcore.storage.engines.worker import STALL_S
 from outcore.storage.transfer import Transfer
-from outcore.storage.worker_engine import STALL_S
 
 
 @runtime_checkable
@@ -33,8 +33,9 @@ class StorageEngine(Protocol):
 def open_engine(name: str = "auto", **settings: Any) -> StorageEngine:
     """An engine by name: "posix", "kvikio", or "auto".
 
-    "auto" takes posix: it moves what fio moves (benchmarks/storage_vs_fio.py), needs no package and no GPU, and reads
-    straight into pinned memory. kvikio is for a proven direct path to device memory, or where a measurement favours it.
+    "auto" takes posix: it moves what fio moves (benchmarks/drives/storage_vs_fio.py), needs no package and no GPU, and
+    reads straight into pinned memory. kvikio is for a proven direct path to device memory, or where a measurement
+    favours it.
 
     `settings` go to the engine's constructor. Raises ValueError for an unknown name and RuntimeError, with the reason,
     for an engine that this machine cannot run.

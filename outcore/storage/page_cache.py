@@ -10,8 +10,8 @@ import errno as errno_module
 import threading
 from collections import deque
 
+from outcore.common.quantities import MIB
 from outcore.storage.filesystem import drop_cached, finish_writeback, start_writeback
-from outcore.units import MIB
 
 WINDOW_BYTES = 64 * MIB  # written bytes per file that may stay in the cache
 DROP_FROM_BYTES = MIB  # smaller reads leave their pages: dropping them costs more than keeping them

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from outcore.units import format_s
+from outcore.common.quantities import format_s
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from outcore.engine.deepspeed.settings import ChosenOffload
+from outcore.engine.deepspeed.config.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
 from outcore.machine import Machine, detect_machine
 from outcore.model.settings import ModelSettings
@@ -31,16 +31,16 @@ from outcore.plan import (
     load_hardware,
 )
 from outcore.plan import constants as k
-from outcore.plan.advice import advise
+from outcore.plan.answer.advice import advise
+from outcore.plan.answer.show import show
 from outcore.plan.choose import best_stage, best_stream, stream_refusal
-from outcore.plan.deepspeed import DeepSpeedLayout, plan_deepspeed
-from outcore.plan.deepspeed_staged import Staged
+from outcore.plan.deepspeed.forecast import DeepSpeedLayout, plan_deepspeed
+from outcore.plan.deepspeed.staged import Staged
 from outcore.plan.hardware import LINKS
 from outcore.plan.profile import MEASURED_PROFILE
 from outcore.plan.request import STAGES
 from outcore.plan.shape_source import on_targets, shape_from_config
-from outcore.plan.show import show
-from outcore.plan.stream import Residency, StreamLayout, plan_stream
+from outcore.plan.stream.forecast import Residency, StreamLayout, plan_stream
 from outcore.train.engine_build import Decided
 
 CHECKPOINT_HOMES = {"device": "vram", "ram": "ram", "nvme": "nvme"}

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from outcore.checkpoint.export_files import save_export_files
+from outcore.checkpoint.folders import Checkpoint, go_back_to, save_checkpoint
 from outcore.engine.base import LOWER_RATE, MicroBatch, NonFiniteLossError, StepResult
 from outcore.monitor import plot_loss
-from outcore.train.checkpoint import Checkpoint, go_back_to, save_checkpoint
-from outcore.train.export_files import save_export_files
 from outcore.train.memory_advice import TierFull
 from outcore.train.random_state import load_random_state, save_random_state
 from outcore.train.startup_clock import StartupClock

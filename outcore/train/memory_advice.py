@@ -7,7 +7,7 @@ import re
 
 import torch
 
-from outcore.units import format_gib
+from outcore.common.quantities import format_gib
 
 
 class TierFull(RuntimeError):

@@ -14,20 +14,22 @@ from typing import Any
 
 import torch
 
+from outcore.checkpoint.export_files import how_to_load
+from outcore.checkpoint.folders import changed_settings, check_same_run
+from outcore.common.quantities import format_count, format_s
 from outcore.data import PreparedData
 from outcore.engine.deepspeed.build import init_process_group
+from outcore.engine.deepspeed.config.user_file import read_user_config
 from outcore.engine.deepspeed.environment import prepare_environment
-from outcore.engine.deepspeed.user_file import read_user_config
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
-from outcore.monitor.sleep_hold import hold_off_sleep
-from outcore.train.arguments import ConfigError, parse_config
-from outcore.train.checkpoint import changed_settings, check_same_run
-from outcore.train.config import TrainConfig
+from outcore.monitor.watches.sleep_hold import hold_off_sleep
+from outcore.train.configure.arguments import ConfigError, parse_config
+from outcore.train.configure.config import TrainConfig
+from outcore.train.configure.engine_choice import EngineChoice, choose_engine, with_flags
+from outcore.train.configure.rooms import choose_hardware, model_settings_of, run_length, schedule_of
 from outcore.train.determinism import explain_order, fix_order
 from outcore.train.engine_build import AnyEngine, EngineRequest, build, decide
-from outcore.train.engines import EngineChoice, choose_engine, with_flags
-from outcore.train.export_files import how_to_load
 from outcore.train.forecast import Forecaster
 from outcore.train.loop import Trainer
 from outcore.train.memory_advice import explain
@@ -35,10 +37,8 @@ from outcore.train.random_state import seed_everything
 from outcore.train.run_data import default_seq_length, load_data, load_tokenizer
 from outcore.train.run_folder import choose_run, default_name
 from outcore.train.run_parts import RunContext, kept_on_drive
-from outcore.train.settings import choose_hardware, model_settings_of, run_length, schedule_of
 from outcore.train.startup_clock import StartupClock
 from outcore.train.stop_request import StopRequest
-from outcore.units import format_count, format_s
 
 TOLD = (ValueError, RuntimeError, OSError, MemoryError)
 """Errors that end a run with a paragraph instead of a trace."""

@@ -6,20 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 from outcore.data import PreparedData, load_or_train_tokenizer, prepare_data
-from outcore.model.check import check_abilities
-from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
 from outcore.model.source import max_positions, resolve_source
-from outcore.train.arguments import ConfigError
-from outcore.train.config import TrainConfig
-from outcore.train.settings import (
+from outcore.model.trial.abilities import check_abilities
+from outcore.model.weights.load import LoadedModel
+from outcore.train.configure.arguments import ConfigError
+from outcore.train.configure.config import TrainConfig
+from outcore.train.configure.rooms import (
     DEFAULT_SEQ_LENGTH,
     TINY_SEQ_LENGTH,
     data_settings_of,
     is_tiny,
     model_settings_of,
 )
-from outcore.train.vocabulary import check_token_ids, embedding_rows
+from outcore.train.configure.vocabulary import check_token_ids, embedding_rows
 
 Say = Callable[[str], None]
 

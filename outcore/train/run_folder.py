@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from outcore.engine.shards import CheckpointError
-from outcore.train.arguments import ConfigError, nearest
-from outcore.train.checkpoint import Checkpoint, list_checkpoints, newest_checkpoint, open_checkpoint
-from outcore.train.config import TrainConfig
+from outcore.checkpoint.folders import Checkpoint, list_checkpoints, newest_checkpoint, open_checkpoint
+from outcore.checkpoint.shards import CheckpointError
+from outcore.train.configure.arguments import ConfigError, nearest
+from outcore.train.configure.config import TrainConfig
 
 
 @dataclass(frozen=True)

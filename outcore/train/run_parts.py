@@ -14,26 +14,26 @@ from typing import Any
 import torch
 
 from outcore import __version__
+from outcore.checkpoint.folders import SPACE_MARGIN_BYTES, Checkpoint, check_same_run
 from outcore.data import BatchStream, EvalStream, PreparedData
 from outcore.engine.base import Engine
-from outcore.engine.deepspeed.settings import ELEMENT_BYTES
+from outcore.engine.deepspeed.config.settings import ELEMENT_BYTES
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.trace_window import TracePlan
 from outcore.monitor import MetricsLog, Progress, Sampler
-from outcore.monitor.block_device import nearest_existing
-from outcore.monitor.loggers import make_loggers
-from outcore.monitor.memory_watch import MemoryWatch
-from outcore.monitor.metrics_server import MetricsServer
-from outcore.monitor.run_warnings import RunWarnings
-from outcore.monitor.space_watch import SpaceWatch
-from outcore.train.checkpoint import SPACE_MARGIN_BYTES, Checkpoint, check_same_run
-from outcore.train.config import TrainConfig
+from outcore.monitor.metrics.loggers import make_loggers
+from outcore.monitor.metrics.server import MetricsServer
+from outcore.monitor.sensors.block_device import nearest_existing
+from outcore.monitor.watches.memory import MemoryWatch
+from outcore.monitor.watches.run_warnings import RunWarnings
+from outcore.monitor.watches.space import SpaceWatch
+from outcore.train.configure.config import TrainConfig
+from outcore.train.configure.engine_choice import check_trace
+from outcore.train.configure.rooms import Hardware, lora_alpha
+from outcore.train.configure.schedule import LrSchedule
 from outcore.train.engine_build import AnyEngine, Decided
-from outcore.train.engines import check_trace
 from outcore.train.forecast import Forecast
 from outcore.train.run_folder import RunFolder
-from outcore.train.schedule import LrSchedule
-from outcore.train.settings import Hardware, lora_alpha
 from outcore.train.trainer_parts import RunLength, TrainerParts
 
 DEFAULT_PROMPT = "def "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 
-from outcore.units import format_s
+from outcore.common.quantities import format_s
 
 
 class StartupClock:

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from outcore.engine.base import Engine, MicroBatch
 from outcore.monitor import MetricsLog, Progress, Sampler
-from outcore.train.config import TrainConfig
+from outcore.train.configure.config import TrainConfig
+from outcore.train.configure.schedule import LrSchedule
 from outcore.train.run_folder import RunFolder
-from outcore.train.schedule import LrSchedule
 
 
 class TrainStream(Protocol):
@@ -60,7 +60,7 @@ class TrainerParts:
     settings: dict[str, Any]
     """Saved with a checkpoint to tell what a resumed run has changed."""
     warnings: Any
-    """Turns a step's metrics into words for people, each once (`outcore.monitor.run_warnings`)."""
+    """Turns a step's metrics into words for people, each once (`outcore.monitor.watches.run_warnings`)."""
     watches: tuple[Any, ...] = ()
     """Free space and memory, looked at every step; a verdict that says so stops the run after a save."""
     max_skips: int = 20

@@ -16,15 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.checkpoint.export import export_model
+from outcore.checkpoint.shards import (
+    MAX_SHARD_BYTES,
+    CheckpointError,
+    ShardReader,
+    TensorPlan,
+    plan_shards,
+    write_shard,
+)
 from outcore.engine.base import LOWER_RATE, NO_TARGETS, EvalResult, MicroBatch, NonFiniteLossError, StepResult
 from outcore.engine.deepspeed.state import FAMILIES, open_state
-from outcore.engine.export import export_model
-from outcore.engine.shards import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
-from outcore.engine.stream.packing import DeviceBatch, packing_known
+from outcore.flow.parts.packing import DeviceBatch, packing_known
 from outcore.model.inputs import count_target_tokens
-from outcore.model.load import LoadedModel
 from outcore.model.names import named_checkpoint_parameters
-from outcore.model.zero3 import settle
+from outcore.model.weights.load import LoadedModel
+from outcore.model.weights.zero3 import settle
 
 
 class DeepSpeedEngine:
@@ -273,7 +280,7 @@ class DeepSpeedEngine:
                 )
 
     def export(self, folder: Path, tokenizer: Any = None, adapter_only: bool = False) -> None:
-        """Write the 16-bit model for `from_pretrained`; see `outcore.engine.export`."""
+        """Write the 16-bit model for `from_pretrained`; see `outcore.checkpoint.export`."""
         export_model(
             folder, self.network, self._whole_weight, tokenizer=tokenizer, rank=self.rank, adapter_only=adapter_only
         )

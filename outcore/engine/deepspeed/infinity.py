@@ -21,11 +21,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outcore.engine.deepspeed.builder import build_config
-from outcore.engine.deepspeed.nvme import NvmePathError, resolve_nvme_path, validate_nvme_path
-from outcore.engine.deepspeed.nvme_speed import NvmePerformance, check_nvme_performance
-from outcore.engine.deepspeed.settings import DeepSpeedSettings, ModelFacts, RunFacts
-from outcore.units import GB
+from outcore.common.quantities import GB
+from outcore.engine.deepspeed.config.builder import build_config
+from outcore.engine.deepspeed.config.settings import DeepSpeedSettings, ModelFacts, RunFacts
+from outcore.engine.deepspeed.drive.path import NvmePathError, resolve_nvme_path, validate_nvme_path
+from outcore.engine.deepspeed.drive.speed import NvmePerformance, check_nvme_performance
 
 __all__ = [
     "NvmePathError",

@@ -9,20 +9,20 @@ from functools import partial
 
 import torch
 
-from outcore.engine.stream.check import sharing_holds, try_tiny_copy
-from outcore.engine.stream.compiled import CompiledLayers, draws_random_numbers
-from outcore.engine.stream.discovery import discover_units
-from outcore.engine.stream.graphs import LayerGraphs
-from outcore.engine.stream.packed_rows import attention_to_packed_rows
-from outcore.engine.stream.placement import StateChunk, cut_states, spill
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.tiles_plan import TilePlan, free_device_bytes, plan_tiles
-from outcore.engine.stream.tiles_trial import try_tiled_copy
 from outcore.engine.stream.tiles_work import work_of_step
-from outcore.engine.stream.units import Units
-from outcore.engine.stream.weights import plan_cuts
-from outcore.model.load import LoadedModel
+from outcore.flow.check.packed_rows import attention_to_packed_rows
+from outcore.flow.check.tiles_trial import try_tiled_copy
+from outcore.flow.check.trial import sharing_holds, try_tiny_copy
+from outcore.flow.layers.compiled import CompiledLayers, draws_random_numbers
+from outcore.flow.layers.graphs import LayerGraphs
+from outcore.flow.parts.discovery import discover_units
+from outcore.flow.parts.units import Units
+from outcore.flow.tiles.plan import TilePlan, free_device_bytes, plan_tiles
+from outcore.flow.weights.homes import plan_cuts
+from outcore.model.weights.load import LoadedModel
 from outcore.optim import StateFormat, state_format
+from outcore.states.placement import StateChunk, cut_states, spill
 
 logger = logging.getLogger(__name__)
 

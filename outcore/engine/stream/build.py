@@ -11,32 +11,32 @@ from dataclasses import dataclass
 
 import torch
 
-from outcore.engine.device_memory import let_segments_grow
-from outcore.engine.stream.activations import Activations, DeviceActivations, RamActivations
-from outcore.engine.stream.activations_nvme import NvmeActivations
+from outcore.engine.stream.activations.memory import Activations, DeviceActivations, RamActivations
+from outcore.engine.stream.activations.nvme import NvmeActivations
 from outcore.engine.stream.blueprint import Blueprint, draw_blueprint
 from outcore.engine.stream.engine import StreamEngine
-from outcore.engine.stream.gradient_arena import GradientArena
-from outcore.engine.stream.gradients import GradientDownload
-from outcore.engine.stream.homes import Homes
-from outcore.engine.stream.host_memory import HostMemory
+from outcore.engine.stream.gradients.arena import GradientArena
+from outcore.engine.stream.gradients.download import GradientDownload
 from outcore.engine.stream.host_sizes import arena_bytes, lender, pool_bytes, read_ahead_bytes, state_store
 from outcore.engine.stream.parts import EngineParts
-from outcore.engine.stream.prefetch import WeightPrefetcher
-from outcore.engine.stream.runner import UnitRunner
 from outcore.engine.stream.schedule import VerticalSchedule
-from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.stalls import Stalls
-from outcore.engine.stream.state_ring import StateRing
-from outcore.engine.stream.tiles_units import TiledUnits, open_tiles
-from outcore.engine.stream.units import Units
 from outcore.engine.stream.updates import TIMEOUT_S, UnitUpdates, UpdatedWeights
-from outcore.engine.stream.weights import WeightHomes
-from outcore.model.load import LoadedModel
+from outcore.flow.device_memory import let_segments_grow
+from outcore.flow.layers.runner import UnitRunner
+from outcore.flow.parts.units import Units
+from outcore.flow.tiles.units import TiledUnits, open_tiles
+from outcore.flow.trace.stalls import Stalls
+from outcore.flow.weights.homes import WeightHomes
+from outcore.flow.weights.prefetch import WeightPrefetcher
+from outcore.flow.weights.scratch import Scratch
+from outcore.model.weights.load import LoadedModel
 from outcore.optim import Backend, OptimizerPool, default_num_threads, open_backend
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
-from outcore.staging.pinned_grant import PinnedGrant
+from outcore.staging.pool.host_memory import HostMemory
+from outcore.staging.pool.pinned_grant import PinnedGrant
+from outcore.states.homes import Homes
+from outcore.states.ring.ring import StateRing
 from outcore.storage import StorageEngine
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from outcore.checkpoint.export import export_model
 from outcore.engine.base import (
     LOWER_RATE,
     NO_TARGETS,
@@ -28,23 +29,22 @@ from outcore.engine.base import (
     NonFiniteLossError,
     StepResult,
 )
-from outcore.engine.export import export_model
-from outcore.engine.stream.clock import PhaseClock
 from outcore.engine.stream.loss_scale import LossScaler
-from outcore.engine.stream.moments import moment, wait_for
-from outcore.engine.stream.packing import DeviceBatch
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.schedule import PassSums
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.state import StreamState
 from outcore.engine.stream.trace_window import NoTracing, StepTracing, TracePlan, TraceWindow
-from outcore.engine.stream.units import Unit
 from outcore.engine.stream.updates import is_usable
+from outcore.flow.parts.packing import DeviceBatch
+from outcore.flow.parts.units import Unit
+from outcore.flow.trace.clock import PhaseClock
+from outcore.flow.trace.moments import moment, wait_for
 from outcore.model.generate import context_length_of
 from outcore.model.head import unwrap
 from outcore.model.inputs import count_target_tokens
-from outcore.model.load import LoadedModel
 from outcore.model.names import checkpoint_name
+from outcore.model.weights.load import LoadedModel
 from outcore.optim import AdamWHyper
 from outcore.staging import LaneTransfer
 
@@ -274,7 +274,7 @@ class StreamEngine:
         self._scaler.restore(state.get("loss_scaler", {}))
 
     def export(self, folder: Path, tokenizer: Any = None, adapter_only: bool = False) -> None:
-        """Write the 16-bit model for `from_pretrained`; see `outcore.engine.export`."""
+        """Write the 16-bit model for `from_pretrained`; see `outcore.checkpoint.export`."""
         self._drain()
         names = {id(p): checkpoint_name(name) for name, p in unwrap(self.loaded.model).named_parameters()}
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from outcore.engine.stream.activations import Lend
-from outcore.engine.stream.gradient_arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
-from outcore.engine.stream.placement import StateChunk
-from outcore.engine.stream.scratch import Scratch
+from outcore.common.quantities import GIB, round_up
+from outcore.engine.stream.activations.memory import Lend
+from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.units import Units
+from outcore.flow.parts.units import Units
+from outcore.flow.weights.scratch import Scratch
 from outcore.machine.host import available_ram_bytes
-from outcore.staging.allocator import ALIGNMENT_BYTES
+from outcore.staging.pool.allocator import ALIGNMENT_BYTES
+from outcore.states.placement import StateChunk
 from outcore.storage import TensorSpec, TensorStore
-from outcore.units import GIB, round_up
 
 FREE_RAM_BYTES = 2 * GIB
 """Left free when gradients of all layers are given homes."""

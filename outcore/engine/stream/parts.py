@@ -9,23 +9,23 @@ from functools import partial
 
 import torch
 
-from outcore.engine.deadline import CLOSE_TIMEOUT_S, Deadline
-from outcore.engine.stream.gradient_arena import GradientArena
-from outcore.engine.stream.gradients import GradientDownload
-from outcore.engine.stream.homes import Homes
-from outcore.engine.stream.host_memory import HostMemory
-from outcore.engine.stream.prefetch import WeightPrefetcher
+from outcore.common.deadline import CLOSE_TIMEOUT_S, Deadline
+from outcore.common.quantities import format_gb, format_gib
+from outcore.engine.stream.gradients.arena import GradientArena
+from outcore.engine.stream.gradients.download import GradientDownload
 from outcore.engine.stream.schedule import VerticalSchedule
-from outcore.engine.stream.scratch import Scratch
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.stalls import Stalls
-from outcore.engine.stream.state_ring import StateRing
-from outcore.engine.stream.tiles_plan import TilePlan
-from outcore.engine.stream.units import Units
 from outcore.engine.stream.updates import UnitUpdates
+from outcore.flow.parts.units import Units
+from outcore.flow.tiles.plan import TilePlan
+from outcore.flow.trace.stalls import Stalls
+from outcore.flow.weights.prefetch import WeightPrefetcher
+from outcore.flow.weights.scratch import Scratch
 from outcore.optim import OptimizerPool
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
-from outcore.units import format_gb, format_gib
+from outcore.staging.pool.host_memory import HostMemory
+from outcore.states.homes import Homes
+from outcore.states.ring.ring import StateRing
 
 logger = logging.getLogger(__name__)
 

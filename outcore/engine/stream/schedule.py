@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from outcore.engine.deadline import after
-from outcore.engine.stream.accumulator import GradAccumulator
-from outcore.engine.stream.activations import Activations
-from outcore.engine.stream.clock import PhaseClock
-from outcore.engine.stream.gradients import GradientDownload
-from outcore.engine.stream.head import Batch, HeadInput
-from outcore.engine.stream.prefetch import WeightPrefetcher
+from outcore.common.deadline import after
+from outcore.engine.stream.activations.memory import Activations
+from outcore.engine.stream.gradients.accumulator import GradAccumulator
+from outcore.engine.stream.gradients.download import GradientDownload
 from outcore.engine.stream.rng import UnitRandom, generators_kept
-from outcore.engine.stream.runner import UnitRunner
-from outcore.engine.stream.shell import CallLog
-from outcore.engine.stream.trace import NO_TRACE, Trace
-from outcore.engine.stream.units import Unit
+from outcore.flow.layers.head import Batch, HeadInput
+from outcore.flow.layers.runner import UnitRunner
+from outcore.flow.parts.shell import CallLog
+from outcore.flow.parts.units import Unit
+from outcore.flow.trace.clock import PhaseClock
+from outcore.flow.trace.recorder import NO_TRACE, Trace
+from outcore.flow.weights.prefetch import WeightPrefetcher
 from outcore.staging import LaneTransfer
 
 OnGradient = Callable[[Unit, LaneTransfer], None]

@@ -7,13 +7,13 @@ from typing import Literal
 
 import torch
 
-from outcore.engine.stream.homes import CHUNK_NUMEL
+from outcore.common.quantities import GIB, MIB
 from outcore.model.loss import LOGITS_CHUNK_BYTES
 from outcore.optim import state_format
 from outcore.optim.backend import BackendName
 from outcore.optim.hyper import check_eps
-from outcore.staging.allocator import ALIGNMENT_BYTES
-from outcore.units import GIB, MIB
+from outcore.staging.pool.allocator import ALIGNMENT_BYTES
+from outcore.states.homes import CHUNK_NUMEL
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StreamSettings:
     three of the largest. With deferred updates every gradient waits for the norm, so all have a home."""
     compress_on_nvme: bool = True
     """fp32 moments on NVMe in 28 bits each, without loss: fewer bytes to move, some more work for the CPU and 10 % more
-    memory for a slot of the ring; see `outcore.optim.compressed`."""
+    memory for a slot of the ring; see `outcore.optim.formats.compressed`."""
     state_ring_bytes: int = GIB
     """RAM through which states on NVMe flow, in slots of one chunk each."""
     state_ring_slots: int = 64

@@ -13,13 +13,20 @@ from pathlib import Path
 
 import torch
 
-from outcore.engine.shards import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
-from outcore.engine.stream.homes import Homes
+from outcore.checkpoint.shards import (
+    MAX_SHARD_BYTES,
+    CheckpointError,
+    ShardReader,
+    TensorPlan,
+    plan_shards,
+    write_shard,
+)
 from outcore.model.head import unwrap
-from outcore.model.load import LoadedModel
 from outcore.model.names import checkpoint_name
+from outcore.model.weights.load import LoadedModel
 from outcore.optim import STATE_NAMES
-from outcore.optim.chunk_state import StateName
+from outcore.optim.formats.chunk_state import StateName
+from outcore.states.homes import Homes
 
 OnFile = Callable[[Path, int], None]
 

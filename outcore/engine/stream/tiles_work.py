@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.tile_rule import Work
-from outcore.model.load import LoadedModel
+from outcore.model.weights.load import LoadedModel
 from outcore.plan.request import RunRequest
 from outcore.plan.shape_source import shape_from_config
-from outcore.plan.stream_work import step_work
+from outcore.plan.stream.work import step_work
+from outcore.sizing.tiles import Work
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

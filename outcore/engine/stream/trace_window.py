@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Protocol
 
 from outcore.engine.stream.parts import EngineParts
-from outcore.engine.stream.trace import NO_TRACE, TraceRecorder
-from outcore.engine.stream.trace_file import Slice, write_trace
-from outcore.storage.faulty_engine import FaultyEngine
-from outcore.storage.worker_engine import WorkerEngine
+from outcore.flow.trace.file import Slice, write_trace
+from outcore.flow.trace.recorder import NO_TRACE, TraceRecorder
+from outcore.storage.engines.faulty import FaultyEngine
+from outcore.storage.engines.worker import WorkerEngine
 
 logger = logging.getLogger(__name__)
 

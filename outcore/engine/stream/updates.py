@@ -15,20 +15,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from outcore.common.deadline import CLOSE_TIMEOUT_S
+from outcore.common.quantities import format_s
 from outcore.engine.base import LOWER_RATE, EngineError, NonFiniteLossError
-from outcore.engine.deadline import CLOSE_TIMEOUT_S
-from outcore.engine.stream.gradient_arena import GradientArena
-from outcore.engine.stream.homes import Homes
-from outcore.engine.stream.ring_schedule import RingTicket
-from outcore.engine.stream.ring_updates import BEFORE_ALL_UNITS
-from outcore.engine.stream.stalls import Stalls
-from outcore.engine.stream.state_ring import StateRing
-from outcore.engine.stream.units import Unit
+from outcore.engine.stream.gradients.arena import GradientArena
+from outcore.flow.parts.units import Unit
+from outcore.flow.trace.stalls import Stalls
 from outcore.optim import AdamWHyper, OptimizerPool, Ticket
 from outcore.optim.reference import LARGEST_GRAD
 from outcore.staging import LaneTransfer
+from outcore.states.homes import Homes
+from outcore.states.ring.ring import StateRing
+from outcore.states.ring.schedule import RingTicket
+from outcore.states.ring.updates import BEFORE_ALL_UNITS
 from outcore.storage import TensorStore
-from outcore.units import format_s
 
 TIMEOUT_S = 600.0
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outcore.engine.deepspeed.notes import Notes
-from outcore.engine.deepspeed.offload import OffloadCosts
-from outcore.engine.deepspeed.settings import ELEMENT_BYTES, Precision
-from outcore.engine.deepspeed.staged.sizes import RAM_OVERHEAD_BYTES
+from outcore.engine.deepspeed.config.notes import Notes
+from outcore.engine.deepspeed.config.offload import OffloadCosts
+from outcore.engine.deepspeed.config.settings import ELEMENT_BYTES, Precision
 from outcore.optim import state_format
+from outcore.sizing.staged import RAM_OVERHEAD_BYTES
 
 _SAMPLE_NUMEL = 1 << 22
 

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 
 import torch
 
-from outcore.engine.deadline import Deadline
-from outcore.engine.deepspeed.staged.sizes import GRADIENT_SLOT_BYTES, GRADIENT_SLOTS
-from outcore.engine.deepspeed.staged.sizes import MIN_BYTES as MIN_BYTES  # for whoever decides which live here
-from outcore.engine.stream.host_memory import pageable
-from outcore.engine.stream.placement import GradPlace
-from outcore.engine.stream.scratch import Scratch
+from outcore.common.deadline import Deadline
+from outcore.common.quantities import MIB, round_up
+from outcore.flow.weights.scratch import Scratch
+from outcore.sizing.staged import GRADIENT_SLOT_BYTES, GRADIENT_SLOTS
+from outcore.sizing.staged import MIN_BYTES as MIN_BYTES  # for whoever decides which live here
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
-from outcore.staging.lane_transfer import LaneTransfer
+from outcore.staging.lanes.transfer import LaneTransfer
+from outcore.staging.pool.host_memory import pageable
+from outcore.states.placement import GradPlace
 from outcore.storage import TensorSpec, TensorStore
-from outcore.units import MIB, round_up
 
 logger = logging.getLogger(__name__)
 

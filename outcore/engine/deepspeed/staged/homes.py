@@ -20,17 +20,17 @@ from deepspeed import comm as dist
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from outcore.engine.deadline import Deadline
+from outcore.common.deadline import Deadline
+from outcore.common.quantities import format_gib
 from outcore.engine.deepspeed.environment import accelerator
 from outcore.engine.deepspeed.staged import gradients
 from outcore.engine.deepspeed.staged.binding import prefetch_by_trace
 from outcore.engine.deepspeed.staged.session import StagedSession
 from outcore.engine.deepspeed.staged.shares import Share, ShareLayout, element_offsets, real_numel
-from outcore.engine.deepspeed.staged.sizes import frozen_in_ram, leading_in_ram
 from outcore.engine.deepspeed.staged.states import RingSize, ShareStates
 from outcore.optim import OptimizerPool, state_format
-from outcore.optim.formats import PARAM_DTYPES
-from outcore.units import format_gib
+from outcore.optim.formats.state_format import PARAM_DTYPES
+from outcore.sizing.staged import frozen_in_ram, leading_in_ram
 
 logger = logging.getLogger(__name__)
 

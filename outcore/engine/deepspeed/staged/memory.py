@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from outcore.engine.stream.host_memory import HostMemory
+from outcore.common.quantities import format_gib
 from outcore.staging import PinnedPool
-from outcore.units import format_gib
+from outcore.staging.pool.host_memory import HostMemory
 
 
 class StagedMemory:

@@ -20,8 +20,8 @@ from outcore.engine.deepspeed.environment import accelerator
 from outcore.engine.deepspeed.staged.homes import HousedZero3
 from outcore.engine.deepspeed.staged.session import StagedSession
 from outcore.engine.deepspeed.staged.shares import Share
-from outcore.engine.deepspeed.staged.sizes import NORM_NUMEL
 from outcore.optim import AdamWHyper
+from outcore.sizing.staged import NORM_NUMEL
 
 
 class StagedOptimizer(HousedZero3):

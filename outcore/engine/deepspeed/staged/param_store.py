@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from outcore.common.quantities import format_gib, round_up
 from outcore.engine.base import EngineError
 from outcore.staging import Lease
-from outcore.staging.allocator import ALIGNMENT_BYTES
+from outcore.staging.pool.allocator import ALIGNMENT_BYTES
 from outcore.storage import TensorStore, Transfer
-from outcore.units import format_gib, round_up
 
 logger = logging.getLogger(__name__)
 

@@ -23,15 +23,15 @@ import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from outcore.engine.deadline import Deadline
+from outcore.common.deadline import Deadline
+from outcore.common.quantities import format_gib
 from outcore.engine.deepspeed.environment import accelerator
 from outcore.engine.deepspeed.staged.loans import Loans
 from outcore.engine.deepspeed.staged.param_store import ParamStore, ShareBuffer, ShareTransfer
-from outcore.engine.deepspeed.staged.sizes import MIN_BYTES
-from outcore.engine.stream.host_memory import pageable
+from outcore.sizing.staged import MIN_BYTES
 from outcore.staging import PinnedPool, PinnedPoolFull
+from outcore.staging.pool.host_memory import pageable
 from outcore.storage import TensorStore
-from outcore.units import format_gib
 
 logger = logging.getLogger(__name__)
 

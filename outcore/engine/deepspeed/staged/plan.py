@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from outcore.engine.deepspeed.settings import (
+from outcore.common.quantities import format_gib, round_up
+from outcore.engine.deepspeed.config.settings import (
     ELEMENT_BYTES,
     BuiltConfig,
     ChosenOffload,
@@ -17,7 +18,9 @@ from outcore.engine.deepspeed.settings import (
     RunFacts,
 )
 from outcore.engine.deepspeed.staged.shares import CHUNK_NUMEL
-from outcore.engine.deepspeed.staged.sizes import (
+from outcore.optim import default_num_threads, state_format
+from outcore.optim.backend import BackendName
+from outcore.sizing.staged import (
     LEAST_SLOTS,
     RING_BYTES,
     RING_SLOTS,
@@ -25,10 +28,7 @@ from outcore.engine.deepspeed.staged.sizes import (
     StagedSizes,
     staged_sizes,
 )
-from outcore.engine.deepspeed.swapping import partition_numel
-from outcore.optim import default_num_threads, state_format
-from outcore.optim.backend import BackendName
-from outcore.units import format_gib, round_up
+from outcore.sizing.swapping import partition_numel
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PADDING_BYTES = 8192

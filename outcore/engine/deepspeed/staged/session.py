@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outcore.engine.deadline import Deadline
+from outcore.common.deadline import Deadline
 from outcore.engine.deepspeed.staged.memory import StagedMemory
 from outcore.engine.deepspeed.staged.plan import StagedPlan
-from outcore.engine.stream.scratch import Scratch
+from outcore.flow.weights.scratch import Scratch
 from outcore.storage import StorageEngine, TensorSpec
 
 if TYPE_CHECKING:

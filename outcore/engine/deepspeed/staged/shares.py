@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outcore.engine.stream.placement import StateChunk
+from outcore.common.quantities import round_up
 from outcore.optim import BLOCK_NUMEL, StateFormat
-from outcore.units import round_up
+from outcore.states.placement import StateChunk
 
 CHUNK_NUMEL = 1 << 22
 """Parameters per chunk: 48 MiB of fp32 states, 8 MiB of 16-bit parameters, whole 4 KiB blocks of both."""

@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 import torch
 
-from outcore.engine.deadline import Deadline
+from outcore.common.deadline import Deadline
 from outcore.engine.deepspeed.staged.gradients import StagedGradients
 from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.shares import Share
-from outcore.engine.stream.host_memory import HostMemory, pageable
-from outcore.engine.stream.placement import GradPlace, StateChunk, spill
-from outcore.engine.stream.scratch import Scratch
-from outcore.engine.stream.state_ring import StateRing
-from outcore.engine.stream.state_window import StateWindow
+from outcore.flow.weights.scratch import Scratch
 from outcore.optim import AdamWHyper, ChunkJob, ChunkState, JobBatch, OptimizerPool, StateFormat
-from outcore.optim.chunk_state import STATE_NAMES, StateName
+from outcore.optim.formats.chunk_state import STATE_NAMES, StateName
+from outcore.staging.pool.host_memory import HostMemory, pageable
+from outcore.states.placement import GradPlace, StateChunk, spill
+from outcore.states.ring.ring import StateRing
+from outcore.states.window import StateWindow
 from outcore.storage import TensorSpec, TensorStore
 
 HyperOf = Callable[[int], AdamWHyper]

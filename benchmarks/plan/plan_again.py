@@ -1,0 +1,126 @@
+"""The forecast of a run that was measured already, made again by today's planner: same model, settings and machine.
+
+A run's plan.json says under `asked` what its planner was asked. Results from before that was kept are asked again from
+what their forecast says: where things live, how much each tier has, which rates were measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from plan_runs import RUNS, config_of
+
+from outcore.engine.deepspeed.config.settings import ChosenOffload
+from outcore.engine.stream.settings import StreamSettings
+from outcore.plan import constants as k
+from outcore.plan.hardware import Hardware
+from outcore.plan.shape import ModelShape, shape_from_fields
+from outcore.train.forecast import STAGE_NAMES, RunFigures, run_plan
+
+OLDER_RING = {"state_ring_slots": 24, "compress_on_nvme": False}
+"""How states on NVMe passed through RAM before a run kept what it was asked."""
+AGAIN_NOTE = (
+    "Forecast recomputed after calibration on these very runs: it shows how well the formulas can describe them, not "
+    "how well they foresee others."
+)
+
+
+def planned_again(result: dict[str, Any], links: dict[str, Any] | None) -> dict[str, Any]:
+    """The result with today's forecast in place of its own. `links`: the machine's, as the results have them."""
+    asked = result["forecast"].get("asked") or _asked(result, links or {})
+    shape = _shape(asked["shape"]) if "tensors" in asked["shape"] else _run_shape(result["name"])
+    stream = StreamSettings(**{**OLDER_RING, **asked["stream"]}) if asked["stream"] else None
+    if stream is not None and stream.compile == "off" and "stays_eager" not in asked["shape"]:
+        stream = dataclasses.replace(stream, cuda_graphs="off")  # only compiled layers were captured then
+    offload = ChosenOffload(**asked["offload"]) if asked["offload"] else None
+    hardware = Hardware(**asked["hardware"])
+    figures = RunFigures(**{"packed_attention": "masks", **asked["figures"]})  # DeepSpeed's, before it was kept
+    plan = run_plan(shape, figures, hardware, stream=stream, offload=offload)
+    return {**result, "forecast": {**plan.to_dict(), "asked": asked}}
+
+
+def _shape(fields: dict[str, Any]) -> ModelShape:
+    def frozen(value: Any) -> Any:
+        return tuple(map(frozen, value)) if isinstance(value, list) else value
+
+    return ModelShape(**{name: frozen(value) for name, value in fields.items()})
+
+
+def _run_shape(run: str) -> ModelShape:
+    """Of a run that was asked before shapes had every tensor."""
+    name = RUNS[run].shape
+    return shape_from_fields(name, "llama", config_of(name))
+
+
+def _flag(argv: list[str], name: str) -> str | None:
+    return argv[len(argv) - argv[::-1].index(name)] if name in argv else None
+
+
+def _asked(result: dict[str, Any], links: dict[str, Any]) -> dict[str, Any]:
+    f, argv = result["forecast"], result["argv"]
+    parts, tiers = f["parts_bytes"], f["tiers"]
+    pool = sum(parts["pinned"].values())
+    figures = {
+        "seq_length": f["seq_length"],
+        "micro_batch": f["micro_batch"],
+        "accumulation": f["accumulation"],
+        "precision": f["precision"],
+        "max_grad_norm": float(_flag(argv, "--max_grad_norm") or 1.0),
+        "activation_checkpointing": True,
+        "save_total_limit": parts["nvme"]["checkpoints"] // f["checkpoint_bytes"] - 1,
+    }
+    hardware = {
+        "name": f["machine"],
+        "vram_bytes": tiers["vram"]["capacity_bytes"],
+        "ram_bytes": tiers["ram"]["capacity_bytes"],
+        "pinned_bytes": tiers["pinned"]["capacity_bytes"],
+        "nvme_free_bytes": round(tiers["nvme"]["capacity_bytes"] / (1 - k.SPACE_RESERVE)),
+        "nvme_total_bytes": 0,
+        "compute_tflops": round(links["matmul_tflops"] * k.MATMUL_SHARE, 3),
+        **{name: links[name] for name in _RATES},
+        "is_cpu": tiers["vram"]["capacity_bytes"] == 0,
+    }
+    shape = dataclasses.asdict(_run_shape(result["name"]))
+    asked: dict[str, Any] = {"shape": shape, "figures": figures, "hardware": hardware, "stream": None, "offload": None}
+    if f["engine"] == "stream":
+        in_ram = parts["ram"].get("master", 0) + parts["ram"].get("moments", 0)
+        on_drive = parts["nvme"].get("master", 0) > 0
+        homes = {"VRAM": "device", "RAM": "ram", "NVMe": "nvme"}
+        asked["stream"] = {
+            "max_grad_norm": figures["max_grad_norm"],
+            "states": f["state_format"],
+            "activations": homes[f["homes"]["activation checkpoints"]],
+            "nvme_path": "nvme" if on_drive else None,
+            "state_ram_bytes": in_ram if on_drive else None,
+            "compile": _flag(argv, "--compile") or "auto",
+            "staging_bytes": pool,
+            "packed_attention": "masks",  # as all were before plan.json kept what was asked
+        }
+    else:
+        home = {"VRAM": "none", "RAM": "cpu", "NVMe": "nvme"}
+        infinity = f["zero_stage"] == "infinity"
+        stage = 3 if infinity else STAGE_NAMES.index(f["zero_stage"])
+        asked["offload"] = {
+            "stage": stage,
+            "optimizer": home[f["homes"]["optimizer states"]],
+            "params": "nvme" if infinity else home[f["homes"]["parameters"]],  # sent there; a little may stay in RAM
+            "nvme_path": None,
+            "locked_bytes": 0,
+            "staged": f["staged"],
+            "states": f["state_format"],
+            "ram_budget_bytes": f["ram_budget_bytes"],
+        }
+    return asked
+
+
+_RATES = (
+    "h2d_gb_per_s",
+    "d2h_gb_per_s",
+    "drive_read_gb_per_s",
+    "drive_write_gb_per_s",
+    "drive_mixed_gb_per_s",
+    "ram_gb_per_s",
+    "device_memory_gb_per_s",
+    "optimizer_gparams_per_s",
+)

@@ -1,0 +1,104 @@
+"""Child of `stream_race.py`: the streaming engine on one variant, given as JSON. See there."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from race_common import (
+    DeviceWatch,
+    cap_allocator,
+    config_of,
+    drive_bytes,
+    finish,
+    rss_bytes,
+    synchronize,
+    token_batches,
+)
+
+from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.settings import StreamSettings
+from outcore.model.facts import model_class_of, model_facts
+from outcore.model.trial.abilities import check_abilities
+from outcore.model.weights.load import LoadedModel
+
+
+def random_model(options: dict[str, Any], device: str) -> LoadedModel:
+    """The shape in bf16 on the CPU, matrices normal with deviation 0.02, the rest as its constructor makes it."""
+    config = config_of(options["shape"], options["seq"])
+    with torch.device("meta"):
+        model = model_class_of(config)._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    real = model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    real.model.rotary_emb = type(real.model.rotary_emb)(config)
+    with torch.no_grad():
+        for name, p in real.named_parameters():
+            if p.dim() > 1:
+                p.copy_(torch.randn(p.shape, device=device, dtype=torch.bfloat16) * 0.02)
+            else:
+                p.fill_(1.0 if "norm" in name else 0.0)
+    real.train()
+    return LoadedModel(real, config, model_facts(real), check_abilities(config, "sdpa"), options["shape"])
+
+
+def main() -> None:
+    """Build, warm up, time `steps` steps between two points at which nothing is pending."""
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    watch = DeviceWatch() if device == "cuda" else None
+    cap_allocator(options.get("cap_gib", 0))
+    begin_s = time.perf_counter()
+    loaded = random_model(options, device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    batches = token_batches(options)  # on the CPU, as a loader gives them
+    rows = [batch["input_ids"] for batch in batches]
+    sizes = {"step_tokens": tuple(row.numel() for row in rows), "row_tokens": max(row.shape[1] for row in rows)}
+    settings = StreamSettings(**{**sizes, **options.get("settings", {})})
+    engine = build_stream_engine(loaded, settings, device=device)
+    init_s = time.perf_counter() - begin_s
+    print(engine.describe(), flush=True)
+    parts = engine._parts
+    if watch is not None:
+        watch.restart()
+    learning_rate = options.get("learning_rate", 1e-4)
+    warm_losses = [engine.train_step(batches, learning_rate).loss for _ in range(options["warm"])]
+    parts.updates.drain()
+    synchronize()
+    repeats = []
+    losses = []
+    phases = []
+    before = drive_bytes(options.get("nvme"))
+    for _ in range(options["repeats"]):
+        start_s = time.perf_counter()
+        for _ in range(options["steps"]):
+            step = engine.train_step(batches, learning_rate)
+            losses.append(step.loss)
+            phases.append(step.phase_s)
+        parts.updates.drain()
+        synchronize()
+        repeats.append((time.perf_counter() - start_s) / options["steps"])
+    after = drive_bytes(options.get("nvme"))
+    n_steps = options["steps"] * options["repeats"]
+    result = {
+        "params": sum(unit.layout.num_params for unit in parts.units.all),
+        "init_s": init_s,
+        "step_s": sorted(repeats)[len(repeats) // 2],
+        "repeats_s": repeats,
+        "warm_losses": warm_losses,
+        "losses": losses,
+        "phases": {k: sum(p.get(k, 0.0) for p in phases) / n_steps for k in phases[0]},
+        "peak_vram_bytes": watch.stop() if watch is not None else None,
+        "rss_training": rss_bytes(),
+        "drive_bytes_per_step": {k: (after[k] - before[k]) / n_steps for k in after} if before and after else None,
+    }
+    engine.close()
+    finish(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""LoRA on a base that does not fit in RAM: step time of the streaming engine, and what the drive did meanwhile.
+
+The base is one random layer, handed out again for every layer, so that filling 60 GB takes a minute and not ten; step
+time does not depend on values. Prints one JSON line: seconds per step and per wait, bytes read from NVMe per step and
+the rate that makes, the raw read rate of the same store in the same run, peaks of RAM, of GPU memory as the driver sees
+it and of tensors there. `--ram_gib` is the parameters' homes; pinned slots and the process itself come on top
+("rss_training_gib").
+
+    python benchmarks/race/stream_lora.py --preset qwen3-32b --ram_gib 46 --nvme /drive/folder --steps 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from race_common import DeviceWatch, cap_allocator, rss_bytes
+
+from outcore.common.quantities import GIB, MIB
+from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.engine import StreamEngine
+from outcore.engine.stream.settings import StreamSettings
+from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.model.weights.load import LoadedModel, load_model
+from outcore.optim import state_format
+from outcore.storage import aligned_bytes
+from outcore.train.configure.stream import ELEMENT_BYTES, RunSizes, activation_bytes
+
+PROBE_BYTES = 4 * GIB
+PIECE_BYTES = 32 * MIB
+
+
+class RepeatedLayer:
+    """A `WeightFeed` of random values, the same for all parameters of one shape."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        assert loaded.feed is not None
+        self.names = loaded.feed.names
+        self._shapes = {name: p.shape for name, p in loaded.model.named_parameters() if "lora_" not in name}
+        self._dtype = next(loaded.model.parameters()).dtype
+
+    def groups(self) -> Iterator[dict[str, torch.Tensor]]:
+        from outcore.model.names import checkpoint_name
+
+        made: dict[torch.Size, torch.Tensor] = {}
+        for full_name, shape in self._shapes.items():
+            if len(shape) == 1:
+                value = torch.ones(shape, dtype=self._dtype)
+            elif ".layers." in full_name:
+                value = made.setdefault(shape, torch.empty(0))
+                if not value.numel():
+                    value = made[shape] = torch.empty(shape, dtype=self._dtype).normal_(0, 0.02)
+            else:
+                value = torch.empty(shape, dtype=self._dtype).normal_(0, 0.02)
+            yield {checkpoint_name(full_name): value}
+
+
+def raw_read_rate(engine: StreamEngine, n_bytes: int) -> float:
+    """GB/s of the store of weights, read by the engine's own threads into page-aligned memory."""
+    weights = engine._parts.homes.weights
+    assert weights.store is not None
+    store, memory = weights.store, torch.from_numpy(aligned_bytes(8 * PIECE_BYTES))
+    places = [
+        (name, at) for name in store.names for at in range(0, store.spec(name).n_bytes - PIECE_BYTES + 1, PIECE_BYTES)
+    ][: max(1, n_bytes // PIECE_BYTES)]
+    under_way, begin_s = [], time.perf_counter()
+    for number, (name, at) in enumerate(places):
+        if len(under_way) == 8:
+            under_way.pop(0).wait(60)
+        slot = number % 8 * PIECE_BYTES
+        under_way.append(store.submit_read(name, memory[slot : slot + PIECE_BYTES], at))
+    for transfer in under_way:
+        transfer.wait(60)
+    return len(places) * PIECE_BYTES / (time.perf_counter() - begin_s) / 1e9
+
+
+def bytes_beside_weights(loaded: LoadedModel, settings: StreamSettings) -> int:
+    """Gradients, states and activation checkpoints, as train_model.py counts them against its budget."""
+    facts, config = loaded.facts, loaded.model.config
+    assert settings.step_tokens is not None
+    sizes = RunSizes(
+        facts.total_params, facts.trainable_params, config.num_hidden_layers, config.hidden_size, settings.step_tokens,
+        "bf16", ram_available_bytes=0, has_cuda=True,
+    )  # fmt: skip
+    gradients_bytes = ELEMENT_BYTES[sizes.precision] * facts.trainable_params
+    states_bytes = int(state_format(settings.states).bytes_per_param * facts.trainable_params)
+    if settings.activations != "ram":
+        return gradients_bytes + states_bytes
+    return max(gradients_bytes, activation_bytes(sizes)) + states_bytes  # checkpoints borrow the gradients' homes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="qwen3-32b")
+    room = parser.add_mutually_exclusive_group()
+    room.add_argument("--ram_budget_gib", type=float, default=52.0, help="RAM for everything that has its home there")
+    room.add_argument("--ram_gib", type=float, help="RAM for the parameters' homes alone")
+    parser.add_argument("--nvme", required=True, help="folder on the drive for the rest")
+    parser.add_argument("--read_ahead_mib", type=int, default=512)
+    parser.add_argument("--staging_gib", type=float, default=4.0, help="pinned memory in all")
+    parser.add_argument("--activations", choices=("device", "ram", "nvme"), default="ram")
+    parser.add_argument("--rows", type=int, default=2, help="of a micro-batch")
+    parser.add_argument("--micro_batches", type=int, default=4)
+    parser.add_argument("--seq_length", type=int, default=2048)
+    parser.add_argument("--lora_r", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--vram_gib", type=float, help="cap of the allocator")
+    parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--layers", type=int, help="fewer layers, for a quick try")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    watch = DeviceWatch() if device == "cuda" else None  # before anything of this process is on the device
+    cap_allocator(arguments.vram_gib or 0)
+    overrides = {"num_hidden_layers": arguments.layers} if arguments.layers else {}
+    model = ModelSettings(
+        preset=arguments.preset,
+        precision="bf16",
+        seq_length=arguments.seq_length,
+        lora=LoraSettings(r=arguments.lora_r),
+        config_overrides=overrides,
+    )
+    begin_s = time.perf_counter()
+    loaded = load_model(model, lazy=True)
+    loaded = replace(loaded, feed=RepeatedLayer(loaded))
+    settings = StreamSettings(
+        nvme_path=arguments.nvme,
+        activations=arguments.activations,
+        staging_bytes=int(arguments.staging_gib * GIB),
+        weight_read_ahead_bytes=arguments.read_ahead_mib * MIB,
+        compile=arguments.compile,
+        step_tokens=(arguments.rows * arguments.seq_length,) * arguments.micro_batches,
+    )
+    if arguments.ram_gib is not None:
+        weight_ram_bytes = int(arguments.ram_gib * GIB)
+    else:
+        weight_ram_bytes = int(arguments.ram_budget_gib * GIB) - bytes_beside_weights(loaded, settings)
+        if weight_ram_bytes < 0:
+            parser.error(f"--ram_budget_gib {arguments.ram_budget_gib:g} does not hold what is not parameters")
+    settings = replace(settings, weight_ram_bytes=weight_ram_bytes)
+    engine = build_stream_engine(loaded, settings, device=device)
+    try:
+        print(engine.describe(), flush=True)
+        load_s = time.perf_counter() - begin_s
+        generator = torch.Generator().manual_seed(0)
+        shape = (arguments.rows, arguments.seq_length)
+        seconds, stalls = [], []
+        for step in range(arguments.steps + 1):
+            ids = [
+                torch.randint(2, loaded.facts.vocab_size, shape, generator=generator)
+                for _ in range(arguments.micro_batches)
+            ]
+            begin_s = time.perf_counter()
+            result = engine.train_step([{"input_ids": row, "labels": row} for row in ids], 1e-4)
+            engine._parts.updates.drain()
+            print(f"step {step}: {time.perf_counter() - begin_s:.2f} s, {result.phase_s}", flush=True)
+            if step:  # the first one compiles
+                seconds.append(time.perf_counter() - begin_s)
+                stalls.append(result.phase_s.get("stall_nvme", 0.0))
+        weights, lanes = engine._parts.homes.weights, engine._parts.drive_lanes
+        read_bytes = sum(lane.stats().n_bytes for lane in lanes) / (arguments.steps + 1)
+        step_s = statistics.median(seconds)
+        found = {
+            **vars(arguments),
+            "params": loaded.facts.total_params,
+            "load_s": round(load_s, 1),
+            "step_s": round(step_s, 3),
+            "stall_nvme_s": round(statistics.median(stalls), 3),
+            "tokens_per_s": round(sum(settings.step_tokens or ()) / step_s),
+            "weights_ram_gib": round(weights.ram_bytes / GIB, 2),
+            "weights_nvme_gib": round(weights.nvme_bytes / GIB, 2),
+            "nvme_read_gb_per_step": round(read_bytes / 1e9, 2),
+            "nvme_gb_per_s": round(read_bytes / step_s / 1e9, 2),
+            "raw_gb_per_s": round(raw_read_rate(engine, PROBE_BYTES), 2) if lanes else None,
+            "rss_training_gib": round(rss_bytes()["VmRSS"] / GIB, 2),
+            "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
+            "peak_vram_gib": round(watch.stop() / GIB, 2) if watch is not None else None,
+            "peak_tensors_gib": round(torch.cuda.max_memory_allocated() / GIB, 2) if watch is not None else None,
+        }
+        print(json.dumps(found))
+    finally:
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()

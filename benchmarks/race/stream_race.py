@@ -1,0 +1,339 @@
+"""The streaming engine against stock DeepSpeed, no offload at all, and (where its folder is given) the prototype.
+
+    python benchmarks/race/stream_race.py --group ram --out race.json [--prototype FOLDER] [--nvme FOLDER] [--repeats 3]
+    python benchmarks/race/stream_race.py --group ram --shape tiny --only ours-fp32-clip     (dry run, CPU)
+
+Each variant is a child process of its own on an otherwise idle GPU, with torch's allocator capped at --cap_gib (6.5, as
+on an 8 GB card; variants that hold everything on the GPU are not capped). Random tokens and weights. Timed from a
+moment with nothing pending to the next such moment; the median of `repeats`. Peak VRAM is the driver's figure for the
+device less what was used before. Ratios are to the best stock setting of the run with the same clipping.
+
+Variants with something on NVMe clip exactly, but for `-noclip`. They come with the drive's mixed rate right before and
+right after (`drive_rate.py`), and with the share of the step that their drive bytes would take at the mean of the two.
+
+`-nvme`: every byte of optimizer states on the drive; `-half`, `-nvme-third`: that part of them in RAM. Windows of ours
+with something on NVMe have `--nvme_steps`: at the beginning of one the drive is idle until the first updates.
+
+Groups: ram (16,384 tokens), ram4k (4,096), sweep (stock's settings), cuts (stock, the same tokens in four, two and one
+micro-batches), best-cuts (stock, ours and the prototype; `-one`: in one micro-batch), nvme, big (2.8 B), 8b. Exit code
+1 when a variant failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from drive_rate import RatesAround, drive_seconds
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TOKENS = {
+    "16k": {"mb": 4, "seq": 1024, "gas": 4},
+    "16k-mb8": {"mb": 8, "seq": 1024, "gas": 2},
+    "16k-mb16": {"mb": 16, "seq": 1024, "gas": 1},
+    "4k": {"mb": 4, "seq": 1024, "gas": 1},
+    "tiny": {"mb": 2, "seq": 16, "gas": 2},
+}
+
+
+BEST_OF_SWEEP = {"sub_group": 3e7, "prefetch": 5e7, "live": 1e9}
+"""Stock DeepSpeed's best of --group sweep: 2.95 s a step where the others took 3.30 to 4.01
+(results/stream_race-h200-sweep.json)."""
+
+
+def ours(shape: str, tokens: str, clip: float, states: str, **more: Any) -> dict[str, Any]:
+    """A variant of the streaming engine."""
+    on_nvme = more.pop("nvme", False)
+    settings = {"max_grad_norm": clip, "states": states} | more
+    return {"child": "race_ours.py", "shape": shape, **TOKENS[tokens], "settings": settings, "uses_nvme": on_nvme}
+
+
+def stock(shape: str, tokens: str, clip: float, where: str, **more: Any) -> dict[str, Any]:
+    """A variant of DeepSpeed as it is, or of plain torch."""
+    uncapped = where in ("none", "plain")
+    settings = BEST_OF_SWEEP | {"clip": clip, "where": where} | more
+    return {"child": "race_stock.py", "shape": shape, **TOKENS[tokens], **settings} | (
+        {"cap_gib": 0} if uncapped else {}
+    )
+
+
+def prototype(
+    shape: str, tokens: str, states: str, *, defer: bool, compiled: bool = True, checkpoints: str = "gpu", **env: Any
+) -> dict[str, Any]:
+    """A variant of the prototype. `checkpoints`: gpu, or cpu (in RAM, as ours are where they do not fit 3.5 GB)."""
+    sizes = {"1.2b": {"H": 2048, "L": 24}, "2.8b": {"H": 3072, "L": 26}}[shape]
+    sizes |= {"GAS": TOKENS[tokens]["gas"], "VAR": states, "POL": "defer" if defer else "prio", "CK": checkpoints}
+    sizes |= {"COMP": 1, "VJP": 1} if compiled else {}
+    return {"child": "prototype", "env": sizes | env, **TOKENS[tokens]}
+
+
+def is_clipped(name: str) -> bool:
+    """Whether a variant clips: those with something on NVMe do unless they say otherwise."""
+    on_nvme = "nvme" in name or "half" in name
+    return "-noclip" not in name and (on_nvme or name.endswith("-clip") or "-clip-" in name)
+
+
+def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, Any]]]:
+    """All groups."""
+    t16, t4 = tokens or "16k", tokens or "4k"
+    ram = {
+        "stock-ram": stock(shape, t16, 0, "cpu"),
+        "stock-ram-clip": stock(shape, t16, 1, "cpu"),
+        "zero2-clip": stock(shape, t16, 1, "none"),
+        "plain-eager": stock(shape, t16, 0, "plain"),
+        "plain-compiled": stock(shape, t16, 0, "plain", compile=True),
+        "ours-fp32": ours(shape, t16, 0, "fp32"),
+        "ours-fp32-clip": ours(shape, t16, 1, "fp32"),
+        "ours-split-clip": ours(shape, t16, 1, "split"),
+        "ours-split8-clip": ours(shape, t16, 1, "split8"),
+        "ours-fp32-eager": ours(shape, t16, 0, "fp32", compile="off"),
+        "ours-fp32-eager-nographs": ours(shape, t16, 0, "fp32", compile="off", cuda_graphs="off"),
+        "ours-fp32-clip-4gib": ours(shape, t16, 1, "fp32", staging_bytes=4 << 30),
+        "ours-fp32-clip-1gib": ours(shape, t16, 1, "fp32", staging_bytes=1 << 30),
+        "ours-fp32-12threads": ours(shape, t16, 0, "fp32", optimizer_threads=12),
+        "ours-fp32-actdevice": ours(shape, t16, 0, "fp32", activations="device"),
+        "ours-fp32-clip-actdevice": ours(shape, t16, 1, "fp32", activations="device"),
+    }
+    if shape == "1.2b":
+        ram |= {
+            "proto-fp32": prototype(shape, t16, "fp32", defer=False),
+            "proto-fp32-clip": prototype(shape, t16, "fp32", defer=True),
+            "proto-split8-clip": prototype(shape, t16, "split8", defer=True),
+            "proto-fp32-eager": prototype(shape, t16, "fp32", defer=False, compiled=False),
+            "proto-fp32-eager-actram": prototype(shape, t16, "fp32", defer=False, compiled=False, checkpoints="cpu"),
+            "proto-fp32-actram": prototype(shape, t16, "fp32", defer=False, checkpoints="cpu"),
+            "proto-fp32-clip-actram": prototype(shape, t16, "fp32", defer=True, checkpoints="cpu"),
+            "proto-split8-clip-actram": prototype(shape, t16, "split8", defer=True, checkpoints="cpu"),
+        }
+    ram4k = {
+        "stock-ram": stock(shape, t4, 0, "cpu"),
+        "stock-ram-clip": stock(shape, t4, 1, "cpu"),
+        "ours-fp32": ours(shape, t4, 0, "fp32"),
+        "ours-fp32-clip": ours(shape, t4, 1, "fp32"),
+        "ours-split": ours(shape, t4, 0, "split"),
+        "ours-split-clip": ours(shape, t4, 1, "split"),
+        "ours-split8": ours(shape, t4, 0, "split8"),
+        "ours-split8-clip": ours(shape, t4, 1, "split8"),
+        "ours-fp24m8": ours(shape, t4, 0, "fp24_m8"),
+        "ours-fp32-actdevice": ours(shape, t4, 0, "fp32", activations="device"),
+        "ours-split8-16threads": ours(shape, t4, 0, "split8", optimizer_threads=16),
+    }
+    if shape == "1.2b":
+        ram4k |= {
+            "proto-fp32": prototype(shape, t4, "fp32", defer=False),
+            "proto-split8": prototype(shape, t4, "split8", defer=False),
+        }
+    sweep = {
+        f"stock-ram-sg{sub:.0e}-pf{prefetch:.0e}-live{live:.0e}": stock(
+            shape, t16, 0, "cpu", sub_group=sub, prefetch=prefetch, live=live
+        )
+        for sub, prefetch, live in ((1e8, 5e7, 3e8), (1e9, 5e7, 3e8), (1e8, 2e8, 1e9), (3e7, 5e7, 1e9), (1e9, 5e8, 1e9))
+    }
+    cuts = ("16k", "16k-mb8", "16k-mb16") if tokens is None else (tokens,)
+    one = cuts[-1]
+    cuts_of_stock = {
+        f"stock-{cut}{'-chunked' * chunked}": stock(shape, cut, 0, "cpu", chunked_loss=chunked)
+        for cut in cuts
+        for chunked in (False, True)
+    }
+    # unfragmented, so that more rows fit under the cap
+    cuts_of_stock |= {
+        f"stock-{cut}-expandable{'-clip' * bool(clip)}": stock(
+            shape, cut, clip, "cpu", allocator="expandable_segments:True"
+        )
+        for cut in cuts
+        for clip in (0, 1)
+    }
+    cuts_of_stock |= {
+        f"stock-{one}-chunked-sg{sub:.0e}-pf{prefetch:.0e}": stock(
+            shape, one, 0, "cpu", chunked_loss=True, sub_group=sub, prefetch=prefetch
+        )
+        for sub, prefetch in ((1e8, 5e7), (1e8, 2e8), (1e9, 2e8))
+    }
+    best_cuts = {}
+    for clip, suffix in ((0, ""), (1, "-clip")):
+        best_cuts[f"stock-ram{suffix}"] = stock(shape, t16, clip, "cpu")
+        best_cuts[f"stock-ram-one{suffix}"] = stock(shape, one, clip, "cpu", chunked_loss=True)
+        for states in ("fp32", "split8"):
+            best_cuts[f"ours-{states}{suffix}"] = ours(shape, t16, clip, states)
+            best_cuts[f"ours-{states}-one{suffix}"] = ours(shape, one, clip, states)
+            if shape == "1.2b":
+                name = f"proto-{states}{suffix}-actram"
+                best_cuts[name] = prototype(shape, t16, states, defer=bool(clip), checkpoints="cpu")
+    all_nvme = {"nvme": True, "nvme_path": "@nvme", "state_ram_bytes": 0}
+    nvme = {
+        "stock-optimizer-nvme": stock(shape, t16, 1, "optimizer-nvme", uses_nvme=True),
+        "stock-optimizer-nvme-again": stock(shape, t16, 1, "optimizer-nvme", uses_nvme=True),  # a drive drifts
+        "ours-fp32-nvme": ours(shape, t16, 1, "fp32", **all_nvme),
+        "ours-split-nvme": ours(shape, t16, 1, "split", **all_nvme),
+        "ours-split-nvme-plain": ours(shape, t16, 1, "split", **all_nvme, compress_on_nvme=False),
+        "ours-split8-nvme": ours(shape, t16, 1, "split8", **all_nvme),
+        "ours-fp24m8-nvme": ours(shape, t16, 1, "fp24_m8", **all_nvme),
+        "ours-fp24m8-nvme-24slots": ours(shape, t16, 1, "fp24_m8", **all_nvme, state_ring_slots=24),
+        "stock-optimizer-nvme-noclip": stock(shape, t16, 0, "optimizer-nvme", uses_nvme=True),
+        "ours-split-nvme-noclip": ours(shape, t16, 0, "split", **all_nvme),
+        "ours-split8-nvme-noclip": ours(shape, t16, 0, "split8", **all_nvme),
+        "ours-fp24m8-nvme-noclip": ours(shape, t16, 0, "fp24_m8", **all_nvme),
+        "ours-fp32-half": ours(shape, t16, 1, "fp32", **(all_nvme | {"state_ram_bytes": "@half"})),
+        "ours-fp32-nvme-third": ours(shape, t16, 1, "fp32", **(all_nvme | {"state_ram_bytes": "@third"})),
+        "ours-split8-nvme-third": ours(shape, t16, 1, "split8", **(all_nvme | {"state_ram_bytes": "@third8"})),
+        "ours-all-nvme": ours(shape, t16, 1, "split8", **all_nvme, weight_ram_bytes=0),
+        "ours-all-fp24m8-nvme": ours(shape, t16, 1, "fp24_m8", **all_nvme, weight_ram_bytes=0),
+        # weights that stay for reuse keep their swap buffers: "Not enough buffers 0 for swapping 1"
+        "stock-all-nvme": stock(shape, t16, 1, "nvme", uses_nvme=True, live=0),
+    }
+    big = {
+        "stock-ram": stock("2.8b", t16, 0, "cpu"),
+        "stock-ram-clip": stock("2.8b", t16, 1, "cpu"),
+        "ours-fp32": ours("2.8b", t16, 0, "fp32"),
+        "ours-fp32-clip": ours("2.8b", t16, 1, "fp32"),
+        "ours-split8-clip": ours("2.8b", t16, 1, "split8"),
+    }
+    full8b = {
+        f"ours-8b-{name.replace('_', '')}": ours("8b", t16, 0, name, activations="ram", gradient_bytes=2 << 30)
+        for name in ("split8", "fp24_m8")
+    }
+    return {
+        "ram": ram,
+        "ram4k": ram4k,
+        "sweep": sweep,
+        "cuts": cuts_of_stock,
+        "best-cuts": best_cuts,
+        "nvme": nvme,
+        "big": big,
+        "8b": full8b,
+    }
+
+
+def run(name: str, variant: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """One child; its result, or {"error": ...}."""
+    options = {"warm": args.warm, "steps": args.steps, "repeats": args.repeats, "cap_gib": args.cap_gib} | variant
+    if variant.get("uses_nvme"):
+        options["nvme"] = str(args.nvme)
+        if variant["child"] == "race_stock.py":  # half a minute a step
+            options |= {"warm": 1, "steps": 1, "repeats": 2}
+        else:
+            options |= {"warm": 1, "steps": args.nvme_steps, "repeats": 2}
+    text = json.dumps(options).replace('"@nvme"', json.dumps(str(args.nvme)))
+    text = text.replace('"@half"', str(args.half_bytes)).replace('"@third"', str(args.half_bytes * 2 // 3))
+    text = text.replace('"@third8"', str(args.half_bytes * 2 // 9))  # 4 B instead of 12
+    begin_s = time.perf_counter()
+    if variant["child"] == "prototype":
+        command = [sys.executable, "stream.py"]
+        env = {**os.environ, **{k: str(v) for k, v in variant["env"].items()}}
+        env |= {"KSO": "./k.so", "STEPS": str(2 + args.steps * args.repeats), "WARM": "2", "CAP": str(args.cap_gib)}
+        folder: Path = args.prototype
+    else:
+        command, env, folder = [sys.executable, str(HERE / variant["child"]), text], dict(os.environ), ROOT
+        env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
+        env |= {"PYTORCH_CUDA_ALLOC_CONF": variant["allocator"]} if "allocator" in variant else {}
+    try:
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=args.limit_s)
+        text_out = done.stdout + done.stderr
+    except subprocess.TimeoutExpired as error:
+        return {"error": f"no end within {args.limit_s} s: {str(error.stdout)[-800:]}"}
+    lines = [line for line in text_out.splitlines() if line.startswith(("RESULT ", "RES "))]
+    if not lines:
+        return {"error": text_out[-2500:]}
+    result = json.loads(lines[-1].split(" ", 1)[1])
+    if variant["child"] == "prototype":
+        result = {
+            "step_s": result["s_step"],
+            "losses": result["loss"],
+            "torch_peak_bytes": result["peak"] * 2**30,
+            "rss": {"VmRSS": result["rss"] * 2**30},
+            "raw": result,
+        }
+    result["child_s"] = time.perf_counter() - begin_s
+    result["said"] = text_out[:1500] if variant["child"] == "race_ours.py" else ""
+    return result
+
+
+def row(name: str, result: dict[str, Any], best: float | None) -> str:
+    """A line of the table."""
+    if "error" in result:
+        return f"{name:24} FAILED {result['error'][-1500:]}"
+
+    def gib(n_bytes: float | None) -> str:
+        return f"{n_bytes / 2**30:8.2f}" if n_bytes else f"{'-':>8}"
+
+    rss = result.get("rss_training") or result["rss"]
+    ratio = f"{best / result['step_s']:6.2f}x" if best else "      -"
+    drive = result.get("drive_bytes_per_step")
+    traffic = f" drive {drive['read'] / 1e9:.1f}+{drive['written'] / 1e9:.1f} GB" if drive else ""
+    if drive and "drive_rates_bytes_per_s" in result:
+        rates = result["drive_rates_bytes_per_s"]
+        share = drive_seconds(drive, rates) / result["step_s"]
+        traffic += f" = {share:.2f} of the step at {rates[0] / 1e9:.2f}, {rates[1] / 1e9:.2f} GB/s;"
+        traffic += f" {sum(drive.values()) / result['params']:.1f} B/param" if "params" in result else ""
+    phases = " ".join(f"{k} {v:.3f}" for k, v in result.get("phases", {}).items())
+    return (
+        f"{name:24}{result['step_s']:8.3f} s {ratio} VRAM{gib(result.get('peak_vram_bytes'))} torch"
+        f"{gib(result.get('torch_peak_bytes'))} RSS{gib(rss.get('VmRSS'))} child {result['child_s']:5.0f} s"
+        f"{traffic} {phases}"
+    )
+
+
+def main() -> int:
+    """Run a group's variants and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--group", default="ram")
+    parser.add_argument("--only", help="comma-separated variants of the group")
+    parser.add_argument("--skip", default="", help="comma-separated variants of the group")
+    parser.add_argument("--shape", default="1.2b")
+    parser.add_argument("--tokens", choices=list(TOKENS))
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--nvme_steps", type=int, default=2, help="of a window of ours with something on NVMe")
+    parser.add_argument("--cap_gib", type=float, default=6.5)
+    parser.add_argument("--half_bytes", type=int, default=7_300_000_000, help="RAM for states: half of them")
+    parser.add_argument("--nvme", type=Path)
+    parser.add_argument("--prototype", type=Path, help="folder with the prototype's stream.py and kernel.cpp")
+    parser.add_argument("--limit_s", type=float, default=240)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    chosen = variants(args.shape, args.tokens or ("tiny" if args.shape == "tiny" else None))[args.group]
+    if args.only:
+        chosen = {name: chosen[name] for name in args.only.split(",")}
+    chosen = {name: variant for name, variant in chosen.items() if name not in args.skip.split(",")}
+    if args.nvme is None and any(variant.get("uses_nvme") for variant in chosen.values()):
+        parser.error("these variants keep something on a drive: --nvme FOLDER says where")
+    if args.prototype is None:
+        chosen = {name: variant for name, variant in chosen.items() if variant["child"] != "prototype"}
+    elif not (args.prototype / "k.so").exists():
+        flags = "-O3 -march=native -ffast-math -mprefer-vector-width=512 -std=c++17 -shared -fPIC -pthread"
+        subprocess.run(["g++", *flags.split(), "kernel.cpp", "-o", "k.so"], cwd=args.prototype, check=True)
+    if args.nvme:
+        args.nvme.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+    rates = RatesAround(args.nvme) if args.nvme else None
+    for name, variant in chosen.items():
+        on_nvme = bool(variant.get("uses_nvme"))
+        if rates is not None:
+            rates.before() if on_nvme else rates.forget()
+        results[name] = run(name, variant, args)
+        if rates is not None and on_nvme:
+            results[name]["drive_rates_bytes_per_s"] = rates.after()
+        bases = [
+            r["step_s"]
+            for n, r in results.items()
+            if n.startswith("stock") and is_clipped(n) == is_clipped(name) and "error" not in r
+        ]
+        print(row(name, results[name], min(bases) if bases else None), flush=True)
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            record = {"arguments": {k: str(v) for k, v in vars(args).items()}, "variants": chosen, "results": results}
+            args.out.write_text(json.dumps(record, indent=1))
+    return 1 if any("error" in result for result in results.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

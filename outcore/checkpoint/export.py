@@ -1,0 +1,176 @@
+"""Write a trained model the way `from_pretrained` reads it: shard by shard, config and tokenizer beside it.
+
+Every rank calls `export_model` (gathering a partitioned weight needs all of them); rank 0 writes, into a folder aside
+that takes the final name only when it is whole. Memory: one tensor at a time. LoRA: merged weights are computed per
+layer (W + scale * B A) while they are written, or the adapter alone in peft's format.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.checkpoint.published import Tensors, published
+from outcore.checkpoint.shards import MAX_SHARD_BYTES, TensorPlan, plan_shards, write_shard
+from outcore.model.lora import adapted_layers, tied_apart
+from outcore.model.names import checkpoint_name
+from outcore.model.weights.zero3 import full_shape
+
+WeightOf = Callable[[nn.Parameter], torch.Tensor]
+
+
+def export_model(
+    folder: Path,
+    network: nn.Module,
+    weight_of: WeightOf,
+    *,
+    tokenizer: Any = None,
+    rank: int = 0,
+    adapter_only: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Export `network` (plain, user's own, or a PeftModel) to `folder`; an older export there is replaced."""
+    aside = folder.with_name(f".{folder.name}.part")
+    if rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+    is_peft = hasattr(network, "peft_config")
+    try:
+        if is_peft and adapter_only:
+            _export_adapter(aside, network, weight_of, rank)
+        else:
+            tensors, untied = (
+                _merged_tensors(network, weight_of) if is_peft else (_plain_tensors(network, weight_of), False)
+            )
+            base = network.get_base_model() if is_peft else network  # pyright: ignore[reportCallIssue]
+            write_model(aside, published(base, tensors), rank, max_shard_bytes)
+            if rank == 0:
+                write_config(aside, base, untied=untied)
+        if rank == 0:
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(aside))
+            old = folder.with_name(f".{folder.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            if folder.exists():
+                os.rename(folder, old)
+            os.rename(aside, folder)
+            shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _plain_tensors(network: nn.Module, weight_of: WeightOf) -> Tensors:
+    """Every parameter once, and persistent buffers, by name."""
+    tensors: Tensors = {}
+    for name, param in network.named_parameters():
+        plan = TensorPlan(name, param.dtype, tuple(full_shape(param)))
+        tensors[name] = (plan, lambda p=param: weight_of(p))
+    return tensors | _buffers(network, lambda name: name)
+
+
+def _buffers(network: nn.Module, name_of: Callable[[str], str]) -> Tensors:
+    """Persistent ones of the base model."""
+    parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    return {
+        name_of(name): (TensorPlan(name_of(name), value.dtype, tuple(value.shape)), lambda v=value: v)
+        for name, value in network.state_dict().items()
+        if name not in parameters and isinstance(value, torch.Tensor) and "lora_" not in name
+    }
+
+
+def _merged_tensors(network: nn.Module, weight_of: WeightOf) -> tuple[Tensors, bool]:
+    """The base model's tensors by their own names, adapters merged in; computed in fp32, rounded once.
+
+    Also whether tied weights are there under each of their names, because not all uses of one have the same adapter.
+    """
+    layers = adapted_layers(network)
+    untied = bool(tied_apart(network))
+    tensors: Tensors = {}
+    for full_name, param in network.named_parameters(remove_duplicate=not untied):
+        if "lora_" in full_name:
+            continue
+        plan = TensorPlan(checkpoint_name(full_name), param.dtype, tuple(full_shape(param)))
+        layer = layers.get(full_name)
+        if layer is None:
+            tensors[plan.name] = (plan, lambda p=param: weight_of(p))
+        else:
+            tensors[plan.name] = (plan, lambda p=param, layer=layer: _merge(layer, p, weight_of))
+    return tensors | _buffers(network, checkpoint_name), untied
+
+
+def _merge(layer: Any, base: nn.Parameter, weight_of: WeightOf) -> torch.Tensor:
+    adapter = next(iter(layer.scaling))
+    weight = weight_of(base)
+    if adapter in layer.lora_A:
+        a, b = weight_of(layer.lora_A[adapter].weight), weight_of(layer.lora_B[adapter].weight)
+        delta = b.float() @ a.float()
+    else:
+        a, b = weight_of(layer.lora_embedding_A[adapter]), weight_of(layer.lora_embedding_B[adapter])
+        delta = (b.float() @ a.float()).T
+    if getattr(layer, "fan_in_fan_out", False):  # Conv1D stores [in, out]
+        delta = delta.T
+    return (weight.float() + layer.scaling[adapter] * delta.to(weight.device)).to(weight.dtype)
+
+
+def write_model(folder: Path, tensors: Tensors, rank: int = 0, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Shards and their index, by rank 0; the other ranks only take part in getting the values."""
+    shards = plan_shards([plan for plan, _ in tensors.values()], "model", max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    for file_name, group in shards:
+        if len(shards) == 1:
+            file_name = "model.safetensors"  # what transformers looks for when there is one file
+        if rank == 0:
+            write_shard(folder / file_name, group, lambda name: tensors[name][1]())
+        else:
+            for plan in group:
+                tensors[plan.name][1]()
+        weight_map.update({plan.name: file_name for plan in group})
+    if rank == 0 and len(shards) > 1:
+        total = sum(plan.n_bytes for plan, _ in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def write_config(folder: Path, network: Any, *, untied: bool = False) -> None:
+    """config.json and generation_config.json of a transformers model, as inference wants them; nothing without them.
+
+    `untied`: embedding and head are tied in `network` and not in what is written.
+    """
+    config: Any = getattr(network, "config", None)
+    if config is None or not hasattr(config, "save_pretrained"):
+        return  # a user's own module: the weights are there, its code builds it
+    written = copy.deepcopy(config)
+    written.use_cache = True
+    if not written.architectures:
+        written.architectures = [type(network).__name__]
+    if untied:
+        written.tie_word_embeddings = written.get_text_config().tie_word_embeddings = False
+    written.save_pretrained(str(folder))
+    generation = getattr(network, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(str(folder))
+
+
+def _export_adapter(folder: Path, network: Any, weight_of: WeightOf, rank: int) -> None:
+    names = {
+        name.replace(".default.", ".").replace(".default", ""): param
+        for name, param in network.named_parameters()
+        if param.requires_grad
+    }
+    plans = [TensorPlan(name, p.dtype, tuple(full_shape(p))) for name, p in names.items()]
+    if rank == 0:
+        write_shard(folder / "adapter_model.safetensors", plans, lambda name: weight_of(names[name]))
+        network.peft_config["default"].save_pretrained(str(folder))
+    else:
+        for param in names.values():
+            weight_of(param)

@@ -1,0 +1,184 @@
+"""What a checkpoint needs beside its weights to become a model that others load: configuration and tokenizer, and how.
+
+`save_export_files` puts configuration and tokenizer into `export/` beside the `model-*` shards of a checkpoint, and
+`export_checkpoint` takes both into a folder of their own. The weights go there under the names of a published
+checkpoint: mostly those in the shards, which are copied then (no cost at all where the file system shares blocks: XFS,
+Btrfs); of mixtures of experts and a few others they are converted, a layer at most in memory. No GPU is needed, and no
+weights are loaded beside those.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.checkpoint.export import write_config, write_model
+from outcore.checkpoint.folders import Checkpoint, check_space
+from outcore.checkpoint.published import Tensors, published
+from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, read_header, write_shard
+from outcore.model.facts import model_class_of
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "export"
+ADAPTER = "adapter_config.json"
+COPY_BYTES = 64 << 20
+
+
+def save_export_files(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Configuration (with LoRA the adapter's as well) and tokenizer into `folder/export`. A model of the user's own
+    without a transformers configuration leaves only the tokenizer."""
+    target = folder / FOLDER
+    target.mkdir()
+    adapters = getattr(model, "peft_config", None)
+    write_config(target, model.get_base_model() if adapters else model)
+    if adapters:
+        adapters["default"].save_pretrained(str(target))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(target))
+
+
+def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
+    """Copy a verified checkpoint's weights, configuration and tokenizer to `target`, which must not exist yet.
+
+    A LoRA checkpoint gives its adapter in peft's format. CheckpointError when it cannot be exported or the drive is too
+    full; `target` appears only when it is whole.
+    """
+    if target.exists():
+        raise CheckpointError(f"{target}: exists already. Give another folder with --out, or remove it.")
+    files = checkpoint.path / FOLDER
+    if not files.is_dir():
+        raise CheckpointError(
+            f"{checkpoint.path}: holds no {FOLDER}/ with the model's configuration: it was made by an older version. "
+            "Resume it with train_model.py, which exports at the end."
+        )
+    shards = sorted(checkpoint.path.glob("model-*-of-*.safetensors"))
+    architecture = None if (files / ADAPTER).is_file() else _architecture(files)
+    if architecture is not None:
+        _check_complete(checkpoint.path, architecture)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    check_space(target.parent, sum(shard.stat().st_size for shard in shards))
+    aside = target.with_name(f".{target.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.copytree(files, aside)
+    try:
+        if (files / ADAPTER).is_file():
+            _write_adapter(checkpoint.path, aside)
+        else:
+            _write_weights(checkpoint.path, shards, aside, architecture)
+        os.rename(aside, target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return target
+
+
+def how_to_load(folder: Path) -> str:
+    """What loads the exported `folder`, in words."""
+    if (folder / ADAPTER).is_file():
+        return "peft.PeftModel.from_pretrained(base, ...) loads it"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "a model of your own: its weights, for load_state_dict"
+    kind = "AutoModelForSeq2SeqLM" if config.get("is_encoder_decoder") else "AutoModelForCausalLM"
+    return f"{kind}.from_pretrained loads it"
+
+
+def _write_weights(checkpoint: Path, shards: list[Path], folder: Path, architecture: nn.Module | None) -> None:
+    reader = ShardReader(checkpoint, "model")
+    tensors: Tensors = {
+        name: (TensorPlan(name, reader.dtypes[name], reader.shapes[name]), lambda name=name: reader.read(name))
+        for name in reader.names()
+    }
+    found = tensors if architecture is None else published(architecture, tensors)
+    if all(name in tensors and entry[1] is tensors[name][1] for name, entry in found.items()):
+        _copy_shards(shards, folder)
+    else:
+        write_model(folder, found)
+
+
+def _architecture(folder: Path) -> nn.Module | None:
+    """The model without weights; None where transformers does not know it: it converts nothing of it either."""
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        return None
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            return model_class_of(config)(config)
+    except Exception as error:  # code that came with the model, or transformers' for one architecture
+        logger.warning(
+            "%s: its weights are exported under the names of the checkpoint: %s: %s",
+            folder,
+            type(error).__name__,
+            error,
+        )
+        return None
+
+
+def _check_complete(checkpoint: Path, architecture: nn.Module) -> None:
+    """CheckpointError where weights are missing: a checkpoint has what was trained."""
+    reader = ShardReader(checkpoint, "model")
+    names_of: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in architecture.named_parameters(remove_duplicate=False):
+        names_of.setdefault(parameter, []).append(name)
+    missing = [names[0] for names in names_of.values() if not any(name in reader for name in names)]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint}: holds the weights that were trained, and {len(missing)} of {len(names_of)} were not "
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}). Resume it with train_model.py, which "
+            "exports the whole model at the end."
+        )
+
+
+def _copy_shards(shards: list[Path], folder: Path) -> None:
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for shard in shards:
+        name = "model.safetensors" if len(shards) == 1 else shard.name
+        copy_file(shard, folder / name)
+        for tensor, entry in read_header(folder / name).items():
+            weight_map[tensor] = name
+            total_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _write_adapter(checkpoint: Path, folder: Path) -> None:
+    reader = ShardReader(checkpoint, "model")
+    saved = [name for name in reader.names() if "lora_" in name]
+    plans = [TensorPlan(f"base_model.model.{n}", reader.dtypes[n], reader.shapes[n]) for n in saved]
+    prefix = len("base_model.model.")
+    write_shard(folder / "adapter_model.safetensors", plans, lambda name: reader.read(name[prefix:]))
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy by copy_file_range, which shares blocks where the file system can. CheckpointError when it is short."""
+    size_bytes = source.stat().st_size
+    with open(source, "rb") as reader, open(target, "wb") as writer:
+        done = 0
+        try:
+            while done < size_bytes:
+                moved = os.copy_file_range(reader.fileno(), writer.fileno(), min(COPY_BYTES, size_bytes - done))
+                if not moved:
+                    break
+                done += moved
+        except (AttributeError, OSError) as error:  # not here, or not between these two file systems
+            if done:
+                raise
+            shutil.copyfileobj(reader, writer, COPY_BYTES)
+            del error
+        writer.flush()
+        os.fsync(writer.fileno())
+    if target.stat().st_size != size_bytes:
+        raise CheckpointError(f"{target}: {target.stat().st_size} of {size_bytes} bytes of {source} were copied.")

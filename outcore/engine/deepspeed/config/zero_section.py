@@ -1,0 +1,334 @@
+"""The zero_optimization block of the resolved configuration.
+
+Bucket sizes are counted in elements; DeepSpeed's defaults (5e8 = 1 GB of GPU memory each in 16 bit, 1e9 parameters kept
+alive) are made for data-centre GPUs, so smaller ones are chosen here. Sizes that NVMe offload needs come from
+swapping.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outcore.common.quantities import GB, format_gib
+from outcore.engine.deepspeed.config.aio_section import flag_or_file
+from outcore.engine.deepspeed.config.notes import Notes
+from outcore.engine.deepspeed.config.offload import Placement
+from outcore.engine.deepspeed.config.settings import ELEMENT_BYTES, DeepSpeedSettings, ModelFacts, Precision, RunFacts
+from outcore.engine.deepspeed.drive.path import memlock_limit_bytes
+from outcore.sizing.swapping import (
+    SUB_GROUP_NUMEL,
+    min_optimizer_buffers,
+    min_param_buffers,
+    param_buffer_numel,
+    partition_numel,
+    persistence_cap_numel,
+    size_optimizer_buffers,
+)
+
+BUCKET_NUMEL = 50_000_000
+"""100 MB of GPU memory per 16-bit bucket; larger gains nothing over one host's links."""
+LIVE_NUMEL = 500_000_000
+"""1 GB of 16-bit weights kept on the GPU between uses."""
+PERSISTENCE_NUMEL = 100_000
+"""Norms and biases stay on the GPU."""
+STAGE3_ONLY = (
+    "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+    "stage3_gather_16bit_weights_on_model_save", "stage3_module_granularity_threshold",
+    "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential", "zero_hpz_partition_size",
+    "zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients",
+    "memory_efficient_linear", "leaf_module",
+)  # fmt: skip
+
+
+def zero_section(
+    user_zero: Mapping[str, Any],
+    placement: Placement,
+    aio: Mapping[str, Any],
+    settings: DeepSpeedSettings,
+    model: ModelFacts,
+    run: RunFacts,
+    precision: Precision,
+    swap_budget_bytes: int,
+    notes: Notes,
+    *,
+    staged: bool = False,
+) -> tuple[dict[str, Any], int]:
+    """The zero_optimization block, and the bytes that its swap buffers lock per rank.
+
+    `staged`: outcore moves what is offloaded: DeepSpeed's swap buffers and the settings that spare them are left out.
+    """
+    zero = {
+        key: value for key, value in user_zero.items() if key not in ("stage", "offload_optimizer", "offload_param")
+    }
+    _check_numbers(zero)
+    _refuse(zero, user_zero, placement, run, notes)
+    zero["stage"] = placement.stage
+    if placement.stage == 0:
+        return {"stage": 0}, 0
+    _default(zero, "contiguous_gradients", True, notes, "no fragmentation while gradients are collected")
+    _default(
+        zero, "overlap_comm", run.world_size > 1 and run.device == "cuda", notes, "reduction beside the backward pass"
+    )
+    _default(zero, "reduce_bucket_size", BUCKET_NUMEL, notes, "100 MB of GPU memory in 16 bit")
+    if placement.stage < 3:
+        _default(zero, "allgather_bucket_size", BUCKET_NUMEL, notes, "100 MB of GPU memory in 16 bit")
+        for key in STAGE3_ONLY:
+            zero.pop(key, None)
+    locked_bytes = 0
+    if placement.stage == 3:
+        _stage3(zero, placement, aio, model, run, precision, notes, staged)
+        if placement.params != "none" and staged:
+            zero["offload_param"] = staged_block("offload_param", user_zero, placement, settings, precision, notes)
+        elif placement.params != "none":
+            block, locked = _param_block(user_zero, placement, aio, settings, model, run, precision, notes)
+            zero["offload_param"] = block
+            locked_bytes += locked
+    if placement.optimizer != "none" and staged:
+        zero["offload_optimizer"] = staged_block("offload_optimizer", user_zero, placement, settings, precision, notes)
+    elif placement.optimizer != "none":
+        block, locked = _optimizer_block(user_zero, placement, aio, settings, model, run, swap_budget_bytes, notes)
+        zero["offload_optimizer"] = block
+        locked_bytes += locked
+    return zero, locked_bytes
+
+
+def check_locked_bytes(locked_bytes: int, run: RunFacts) -> str | None:
+    """Why the swap buffers cannot be locked, or None. DeepSpeed aborts the process when mlock fails."""
+    limit = run.memlock_limit_bytes if run.memlock_limit_bytes is not None else memlock_limit_bytes()
+    if limit is None or locked_bytes <= limit:
+        return None
+    return (
+        f"DeepSpeed's swap buffers need {format_gib(locked_bytes)} of locked RAM, but this process may lock "
+        f"{format_gib(limit)} (ulimit -l). Raise it: add '* - memlock unlimited' to /etc/security/limits.conf and "
+        "log in "
+        "again, or start the container with --ulimit memlock=-1."
+    )
+
+
+def _stage3(
+    zero: dict[str, Any], placement: Placement, aio: Mapping[str, Any], model: ModelFacts, run: RunFacts,
+    precision: Precision, notes: Notes, staged: bool,
+) -> None:  # fmt: skip
+    params_on_nvme, optimizer_on_nvme = placement.params == "nvme", placement.optimizer == "nvme"
+    if optimizer_on_nvme and not staged:
+        _force(
+            zero, "sub_group_size", 1, notes, "one weight per tile keeps swap buffers small and drive transfers aligned"
+        )
+    else:
+        _default(zero, "sub_group_size", SUB_GROUP_NUMEL, notes, "400 MB per optimizer state and tile")
+        if zero["sub_group_size"] == 0:
+            notes.changed("zero_optimization.sub_group_size", 0, 1, "a tile holds at least one weight")
+            zero["sub_group_size"] = 1
+    persistence = min(PERSISTENCE_NUMEL, 10 * model.hidden_size) if model.hidden_size else PERSISTENCE_NUMEL
+    if params_on_nvme:
+        if staged:
+            _live(zero, notes)
+        else:
+            why = "gathering ahead would read one weight into two buffers"
+            _force(zero, "stage3_max_live_parameters", 0, notes, why)
+            _force(zero, "stage3_max_reuse_distance", 0, notes, "a weight kept for reuse would keep its swap buffer")
+        _default(
+            zero, "stage3_prefetch_bucket_size", BUCKET_NUMEL, notes, "on: reads the next weight ahead from the drive"
+        )
+        if zero.get("stage3_allgather_sequential"):
+            notes.dropped("stage3_allgather_sequential", "not with parameters on NVMe")
+            del zero["stage3_allgather_sequential"]
+        cap = persistence_cap_numel(precision, run.world_size, int(aio["block_size"]))
+        _default(
+            zero, "stage3_param_persistence_threshold", min(persistence, cap), notes, "norms and biases stay on the GPU"
+        )
+        if zero["stage3_param_persistence_threshold"] > cap:
+            old = zero["stage3_param_persistence_threshold"]
+            notes.changed(
+                "stage3_param_persistence_threshold", old, cap, "larger ones live on NVMe and would be read all at once"
+            )
+            zero["stage3_param_persistence_threshold"] = cap
+    else:
+        _live(zero, notes)
+        _default(zero, "stage3_prefetch_bucket_size", BUCKET_NUMEL, notes, "100 MB of weights fetched ahead")
+        _default(zero, "stage3_param_persistence_threshold", persistence, notes, "norms and biases stay on the GPU")
+    _default(zero, "stage3_gather_16bit_weights_on_model_save", False, notes, "export writes shard by shard instead")
+
+
+def _live(zero: dict[str, Any], notes: Notes) -> None:
+    _default(zero, "stage3_max_live_parameters", LIVE_NUMEL, notes, "1 GB of GPU memory in 16 bit")
+    _default(zero, "stage3_max_reuse_distance", LIVE_NUMEL, notes, "1 GB of GPU memory in 16 bit")
+
+
+def staged_block(
+    name: str, user_zero: Mapping[str, Any], placement: Placement, settings: DeepSpeedSettings, precision: Precision,
+    notes: Notes,
+) -> dict[str, Any]:  # fmt: skip
+    """offload_param or offload_optimizer as the staged engine needs it: where, and how much may stay in RAM.
+
+    offload_optimizer's pin_memory says whether outcore pins the homes of parameters and gradients.
+    """
+    user = dict(user_zero.get(name) or {})
+    device = placement.params if name == "offload_param" else placement.optimizer
+    block: dict[str, Any] = {"device": device, "pin_memory": _pin(user, settings, name, notes)}
+    if device == "nvme":
+        block["nvme_path"] = placement.nvme_path
+    if name == "offload_param":  # DeepSpeed would pin every share while loading, rounded up, and never give it back
+        block["pin_memory"] = False
+    unused = sorted(set(user) & {"buffer_count", "buffer_size", "pipeline_read", "pipeline_write", "fast_init"})
+    if unused:
+        notes.lines.append(f"{name}.{', '.join(unused)}: not used, outcore sizes its staging memory itself")
+    if name == "offload_param" and device == "nvme":
+        max_in_cpu = int(settings.max_in_cpu_gb * GB) // ELEMENT_BYTES[precision]
+        if "max_in_cpu" in user and not settings.was_given("max_in_cpu_gb"):
+            max_in_cpu = int(user["max_in_cpu"])
+        block["max_in_cpu"] = max_in_cpu
+    return block
+
+
+def _param_block(
+    user_zero: Mapping[str, Any], placement: Placement, aio: Mapping[str, Any], settings: DeepSpeedSettings,
+    model: ModelFacts, run: RunFacts, precision: Precision, notes: Notes,
+) -> tuple[dict[str, Any], int]:  # fmt: skip
+    user = dict(user_zero.get("offload_param") or {})
+    block: dict[str, Any] = {"device": placement.params, "pin_memory": _pin(user, settings, "offload_param", notes)}
+    if placement.params == "cpu":
+        return block, 0
+    need_count = min_param_buffers(model)
+    need_numel = param_buffer_numel(model, run.world_size, precision, int(aio["intra_op_parallelism"]))
+    count = _at_least(user, "buffer_count", need_count, "offload_param", notes, "fewer run out while a module is read")
+    numel = _at_least(user, "buffer_size", need_numel, "offload_param", notes, "the largest weight must fit")
+    element_bytes = ELEMENT_BYTES[precision]
+    max_in_cpu = int(settings.max_in_cpu_gb * GB) // element_bytes
+    if "max_in_cpu" in user and not settings.was_given("max_in_cpu_gb"):
+        max_in_cpu = user["max_in_cpu"]
+    share = partition_numel(model.trainable, run.world_size)
+    if max_in_cpu >= share:
+        notes.warn(
+            f"offload_param.max_in_cpu = {max_in_cpu} elements holds all {share} parameters of a rank, so none of them "
+            "goes to NVMe. Lower --max_in_cpu_gb to use the drive."
+        )
+        max_in_cpu = share
+    block.update(nvme_path=placement.nvme_path, buffer_count=count, buffer_size=numel, max_in_cpu=max_in_cpu)
+    return block, (count * numel + model.largest_weight_numel) * element_bytes
+
+
+def _optimizer_block(
+    user_zero: Mapping[str, Any], placement: Placement, aio: Mapping[str, Any], settings: DeepSpeedSettings,
+    model: ModelFacts, run: RunFacts, swap_budget_bytes: int, notes: Notes,
+) -> tuple[dict[str, Any], int]:  # fmt: skip
+    user = dict(user_zero.get("offload_optimizer") or {})
+    block: dict[str, Any] = {
+        "device": placement.optimizer,
+        "pin_memory": _pin(user, settings, "offload_optimizer", notes),
+    }
+    ratio = user.get("ratio", 1.0)
+    if placement.optimizer == "cpu":
+        if ratio != 1.0:
+            if placement.stage < 3:
+                notes.changed("offload_optimizer.ratio", ratio, 1.0, "partial offload needs ZeRO-3")
+            else:
+                block["ratio"] = ratio
+        return block, 0
+    if ratio != 1.0:
+        notes.changed("offload_optimizer.ratio", ratio, 1.0, "partial offload is for RAM, not for NVMe")
+    if user.get("fast_init"):
+        notes.changed("offload_optimizer.fast_init", True, False, "it needs parameter buffers as large as a whole tile")
+    sized = size_optimizer_buffers(
+        model, run.world_size, run.local_ranks, int(aio["intra_op_parallelism"]), swap_budget_bytes
+    )
+    read = bool(user.get("pipeline_read", sized.pipeline_read))
+    write = bool(user.get("pipeline_write", sized.pipeline_write))
+    if "pipeline_read" not in user and "pipeline_write" not in user:
+        notes.chose(
+            "offload_optimizer.pipeline_read/write", f"{read}/{write}",
+            f"what {format_gib(swap_budget_bytes)} of swap buffers (outcore.staging_bytes) hold",
+        )  # fmt: skip
+    count = _at_least(
+        user, "buffer_count", min_optimizer_buffers(read, write), "offload_optimizer", notes,
+        "four per weight in use, read ahead and written behind",
+    )  # fmt: skip
+    block.update(
+        nvme_path=placement.nvme_path, buffer_count=count, pipeline_read=read, pipeline_write=write, fast_init=False
+    )
+    return block, sized.locked_bytes // sized.buffer_count * count
+
+
+def _pin(user: Mapping[str, Any], settings: DeepSpeedSettings, name: str, notes: Notes) -> bool:
+    value = flag_or_file(settings, "pin_memory", user.get("pin_memory"), f"{name}.pin_memory", notes)
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"deepspeed_config.json: zero_optimization.{name}.pin_memory must be true or false, got {value!r}."
+        )
+    return value
+
+
+def _at_least(user: Mapping[str, Any], key: str, need: int, block: str, notes: Notes, reason: str) -> int:
+    value = user.get(key)
+    if value is None:
+        notes.chose(f"{block}.{key}", need, reason)
+        return need
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise ValueError(f"deepspeed_config.json: zero_optimization.{block}.{key} must be a number, got {value!r}.")
+    if value < need:
+        notes.changed(f"{block}.{key}", value, need, reason)
+        return need
+    return int(value)
+
+
+def _default(zero: dict[str, Any], key: str, value: Any, notes: Notes, reason: str) -> None:
+    if zero.get(key) is None:
+        zero[key] = value
+        notes.chose(f"zero_optimization.{key}", value, reason)
+
+
+def _force(zero: dict[str, Any], key: str, value: Any, notes: Notes, reason: str) -> None:
+    if zero.get(key) is None:
+        notes.chose(f"zero_optimization.{key}", value, reason)
+    elif zero[key] != value:
+        notes.changed(f"zero_optimization.{key}", zero[key], value, reason)
+    zero[key] = value
+
+
+def _check_numbers(zero: dict[str, Any]) -> None:
+    """Element counts may be written 5e8; whole numbers of 0 or more come out."""
+    for key, value in zero.items():
+        if key.endswith(("_size", "_threshold", "_parameters", "_distance")):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != int(value):
+                raise ValueError(
+                    f"deepspeed_config.json: zero_optimization.{key} must be a whole number of elements, got {value!r}."
+                )
+            zero[key] = int(value)
+    if zero.get("reduce_bucket_size") == 0:
+        raise ValueError("deepspeed_config.json: zero_optimization.reduce_bucket_size must be above 0.")
+
+
+def _refuse(
+    zero: dict[str, Any], user_zero: Mapping[str, Any], placement: Placement, run: RunFacts, notes: Notes
+) -> None:
+    """Features that crash or are untested together with what was chosen."""
+    where = "deepspeed_config.json: zero_optimization."
+    if zero.get("zenflow"):
+        raise ValueError(f"{where}zenflow is not supported here. Delete the block.")
+    if (user_zero.get("offload_optimizer") or {}).get("super_offload"):
+        raise ValueError(
+            f"{where}offload_optimizer.super_offload is for Grace-Hopper machines and not supported here. Delete it."
+        )
+    if zero.get("legacy_stage1"):
+        raise ValueError(f"{where}legacy_stage1 was removed from DeepSpeed. Delete it.")
+    if zero.get("compute_grad_norm") is False:
+        notes.dropped("zero_optimization.compute_grad_norm false", "clipping and the metrics need the gradient norm")
+    zero.pop("compute_grad_norm", None)
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if zero.get(key) and (placement.params == "nvme" or run.device == "cpu"):
+            raise ValueError(f"{where}{key} works on GPUs only and not with parameters on NVMe. Set it to false.")
+    hpz = zero.get("zero_hpz_partition_size", 1)
+    if hpz > 1 and (placement.params == "nvme" or run.world_size % hpz):
+        raise ValueError(
+            f"{where}zero_hpz_partition_size {hpz} must divide the {run.world_size} rank(s) of the run and does not "
+            "work "
+            "with parameters on NVMe. Set it to 1."
+        )
+    if placement.params == "nvme" and zero.get("stage3_module_granularity_threshold"):
+        notes.changed(
+            "zero_optimization.stage3_module_granularity_threshold", zero["stage3_module_granularity_threshold"], 0,
+            "it reads whole groups of modules at once, more than there are swap buffers",
+        )  # fmt: skip
+        zero["stage3_module_granularity_threshold"] = 0

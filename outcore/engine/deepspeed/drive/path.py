@@ -1,0 +1,240 @@
+"""Is this folder a place to offload to?
+
+`validate_nvme_path` really writes, reads back and removes a test file, checks free space with a reserve and tells what
+kind of drive it is. `check_direct_io` proves the transfers stock DeepSpeed makes: O_DIRECT in multiples of 1 KiB, whose
+result it never checks, so that a drive which refuses them would silently corrupt training. Nothing is left on the
+drive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import mmap
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from outcore.common.quantities import GB, MIB, format_gb
+from outcore.machine import Drive, drive_of
+
+FREE_RESERVE = 0.20
+"""Share of the free space that stays free: drives slow down and wear out faster when they are full."""
+TEST_FILE_BYTES = 4 * MIB
+DEEPSPEED_IO_STEP_BYTES = 1024
+"""DeepSpeed's transfer sizes are multiples of this (AIO_ALIGNED_BYTES in deepspeed/runtime/swap_tensor/utils.py)."""
+_WINDOWS_PATH = re.compile(r"^[A-Za-z]:[\\/]|^\\\\|^//[^/]")
+_TEST_PREFIX = ".outcore-write-test-"
+
+
+class NvmePathError(ValueError):
+    """The text is not a path this machine can use."""
+
+
+def resolve_nvme_path(path: str | os.PathLike[str]) -> Path:
+    """The absolute folder that `path` means (`~` expanded, relative to the current folder).
+
+    Raises:
+        NvmePathError: empty text, a NUL byte, or a Windows or UNC spelling on another system.
+    """
+    text = os.fspath(path)
+    if not text or not text.strip():
+        raise NvmePathError("The NVMe path is empty. Give a folder on an NVMe drive, for instance /mnt/nvme/outcore.")
+    if "\0" in text:
+        raise NvmePathError(f"The NVMe path {text!r} contains a NUL character, which no file system takes.")
+    if os.name != "nt" and _WINDOWS_PATH.match(text):
+        tail = re.sub(r"^[A-Za-z]:[\\/]", "", text).replace("\\", "/")
+        where = f"/mnt/{text[0].lower()}/{tail}" if text[1:2] == ":" else "the folder where that share is mounted"
+        raise NvmePathError(
+            f"{text!r} is a Windows spelling, but this is {os.uname().sysname}. Under WSL2 the same folder is {where}; "
+            "a folder of the Linux file system itself (for instance ~/outcore-nvme) is several times faster."
+        )
+    return Path(os.path.abspath(os.path.expanduser(text)))
+
+
+def validate_nvme_path(path: str | os.PathLike[str], required_space_gb: float) -> tuple[bool, str]:
+    """Can `path` hold `required_space_gb` GB (10**9 bytes) of offloaded states?
+
+    Creates the folder when it does not exist (and removes it again when it turns out unusable), writes a test file,
+    reads it back and removes it, and keeps 20 % of the free space in reserve.
+
+    Returns:
+        (ok, message): the message says what was found; when not ok, what to do; warnings (slow or volatile drive)
+        are part of it in either case.
+    Raises:
+        ValueError: `required_space_gb` is negative or not a number.
+    """
+    if isinstance(required_space_gb, bool) or not isinstance(required_space_gb, (int, float)):
+        raise ValueError(f"required_space_gb must be a number of GB, got {required_space_gb!r}.")
+    if not math.isfinite(required_space_gb) or required_space_gb < 0:
+        raise ValueError(f"required_space_gb must be 0 or more, got {required_space_gb!r}.")
+    try:
+        folder = resolve_nvme_path(path)
+    except NvmePathError as error:
+        return False, str(error)
+    created: list[Path] = []
+    try:
+        created = _make_folder(folder)
+        _write_and_read_back(folder)
+        free_bytes = shutil.disk_usage(folder).free
+    except (OSError, ValueError) as error:
+        _remove_folders(created)
+        return False, _explain(folder, error)
+    usable_bytes = free_bytes * (1 - FREE_RESERVE)
+    required_bytes = required_space_gb * GB
+    if usable_bytes < required_bytes:
+        drive = describe_drive(folder)[0]
+        _remove_folders(created)
+        return False, (
+            f"{folder} ({drive}) has {format_gb(free_bytes)} free; {format_gb(required_bytes)} are needed and "
+            f"{FREE_RESERVE:.0%} of the free space stay in reserve, so "
+            f"{format_gb(required_bytes / (1 - FREE_RESERVE))} "
+            "must be free. Free some space, choose another drive with --nvme_offload_path, or offload less."
+        )
+    what, warnings = describe_drive(folder)
+    message = f"{folder} is writable, {format_gb(free_bytes)} free, {what}."
+    return True, " ".join([message, *warnings])
+
+
+def describe_drive(folder: Path) -> tuple[str, list[str]]:
+    """(what the drive is, warnings in words), for example ('NVMe drive /dev/nvme0n1, ext4', [])."""
+    drive: Drive = drive_of(folder)
+    kind = {
+        "nvme": "NVMe drive",
+        "ssd": "SATA or USB SSD",
+        "hdd": "rotating hard disk",
+        "network": "network file system",
+        "tmpfs": "RAM disk (tmpfs)",
+        "virtual": "virtual disk",
+    }.get(drive.kind, "drive of unknown kind")
+    what = " ".join(part for part in (kind, drive.device or "") if part)
+    if drive.filesystem:
+        what += f", {drive.filesystem}"
+    warnings = {
+        "hdd": "Warning: this is a rotating disk; offloading to it takes minutes per step. Use an NVMe drive or RAM.",
+        "ssd": "Warning: SATA and USB SSDs reach about 0.5 GB/s; expect steps several times longer than on NVMe.",
+        "network": "Warning: this is a network file system; every step would cross the network. Use a local NVMe "
+        "drive.",
+        "tmpfs": "Warning: this is a RAM disk; offloading to it saves no RAM and is lost at power-off. Use "
+        "--offload_optimizer cpu.",
+        "virtual": "Whether an NVMe drive is behind this virtual disk cannot be seen from here; python "
+        "gds_optimizer.py measures its speed.",
+        "unknown": "What kind of drive this is cannot be seen from here; python gds_optimizer.py measures its speed.",
+    }
+    return what, [warnings[drive.kind]] if drive.kind in warnings else []
+
+
+def check_direct_io(path: str | os.PathLike[str], step_bytes: int = DEEPSPEED_IO_STEP_BYTES) -> tuple[bool, str]:
+    """Does the drive take O_DIRECT transfers whose size is a multiple of `step_bytes` but not of 4 KiB?
+
+    Stock DeepSpeed makes such transfers and ignores their result. The folder must exist.
+
+    Returns:
+        (ok, reason): reason is '' when ok.
+    """
+    flag = getattr(os, "O_DIRECT", None)
+    folder = resolve_nvme_path(path)
+    if flag is None:
+        return False, "this operating system has no O_DIRECT, which DeepSpeed's drive transfers need"
+    n_bytes = 4096 + step_bytes
+    with temporary_file(folder) as file, mmap.mmap(-1, 8192) as page_aligned:
+        page_aligned[:n_bytes] = secrets.token_bytes(n_bytes)
+        written = bytes(page_aligned[:n_bytes])
+        view = memoryview(page_aligned)
+        try:
+            fd = os.open(file, os.O_RDWR | os.O_CREAT | flag, 0o600)
+            try:
+                if os.pwritev(fd, [view[:n_bytes]], 0) != n_bytes:
+                    return False, "a direct write came back short"
+                view[:n_bytes] = bytes(n_bytes)
+                if os.preadv(fd, [view[:n_bytes]], 0) != n_bytes or bytes(view[:n_bytes]) != written:
+                    return False, "a direct read did not return what was written"
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False, (
+                    f"the file system at {folder} refuses direct transfers in steps of {step_bytes} bytes "
+                    "(a RAM disk, a network or Windows-drive mount, or a drive with 4 KiB sectors)"
+                )
+            return False, f"a direct transfer at {folder} failed: {error.strerror} (errno {error.errno})"
+        finally:
+            view.release()
+    return True, ""
+
+
+def memlock_limit_bytes() -> int | None:
+    """Bytes this process may lock in RAM; None when there is no limit (or on systems without one)."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if soft == resource.RLIM_INFINITY:
+        return None
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        status = Path("/proc/self/status").read_text()
+        effective = next(line for line in status.splitlines() if line.startswith("CapEff:"))
+        cap_ipc_lock = 1 << 14
+        if int(effective.split()[1], 16) & cap_ipc_lock:
+            return None
+    return soft
+
+
+def _make_folder(folder: Path) -> list[Path]:
+    """Create the folder; the parts that were created, innermost first."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "is a file, not a folder", str(folder))
+    missing = [part for part in (folder, *folder.parents) if not part.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _remove_folders(created: list[Path]) -> None:
+    for part in created:
+        with contextlib.suppress(OSError):
+            part.rmdir()
+
+
+@contextlib.contextmanager
+def temporary_file(folder: Path) -> Iterator[Path]:
+    """An empty file in `folder` that is removed again whatever happens."""
+    fd, name = tempfile.mkstemp(prefix=_TEST_PREFIX, dir=folder)
+    os.close(fd)
+    try:
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _write_and_read_back(folder: Path) -> None:
+    data = secrets.token_bytes(TEST_FILE_BYTES)
+    with temporary_file(folder) as file:
+        with open(file, "wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        if file.read_bytes() != data:
+            raise OSError(errno.EIO, "a test file read back differently from what was written", str(folder))
+
+
+def _explain(folder: Path, error: Exception) -> str:
+    code = getattr(error, "errno", None)
+    advice = {
+        errno.EACCES: f"You may not write there. Choose a folder you own, or run: sudo chown $USER {str(folder)!r}",
+        errno.EPERM: "You may not write there. Choose a folder you own.",
+        errno.EROFS: "The file system is mounted read-only. Remount it writable or choose another drive.",
+        errno.ENOSPC: "The drive is full. Free some space or choose another drive.",
+        errno.EDQUOT: "Your quota on this drive is used up. Free some space or choose another drive.",
+        errno.ENOTDIR: "It, or a part of it, is a file. Give the path of a folder.",
+        errno.EEXIST: "It, or a part of it, is a file. Give the path of a folder.",
+        errno.ENAMETOOLONG: "The name is too long for the file system. Choose a shorter path.",
+        errno.EIO: "The drive reports errors. Check it (dmesg, smartctl) before you trust it with anything.",
+    }.get(code or 0, "Choose another folder with --nvme_offload_path.")
+    reason = getattr(error, "strerror", None) or str(error)
+    return f"{folder} cannot be used for offloading: {reason}. {advice}"

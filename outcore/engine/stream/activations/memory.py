@@ -1,0 +1,219 @@
+"""Where activation checkpoints (the layers' inputs) wait between forward and backward: on the device, in RAM, on NVMe.
+
+Off the device each goes down through the download lane after its layer's forward and comes up again one layer ahead of
+its backward; the last layers' stay on the device, because they are needed at once. Host buffers are kept and used
+again. `activations_nvme` is the kind on NVMe. Bytes: layers x micro-batches x [B, T, H], each way, per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
+
+import torch
+
+from outcore.common.deadline import Deadline
+from outcore.common.quantities import round_up
+from outcore.flow.weights.prefetch import settle
+from outcore.staging import DownloadLane, LaneTransfer, UploadLane
+from outcore.staging.pool.allocator import ALIGNMENT_BYTES
+from outcore.staging.pool.host_memory import HostMemory
+
+STAY_LAYERS = 2
+"""The last layers' checkpoints stay on the device: their backward comes before anything could be fetched."""
+DEVICE_STACKS = 2
+"""Buffers on the device for a layer's checkpoints on their way: one gathered or used while the other is copied."""
+
+
+class Activations(Protocol):
+    """Checkpoints by (layer, micro-batch)."""
+
+    def link(self, layer: int, micro_batch: int = 0) -> Literal["pcie", "nvme"] | None:
+        """What `keep`, `take` or (of micro-batch 0) `prefetch` may have to wait for; None when they do not wait."""
+        ...
+
+    def reserve(self, sizes_bytes: Sequence[int]) -> None:
+        """The coming pass keeps a checkpoint of these sizes (one per micro-batch) for each layer. EngineError when
+        there is no room for them, before any is taken."""
+        ...
+
+    def keep(self, layer: int, micro_batch: int, hidden: torch.Tensor) -> None:
+        """Take a layer's input; the caller lets go of it."""
+        ...
+
+    def prefetch(self, layer: int) -> None:
+        """Have the checkpoints of this layer (perhaps below 0: none) on the device soon."""
+        ...
+
+    def take(self, layer: int, micro_batch: int) -> torch.Tensor:
+        """Give it back, once."""
+        ...
+
+    def clear(self, deadline: Deadline | None = None) -> None:
+        """Forget everything (after a failed pass), once what is under way has ended."""
+        ...
+
+
+class DeviceActivations:
+    """They stay where they are."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+
+    def link(self, layer: int, micro_batch: int = 0) -> None:
+        return None
+
+    def reserve(self, sizes_bytes: Sequence[int]) -> None:
+        return
+
+    def keep(self, layer: int, micro_batch: int, hidden: torch.Tensor) -> None:
+        self._kept[layer, micro_batch] = hidden
+
+    def prefetch(self, layer: int) -> None:
+        return
+
+    def take(self, layer: int, micro_batch: int) -> torch.Tensor:
+        return self._kept.pop((layer, micro_batch))
+
+    def clear(self, deadline: Deadline | None = None) -> None:
+        self._kept.clear()
+
+
+Lend = Callable[[int], torch.Tensor | None]
+"""RAM (uint8, 1-D) of a layer that nobody needs between its forward and the end of its backward."""
+
+
+class RamActivations:
+    """Down to RAM and back, a layer's micro-batches as one transfer: each takes the host time that launches need.
+
+    `num_layers`: of the model; `stay`: how many of the last ones stay on the device. The others pass through
+    `DEVICE_STACKS` buffers there, so that a host that runs far ahead of the device takes no more of its memory.
+
+    `lend`: a layer's gradient home. Its old gradient is used up before the layer's forward (the update was waited for)
+    and its new one comes after the checkpoint was taken back for the backward, so checkpoints lie there as far as they
+    fit and cost RAM of their own only beyond it.
+    """
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        upload: UploadLane,
+        download: DownloadLane,
+        num_layers: int,
+        stay: int = STAY_LAYERS,
+        lend: Lend = lambda layer: None,
+    ) -> None:
+        self._memory, self._upload, self._download, self._lend = memory, upload, download, lend
+        self._sizes: list[int] = []
+        self._offsets: list[int] = [0]
+        """Of each micro-batch within a layer's checkpoints, and their sum."""
+        self._first_staying = num_layers - stay
+        self._device = DeviceActivations()
+        self._homes: dict[int, torch.Tensor] = {}
+        """By layer: RAM of our own for what is not lent."""
+        self._forms: dict[tuple[int, int], tuple[torch.dtype, torch.Size]] = {}
+        self._stacks: list[torch.Tensor] = []
+        self._leaving: list[list[LaneTransfer]] = [[] for _ in range(DEVICE_STACKS)]
+        """By buffer: what still reads it."""
+        self._turn = 0
+        self._stack: torch.Tensor | None = None
+        """The buffer that a layer's checkpoints are being gathered in."""
+        self._going: dict[int, list[LaneTransfer]] = {}
+        self._coming: dict[int, tuple[torch.Tensor, list[LaneTransfer]]] = {}
+
+    def link(self, layer: int, micro_batch: int = 0) -> Literal["pcie"] | None:
+        goes = 0 <= layer < self._first_staying
+        return "pcie" if goes and not micro_batch else None  # a layer's micro-batches are one transfer
+
+    @property
+    def host_bytes(self) -> int:
+        """RAM that the checkpoints have taken so far, what was lent not counted."""
+        return sum(home.nbytes for home in self._homes.values())
+
+    def reserve(self, sizes_bytes: Sequence[int]) -> None:
+        self._sizes, self._offsets = list(sizes_bytes), [0]
+        for size in sizes_bytes:
+            self._offsets.append(self._offsets[-1] + round_up(size, ALIGNMENT_BYTES))
+
+    def keep(self, layer: int, micro_batch: int, hidden: torch.Tensor) -> None:
+        if layer >= self._first_staying:
+            self._device.keep(layer, micro_batch, hidden)
+            return
+        assert hidden.nbytes == self._sizes[micro_batch], "hidden states keep their size from layer to layer"
+        if self._stack is None:
+            self._stack = self._next_stack()
+        start = self._offsets[micro_batch]
+        self._stack[start : start + hidden.nbytes].view(hidden.dtype).view(hidden.shape).copy_(hidden)
+        self._forms[layer, micro_batch] = (hidden.dtype, hidden.shape)
+        if micro_batch == len(self._sizes) - 1:
+            self._going[layer] = [
+                self._download.submit_host(self._stack[begin:end], home, label=f"activations {layer}")
+                for begin, end, home in self._pieces(layer)
+            ]
+            self._leaving[self._turn] = self._going[layer]
+            self._stack = None
+
+    def prefetch(self, layer: int) -> None:
+        if layer not in self._going:
+            return
+        for transfer in self._going.pop(layer):
+            transfer.wait()
+        stack = self._next_stack()  # what read it last has been queued: the layer above the one whose turn it is
+        self._coming[layer] = (
+            stack,
+            [
+                self._upload.submit_host(home, stack[begin:end], label=f"activations {layer}")
+                for begin, end, home in self._pieces(layer)
+            ],
+        )
+
+    def take(self, layer: int, micro_batch: int) -> torch.Tensor:
+        if layer >= self._first_staying:
+            return self._device.take(layer, micro_batch)
+        self.prefetch(layer)
+        stack, transfers = self._coming[layer]
+        while transfers:
+            transfers.pop().wait_stream()
+        if micro_batch == len(self._sizes) - 1:
+            del self._coming[layer]
+        dtype, shape = self._forms.pop((layer, micro_batch))
+        start = self._offsets[micro_batch]
+        return stack[start : start + self._sizes[micro_batch]].view(dtype).view(shape)
+
+    def clear(self, deadline: Deadline | None = None) -> None:
+        self._device.clear()
+        going = [transfer for transfers in self._going.values() for transfer in transfers]
+        coming = [transfer for _, transfers in self._coming.values() for transfer in transfers]
+        settle(going + coming, deadline)
+        for held in (self._going, self._coming, self._forms):
+            held.clear()
+        self._leaving = [[] for _ in range(DEVICE_STACKS)]
+        self._stack = None
+
+    def _next_stack(self) -> torch.Tensor:
+        """The buffer whose turn it is; work queued on the current stream from now on may write to it."""
+        total = self._offsets[-1]
+        if not self._stacks or len(self._stacks[0]) < total:  # transfers under way keep the old ones alive
+            self._stacks = [
+                torch.empty(total, dtype=torch.uint8, device=self._upload.device) for _ in range(DEVICE_STACKS)
+            ]
+            self._leaving = [[] for _ in range(DEVICE_STACKS)]
+        self._turn = (self._turn + 1) % DEVICE_STACKS
+        for transfer in self._leaving[self._turn]:
+            transfer.wait_stream()
+        self._leaving[self._turn] = []
+        return self._stacks[self._turn][:total]
+
+    def _pieces(self, layer: int) -> list[tuple[int, int, torch.Tensor]]:
+        """(begin, end, RAM) of a layer's checkpoints: as many micro-batches as fit lie in what is lent."""
+        lent, total = self._lend(layer), self._offsets[-1]
+        fits = max((end for end in self._offsets if lent is not None and end <= lent.nbytes), default=0)
+        pieces = [] if lent is None or not fits else [(0, fits, lent[:fits])]
+        if fits < total:
+            home = self._homes.get(layer)
+            if home is None or home.nbytes < total - fits:
+                if home is not None:  # of an earlier step: rows are longer now
+                    self._memory.give_back(self._homes.pop(layer))
+                home = self._homes[layer] = self._memory.take(total - fits, f"activations of layer {layer}")
+            pieces.append((fits, total, home[: total - fits]))
+        return pieces

@@ -1,0 +1,103 @@
+"""Where gradients wait in RAM for the optimizer: a home for each unit, or an arena of limited size that units share.
+
+Deferred updates need the gradients of all units at once (2 B per parameter), because the global norm is known last.
+With immediate updates a gradient is needed from its download until its unit is updated: the arena hands out memory of
+exactly the unit's size when the gradient is shipped and takes it back when the update is over. When it is full,
+shipping waits for an update; an arena that holds three of the largest gradients lets one arrive while another is
+worked on, whatever the order of sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outcore.common.quantities import format_gib, round_up
+from outcore.flow.parts.units import Unit
+from outcore.staging.pool.allocator import ALIGNMENT_BYTES, Extent, ExtentAllocator
+from outcore.staging.pool.host_memory import HostMemory
+
+DEFAULT_LARGEST = 3
+"""An arena that is not given a size holds so many of the largest gradient."""
+
+
+def gradient_bytes_of(unit: Unit) -> int:
+    return unit.layout.trainable_numel * unit.layout.dtype.itemsize
+
+
+def smallest_arena_bytes(units: Sequence[Unit]) -> int:
+    """What the default arena takes; no more than all gradients together."""
+    sizes = [round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES) for unit in units]
+    return min(sum(sizes), DEFAULT_LARGEST * max(sizes, default=0))
+
+
+class GradientArena:
+    """Gradients by unit. `limit_bytes` None: all have a home of their own. Used from one thread.
+
+    `early`: a unit whose home is taken before all others' and whose update comes last: no wait makes its room free.
+    ValueError for a limit that cannot hold the largest gradient (beside the early one's).
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        memory: HostMemory,
+        limit_bytes: int | None = None,
+        *,
+        early: Unit | None = None,
+    ) -> None:
+        trainable = [unit for unit in units if unit.is_trainable]
+        self._held: dict[int, tuple[torch.Tensor, Extent | None]] = {}
+        self._allocator: ExtentAllocator | None = None
+        total_bytes = sum(round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES) for unit in trainable)
+        if limit_bytes is None or limit_bytes >= total_bytes:
+            self.size_bytes = total_bytes
+            in_pool = memory.which_pinned([(unit.index, gradient_bytes_of(unit)) for unit in trainable])
+            for unit in trainable:
+                pinned = unit.index in in_pool
+                home = memory.take(gradient_bytes_of(unit), f"gradients of {unit.name}", pinned=pinned)
+                self._held[unit.index] = (home.view(unit.layout.dtype), None)
+            return
+        together = [unit for unit in trainable if unit is early]
+        together += sorted((unit for unit in trainable if unit is not early), key=gradient_bytes_of)[-1:]
+        least_bytes = sum(round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES) for unit in together)
+        if round_up(limit_bytes, ALIGNMENT_BYTES) < least_bytes:
+            raise ValueError(
+                f"gradient_bytes {format_gib(limit_bytes)} cannot hold the gradient of "
+                f"{' and '.join(unit.name for unit in together)}, {format_gib(least_bytes)}: give at least that, "
+                "better three times as much"
+            )
+        self.size_bytes = round_up(limit_bytes, ALIGNMENT_BYTES)
+        self._allocator = ExtentAllocator(self.size_bytes)
+        self._memory = memory.take(self.size_bytes, "gradients")
+
+    def try_take(self, unit: Unit) -> torch.Tensor | None:
+        """[layout.trainable_numel] for the unit's gradient, its own until `give_back`; None while there is no room."""
+        held = self._held.get(unit.index)
+        if held is not None:
+            return held[0]
+        assert self._allocator is not None
+        n_bytes = gradient_bytes_of(unit)
+        extent = self._allocator.take(n_bytes)
+        if extent is None:
+            return None
+        home = self._memory[extent.start_bytes : extent.start_bytes + n_bytes].view(unit.layout.dtype)
+        self._held[unit.index] = (home, extent)
+        return home
+
+    def own_home(self, unit: Unit) -> torch.Tensor | None:
+        """The home that the unit keeps for good: free for others' use from its update on to its next gradient."""
+        return self._held[unit.index][0] if self._allocator is None and unit.index in self._held else None
+
+    def __getitem__(self, unit: Unit) -> torch.Tensor:
+        """The unit's gradient; it has been taken and not given back."""
+        return self._held[unit.index][0]
+
+    def give_back(self, unit: Unit) -> None:
+        """The update is over. Homes of their own stay."""
+        held = self._held.get(unit.index)
+        if held is not None and held[1] is not None:
+            assert self._allocator is not None
+            del self._held[unit.index]
+            self._allocator.give_back(held[1])

@@ -1,0 +1,183 @@
+"""Gradients on their way down: rounded to their home's type, counted into the global norm, sent through a lane.
+
+Two device buffers take turns, so that a unit's gradient goes down while the next one is computed; with one, it must
+have gone when the next one is complete. A unit whose gradient is larger than a buffer (embedding and head, where memory
+is short) goes down in parts. The norm is of the rounded values, which are those that the optimizer will read, and so an
+overflow of the rounding (fp16) is seen, too. Embedding's and head's are counted piece by piece, in parts or not, so the
+norm has the same bits however they go down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from outcore.engine.stream.gradients.accumulator import GradAccumulator
+from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of
+from outcore.engine.stream.gradients.transfer_group import TransferGroup
+from outcore.flow.parts.units import Unit, Units
+from outcore.flow.trace.stalls import Stalls
+from outcore.sizing.tiles import PART_NUMEL, SHIP_BUFFERS
+from outcore.staging import DownloadLane, LaneTransfer
+
+
+class GradientDownload:
+    """`accumulate_dtype`: in what the gradients of micro-batches are added up on the device. `make_room` waits for an
+    update and gives its gradient's memory back.
+
+    `skip`: indices of units whose gradients never come in whole (they are computed in tiles); no buffer has room for
+    them, but what `count` is told of them is part of the norm. `norm_per_unit`: each shipped unit's own norm comes down
+    before its gradient, so that nobody has to read the gradient once more to see whether it is finite. `ends_in_parts`:
+    the buffers are as large as the largest layer's gradient, and embedding's and head's leave in parts of that size
+    (whole multiples of `part_numel` elements).
+    """
+
+    def __init__(
+        self,
+        units: Units,
+        arena: GradientArena,
+        lane: DownloadLane,
+        *,
+        make_room: Callable[[], None],
+        accumulate_dtype: torch.dtype = torch.float32,
+        num_buffers: int = SHIP_BUFFERS,
+        ends_in_parts: bool = False,
+        part_numel: int = PART_NUMEL,
+        skip: frozenset[int] = frozenset(),
+        stalls: Stalls | None = None,
+        norm_per_unit: bool = False,
+    ) -> None:
+        self._arena, self._lane, self._make_room = arena, lane, make_room
+        self._stalls = stalls or Stalls(lane.device)
+        trainable = [unit for unit in units.all if unit.is_trainable and unit.index not in skip]
+        self._ends = {units.embed.index, units.head.index}
+        self._part_numel = part_numel
+        ship_bytes = max(
+            (
+                min(gradient_bytes_of(unit), part_numel * unit.layout.dtype.itemsize)
+                if ends_in_parts and unit.index in self._ends
+                else gradient_bytes_of(unit)
+                for unit in trainable
+            ),
+            default=0,
+        )
+        self._ship = [torch.zeros(ship_bytes, dtype=torch.uint8, device=lane.device) for _ in range(num_buffers)]
+        # Tied weights gather gradients from the head until the embedding's backward, across all layers.
+        kept = {units.embed.index} - skip if units.tied else set()
+        largest = max((u.layout.trainable_numel for u in trainable if u.index not in kept), default=0)
+        shared = torch.zeros(largest, dtype=accumulate_dtype, device=lane.device)
+        ends = torch.zeros(
+            units.embed.layout.trainable_numel if kept else 0, dtype=accumulate_dtype, device=lane.device
+        )
+        self._sums = {unit.index: ends if unit.index in kept else shared for unit in trainable}
+        self._device_bytes = shared.nbytes + ends.nbytes + sum(buffer.nbytes for buffer in self._ship)
+        self._leaving: list[LaneTransfer | None] = [None] * num_buffers
+        self._turn = 0
+        self._sumsq = torch.zeros((), dtype=torch.float64, device=lane.device)
+        self._norms: torch.Tensor | None = None
+        if norm_per_unit:
+            on_gpu = lane.device.type == "cuda"
+            self._norms = torch.full((len(units.all),), torch.nan, dtype=torch.float32, pin_memory=on_gpu)
+
+    @property
+    def device_bytes(self) -> int:
+        return self._device_bytes
+
+    def begin(self) -> None:
+        """Start a step: nothing is counted yet."""
+        self._sumsq.zero_()
+
+    def accumulator(self, unit: Unit, *, only_once: bool = False) -> GradAccumulator:
+        """Where the unit's gradients are added up. `only_once`: each comes once, so no wider type is needed."""
+        sums = self._sums[unit.index]
+        if not only_once:
+            return GradAccumulator(unit.layout, sums)
+        if len(self._ship) > 1 and not self._leaves_in_parts(unit):
+            return GradAccumulator(unit.layout, self._take_buffer(unit, unit.layout.trainable_numel))
+        return GradAccumulator(unit.layout, sums.view(torch.uint8)[: gradient_bytes_of(unit)].view(unit.layout.dtype))
+
+    def ship(self, unit: Unit, accumulator: GradAccumulator) -> Any:
+        """Send the unit's complete gradient to its home; a `LaneTransfer`, or a `TransferGroup` of its parts."""
+        complete = accumulator.complete()
+        if self._leaves_in_parts(unit):
+            return self._ship_in_parts(unit, complete)
+        target = self._view(unit.layout.dtype, len(complete))
+        if complete.data_ptr() != target.data_ptr():
+            target = self._take_buffer(unit, len(complete))
+            target.copy_(complete)
+        norm = self.count(target) if unit.index not in self._ends else _joined(self._counted(target))
+        return self._send(unit, target, self.home(unit), norm)
+
+    def _leaves_in_parts(self, unit: Unit) -> bool:
+        return gradient_bytes_of(unit) > len(self._ship[0])
+
+    def _ship_in_parts(self, unit: Unit, complete: torch.Tensor) -> TransferGroup:
+        home, sent = self.home(unit), []
+        norms: list[torch.Tensor] = []
+        largest = len(self._ship[0]) // unit.layout.dtype.itemsize // self._part_numel * self._part_numel
+        for start in range(0, len(complete), largest):
+            part = complete[start : start + largest]
+            target = self._take_buffer(unit, len(part))
+            target.copy_(part)
+            norms += self._counted(target)
+            is_last = start + largest >= len(complete)
+            sent.append(self._send(unit, target, home[start : start + largest], _joined(norms) if is_last else None))
+        return TransferGroup(sent)
+
+    def _send(self, unit: Unit, rounded: torch.Tensor, home: torch.Tensor, norm: torch.Tensor | None) -> LaneTransfer:
+        if self._norms is not None and norm is not None:  # queued before the copy, so it is there when that has arrived
+            self._norms[unit.index].copy_(norm, non_blocking=True)
+        transfer = self._lane.submit_host(rounded, home, label=unit.name)
+        self._leaving[self._turn] = transfer
+        self._turn = (self._turn + 1) % len(self._ship)
+        return transfer
+
+    def _counted(self, rounded: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Norms of the pieces of an embedding's or head's gradient, counted."""
+        for start in range(0, len(rounded), self._part_numel):
+            yield self.count(rounded[start : start + self._part_numel])
+
+    def home(self, unit: Unit) -> torch.Tensor:
+        """Memory in RAM for the unit's gradient; waits for updates until there is room. Raises what went wrong."""
+        home = self._arena.try_take(unit)
+        while home is None:
+            with self._stalls.until(f"room in RAM for the gradient of {unit.name}", "optimizer"):
+                self._make_room()
+            home = self._arena.try_take(unit)
+        return home
+
+    def count(self, rounded: torch.Tensor) -> torch.Tensor:
+        """Let values that go down (or lie in RAM) take part in the norm; their own (fp32 scalar)."""
+        norm = torch.linalg.vector_norm(rounded, dtype=torch.float32)
+        self._sumsq += norm.double().square().to(self._sumsq.device)
+        return norm
+
+    def norm_of(self, unit: Unit) -> float | None:
+        """L2 norm of a unit's gradient once that has arrived in its home; not finite if anything in it was not. None
+        where it was not asked for, or the gradient came down in tiles."""
+        if self._norms is None or unit.index not in self._sums:
+            return None
+        return float(self._norms[unit.index])
+
+    def norm(self) -> torch.Tensor:
+        """fp64 scalar on the device: L2 norm of everything shipped in this step; not finite if anything was not."""
+        return self._sumsq.sqrt()
+
+    def _view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        return self._ship[self._turn][: numel * dtype.itemsize].view(dtype)
+
+    def _take_buffer(self, unit: Unit, numel: int) -> torch.Tensor:
+        """The buffer whose turn it is, once what it held has left."""
+        leaving = self._leaving[self._turn]
+        if leaving is not None:
+            with self._stalls.until(f"room for the gradient of {unit.name}", "pcie"):
+                leaving.wait_stream()
+            self._leaving[self._turn] = None
+        return self._view(unit.layout.dtype, numel)
+
+
+def _joined(norms: Iterable[torch.Tensor]) -> torch.Tensor:
+    """fp32 scalar: the L2 norm of all pieces together."""
+    return torch.stack([norm.double() for norm in norms]).square().sum().sqrt().float()

@@ -1,0 +1,266 @@
+"""Can this model be streamed? Found out by doing it: a tiny copy of its config is run unit by unit and as a whole.
+
+The structure is taken apart on the model itself (`units`); whether the parts put together are the model is a question
+of numbers: loss and every gradient of the tiny copy are compared with plain autograd, for padded and (where the model
+trains on them) packed rows. No list of model names is kept. Cost: a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from outcore.engine.stream.gradients.accumulator import GradAccumulator
+from outcore.flow.layers.runner import UnitRunner
+from outcore.flow.parts.discovery import discover_units
+from outcore.flow.parts.layout import several_types
+from outcore.flow.parts.packing import DeviceBatch
+from outcore.flow.parts.shell import CallLog, LayerCall, StreamUnsupported, line_of
+from outcore.flow.parts.structure import alike
+from outcore.flow.parts.units import Unit, Units
+from outcore.model.facts import model_facts, parameter_types, resolve_attention, why_not_read_in_layers
+from outcore.model.head import unwrap
+from outcore.model.inputs import IGNORE, attention_of
+from outcore.model.packed.borders import PACKED_ATTENTION
+from outcore.model.packed.trial import takes_packed_attention
+from outcore.model.trial.abilities import MAX_TRIAL_PARAMS, Abilities, builder_of, check_abilities, run_once
+from outcore.model.trial.shrink import VOCAB, shrink_config
+from outcore.model.weights.initialise import seeded_cpu
+from outcore.model.weights.load import LoadedModel
+
+TOLERANCE = 1e-3
+"""Largest difference of a gradient, relative to the largest gradient of the model, in fp32."""
+Batch = dict[str, torch.Tensor]
+
+
+def why_not_streamed(loaded: LoadedModel) -> str:
+    """'' when the streaming engine trains this model; otherwise the reason, in words. Parameters must be on the CPU."""
+    try:
+        discover_units(loaded)
+        try_tiny_copy(loaded)
+    except StreamUnsupported as error:
+        return str(error)
+    return ""
+
+
+def why_config_not_streamed(
+    config: Any,
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
+    *,
+    trained: bool = False,
+) -> str:
+    """As `why_not_streamed`, from a transformers config alone: no weight is read, no memory is spent. `dtype`: of the
+    run; `trained`: its weights come from a checkpoint."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder-decoder has two stacks of layers; only decoder-only models are streamed"
+    if trained and (why := why_not_read_in_layers(config)):
+        return why
+    attention, _ = resolve_attention(config, attention)
+    abilities = check_abilities(config, attention, trust_remote_code)
+    try:
+        with seeded_cpu(0, "stream trial"):
+            build = builder_of(config, trust_remote_code)
+            tiny = _tiny_model(build, config, attention, abilities)
+            with torch.device("meta"):
+                types = parameter_types(build(shrink_config(config), dtype=dtype), dtype, trained=trained)
+    except Exception as error:  # any model's own code may fail in any way on a shrunken config
+        return f"a tiny copy of it could not be built and run to try it ({line_of(error)})"
+    return why_not_streamed(tiny) or several_types(types)
+
+
+def try_tiny_copy(loaded: LoadedModel) -> None:
+    """StreamUnsupported when a tiny copy of the model gives other numbers unit by unit than as a whole."""
+    try:
+        with seeded_cpu(0, "stream trial"):
+            tiny = tiny_copy(loaded)
+            ids = torch.randint(2, VOCAB, (2, 12))
+    except Exception as error:  # any model's own code may fail in any way on a shrunken config
+        raise StreamUnsupported(f"a tiny copy of it could not be built and run to try it ({line_of(error)})") from error
+    labels = ids.clone()
+    labels[:, :2] = IGNORE
+    mask = torch.ones_like(ids)
+    mask[0, -4:] = 0
+    batches: list[Batch] = [{"input_ids": ids, "labels": labels.masked_fill(mask == 0, IGNORE), "attention_mask": mask}]
+    if loaded.abilities.packing:
+        positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(2, -1).contiguous()
+        batches.append({"input_ids": ids, "labels": labels, "position_ids": positions})
+    try:
+        units = discover_units(tiny)
+        why = _why_not_alone(units, units.record(batches[0]))
+    except StreamUnsupported:
+        raise
+    except Exception as error:
+        raise StreamUnsupported(f"a tiny copy of it failed layer by layer ({line_of(error)})") from error
+    if why:
+        raise StreamUnsupported(why)
+    for batch in batches:
+        kind = "packed" if "position_ids" in batch else "padded"
+        try:
+            difference = _difference(tiny, batch)
+        except StreamUnsupported:
+            raise
+        except Exception as error:
+            raise StreamUnsupported(
+                f"a tiny copy of it failed unit by unit on {kind} rows ({line_of(error)})"
+            ) from error
+        if not difference <= TOLERANCE:
+            raise StreamUnsupported(
+                f"unit by unit, a tiny copy of it gets other gradients than as a whole on {kind} rows (off by "
+                f"{difference:.1e} of the largest)"
+            )
+
+
+@torch.no_grad()
+def _why_not_alone(units: Units, log: CallLog) -> str:
+    """Which layer uses what earlier ones left in a mapping that all are called with (keys and values that layers
+    share): it is run with and without. '' when there is none."""
+    hidden = log.hidden
+    left: dict[int | str, dict[Any, Any]] = {}
+    writers: list[str] = []
+
+    def run(index: int, call: LayerCall) -> torch.Tensor:
+        output = units.layers[index](hidden, *call.args, **call.kwargs)
+        return output if isinstance(output, torch.Tensor) else output[0]
+
+    for index in range(len(units.layers)):
+        call = log.call(index)
+        before = {name: {**ledger, **left.get(name, {})} for name, ledger in call.ledgers.items()}
+        for name, ledger in call.ledgers.items():
+            ledger.update(before[name])
+        output = run(index, call)
+        try:
+            uses = bool(writers) and not torch.equal(run(index, log.call(index)), output)
+        except LookupError:
+            uses = True
+        if uses:
+            return (
+                f"its layers hand each other more than the hidden states: layer {index} uses what layer"
+                f"{'s' if len(writers) > 1 else ''} {' and '.join(writers)} left in {', '.join(map(str, left))}"
+            )
+        for name, ledger in call.ledgers.items():
+            written = {key: value for key, value in ledger.items() if value is not before[name].get(key)}
+            if written:
+                left.setdefault(name, {}).update(written)
+                writers.append(str(index))
+        hidden = output
+    return ""
+
+
+def sharing_holds(loaded: LoadedModel) -> bool:
+    """Whether, in a tiny copy, layers that look alike (`structure`) give the same bits with each other's weights."""
+    with seeded_cpu(0, "stream trial"):
+        tiny = tiny_copy(loaded)
+        ids = torch.randint(2, VOCAB, (2, 12))
+    batches: list[Batch] = [{"input_ids": ids}]
+    if attention_of(unwrap(loaded.model)) == PACKED_ATTENTION:  # its windows come from the layers, not with a mask
+        takes_packed_attention(unwrap(tiny.model))
+        positions = torch.cat([torch.arange(11), torch.arange(1)]).expand(2, -1)
+        batches.append(DeviceBatch({"input_ids": ids, "position_ids": positions}, torch.device("cpu")))
+    units = discover_units(tiny)
+    return all(_sharing_holds(units, units.record(batch)) for batch in batches)
+
+
+@torch.no_grad()
+def _sharing_holds(units: Units, log: CallLog) -> bool:
+    for index, like in enumerate(alike(units.layers)):
+        call, own = log.call(index), units.layers[index]
+        weights: dict[str, torch.Tensor] = dict(own.named_parameters())
+        shared = functional_call(units.layers[like], weights, (log.hidden, *call.args), call.kwargs)
+        output = own(log.hidden, *call.args, **call.kwargs)
+        pair = [value if isinstance(value, torch.Tensor) else value[0] for value in (shared, output)]
+        if not torch.equal(*pair):
+            return False
+    return True
+
+
+def run_units(
+    loaded: LoadedModel, batch: Batch, runner: UnitRunner | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(summed objective, gradients of its mean by name) of one micro-batch, unit by unit on the CPU, no engine."""
+    if runner is None:
+        runner = UnitRunner(
+            discover_units(loaded),
+            vocab_size=loaded.facts.vocab_size,
+            aux_coefficient=loaded.token_loss().aux_coefficient,
+            logits_chunk_bytes=4 * 16 * loaded.facts.vocab_size,
+            head_loss=loaded.head_loss,
+        )
+    units = runner.units
+    total = int((batch["labels"][:, 1:] != IGNORE).sum())
+    slabs = {unit.index: _slab(unit) for unit in units.all}
+    sums = {u.index: GradAccumulator(u.layout, torch.zeros(u.layout.numel, dtype=u.layout.dtype)) for u in units.all}
+    log = runner.embed(slabs[units.embed.index], batch)
+    hidden, inputs, routers, counts = log.hidden, [], [], []
+    for index, unit in enumerate(units.layer_units):
+        inputs.append(hidden)
+        hidden, found = runner.layer(index, slabs[unit.index], hidden, log.call(index))
+        routers += found
+        counts.append(len(found))
+    head = units.head.index
+    result = runner.head.one(slabs[head], hidden, batch, log, routers, grad_scale=1.0 / total, into=sums[head])
+    grad, grad_routers = result.grad_hidden, result.grad_routers
+    for index, unit in reversed(list(enumerate(units.layer_units))):
+        cut = len(grad_routers) - counts[index]
+        own, grad_routers = grad_routers[cut:], grad_routers[:cut]
+        grad = runner.layer_backward(
+            index, slabs[unit.index], inputs[index], log.call(index), grad, own, sums[unit.index]
+        )
+    runner.embed_backward(slabs[units.embed.index], batch, grad, sums[units.embed.index])
+    objective = result.ce_sum if result.aux_loss is None else result.ce_sum + result.aux_loss * result.n_tokens
+    grads: dict[str, torch.Tensor] = {}
+    for unit in units.all:
+        views = unit.layout.grad_views(sums[unit.index].complete())
+        grads |= {slot.name: view for slot, view in zip(unit.layout.trainable_slots, views, strict=True)}
+    return objective, grads
+
+
+def _slab(unit: Unit) -> torch.Tensor:
+    slab = torch.zeros(unit.layout.numel, dtype=unit.layout.dtype)
+    for view, parameter in zip(unit.layout.views(slab), unit.parameters, strict=True):
+        view.copy_(parameter.detach())
+    return slab
+
+
+def tiny_copy(loaded: LoadedModel) -> LoadedModel:
+    causal = unwrap(loaded.model)
+    build: Any = type(causal)._from_config  # pyright: ignore[reportAttributeAccessIssue]
+    return _tiny_model(build, loaded.config, attention_of(causal), loaded.abilities)
+
+
+def _tiny_model(build: Callable[..., nn.Module], original: Any, attention: str, abilities: Abilities) -> LoadedModel:
+    config = shrink_config(original)
+    attention = attention if attention in ("sdpa", "eager") else "sdpa"
+    with torch.device("meta"):
+        size = sum(p.numel() for p in build(config, dtype=torch.float32, attn_implementation=attention).parameters())
+    if size > MAX_TRIAL_PARAMS:
+        raise ValueError(f"its tiny copy still has {size} parameters")
+    model = build(config, dtype=torch.float32, attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 1.0 / parameter.shape[-1] ** 0.5)
+    run_once(model.eval())
+    return LoadedModel(model, config, model_facts(model), abilities, "a tiny copy")
+
+
+def _difference(tiny: LoadedModel, batch: Batch) -> float:
+    loss = tiny.token_loss()
+    loss_sum = loss(tiny.model, batch)
+    total = int(loss_sum.n_tokens)
+    whole = loss_sum.objective(total)
+    named = {name: parameter for name, parameter in tiny.model.named_parameters() if parameter.requires_grad}
+    grads = torch.autograd.grad(whole, list(named.values()), allow_unused=True)
+    objective, mine = run_units(tiny, batch)
+    largest = max((float(g.abs().max()) for g in grads if g is not None), default=1.0)
+    worst = abs(float(objective) / total - float(whole.detach())) / max(1.0, abs(float(whole.detach())))
+    for (name, parameter), grad in zip(named.items(), grads, strict=True):
+        expected = torch.zeros_like(parameter) if grad is None else grad
+        off = float((mine[name] - expected).abs().max()) / max(largest, 1e-12)
+        worst = max(worst, off if off == off else float("inf"))
+    return worst

@@ -1,0 +1,241 @@
+"""Layers through torch.compile: one forward and one backward function for all layers that are alike.
+
+The backward function recomputes and differentiates in one graph (a vector-Jacobian product), so the compiler drops what
+no gradient needs, such as the layer's last matrix product. Without compiler support for a model the layers run eagerly,
+with the reason said once. Dropout stays eager: the two graphs would draw different numbers from one seed.
+Micro-batches of the shape that came first have functions of their own, compiled for just that shape: once rows of
+several lengths were seen, the compiler makes code for any length, which would serve the usual shape from then on, too.
+Cost: seconds to a minute at the first step, and a recompilation for a new sequence length.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.func import functional_call, vjp
+
+from outcore.engine.base import EngineError
+from outcore.flow.layers.adapters import with_added_adapters
+from outcore.flow.layers.graphs import LayerGraphs
+from outcore.flow.parts.shell import LayerCall, with_memory
+from outcore.flow.parts.structure import alike
+from outcore.flow.parts.units import Units
+from outcore.model.packed.borders import are_borders
+
+logger = logging.getLogger(__name__)
+
+CompileChoice = Literal["auto", "on", "off"]
+MAX_RECOMPILES = 64
+"""Graphs per function: kinds of layers x shapes. torch's default of 8 would be reached by long-tailed row lengths."""
+
+LOAD_TIMEOUT_S = 120.0
+"""Importing the compiler takes seconds; whoever needs it waits for the rest."""
+
+
+class CompiledLayers:
+    """See the module docstring. `why_not` says why layers run eagerly; '' while they are compiled."""
+
+    def __init__(
+        self,
+        units: Units,
+        choice: CompileChoice,
+        backend: str | Callable[..., Any] = "inductor",
+        *,
+        share: bool = True,
+        graphs: LayerGraphs | None = None,
+    ) -> None:
+        self.units, self.choice = units, choice
+        self.why_not = "compile: off" if choice == "off" else ""
+        self._like = alike(units.layers) if share else list(range(len(units.layers)))
+        self._backend = backend
+        self.graphs = graphs
+        self.graphs_fit_eager = False
+        """Whether eager layers may be captured: nothing random in them, nobody looks into them, and those that are
+        alike may share a graph."""
+        self._functions: dict[tuple[int, bool], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        """By kind, and whether for the usual shape only."""
+        self._usual: torch.Size | None = None
+        if not self.why_not:  # for good, not in a context around every call
+            limits = torch._dynamo.config
+            limits.recompile_limit = max(limits.recompile_limit, MAX_RECOMPILES)
+
+    @property
+    def num_kinds(self) -> int:
+        """Different layers, each compiled once."""
+        return len(set(self._like))
+
+    @contextmanager
+    def loading_compiler(self) -> Iterator[None]:
+        """Have torch's compiler imported (seconds) in a thread while the block runs, which must import nothing itself;
+        without effect where layers run eagerly. An import that fails does so again, and is told, at the first step."""
+
+        def load() -> None:
+            with suppress(Exception):
+                importlib.import_module("torch._inductor.compile_fx")
+                torch._dynamo.list_backends()  # looks each of them up, as the first compilation does
+
+        if self.why_not or self._backend != "inductor":
+            yield
+            return
+        thread = threading.Thread(target=load, name="load-compiler", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join(LOAD_TIMEOUT_S)
+
+    def is_active(self, layer: int) -> bool:
+        """Whether this layer is to be run compiled now: while training, until the compiler gave up."""
+        return not self.why_not and self.units.layers[layer].training
+
+    def give_up(self, reason: str) -> None:
+        """Run eagerly from now on. EngineError when compilation was asked for."""
+        if self.choice == "on":
+            raise EngineError(f"compile: on, but the layers cannot be compiled: {reason} Set compile: auto or off.")
+        self.why_not = reason
+        logger.warning("layers run eagerly: %s", reason)
+
+    def cannot(self, reason: str) -> None:
+        """`give_up`, unless it was not asked for."""
+        if not self.why_not:
+            self.give_up(reason)
+
+    def forward(
+        self, layer: int, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, call: LayerCall
+    ) -> torch.Tensor | None:
+        """The layer's output; None when it could not be compiled."""
+        return self._run(layer, 0, list(tensors), hidden, call.args, call.kwargs)
+
+    def backward(
+        self,
+        layer: int,
+        tensors: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        call: LayerCall,
+        grad: torch.Tensor,
+        sums: list[torch.Tensor],
+    ) -> torch.Tensor | None:
+        """Gradient of the input; those of the trainable parameters are added to `sums`. None when it could not be
+        compiled (nothing was added then)."""
+        return self._run(layer, 1, list(tensors), hidden, call.args, call.kwargs, grad, sums)
+
+    def has_eager_graphs(self, layer: int) -> bool:
+        """Whether this layer, not being compiled, is to be run through graphs: while training, until one fails."""
+        return (
+            self.graphs is not None
+            and self.graphs_fit_eager
+            and not self.graphs.why_not
+            and self.units.layers[layer].training
+        )
+
+    def eager(
+        self,
+        layer: int,
+        which: int,
+        function: Callable[..., torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        call: LayerCall,
+        *more: Any,
+    ) -> torch.Tensor:
+        """`function(layer, tensors, hidden, args, kwargs, *more)` through a graph that layers that are alike share;
+        `which`: 0 forward, 1 backward."""
+        assert self.graphs is not None
+        name = ("eager", self._like[layer], which)
+        with torch.no_grad():
+            return self.graphs.run(name, partial(function, layer), list(tensors), hidden, call.args, call.kwargs, *more)
+
+    def _run(self, layer: int, which: int, *args: Any) -> Any:
+        hidden: torch.Tensor = args[1]
+        for value in (*args[2], *args[3].values()):
+            if are_borders(value):  # one code for any number of documents
+                torch._dynamo.maybe_mark_dynamic(value, 0)
+        if self._usual is None:
+            self._usual = hidden.shape
+        kind, usual = self._like[layer], hidden.shape == self._usual
+        if (kind, usual) not in self._functions:
+            self._functions[kind, usual] = self._compile(kind, usual=usual)
+        try:
+            with torch.no_grad():
+                function = self._functions[kind, usual][which]
+                return function(*args) if self.graphs is None else self.graphs.run((kind, which), function, *args)
+        except compiler_errors() as error:
+            text = str(error).strip().splitlines()
+            self.give_up(f"torch.compile failed ({type(error).__name__}: {text[0][:300] if text else ''}).")
+            return None
+
+    def _compile(self, kind: int, *, usual: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        unit, template = self.units.layer_units[kind], with_added_adapters(self.units.layers[kind])
+        names = _names_in(template, unit.parameters)
+        trainable = [slot.trainable for slot in unit.layout.slots]
+
+        def forward(tensors: list[torch.Tensor], hidden: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
+            # What a layer writes to a mapping must not leave the compiled code.
+            own = {name: {**value} if isinstance(value, MutableMapping) else value for name, value in kwargs.items()}
+            output = functional_call(template, dict(zip(names, tensors, strict=True)), (hidden, *args), own)
+            return output if isinstance(output, torch.Tensor) else output[0]
+
+        def backward(
+            tensors: list[torch.Tensor],
+            hidden: torch.Tensor,
+            args: tuple,
+            kwargs: dict,
+            grad: torch.Tensor,
+            sums: list[torch.Tensor],
+        ) -> torch.Tensor:
+            frozen = [t for t, wanted in zip(tensors, trainable, strict=True) if not wanted]
+            wanted = [t for t, is_wanted in zip(tensors, trainable, strict=True) if is_wanted]
+
+            def run(wanted: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+                return forward([*wanted, *frozen], x, args, kwargs)  # slots have the trainable ones first
+
+            pull = vjp(run, wanted, hidden)[1]
+            grads, grad_x = pull(grad)
+            for total, part in zip(sums, grads, strict=True):
+                total.add_(part)
+            return grad_x
+
+        if usual:  # code objects of their own: what was compiled is looked up by these
+            forward.__code__ = forward.__code__.replace(co_name="forward_usual")
+            backward.__code__ = backward.__code__.replace(co_name="backward_usual")
+        dynamic = False if usual else None
+        return (
+            torch.compile(forward, fullgraph=True, backend=self._backend, dynamic=dynamic),
+            torch.compile(backward, fullgraph=True, backend=self._backend, dynamic=dynamic),
+        )
+
+
+def _names_in(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[str]:
+    by_id = {id(p): name for name, p in module.named_parameters()}
+    return [by_id[id(p)] for p in parameters]
+
+
+def compiler_errors() -> tuple[type[BaseException], ...]:
+    """What a call of a compiled function raises when it could not be compiled."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    return (TorchDynamoException, InductorError)
+
+
+def draws_random_numbers(units: Units) -> bool:
+    """Whether any kind of layer has dropout at work: tried on two tokens per kind, on the CPU, in training mode."""
+    log = units.record({"input_ids": torch.zeros((1, 2), dtype=torch.long)})
+    before = torch.default_generator.get_state()
+    try:
+        with torch.no_grad():
+            for index in set(alike(units.layers)):
+                call = log.call(index)
+                with with_memory(units.layers[index]) as layer:
+                    layer(log.hidden, *call.args, **call.kwargs)
+        return not torch.equal(before, torch.default_generator.get_state())
+    finally:
+        torch.default_generator.set_state(before)

@@ -1,0 +1,143 @@
+"""The units of a causal language model (embedding, each layer, head) and how they run by the model's own code.
+
+The decoder's forward is run around its layers: `record` runs it up to the last layer's call and keeps what each layer
+was called with; `finish` runs what comes after the layers. `discovery` finds the units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.flow.parts.layout import SlabLayout
+from outcore.flow.parts.packing import packing_known
+from outcore.flow.parts.shell import (
+    Blank,
+    CallLog,
+    Held,
+    LayersReached,
+    Owner,
+    Recorder,
+    Relay,
+    ReturnForm,
+    ShapeNote,
+    StreamUnsupported,
+    Tape,
+    shell_of,
+)
+from outcore.model.head import CausalParts
+from outcore.model.inputs import Isolation, forward_inputs
+
+
+@dataclass
+class Unit:
+    """What is uploaded, updated and saved together."""
+
+    index: int
+    """Its place in the order of need: embedding 0, layers from 1 on, head last."""
+    name: str
+    layout: SlabLayout
+    owners: list[list[Owner]]
+    """For each slot of the layout, where the model holds that parameter (a tied one in several places)."""
+    parameters: list[nn.Parameter]
+    """The model's own parameter objects, in slot order."""
+
+    @property
+    def is_trainable(self) -> bool:
+        return self.layout.trainable_numel > 0
+
+
+@dataclass
+class Units:
+    """A causal language model as units, and what is needed to run them by the model's own code."""
+
+    parts: CausalParts
+    stack: str
+    """Path of the layers' module list within the decoder."""
+    layers: list[nn.Module]
+    embed_paths: tuple[str, ...]
+    """Modules within the decoder that hold the embedding unit's parameters."""
+    form: ReturnForm
+    embed: Unit
+    layer_units: list[Unit]
+    head: Unit
+    """The same object as `embed` when weights are tied."""
+    isolation: Isolation
+    writes_embedding: bool | None = None
+    """Whether the decoder changes what its embedding returns in place (CTRL scales it so); None: not yet seen."""
+
+    def __post_init__(self) -> None:  # once: they are used by every micro-batch
+        self._tape, self._held = Tape(), Held()
+        self._recorders = recorders_of(self.layers, self._tape)
+        self._relays = nn.ModuleList([Relay(layer, self._held) for layer in self.layers])
+
+    @property
+    def tied(self) -> bool:
+        return self.head is self.embed
+
+    @property
+    def all(self) -> list[Unit]:
+        """Every unit once, in order of need."""
+        return [self.embed, *self.layer_units, *([] if self.tied else [self.head])]
+
+    def record(
+        self, batch: dict[str, torch.Tensor], form: ReturnForm | None = None, *, with_masks: bool = True
+    ) -> CallLog:
+        """Run what comes before the layers (with whatever is bound to the embedding's parameters).
+
+        `with_masks` False: the layers' masks are not wanted, so documents are not told apart for them.
+        """
+        log = CallLog()
+        decoder = self.parts.decoder
+        shell = shell_of(
+            decoder,
+            {path: ShapeNote(decoder.get_submodule(path), path, log) for path in self.embed_paths}
+            | {self.stack: self._recorders},
+        )
+        isolation: Isolation = self.isolation if with_masks else "position_ids"
+        self._tape.log, self._tape.form = log, form or self.form
+        is_packed = getattr(batch, "is_packed", None) if with_masks else False
+        with packing_known(is_packed, getattr(batch, "borders", None)):
+            run_to_layers(shell, forward_inputs(decoder, batch, isolation))
+        self._tape.log = CallLog()
+        if len(log.calls) != len(self.layers):
+            raise StreamUnsupported(f"its decoder called {len(log.calls)} of its {len(self.layers)} layers")
+        if not_called := [path for path in self.embed_paths if path not in log.shapes]:
+            raise StreamUnsupported(f"its decoder takes weights of {not_called[0]} without calling it")
+        return log
+
+    def finish(self, hidden: torch.Tensor, batch: dict[str, torch.Tensor], log: CallLog) -> torch.Tensor:
+        """What the decoder does after its last layer: hidden [B, T, H] -> hidden [B, T, H'] for the head."""
+        decoder = self.parts.decoder
+        self._held.hidden, self._held.form = hidden, self.form
+        blanks = {
+            path: Blank(
+                decoder.get_submodule(path), log.shapes[path], hidden, has_memory=self.writes_embedding is not False
+            )
+            for path in self.embed_paths
+        }
+        maskless = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
+        with packing_known(False):
+            output = shell_of(decoder, {self.stack: self._relays} | blanks)(**forward_inputs(decoder, maskless))
+        self._held.hidden = None
+        if self.writes_embedding is None:
+            self.writes_embedding = any(blank.is_written for blank in blanks.values())
+        return output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
+
+
+def recorders_of(layers: Sequence[nn.Module], tape: Tape) -> nn.ModuleList:
+    """What stands for the layers while a decoder's calls are recorded."""
+    return nn.ModuleList([Recorder(layer, index, len(layers), tape) for index, layer in enumerate(layers)])
+
+
+def run_to_layers(shell: nn.Module, inputs: dict[str, Any]) -> None:
+    """Run a decoder whose last layer is a recorder, as far as that. StreamUnsupported when it never gets there."""
+    try:
+        shell(**inputs)
+    except LayersReached:
+        return
+    raise StreamUnsupported("its decoder's forward ended without calling its last layer")

@@ -1,0 +1,144 @@
+"""How a model's units are held on the device, and which in tiles: the rule of `tile_rule` asked about them.
+
+Tiling costs time (weights cross the link more often, see `tiles_weight` and `tiles_head`), so nothing is tiled that
+fits. Pure, but for `free_device_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from outcore.common.quantities import format_gib
+from outcore.flow.parts.shell import StreamUnsupported
+from outcore.flow.parts.units import Unit, Units
+from outcore.flow.tiles.matrix import TiledUnit, is_large
+from outcore.sizing.tiles import (
+    HELD_WHOLE,
+    Holding,
+    Model,
+    UnitSize,
+    Work,
+    choose_holding,
+    chunk_bytes_of,
+    held_bytes,
+    tile_bytes_of,
+)
+
+TilingChoice = Literal["auto", "on", "off"]
+RESIDENT_PERCENT = 60
+"""Of the device's memory that small parameters of a tiled unit may take."""
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """The decision, and why."""
+
+    tiled: tuple[TiledUnit, ...]
+    tile_bytes: int
+    reason: str
+    """One line for people."""
+    chunk_bytes: int | None = None
+    """Intermediates of an MLP that a tiled layer may hold at once; None: no limit is known."""
+    holding: Holding = HELD_WHOLE
+    """How units that come in whole are held."""
+
+    @property
+    def indices(self) -> frozenset[int]:
+        return frozenset(unit.unit.index for unit in self.tiled)
+
+    @property
+    def tile_numel(self) -> int:
+        return max((unit.tile_numel for unit in self.tiled), default=0)
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Memory that this process may still take of the device, under the allocator's cap if there is one; CPU: None."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    capped = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min(free + reserved, capped) - torch.cuda.memory_allocated(device)
+
+
+def plan_tiles(
+    units: Units,
+    choice: TilingChoice,
+    device_bytes: int | None,
+    tile_bytes: int | None,
+    num_layer_buffers: int,
+    sum_itemsize: int = 4,
+    work_of: Callable[[int, int], Work | None] = lambda tile_bytes, chunk_bytes: None,
+) -> TilePlan:
+    """`device_bytes` None: unknown, nothing needs to be tiled. `tile_bytes` None: from `device_bytes`. `work_of`: what
+    a step needs beside the units, for (tile bytes, chunk bytes); None where that is unknown.
+
+    StreamUnsupported when a unit that must be tiled cannot be.
+    """
+    if tile_bytes is None:
+        tile_bytes = tile_bytes_of(device_bytes)
+    chunk_bytes = None if device_bytes is None else chunk_bytes_of(device_bytes)
+    holding = Holding(layer_buffers=num_layer_buffers)
+    if choice == "on":
+        chosen = [unit for unit in units.all if _has_large(unit, tile_bytes)]
+        reason = f"{_in_words(chosen)} in tiles of {format_gib(tile_bytes)}, as asked" if chosen else "nothing is large"
+        holding = replace(holding, tiled=frozenset(unit.index for unit in chosen))
+        return TilePlan(tuple(TiledUnit(unit, tile_bytes) for unit in chosen), tile_bytes, reason, chunk_bytes, holding)
+    if device_bytes is None or chunk_bytes is None:
+        return TilePlan((), tile_bytes, "none (no limit of device memory is known)", None, holding)
+    model = Model(_sizes(units, tile_bytes), units.embed.layout.dtype.itemsize, sum_itemsize, units.tied)
+    whole_bytes = held_bytes(model, holding).total
+    holding = choose_holding(
+        model,
+        device_bytes,
+        tile_bytes,
+        layer_buffers=num_layer_buffers,
+        work=work_of(tile_bytes, chunk_bytes),
+        may_tile=choice == "auto",
+    )
+    chosen = [unit for unit in units.all if unit.index in holding.tiled]
+    if not chosen:
+        reason = f"none ({format_gib(held_bytes(model, holding).total)} of buffers)"
+        return TilePlan((), tile_bytes, reason, chunk_bytes, holding)
+    tiled = tuple(TiledUnit(unit, tile_bytes) for unit in sorted(chosen, key=lambda unit: unit.index))
+    for unit in tiled:
+        if unit.resident.size_bytes > device_bytes * RESIDENT_PERCENT // 100:
+            raise StreamUnsupported(
+                f"{unit.unit.name} has {format_gib(unit.resident.size_bytes)} of small parameters, and the device only "
+                f"{format_gib(device_bytes)}"
+            )
+    reason = (
+        f"{_in_words(chosen)} in tiles of {format_gib(tile_bytes)}: whole, weights and gradients would take "
+        f"{format_gib(whole_bytes)} of buffers, and the device has {format_gib(device_bytes)}"
+    )
+    return TilePlan(tiled, tile_bytes, reason, chunk_bytes, holding)
+
+
+def _sizes(units: Units, tile_bytes: int) -> tuple[UnitSize, ...]:
+    layers = {unit.index for unit in units.layer_units}
+    return tuple(
+        UnitSize(
+            unit.index,
+            unit.index in layers,
+            unit.layout.size_bytes,
+            unit.layout.trainable_numel,
+            _has_large(unit, tile_bytes),
+        )
+        for unit in units.all
+    )
+
+
+def _has_large(unit: Unit, tile_bytes: int) -> bool:
+    itemsize = unit.layout.dtype.itemsize
+    return any(is_large(slot, itemsize, tile_bytes) for slot in unit.layout.slots)
+
+
+def _in_words(chosen: list[Unit]) -> str:
+    names = [unit.name for unit in sorted(chosen, key=lambda unit: unit.index)]
+    layers = [name for name in names if name.startswith("layer ")]
+    ends = [name for name in names if not name.startswith("layer ")]
+    return " and ".join([*ends, *([f"{len(layers)} layers" if len(layers) > 1 else layers[0]] if layers else [])])

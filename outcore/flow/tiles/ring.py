@@ -1,0 +1,149 @@
+"""Tiles of large weights on the device just in time, through a ring of a few buffers.
+
+While a tile is computed with, the next ones come up; each buffer is written to again once the work that read it is over
+(an event). Behind the last tile of a matrix the ring goes on with the one that followed it the last time, which it
+learns as it goes: a wrong guess costs an upload, never a result. Nothing is kept from one use of a unit to the next,
+so a tile is never older than the unit's last update. Cost: the buffers, and every weight's bytes each time it is used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outcore.common.deadline import Deadline, after
+from outcore.flow.parts.units import Unit
+from outcore.flow.tiles.matrix import TiledMatrix
+from outcore.flow.trace.stalls import Stalls
+from outcore.flow.weights.prefetch import settle
+from outcore.flow.weights.ranges import RangeUpload, SlabRanges
+from outcore.staging import AT_ONCE
+
+NUM_BUFFERS = 3
+
+
+@dataclass
+class _Coming:
+    """A tile on its way up."""
+
+    matrix: TiledMatrix
+    tile: int
+    buffer: int
+    transfer: RangeUpload
+
+
+class TileRing:
+    """See the module docstring. `tile_numel`: elements of the largest tile of any unit."""
+
+    def __init__(
+        self,
+        ranges: SlabRanges,
+        tile_numel: int,
+        dtype: torch.dtype,
+        num_buffers: int = NUM_BUFFERS,
+        *,
+        stalls: Stalls | None = None,
+    ) -> None:
+        if num_buffers < 1:
+            raise ValueError(f"tiles need at least one device buffer, got {num_buffers}")
+        self._ranges, lane = ranges, ranges.lane
+        self._lane = lane
+        self._buffers = [torch.zeros(tile_numel, dtype=dtype, device=lane.device) for _ in range(num_buffers)]
+        self._over: list[Any] = [lane.streams.now()] * num_buffers
+        """Events after the last use of each; at first after its allocation, which is work of that stream."""
+        self._turn = 0
+        self._coming: deque[_Coming] = deque()
+        self._held = 0
+        self._unit: Unit | None = None
+        self._last: tuple[Any, ...] = ()
+        self._follower: dict[tuple[Any, ...], TiledMatrix] = {}
+        self._stalls = stalls or Stalls(lane.device)
+        self.num_uploads = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self._lane.device
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def open(self, unit: Unit) -> None:
+        """From here on this unit is used, with its parameters as they are now."""
+        self.drop()
+        self._unit = unit
+
+    def restart(self, phase: str) -> None:
+        """The unit's work begins again (another micro-batch, or backward): what follows what is learned by phase."""
+        self._last = (phase,)
+
+    def drop(self) -> None:
+        """Wait for tiles that were guessed and not used, so that their buffers are free. TimeoutError when they are
+        not."""
+        if not self.give_up():
+            raise TimeoutError("tiles that were guessed and are not needed are still on their way into their buffers")
+
+    def give_up(self, deadline: Deadline | None = None) -> bool:
+        """As `drop`, after a failure: False when one is still on its way, and the ring must not be used again."""
+        coming = [coming.transfer for coming in self._coming]
+        self._coming.clear()
+        return settle(coming, deadline)
+
+    def tiles(self, matrix: TiledMatrix, use: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """(number, tile [rows, num_cols]) one after another; each may be read until the next is asked for."""
+        assert self._unit is matrix.unit, f"{matrix.slot.name} is used while {matrix.unit.name} is not open"
+        assert not self._held, "tiles of one matrix at a time"
+        self._follower[self._last] = matrix
+        self._last = (self._last[0] if self._last else "", matrix.key, use)
+        if self._coming and self._coming[0].matrix.key != matrix.key:
+            self.drop()
+        next_tile = len(self._coming)  # what was guessed, from its first tile on
+        try:
+            for number in range(matrix.num_tiles):
+                while next_tile < matrix.num_tiles and self._has_room():
+                    self._upload(matrix, next_tile)
+                    next_tile += 1
+                if next_tile == matrix.num_tiles:
+                    self._guess(matrix.num_tiles - number)
+                yield from self._hold(number)
+        except BaseException as error:
+            self.give_up(None if isinstance(error, GeneratorExit) else after(error))
+            raise
+        self._guess(0)
+
+    def _hold(self, number: int) -> Iterator[tuple[int, torch.Tensor]]:
+        coming = self._coming.popleft()
+        link = "nvme" if coming.transfer.is_from_drive else "pcie"
+        with self._stalls.until(f"a tile of {coming.matrix.slot.name}", link):
+            coming.transfer.wait_stream()
+        first, last = coming.matrix.rows(number)
+        self._held += 1
+        try:
+            yield number, self._buffers[coming.buffer][: (last - first) * coming.matrix.num_cols].view(last - first, -1)
+        finally:
+            self._held -= 1
+            self._over[coming.buffer] = self._lane.streams.now()
+
+    def _guess(self, num_own: int) -> None:
+        """Bring up the matrix that followed the last time, behind `num_own` tiles of the present one."""
+        follower = self._follower.get(self._last)
+        if follower is None or follower.unit is not self._unit:
+            return
+        while len(self._coming) - num_own < follower.num_tiles and self._has_room():
+            self._upload(follower, len(self._coming) - num_own)
+
+    def _has_room(self) -> bool:
+        return len(self._coming) + self._held < len(self._buffers)
+
+    def _upload(self, matrix: TiledMatrix, tile: int) -> None:
+        start, stop = matrix.span(tile)
+        buffer, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
+        event = self._over[buffer]
+        target = self._buffers[buffer][: stop - start]
+        transfer = self._ranges.submit(matrix.unit, start, stop, target, after=AT_ONCE if event is None else event)
+        self.num_uploads += 1
+        self._coming.append(_Coming(matrix, tile, buffer, transfer))

@@ -1,0 +1,205 @@
+"""Homes of the 16-bit parameters: the first part of each unit's slab in RAM, the rest in scratch on NVMe.
+
+A RAM budget is spread evenly: every layer keeps the same share in RAM. The drive then reads a little for every layer
+while the rest of it comes from RAM, so it is busy through the whole pass and each layer's reads hide behind its
+neighbours' compute; with the last layers wholly on NVMe it would be idle (its slots full) until they come and then be
+all that is waited for. Embedding and head come first into RAM: they have one device buffer and no neighbour to hide
+behind. A unit that is mostly frozen (LoRA) keeps what it trains in RAM. Elsewhere the cut lies between two chunks of
+optimizer states, so a chunk's parameters are in one place; those on NVMe are written back by the ring of states.
+
+A module's parameter is a view of its home where that is RAM, else a stand-in of the right shape without memory: who
+needs values asks here, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outcore.engine.base import EngineError
+from outcore.flow.parts.layout import Slot
+from outcore.flow.parts.units import Unit
+from outcore.flow.weights.scratch import Scratch
+from outcore.model.weights.feed import WeightFeed
+from outcore.model.weights.standin import stand_in
+from outcore.staging.pool.host_memory import HostMemory
+from outcore.storage import StorageError, TensorSpec, TensorStore, Transfer
+
+TIMEOUT_S = 600.0
+KIND = "weights"
+
+
+def plan_cuts(
+    units: Sequence[Unit],
+    layer_units: Sequence[Unit],
+    ram_bytes: int | None,
+    grain_numel: int,
+    whole: frozenset[int] = frozenset(),
+) -> dict[int, int]:
+    """For each unit how many elements of its slab live in RAM, at most `ram_bytes` in all (None: all of them).
+
+    `whole`: indices of units that must live in RAM. They, and what a mostly frozen unit trains, may exceed the budget.
+    """
+    if ram_bytes is None:
+        return {unit.index: unit.layout.numel for unit in units}
+    cuts = {unit.index: _least(unit, whole) for unit in units}
+    left = ram_bytes - sum(cuts[unit.index] * unit.layout.dtype.itemsize for unit in units)
+
+    def extend(unit: Unit, budget_bytes: int) -> None:
+        nonlocal left
+        layout, cut = unit.layout, cuts[unit.index]
+        reach = cut + max(0, budget_bytes) // layout.dtype.itemsize
+        new = layout.numel if reach >= layout.numel else max(cut, reach // grain_numel * grain_numel)
+        cuts[unit.index] = new
+        left -= (new - cut) * layout.dtype.itemsize
+
+    layers = {unit.index for unit in layer_units}
+    for unit in units:
+        if unit.index not in layers:
+            extend(unit, left)
+    short = sorted(layer_units, key=lambda unit: unit.layout.numel - cuts[unit.index])
+    for number, unit in enumerate(short):
+        extend(unit, left // (len(short) - number))
+    for unit in layer_units:  # what rounding to the grain left over
+        extend(unit, min(left, 2 * grain_numel * unit.layout.dtype.itemsize - 1))
+    return cuts
+
+
+def _least(unit: Unit, whole: frozenset[int]) -> int:
+    if unit.index in whole:
+        return unit.layout.numel
+    trained = unit.layout.trainable_numel
+    return trained if 2 * trained < unit.layout.numel else 0
+
+
+class WeightHomes:
+    """See the module docstring. `cuts`: from `plan_cuts`; `scratch` may be None where everything lives in RAM; `feed`:
+    values of parameters that the model does not hold itself (loaded lazily).
+
+    EngineError when the drives have no room.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        memory: HostMemory,
+        cuts: dict[int, int],
+        scratch: Scratch | None,
+        feed: WeightFeed | None = None,
+    ) -> None:
+        self._units = list(units)
+        self._cuts = cuts
+        self._slots: dict[str, tuple[Unit, Slot]] = {
+            slot.name: (unit, slot) for unit in units for slot in unit.layout.slots
+        }
+        spilled = [unit for unit in units if cuts[unit.index] < unit.layout.numel]
+        self.store: TensorStore | None = None
+        if spilled:
+            assert scratch is not None, "nvme_path is checked with the settings"
+            self.store = scratch.store(KIND, [_spec(unit, cuts[unit.index]) for unit in spilled])
+        self._memory, self._feed = memory, feed
+        self._ram: dict[int, torch.Tensor] = {}
+
+    @property
+    def ram_bytes(self) -> int:
+        return sum(part.nbytes for part in self._ram.values())
+
+    @property
+    def nvme_bytes(self) -> int:
+        return sum(unit.layout.size_bytes for unit in self._units) - self.ram_bytes
+
+    def ram(self, unit: Unit) -> torch.Tensor:
+        """The part of the unit's slab in RAM, from its beginning: all of it, or less, or nothing."""
+        return self._ram[unit.index]
+
+    def stored_at(self, unit: Unit, start: int) -> tuple[TensorStore, str, int] | None:
+        """(store, name, byte offset) of element `start` of the unit's slab; None where it lives in RAM."""
+        cut = self._cuts[unit.index]
+        if start < cut or start >= unit.layout.numel:
+            return None
+        assert self.store is not None
+        return self.store, unit.name, (start - cut) * unit.layout.dtype.itemsize
+
+    def adopt(self) -> None:
+        """Take over the values of the model's parameters, whose storage is here from then on: one unit after another,
+        so that there is never a second copy of more than one. Values from the feed then come group by group."""
+        missing = set() if self._feed is None else set(self._feed.names)
+        sizes = {unit.index: self._cuts[unit.index] * unit.layout.dtype.itemsize for unit in self._units}
+        in_pool = self._memory.which_pinned(list(sizes.items()))
+        for unit in self._units:
+            home = self._memory.take(sizes[unit.index], f"parameters of {unit.name}", pinned=unit.index in in_pool)
+            self._ram[unit.index] = home.view(unit.layout.dtype)
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                if slot.name not in missing:
+                    self.write(slot.name, parameter.detach())
+                parameter.data = self._bound(unit, slot)
+        for group in () if self._feed is None else self._feed.groups():
+            for name, value in group.items():
+                if value.shape != torch.Size(self._slots[name][1].shape):
+                    raise EngineError(
+                        f"{name}: the model has shape {self._slots[name][1].shape}, its value {value.shape}"
+                    )
+                self.write(name, value)
+                missing.discard(name)
+        assert not missing, f"the feed promised {sorted(missing)[0]} and did not give it"
+
+    def _bound(self, unit: Unit, slot: Slot) -> torch.Tensor:
+        if slot.end <= self._cuts[unit.index]:
+            return self._ram[unit.index][slot.offset : slot.end].view(slot.shape)
+        return stand_in(slot.shape, unit.layout.dtype)
+
+    def slot(self, name: str) -> tuple[Unit, Slot]:
+        return self._slots[name]
+
+    def names(self) -> list[str]:
+        """Every parameter's checkpoint name, in order of need."""
+        return list(self._slots)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A parameter: a view of its home in RAM, or a new tensor read from the drive. EngineError."""
+        unit, slot = self._slots[name]
+        return self.read_range(unit, slot.offset, slot.end).view(slot.shape)
+
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Set a parameter, rounding to its type. EngineError."""
+        unit, slot = self._slots[name]
+        self.write_range(unit, slot.offset, value.reshape(-1))
+
+    def read_range(self, unit: Unit, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a slab, 1-D: a view of RAM, or a new tensor."""
+        cut, ram = self._cuts[unit.index], self._ram[unit.index]
+        if stop <= cut:
+            return ram[start:stop]
+        value = torch.empty(stop - start, dtype=unit.layout.dtype)
+        in_ram = max(0, cut - start)
+        value[:in_ram] = ram[start : start + in_ram]
+        place = self.stored_at(unit, start + in_ram)
+        assert place is not None
+        store, name, offset_bytes = place
+        _wait(store.submit_read(name, value[in_ram:], offset_bytes), f"the parameters of {unit.name} could not be read")
+        return value
+
+    def write_range(self, unit: Unit, start: int, value: torch.Tensor) -> None:
+        """Set elements [start, start + len(value)) of a slab."""
+        cut, ram = self._cuts[unit.index], self._ram[unit.index]
+        in_ram = min(max(0, cut - start), len(value))
+        ram[start : start + in_ram].copy_(value[:in_ram])
+        if in_ram == len(value):
+            return
+        place = self.stored_at(unit, start + in_ram)
+        assert place is not None
+        store, name, offset_bytes = place
+        rest = value[in_ram:].to(unit.layout.dtype).contiguous()
+        _wait(store.submit_write(name, rest, offset_bytes), f"the parameters of {unit.name} could not be written")
+
+
+def _spec(unit: Unit, cut: int) -> TensorSpec:
+    return TensorSpec(unit.name, unit.layout.dtype, (unit.layout.numel - cut,))
+
+
+def _wait(transfer: Transfer, what: str) -> None:
+    try:
+        transfer.wait(TIMEOUT_S)
+    except (StorageError, RuntimeError, TimeoutError) as error:
+        raise EngineError(f"{what}: {error}") from error

@@ -1,0 +1,220 @@
+"""Weights on the device just in time: slabs go up through a lane into a few buffers, ahead of the unit that needs them.
+
+Layers share `num_layer_buffers` buffers of the largest layer's size; embedding and head share one of their own, because
+a vocabulary is often larger than a layer. Copies are issued in order of need as soon as their buffer is free (an event
+on the compute stream) and the unit's last update is over; a copy that would have to wait for the optimizer is left for
+later, so that the host goes on launching work. Cost: buffers, and one upload per use that is not still there.
+
+What lives on NVMe comes through a lane of its own, gated: its reads are submitted for the whole pass at once, in order
+of need, and go ahead as far as that lane's slots reach; the gate of each opens when its device buffer is free.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from outcore.common.deadline import Deadline
+from outcore.engine.base import EngineError
+from outcore.flow.parts.units import Unit, Units
+from outcore.flow.trace.stalls import Stalls
+from outcore.flow.weights.slots import SlotUse, plan_slots
+from outcore.staging import AT_ONCE, Gate, LaneTransfer, UploadLane
+from outcore.storage import TensorStore
+
+logger = logging.getLogger(__name__)
+
+
+class WeightSource(Protocol):
+    """Where slabs come from."""
+
+    def slab(self, unit: Unit) -> torch.Tensor:
+        """The unit's parameters in RAM, 1-D; the rest of them, if any, are at `stored`."""
+        ...
+
+    def stored(self, unit: Unit) -> tuple[TensorStore, str] | None:
+        """Where on NVMe the rest of the unit's parameters lives; None when all are in RAM."""
+        ...
+
+    def is_ready(self, unit: Unit) -> bool:
+        """Whether the last update has been applied to the slab."""
+        ...
+
+    def wait_ready(self, unit: Unit) -> None:
+        """Block until it has; raises what went wrong with it."""
+        ...
+
+
+class WeightPrefetcher:
+    """See the module docstring. One pass at a time: `begin`, then `acquire` and `release` each use in turn.
+
+    `skip`: indices of units that never come in whole (they are computed in tiles); no buffer has room for them.
+    `drive_lane`: for what lives on NVMe; this prefetcher's alone.
+    """
+
+    def __init__(
+        self,
+        units: Units,
+        source: WeightSource,
+        lane: UploadLane,
+        num_layer_buffers: int = 3,
+        skip: frozenset[int] = frozenset(),
+        *,
+        stalls: Stalls | None = None,
+        drive_lane: UploadLane | None = None,
+    ) -> None:
+        layers = [unit.layout.size_bytes for unit in units.layer_units if unit.index not in skip]
+        layer_bytes = max(layers, default=0)
+        ends_bytes = max((u.layout.size_bytes for u in (units.embed, units.head) if u.index not in skip), default=0)
+        counts = [max(1, min(num_layer_buffers, len(layers))), 1]
+        self._buffers = [
+            [torch.zeros(size, dtype=torch.uint8, device=lane.device) for _ in range(count)]
+            for size, count in zip([layer_bytes, ends_bytes], counts, strict=True)
+        ]
+        self._ends = {id(units.embed), id(units.head)}
+        self._source, self._lane, self._drive_lane = source, lane, drive_lane
+        self._over: dict[tuple[int, int], Any] = {}
+        """Event after the last use of (kind, buffer). Empty until the first pass and after one that was aborted."""
+        self._uses: list[tuple[Unit, int, SlotUse]] = []
+        self._copies: list[int] = []
+        self._reads: list[int] = []
+        """Uses with a part on NVMe that is not being read yet."""
+        self._ahead: dict[int, tuple[Gate, LaneTransfer]] = {}
+        """Reads under way whose gate is shut."""
+        self._arriving: dict[tuple[int, int], tuple[LaneTransfer | None, LaneTransfer | None]] = {}
+        """By (kind, buffer): the transfer from RAM and the one from NVMe."""
+        self._released = -1
+        self.stalls = stalls or Stalls(lane.device)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(buffer.nbytes for kind in self._buffers for buffer in kind)
+
+    def begin(self, sequence: Sequence[Unit]) -> None:
+        """Plan a pass that uses these units in this order, and start the first uploads."""
+        self._uses = []
+        uses: dict[int, tuple[int, SlotUse]] = {}
+        for kind in (0, 1):
+            places = [at for at, unit in enumerate(sequence) if (id(unit) in self._ends) == bool(kind)]
+            plan = plan_slots([id(sequence[at]) for at in places], len(self._buffers[kind]))
+            for at, use in zip(places, plan, strict=True):
+                free_after = places[use.free_after] if use.free_after >= 0 else -1
+                uses[at] = (kind, SlotUse(use.buffer, use.copy, free_after))
+        self._uses = [(unit, *uses[at]) for at, unit in enumerate(sequence)]
+        self._copies = [at for at, (_, _, use) in enumerate(self._uses) if use.copy]
+        self._reads = [at for at in self._copies if self._source.stored(self._uses[at][0]) is not None]
+        assert not self._ahead, "the pass before was not ended: abort it"
+        self._arriving = {}
+        if not self._over:  # what is queued so far may use any buffer: their allocation, or a pass that was aborted
+            now = self._lane.streams.now()
+            self._over = {(kind, number): now for kind in (0, 1) for number in range(len(self._buffers[kind]))}
+        self._released = -1
+        self.stalls.begin()
+        self._read_ahead(needed=-1)
+        self._issue(needed=-1)
+
+    def acquire(self, at: int) -> torch.Tensor:
+        """The slab of use number `at` on the device; work queued on the current stream from now on may read it."""
+        unit, kind, use = self._uses[at]
+        with self.stalls.until(f"weights of {unit.name}", "pcie"):
+            self._issue(needed=at)
+            from_ram, from_drive = self._arriving.get((kind, use.buffer), (None, None))
+            if from_ram is not None:
+                from_ram.wait_stream()
+            if from_drive is not None:
+                with self.stalls.because("nvme", f"weights of {unit.name} from NVMe"):
+                    wait_for_drive(unit, from_drive)
+        return self._target(at).view(unit.layout.dtype)
+
+    def release(self, at: int) -> None:
+        """Everything that reads use `at` has been queued."""
+        _, kind, use = self._uses[at]
+        self._over[kind, use.buffer] = self._lane.streams.now()
+        self._released = at
+        self._read_ahead(needed=-1)
+        self._issue(needed=-1)
+
+    def abort(self, deadline: Deadline | None = None) -> None:
+        """After a failure in mid-pass: wait for uploads under way, so that no buffer is written to later."""
+        self._copies, self._reads = [], []
+        for gate, _ in self._ahead.values():
+            gate.cancel(RuntimeError("the pass that needed it was given up"))
+        under_way = (*(t for _, t in self._ahead.values()), *(t for pair in self._arriving.values() for t in pair))
+        settle([transfer for transfer in under_way if transfer is not None], deadline or Deadline(self._lane.timeout_s))
+        self._ahead, self._arriving, self._over = {}, {}, {}
+
+    def _target(self, at: int) -> torch.Tensor:
+        unit, kind, use = self._uses[at]
+        return self._buffers[kind][use.buffer][: unit.layout.size_bytes]
+
+    def _issue(self, needed: int) -> None:
+        while self._copies:
+            at = self._copies[0]
+            unit, kind, use = self._uses[at]
+            if use.free_after > self._released:
+                return
+            if at > needed and not self._source.is_ready(unit):
+                return
+            self._source.wait_ready(unit)
+            self._read_ahead(needed=at)
+            event = self._over.get((kind, use.buffer))
+            gate, from_drive = self._ahead.pop(at, (None, None))
+            if gate is not None:
+                gate.open(event)
+            slab, from_ram = self._source.slab(unit).view(torch.uint8), None
+            if len(slab) or from_drive is None:
+                target = self._target(at)[: len(slab)]
+                after = AT_ONCE if event is None else event
+                from_ram = self._lane.submit_host(slab, target, after=after, label=unit.name)
+            self._arriving[kind, use.buffer] = from_ram, from_drive
+            self._copies.pop(0)
+
+    def _read_ahead(self, needed: int) -> None:
+        """Submit reads from NVMe in order of need, up to the first unit that still waits for its update."""
+        while self._reads:
+            at = self._reads[0]
+            unit = self._uses[at][0]
+            if at > needed and not self._source.is_ready(unit):
+                return
+            self._source.wait_ready(unit)
+            place = self._source.stored(unit)
+            assert place is not None and self._drive_lane is not None
+            store, name = place
+            out, gate = self._target(at)[len(self._source.slab(unit).view(torch.uint8)) :], Gate()
+            transfer = self._drive_lane.submit_stored(store, name, out, after=gate, label=unit.name)
+            self._ahead[at] = gate, transfer
+            self._reads.pop(0)
+
+
+def wait_for_drive(unit: Unit, transfer: LaneTransfer) -> None:
+    """As `transfer.wait_stream()`; EngineError for what could not be read."""
+    try:
+        transfer.wait_stream()
+    except OSError as error:
+        raise EngineError(
+            f"the parameters of {unit.name} could not be read from NVMe: {error}. Training stops here; resume from the "
+            "last checkpoint"
+        ) from error
+
+
+def settle(transfers: Iterable[Any], deadline: Deadline | None = None) -> bool:
+    """After a failure elsewhere: wait until these have ended, well or badly; their own errors are only logged.
+
+    Without `deadline` as long as their lane's limit. False when one did not end: the others are then not waited for.
+    """
+    num_hanging = 0
+    for transfer in transfers:
+        try:
+            transfer.wait(0.0 if num_hanging else deadline.left_s() if deadline is not None else None)
+        except TimeoutError as error:
+            num_hanging += 1
+            if num_hanging == 1:
+                logger.error("while another failure was handled: %s", error)
+        except (RuntimeError, OSError) as error:
+            logger.error("while another failure was handled: %s", error)
+    if num_hanging > 1:
+        logger.error("while another failure was handled: %d more transfers have not ended", num_hanging - 1)
+    return not num_hanging

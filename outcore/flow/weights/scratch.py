@@ -1,0 +1,121 @@
+"""Scratch on NVMe: stores of what does not live in RAM during a run, never read by a resume.
+
+One folder below each nvme_path, locked for the engine's life: two runs cannot share it. Stores are made with all their
+space reserved, so a full drive is found before training and not in mid-step; what an earlier run that was killed left
+behind is removed when the next one starts there, what this one made when it ends, unless the drive hangs: then the
+files stay for the next one. Checkpoints hold full copies of their own, so nothing here has to survive a crash.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from outcore.common.deadline import CLOSE_TIMEOUT_S, Deadline
+from outcore.engine.base import EngineError
+from outcore.storage import StorageEngine, StorageError, TensorSpec, TensorStore, open_engine
+from outcore.storage.errors import StoreInUse
+from outcore.storage.store.files import DirectoryLock, lock_directories
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "outcore-scratch"
+IO_THREADS = 16
+"""Requests of 8 MiB under way: with reads and writes at the same time a drive wants more than with reads alone."""
+
+
+class Scratch:
+    """Stores below `paths`, one folder per drive. `engine`: whose threads move the bytes; None opens one.
+
+    EngineError when a folder cannot be made, or another run uses it.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], engine: StorageEngine | None = None) -> None:
+        self.folders = [Path(path).expanduser() / FOLDER for path in paths]
+        self._stores: dict[str, TensorStore] = {}
+        self._owns_engine = engine is None
+        self._locks: list[DirectoryLock] = []
+        try:
+            for folder in self.folders:
+                folder.mkdir(parents=True, exist_ok=True)
+            self._locks = lock_directories(self.folders, exclusive=True)
+            for folder in self.folders:
+                for left in folder.iterdir():
+                    if left.is_dir():
+                        shutil.rmtree(left)
+        except OSError as error:  # StorageError is one
+            for lock in self._locks:
+                lock.release()
+            if isinstance(error, StoreInUse):
+                places = ", ".join(str(folder.parent) for folder in self.folders)
+                raise EngineError(
+                    f"nvme_path: {places} is in use by another process: a run keeps its parameters or states there. "
+                    "Wait until it has ended, or give this run a folder of its own (--nvme_offload_path DIR)"
+                ) from error
+            raise EngineError(f"nvme_path: {self.folders[0]} cannot be used for scratch files: {error}") from error
+        self.engine: StorageEngine = engine if engine is not None else open_engine("auto", num_threads=IO_THREADS)
+
+    def store(self, kind: str, specs: Sequence[TensorSpec]) -> TensorStore:
+        """A new store called `kind` for these tensors, zeros at first; one of that name from before is removed.
+
+        EngineError with the bytes that are missing when the drives have no room for it.
+        """
+        self.drop(kind)
+        try:
+            made = TensorStore.create([folder / kind for folder in self.folders], specs, engine=self.engine)
+        except StorageError as error:
+            raise EngineError(
+                f"there is no room for the {kind} on NVMe: {error}. Free space there, choose another nvme_path, or "
+                "keep more in RAM"
+            ) from error
+        self._stores[kind] = made
+        return made
+
+    def drop(self, kind: str) -> None:
+        """Remove a store, if there is one of that name."""
+        old = self._stores.pop(kind, None)
+        if old is not None:
+            old.delete()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes reserved on all drives together."""
+        return sum(store.total_bytes for store in self._stores.values())
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
+        """Wait for what is under way and remove everything; safe to call twice.
+
+        False when a transfer did not end (which one is logged): its store, the folder and its lock then stay until the
+        process ends, what has not begun never does, and the memory that it moves must stay as well.
+        """
+        deadline = Deadline(timeout_s)
+        for kind, store in list(self._stores.items()):
+            try:
+                store.delete(deadline.left_s())
+                del self._stores[kind]
+            except TimeoutError as error:
+                deadline.expire()
+                logger.error("scratch files stay where they are: %s", error)
+            except StorageError as error:
+                del self._stores[kind]
+                logger.error("scratch files could not be removed: %s", error)
+        if self._owns_engine:
+            try:
+                self.engine.close(cancel=bool(self._stores), stall_s=deadline.left_s())
+            except TimeoutError as error:
+                logger.error("%s", error)
+        if self._stores:
+            return False
+        locks, self._locks = self._locks, []
+        for lock in locks:
+            lock.release(remove=True)
+            shutil.rmtree(lock.path.parent, ignore_errors=True)
+        return True

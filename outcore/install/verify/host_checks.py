@@ -1,0 +1,275 @@
+"""Rows about the computer itself, made without any package: Python, system, memory, drives, GPU, compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+from outcore.common.quantities import GB, GIB, MIB, format_gb, format_gib
+from outcore.install.environment import SUPPORTED_PYTHON, Environment
+from outcore.install.extensions import find_nvcc, has_header
+from outcore.install.requirement_set import WSL2_HOWTO, RequirementSet
+from outcore.install.verify.rows import DEGRADED, MISSING, OK, Row
+from outcore.install.verify.wsl import wsl_memory_row
+from outcore.machine import Drive, Machine, drive_of
+from outcore.machine.gpus import Runner
+
+# Below this torch, DeepSpeed and one of its compilers (2 GiB each) leave no room for a model.
+MIN_RAM_BYTES = 4 * GIB
+COMFORTABLE_RAM_BYTES = 16 * GIB
+MIN_FREE_BYTES = 2 * GB
+COMFORTABLE_FREE_BYTES = 20 * GB
+NVIDIA_PCI_VENDOR = "0x10de"
+# torch's wheels are manylinux_2_28.
+MIN_GLIBC = (2, 28)
+
+
+def host_rows(
+    machine: Machine, environment: Environment, chosen: RequirementSet, repository: Path, runner: Runner
+) -> list[Row]:
+    """Everything that can be told before a package is imported."""
+    rows = [
+        python_row(environment.python_version or machine.python_version, environment),
+        system_row(machine),
+        disk_row(repository),
+        ram_row(machine),
+    ]
+    if machine.is_wsl2:
+        rows.append(wsl_memory_row(machine, runner))
+    rows += [gpu_row(machine, chosen), compiler_row(machine)]
+    if chosen.accelerator == "cuda":
+        rows.append(nvcc_row(chosen))
+    return rows
+
+
+def python_row(version: str, environment: Environment) -> Row:
+    parts = tuple(int(part) for part in version.split(".")[:2])
+    needed = "3.11, 3.12 or 3.13"
+    if SUPPORTED_PYTHON[0] <= parts < SUPPORTED_PYTHON[1]:
+        return Row("Python", f"{version}; environment {environment.prefix} ({environment.how})", needed, OK, True)
+    return Row("Python", version, needed, MISSING, True, "start the set-up with python3.11, 3.12 or 3.13")
+
+
+def system_row(machine: Machine) -> Row:
+    needed = "Linux or WSL2, x86_64"
+    found = f"{machine.os_name}, kernel {machine.kernel}, {machine.architecture}" + (
+        ", WSL2" if machine.is_wsl2 else ""
+    )
+    if machine.os_family == "windows":
+        return Row("system", found, needed, DEGRADED, True, f"training needs WSL2; {WSL2_HOWTO}")
+    if machine.os_family != "linux":
+        return Row("system", found, needed, DEGRADED, True, "not tested here: use Linux")
+    name, version = platform.libc_ver()
+    glibc = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if name == "glibc" and glibc and glibc < MIN_GLIBC:
+        fix = "use a newer distribution: Ubuntu 20.04, Debian 11 or later"
+        return Row("system", f"{found}, glibc {version}", "glibc 2.28 for torch's wheels", MISSING, True, fix)
+    if machine.architecture not in ("x86_64", "AMD64"):
+        return Row("system", found, needed, DEGRADED, True, f"nothing to do: {machine.architecture} is not tested")
+    return Row("system", found, needed, OK, True)
+
+
+def disk_row(repository: Path) -> Row:
+    drive = drive_of(repository)
+    free = drive.free_bytes or 0
+    found = f"{format_gb(free)} free of {format_gb(drive.total_bytes or 0)} on {drive.mount_point}"
+    needed = f"{format_gb(COMFORTABLE_FREE_BYTES)} for checkpoints and models"
+    fix = f"free space on {drive.mount_point}, or keep checkpoints/ on another drive"
+    if free < MIN_FREE_BYTES:
+        return Row("disk space", found, needed, MISSING, True, fix)
+    if free < COMFORTABLE_FREE_BYTES:
+        return Row("disk space", found, needed, DEGRADED, True, fix)
+    return Row("disk space", found, needed, OK, True)
+
+
+def ram_row(machine: Machine) -> Row:
+    total, available = machine.ram_total_bytes, machine.ram_available_bytes
+    found = f"{format_gib(total)}, {format_gib(available)} of it available"
+    needed = f"{format_gib(COMFORTABLE_RAM_BYTES)}; 64 GiB for models beyond 3 B"
+    if total < MIN_RAM_BYTES:
+        return Row("RAM", found, needed, MISSING, True, "close programs or use a machine with more memory")
+    if total < COMFORTABLE_RAM_BYTES:
+        return Row("RAM", found, needed, DEGRADED, True, "offload to NVMe: --zero_stage infinity")
+    return Row("RAM", found, needed, OK, True)
+
+
+def gpu_row(machine: Machine, chosen: RequirementSet, pci_root: Path = Path("/sys/bus/pci/devices")) -> Row:
+    needed = "a CUDA GPU with driver 525 or later (580 for CUDA 13)"
+    if machine.gpus:
+        parts = []
+        for gpu in machine.gpus:
+            capability = ".".join(str(n) for n in gpu.compute_capability) if gpu.compute_capability else "unknown"
+            parts.append(f"{gpu.name} {format_gib(gpu.vram_bytes)}, capability {capability}")
+        found = f"{'; '.join(parts)}; driver {machine.driver_version}, CUDA {machine.cuda_driver_version}"
+        if chosen.accelerator != "cuda":
+            return Row("GPU", found, needed, DEGRADED, False, "installed for the CPU: `python setup.py --set auto`")
+        return Row("GPU", found, needed, OK, True)
+    if machine.driver_version:
+        return Row(
+            "GPU", "; ".join(machine.notes), needed, DEGRADED, False, "reinstall the NVIDIA driver, then restart"
+        )
+    unreachable = [note for note in machine.notes if "nvidia-smi" in note]
+    if machine.is_wsl2:
+        fix = "install the NVIDIA driver in Windows (none inside WSL2), then `wsl --shutdown`"
+        found = "; ".join(unreachable) or "none visible in WSL2: trains on the CPU"
+        return Row("GPU", found, needed, DEGRADED, False, fix)
+    if unreachable:
+        fix = "restart; if it stays, reinstall the driver: `sudo ubuntu-drivers install`"
+        return Row("GPU", "; ".join(unreachable), needed, DEGRADED, False, fix)
+    if _has_nvidia_card(pci_root):
+        fix = "`sudo ubuntu-drivers install`, restart, then `python setup.py` again"
+        return Row("GPU", "an NVIDIA card without a driver: trains on the CPU", needed, DEGRADED, False, fix)
+    return Row("GPU", "none: trains on the CPU accelerator", needed, DEGRADED, False)
+
+
+def compiler_row(machine: Machine) -> Row:
+    needed = "a C++ compiler and Python's headers, for DeepSpeed's extensions"
+    if machine.os_family == "windows":
+        return Row("compiler", "not looked for", needed, DEGRADED, False, "nothing is compiled on native Windows")
+    compiler = shutil.which("c++") or shutil.which("g++")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if compiler is None:
+        return Row("compiler", "no c++ or g++", needed, MISSING, True, "`sudo apt-get install -y build-essential`")
+    if not header.exists():
+        version = sysconfig.get_python_version()
+        fix = f"`sudo apt-get install -y python{version}-dev`"
+        return Row("compiler", f"{compiler}, but no {header}", needed, MISSING, True, fix)
+    return Row("compiler", compiler, needed, OK, True)
+
+
+def nvcc_row(chosen: RequirementSet) -> Row:
+    needed = "only for DeepSpeed's async_io with a GPU"
+    nvcc = find_nvcc()
+    if nvcc is not None:
+        return Row("nvcc", str(nvcc), needed, OK, False)
+    return Row("nvcc", "none", needed, DEGRADED, False, nvcc_fix(chosen))
+
+
+def nvcc_fix(chosen: RequirementSet) -> str:
+    """Debian's and Ubuntu's own toolkit is CUDA 12; CUDA 13 comes from NVIDIA's repository."""
+    if chosen.name == "cuda13":
+        where = "add NVIDIA's package source (developer.nvidia.com/cuda-downloads)"
+        return f"{where}, then `sudo apt-get install -y cuda-toolkit-13-0`"
+    return "`sudo apt-get install -y nvidia-cuda-toolkit`"
+
+
+def libaio_fix() -> str:
+    """The package with libaio.h, by the package manager that is here."""
+    for tool, command in (
+        ("apt-get", "sudo apt-get install -y libaio-dev"),
+        ("dnf", "sudo dnf install -y libaio-devel"),
+        ("yum", "sudo yum install -y libaio-devel"),
+        ("pacman", "sudo pacman -S --noconfirm libaio"),
+        ("zypper", "sudo zypper install -y libaio-devel"),
+    ):
+        if shutil.which(tool):
+            return f"`{command}`, then `python setup.py`"
+    return "install libaio's headers (libaio.h), then `python setup.py`"
+
+
+def extension_fix(name: str, reason: str, chosen: RequirementSet) -> str:
+    """What to do about an extension that was not built, for this `reason`."""
+    if "compiler" in reason:
+        return "`sudo apt-get install -y build-essential`, then `python setup.py`"
+    if "Python's headers" in reason:
+        return f"`sudo apt-get install -y python{sysconfig.get_python_version()}-dev`, then `python setup.py`"
+    if name == "async_io" and ("libaio" in reason or not has_header("libaio.h")):
+        return libaio_fix()
+    if "nvcc" in reason:
+        return nvcc_fix(chosen) + ", then `python setup.py`"
+    return "`python setup.py` builds it; logs/setup_build.log has the compiler's words"
+
+
+def offload_row(path: Path, drive_at: Callable[[Path], Drive] = drive_of) -> Row:
+    """Whether the folder that training offloads to takes a file, and what kind of drive it lies on."""
+    needed = "a writable folder, best on an NVMe drive"
+    try:
+        folder = _nearest_folder(path)
+        _write_and_read(folder)
+    except OSError as error:
+        why = f"{path}: {error.strerror or error}"
+        fix = "give another folder: --nvme_offload_path DIR (RAM offload works without)"
+        return Row("offload path", why, needed, MISSING, False, fix)
+    drive = drive_at(path)
+    found = f"{path}: writable, {drive.kind}, {format_gb(drive.free_bytes or 0)} free; {drive.reason}"
+    if drive.is_nvme:
+        return Row("offload path", found, needed, OK, False)
+    advice = {
+        "virtual": "measure it: `python gds_optimizer.py`",
+        "unknown": "measure it: `python gds_optimizer.py`",
+        "tmpfs": "a RAM disk saves no RAM: give a folder on a drive, --nvme_offload_path DIR",
+        "network": "give a folder on a local drive: --nvme_offload_path DIR",
+    }.get(drive.kind, "works, slower than NVMe: prefer RAM offload")
+    return Row("offload path", found, needed, DEGRADED, False, advice)
+
+
+def configured_offload_path(repository: Path) -> Path:
+    """Where deepspeed_config.json says to offload; the repository itself when it does not say."""
+    try:
+        config = json.loads((repository / "deepspeed_config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return repository
+    zero = config.get("zero_optimization", {})
+    candidates = (
+        config.get("outcore", {}).get("nvme_path"),
+        zero.get("offload_optimizer", {}).get("nvme_path"),
+        zero.get("offload_param", {}).get("nvme_path"),
+    )
+    path = next((candidate for candidate in candidates if isinstance(candidate, str) and candidate), None)
+    return repository / Path(path).expanduser() if path else repository
+
+
+def launcher_row(environment: Environment) -> Row:
+    """The product's own command `deepspeed` must be there, start this environment's Python, and be executable."""
+    needed = "the command `deepspeed`"
+    script = environment.bin_dir / ("deepspeed.bat" if os.name == "nt" else "deepspeed")
+    fix = "`python setup.py` installs it"
+    if not script.exists():
+        return Row("launcher", f"no {script}", needed, MISSING, True, fix)
+    first = script.read_text(encoding="utf-8", errors="replace").split("\n", 1)[0]
+    if os.name != "nt" and first.startswith("#!/") and not os.path.exists(first[2:].strip().split(" ")[0]):
+        why = f"{script} starts {first[2:].strip()}, which is not there (was the folder moved?)"
+        return Row("launcher", why, needed, MISSING, True, f"`rm -rf {environment.prefix} && python setup.py`")
+    if not os.access(script, os.X_OK):
+        return Row("launcher", f"{script} is not executable", needed, MISSING, True, f"`chmod +x {script}`")
+    return Row("launcher", str(script), needed, OK, True)
+
+
+def _has_nvidia_card(pci_root: Path) -> bool:
+    for vendor in pci_root.glob("*/vendor"):
+        try:
+            is_display = (vendor.parent / "class").read_text(encoding="utf-8").strip().startswith("0x03")
+            if vendor.read_text(encoding="utf-8").strip() == NVIDIA_PCI_VENDOR and is_display:
+                return True
+        except OSError:
+            continue  # the device went away while we looked
+    return False
+
+
+def _nearest_folder(path: Path) -> Path:
+    current = path.expanduser().absolute()
+    while not current.exists() and current != current.parent:
+        current = current.parent
+    if not current.is_dir():
+        raise NotADirectoryError(20, f"{current} is not a folder")
+    return current
+
+
+def _write_and_read(folder: Path) -> None:
+    """1 MiB there and back; OSError when the drive refuses."""
+    target = folder / f".outcore-write-test-{os.getpid()}"
+    content = os.urandom(MIB)
+    try:
+        with target.open("xb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        if target.read_bytes() != content:
+            raise OSError(5, "what was written reads back differently")
+    finally:
+        target.unlink(missing_ok=True)

@@ -1,0 +1,191 @@
+"""What a model can do, found out by trying it: a tiny copy of its config is run on the CPU before training.
+
+Two questions that no list of model names answers for good. May the loss be computed from hidden states chunk by
+chunk? And are packed documents really kept apart in attention, for every kind of layer and more than one row? Both
+are answered by comparing numbers; a model that cannot be tried gets the safe answer, with the reason. Costs a few
+forward passes of a model of some thousand parameters, a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.model.facts import model_class_of, resolve_attention
+from outcore.model.head import CausalParts, unwrap
+from outcore.model.inputs import Isolation, forward_inputs
+from outcore.model.trial.shrink import VOCAB, shrink_config
+from outcore.model.weights.initialise import seeded_cpu
+from outcore.model.weights.zero3 import without_partitioning
+
+MAX_TRIAL_PARAMS = 20_000_000
+"""A shrunken config that is still larger than this is not tried (the shrinking did not understand it)."""
+TOLERANCE = 1e-3
+"""Largest difference of logits, relative to their spread, between two ways to compute the same thing in fp32."""
+DOCUMENTS = ((7, 1, 9, 7), (11, 13))
+"""Lengths of the documents in the two trial rows: a single token, some longer than the trial's attention window."""
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """Answers, each with its reason in words ('' when the answer is yes)."""
+
+    chunked_head: bool
+    chunked_reason: str
+    isolation: Isolation | None
+    """How packed documents are kept apart; None: they are not."""
+    packing_reason: str
+
+    @property
+    def packing(self) -> bool:
+        """True when packed documents are kept apart in attention and positions."""
+        return self.isolation is not None
+
+
+def check_abilities(
+    config: Any,
+    attn_implementation: str = "auto",
+    trust_remote_code: bool = False,
+    build: Callable[..., nn.Module] | None = None,
+) -> Abilities:
+    """Try a tiny copy of a transformers config. Never raises for the model's sake: what fails is answered no.
+
+    `build`: what makes the model from a config, where that is not the config's own class.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        reason = "an encoder-decoder runs whole and one sample per row"
+        return Abilities(False, reason, None, reason)
+    # FlashAttention needs a GPU; it is fed one flat row whose borders it reads from the same position_ids.
+    trial_attention, _ = resolve_attention(config, attn_implementation)
+    if trial_attention not in ("sdpa", "eager"):
+        trial_attention = "sdpa"
+    try:
+        with without_partitioning(), seeded_cpu(0, "trial"):
+            model = _tiny_model(config, trial_attention, trust_remote_code, build)
+            run_once(model)
+    except Exception as error:  # any model's own code may fail in any way on a shrunken config
+        reason = f"a tiny copy of the model could not be built and run to try it ({_first_line(error)})"
+        return Abilities(False, reason, None, reason)
+    with torch.no_grad(), seeded_cpu(0, "trial inputs"):
+        chunked_reason = _try(_chunked_differs, model)
+        if chunked_reason:
+            chunked_reason = f"its head cannot be run apart: {chunked_reason}"
+        isolation, packing_reason = _find_isolation(model)
+    return Abilities(not chunked_reason, chunked_reason, isolation, packing_reason)
+
+
+def supports_packing(model_or_config: Any, attn_implementation: str | None = None) -> tuple[bool, str]:
+    """(True, '') when packed documents are isolated, else (False, why). For a live model or a config."""
+    config = model_or_config
+    if isinstance(model_or_config, nn.Module):
+        config = getattr(unwrap(model_or_config), "config", None)
+        if not hasattr(config, "to_dict"):
+            return False, "a module without a transformers config is not checked for packing"
+    attention = attn_implementation or getattr(config, "_attn_implementation", None) or "auto"
+    abilities = check_abilities(config, attention)
+    return abilities.packing, abilities.packing_reason
+
+
+def _tiny_model(
+    config: Any, attention: str, trust_remote_code: bool, build: Callable[..., nn.Module] | None
+) -> nn.Module:
+    tiny = shrink_config(config)
+    build = build or builder_of(tiny, trust_remote_code)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in build(tiny, dtype=torch.float32, attn_implementation=attention).parameters())
+    if size > MAX_TRIAL_PARAMS:
+        raise ValueError(f"its tiny copy still has {size} parameters")
+    model = build(shrink_config(config), dtype=torch.float32, attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 2.0 / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+@torch.no_grad()
+def run_once(tiny: nn.Module) -> None:
+    """A forward pass; any error means that the config was not shrunk well, and says nothing of the model."""
+    tiny(**forward_inputs(tiny, {"input_ids": torch.full((2, 12), 2)}))
+
+
+def builder_of(config: Any, trust_remote_code: bool) -> Callable[..., nn.Module]:
+    """What makes a model from a config: its transformers class, or the code that comes with it."""
+    try:
+        return model_class_of(config)._from_config  # pyright: ignore[reportAttributeAccessIssue]
+    except ValueError:
+        if not trust_remote_code:
+            raise
+    from transformers import AutoModelForCausalLM
+
+    return partial(AutoModelForCausalLM.from_config, trust_remote_code=True)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _try(question: Callable[[nn.Module], str], model: nn.Module) -> str:
+    try:
+        return question(model)
+    except Exception as error:
+        return f"the trial failed ({_first_line(error)})"
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference of two tensors relative to the spread of the second; inf when shapes or numbers are off."""
+    if a.shape != b.shape or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+        return float("inf")
+    return float((a - b).abs().max() / b.std().clamp(min=1e-12))
+
+
+def _chunked_differs(model: nn.Module) -> str:
+    parts = CausalParts(model)
+    ids = torch.randint(2, VOCAB, (2, 12))
+    whole = model(input_ids=ids, use_cache=False).logits
+    hidden = parts.decoder(**forward_inputs(parts.decoder, {"input_ids": ids})).last_hidden_state
+    chunks = [parts.logits(chunk[None]) for chunk in hidden.reshape(-1, hidden.shape[-1]).tensor_split(5)]
+    apart = torch.cat(chunks, dim=1).reshape(whole.shape)
+    difference = _difference(apart, whole)
+    if difference > TOLERANCE:
+        return f"logits of its head alone differ from those of the whole model (by {difference:.1e} of their spread)"
+    return ""
+
+
+def _find_isolation(model: nn.Module) -> tuple[Isolation | None, str]:
+    ids = torch.randint(2, VOCAB, (2, sum(DOCUMENTS[0])))
+    try:
+        apart = torch.stack(
+            [
+                torch.cat([model(input_ids=d[None], use_cache=False).logits[0] for d in row.split(list(lengths))])
+                for row, lengths in zip(ids, DOCUMENTS, strict=True)
+            ]
+        )
+        together = model(input_ids=ids, use_cache=False).logits
+    except Exception as error:
+        return None, f"the trial failed ({_first_line(error)})"
+    if not _difference(together, apart) > 10 * TOLERANCE:
+        return None, "the trial could not tell documents apart at all, so it proves nothing"
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in DOCUMENTS])
+    batch = {"input_ids": ids, "position_ids": positions}
+    reasons = []
+    ways: tuple[Isolation, ...] = ("position_ids", "mask_4d", "mask_map")
+    for way in ways:
+        try:
+            packed = model(**forward_inputs(model, batch, way)).logits
+        except Exception as error:
+            reasons.append(f"with {way} it fails ({_first_line(error)})")
+            continue
+        difference = _difference(packed, apart)
+        if difference <= TOLERANCE:
+            return way, ""
+        reasons.append(f"with {way} logits are off by {difference:.1e} of their spread")
+    return None, "packed documents would see each other: " + "; ".join(reasons)

@@ -1,0 +1,294 @@
+"""`load_model`: from settings to a model that is ready to train, whole or partitioned while it is made.
+
+From scratch: the architecture without values, then our own initial weights (equal for every engine and ZeRO stage).
+Trained weights: transformers' loader (safetensors only), straight into the parameters. Never two copies in RAM: under
+ZeRO-3 each weight is partitioned as soon as it exists. Lazy: parameters are stand-ins without memory, and their values
+come later, a layer at a time, from a feed (`outcore.model.weights.feed`), for models that do not fit in RAM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.model.facts import (
+    ModelFacts,
+    model_class_of,
+    model_facts,
+    parameter_types,
+    resolve_attention,
+    why_not_read_in_layers,
+)
+from outcore.model.hook import build_from_module, is_head_loss
+from outcore.model.inputs import attention_of
+from outcore.model.lora import apply_lora
+from outcore.model.loss import HeadLoss, LossModule, TokenLoss, UserLoss
+from outcore.model.settings import ModelSettings
+from outcore.model.source import ModelSource, hub_error, resolve_source
+from outcore.model.trial.abilities import Abilities, check_abilities
+from outcore.model.weights.feed import InitialWeights, TrainedWeights, WeightFeed, shard_files
+from outcore.model.weights.initialise import initialise_weights, meta_skeleton
+from outcore.model.weights.standin import stand_in, without_memory
+from outcore.model.weights.zero3 import gathered, is_partitioned, partition_while_loading
+
+
+@dataclass
+class LoadedModel:
+    """A model ready for an engine, and what is known about it."""
+
+    model: Any
+    """An nn.Module: the transformers model, a PeftModel around it, or the user's module."""
+    config: Any
+    """The transformers config; None for a user's module without one."""
+    facts: ModelFacts
+    abilities: Abilities
+    words: str
+    """Where the model came from, for people."""
+    loss_fn: UserLoss | None = None
+    """The user's loss of the whole model."""
+    head_loss: HeadLoss | None = None
+    """The user's loss of each token's logits."""
+    notes: tuple[str, ...] = field(default_factory=tuple)
+    load_s: float = 0.0
+    """Seconds that making or reading it took."""
+    feed: WeightFeed | None = None
+    """Where the values of the parameters come from when the model was loaded lazily; None: they are there."""
+
+    def token_loss(self, num_chunks: int | None = None) -> TokenLoss:
+        """The loss that fits this model; see `outcore.model.loss`."""
+        return TokenLoss(
+            self.model,
+            loss_fn=self.loss_fn,
+            isolation=self.abilities.isolation or "position_ids",
+            chunked=self.abilities.chunked_head,
+            num_chunks=num_chunks,
+            head_loss=self.head_loss,
+        )
+
+    def loss_module(self, num_chunks: int | None = None) -> LossModule:
+        """Model and loss as one module, for engines that wrap `forward`."""
+        return LossModule(self.model, self.token_loss(num_chunks))
+
+
+def load_model(
+    settings: ModelSettings,
+    *,
+    tokenizer: Any | None = None,
+    zero3_config: dict[str, Any] | None = None,
+    device: torch.device | str = "cpu",
+    progress: Callable[[str], None] = lambda line: None,
+    lazy: bool = False,
+) -> LoadedModel:
+    """Make or read the model. With `zero3_config` (complete DeepSpeed configuration, stage 3) it comes partitioned.
+
+    `lazy`: parameters without memory and a feed of their values, for the streaming engine; adapters are real. A user's
+    own module and an encoder-decoder are made whole all the same.
+
+    Weights are in `settings.dtype` on `device` (ZeRO-3: where DeepSpeed keeps them). ValueError for settings that
+    cannot work, RuntimeError when the hub or the files cannot give what was asked; both before memory is spent where
+    possible.
+    """
+    began_s = time.perf_counter()
+    if settings.model_module is not None:
+        loaded = _load_own(settings, tokenizer, device)
+        return replace(loaded, load_s=time.perf_counter() - began_s)
+    source = resolve_source(settings, tokenizer)
+    model_class = model_class_of(source.config) if source.path is None else None
+    attention, notes = resolve_attention(source.config, settings.attn_implementation)
+    abilities = check_abilities(source.config, attention, settings.trust_remote_code)
+    progress(f"model: {source.words}")
+    lazy = lazy and not source.is_encoder_decoder
+    feed: WeightFeed | None = None
+    with partition_while_loading(zero3_config):
+        if lazy:
+            model, feed = _lazily(model_class, source, settings, attention)
+        elif model_class is not None:
+            model: Any = _from_scratch(model_class, source, settings, attention, device, zero3_config is not None)
+        else:
+            model = _from_weights(source, settings, attention, device, zero3_config is not None)
+    gather = gathered if zero3_config is not None else None
+    model.config.use_cache = False
+    if settings.lora is not None:
+        model = apply_lora(model, settings.lora, settings.seed, gather)
+    if settings.gradient_checkpointing and feed is None:  # the streaming engine recomputes every layer by itself
+        enable_activation_checkpointing(model)
+    model.train()
+    load_s, notes = time.perf_counter() - began_s, source.notes + notes
+    facts = model_facts(model)
+    return LoadedModel(model, source.config, facts, abilities, source.words, notes=notes, load_s=load_s, feed=feed)
+
+
+def enable_activation_checkpointing(model: nn.Module) -> None:
+    """Recompute every layer in the backward pass (torch's non-reentrant checkpoint, RNG state kept for dropout).
+
+    Also needed with adapters only: the non-reentrant form lets gradients pass frozen layers. ValueError where the
+    model has no support for it.
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    arguments: dict[str, Any] = {"activation_checkpointing_kwargs": {"use_reentrant": False}}
+    if enable is None:  # transformers before 5.20 and remote code
+        enable = getattr(model, "gradient_checkpointing_enable", None)
+        arguments = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    if enable is None:
+        raise ValueError(
+            f"{type(model).__name__} offers no activation checkpointing. Set --gradient_checkpointing false, or give "
+            "your module a method gradient_checkpointing_enable(gradient_checkpointing_kwargs)."
+        )
+    try:
+        enable(**arguments)
+    except ValueError as error:
+        raise ValueError(f"{error} Set --gradient_checkpointing false.") from error
+    config = getattr(model, "config", None)
+    if config is not None:
+        config.use_cache = False
+
+
+def _from_scratch(
+    model_class: type[Any],
+    source: ModelSource,
+    settings: ModelSettings,
+    attention: str,
+    device: torch.device | str,
+    zero3: bool,
+) -> nn.Module:
+    from transformers.initialization import no_init_weights
+
+    try:
+        with torch.device("cpu") if zero3 else torch.device(device), no_init_weights():
+            torch.manual_seed(settings.seed)
+            model = model_class._from_config(source.config, dtype=settings.dtype, attn_implementation=attention)
+            model.tie_weights()
+    except (ValueError, ImportError) as error:
+        raise _attention_error(error, source, settings) from error
+    skeleton = meta_skeleton(model_class, source.config)
+    initialise_weights(model, skeleton, settings.seed, gathered if zero3 else None)
+    return model
+
+
+def _from_weights(
+    source: ModelSource, settings: ModelSettings, attention: str, device: torch.device | str, zero3: bool
+) -> nn.Module:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    auto = AutoModelForSeq2SeqLM if source.is_encoder_decoder else AutoModelForCausalLM
+    assert source.path is not None
+    try:
+        loaded: Any = auto.from_pretrained(
+            source.path,
+            config=source.config,
+            dtype=settings.dtype,
+            attn_implementation=attention,
+            trust_remote_code=settings.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        model, report = loaded
+    except (ValueError, ImportError) as error:
+        raise _attention_error(error, source, settings) from error
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+        raise hub_error(source.path, error, settings.trust_remote_code) from error
+    missing, mismatched = sorted(report.get("missing_keys") or ()), sorted(report.get("mismatched_keys") or ())
+    if missing or mismatched:
+        what = (
+            f"lacks {len(missing)} weights ({missing[0]}, ...)" if missing else f"has other shapes for {mismatched[:2]}"
+        )
+        raise RuntimeError(
+            f"The checkpoint {source.path} {what}: it does not hold a whole {type(model).__name__}. Download it again, "
+            "or check config_overrides."
+        )
+    return model if zero3 else model.to(device)
+
+
+def _lazily(
+    model_class: type[Any] | None, source: ModelSource, settings: ModelSettings, attention: str
+) -> tuple[Any, WeightFeed]:
+    """The model with stand-ins for parameters, and the feed of their values. RuntimeError for quantized weights."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.initialization import no_init_weights
+
+    if source.path is not None and (why := why_not_read_in_layers(source.config)):
+        raise RuntimeError(f"{source.path}: {why}.")
+
+    def build() -> Any:
+        arguments = {"dtype": settings.dtype, "attn_implementation": attention}
+        with no_init_weights():
+            torch.manual_seed(settings.seed)
+            if model_class is not None:
+                model = model_class._from_config(source.config, **arguments)
+            else:
+                trust = settings.trust_remote_code
+                model = AutoModelForCausalLM.from_config(source.config, trust_remote_code=trust, **arguments)
+            model.tie_weights()
+            return model
+
+    try:
+        model = without_memory(build)
+        if source.path is None:
+            assert model_class is not None
+            return model, InitialWeights(meta_skeleton(model_class, source.config), settings.seed)
+        with torch.device("meta"):
+            skeleton = build()
+        feed = TrainedWeights(skeleton, shard_files(source.path), settings.dtype)
+        types = parameter_types(skeleton, settings.dtype, trained=True)
+        for name, parameter in model.named_parameters():
+            if parameter.dtype != types[name]:
+                parameter.data = stand_in(parameter.shape, types[name])
+    except (ValueError, ImportError) as error:
+        raise _attention_error(error, source, settings) from error
+    except OSError as error:
+        raise hub_error(source.path or "", error, settings.trust_remote_code) from error
+    for name, value in feed.buffers().items():
+        model.get_buffer(name).data = value
+    with contextlib.suppress(OSError):  # many checkpoints have none
+        model.generation_config = GenerationConfig.from_pretrained(source.path)
+    return model, feed
+
+
+def _load_own(settings: ModelSettings, tokenizer: Any | None, device: torch.device | str) -> LoadedModel:
+    torch.manual_seed(settings.seed)
+    model, loss_fn = build_from_module(settings, tokenizer)
+    model = model.to(device=device, dtype=settings.dtype)
+    config = getattr(model, "config", None)
+    config = config if hasattr(config, "to_dict") else None
+    abilities = _own_abilities(model)
+    if settings.lora is not None:
+        model = apply_lora(model, settings.lora, settings.seed)
+    if settings.gradient_checkpointing:
+        enable_activation_checkpointing(model)
+    model.train()
+    words, facts = f"own model {settings.model_module}", model_facts(model)
+    of_tokens = is_head_loss(loss_fn)
+    whole: Any = None if of_tokens else loss_fn
+    return LoadedModel(model, config, facts, abilities, words, whole, loss_fn if of_tokens else None)
+
+
+def _own_abilities(model: Any) -> Abilities:
+    """A transformers model made by the user is tried as any other; what else there is runs whole."""
+    build = getattr(type(model), "_from_config", None)
+    if build is None or not hasattr(getattr(model, "config", None), "get_text_config"):
+        return Abilities(False, "an own module runs whole", None, "an own module is not checked for packing")
+    return check_abilities(model.config, attention_of(model) or "auto", build=build)
+
+
+def _attention_error(error: ValueError | ImportError, source: ModelSource, settings: ModelSettings) -> Exception:
+    text = str(error)
+    if any(word in text.lower() for word in ("attention", "sdpa", "flash")):
+        return ValueError(
+            f"This {source.config.model_type} model does not run with attn_implementation "
+            f"{settings.attn_implementation!r}: {text.strip().splitlines()[0]} Use --attn_implementation auto."
+        )
+    if source.path is not None:
+        return hub_error(source.path, error, settings.trust_remote_code)
+    return error
+
+
+def partitioned(model: nn.Module) -> bool:
+    """True when ZeRO-3 holds any of the model's parameters."""
+    return any(is_partitioned(p) for p in model.parameters())

@@ -1,0 +1,277 @@
+"""MetricsLog: metrics.jsonl, a header and then a line for each step, that survives kill -9, resume and a full disk.
+
+A line is one write() of complete JSON with its newline; the file is synced every 30 s on a helper thread, so that a
+busy drive never holds up a step. On resume a torn last line and every line after the resumed step are dropped by
+rewriting the file aside and renaming it, so each step is there once. JSON knows no NaN: a value that is not finite is
+written as null and named in the line's "nonfinite" object ({"loss": "nan"}); read_metrics puts it back.
+
+Lines: line 0 {"event": "header", ...}; steps have no "event"; {"event": "eval", "step": n, ...};
+{"event": "resume", "step": n, ...} marks where a later process went on.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from outcore.monitor.sensors.sensor import describe
+
+FSYNC_INTERVAL_S = 30.0
+
+
+class MetricsLogError(OSError):
+    """metrics.jsonl could not be written.
+
+    Attributes:
+        path: the file.
+        disk_full: True where the reason is a full disk or quota, so that the loop can stop cleanly and save elsewhere.
+    """
+
+    def __init__(self, path: Path, action: str, error: OSError) -> None:
+        self.path = path
+        self.disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = (
+            "The disk is full: free some space (or choose another log folder: --log_dir) and resume; "
+            "the lines so far are intact."
+            if self.disk_full
+            else "Check that the folder is still there and writable, then resume."
+        )
+        self._message = f"Cannot {action} {path}: {error.strerror or describe(error)}. {advice}"
+        super().__init__(error.errno, self._message)
+
+    def __str__(self) -> str:
+        return self._message
+
+
+class MetricsLog:
+    """Writer of one run's metrics.jsonl.
+
+    Args:
+        path: the file; its folder is made.
+        resume_step: None for a new run (an older file of that name is kept beside as metrics.1.jsonl, .2, ...);
+            a step number to go on after it: lines of later steps are dropped.
+        fsync_interval_s: at most so many seconds of lines can be lost to a power cut (kill -9 loses none).
+
+    Raises:
+        MetricsLogError: the file cannot be opened or rewritten.
+    """
+
+    def __init__(
+        self, path: Path | str, *, resume_step: int | None = None, fsync_interval_s: float = FSYNC_INTERVAL_S
+    ) -> None:
+        self.path = Path(path)
+        self.kept_path: Path | None = None
+        """Where an older run's file went, if there was one."""
+        self.dropped_lines = 0
+        """Lines removed on open: torn, damaged, or of steps after resume_step."""
+        self._fsync_interval_s = fsync_interval_s
+        self._synced_at_s = time.monotonic()
+        self._sync_thread: threading.Thread | None = None
+        self._sync_error: OSError | None = None
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if resume_step is None:
+                self._keep_older()
+            elif self.path.exists():
+                self.dropped_lines = truncate_after(self.path, resume_step)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644)
+            self._size_bytes = os.fstat(self._fd).st_size
+        except OSError as error:
+            raise MetricsLogError(self.path, "open", error) from error
+        self._has_header = self._size_bytes > 0
+        self._resume_step = resume_step
+
+    def write_header(self, header: dict[str, Any]) -> None:
+        """Line 0 of a new file; in a resumed file a "resume" line that carries the new process's header."""
+        if self._has_header:
+            self._write({"event": "resume", "step": self._resume_step or 0, "time_s": time.time(), "header": header})
+        else:
+            self._has_header = True
+            self._write({"event": "header", "time_s": time.time(), **header})
+
+    def write_step(self, record: dict[str, Any]) -> None:
+        """One step's line; `record` must have "step".
+
+        Raises:
+            MetricsLogError: the line could not be written; the file is as it was before.
+            ValueError: no step, or a value that JSON cannot hold.
+        """
+        if not isinstance(record.get("step"), int):
+            raise ValueError(f"A metrics line needs an integer 'step', got {record.get('step')!r}")
+        self._write(record)
+
+    def write_eval(self, record: dict[str, Any]) -> None:
+        """An evaluation's line, e.g. {"step": 200, "eval_loss": 2.31, "eval_perplexity": 10.1}."""
+        self.write_step({"event": "eval", **record})
+
+    def close(self) -> None:
+        """Sync and close; later calls do nothing."""
+        if self._fd < 0:
+            return
+        self._join_sync()
+        fd, self._fd = self._fd, -1
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            raise MetricsLogError(self.path, "sync", error) from error
+        finally:
+            os.close(fd)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        line = encode_line(record)
+        self._raise_sync_error()
+        try:
+            if self._fd < 0:
+                raise OSError(errno.EBADF, "the log is closed")
+            written = os.write(self._fd, line)
+            while written < len(line):  # near a full disk the kernel takes a part; the next write tells why
+                written += os.write(self._fd, line[written:])
+        except OSError as error:
+            self._cut_back()
+            raise MetricsLogError(self.path, "write", error) from error
+        self._size_bytes += len(line)
+        self._sync_if_due()
+
+    def _cut_back(self) -> None:
+        """Remove what a failed write has left, so that the file ends with a whole line."""
+        try:
+            if self._fd >= 0:
+                os.ftruncate(self._fd, self._size_bytes)
+        except OSError:
+            pass  # The write's own error is raised; a torn line is repaired at the next open.
+
+    def _sync_if_due(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._synced_at_s < self._fsync_interval_s:
+            return
+        if self._sync_thread is not None and self._sync_thread.is_alive():
+            return
+        self._synced_at_s = now_s
+        self._sync_thread = threading.Thread(target=self._sync, name="outcore-metrics-fsync", daemon=True)
+        self._sync_thread.start()
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            self._sync_error = error
+
+    def _join_sync(self) -> None:
+        if self._sync_thread is not None:
+            self._sync_thread.join()
+            self._sync_thread = None
+
+    def _raise_sync_error(self) -> None:
+        error, self._sync_error = self._sync_error, None
+        if error is not None:
+            raise MetricsLogError(self.path, "sync", error) from error
+
+    def _keep_older(self) -> None:
+        if not self.path.exists() or self.path.stat().st_size == 0:
+            return
+        number = 1
+        while (kept := self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")).exists():
+            number += 1
+        os.rename(self.path, kept)
+        self.kept_path = kept
+
+
+def encode_line(record: dict[str, Any]) -> bytes:
+    """One line of metrics.jsonl: strict JSON; numbers that are not finite become null and are named in "nonfinite".
+
+    Raises:
+        ValueError: a value that JSON cannot hold, with its name.
+    """
+    nonfinite: dict[str, str] = {}
+    clean = {name: _clean(value, name, nonfinite) for name, value in record.items()}
+    if nonfinite:
+        clean["nonfinite"] = nonfinite
+    return json.dumps(clean, allow_nan=False, separators=(", ", ": "), ensure_ascii=False).encode() + b"\n"
+
+
+def _clean(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        nonfinite[name] = "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+        return None
+    if isinstance(value, dict):
+        return {str(key): _clean(item, f"{name}.{key}", nonfinite) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(item, f"{name}.{index}", nonfinite) for index, item in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:  # a 0-d tensor or NumPy scalar
+        return _clean(value.item(), name, nonfinite)
+    raise ValueError(f"{name} is a {type(value).__name__}, which a metrics line cannot hold: pass numbers, text, lists")
+
+
+def truncate_after(path: Path, step: int) -> int:
+    """Drop lines of steps after `step`, repeated steps but the last, and damaged lines; atomic.
+
+    Returns:
+        Number of lines dropped (0: the file was not touched).
+    """
+    keep: set[int] = set()
+    last_of_step: dict[int, int] = {}
+    num_lines = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file):
+            num_lines += 1
+            record = parse_line(line)
+            if record is None or record.get("step", 0) > step:
+                continue
+            if "event" not in record:
+                keep.discard(last_of_step.get(record["step"], -1))
+                last_of_step[record["step"]] = number
+            keep.add(number)
+    if len(keep) == num_lines:
+        return 0
+    aside = path.with_name(path.name + ".tmp")
+    with open(path, "rb") as file, open(aside, "wb") as out:
+        for number, line in enumerate(file):
+            if number in keep:
+                out.write(line)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(aside, path)
+    sync_folder(path.parent)
+    return num_lines - len(keep)
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The record of a whole line; None for a torn or damaged one."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("step", 0), int):
+        return None
+    return record if "event" in record or "step" in record else None
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` durable (Linux; other systems have no such call)."""
+    if os.name != "posix":
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

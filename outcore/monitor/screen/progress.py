@@ -1,0 +1,194 @@
+"""Progress: a live two-line display on a terminal, plain lines everywhere else.
+
+On a terminal rich redraws it once a second on its own thread (about 2 ms each) and lets other output scroll above it.
+In a file, a pipe or a service log one plain line appears every N steps or seconds, without colour codes or carriage
+returns. Fields that do not fit the width are left out, the less important first.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from typing import IO, Any
+
+from outcore.common.quantities import format_count, format_s
+from outcore.monitor.screen.tiers import tier_words
+
+SPEED_WINDOW_STEPS = 50
+"""Steps over which speed and time left are averaged (their median, so that a checkpoint's pause does not count)."""
+
+
+class Progress:
+    """Shows how the run goes.
+
+    Args:
+        total_steps: last step of the run; None when it is not known.
+        first_step: the step after which this process goes on (0, or the resumed step).
+        file: where to write; default stderr, so that stdout stays clean for pipes.
+        live: True/False to choose the live display or plain lines; None: live if `file` is a terminal.
+        plain_every_steps, plain_every_s: a plain line after so many steps or seconds, whichever comes first; the first
+            and the last step always get one.
+        limits: sizes of the tiers by name (gpu_mem_total_bytes, ram_total_bytes, nvme_total_bytes), as
+            `Sampler.describe()` gives them.
+        enabled: False shows nothing at all (ranks other than 0).
+    """
+
+    def __init__(
+        self,
+        total_steps: int | None,
+        *,
+        first_step: int = 0,
+        file: IO[str] | None = None,
+        live: bool | None = None,
+        plain_every_steps: int | None = None,
+        plain_every_s: float = 30.0,
+        limits: dict[str, Any] | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.total_steps = total_steps
+        self.first_step = first_step
+        self.limits = dict(limits or {})
+        self._file = sys.stderr if file is None else file
+        self._enabled = enabled
+        self._every_steps = plain_every_steps
+        self._every_s = plain_every_s
+        self._record: dict[str, Any] = {}
+        self._shown_step: int | None = None
+        self._shown_at_s = -math.inf
+        self._started_at_s = self._updated_at_s = time.monotonic()
+        self._step_s: deque[float] = deque(maxlen=SPEED_WINDOW_STEPS)
+        self._activity = ""
+        self._live: Any = None
+        if enabled and (self._is_terminal() if live is None else live):
+            from outcore.monitor.screen.live import LiveDisplay
+
+            self._live = LiveDisplay(self, self._file)
+
+    @property
+    def is_live(self) -> bool:
+        return self._live is not None
+
+    def update(self, record: dict[str, Any]) -> None:
+        """Show a finished step; `record` is its metrics line (needs "step"; the rest as far as known)."""
+        now_s = time.monotonic()
+        self._step_s.append(record.get("step_s") or now_s - self._updated_at_s)
+        self._record = record
+        self._updated_at_s = now_s
+        self._activity = ""
+        if not self._enabled:
+            return
+        if self._live is None and self._is_due(record["step"], now_s):
+            self._show_plain(now_s)
+
+    def activity(self, words: str) -> None:
+        """What goes on between steps, e.g. "saving step 200"; ends with the next update."""
+        self._activity = words
+        if not self._enabled or not words:
+            return
+        if self._live is None:
+            self._print(words)
+
+    def message(self, text: str) -> None:
+        """A line that stays: above the live display, or on its own."""
+        if not self._enabled:
+            return
+        if self._live is not None:
+            self._live.print(text)
+        else:
+            self._print(text)
+
+    def close(self) -> None:
+        """Show the last step if it was not, and give the terminal back."""
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.close()
+        elif self._enabled and self._record and self._shown_step != self._record["step"]:
+            self._show_plain(time.monotonic())
+        self._enabled = False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def step_s(self) -> float | None:
+        """Median seconds per step of late."""
+        return sorted(self._step_s)[len(self._step_s) // 2] if self._step_s else None
+
+    def time_left_s(self) -> float | None:
+        """Seconds to the last step at the present speed; None before the first step or without a last one."""
+        step_s = self.step_s()
+        if step_s is None or self.total_steps is None or not self._record:
+            return None
+        return max(0, self.total_steps - self._record["step"]) * step_s
+
+    def fraction_done(self) -> float:
+        """0 to 1 of the whole run, earlier processes' steps included; 0 without a last step."""
+        if not self.total_steps:
+            return 0.0
+        return min(1.0, self._record.get("step", self.first_step) / self.total_steps)
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started_at_s
+
+    def words(self) -> list[str]:
+        """The state in short phrases, the most important first."""
+        record = self._record
+        if not record:
+            return [self._activity or "waiting for the first step"]
+        total = "" if self.total_steps is None else f"/{self.total_steps}"
+        words = [f"step {record['step']}{total}"]
+        if record.get("loss") is not None:
+            words.append(f"loss {_number(record['loss'], 4)}")
+        elif record.get("nonfinite", {}).get("loss"):
+            words.append(f"loss {record['nonfinite']['loss']}")
+        if record.get("tokens_per_s") is not None:
+            words.append(f"{format_count(record['tokens_per_s'])} tok/s")
+        left_s = self.time_left_s()
+        if left_s:
+            words.append(f"{format_s(left_s)} left")
+        if record.get("lr") is not None:
+            words.append(f"lr {record['lr']:.3g}")
+        if record.get("grad_norm") is not None:
+            words.append(f"grad norm {_number(record['grad_norm'], 3)}")
+        if self._activity:
+            words.insert(1, self._activity)
+        return words
+
+    def tier_words(self) -> list[str]:
+        """How full each memory tier is, e.g. "VRAM 6.1/8.0 GiB"."""
+        return tier_words(self._record, self.limits)
+
+    def _is_due(self, step: int, now_s: float) -> bool:
+        if self._shown_step is None or step == self.total_steps:
+            return True
+        by_steps = self._every_steps is not None and step - self._shown_step >= self._every_steps
+        return by_steps or now_s - self._shown_at_s >= self._every_s
+
+    def _show_plain(self, now_s: float) -> None:
+        self._shown_step, self._shown_at_s = self._record["step"], now_s
+        self._print(" | ".join([*self.words(), *self.tier_words()]))
+
+    def _print(self, text: str) -> None:
+        try:
+            try:
+                self._file.write(text + "\n")
+            except UnicodeEncodeError:  # a Windows pipe or LANG=C that lacks some character of a sample text
+                encoding = getattr(self._file, "encoding", None) or "ascii"
+                self._file.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+            self._file.flush()
+        except (OSError, ValueError):
+            # The reader of the pipe has gone; a run for days goes on without its spectators (metrics.jsonl has all).
+            self._enabled = False
+
+    def _is_terminal(self) -> bool:
+        # The bars need block characters, so a terminal with another encoding than UTF gets plain lines.
+        encoding = str(getattr(self._file, "encoding", None) or "").lower()
+        return bool(getattr(self._file, "isatty", lambda: False)()) and encoding.startswith("utf")
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e4 else f"{value:.{digits}f}"

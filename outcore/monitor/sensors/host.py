@@ -1,0 +1,124 @@
+"""HostSensor: RAM, swap and the resident bytes of this process and its children.
+
+Resident bytes are summed from /proc/<pid>/statm (psutil elsewhere); pages that parent and children share count once
+for each, so with forked loader workers the sum is an upper bound. The exact figure (smaps_rollup) walks page tables
+under the process's memory lock and would stall a run with tens of GB resident, so it is not used.
+Cost: some ten small reads of /proc and /sys a sample; the list of children is renewed every 10 s.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outcore.common.quantities import KIB
+from outcore.machine.host import detect_ram
+from outcore.monitor.sensors.sensor import SensorBoard
+
+CHILDREN_REFRESH_S = 10.0
+
+
+@dataclass
+class HostSample:
+    """None where the system does not tell."""
+
+    ram_rss_bytes: int | None = None
+    ram_available_bytes: int | None = None
+    swap_used_bytes: int | None = None
+    """Used by the whole machine."""
+    own_swap_bytes: int | None = None
+    """Of this process alone (VmSwap): what hurts the run."""
+
+
+class HostSensor:
+    """RAM and swap of the machine (or of the container, where it has a limit), resident bytes of process `pid`.
+
+    Args:
+        board: where missing sensors are noted.
+        root: where `proc` and `sys` are looked for; tests replace it.
+        pid: the process to watch, with its children; default: this one.
+        psutil_module: psutil, or a fake one; only children (and systems without /proc) need it.
+    """
+
+    def __init__(
+        self, board: SensorBoard, root: Path | str = "/", pid: int | None = None, psutil_module: Any = None
+    ) -> None:
+        self._board = board
+        self._root = Path(root)
+        self._pid = os.getpid() if pid is None else pid
+        self._psutil = psutil_module
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+        self._has_proc = (self._root / "proc" / "meminfo").is_file()
+        self._children: list[int] = []
+        self._children_at_s = float("-inf")
+        ram = board.read("ram_total_bytes", lambda: detect_ram(self._root), what="RAM size")
+        self.ram_total_bytes: int | None = None if ram is None else ram.total_bytes
+
+    def sample(self) -> HostSample:
+        sample = HostSample()
+        sample.ram_rss_bytes = self._board.read("ram_rss_bytes", self._read_rss, what="Resident memory")
+        ram = self._board.read("ram_available_bytes", lambda: detect_ram(self._root), what="Available RAM")
+        sample.ram_available_bytes = None if ram is None else ram.available_bytes
+        if self._has_proc:
+            swap_used_bytes = lambda: read_swap_used_bytes(self._root)  # noqa: E731
+            sample.swap_used_bytes = self._board.read("swap_used_bytes", swap_used_bytes, what="Swap in use")
+            sample.own_swap_bytes = self.read_own_swap_bytes()
+        return sample
+
+    def read_own_swap_bytes(self) -> int | None:
+        """Pages of the watched process (without its children) that lie in swap."""
+        if not self._has_proc:
+            return None
+        return self._board.read("own_swap_bytes", self._read_own_swap, what="Swap of the process")
+
+    def _import_psutil(self) -> Any:
+        if self._psutil is None:
+            import psutil
+
+            self._psutil = psutil
+        return self._psutil
+
+    def _read_rss(self) -> int:
+        total_bytes = self._rss_of(self._pid)
+        for pid in self._list_children():
+            try:
+                total_bytes += self._rss_of(pid)
+            except Exception:  # the child has ended since the list was made: it holds nothing
+                self._children_at_s = float("-inf")
+        return total_bytes
+
+    def _rss_of(self, pid: int) -> int:
+        if self._has_proc:
+            return int((self._root / "proc" / str(pid) / "statm").read_text().split()[1]) * self._page_bytes
+        return int(self._import_psutil().Process(pid).memory_info().rss)
+
+    def _list_children(self) -> list[int]:
+        now_s = time.monotonic()
+        if now_s - self._children_at_s >= CHILDREN_REFRESH_S:
+            self._children_at_s = now_s
+            found = self._board.read("children", self._find_children, what="The list of child processes")
+            self._children = found or []
+        return self._children
+
+    def _find_children(self) -> list[int]:
+        return [child.pid for child in self._import_psutil().Process(self._pid).children(recursive=True)]
+
+    def _read_own_swap(self) -> int:
+        status = (self._root / "proc" / str(self._pid) / "status").read_text()
+        found = re.search(r"^VmSwap:\s+(\d+) kB", status, re.M)
+        return int(found.group(1)) * KIB if found else 0
+
+
+def read_swap_used_bytes(root: Path | str = "/") -> int:
+    """Swap in use by the whole machine.
+
+    Raises:
+        OSError: there is no /proc/meminfo.
+    """
+    text = (Path(root) / "proc" / "meminfo").read_text()
+    sizes = {name: int(size) for name, size in re.findall(r"^(Swap\w+):\s+(\d+) kB", text, re.M)}
+    return (sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0)) * KIB

@@ -1,0 +1,217 @@
+"""RunWarnings: what goes wrong around a run, said once each with advice.
+
+Looks at the metrics line of each step: throttling, a PCIe link below its maximum, swap, space, drive stalls, a drive
+slower than measured, a hot drive, mains power lost. A state must last some steps before it is said, so that one odd
+reading says nothing. How long a step waits for the drive is not judged by the run's first step: it compiles, and no
+update of a step before it is on its way. Cost: some comparisons a step; the battery is asked every 30 s (about 50 us).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from outcore.common.quantities import GB, MIB, format_gib
+from outcore.monitor.sensors.sensor import describe
+from outcore.monitor.watches.space import Verdict
+
+WINDOW_STEPS = 10
+STALL_NVME_FRACTION = 0.25
+SLOW_DRIVE_FRACTION = 0.6
+HOT_DRIVE_C = 75.0  # most NVMe drives begin to slow down between 75 and 85 degrees
+OWN_SWAP_BYTES = 64 * MIB
+SWAP_GROWTH_BYTES = 512 * MIB
+BATTERY_INTERVAL_S = 30.0
+_THERMAL = {"thermal (software)", "thermal (hardware)", "hardware slowdown"}
+
+
+class RunWarnings:
+    """Collects the states of a run and hands out each warning once.
+
+    Args:
+        describe_machine: returns `Sampler.describe()` (its GPU part comes with the first sample).
+        drive_gb_per_s: what the drive did when it was measured (reads and writes together), None if never measured.
+        battery: psutil.sensors_battery, or a fake; None: psutil's.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        describe_machine: Callable[[], dict[str, Any]] = dict,
+        *,
+        drive_gb_per_s: float | None = None,
+        battery: Callable[[], Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._describe_machine = describe_machine
+        self._drive_gb_per_s = drive_gb_per_s
+        self._battery = battery
+        self._clock = clock
+        self._ask_battery_at_s = float("-inf")
+        self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS)
+        self._settled: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS)
+        """As `_recent`, but never the first step that this process made."""
+        self._first_swap_bytes: int | None = None
+        self._said: set[str] = set()
+
+    def check(self, record: dict[str, Any], verdicts: Iterable[Verdict] = ()) -> list[str]:
+        """The warnings that this step adds; each comes once in a run.
+
+        Args:
+            record: the step's metrics line.
+            verdicts: of SpaceWatch and MemoryWatch; those not "ok" are warned about.
+        """
+        if self._recent:
+            self._settled.append(record)
+        self._recent.append(record)
+        found: dict[str, str | None] = {
+            "thermal": self._thermal(),
+            "power": self._power(),
+            "brake": self._brake(),
+            "link": self._link(),
+            "swap": self._swap(record),
+            "stall": self._stall(),
+            "slow drive": self._slow_drive(),
+            "hot drive": self._hot_drive(),
+            "battery": self._mains(),
+        }
+        for verdict in verdicts:
+            if verdict.level != "ok":
+                found[f"{verdict.level} {verdict.path}"] = verdict.words
+        new = {key: words for key, words in found.items() if words and key not in self._said}
+        self._said |= set(new)
+        return [words for words in new.values() if words]
+
+    def _share(self, holds: Callable[[dict[str, Any]], bool]) -> float:
+        """The share of the last WINDOW_STEPS steps for which `holds`; 0 until half of them are there."""
+        if len(self._recent) < WINDOW_STEPS // 2:
+            return 0.0
+        return sum(map(holds, self._recent)) / len(self._recent)
+
+    def _thermal(self) -> str | None:
+        if self._share(lambda record: bool(_THERMAL & set(record.get("throttle") or ()))) < 0.3:
+            return None
+        temps = [record["gpu_temp_c"] for record in self._recent if record.get("gpu_temp_c") is not None]
+        at = f" at {max(temps):.0f} °C" if temps else ""
+        return (
+            f"The GPU slows itself down because it is hot{at}: raise the laptop's rear edge, clean the fans, choose "
+            "the maker's performance fan profile, or lower the power limit (nvidia-smi -pl)."
+        )
+
+    def _power(self) -> str | None:
+        if self._share(lambda record: "power cap" in (record.get("throttle") or ())) < 0.8:
+            return None
+        limit_w = self._describe_machine().get("gpu_power_limit_w")
+        at = f" ({limit_w:.0f} W)" if limit_w else ""
+        return (
+            f"The GPU runs at its power limit{at}: normal under full load; if the limit is below the maker's figure, "
+            "plug in the maker's own charger and choose the performance power mode."
+        )
+
+    def _brake(self) -> str | None:
+        if self._share(lambda record: "power brake" in (record.get("throttle") or ())) < 0.3:
+            return None
+        return "The power supply tells the GPU to slow down (power brake): use a stronger charger or supply."
+
+    def _link(self) -> str | None:
+        facts = self._describe_machine()
+        gen_max, width_max = facts.get("pcie_gen_max"), facts.get("pcie_width_max")
+
+        def is_low(record: dict[str, Any]) -> bool:
+            # An idle GPU lowers its link to save power; only a busy one tells.
+            busy = (record.get("gpu_util_pct") or 0) >= 30 or (record.get("pcie_rx_gb_per_s") or 0) >= 1
+            return busy and (
+                _is_below(record.get("pcie_gen"), gen_max) or _is_below(record.get("pcie_width"), width_max)
+            )
+
+        if self._share(is_low) < 0.6:
+            return None
+        low = next(record for record in reversed(self._recent) if is_low(record))
+        return (
+            f"The PCIe link works as gen {low.get('pcie_gen')} x{low.get('pcie_width')}, though gen {gen_max} "
+            f"x{width_max} is possible here: offloading slows down by as much. Switch off PCIe power saving (Windows "
+            "power plan, or pcie_aspm.policy=performance), update the BIOS; in a desktop, seat the card in its "
+            "full slot."
+        )
+
+    def _swap(self, record: dict[str, Any]) -> str | None:
+        swap_bytes, own_bytes = record.get("swap_used_bytes"), record.get("own_swap_bytes") or 0
+        if self._first_swap_bytes is None:
+            self._first_swap_bytes = swap_bytes
+        grown_bytes = 0 if swap_bytes is None else swap_bytes - (self._first_swap_bytes or 0)
+        if own_bytes < OWN_SWAP_BYTES and grown_bytes < SWAP_GROWTH_BYTES:
+            return None
+        amounts = f"{format_gib(max(own_bytes, swap_bytes or 0))}, {format_gib(own_bytes)} of it this run's"
+        return (
+            f"Swap is in use ({amounts}): steps get much slower. Close other programs, or keep less in RAM "
+            "(--zero_stage infinity with --nvme_offload_path)."
+        )
+
+    def _stall(self) -> str | None:
+        share = self._phase_share("stall_nvme")
+        if share is None or share <= STALL_NVME_FRACTION:
+            return None
+        return (
+            f"The GPU waits for the drive {share * 100:.0f} % of each step: use a larger batch (more gradient "
+            "accumulation moves the same bytes for more tokens), keep more in RAM, or use compact optimizer states."
+        )
+
+    def _slow_drive(self) -> str | None:
+        if self._drive_gb_per_s is None or (self._phase_share("stall_nvme") or 0) < 0.5:
+            return None
+        moved = sum(
+            (record.get("nvme_read_bytes") or 0) + (record.get("nvme_write_bytes") or 0) for record in self._settled
+        )
+        seconds = sum(record.get("step_s") or 0 for record in self._settled)
+        rate = moved / seconds / GB if seconds else 0.0
+        if rate >= SLOW_DRIVE_FRACTION * self._drive_gb_per_s:
+            return None
+        return (
+            f"The drive moves {rate:.1f} GB/s while the GPU waits for it; it did {self._drive_gb_per_s:.1f} GB/s when "
+            "measured. It may be hot, nearly full, busy with another program, or out of write cache: see "
+            "`outcore watch`."
+        )
+
+    def _hot_drive(self) -> str | None:
+        if self._share(lambda record: (record.get("nvme_temp_c") or 0) >= HOT_DRIVE_C) < 0.5:
+            return None
+        hottest = max(record.get("nvme_temp_c") or 0 for record in self._recent)
+        return f"The drive is at {hottest:.0f} °C and will slow down soon: give it a heat sink or more air."
+
+    def _phase_share(self, phase: str) -> float | None:
+        """Share of the settled steps' time that `phase` took; None until half the window is there."""
+        known = [
+            (record["phase_s"][phase], record["step_s"])
+            for record in self._settled
+            if record.get("step_s") and (record.get("phase_s") or {}).get(phase) is not None
+        ]
+        if len(known) < WINDOW_STEPS // 2:
+            return None
+        return sum(spent_s for spent_s, _ in known) / sum(step_s for _, step_s in known)
+
+    def _mains(self) -> str | None:
+        now_s = self._clock()
+        if "battery" in self._said or now_s < self._ask_battery_at_s:
+            return None
+        self._ask_battery_at_s = now_s + BATTERY_INTERVAL_S
+        try:
+            if self._battery is None:
+                import psutil
+
+                # psutil has no such function on systems without any battery interface.
+                self._battery = getattr(psutil, "sensors_battery", lambda: None)
+            state = self._battery()
+        except Exception as error:  # odd firmware makes psutil raise; then this is simply not known
+            return f"Whether mains power is there cannot be read ({describe(error)}); it is not watched."
+        if state is None or state.power_plugged is not False:
+            return None
+        return (
+            f"The machine runs on its battery ({state.percent:.0f} % left): the GPU gets a fraction of its power, and "
+            "the run ends when the battery does. Plug in the charger."
+        )
+
+
+def _is_below(value: int | None, maximum: int | None) -> bool:
+    return value is not None and maximum is not None and value < maximum

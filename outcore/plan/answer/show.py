@@ -1,0 +1,183 @@
+"""The answer as people read it: rich tables for the terminal, plain values for `--json`."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import outcore
+from outcore.common.quantities import GB, GIB, format_count, format_gb, format_gib, format_s
+from outcore.plan.answer.advice import Advice, shortage_words
+from outcore.plan.choose import Answer
+from outcore.plan.hardware import Hardware
+from outcore.plan.nvme_space import CHECKPOINTS
+from outcore.plan.record import TIER_WORDS, TIERS, Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+STREAM_NOTE = "stream: forecast compared with the engine on one server only (docs/planning.md), with no laptop"
+STREAM_MISSING = f"{STREAM_NOTE}; this version of outcore does not have that engine yet"
+LAUNCH_NOTE = "steps this short are bound by kernel launches, which are not modelled: a lower bound"
+SHORT_STEP_S = 0.2
+
+
+def stream_is_shipped() -> bool:
+    """Whether this outcore has the streaming engine (looked for, not imported)."""
+    return (Path(outcore.__file__).parent / "engine" / "stream" / "engine.py").is_file()
+
+
+def plan_notes(plan: Plan) -> list[str]:
+    """What must be said beside a plan."""
+    notes = list(plan.notes)
+    if plan.engine == "stream":
+        notes.insert(0, STREAM_NOTE if stream_is_shipped() else STREAM_MISSING)
+    if plan.time.step_s < SHORT_STEP_S:
+        notes.append(LAUNCH_NOTE)
+    if not plan.compute_known:
+        notes.append("the GPU's compute rate is not known: the step time is a lower bound")
+    return notes
+
+
+def to_json(answer: Answer, advice: Advice, hardware: Hardware) -> dict[str, Any]:
+    """The whole answer as plain JSON values."""
+    change = answer.smallest_change
+    return {
+        "model": answer.plan.model,
+        "params": answer.plan.params,
+        "trainable_params": answer.plan.trainable_params,
+        "machine": hardware.name,
+        "fits": answer.plan.fits,
+        "reason": answer.reason,
+        "constraint": advice.constraint,
+        "change": advice.change,
+        "change_gain": advice.gain,
+        "smallest_change": {"words": change.words, "plan": change.plan.to_dict()} if change else None,
+        "plan": answer.plan.to_dict(),
+        "flags": answer.plan.flags,
+        "stages": {name: plan.to_dict() for name, plan in answer.stages.items()},
+        "stream": answer.stream.to_dict() if answer.stream else None,
+        "stream_is_shipped": stream_is_shipped(),
+        "rates": hardware.sources,
+        "notes": [*plan_notes(answer.plan), *hardware.notes],
+    }
+
+
+def show(
+    answer: Answer, advice: Advice, hardware: Hardware, *, run_it: str | None = None, file: IO[str] | None = None
+) -> None:
+    """Print the answer. `run_it`: the command that makes the plan a run; None: train_model.py with the plan's flags."""
+    from rich.console import Console
+
+    console = Console(file=file, highlight=False)
+    plan = answer.plan
+    on = f" on {', '.join(plan.lora_targets)}" if plan.lora_targets else ""
+    adapters = f", {format_count(plan.trainable_params)} trainable (LoRA r {plan.lora_r}{on})" if plan.lora_r else ""
+    console.print(f"[bold]{plan.model}[/bold]: {format_count(plan.params)} parameters{adapters}")
+    console.print(hardware.words())
+    verdict = "[bold green]fits[/]" if plan.fits else "[bold red]does not fit[/]"
+    console.print(f"\n{verdict}: {plan.title}. {answer.reason}")
+    if not plan.fits:
+        console.print(f"Too small: {shortage_words(plan)}")
+        change = answer.smallest_change
+        if change:
+            console.print(f"Smallest change that fits: [bold]{change.words}[/] -> {_outcome(change.plan)}")
+        else:
+            console.print("No single change that was tried makes it fit this machine.")
+    else:
+        console.print(advice.words())
+    console.print()
+    console.print(_tiers(plan))
+    console.print(_step(plan))
+    _wear(console, plan)
+    console.print()
+    console.print(_stages(answer))
+    console.print(f"Run it: {run_it or f'python train_model.py {plan.flags}'}" if plan.fits else "")
+    for note in (*plan_notes(plan), *hardware.notes):
+        console.print(f"- {note}")
+    console.print("All bytes and times are forecasts; the constants and their sources: outcore/plan/constants.py")
+
+
+def _outcome(plan: Plan) -> str:
+    return f"{plan.title}, {format_s(plan.time.step_s)} a step, {plan.tokens_per_s:.0f} tokens/s"
+
+
+def _tiers(plan: Plan) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(title="Where every byte lives", title_justify="left")
+    for column in ("tier", "part", "bytes", "of"):
+        table.add_column(column, justify="right" if column in ("bytes", "of") else "left")
+    for tier in TIERS:
+        amount = format_gb if tier == "nvme" else format_gib
+        parts = sorted((p for p in plan.parts if p.tier == tier), key=lambda p: -p.size_bytes)
+        if not parts:
+            continue
+        for index, part in enumerate(parts):
+            table.add_row(TIER_WORDS[tier] if index == 0 else "", part.name, amount(part.size_bytes), "")
+        use = plan.tier(tier)
+        label = {"ram": "total with pinned", "nvme": "total, states x 1.5"}.get(tier, "total")
+        style = "red" if use.short_bytes else "bold"
+        table.add_row("", label, amount(use.used_bytes), amount(use.capacity_bytes), style=style, end_section=True)
+    return table
+
+
+def _step(plan: Plan) -> RenderableType:
+    from rich.table import Table
+
+    title = (
+        f"A step: {plan.tokens_per_step:,} tokens ({plan.micro_batch} x {plan.accumulation} rows of "
+        f"{plan.seq_length}), {format_s(plan.time.step_s)}, {plan.tokens_per_s:.0f} tokens/s"
+    )
+    table = Table(title=title, title_justify="left")
+    names = {
+        "compute_s": "compute", "h2d_s": "to GPU", "d2h_s": "from GPU", "drive_read_s": "drive read",
+        "drive_write_s": "drive write", "cpu_optimizer_s": "CPU update", "host_overhead_s": "host",
+    }  # fmt: skip
+    for name in names.values():
+        table.add_column(name, justify="right")
+    table.add_column("left by overlap", justify="right", style="bold")
+    table.add_row(*(format_s(plan.time.terms_s[name]) for name in names), format_s(plan.time.exposed_s))
+    return table
+
+
+def _wear(console: Console, plan: Plan) -> None:
+    saved = f"Checkpoint: {format_gb(plan.checkpoint_bytes)}, about {format_s(plan.checkpoint_s)} to write."
+    if not plan.uses_drive:
+        console.print(f"{saved} Nothing else is written to the drive.")
+        return
+    text = (
+        f"{saved} Drive: {format_gb(plan.drive_read_bytes_per_step)} read and "
+        f"{format_gb(plan.drive_written_bytes_per_step)} written per step"
+    )
+    if plan.drive_written_bytes_per_step:
+        text += f", {format_gb(plan.written_bytes_per_day)} written per day"
+    if plan.drive_life_steps is not None and plan.drive_life_days is not None:
+        text += f"; its rating lasts {plan.drive_life_steps:,.0f} steps ({plan.drive_life_days:,.0f} days)"
+    console.print(f"{text}.")
+
+
+def _stages(answer: Answer) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(title="Every ZeRO stage side by side (VRAM and RAM in GiB, NVMe in GB)", title_justify="left")
+    for column in ("stage", "where", "VRAM", "RAM", "NVMe", "s/step", "speed", "short"):
+        left = column in ("stage", "where", "short")
+        table.add_column(column, justify="left" if left else "right", min_width=16 if column == "where" else None)
+    rows = [*answer.stages.items(), *([("stream", answer.stream)] if answer.stream else [])]
+    fastest = max((plan.tokens_per_s for _, plan in rows if plan.fits), default=0.0)
+    for name, plan in rows:
+        states = plan.used_bytes("nvme") - plan.part_bytes("nvme", CHECKPOINTS)
+        table.add_row(
+            name,
+            plan.offload,
+            f"{plan.used_bytes('vram') / GIB:.1f}",
+            f"{plan.tier('ram').used_bytes / GIB:.1f}",
+            f"{states / GB:,.0f}" if states else "-",
+            f"{plan.time.step_s:.3g}",
+            f"{plan.tokens_per_s / fastest:.2f}" if plan.fits and math.isfinite(fastest) else "-",
+            ", ".join(TIER_WORDS[use.tier] for use in plan.short_tiers),
+            style="" if plan.fits else "dim",
+        )
+    return table

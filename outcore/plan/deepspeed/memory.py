@@ -1,0 +1,225 @@
+"""Bytes of DeepSpeed 0.19.8 by part: of the GPU at every stage, of RAM and the drive with its own offload.
+
+At the peak of a pass there are activations, the loss of one chunk, or the norm of a large gradient, and gradients as
+autograd returns them; in the step these are gone, and the fp32 copy of the gradients takes their room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from outcore.engine.deepspeed.config.settings import Device
+from outcore.plan import constants as k
+from outcore.plan.deepspeed.staged import Staged
+from outcore.plan.hardware import Hardware
+from outcore.plan.record import BORDERS, COMMUNICATOR, MASKS, OVERHEAD, SPARE, Part
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import ModelShape
+from outcore.plan.work import (
+    border_bytes,
+    checkpoint_bytes,
+    layer_activation_bytes,
+    layer_backward_bytes,
+    logits_bytes,
+    mask_bytes,
+)
+from outcore.sizing.staged import NORM_NUMEL
+
+STAGE_NUMBER = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
+
+
+@dataclass(frozen=True)
+class DeepSpeedLayout:
+    """One choice of what the planner may vary."""
+
+    stage: str
+    optimizer: Device
+    """'none' (GPU) | 'cpu' | 'nvme'."""
+    params: Device
+    micro_batch: int
+    accumulation: int
+    staged: Staged | None = None
+    """How outcore moves what is offloaded in DeepSpeed's place; None: stock DeepSpeed, or nothing is offloaded."""
+    packed_attention: str = "auto"
+    """'auto' | 'masks': as the streaming engine's setting."""
+
+    def has_masks(self, request: RunRequest) -> bool:
+        """Whether packed rows have masks of T x T: asked for, or in fp32, which the flash kernel does not take."""
+        return self.packed_attention == "masks" or request.element_bytes == 4
+
+    @property
+    def homes(self) -> tuple[Device, Device]:
+        return self.optimizer, self.params
+
+
+@dataclass(frozen=True)
+class _Peak:
+    """A moment of a pass, and the bytes of what is alive then but not always."""
+
+    name: str
+    work: int
+    gradients: int
+    """As autograd returns them."""
+    gathered: int
+    """Parameters."""
+    checkpoints: int = 0
+    borders: int = 0
+    """Attention over packed rows."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.work + self.gradients + self.gathered + self.checkpoints + self.borders
+
+
+def vram_parts(
+    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: DeepSpeedLayout
+) -> list[Part]:
+    """Of one GPU."""
+    gpus = hardware.num_gpus
+    e, stage = request.element_bytes, STAGE_NUMBER[layout.stage]
+    base, trained, tokens = shape.total_params, shape.trainable_params, seq_length * layout.micro_batch
+    bucket = e * k.DEEPSPEED_BUCKET_NUMEL if stage else 0  # of reductions; what is prefetched counts as gathered
+    params = e * base // (gpus if stage == 3 else 1)
+    gradients = e * trained // (gpus if stage >= 2 else 1)
+    share = gpus if stage >= 1 else 1
+    master, moments, fp32_gradients = 4 * trained // share, 8 * trained // share, 4 * trained // share
+    if stage == 3:
+        fp32_gradients = min(fp32_gradients, 4 * 2 * k.DEEPSPEED_BUCKET_NUMEL)  # one sub-group of 100 M elements
+    if layout.optimizer != "none":
+        master = moments = fp32_gradients = gradients = 0
+    if layout.params != "none":
+        params = 0
+    peaks = _peaks(shape, request, seq_length, layout, gpus)
+    peak = max(peaks, key=lambda peak: peak.size_bytes)
+    masks = mask_bytes(shape, request, seq_length, tokens) if layout.has_masks(request) else 0
+    # None of these is there in the step.
+    in_step = max(0, fp32_gradients - peak.work - peak.gradients - peak.checkpoints)
+    parts = [
+        Part("vram", "parameters", params),
+        Part("vram", "gradients", gradients),
+        Part("vram", "master", master),
+        Part("vram", "moments", moments),
+        Part("vram", "gradients before they are summed", peak.gradients),
+        Part("vram", "fp32 gradients in the step beyond activations", in_step),
+        Part("vram", "gathered parameters", peak.gathered),
+        Part("vram", "buckets", bucket),
+        Part("vram", "activation checkpoints", peak.checkpoints),
+        Part("vram", peak.name, peak.work),
+        Part("vram", MASKS, masks),
+        Part("vram", BORDERS, peak.borders),
+        Part("vram", OVERHEAD, hardware.gpu_context_bytes),
+        Part("vram", COMMUNICATOR, k.NCCL_BYTES),
+        Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
+    ]
+    # What gathered parameters leave behind is kept while there is room: the allocator gives it back before it fails.
+    room = hardware.vram_bytes - sum(part.size_bytes for part in parts)
+    left_behind = int(k.ZERO3_SPARE_SHARE * max(peak.gathered for peak in peaks))
+    return [*parts, Part("vram", SPARE, max(k.GPU_SPARE_BYTES, min(left_behind, room)))]
+
+
+def _peaks(shape: ModelShape, request: RunRequest, seq_length: int, layout: DeepSpeedLayout, gpus: int) -> list[_Peak]:
+    """Of a pass, one of which is the worst."""
+    e, tokens, stage = request.element_bytes, seq_length * layout.micro_batch, STAGE_NUMBER[layout.stage]
+    gathers = stage == 3 and (gpus > 1 or layout.params != "none")
+
+    def gathered(beyond: int) -> int:
+        """Fetching ahead stops at the limit on live parameters, whether they come from RAM or NVMe; what is fetched
+        last may lie beyond it."""
+        return e * min(shape.total_params, k.DEEPSPEED_LIVE_NUMEL + beyond) if gathers else 0
+
+    checkpoints = checkpoint_bytes(shape, request, tokens)
+    activations = layer_backward_bytes(shape, request, seq_length, tokens)
+    if not request.activation_checkpointing:
+        activations, checkpoints = shape.num_layers * layer_activation_bytes(shape, request, seq_length, tokens), 0
+    # A layer's gradients come one weight's at a time, and hooks take each; the head's is one for all chunks of the
+    # loss, and where it is tied it waits for the embedding's.
+    in_layer = max(shape.layer_params) if shape.is_moe else shape.largest_layer_weight_numel
+    largest = max(shape.largest_weight_numel, in_layer)
+    numel, of_head = shape.head_weight_numel, e * shape.head_weight_numel
+    waiting = of_head if shape.tied else 0
+    borders = border_bytes(shape, tokens) if shape.fused_attention and not layout.has_masks(request) else 0
+    in_a_layer = ("activations of the largest unit", activations, e * in_layer + waiting)
+    # Fetching ahead reaches an untied embedding when the layers that are left lie within the limit.
+    few = min(shape.num_layers, 1 + k.DEEPSPEED_LIVE_NUMEL // max(shape.layer_params)) / (shape.num_layers + 1)
+    peaks = [
+        # What lies beyond the limit here, and attention, stand for the final norm's tensors, which are not counted.
+        _Peak("logits of one chunk", logits_bytes(shape, tokens), of_head, gathered(largest), checkpoints, borders),
+        _Peak(*in_a_layer, gathered(in_layer), checkpoints),
+        _Peak(*in_a_layer, gathered(0 if shape.tied else largest), int(few * checkpoints)),
+        _Peak("activations of the largest unit", 0, 2 * waiting, e * numel if gathers else 0),
+    ]
+    if shape.lora_r:
+        return [dataclasses.replace(peak, gradients=0) for peak in peaks]
+    if stage == 3 and layout.optimizer != "none":  # the norm is taken of a copy on its way to where the states live
+        share = -(-numel // gpus)
+        at_a_time = NORM_NUMEL if layout.staged is not None else k.DEEPSPEED_NORM_NUMEL
+        norm = e * share + 8 * min(share, at_a_time)
+        # Tied, when the embedding's gradient is in: only itself is gathered then. Untied, before the layers' backward.
+        left = (e * numel if gathers else 0, 0) if shape.tied else (gathered(in_layer), checkpoints)
+        peaks.append(_Peak("norm of the largest gradient", norm, of_head, *left))
+    return peaks
+
+
+def host_parts(
+    shape: ModelShape, request: RunRequest, gpus: int, layout: DeepSpeedLayout
+) -> tuple[list[Part], list[Part], list[str]]:
+    """RAM, locked swap buffers, and what there is to say of them."""
+    e, trained = request.element_bytes, shape.trainable_params
+    frozen = shape.total_params - trained
+    ram = [Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES)]
+    if layout.optimizer == "none" and layout.params == "none":
+        return [*ram, Part("ram", "framework overhead", k.DEEPSPEED_OVERHEAD_BYTES * gpus)], [], []
+    if layout.optimizer != "nvme":
+        # The measured line holds for parameters in RAM as well; with them on the GPU 2 B less.
+        extra = int((k.DEEPSPEED_RAM_BYTES_PER_PARAM - 16) * trained)
+        in_ram = layout.params == "cpu"
+        return (
+            [
+                *ram,
+                Part("ram", "parameters", e * (trained + frozen) if in_ram else 0),
+                Part("ram", "gradients", e * trained),
+                Part("ram", "master", 4 * trained),
+                Part("ram", "moments", 8 * trained),
+                Part("ram", "DeepSpeed's further copies", extra),
+                Part("ram", "framework overhead", k.DEEPSPEED_RAM_OVERHEAD_BYTES * gpus),
+            ],
+            [],
+            [],
+        )
+    buffer_bytes = 4 * -(-shape.largest_weight_numel // gpus)
+    count = next(
+        (n for n in k.DEEPSPEED_OPTIMIZER_BUFFERS if n * buffer_bytes * gpus <= k.DEEPSPEED_SWAP_BUDGET_BYTES),
+        k.DEEPSPEED_OPTIMIZER_BUFFERS[-1],
+    )
+    pinned = [Part("pinned", "optimizer swap buffers", count * buffer_bytes * gpus)]
+    if layout.params == "nvme":
+        size = e * shape.largest_weight_numel
+        pinned.append(Part("pinned", "parameter swap buffers", (k.DEEPSPEED_PARAM_BUFFERS + gpus) * size))
+    notes = [] if count > 4 else ["the swap buffers are so large that DeepSpeed's optimizer I/O is not pipelined"]
+    measured = int(k.DEEPSPEED_NVME_RAM_BYTES_PER_PARAM * trained)
+    params_bytes = e * (trained + frozen) if layout.params == "cpu" else 0
+    ram += [
+        Part("ram", "parameters", params_bytes),
+        Part("ram", "gradients", e * trained),
+        Part("ram", "DeepSpeed's further copies", max(0, measured - 2 * e * trained)),
+        Part("ram", "framework overhead", k.DEEPSPEED_OVERHEAD_BYTES * gpus),
+    ]
+    if layout.params == "nvme":
+        # Measured alike with parameters in RAM and on NVMe: what is saved is taken by buffers and copies.
+        ram.append(Part("ram", "parameters kept or copied in RAM", e * trained))
+    return ram, pinned, notes
+
+
+def drive_parts(shape: ModelShape, request: RunRequest, layout: DeepSpeedLayout) -> list[Part]:
+    """What lives on the drive during the run."""
+    trained, parts = shape.trainable_params, []
+    if layout.optimizer == "nvme":
+        parts += [
+            Part("nvme", "master", 4 * trained),
+            Part("nvme", "moments", 8 * trained),
+            Part("nvme", "gradients", 4 * trained),
+        ]
+    if layout.params == "nvme":
+        parts.append(Part("nvme", "parameters", request.element_bytes * shape.total_params))
+    return parts

@@ -1,0 +1,196 @@
+"""Forecast of DeepSpeed's ZeRO-3 with outcore's staged offload, which is what a run with offloaded states really does.
+
+Who keeps how much where is decided by the engine's own rule (`outcore.sizing.staged`), asked for one
+rank. Every state is read once and written once an update, but for those that the ring keeps from one update to the
+next: they cost nothing, and their parameters are written only. Parameters on the drive are read in forward and backward
+of each micro-batch but the first, which finds the trainable ones in the memory of gradients; the update writes them,
+and reads them where the format is split. Gradients on the drive are written in the backward of each micro-batch, read
+in all but the first, and read by the update; there is no memory of gradients then. Rates are the streaming engine's,
+whose ring and optimizer these are. One run on a drive was compared (docs/planning.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outcore.common.quantities import round_up
+from outcore.engine.deepspeed.config.settings import Device
+from outcore.plan import constants as k
+from outcore.plan.deepspeed.shares import RingTerms, on_drive, param_homes, ring_of, trained_shares
+from outcore.plan.hardware import Hardware
+from outcore.plan.record import Part
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import ModelShape
+from outcore.sizing.staged import StagedFacts, staged_sizes
+
+NOTE = "staged offload: sizes by the engine's own rule, seconds by the streaming engine's rates; one run compared"
+
+
+@dataclass(frozen=True)
+class Staged:
+    """How states are moved in DeepSpeed's place, as the run was or will be told."""
+
+    states: str
+    """Format of the states."""
+    ram_budget_bytes: int | None = None
+    """Of all ranks of the host. None: what is sent to the drive lives there whole."""
+    staging_bytes: int = k.DEFAULT_STAGING_BYTES
+    max_in_ram_bytes: int = k.MAX_IN_CPU_BYTES
+    gradients_on_nvme: bool = False
+
+
+@dataclass(frozen=True)
+class StagedHomes:
+    """Bytes of all ranks of the host."""
+
+    params_in_ram: int
+    params_on_drive: int
+    trained_on_drive: int
+    """Of these."""
+    param_room: int
+    """RAM that is set aside for parameters, wherever they live."""
+    param_store: int
+    """Room on the drive that is set aside for parameters, wherever they live."""
+    states_in_ram: int
+    states_on_drive: int
+    gradients: int
+    gradients_on_drive: int
+    staging: int
+    gradient_staging: int
+    ring: int
+    states_moved: int
+    """Of the states on the drive, what an update reads and writes: the rest stays in the ring until the next."""
+    params_completing: int
+    """Of the parameters on the drive, what it reads where the format is split."""
+    overhead: int
+
+
+@dataclass(frozen=True)
+class StagedUpdate:
+    """One optimizer phase."""
+
+    read_bytes: float
+    written_bytes: float
+    drive_s: float
+    cpu_s: float
+
+
+def staged_homes(
+    shape: ModelShape, request: RunRequest, hardware: Hardware, optimizer: Device, params: Device, staged: Staged
+) -> StagedHomes:
+    """What lives where, by the engine's rule."""
+    gpus = hardware.num_gpus
+    e, state_bytes = request.element_bytes, sum(k.STATE_FORMATS[staged.states])
+    trained, whole = -(-shape.trainable_params // gpus), -(-shape.total_params // gpus)
+    largest = -(-shape.largest_weight_numel // gpus)
+    chunk = min(k.CHUNK_NUMEL, largest)
+    slot = int(chunk * state_bytes) + round_up(chunk * e, 4096) * ((params == "nvme") + staged.gradients_on_nvme)
+    budget = staged.ram_budget_bytes
+    sizes = staged_sizes(
+        StagedFacts(
+            trainable_bytes=e * trained,
+            gradient_bytes=e * trained,
+            whole_bytes=e * whole,
+            largest_bytes=round_up(e * largest, 4096),
+            live_bytes=e * (k.DEEPSPEED_LIVE_NUMEL + k.DEEPSPEED_BUCKET_NUMEL) // gpus,
+            state_bytes=int(state_bytes * trained),
+            slot_bytes=slot,
+            optimizer=optimizer,
+            params=params,
+            allowed_bytes=staged.staging_bytes // gpus,
+            ram_budget_bytes=None if budget is None else budget // gpus,
+            max_in_ram_bytes=staged.max_in_ram_bytes,
+            tied_bytes=sum(round_up(e * -(-numel // gpus), 4096) for numel in shape.tied_numels),
+            gradients_on_nvme=staged.gradients_on_nvme,
+            ram_bytes=hardware.ram_bytes // gpus,
+        )
+    )
+    states = int(state_bytes * trained)
+    states_in_ram = states if sizes.state_ram_bytes is None else min(states, sizes.state_ram_bytes)
+    room, lives = sizes.param_bytes, None
+    if sizes.param_ram_bytes is not None and sizes.param_ram_bytes < sizes.param_bytes:
+        room = sizes.param_ram_bytes
+        lives = param_homes(shape, gpus, e, sizes.param_ram_bytes)
+    trained_on_drive, frozen_on_drive = (e * lives.trained, e * lives.frozen) if lives is not None else (0, 0)
+    in_ram = max(0, sizes.param_bytes - trained_on_drive - frozen_on_drive)
+    gradients_on_drive = e * on_drive(trained_shares(shape, gpus), e) if staged.gradients_on_nvme else 0
+    terms = RingTerms(state_bytes, e, staged.gradients_on_nvme, sizes.ring_bytes, 1 - states_in_ram / states)
+    ring = ring_of(shape, gpus, lives, terms)
+    return StagedHomes(
+        params_in_ram=gpus * in_ram,
+        params_on_drive=gpus * (trained_on_drive + frozen_on_drive),
+        trained_on_drive=gpus * trained_on_drive,
+        param_room=gpus * max(room, in_ram),
+        param_store=gpus * sizes.store_bytes,
+        states_in_ram=gpus * states_in_ram,
+        states_on_drive=gpus * (states - states_in_ram),
+        gradients=gpus * (e * trained - gradients_on_drive),
+        gradients_on_drive=gpus * gradients_on_drive,
+        staging=gpus * sizes.staging_bytes,
+        gradient_staging=gpus * sizes.grad_staging_bytes,
+        ring=gpus * ring.n_bytes,
+        states_moved=gpus * ring.moved_bytes,
+        params_completing=gpus * e * ring.params_read,
+        overhead=gpus * k.DEEPSPEED_STAGED_OVERHEAD_BYTES,
+    )
+
+
+def staged_host_parts(homes: StagedHomes, staged: Staged, hardware: Hardware) -> tuple[list[Part], list[Part]]:
+    """RAM, and what of it is pinned: staging memory, then homes of gradients and parameters as far as it reaches."""
+    master, moments = k.STATE_FORMATS[staged.states]
+    ram = [
+        Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
+        Part("ram", "master", int(homes.states_in_ram * master / (master + moments))),
+        Part("ram", "moments", int(homes.states_in_ram * moments / (master + moments))),
+        Part("ram", "ring of states on their way", homes.ring),
+        Part("ram", "framework overhead", homes.overhead),
+    ]
+    pinned, left = [], hardware.pinned_bytes
+    for name, size in (
+        ("parameters on their way", homes.staging),
+        ("gradients on their way", homes.gradient_staging),
+        ("gradients", homes.gradients),
+        ("parameters", homes.param_room),
+    ):
+        taken = min(left, size)
+        left -= taken
+        pinned.append(Part("pinned", name, taken))
+        ram.append(Part("ram", name, size - taken))
+    return ram, pinned
+
+
+def staged_drive_parts(homes: StagedHomes, staged: Staged) -> list[Part]:
+    """What lives on the drive during the run."""
+    master, moments = k.STATE_FORMATS[staged.states]
+    return [
+        Part("nvme", "master", int(homes.states_on_drive * master / (master + moments))),
+        Part("nvme", "moments", int(homes.states_on_drive * moments / (master + moments))),
+        Part("nvme", "parameters", homes.params_on_drive),
+        Part("nvme", "room set aside for parameters", max(0, homes.param_store - homes.params_on_drive)),
+        Part("nvme", "gradients", homes.gradients_on_drive),
+    ]
+
+
+def staged_update(shape: ModelShape, homes: StagedHomes, staged: Staged, hardware: Hardware) -> StagedUpdate:
+    """The drive and the CPU work at the same time."""
+    written = homes.states_moved + homes.trained_on_drive
+    read = homes.states_moved + homes.gradients_on_drive
+    if staged.states in k.SPLIT_FORMATS:
+        read += homes.params_completing
+    return StagedUpdate(
+        read_bytes=read,
+        written_bytes=written,
+        drive_s=hardware.drive_s(read, written) / k.STREAM_DRIVE_SHARE,
+        cpu_s=hardware.update_s(staged.states, shape.trainable_params, read + written),
+    )
+
+
+def params_read(homes: StagedHomes, passes: int) -> int:
+    """Bytes of parameters that forward and backward of all micro-batches of a step read from the drive."""
+    lent = homes.trained_on_drive if not homes.gradients_on_drive else 0
+    return 2 * (passes * homes.params_on_drive - lent)
+
+
+def gradient_traffic(homes: StagedHomes, passes: int) -> tuple[int, int]:
+    """(read, written) bytes of gradients on the drive in the backward of all micro-batches of a step."""
+    return (passes - 1) * homes.gradients_on_drive, passes * homes.gradients_on_drive

@@ -1,0 +1,118 @@
+"""Forecast of the layer-streaming engine on one GPU: bytes per tier and seconds per step. Pure functions.
+
+Schedule (vertical): every unit runs all micro-batches before the next, so parameters cross the link once forward and
+once backward whatever the accumulation (units in tiles: oftener). Three layer buffers and one for embedding and head,
+an fp32 sum of a unit's gradients and two buffers for their way down, AdamW on the CPU. `stream_memory` counts bytes,
+`stream_time` seconds, `stream_tiles` asks the engine's rule what is tiled; here they become a `Plan`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from outcore.plan import constants as k
+from outcore.plan.cpu import without_gpu
+from outcore.plan.hardware import Hardware
+from outcore.plan.nvme_space import CHECKPOINTS, nvme_use
+from outcore.plan.record import SPARE, Part, Plan, TierUse
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import ModelShape
+from outcore.plan.stream.layout import Residency, Spill, StreamLayout
+from outcore.plan.stream.memory import drive_states, graph_bytes, pinned_and_rest, ram_parts, spilled, vram_parts
+from outcore.plan.stream.tiles import Tiling, tiling_of
+from outcore.plan.stream.time import step_time
+from outcore.plan.work import checkpoint_bytes
+
+__all__ = ["Residency", "StreamLayout", "plan_stream"]
+
+
+def plan_stream(
+    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout
+) -> Plan:
+    """The plan of one layout, whether it fits or not. Layers are recomputed whatever the request says."""
+    asked, request = request, replace(request, activation_checkpointing=True)
+    if shape.stays_eager:
+        layout = replace(layout, compiled=False, cuda_graphs=False)
+    checkpoints = checkpoint_bytes(shape, request, seq_length * layout.micro_batch * layout.accumulation)
+    tiling = tiling_of(shape, request, hardware, seq_length, layout)
+    ram, sizes = ram_parts(shape, request, layout, checkpoints, tiling)
+    spill, ram = spilled(ram, sizes, shape, request, hardware, layout, tiling)
+    ram, pinned, pageable = pinned_and_rest(ram, request, hardware)
+    vram = vram_parts(shape, request, hardware, seq_length, layout, tiling)
+    graphs = graph_bytes(shape, request, hardware, seq_length, layout, vram) if not tiling.layers else None
+    if graphs is not None:
+        tensors, spare = graphs
+        vram.append(Part("vram", "CUDA graphs of layers", tensors))
+        vram = [replace(p, size_bytes=p.size_bytes + spare) if p.name == SPARE else p for p in vram]
+    drive = drive_states(shape, sizes, spill, layout.stored_states(request.format))
+    if layout.checkpoints_home == "nvme":
+        drive.append(Part("nvme", "activation checkpoints", checkpoints))
+    saved_bytes = (request.element_bytes + k.CHECKPOINT_STATE_BYTES) * shape.trainable_params
+    if not request.checkpoints_elsewhere:
+        drive.append(Part("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
+    parts = [p for p in (*vram, *pinned, *ram, *drive) if p.size_bytes > 0]
+    time, read_bytes, written_bytes = step_time(
+        shape, request, hardware, seq_length, layout, sizes, spill, pageable, checkpoints, tiling,
+        graphs=graphs is not None,
+    )  # fmt: skip
+    ram_used = sum(p.size_bytes for p in parts if p.tier in ("ram", "pinned"))
+    plan = Plan(
+        model=shape.name,
+        params=shape.total_params,
+        trainable_params=shape.trainable_params,
+        machine=hardware.name,
+        engine="stream",
+        zero_stage="infinity" if spill != Spill() else "zero3",
+        offload=spill.words(),
+        state_format=request.format,
+        precision=request.precision,
+        seq_length=seq_length,
+        micro_batch=layout.micro_batch,
+        accumulation=layout.accumulation,
+        num_gpus=1,
+        lora_r=shape.lora_r,
+        lora_targets=shape.lora_targets,
+        homes={
+            "parameters": _home(spill.parameters),
+            "optimizer states": _home(spill.states),
+            "gradients": "RAM",
+            "activation checkpoints": {"vram": "VRAM", "ram": "RAM", "nvme": "NVMe"}[layout.checkpoints_home],
+        },
+        parts=tuple(parts),
+        tiers=(
+            TierUse("vram", sum(p.size_bytes for p in vram), hardware.vram_bytes),
+            TierUse("pinned", sum(p.size_bytes for p in pinned), hardware.pinned_bytes),
+            TierUse("ram", ram_used, hardware.ram_bytes),
+            nvme_use(drive, hardware),
+        ),
+        time=time,
+        drive_read_bytes_per_step=int(read_bytes),
+        drive_written_bytes_per_step=int(written_bytes),
+        drive_rated_write_bytes=hardware.rated_write_bytes,
+        checkpoint_bytes=saved_bytes,
+        checkpoint_s=hardware.drive_s(saved_bytes * spill.states, saved_bytes),
+        tiling=layout.tiling,
+        notes=_notes(shape, asked, tiling, pageable),
+        compute_known=hardware.compute_tflops is not None,
+    )
+    return without_gpu(plan, hardware) if hardware.is_cpu else plan
+
+
+def _home(share: float) -> str:
+    if share <= 0:
+        return "RAM"
+    return "NVMe" if share >= 1 else f"RAM {100 * (1 - share):.0f} % + NVMe {100 * share:.0f} %"
+
+
+def _notes(shape: ModelShape, request: RunRequest, tiling: Tiling, pageable: float) -> tuple[str, ...]:
+    notes = []
+    if tiling.any:
+        notes.append(tiling.words(shape))
+    if pageable > 0.01:
+        notes.append(
+            f"{100 * pageable:.0f} % of the homes in RAM are pageable and pass the lanes' slots: three times their "
+            "bytes in DRAM traffic"
+        )
+    if not request.activation_checkpointing:
+        notes.append("the streaming engine always recomputes layers in the backward pass")
+    return tuple(notes)

@@ -1,0 +1,231 @@
+"""Bytes of the streaming engine by part and tier, and what goes to the drive so that RAM holds the rest.
+
+What must be in RAM: gradients (all of them with clipping, because updates wait for the global norm; else at least three
+of the largest), the lanes' slots, the ring through which states on the drive flow. What may leave it: master and
+moments together, chunk by chunk, because every byte of both moves the same way; then parameters. A frozen base leaves
+first: it is read twice a step and never written.
+"""
+
+from __future__ import annotations
+
+from outcore.plan import constants as k
+from outcore.plan.hardware import Hardware
+from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Part
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import ModelShape
+from outcore.plan.stream.layout import Residency, Spill, StoredStates, StreamLayout
+from outcore.plan.stream.tiles import Tiling
+from outcore.plan.stream.work import step_work
+from outcore.plan.work import compiled_activation_bytes, layer_activation_bytes, step_flops, step_traffic
+
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+STATES = ("master", "moments")
+TILES = "tiles and their gradients"
+SLOTS, RING = "lanes' slots", "ring of states on their way"
+TILED_SUMS_FROM = 3
+"""Micro-batches from which a tiled layer's gradients have an fp32 home."""
+LEAST_GRADIENTS = 3
+"""Units' worth of gradients without clipping, where RAM is short."""
+
+
+def vram_parts(
+    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout,
+    tiling: Tiling,
+) -> list[Part]:  # fmt: skip
+    """Of the GPU. The peak is the worse of a layer's backward and the head's: activations or logits, and gradients as
+    autograd returns them, before they are added to the sum. Tiled units hold tiles instead of all that."""
+    e, holding = request.element_bytes, tiling.holding
+    adapters = -(-shape.adapter_params // shape.num_layers)  # a layer's
+    whole = [params for i, params in enumerate(shape.layer_params) if i not in tiling.layers]
+    layer, ends = max(whole) + adapters if whole else 0, 0 if tiling.ends else shape.ends_params
+    buffers = min(holding.layer_buffers, len(whole)) * layer + ends
+    of_layer, of_ends = (adapters if whole else 0, 0) if shape.lora_r else (layer, ends)  # elements with gradients
+    # Sum over micro-batches in fp32: of one unit, and of a tied weight until its second use is in.
+    summed = of_layer + of_ends if shape.tied else max(of_layer, of_ends)
+    leaving = max(of_layer, min(holding.part_numel, of_ends) if holding.ends_in_parts else of_ends)
+    needs = step_work(
+        shape, request, seq_length, seq_length * layout.micro_batch, layout.accumulation,
+        checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
+        tile_bytes=tiling.tile_bytes, chunk_bytes=tiling.chunk_bytes, masks=layout.has_masks(request),
+    )  # fmt: skip
+    layer_peak = (needs.tiled_layer if tiling.layers else needs.layer, e * of_layer)
+    head_peak = (needs.tiled_head if tiling.ends else needs.head, e * of_ends)
+    work, gradients = max(layer_peak, head_peak, key=sum)
+    # Instead of checkpoints and gradients of hidden states, an evaluation holds hidden states of some micro-batches.
+    in_step = work + gradients + needs.checkpoints + needs.between
+    beyond = 0 if tiling.ends else max(0, needs.evaluation - in_step)
+    name = "activations of the largest unit" if (work, gradients) == layer_peak else "logits of one chunk"
+    return [
+        Part("vram", PARAMETERS, e * buffers),
+        Part("vram", TILES, tiling.held_tile_bytes),
+        Part("vram", GRADIENTS, 4 * summed + holding.ship_buffers * e * leaving),
+        Part("vram", "gradients before they are summed", gradients),
+        Part("vram", "activation checkpoints", needs.checkpoints),
+        Part("vram", "activations and gradients between units", needs.between),
+        Part("vram", name, work),
+        Part("vram", MASKS if layout.has_masks(request) else BORDERS, needs.masks),
+        Part("vram", EVALUATION, beyond),
+        Part("vram", OVERHEAD, hardware.gpu_context_bytes),
+        Part("vram", SPARE, k.GPU_SPARE_BYTES),
+        Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
+    ]
+
+
+def graph_bytes(
+    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout, vram: list[Part]
+) -> tuple[int, int] | None:
+    """(tensors, allocator's spare memory) that CUDA graphs of layers keep on the GPU. None where nothing is captured:
+    layers compute long or the GPU is rather full."""
+    if hardware.is_cpu or not layout.cuda_graphs or hardware.compute_tflops is None:
+        return None
+    tokens = seq_length * layout.micro_batch
+    flops, traffic = step_flops(shape, request, seq_length, tokens), step_traffic(shape, request, tokens, 1)
+    head = 2.0 * tokens * shape.head_weight_numel
+    slower = 1.0 if layout.compiled else k.EAGER_SLOWDOWN
+    layers_s = slower * hardware.compute_s(flops.forward - head, traffic.forward, flops.attention_forward)
+    if layers_s / shape.num_layers > k.GRAPH_LONG_S:
+        return None
+    tensors = sum(p.size_bytes for p in vram if p.name not in NOT_TENSORS)
+    if tensors > (1 - k.GRAPH_FREE_SHARE) * hardware.tensor_bytes:
+        return None
+    hidden = tokens * shape.hidden_size * request.element_bytes
+    if layout.compiled:
+        held = int(k.GRAPH_POOL * compiled_activation_bytes(shape, request, seq_length, tokens))
+        return held + k.GRAPH_TENSORS * hidden, k.GRAPH_SPARE_TENSORS * hidden
+    return k.EAGER_GRAPH_TENSORS * hidden + k.EAGER_GRAPH_WORKSPACE_BYTES, int(
+        k.EAGER_GRAPH_POOL * layer_activation_bytes(shape, request, seq_length, tokens)
+    )
+
+
+def ram_parts(
+    shape: ModelShape, request: RunRequest, layout: StreamLayout, all_checkpoints: int, tiling: Tiling
+) -> tuple[list[Part], dict[str, int]]:
+    """RAM with everything in it, and the sizes of what may spill or shrink."""
+    e, trained = request.element_bytes, shape.trainable_params
+    master, moments = k.STATE_FORMATS[request.format]
+    sizes = {
+        PARAMETERS: e * shape.total_params,
+        "master": int(master * trained),
+        "moments": int(moments * trained),
+        GRADIENTS: e * trained,
+    }
+    fixed = [
+        Part("ram", SLOTS, k.LANE_BYTES),
+        Part("ram", "framework overhead", k.STREAM_RAM_OVERHEAD_BYTES),
+        Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
+    ]
+    if tiling.layers and layout.accumulation >= TILED_SUMS_FROM and not shape.lora_r:
+        largest = max(shape.layer_params[i] for i in tiling.layers)
+        fixed.append(Part("ram", "sums of tiled gradients", 4 * largest))
+    if layout.checkpoints_home == "ram":
+        fixed.append(Part("ram", "activation checkpoints beyond gradients' homes", _beyond(shape, e, all_checkpoints)))
+    return [Part("ram", name, size) for name, size in sizes.items()] + fixed, sizes
+
+
+def _beyond(shape: ModelShape, element_bytes: int, all_checkpoints: int) -> int:
+    """Activation checkpoints lie in the homes of their layer's gradients, which are free meanwhile, as far as they
+    fit; this is what does not."""
+    batch_hidden = all_checkpoints // (shape.num_layers + 1)
+    lent = element_bytes * (0 if shape.lora_r else min(shape.layer_params))
+    return max(0, shape.num_layers - k.STAY_LAYERS) * max(0, batch_hidden - lent)
+
+
+def spilled(
+    parts: list[Part],
+    sizes: dict[str, int],
+    shape: ModelShape,
+    request: RunRequest,
+    hardware: Hardware,
+    layout: StreamLayout,
+    tiling: Tiling,
+) -> tuple[Spill, list[Part]]:
+    """Shares that go to the drive, and the RAM parts that stay: a vocabulary in tiles has its parameters in RAM."""
+    may_spill = max(0, sizes[PARAMETERS] - request.element_bytes * tiling.params_in_ram(shape))
+    states = sum(sizes[name] for name in STATES)
+    gradients = sizes[GRADIENTS]
+    least = min(gradients, LEAST_GRADIENTS * request.element_bytes * shape.largest_unit_params)
+    told = layout.residency
+    if told is not None:
+        weights = min(_over(sizes[PARAMETERS], told.weight_ram_bytes), may_spill / sizes[PARAMETERS])
+        spill = Spill(_over(states, told.state_ram_bytes), weights)
+        if told.gradient_bytes is not None and not request.clips:
+            gradients = min(gradients, max(least, told.gradient_bytes))
+    else:
+        over = sum(p.size_bytes for p in parts) - hardware.ram_bytes
+        if not request.clips and over > 0:
+            kept = max(least, gradients - over)
+            gradients, over = kept, over - (gradients - kept)
+        shares = {"states": 0.0, PARAMETERS: 0.0}
+        groups = [("states", states), (PARAMETERS, may_spill)]
+        for name, group in reversed(groups) if shape.lora_r else groups:
+            if over <= 0 or not group or not hardware.nvme_free_bytes:
+                continue
+            over += _ring_bytes(sizes, request, Spill(1.0, 0.0), layout) if name == "states" else 0
+            if name == PARAMETERS:
+                over += k.WEIGHT_READ_AHEAD_BYTES
+                over += _ring_bytes(sizes, request, Spill(shares["states"], 1.0), layout) if shares["states"] else 0
+                over -= _ring_bytes(sizes, request, Spill(shares["states"], 0.0), layout) if shares["states"] else 0
+            shares[name] = min(1.0, over / group)
+            over -= group
+        spill = Spill(shares["states"], shares[PARAMETERS] * may_spill / sizes[PARAMETERS])
+    shares = {PARAMETERS: spill.parameters, **dict.fromkeys(STATES, spill.states)}
+    stay = [
+        Part(p.tier, p.name, gradients if p.name == GRADIENTS else int(p.size_bytes * (1 - shares.get(p.name, 0.0))))
+        for p in parts
+    ]
+    if spill.states:
+        stay.append(Part("ram", RING, _ring_bytes(sizes, request, spill, layout)))
+    if spill.parameters:
+        stay.append(Part("ram", "weights read ahead", k.WEIGHT_READ_AHEAD_BYTES))
+    return spill, stay
+
+
+def _ring_bytes(sizes: dict[str, int], request: RunRequest, spill: Spill, layout: StreamLayout) -> int:
+    """Whole slots of one chunk's states, with its piece of the parameters where those are on the drive, too."""
+    states = sum(sizes[name] for name in STATES)
+    trained = int(states / sum(k.STATE_FORMATS[request.format]))
+    slot = int(k.CHUNK_NUMEL * layout.stored_states(request.format).in_slot)
+    slot += k.CHUNK_NUMEL * request.element_bytes if spill.parameters and spill.states else 0
+    told = layout.residency or Residency()
+    chunks = -(-int(spill.states * trained) // k.CHUNK_NUMEL)
+    return slot * max(1, min(told.state_ring_slots, chunks, told.state_ring_bytes // slot))
+
+
+def _over(size: int, budget: int | None) -> float:
+    return 0.0 if budget is None or not size else max(0.0, 1.0 - budget / size)
+
+
+def pinned_and_rest(ram: list[Part], request: RunRequest, hardware: Hardware) -> tuple[list[Part], list[Part], float]:
+    """RAM without what the staging pool takes, the pool's parts, and the share of homes that stays pageable.
+
+    The pool is as large as parameters and gradients need, up to what it may take.
+    """
+    if request.staging_bytes is not None:
+        pool = request.staging_bytes
+    else:
+        pool = min(k.DEFAULT_STAGING_BYTES, max(hardware.pinned_bytes, k.LANE_BYTES))
+    left = max(0, pool - k.LANE_BYTES)
+    pinned = [Part("pinned", SLOTS, k.LANE_BYTES)]
+    movable = (PARAMETERS, GRADIENTS)
+    homes = sum(p.size_bytes for p in ram if p.name in movable)
+    rest: list[Part] = []
+    for part in ram:
+        if part.name == SLOTS:
+            continue
+        taken = min(left, part.size_bytes) if part.name in movable else 0
+        left -= taken
+        if taken:
+            pinned.append(Part("pinned", part.name, taken))
+        rest.append(Part(part.tier, part.name, part.size_bytes - taken))
+    kept = sum(p.size_bytes for p in rest if p.name in movable)
+    return rest, pinned, kept / homes if homes else 0.0
+
+
+def drive_states(shape: ModelShape, sizes: dict[str, int], spill: Spill, stored: StoredStates) -> list[Part]:
+    """What lives on the drive during the run."""
+    trained = spill.states * shape.trainable_params
+    return [
+        Part("nvme", PARAMETERS, int(sizes[PARAMETERS] * spill.parameters)),
+        Part("nvme", "master", int(stored.master * trained)),
+        Part("nvme", "moments", int((stored.moments + stored.room) * trained)),
+    ]

@@ -1,0 +1,121 @@
+"""How the streaming engine will hold units on the device and which it will compute in tiles, by its own rule.
+
+The engine decides from units' sizes and from what is free on the device when it is built; a plan takes the card's
+memory less framework and desktop. Costs are those of docs/tiling.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from outcore.common.quantities import format_gib
+from outcore.plan.hardware import Hardware
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import ModelShape
+from outcore.plan.stream.layout import StreamLayout
+from outcore.plan.stream.work import step_work
+from outcore.sizing.tiles import (
+    HELD_WHOLE,
+    RESIDENT_SHARE,
+    TILES_HELD,
+    Holding,
+    Model,
+    UnitSize,
+    choose_holding,
+    chunk_bytes_of,
+    tile_bytes_of,
+)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The engine's decision. `layers`: indices of tiled layers, from 0."""
+
+    ends: bool = False
+    layers: frozenset[int] = frozenset()
+    tile_bytes: int = 0
+    chunk_bytes: int | None = None
+    holding: Holding = HELD_WHOLE
+    """How whole units are held."""
+
+    @property
+    def any(self) -> bool:
+        return self.ends or bool(self.layers)
+
+    def params_in_ram(self, shape: ModelShape) -> int:
+        """Elements whose home is RAM whatever the drive takes of the others: rows of an embedding are picked there."""
+        return shape.embedding_params + shape.head_params if self.ends else 0
+
+    @property
+    def held_tile_bytes(self) -> int:
+        """Tiles, their sums and gradients on the device."""
+        return TILES_HELD * self.tile_bytes if self.any else 0
+
+    def words(self, shape: ModelShape) -> str:
+        """For people."""
+        what = ["embedding and head"] if self.ends else []
+        if self.layers:
+            all_of_them = len(self.layers) == shape.num_layers
+            what.append("all layers" if all_of_them else f"{len(self.layers)} of {shape.num_layers} layers")
+        return f"{' and '.join(what)} computed in tiles of {format_gib(self.tile_bytes)}: whole they leave no room"
+
+
+def device_bytes_of(hardware: Hardware, layout: StreamLayout) -> int | None:
+    """Memory that the engine plans tiles for; None without a GPU, where no limit is known."""
+    if layout.device_bytes is not None:
+        return layout.device_bytes
+    return None if hardware.is_cpu else hardware.tensor_bytes
+
+
+def tiling_of(
+    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout
+) -> Tiling:
+    """What the engine will do with this model there."""
+    device_bytes = device_bytes_of(hardware, layout)
+    holding = Holding(layer_buffers=layout.layer_buffers)
+    if device_bytes is None and layout.tiling != "on":
+        return Tiling(holding=holding)
+    tile_bytes = layout.tile_bytes or tile_bytes_of(device_bytes)
+    chunk_bytes = None if device_bytes is None else chunk_bytes_of(device_bytes)
+    units = _units(shape, request.element_bytes, tile_bytes)
+    model = Model(units, request.element_bytes, tied=shape.tied)
+    if layout.tiling == "on":
+        holding = replace(holding, tiled=frozenset(unit.index for unit in units if unit.is_large))
+    else:
+        assert device_bytes is not None
+        tokens = seq_length * layout.micro_batch
+        work = step_work(
+            shape, request, seq_length, tokens, layout.accumulation,
+            checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
+            tile_bytes=tile_bytes, chunk_bytes=chunk_bytes, masks=layout.has_masks(request),
+        )  # fmt: skip
+        holding = choose_holding(
+            model, device_bytes, tile_bytes,
+            layer_buffers=layout.layer_buffers, work=work, may_tile=layout.tiling == "auto",
+        )  # fmt: skip
+    ends = frozenset(unit.index for unit in units if not unit.is_layer)
+    layers = frozenset(index - 1 for index in holding.tiled - ends)
+    return Tiling(bool(holding.tiled & ends), layers, tile_bytes, chunk_bytes, holding)
+
+
+def _units(shape: ModelShape, element_bytes: int, tile_bytes: int) -> tuple[UnitSize, ...]:
+    """As the engine takes the model apart; gaps between parameters are not counted."""
+    adapters = -(-shape.adapter_params // shape.num_layers)
+
+    def unit(index: int, is_layer: bool, params: int, largest_weight: int) -> UnitSize:
+        trained = (adapters if is_layer else 0) if shape.lora_r else params
+        size = element_bytes * (params + (adapters if is_layer else 0))
+        return UnitSize(index, is_layer, size, trained, element_bytes * largest_weight > tile_bytes // RESIDENT_SHARE)
+
+    def largest_of(params: int) -> int:
+        widest = max(shape.num_heads * shape.head_dim, shape.ffn_width)
+        return params // 4 if shape.is_moe else shape.hidden_size * widest
+
+    layers = [unit(1 + i, True, params, largest_of(params)) for i, params in enumerate(shape.layer_params)]
+    found = [
+        unit(0, False, shape.ends_params if shape.tied else shape.embedding_params, shape.head_weight_numel),
+        *layers,
+    ]
+    if not shape.tied:
+        found.append(unit(1 + shape.num_layers, False, shape.head_params, shape.head_weight_numel))
+    return tuple(found)

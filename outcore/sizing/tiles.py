@@ -1,0 +1,216 @@
+"""How the device holds units, and which are computed in tiles, from sizes alone: one rule for engine and planner.
+
+Whole, the device holds buffers for layers and for embedding or head, the sums of their gradients, buffers in which
+these leave, and at one time a unit's gradient as autograd makes it with that unit's activations or logits. Where that
+is more than the device has, it holds less, the cheapest saving first: gradients of embedding and head leave in parts
+through buffers of a layer's size, two layers are there at a time instead of three, gradients leave through one buffer
+instead of two. None of these changes a bit of any result, and none lengthens a step whose computing hides its copies.
+Then embedding and head are tiled (their logits are computed twice), then one layer at a time is held (its upload waits
+for the one before), and only then layers are tiled, the largest first. Pure, and without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from outcore.common.quantities import MIB
+
+WEIGHTS_SHARE = 60
+"""Percent of the device's memory for buffers of weights and gradients where the rest of a step's needs is unknown."""
+USABLE_SHARE = 93
+"""Percent of the device's memory for everything where a step's needs are known: they are estimates."""
+CHUNK_SHARE = 40
+"""Percent of the device's memory that an MLP's intermediates may take in a tiled layer: its weights need little."""
+MAX_TILE_BYTES = 64 * MIB
+"""Larger ones fill the link no better (16 MiB reach 99 % of its rate) and compute no faster."""
+TILES_PER_DEVICE = 96
+"""Auto: tiles of the device's memory divided by this, at most."""
+TILES_HELD = 10
+"""Tiles' worth of weights, sums and gradients on the device at a time."""
+RESIDENT_SHARE = 4
+"""Weights of at most a tile's bytes divided by this are resident: not cut."""
+LAYER_BUFFERS, SHIP_BUFFERS = 3, 2
+"""Layers on the device at a time, and gradients leaving it, where there is room."""
+PART_NUMEL = 1 << 24
+"""Gradients of embedding and head leave in multiples of so many elements where they leave in parts."""
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """What the rule knows of an embedding, a layer or a head (a tied one is there once)."""
+
+    index: int
+    is_layer: bool
+    size_bytes: int
+    trainable_numel: int
+    is_large: bool
+    """Whether a weight of it would be cut: others gain nothing from tiles."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The units, and how their numbers are held."""
+
+    units: tuple[UnitSize, ...]
+    itemsize: int
+    sum_itemsize: int = 4
+    tied: bool = False
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Embedding and head, as far as tiles help them."""
+        return frozenset(unit.index for unit in self.units if unit.is_large and not unit.is_layer)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step needs on the device beside buffers, in bytes."""
+
+    checkpoints: int
+    """Activation checkpoints on the device."""
+    between: int
+    """Hidden states and their gradients between units."""
+    masks: int
+    """What attention over packed rows takes: masks, or the flash kernel's own."""
+    layer: int
+    """Activations of a layer's backward."""
+    tiled_layer: int
+    head: int
+    """Logits and what their loss takes."""
+    tiled_head: int
+    evaluation: int
+    """All that an evaluation needs, instead of the others; its head untiled."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How the device holds units."""
+
+    tiled: frozenset[int] = frozenset()
+    layer_buffers: int = LAYER_BUFFERS
+    ship_buffers: int = SHIP_BUFFERS
+    ends_in_parts: bool = False
+    """Gradients of embedding and head leave in parts; the buffers for it are as large as the largest layer's."""
+    part_numel: int = PART_NUMEL
+    """Parts are whole multiples of so many elements."""
+
+    def words(self) -> str:
+        """For people: what is less than usual; '' when nothing is."""
+        layers = {1: "one layer at a time", 2: "two layers at a time"}
+        less = [layers[self.layer_buffers]] if self.layer_buffers < LAYER_BUFFERS else []
+        less += ["gradients leave through one buffer"] if self.ship_buffers < SHIP_BUFFERS else []
+        less += ["those of embedding and head in parts"] if self.ends_in_parts else []
+        return ", ".join(less)
+
+
+HELD_WHOLE = Holding()
+"""Where there is room."""
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """On the device, by part."""
+
+    weights: int
+    sums: int
+    leaving: int
+    made_by_layer: int
+    """The gradient of a layer as autograd makes it."""
+    made_by_ends: int
+    tiles: int
+
+    @property
+    def buffers(self) -> int:
+        """What is there all the time."""
+        return self.weights + self.sums + self.leaving + self.tiles
+
+    @property
+    def total(self) -> int:
+        """With a gradient in the making."""
+        return self.buffers + max(self.made_by_layer, self.made_by_ends)
+
+
+def tile_bytes_of(device_bytes: int | None) -> int:
+    """Bytes of a tile where nobody says."""
+    if device_bytes is None:
+        return MAX_TILE_BYTES
+    return max(1, min(MAX_TILE_BYTES, device_bytes // TILES_PER_DEVICE))
+
+
+def chunk_bytes_of(device_bytes: int) -> int:
+    """Intermediates of an MLP that a tiled layer may hold at once."""
+    return max(1, device_bytes * CHUNK_SHARE // 100)
+
+
+def held_bytes(model: Model, holding: Holding, tile_bytes: int = 0) -> HeldBytes:
+    """Device memory for weights and gradients. `tile_bytes`: of one tile, where any unit is tiled."""
+    layers = [unit for unit in model.units if unit.is_layer and unit.index not in holding.tiled]
+    ends = [unit for unit in model.units if not unit.is_layer and unit.index not in holding.tiled]
+    layer_numel = max((unit.trainable_numel for unit in layers), default=0)
+    ends_numel = max((unit.trainable_numel for unit in ends), default=0)
+    weights = max((unit.size_bytes for unit in layers), default=0) * min(holding.layer_buffers, len(layers))
+    weights += max((unit.size_bytes for unit in ends), default=0)
+    summed = layer_numel + ends_numel if model.tied else max(layer_numel, ends_numel)
+    in_parts = max(layer_numel, min(holding.part_numel, ends_numel))
+    leaving = in_parts if holding.ends_in_parts else max(layer_numel, ends_numel)
+    return HeldBytes(
+        weights=weights,
+        sums=model.sum_itemsize * summed,
+        leaving=holding.ship_buffers * model.itemsize * leaving,
+        made_by_layer=model.itemsize * layer_numel,
+        made_by_ends=model.itemsize * ends_numel,
+        tiles=TILES_HELD * tile_bytes if holding.tiled else 0,
+    )
+
+
+def needed_bytes(model: Model, holding: Holding, work: Work, tile_bytes: int) -> int:
+    """The most that a step or an evaluation holds on the device."""
+    held = held_bytes(model, holding, tile_bytes)
+    some_layer_tiled = any(unit.is_layer and unit.index in holding.tiled for unit in model.units)
+    layer = held.made_by_layer + (work.tiled_layer if some_layer_tiled else work.layer)
+    head = held.made_by_ends + (work.tiled_head if model.ends & holding.tiled else work.head)
+    step = work.checkpoints + work.between + max(layer, head)
+    return held.buffers + work.masks + max(step, work.evaluation)
+
+
+def choose_holding(
+    model: Model,
+    device_bytes: int,
+    tile_bytes: int,
+    *,
+    layer_buffers: int = LAYER_BUFFERS,
+    work: Work | None = None,
+    may_tile: bool = True,
+) -> Holding:
+    """The first way of holding units that fits; when none does, the one that takes least.
+
+    `layer_buffers`: at most. `work` None: unknown, so buffers and gradients get a fixed share of the device.
+    """
+    share = WEIGHTS_SHARE if work is None else USABLE_SHARE
+    ways = list(_ways(model, layer_buffers, may_tile))
+    needed = [
+        held_bytes(model, way).total if work is None else needed_bytes(model, way, work, tile_bytes) for way in ways
+    ]
+    for way, n_bytes in zip(ways, needed, strict=True):
+        if n_bytes <= device_bytes * share // 100:
+            return way
+    return ways[needed.index(min(needed))]
+
+
+def _ways(model: Model, layer_buffers: int, may_tile: bool) -> Iterator[Holding]:
+    """From the fastest to the one that takes least memory."""
+    two, one = min(2, layer_buffers), 1
+    whole = [(layer_buffers, SHIP_BUFFERS, False), (layer_buffers, SHIP_BUFFERS, True)]
+    less = [(two, SHIP_BUFFERS, True), (two, 1, True)]
+    ends = model.ends if may_tile else frozenset[int]()
+    yield from (Holding(frozenset(), *way) for way in (*whole, *less))
+    if ends:
+        yield from (Holding(ends, *way) for way in (*whole, *less))
+    yield Holding(ends, one, 1, True)
+    layers = [unit for unit in model.units if unit.is_large and unit.is_layer] if may_tile else []
+    tiled = frozenset[int]()
+    for size_bytes in sorted({unit.size_bytes for unit in layers}, reverse=True):
+        tiled |= {unit.index for unit in layers if unit.size_bytes == size_bytes}
+        for some in (tiled, ends | tiled) if ends else (tiled,):
+            yield from (Holding(some, *way) for way in (*whole, *less))

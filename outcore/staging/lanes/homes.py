@@ -1,0 +1,163 @@
+"""Homes: where the bytes of a lane's transfer live when they are not on the device: a file, a store, ordinary RAM.
+
+A lane only asks a home to `fill` a slot from it or to `drain` a slot into it; both return a storage `Transfer`.
+`HostCopier` does it for RAM: a few threads with memcpy, which lets Python run meanwhile and writes sequentially, as
+write-combined slots want it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from outcore.common.quantities import MIB
+from outcore.storage.block_file import BlockFile
+from outcore.storage.engine import StorageEngine
+from outcore.storage.store.checksums import CHUNK_BYTES
+from outcore.storage.store.tensor_store import TensorStore
+from outcore.storage.transfer import Transfer
+
+BLOCK_BYTES = 4096
+MIN_COPY_BYTES = 2 * MIB
+"""Smallest piece worth a thread of its own: a memcpy of 2 MiB takes about 0.2 ms, waking a thread a tenth of that."""
+
+
+class Home(Protocol):
+    """The far end of a transfer; positions count from the transfer's first byte."""
+
+    @property
+    def grain_bytes(self) -> int:
+        """Chunks end at multiples of this position in the home, except the last one."""
+        ...
+
+    def position_bytes(self, start_bytes: int) -> int:
+        """Where that byte lies in the home; slots start at the same position modulo 4 KiB, so that direct I/O needs
+        no bounce."""
+        ...
+
+    def fill(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
+        """Home -> slot (1-D uint8)."""
+        ...
+
+    def drain(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
+        """Slot -> home."""
+        ...
+
+
+class FileHome:
+    """A range of a `BlockFile`, moved by a storage engine."""
+
+    grain_bytes = BLOCK_BYTES
+
+    def __init__(self, engine: StorageEngine, file: BlockFile, offset: int, priority: int) -> None:
+        self._engine = engine
+        self._file = file
+        self._offset = offset
+        self._priority = priority
+
+    def position_bytes(self, start_bytes: int) -> int:
+        return self._offset + start_bytes
+
+    def fill(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
+        return self._engine.submit_read(self._file, self._offset + start_bytes, slot, priority=self._priority)
+
+    def drain(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
+        return self._engine.submit_write(self._file, self._offset + start_bytes, slot, priority=self._priority)
+
+
+class StoreHome:
+    """A byte range of a tensor in a `TensorStore`, which stripes it over its drives and verifies its checksums."""
+
+    def __init__(self, store: TensorStore, name: str, offset_bytes: int, tensor: torch.Tensor, priority: int) -> None:
+        spec = store.spec(name)
+        if tensor.dtype not in (spec.dtype, torch.uint8):
+            raise ValueError(f"{name!r} holds {spec.dtype}, the tensor given has {tensor.dtype}")
+        if not 0 <= offset_bytes <= spec.n_bytes - tensor.nbytes:
+            raise ValueError(
+                f"{tensor.nbytes} bytes at offset_bytes={offset_bytes} do not fit into {name!r} of {spec.n_bytes} bytes"
+            )
+        self._store = store
+        self._name = name
+        self._offset_bytes = offset_bytes
+        self._priority = priority
+        # Only whole checksum chunks are verified.
+        self.grain_bytes = CHUNK_BYTES if store.has_checksums else BLOCK_BYTES
+
+    def position_bytes(self, start_bytes: int) -> int:
+        return self._offset_bytes + start_bytes  # extents start on blocks
+
+    def fill(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
+        return self._store.submit_read(self._name, slot, self.position_bytes(start_bytes), priority=self._priority)
+
+    def drain(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
+        return self._store.submit_write(self._name, slot, self.position_bytes(start_bytes), priority=self._priority)
+
+
+class RamHome:
+    """Pageable RAM: a 1-D uint8 CPU tensor."""
+
+    grain_bytes = BLOCK_BYTES
+
+    def __init__(self, copier: HostCopier, memory: torch.Tensor) -> None:
+        self._copier = copier
+        self._memory = memory
+
+    def position_bytes(self, start_bytes: int) -> int:
+        return start_bytes
+
+    def fill(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
+        return self._copier.submit(slot, self._memory[start_bytes : start_bytes + slot.numel()])
+
+    def drain(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
+        return self._copier.submit(self._memory[start_bytes : start_bytes + slot.numel()], slot)
+
+
+class HostCopier:
+    """Copies between CPU tensors on `num_threads` threads (started at the first copy)."""
+
+    def __init__(self, num_threads: int | None = None, name: str = "lane") -> None:
+        self.num_threads = num_threads or min(4, os.cpu_count() or 1)
+        self._name = name
+        self._threads: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, target: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """`target` <- `source`, 1-D uint8 and contiguous, of equal size."""
+        n_bytes = source.numel()
+        assert target.numel() == n_bytes
+        transfer = Transfer(n_bytes, f"copy of {n_bytes} bytes between RAM and staging memory")
+        num_pieces = max(1, min(self.num_threads, n_bytes // MIN_COPY_BYTES))
+        bounds = [n_bytes * i // num_pieces for i in range(num_pieces + 1)]
+        left = num_pieces
+        lock = threading.Lock()
+
+        def copy(begin: int, end: int) -> None:
+            nonlocal left
+            # The closure holds both tensors, so the addresses stay valid.
+            ctypes.memmove(target.data_ptr() + begin, source.data_ptr() + begin, end - begin)
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                transfer.finish()
+
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self.num_threads, thread_name_prefix=f"{self._name}-copy")
+            threads = self._threads
+        for begin, end in pairwise(bounds):
+            threads.submit(copy, begin, end)
+        return transfer
+
+    def close(self) -> None:
+        """Finishes what was submitted and ends the threads."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=True)

@@ -1,0 +1,382 @@
+"""What both lanes are: a way between homes (drive or RAM) and the device, through pinned slots of their own.
+
+Purpose: keep the drive, the link and the device busy at the same time, and deliver failures where data is awaited.
+A lane leases its slots from the pool once, has its own CUDA streams and threads (`lane_driver` has the algorithm), and
+takes any number of transfers, which flow back to back in order of submission. Small ones share a slot; pinned RAM
+needs no slot and is copied directly; with `direct` the engine moves device memory itself (GPUDirect Storage).
+Fallback: on the CPU the slots are plain memory and copies are memcpy, the logic is the same.
+
+Ordering: `after` says when the device memory is ready: None for "when all the work queued so far on the caller's
+current stream is done" (always right, but a prefetch then waits behind the compute that is queued), an event,
+`AT_ONCE`, or, for uploads from a drive, a `Gate` that is opened later. Reads do not wait for it, only the copies do.
+Lifetime: the lane keeps both ends alive until the transfer has ended; their contents must be left alone until `wait`,
+or in stream order after `wait_stream`. Transfers are not ordered among each other: where two touch the same bytes, wait
+for the first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import threading
+from collections import deque
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from outcore.common.quantities import MIB, format_gib, format_s
+from outcore.staging.lanes.copy_streams import CopyStreams, open_streams
+from outcore.staging.lanes.driver import LaneDriver
+from outcore.staging.lanes.gate import Gate
+from outcore.staging.lanes.homes import FileHome, HostCopier, RamHome, StoreHome
+from outcore.staging.lanes.slots import SlotRing
+from outcore.staging.lanes.stats import LaneClock, LaneStats
+from outcore.staging.lanes.transfer import LaneClosed, LaneTransfer, Unwatched
+from outcore.staging.pool.allocator import ALIGNMENT_BYTES
+from outcore.staging.pool.lease import Lease
+from outcore.staging.pool.pool import PinnedPool
+from outcore.storage.block_file import BlockFile
+from outcore.storage.engine import StorageEngine
+from outcore.storage.store.tensor_store import TensorStore
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Longest silent wait: a slow drive needs under a minute for the largest layer; more means that something hangs."""
+EXIT_TIMEOUT_S = 10.0
+HOME_COPY_BYTES = 64 * MIB
+"""Piece of a copy between pinned RAM and the device: few calls a layer, and at 12 GB/s other lanes get between
+after 5 ms."""
+
+AT_ONCE: Literal["at once"] = "at once"
+"""For `after=`: the device memory is ready, wait for nothing."""
+After = Any
+"""None, AT_ONCE, an event (torch.cuda.Event) that has been recorded, or a Gate."""
+
+
+class Lane:
+    """Base of `UploadLane` and `DownloadLane`; not used by itself.
+
+    - `pool`, `slot_bytes`, `num_slots`, `owner`: the slots, leased now and given back by `close` (PinnedPoolFull when
+      they do not fit). slot_bytes is a multiple of 4 KiB; two slots overlap I/O and copy, four to eight smooth a drive.
+    - `engine`: moves file bytes; None for a lane that only serves RAM homes.
+    - `num_streams`: CUDA streams of the lane; slots take turns on them.
+    - `max_queued`: transfers under way beyond which `submit` blocks (None: it never does).
+    - `timeout_s`: limit of every wait that is not given one.
+    - `copy_threads`: threads that copy between pageable RAM and slots (None: up to four).
+    - `direct`: file transfers skip the slots; the engine must have been opened with `gds` (proven by the probe).
+    - `priority`: handed to the engine; lower goes first.
+    - `streams`: other copy streams than the device's own (tests).
+    """
+
+    direction = "lane"
+
+    def __init__(
+        self,
+        pool: PinnedPool,
+        engine: StorageEngine | None,
+        device: torch.device | str,
+        slot_bytes: int,
+        num_slots: int = 2,
+        write_combined: bool = False,
+        owner: str = "",
+        *,
+        num_streams: int = 1,
+        max_queued: int | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        copy_threads: int | None = None,
+        direct: bool = False,
+        priority: int = 0,
+        streams: CopyStreams | None = None,
+    ) -> None:
+        if slot_bytes <= 0 or slot_bytes % ALIGNMENT_BYTES:
+            raise ValueError(f"slot_bytes must be a positive multiple of {ALIGNMENT_BYTES}, got {slot_bytes}")
+        if num_slots < 1:
+            raise ValueError(f"a lane needs at least one slot (two to overlap), got {num_slots}")
+        if max_queued is not None and max_queued < 1:
+            raise ValueError(f"max_queued must be at least 1, or None for no limit; got {max_queued}")
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+        if write_combined and self.direction == "download":
+            raise ValueError("a download lane cannot be write-combined: the CPU reads its slots, at about 2 GB/s then")
+        if direct and not getattr(engine, "gds", False):
+            name = getattr(engine, "name", "none")
+            raise ValueError(
+                f"direct=True needs a storage engine that moves device memory, and {name!r} does not here: run "
+                "gds_optimizer.py to see whether GPUDirect Storage works on this machine, or leave direct off (staged)"
+            )
+        self.device = _with_index(torch.device(device))
+        self.owner = owner or self.direction
+        self.slot_bytes = slot_bytes
+        self.num_slots = num_slots
+        self.timeout_s = timeout_s
+        self.direct = direct
+        self.streams = streams or open_streams(self.device, num_streams)
+        self.clock = LaneClock()
+        self._engine = engine
+        self._priority = priority
+        self._room = threading.BoundedSemaphore(max_queued) if max_queued else None
+        self._outstanding: set[LaneTransfer] = set()
+        self._settled = threading.Condition()
+        self._turns = itertools.count()
+        self._unwatched: deque[LaneTransfer] = deque()
+        self._closed = False
+        self._broken: BaseException | None = None
+        self._copier = HostCopier(copy_threads, self.owner)
+        self._leases = _lease_slots(pool, slot_bytes, num_slots, self.owner, write_combined)
+        self._driver = LaneDriver(
+            self.owner,
+            self.direction == "upload",
+            SlotRing(self._leases),
+            self.streams,
+            self.clock,
+            self._settle,
+            self._break,
+        )
+        atexit.register(self._close_at_exit)
+
+    @property
+    def write_combined(self) -> bool:
+        """Whether the slots really are write-combined."""
+        return all(lease.write_combined for lease in self._leases)
+
+    def stats(self) -> LaneStats:
+        """Totals since the lane was opened."""
+        return self.clock.read()
+
+    def describe(self) -> str:
+        """The lane's state in half a sentence, for messages."""
+        return (
+            f"{self.direction} lane {self.owner!r} ({self.num_slots} slots of {format_gib(self.slot_bytes)}) "
+            f"has {len(self._outstanding)} transfers under way"
+        )
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Blocks until nothing is under way; failures stay with their transfers. TimeoutError."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        self._watch_all()
+        with self._settled:
+            if not self._settled.wait_for(lambda: not self._outstanding, limit_s):
+                some = ", ".join(transfer.what for transfer in list(self._outstanding)[:3])
+                raise TimeoutError(f"{self.describe()}, not idle after {format_s(limit_s)}: {some}")
+
+    def close(self, *, cancel: bool = False, timeout_s: float | None = None) -> None:
+        """Finishes what was submitted (`cancel`: fails what has not begun with LaneClosed) and gives the slots back.
+
+        TimeoutError when something stays in flight; the slots then stay leased, because they may still be written to.
+        A second call does nothing.
+        """
+        with self._settled:
+            self._closed = True
+        if self._broken is not None:
+            raise RuntimeError(f"{self.describe()} and is broken; its slots stay leased") from self._broken
+        if all(lease.is_released for lease in self._leases):
+            return
+        if cancel:
+            self._driver.cancel(lambda transfer: LaneClosed(f"{transfer.what} was cancelled: its lane was closed"))
+        self.drain(timeout_s)
+        self._driver.close(self.timeout_s)
+        self._copier.close()
+        for lease in self._leases:
+            if not lease.is_released:
+                lease.release()
+        atexit.unregister(self._close_at_exit)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(cancel=error is not None)
+
+    # ------------------------------------------------------------------ submitting, on callers' threads
+
+    def _submit_file(
+        self, device_tensor: torch.Tensor, file: BlockFile, offset: int, after: After, label: str
+    ) -> LaneTransfer:
+        if self._engine is None:
+            raise ValueError(f"{self.direction} lane {self.owner!r} was made without a storage engine")
+        if offset < 0:
+            raise ValueError(f"a file offset cannot be negative, got {offset}")
+        flat = self._flat(device_tensor)
+        what = f"{self.direction} of {_named(label)}{format_gib(flat.numel())} ({file.path} at offset {offset})"
+        home = FileHome(self._engine, file, offset, self._priority)
+        transfer = LaneTransfer(self, what, flat, home, self._event(after, from_drive=True), label)
+        self._register(transfer)
+        self._driver.accept(transfer, direct=self.direct)
+        return transfer
+
+    def _submit_stored(
+        self, device_tensor: torch.Tensor, store: TensorStore, name: str, offset_bytes: int, after: After, label: str
+    ) -> LaneTransfer:
+        flat = self._flat(device_tensor)
+        home = StoreHome(store, name, offset_bytes, device_tensor, self._priority)
+        if store.has_checksums and self.write_combined:
+            raise ValueError(
+                f"{name!r} lies in a store with checksums, for which the CPU would read the write-combined slots of "
+                f"lane {self.owner!r} at about 2 GB/s: use a lane with default memory"
+            )
+        if self.slot_bytes < 2 * home.grain_bytes and store.has_checksums:
+            raise ValueError(
+                f"a store with checksums needs slots of at least {2 * home.grain_bytes} bytes, "
+                f"lane {self.owner!r} has {self.slot_bytes}: smaller pieces could not be verified"
+            )
+        what = f"{self.direction} of {_named(label)}{format_gib(flat.numel())} ({name!r} in {store!r})"
+        transfer = LaneTransfer(self, what, flat, home, self._event(after, from_drive=True), label)
+        self._register(transfer)
+        self._driver.accept(transfer, direct=self.direct and getattr(store.engine, "gds", False))
+        return transfer
+
+    def _submit_host(
+        self, device_tensor: torch.Tensor, host_tensor: torch.Tensor, after: After, label: str
+    ) -> LaneTransfer:
+        flat = self._flat(device_tensor)
+        if host_tensor.device.type != "cpu" or not host_tensor.is_contiguous():
+            kind = "contiguous" if host_tensor.is_contiguous() else "not contiguous"
+            raise ValueError(f"the RAM end must be a contiguous CPU tensor, got {host_tensor.device}, {kind}")
+        memory = host_tensor.detach().reshape(-1).view(torch.uint8)
+        if memory.numel() != flat.numel():
+            raise ValueError(f"the ends differ in size: {memory.numel()} bytes in RAM, {flat.numel()} on {self.device}")
+        what = f"{self.direction} of {_named(label)}{format_gib(flat.numel())} (RAM)"
+        if flat.numel() and self.streams.is_pinned(memory):
+            transfer = LaneTransfer(self, what, flat, None, self._event(after), label)
+            self._register(transfer)
+            self._copy_pinned(transfer, flat, memory)
+        else:
+            home = RamHome(self._copier, memory)
+            transfer = LaneTransfer(self, what, flat, home, self._event(after), label)
+            self._register(transfer)
+            self._driver.accept(transfer)
+        return transfer
+
+    def _copy_pinned(self, transfer: LaneTransfer, flat: torch.Tensor, memory: torch.Tensor) -> None:
+        """Pinned RAM needs no slot: the copies are queued here and now, on the caller's thread, all on one stream (a
+        direction has one copy engine, so a second stream would only add events to wait for). No thread watches them
+        before somebody waits on the host: each wake-up takes the interpreter from the thread that feeds the GPU."""
+        index = next(self._turns) % self.streams.count
+        pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for start_bytes in range(0, flat.numel(), HOME_COPY_BYTES):
+            device_part = flat[start_bytes : start_bytes + HOME_COPY_BYTES]
+            home_part = memory[start_bytes : start_bytes + HOME_COPY_BYTES]
+            pieces.append((device_part, home_part) if self.direction == "upload" else (home_part, device_part))
+        transfer.begin_chunk()
+        try:
+            copy = self.streams.copy_pieces(index, pieces, transfer.after_for(index))
+        except Exception as error:
+            self._driver.lose(transfer, error)
+            return
+        transfer.note_issued(flat.numel(), index, copy)
+        n_bytes = flat.numel()
+        transfer.leave_unwatched(
+            Unwatched(
+                copy,
+                partial(self._driver.watch, index, copy, transfer, n_bytes, memory),
+                partial(self._driver.ended, transfer, n_bytes, copy, memory, None),
+            )
+        )
+        self._unwatched.append(transfer)
+        with suppress(IndexError, ValueError):  # another thread may look, too
+            while (first := self._unwatched[0]).done():
+                self._unwatched.remove(first)
+
+    def _watch_all(self) -> None:
+        while self._unwatched:
+            with suppress(IndexError):
+                self._unwatched.popleft().have_watched()
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device != self.device:
+            raise ValueError(
+                f"{self.direction} lane {self.owner!r} serves {self.device}, the tensor is on {tensor.device}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"a lane moves contiguous tensors; this one has shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            )
+        return tensor.detach().reshape(-1).view(torch.uint8)
+
+    def _event(self, after: After, *, from_drive: bool = False) -> Any:
+        if isinstance(after, str):
+            if after != AT_ONCE:
+                raise ValueError(f"after must be an event, AT_ONCE or None, got {after!r}")
+            return None
+        if isinstance(after, Gate) and not (self.direction == "upload" and from_drive):
+            raise ValueError("a gate is for uploads from a drive, which are read ahead of it; give an event or AT_ONCE")
+        return self.streams.now() if after is None else after
+
+    def _register(self, transfer: LaneTransfer) -> None:
+        if self._room is not None and not self._room.acquire(blocking=False):
+            self._watch_all()  # else nobody would hear that one of them made room
+            if not self._room.acquire(timeout=self.timeout_s):
+                raise TimeoutError(f"no room for {transfer.what} after {format_s(self.timeout_s)}: {self.describe()}")
+        with self._settled:
+            if not self._closed and self._broken is None:
+                self._outstanding.add(transfer)
+                return
+        if self._room is not None:
+            self._room.release()
+        if self._broken is not None:
+            raise RuntimeError(f"{self.describe()} and is broken: {self._broken!r}") from self._broken
+        raise LaneClosed(f"{self.direction} lane {self.owner!r} is closed: submit before close()")
+
+    # ------------------------------------------------------------------ called on the driver's thread
+
+    def _settle(self, transfer: LaneTransfer) -> None:
+        if transfer.failure is None:
+            self.clock.add(transfers=1, n_bytes=transfer.n_bytes)
+        else:
+            self.clock.add(failed=1)
+        transfer.finish()
+        with self._settled:
+            self._outstanding.discard(transfer)
+            self._settled.notify_all()
+        if self._room is not None:
+            self._room.release()
+
+    def _break(self, error: BaseException) -> None:
+        logger.error("%s and broke", self.describe(), exc_info=error)
+        atexit.unregister(self._close_at_exit)
+        with self._settled:
+            self._broken = error
+            lost = list(self._outstanding)
+            self._outstanding.clear()
+            self._settled.notify_all()
+        for transfer in lost:
+            transfer.fail(RuntimeError(f"{transfer.what} was lost, its lane broke: {error!r}"))
+            transfer.finish()
+
+    def _close_at_exit(self) -> None:
+        has_been_told = self._closed  # `close` has waited in vain, and is not to do so again
+        try:
+            self.close(cancel=True, timeout_s=0.0 if has_been_told else EXIT_TIMEOUT_S)
+        except (TimeoutError, RuntimeError) as error:
+            if not has_been_told:
+                logger.error("at exit: %s", error)
+
+
+def _lease_slots(pool: PinnedPool, slot_bytes: int, num_slots: int, owner: str, write_combined: bool) -> list[Lease]:
+    leases: list[Lease] = []
+    try:
+        for i in range(num_slots):
+            leases.append(pool.lease(slot_bytes, f"{owner} slot {i}", write_combined))
+    except BaseException:
+        for lease in leases:
+            lease.release()
+        raise
+    return leases
+
+
+def _named(label: str) -> str:
+    return f"{label}, " if label else ""
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """cuda -> cuda:0 (the current one), so that it compares equal to a tensor's device."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

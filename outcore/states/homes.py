@@ -1,0 +1,190 @@
+"""Homes: where the 16-bit parameters and optimizer states of every unit live, in RAM or on NVMe.
+
+Parameters are in `weights` (RAM, NVMe, or a part of a unit in each), gradients in `gradient_arena`. Optimizer states
+come in chunks of up to `chunk_numel` parameters (one buffer each, see `outcore.optim.formats.state_format`), the form
+in which they can be updated, moved and saved. Bytes per trainable parameter: 2 (parameter) and the format's, e.g. 12
+for `fp32`.
+
+Residency is decided chunk by chunk (`placement`). An update needs three pieces: gradient, states, parameter. Chunks
+that have all of it in RAM are updated in place (`jobs`); the others flow through the ring (`flowing`), whose slots take
+the states when they live on NVMe, and the parameter piece when that does (`param_piece` is then None, `param_place`
+says where): read first where the format needs it (split), written back always (`ring_slots`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outcore.common.quantities import round_up
+from outcore.flow.parts.layout import ALIGN_NUMEL, Slot
+from outcore.flow.parts.units import Unit
+from outcore.flow.weights.homes import WeightHomes
+from outcore.optim import Backend, ChunkJob, ChunkState, JobBatch, StateFormat, open_backend
+from outcore.optim.formats.chunk_state import StateName
+from outcore.staging.pool.host_memory import HostMemory
+from outcore.states.placement import GradPlace, StateChunk
+from outcore.states.window import StateWindow
+from outcore.storage import TensorStore
+
+CHUNK_NUMEL = 1 << 22
+"""Parameters per chunk of states: 48 MiB of fp32 states, large enough for a drive, many to a layer."""
+
+
+@dataclass
+class UnitHome:
+    """Where one unit lives."""
+
+    slab: torch.Tensor
+    """1-D, of the parameters' type: the part of the slab that lives in RAM, from its beginning."""
+    chunks: list[StateChunk]
+    jobs: JobBatch | None = None
+    """The chunks in RAM as the optimizer took them last."""
+
+
+class Homes:
+    """All homes. Takes over the model's parameters: their storage is the homes' from then on.
+
+    `chunks`: unit index -> its chunks of states, placed; `store` has room for those on NVMe. `backend`: of the
+    optimizer; None: the best there is.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        memory: HostMemory,
+        state_format: StateFormat,
+        chunks: Mapping[int, list[StateChunk]],
+        store: TensorStore | None = None,
+        *,
+        weights: WeightHomes,
+        backend: Backend | None = None,
+    ) -> None:
+        self.state_format = state_format
+        self.units = tuple(units)
+        self.state_store = store
+        self._window = StateWindow(store, backend or open_backend()) if store is not None else None
+        self.weights = weights
+        weights.adopt()
+        self._homes: dict[int, UnitHome] = {}
+        for unit in units:
+            self._homes[unit.index] = UnitHome(weights.ram(unit), chunks[unit.index])
+            for chunk in chunks[unit.index]:
+                if not chunk.on_nvme:
+                    self._initialise(chunk, memory)
+
+    def _initialise(self, chunk: StateChunk, memory: HostMemory) -> None:
+        # `initialise` zeroes the whole buffer, with all of torch's threads: that makes its pages real
+        chunk.buffer = memory.take(chunk.n_bytes, f"states of {chunk.unit.name}", pinned=False, touch=False)
+        param = self.weights.read_range(chunk.unit, chunk.start, chunk.stop)
+        ChunkState(self.state_format, chunk.buffer, chunk.numel, param).initialise()
+
+    def __getitem__(self, unit: Unit) -> UnitHome:
+        return self._homes[unit.index]
+
+    def param_piece(self, chunk: StateChunk) -> torch.Tensor | None:
+        """The chunk's parameters in RAM; None when they live on NVMe."""
+        slab = self[chunk.unit].slab
+        return slab[chunk.start : chunk.stop] if chunk.stop <= len(slab) else None
+
+    def param_place(self, chunk: StateChunk) -> tuple[TensorStore, str, int]:
+        """(store, name, byte offset) of the chunk's parameters where `param_piece` is None."""
+        place = self.weights.stored_at(chunk.unit, chunk.start)
+        assert place is not None, "a chunk's parameters live in one place"
+        return place
+
+    def grad_place(self, chunk: StateChunk) -> GradPlace | None:
+        """Nowhere on a drive: gradients wait in RAM (`gradient_arena`)."""
+        return None
+
+    def flowing(self, unit: Unit) -> list[StateChunk]:
+        """The unit's chunks that are updated in the ring."""
+        return [chunk for chunk in self[unit].chunks if chunk.on_nvme or self.param_piece(chunk) is None]
+
+    def jobs(self, unit: Unit, grad: torch.Tensor) -> JobBatch | None:
+        """The unit's other chunks as the optimizer takes them; None when there are none."""
+        home = self[unit]
+        jobs: list[ChunkJob] = []
+        for chunk in home.chunks:
+            param = self.param_piece(chunk)
+            if chunk.buffer is not None and param is not None:
+                jobs.append(ChunkJob(grad[chunk.start : chunk.stop], chunk.buffer, param, chunk.element_offset))
+        if not jobs:
+            return None
+        if home.jobs is None:
+            home.jobs = JobBatch(self.state_format, jobs)
+        elif home.jobs.grads[0].data_ptr() != jobs[0].grad.data_ptr():
+            home.jobs = home.jobs.with_grads([job.grad for job in jobs])
+        return home.jobs
+
+    def names(self) -> list[str]:
+        """Every parameter's checkpoint name, in order of need."""
+        return self.weights.names()
+
+    def slot(self, name: str) -> Slot:
+        return self.weights.slot(name)[1]
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A parameter as it is used in the forward: a view of its home in RAM, or a new tensor read from NVMe."""
+        return self.weights.read(name)
+
+    def write_weight(self, name: str, value: torch.Tensor) -> None:
+        """Set a parameter alone; its master is not asked."""
+        self.weights.write(name, value)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in which a parameter is used."""
+        return self.weights.slot(name)[0].layout.dtype
+
+    def read_state(self, name: str, family: StateName) -> torch.Tensor:
+        """master, exp_avg or exp_avg_sq of a trainable parameter as a new fp32 tensor of its shape."""
+        _, slot = self.weights.slot(name)
+        value = torch.empty(slot.numel, dtype=torch.float32)
+        for chunk, at, start, stop in self._pieces(name, slot.end):
+            inside = min(stop, start + slot.numel - at)
+            value[at : at + inside - start] = self._open(chunk, family).read(family, start, inside)
+        return value.view(slot.shape)
+
+    def write_state(self, name: str, family: StateName, value: torch.Tensor) -> None:
+        """Set it; the parameter follows its master."""
+        _, slot = self.weights.slot(name)
+        end = round_up(slot.end, ALIGN_NUMEL)  # 8-bit moments are written in whole blocks; the gap's are zero
+        flat = torch.zeros(end - slot.offset, dtype=torch.float32)
+        flat[: slot.numel] = value.reshape(-1)
+        if family == "exp_avg_sq":
+            flat.add_(0.0)  # -0 as 0: on NVMe it has no sign, and it must be the same bits wherever it lives
+        for chunk, at, start, stop in self._pieces(name, end):
+            state = self._open(chunk, family, to_write=True)
+            state.write(family, flat[at : at + stop - start], start)
+            if family == "master" and self.param_piece(chunk) is None:
+                assert state.param is not None
+                self.weights.write_range(chunk.unit, chunk.start, state.param)
+
+    def flush_states(self) -> None:
+        """After `write_state`: let the drive have what was written to chunks on NVMe. Before an update: forget what was
+        read of them."""
+        if self._window is not None:
+            self._window.flush()
+
+    def _open(self, chunk: StateChunk, family: StateName, *, to_write: bool = False) -> ChunkState:
+        param = self.param_piece(chunk)
+        if param is None and family == "master":
+            param = self.weights.read_range(chunk.unit, chunk.start, chunk.stop)
+        elif param is None:  # moments do not look at it
+            param = torch.empty(chunk.numel, dtype=chunk.unit.layout.dtype)
+        if chunk.buffer is not None:
+            return ChunkState(self.state_format, chunk.buffer, chunk.numel, param)
+        assert self._window is not None
+        return self._window.open(chunk, family, param, to_write=to_write)
+
+    def _pieces(self, name: str, end: int) -> list[tuple[StateChunk, int, int, int]]:
+        """(chunk, offset within the parameter, start and stop within the chunk) of [slot.offset, end)."""
+        unit, slot = self.weights.slot(name)
+        found = []
+        for chunk in self[unit].chunks:
+            start, stop = max(slot.offset, chunk.start), min(end, chunk.stop)
+            if start < stop:
+                found.append((chunk, start - slot.offset, start - chunk.start, stop - chunk.start))
+        return found

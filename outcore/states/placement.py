@@ -1,0 +1,131 @@
+"""Which chunks of optimizer states live in RAM and which on NVMe: as many in RAM as fit, the others spread evenly.
+
+A drive gives its best when it is asked all the time, so every stretch of the model sends it the same share of its
+states: with half of them on NVMe every unit has about half of its bytes there. A chunk keeps master and moments
+together. Each byte of either is read and written once a step, so moving one kind before the other would save nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from outcore.engine.base import EngineError
+from outcore.flow.parts.layout import ALIGN_NUMEL
+from outcore.flow.parts.units import Unit
+from outcore.optim import StateFormat
+from outcore.optim.formats.compressed import Tail, tail_of
+from outcore.storage import TensorStore
+
+
+@dataclass
+class StateChunk:
+    """States of the parameters [start, stop) of one unit's trainable range."""
+
+    unit: Unit
+    start: int
+    stop: int
+    element_offset: int
+    """Of the first parameter in the model: the key of stochastic rounding."""
+    state_format: StateFormat
+    """Compressed on a drive, if the engine says so (`spill`)."""
+    on_nvme: bool = False
+    buffer: torch.Tensor | None = None
+    """uint8 [n_bytes] when it lives in RAM."""
+    tail: Tail | None = None
+    """Of compressed states: the part of the tail that the drive has, and where it belongs in memory."""
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def n_bytes(self) -> int:
+        """What it takes in memory."""
+        return self.state_format.chunk_bytes(self.numel)
+
+    @property
+    def moved_bytes(self) -> int:
+        """What a drive moves to read it or to write it, tails apart."""
+        return self.state_format.fixed_bytes(self.numel)
+
+    @property
+    def name(self) -> str:
+        """In the scratch store."""
+        return f"states of {self.unit.name} from {self.start}"
+
+
+class GradPlace(NamedTuple):
+    """Where a chunk's gradient lies on the drive, in whole blocks, and of what type it is."""
+
+    store: TensorStore
+    name: str
+    offset_bytes: int
+    dtype: torch.dtype
+
+
+def check_tail(chunk: StateChunk, states: torch.Tensor) -> None:
+    """EngineError unless the head of compressed `states`, as the drive gave it, says what was written last."""
+    expected = chunk.tail or Tail(chunk.state_format.fixed_bytes(chunk.numel), 0)
+    try:
+        found = tail_of(chunk.state_format, states, chunk.numel)
+    except ValueError as error:
+        raise EngineError(f"the drive gave back other bytes of the {chunk.name} than were written: {error}") from error
+    if found != expected:
+        raise EngineError(
+            f"the drive gave back other bytes of the {chunk.name} than were written: {found.size_bytes} bytes of tail "
+            f"at {found.offset_bytes} instead of {expected.size_bytes} at {expected.offset_bytes}"
+        )
+
+
+def cut_states(units: Sequence[Unit], state_format: StateFormat, chunk_numel: int) -> dict[int, list[StateChunk]]:
+    """Unit index -> its chunks, none of which has a home yet. ValueError for a size that cuts blocks in two."""
+    if chunk_numel <= 0 or chunk_numel % ALIGN_NUMEL:
+        raise ValueError(f"chunk_numel must be a positive multiple of {ALIGN_NUMEL}, got {chunk_numel}")
+    chunks: dict[int, list[StateChunk]] = {}
+    element_offset = 0
+    for unit in units:
+        numel = unit.layout.trainable_numel
+        chunks[unit.index] = []
+        for start in range(0, numel, chunk_numel):
+            stop = min(start + chunk_numel, numel)
+            chunks[unit.index].append(StateChunk(unit, start, stop, element_offset + start, state_format))
+        element_offset += numel
+    return chunks
+
+
+def spill(chunks: Sequence[StateChunk], ram_bytes: int | None, *, compress: bool = False) -> None:
+    """Decide `on_nvme` of every chunk (given in order of need); None: everything fits into RAM.
+
+    `compress`: those on NVMe take the form with the fewest bytes (`StateFormat.on_drive`).
+    """
+    in_ram = spread([chunk.state_format.chunk_bytes(chunk.numel) for chunk in chunks], ram_bytes)
+    for chunk, stays in zip(chunks, in_ram, strict=True):
+        chunk.on_nvme = not stays
+        if chunk.on_nvme and compress:
+            chunk.state_format = chunk.state_format.on_drive
+
+
+def spread(sizes_bytes: Sequence[int], ram_bytes: int | None) -> list[bool]:
+    """Which of these pieces stay in RAM: together at most `ram_bytes`, and no further piece would fit.
+
+    Up to any piece, those in RAM are `ram_bytes / total` of the bytes so far, to within a piece or two.
+    """
+    total_bytes = sum(sizes_bytes)
+    if ram_bytes is None or ram_bytes >= total_bytes:
+        return [True] * len(sizes_bytes)
+    in_ram: list[bool] = []
+    so_far_bytes = taken_bytes = 0
+    for size_bytes in sizes_bytes:
+        so_far_bytes += size_bytes
+        stays = (taken_bytes + size_bytes) * total_bytes <= ram_bytes * so_far_bytes
+        taken_bytes += size_bytes if stays else 0
+        in_ram.append(stays)
+    for index, size_bytes in enumerate(sizes_bytes):  # less than one piece's room is left: small pieces may fit
+        if not in_ram[index] and taken_bytes + size_bytes <= ram_bytes:
+            in_ram[index] = True
+            taken_bytes += size_bytes
+    return in_ram

@@ -1,0 +1,297 @@
+"""The ring: chunks of states on NVMe pass through a few host buffers, read ahead, updated, written behind.
+
+Algorithm: one driver thread owns all decisions (`ring_schedule`: which chunk is read next); reads and writes
+(`ring_traffic`) and updates (`ring_updates`) report to it and it starts the next ones. A chunk takes a slot, is read,
+waits there for its unit's gradient (`submit`), is updated by the optimizer pool as a batch of its own, is written back
+and leaves. Several reads and writes are always under way: the drive waits neither for the CPU nor for one chunk. A unit
+counts as done when its parameters may be read; writes of states go on under the next step.
+
+Cost: `slots x slot_bytes` of RAM; a chunk is read once and written once per update, but for those that a ring whose
+passes go to and fro keeps in its slots for the next pass (`ring_schedule`): of them only the parameters are written, so
+that they may be read from the drive, and `flush` takes their states there. A failed transfer or update breaks the ring:
+nothing is started any more and whoever waits gets an EngineError with the cause.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from outcore.common.deadline import CLOSE_TIMEOUT_S, GRACE_S
+from outcore.common.quantities import format_s
+from outcore.engine.base import EngineError
+from outcore.flow.parts.units import Unit
+from outcore.flow.trace.stalls import BusyTime
+from outcore.optim import AdamWHyper, OptimizerPool
+from outcore.sizing.ring import NEVER, worth_keeping
+from outcore.staging.pool.host_memory import HostMemory
+from outcore.states.homes import Homes
+from outcore.states.placement import StateChunk
+from outcore.states.ring.schedule import Passage, RingSchedule, RingTicket
+from outcore.states.ring.slots import Part, initialise_states, needed_bytes, ring_slots
+from outcore.states.ring.traffic import RingTraffic
+from outcore.states.ring.updates import RingUpdates
+
+logger = logging.getLogger(__name__)
+
+
+class StateRing:
+    """See the module docstring. `submit` and the waits may be called from any thread.
+
+    `descending`: units become ready from the last to the first (immediate updates), not the other way round.
+    `keep_param(chunk, param)`: called with the new parameters of a chunk that has none in RAM, on the driver thread;
+    True when it kept a copy for whoever reads them, so that the unit is done before the drive has them.
+    `turns`: every unit is submitted in every pass, and each pass goes the other way than the one before (`turn`).
+    """
+
+    def __init__(
+        self,
+        homes: Homes,
+        pool: OptimizerPool,
+        memory: HostMemory,
+        *,
+        ring_bytes: int,
+        max_slots: int,
+        descending: bool,
+        timeout_s: float,
+        keep_param: Callable[[StateChunk, torch.Tensor], bool] | None = None,
+        turns: bool = False,
+    ) -> None:
+        self._keep_param = keep_param
+        self._homes, self._timeout_s = homes, timeout_s
+        by_unit = [homes.flowing(unit) for unit in homes.units]
+        order = [chunk for chunks in (reversed(by_unit) if descending else by_unit) for chunk in chunks]
+        slots = ring_slots(homes, order, memory, ring_bytes, max_slots)
+        self.num_slots, self.slot_bytes = len(slots), slots[0].n_bytes
+        self.error: BaseException | None = None
+        initialise_states(slots, order, timeout_s)
+        # All below belongs to the driver thread.
+        self._schedule = RingSchedule(order, slots, self._worth if turns else None)
+        self.kept_bytes = sum(chunk.n_bytes for chunk in order if self._schedule.keeps(chunk))
+        """Of states, from one pass to the next (after the first; the way back keeps about as many)."""
+        self._idle_waiters: list[threading.Event] = []
+        self._write_waiters: list[threading.Event] = []
+        self._stopping = False
+        self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._traffic = RingTraffic(self._events.put)
+        self._updates = RingUpdates(pool, timeout_s, self._events.put)
+        self._end = threading.Event()
+        self._is_idle = False
+        self._driver = threading.Thread(target=self._drive, name="state-ring-drive", daemon=True)
+        self._driver.start()
+
+    # ------------------------------------------------------------------ called by the engine
+
+    @property
+    def read_bytes(self) -> int:
+        """By updates, so far."""
+        return self._traffic.read_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """By updates, so far."""
+        return self._traffic.written_bytes
+
+    @property
+    def optimizer_time(self) -> BusyTime:
+        """When the optimizer had a chunk of the ring to work at; otherwise whoever waits, waits for the drive."""
+        return self._updates.busy_time
+
+    def begin_step(self) -> None:
+        """Read ahead for a new step, from its first unit on."""
+        self._events.put(self._schedule.read_ahead)
+
+    def turn(self) -> None:
+        """All tickets are done: the next pass goes the other way, and is read ahead as far as slots are free."""
+        self._events.put(self._turn)
+
+    def passed(self, unit: Unit) -> None:
+        """The unit's gradient is complete; what is read ahead from now on comes after it."""
+        self._events.put(lambda: self._schedule.read_ahead_after(unit))
+
+    def submit(self, unit: Unit, grad: torch.Tensor | None, hyper: AdamWHyper) -> RingTicket:
+        """Update the unit's chunks on NVMe; `grad` stays as it is until the ticket is done.
+
+        None: the gradient is on the drive too (`homes.grad_place`), all of it, and is read from now on.
+        """
+        self.check()
+        ticket = RingTicket(unit, grad, hyper, self._homes.flowing(unit))
+        self._events.put(lambda: self._begin(ticket))
+        return ticket
+
+    def wait(self, ticket: RingTicket) -> None:
+        """Until the unit's parameters may be read. TimeoutError, EngineError."""
+        if not ticket.done.wait(self._timeout_s):
+            raise TimeoutError(
+                f"the states of {ticket.unit.name} on NVMe were not up to date within {format_s(self._timeout_s)}: the "
+                "drive hangs, or is far slower than this run needs"
+            )
+        self.check()
+
+    def check(self) -> None:
+        """EngineError when a transfer or an update has failed since the start."""
+        if self.error is not None:
+            raise EngineError(
+                f"optimizer states on NVMe could not be moved or updated: {self.error}. What RAM and the drive hold is "
+                "no longer of one step; the last checkpoint is intact: resume from it."
+            ) from self.error
+
+    def wait_written(self) -> None:
+        """Until the drive has the parameters of every chunk that was updated so far, and the states of those that were
+        not kept; reading ahead goes on. TimeoutError, EngineError."""
+        written = threading.Event()
+        self._events.put(lambda: self._write_waiters.append(written))
+        self._until(written)
+
+    def flush(self) -> None:
+        """Until the drive has everything and the ring is empty; it stays so until the next step. TimeoutError."""
+        idle = threading.Event()
+        self._events.put(lambda: self._empty(idle))
+        self._until(idle)
+
+    def _until(self, event: threading.Event) -> None:
+        if self._end.is_set() or not event.wait(self._timeout_s):  # closed: nobody would answer
+            self.check()
+            raise TimeoutError(f"the drive did not take what was written to it within {format_s(self._timeout_s)}")
+        self.check()
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
+        """Start nothing more and wait for the transfers under way; False when they did not end: the slots are theirs.
+
+        A second call says the same, without waiting again.
+        """
+        if self._end.is_set():
+            return self._is_idle
+        limit_s = min(timeout_s, self._timeout_s)
+        idle = threading.Event()
+        self._events.put(lambda: self._stop(idle))
+        self._is_idle = idle.wait(limit_s)
+        if not self._is_idle:
+            logger.error("the drive did not finish transfers of optimizer states within %s", format_s(limit_s))
+        self._end.set()
+        self._events.put(None)
+        self._driver.join(limit_s if self._is_idle else GRACE_S)
+        self._updates.close()
+        return self._is_idle
+
+    # ------------------------------------------------------------------ the driver thread
+
+    def _drive(self) -> None:
+        while (event := self._events.get()) is not None:
+            try:
+                event()
+                if self.error is None and not self._stopping:
+                    while (passage := self._schedule.next_read()) is not None:
+                        self._fetch(passage, passage.slot.reads(passage.chunk) + self._gradient(passage))
+                    if self._idle_waiters:
+                        self._let_go()
+            except BaseException as error:  # delivered to whoever waits
+                self._fail(error)
+            self._tell_idle()
+
+    def _begin(self, ticket: RingTicket) -> None:
+        if self.error is not None or not ticket.left:
+            ticket.done.set()
+            return
+        for passage in self._schedule.add(ticket):
+            self._go_on(passage)
+
+    def _go_on(self, passage: Passage) -> None:
+        """Its unit is ready, and its states are in the slot or on their way."""
+        gradient = self._gradient(passage)  # read ahead or kept, it came without
+        if gradient:
+            self._fetch(passage, gradient)
+        if passage.is_read:
+            self._update(passage)
+
+    def _worth(self, chunk: StateChunk) -> int:
+        """Of keeping it; states in RAM are kept anyway."""
+        return NEVER if chunk.buffer is not None else worth_keeping(needed_bytes(self._homes, chunk), self.slot_bytes)
+
+    def _turn(self) -> None:
+        if self.error is None:
+            self._schedule.turn()
+            self._schedule.read_ahead()
+
+    def _gradient(self, passage: Passage) -> list[Part]:
+        """What is to be read of it, once it is complete."""
+        if passage.ticket is None or passage.ticket.grad is not None:
+            return []
+        return passage.slot.gradient_reads(passage.chunk)
+
+    def _fetch(self, passage: Passage, parts: list[Part]) -> None:
+        passage.reads_left += 1
+        self._traffic.read(passage.chunk.name, parts, partial(self._arrived, passage))
+
+    def _arrived(self, passage: Passage) -> None:
+        passage.reads_left -= 1
+        if passage.ticket is not None and passage.is_read:
+            self._update(passage)
+
+    def _update(self, passage: Passage) -> None:
+        assert passage.ticket is not None
+        passage.slot.check_states(passage.chunk)
+        passage.is_leaving, passage.is_kept = True, False
+        self._updates.submit(passage, passage.ticket, partial(self._updated, passage, passage.ticket))
+
+    def _updated(self, passage: Passage, ticket: RingTicket) -> None:
+        chunk, slot = passage.chunk, passage.slot
+        slot.updated(chunk)
+        waits_for_drive = slot.holds_param(chunk)
+        if waits_for_drive and self._keep_param is not None:
+            waits_for_drive = not self._keep_param(chunk, slot.param(chunk))
+        if not waits_for_drive:
+            self._schedule.count_down(ticket)
+        if self._stopping or self.error is not None:
+            return
+        is_kept = passage.is_staying = self._schedule.keeps(chunk)
+        parts = slot.param_writes(chunk) if is_kept else slot.state_writes(chunk) + slot.param_writes(chunk)
+        done = partial(self._written, passage, ticket if waits_for_drive else None, is_kept=is_kept)
+        self._traffic.write(chunk.name, parts, done)
+
+    def _written(self, passage: Passage, ticket: RingTicket | None, *, is_kept: bool) -> None:
+        if ticket is not None:
+            self._schedule.count_down(ticket)
+        if not is_kept:
+            self._schedule.leave(passage)
+        elif self._schedule.keep(passage):
+            self._go_on(passage)
+
+    def _let_go(self) -> None:
+        """What was kept goes to the drive."""
+        for passage in self._schedule.kept:
+            passage.is_leaving = True
+            parts = passage.slot.state_writes(passage.chunk)
+            self._traffic.write(passage.chunk.name, parts, partial(self._schedule.leave, passage))
+
+    def _empty(self, idle: threading.Event) -> None:
+        self._schedule.stop_reading_ahead()
+        self._idle_waiters.append(idle)
+
+    def _stop(self, idle: threading.Event) -> None:
+        self._stopping = True
+        self._fail(RuntimeError("the engine was closed"))
+        self._idle_waiters.append(idle)
+
+    def _fail(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+        self._schedule.abandon()
+
+    def _tell_idle(self) -> None:
+        if self._write_waiters and (self.error is not None or not self._schedule.is_writing):
+            for waiter in self._write_waiters:
+                waiter.set()
+            self._write_waiters = []
+        if not self._idle_waiters:
+            return
+        self._schedule.drop_unwanted()
+        if self._traffic.is_idle and (self.error is not None or self._schedule.is_empty):
+            for idle in self._idle_waiters:
+                idle.set()
+            self._idle_waiters = []

@@ -1,0 +1,177 @@
+"""`WorkerEngine`: threads that take pieces of requests from a queue and have a *mover* move them.
+
+The posix and kvikio engines differ only in their mover. Workers are daemon threads that an exit handler lets finish, so
+a program that forgets `close()` neither hangs at exit nor stops in the middle of a write. Closing goes on as long as
+pieces end; when none does for a while the drive hangs, and its threads are left to the process's end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from outcore.common.quantities import format_gb, format_s
+from outcore.storage.block_file import BlockFile, check_offset
+from outcore.storage.engines.request_queue import PIECE_ALIGN_BYTES, Kind, Request, RequestQueue
+from outcore.storage.errors import StorageError
+from outcore.storage.transfer import Transfer
+
+logger = logging.getLogger(__name__)
+
+STALL_S = 60.0
+"""Without the end of a piece (8 MiB): then the drive hangs. Twice the kernel's own limit of one SCSI command."""
+JOIN_SLICE_S = 0.5
+"""How often closing looks whether pieces still end."""
+WARN_EVERY_S = 60.0
+
+
+class Mover(Protocol):
+    """How one engine moves bytes."""
+
+    def prepare(self, buffer: Any, *, writable: bool) -> tuple[Any, Callable[[], object] | None]:
+        """On the submitting thread: a flat byte view of `buffer`, and what to wait for before touching it."""
+        ...
+
+    def move(self, kind: Kind, file: BlockFile, offset: int, piece: Any) -> None:
+        """On a worker: move the whole piece or raise."""
+        ...
+
+
+class WorkerEngine:
+    """Base of the engines with threads. See `StorageEngine` for the calls."""
+
+    name = "worker"
+
+    def __init__(self, mover: Mover, *, num_threads: int, block_bytes: int, max_requests: int) -> None:
+        if num_threads < 1:
+            raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+        if block_bytes < PIECE_ALIGN_BYTES or block_bytes % PIECE_ALIGN_BYTES:
+            raise ValueError(f"block_bytes must be a positive multiple of {PIECE_ALIGN_BYTES}, got {block_bytes}")
+        if max_requests < 1:
+            raise ValueError(f"max_requests must be at least 1, got {max_requests}")
+        self.num_threads = num_threads
+        self.block_bytes = block_bytes
+        self._mover = mover
+        self._queue = RequestQueue(max_requests)
+        self._threads = [
+            threading.Thread(target=_work, args=(self._queue, mover), name=f"outcore-io-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+        # Runs when the engine is collected and at interpreter exit, before daemon threads are frozen mid-write.
+        self._finalizer = weakref.finalize(self, _shut_down, self._queue, self._threads, cancel=False)
+        self.on_finished: Callable[[Request, float], object] | None = None
+        """Hears of every request that has ended and when (time.perf_counter), on a worker's thread (for a trace)."""
+
+    def submit_read(self, file: BlockFile, offset: int, buffer: Any, *, priority: int = 0) -> Transfer:
+        """Fill `buffer` from `file` at byte `offset`; returns at once. The buffer is the engine's until done.
+
+        Raises ValueError for a buffer this engine cannot move, RuntimeError when closed or in a forked child.
+        """
+        return self._submit("read", file, offset, buffer, priority)
+
+    def submit_write(self, file: BlockFile, offset: int, buffer: Any, *, priority: int = 0) -> Transfer:
+        """Write `buffer` to `file` at byte `offset`; returns at once. Do not change the buffer until done."""
+        return self._submit("write", file, offset, buffer, priority)
+
+    def _submit(self, kind: Kind, file: BlockFile, offset: int, buffer: Any, priority: int) -> Transfer:
+        if os.getpid() != self._queue.pid:
+            raise RuntimeError(
+                "this storage engine belongs to the parent of this forked process and has no threads here: open an "
+                "engine in the process that uses it (DataLoader workers, multiprocessing: start method 'spawn')"
+            )
+        check_offset(offset)
+        view, before = self._mover.prepare(buffer, writable=kind == "read")
+        if kind == "write" and not file.writable:
+            raise StorageError("write", path=file.path, offset=offset, wanted=view.nbytes, reason="opened read-only")
+        what = f"{kind} of {format_gb(view.nbytes)} at offset {offset} of {file.path}"
+        transfer = Transfer(view.nbytes, what, self._is_alive)
+        if not view.nbytes:
+            transfer.finish()
+            return transfer
+        request = Request(kind, file, offset, view, piece_bytes=self.block_bytes, transfer=transfer, before=before)
+        if (hear := self.on_finished) is not None:
+            transfer.add_done_callback(lambda _: hear(request, time.perf_counter()))
+        self._queue.put(request, priority)
+        return transfer
+
+    def _is_alive(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    def close(self, *, cancel: bool = False, stall_s: float = STALL_S) -> None:
+        """Finish all submitted requests (or with `cancel` fail those not begun) and end the threads.
+
+        TimeoutError when no piece has ended for `stall_s`: the threads that hang stay, and so must their buffers.
+        """
+        self._finalizer.detach()
+        hanging = _end_threads(self._queue, self._threads, cancel=cancel, stall_s=stall_s)
+        if hanging:
+            raise TimeoutError(_in_words(hanging, stall_s))
+
+    def __enter__(self) -> WorkerEngine:
+        return self
+
+    def __exit__(self, exc_type: object, *exc_info: object) -> None:
+        self.close(cancel=exc_type is not None)
+
+
+def _work(queue: RequestQueue, mover: Mover) -> None:
+    queue.add_worker()
+    while True:
+        taken = queue.take()
+        if taken is None:
+            return
+        request, start, stop = taken
+        error: BaseException | None = None
+        try:
+            if request.before is not None:
+                request.before()
+            mover.move(request.kind, request.file, request.offset + start, request.view[start:stop])
+        except BaseException as raised:  # delivered to whoever waits; the thread lives on
+            error = raised
+        if queue.piece_done(request, error):
+            request.transfer.finish(request.error)
+        del taken, request, error  # an idle thread keeps no buffer alive
+
+
+def _shut_down(queue: RequestQueue, threads: list[threading.Thread], *, cancel: bool) -> None:
+    """For an engine that nobody closed, at the interpreter's exit among others: nobody is there to hear of an error."""
+    hanging = _end_threads(queue, threads, cancel=cancel, stall_s=STALL_S)
+    if hanging:
+        logger.error("%s", _in_words(hanging, STALL_S))
+
+
+def _end_threads(
+    queue: RequestQueue, threads: list[threading.Thread], *, cancel: bool, stall_s: float
+) -> list[threading.Thread]:
+    """Let the threads finish, as long as pieces end; those that hang."""
+    if os.getpid() != queue.pid:
+        return []  # a forked child has none of the threads
+    for request in queue.shut(cancel=cancel):
+        request.transfer.finish(request.error)
+    moved_s = warned_s = since_s = time.monotonic()
+    seen = queue.pieces_done
+    while alive := [t for t in threads if t.is_alive() and t is not threading.current_thread()]:
+        alive[0].join(min(JOIN_SLICE_S, stall_s))
+        now_s = time.monotonic()
+        if queue.pieces_done != seen:
+            seen, moved_s = queue.pieces_done, now_s
+        elif now_s - moved_s >= stall_s:
+            return [thread for thread in alive if thread.is_alive()]
+        if now_s - warned_s >= WARN_EVERY_S:
+            warned_s = now_s
+            logger.warning("closing the storage engine: at it for %s, the drive still moves", format_s(now_s - since_s))
+    return []
+
+
+def _in_words(hanging: list[threading.Thread], stall_s: float) -> str:
+    return (
+        f"closing the storage engine: nothing has moved for {format_s(stall_s)}, {len(hanging)} of its threads hang in "
+        "the drive (dmesg may say why) and are left to the end of the process"
+    )

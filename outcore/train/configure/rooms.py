@@ -1,0 +1,199 @@
+"""From the one training configuration to each room's settings, and what is chosen where the user left it open."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from outcore.data import DataSettings
+from outcore.data.settings import DEFAULT_TEXT_EXTENSIONS
+from outcore.engine.deepspeed.config.settings import DeepSpeedSettings
+from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.train.configure.arguments import ConfigError, nearest
+from outcore.train.configure.config import TrainConfig
+from outcore.train.configure.schedule import COSINE_FLOOR, LrSchedule
+from outcore.train.trainer_parts import RunLength
+
+EMBEDDED_STEPS = 150
+"""Length of the embedded default's run: a visible fall of the loss in a few minutes on two CPU cores."""
+TINY_SEQ_LENGTH = 256
+DEFAULT_SEQ_LENGTH = 1024
+LORA_LR, FINE_TUNE_LR, SCRATCH_LR, TINY_LR = 2e-4, 2e-5, 3e-4, 2e-3
+"""Usual peak learning rates: LoRA (Hu et al. 2021, table 12), full fine-tuning, pre-training of small models."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What this process computes on."""
+
+    has_cuda: bool
+    precision: str
+    reason: str
+
+
+def choose_hardware(config: TrainConfig) -> Hardware:
+    """Device and precision, with the reason; ConfigError for a precision the GPU does not have."""
+    has_cuda = torch.cuda.is_available()
+    if has_cuda:
+        has_bf16 = torch.cuda.get_device_capability()[0] >= 8
+        name = torch.cuda.get_device_name()
+        if config.precision == "bf16" and not has_bf16:
+            raise ConfigError(f"precision bf16: {name} has no bf16 units (Ampere and later do). Use --precision fp16.")
+        if config.precision == "auto":
+            chosen = "bf16" if has_bf16 else "fp16"
+            why = "has bf16 units" if has_bf16 else "has no bf16 units: fp16 with loss scaling"
+            return Hardware(True, chosen, f"{name} {why}")
+        return Hardware(True, config.precision, f"{name}, as asked")
+    words = "no CUDA GPU found: training on the CPU"
+    if config.precision == "fp16":
+        raise ConfigError("precision fp16 needs a GPU: on the CPU use --precision bf16 or fp32.")
+    if config.precision == "auto":
+        return Hardware(False, "fp32", f"{words} in fp32 (fastest there for small models)")
+    return Hardware(False, config.precision, f"{words} in {config.precision}, as asked")
+
+
+def is_tiny(config: TrainConfig) -> bool:
+    """True for the presets that are made to be seen working, on two CPU cores."""
+    named = config.model_name_or_path or config.config_file or config.model_module
+    return not named and (config.preset or "tiny").startswith("tiny")
+
+
+def lora_alpha(config: TrainConfig) -> float:
+    """Scale of the adapters; 0 without LoRA."""
+    return float(config.lora_alpha or 2 * config.lora_r)
+
+
+def model_settings_of(config: TrainConfig, precision: str, seq_length: int) -> ModelSettings:
+    """The model room's settings."""
+    named = config.model_name_or_path or config.config_file or config.model_module
+    recompute = config.activation_checkpointing
+    if recompute is None:
+        recompute = not is_tiny(config) and config.model_module is None
+    lora = None
+    if config.lora_r:
+        lora = LoraSettings(
+            r=config.lora_r,
+            alpha=lora_alpha(config),
+            dropout=config.lora_dropout,
+            target_modules=config.lora_target_modules,
+        )
+    return ModelSettings(
+        model_name_or_path=config.model_name_or_path,
+        preset=config.preset or (None if named else "tiny"),
+        config_file=config.config_file,
+        model_module=config.model_module,
+        trust_remote_code=config.trust_remote_code,
+        precision=precision,
+        attn_implementation=config.attn_implementation,
+        seq_length=seq_length,
+        lora=lora,
+        gradient_checkpointing=recompute,
+        seed=config.seed,
+    )
+
+
+def data_settings_of(config: TrainConfig, seq_length: int, packing: str) -> DataSettings:
+    """The data room's settings."""
+    return DataSettings(
+        dataset=config.dataset,
+        dataset_config=config.dataset_config,
+        dataset_split=config.dataset_split,
+        eval_dataset=config.eval_dataset,
+        eval_fraction=config.eval_fraction,
+        text_column=config.text_column,
+        prompt_column=config.prompt_column,
+        completion_column=config.completion_column,
+        messages_column=config.messages_column,
+        format=config.data_format,
+        seq_length=seq_length,
+        packing=packing,
+        on_bad_row=config.on_bad_row,
+        streaming=config.streaming,
+        cache_dir=config.data_cache_dir,
+        seed=config.seed,
+        max_train_samples=config.max_train_samples,
+        max_eval_samples=config.max_eval_samples,
+        train_on_prompt=config.train_on_prompt,
+        text_extensions=tuple(config.text_extensions.split(",")) if config.text_extensions else DEFAULT_TEXT_EXTENSIONS,
+    )
+
+
+def deepspeed_settings_of(config: TrainConfig) -> DeepSpeedSettings:
+    """The offload flags, by the same names."""
+    names = {f.name for f in fields(DeepSpeedSettings)}
+    return DeepSpeedSettings(**{k: v for k, v in asdict(config).items() if k in names})
+
+
+def schedule_of(config: TrainConfig, user_config: dict[str, Any], peak_lr: float, total_steps: int) -> LrSchedule:
+    """Flags first, then the scheduler block of deepspeed_config.json, then the defaults."""
+    block = user_config.get("scheduler") or {}
+    block = {} if block == "auto" else block
+    kinds = {"WarmupDecayLR": "warmup_decay", "WarmupCosineLR": "cosine", "WarmupLR": "constant"}
+    if block and block.get("type") not in kinds:
+        raise ConfigError(
+            f"{config.deepspeed_config}: scheduler type {block.get('type')!r} is not one of {', '.join(kinds)}."
+        )
+    of_file = kinds.get(block.get("type", ""), "warmup_decay")
+    kind = config.lr_scheduler_type or of_file
+    params = block.get("params") or {}
+    params = {} if params == "auto" or kind != of_file else {k: v for k, v in params.items() if v != "auto"}
+    from_file = params.pop("warmup_num_steps", None)
+    if from_file is not None and (isinstance(from_file, bool) or not isinstance(from_file, int) or from_file < 0):
+        raise ConfigError(
+            f"{config.deepspeed_config}: scheduler.params.warmup_num_steps must be a whole number of 0 or more, got "
+            f"{from_file!r}."
+        )
+    warmup = next(n for n in (config.warmup_steps, from_file, min(100, math.ceil(0.03 * total_steps))) if n is not None)
+    schedule = LrSchedule(kind, peak_lr, min(warmup, total_steps), total_steps)
+    _check_scheduler_params(params, schedule, config.deepspeed_config)
+    return schedule
+
+
+def _check_scheduler_params(params: dict[str, Any], schedule: LrSchedule, file: str) -> None:
+    """ConfigError when the file's scheduler asks for another rate than the run's own schedule gives."""
+    ours: dict[str, tuple[Any, str]] = {
+        "warmup_max_lr": (schedule.peak_lr, "--learning_rate, or optimizer.params.lr"),
+        "total_num_steps": (schedule.total_steps, "--max_steps or --num_train_epochs"),
+        "warmup_min_lr": (0, "nothing"),
+        "warmup_min_ratio": (0, "nothing"),
+        "warmup_type": ("linear", "nothing"),
+        "cos_min_ratio": (COSINE_FLOOR, "nothing"),
+        "last_batch_iteration": (-1, "--resume_from_checkpoint"),
+    }
+    for name, value in params.items():
+        if name not in ours:
+            raise ConfigError(
+                f"{file}: there is no key scheduler.params.{name}.{nearest(name, (*ours, 'warmup_num_steps'))}"
+            )
+        here, by = ours[name]
+        if value != here:
+            raise ConfigError(
+                f"{file}: scheduler.params.{name} is {value!r}, but this run's is {here!r}, which {by} changes. "
+                "Delete the key, or make them equal."
+            )
+
+
+def default_lr(config: TrainConfig) -> float:
+    """Peak learning rate when neither flag nor file names one."""
+    if config.lora_r:
+        return LORA_LR
+    if config.model_name_or_path:
+        return FINE_TUNE_LR
+    return TINY_LR if is_tiny(config) else SCRATCH_LR
+
+
+def run_length(config: TrainConfig, batches_per_epoch: int, accumulation: int) -> RunLength:
+    """How many steps, and when to evaluate, sample and save."""
+    if config.max_steps > 0:
+        total = config.max_steps
+    elif config.dataset == "embedded" and config.num_train_epochs == 1.0:
+        total = EMBEDDED_STEPS
+    else:
+        total = max(1, math.ceil(batches_per_epoch * config.num_train_epochs / accumulation))
+    every_eval = config.eval_steps if config.eval_steps is not None else max(1, total // 5)
+    every_sample = config.sample_steps if config.sample_steps is not None else every_eval
+    every_save = config.save_steps if config.save_steps is not None else max(1, total // 5)
+    return RunLength(total, every_eval, every_sample, every_save, accumulation)

@@ -1,0 +1,327 @@
+"""Shapes of rows and chat templates: what the model learns to write is exactly what the assistant wrote."""
+
+from __future__ import annotations
+
+import pytest
+
+from outcore.data import DataError, DataSettings, TemplateError
+from outcore.data.chat import ChatEncoder, ensure_chat_template
+from outcore.data.encode import DocumentEncoder, carries_loss, cut_text, token_ids
+from outcore.data.formats import ChatExample, TextExample, detect_shape
+from outcore.data.records import RowError
+from tests.data.fixtures import tiny_tokenizer
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "the quick fox?"},
+    {"role": "assistant", "content": "a lazy dog"},
+    {"role": "user", "content": "wizards?"},
+    {"role": "assistant", "content": "boil jars"},
+]
+PLAIN_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA2_STYLE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} {{ eos_token }}"
+    "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
+# As Qwen3: reasoning only in turns behind the last question, emptied when there is none.
+REASONING = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% set words = m.content.split('</think>')[-1].lstrip('\n') %}"
+    "{% if loop.index0 > ns.last %}<think>\n{{ m.reasoning or '' }}\n</think>\n\n{% endif %}{{ words }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def learned(tokenizer, ids, mask) -> list[str]:
+    """The runs of tokens that carry loss, decoded."""
+    runs, run = [], []
+    for token, has_loss in zip([*ids.tolist(), 0], [*mask.tolist(), False]):
+        if has_loss:
+            run.append(token)
+        elif run:
+            runs.append(tokenizer.decode(run))
+            run = []
+    return runs
+
+
+def test_own_default_template_marks_what_the_assistant_wrote():
+    tokenizer = tiny_tokenizer()
+    ids, mask = ChatEncoder(tokenizer).encode(ChatExample(TALK))
+    assert learned(tokenizer, ids, mask) == ["a lazy dog<|im_end|>", "boil jars<|im_end|>"]
+    assert tokenizer.decode(ids).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (PLAIN_CHATML, ["a lazy dog<|im_end|>\n", "boil jars<|im_end|>\n"]),
+        (LLAMA2_STYLE, [" a lazy dog <|endoftext|>", " boil jars <|endoftext|>"]),
+        (REASONING, ["a lazy dog<|im_end|>", "<think>\n\n</think>\n\nboil jars<|im_end|>\n"]),
+    ],
+)
+def test_templates_without_marks(template, expected):
+    tokenizer = tiny_tokenizer(template)
+    ids, mask = ChatEncoder(tokenizer).encode(ChatExample(TALK))
+    assert learned(tokenizer, ids, mask) == expected
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK, tokenize=False)
+
+
+def test_prefix_rendering_agrees_with_generation_marks():
+    marked = PLAIN_CHATML.replace(
+        "{{ m.content }}<|im_end|>\n",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
+        "{% else %}{{ m.content }}<|im_end|>\n{% endif %}",
+    )
+    by_mark = ChatEncoder(tiny_tokenizer(marked)).encode(ChatExample(TALK))
+    by_prefix = ChatEncoder(tiny_tokenizer(PLAIN_CHATML)).encode(ChatExample(TALK))
+    assert by_mark[0].tolist() == by_prefix[0].tolist() and by_mark[1].tolist() == by_prefix[1].tolist()
+
+
+def test_two_assistant_turns_in_a_row():
+    talk = [*TALK[:3], {"role": "assistant", "content": "over jars"}]
+    tokenizer = tiny_tokenizer(PLAIN_CHATML)
+    assert learned(tokenizer, *ChatEncoder(tokenizer).encode(ChatExample(talk))) == [
+        "a lazy dog<|im_end|>\n",
+        "over jars<|im_end|>\n",
+    ]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # The number of messages at the beginning: no rendering is a beginning of another.
+        "{{ messages|length }} {% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+        # Earlier answers are rewritten.
+        "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' and not loop.last %}(removed)"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}",
+    ],
+)
+def test_template_that_hides_the_assistant_is_refused(template):
+    with pytest.raises(TemplateError, match=r"does not let the assistant's tokens be told apart.*generation"):
+        ChatEncoder(tiny_tokenizer(template)).encode(ChatExample(TALK))
+    ids, mask = ChatEncoder(tiny_tokenizer(template), train_on_all=True).encode(ChatExample(TALK))
+    assert mask.all() and len(ids) == len(mask)
+
+
+def test_generation_marks_around_nothing_are_refused():
+    template = "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}"
+    with pytest.raises(TemplateError, match="cover no token"):
+        ChatEncoder(tiny_tokenizer(template)).encode(ChatExample(TALK))
+
+
+def test_template_that_refuses_a_role_is_a_bad_row():
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    with pytest.raises(RowError, match="refuses this conversation: no system role"):
+        ChatEncoder(tiny_tokenizer(template)).encode(ChatExample(TALK))
+
+
+def test_default_template_is_given_once_and_ends_turns_with_eos_if_need_be():
+    tokenizer = tiny_tokenizer(None)
+    assert "ChatML" in (ensure_chat_template(tokenizer) or "")
+    assert ensure_chat_template(tokenizer) is None
+    from outcore.data.chat import default_template
+
+    class NoChatTokens:
+        unk_token_id, eos_token = None, "</s>"
+
+        def convert_tokens_to_ids(self, _):
+            return None
+
+    assert "eos_token" in default_template(NoChatTokens())
+
+
+def test_tools_reach_the_template():
+    template = "{{ tools|length if tools else 0 }} tools\n" + PLAIN_CHATML
+    encoder = ChatEncoder(tiny_tokenizer(template))
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    ids, mask = encoder.encode(ChatExample(TALK, tools))
+    assert encoder.tokenizer.decode(ids).startswith("1 tools") and mask.any()
+
+
+class NoOffsets:
+    """The tiny tokenizer, pretending to be one of the slow kind."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.is_fast = tokenizer, False
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, *args, **kwargs):
+        assert "return_offsets_mapping" not in kwargs
+        return self.tokenizer(*args, **kwargs)
+
+
+def test_tokenizers_without_offsets():
+    tokenizer = NoOffsets(tiny_tokenizer(PLAIN_CHATML))
+    ids, mask = ChatEncoder(tokenizer).encode(ChatExample(TALK))
+    assert learned(tokenizer, ids, mask) == ["a lazy dog<|im_end|>\n", "boil jars<|im_end|>\n"]
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK, tokenize=False)
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "text": {"text": "x", "url": "y"},
+    "prompt_completion": {"question": "x", "answer": "y"},
+    "alpaca": {"instruction": "x", "input": "z", "output": "y", "text": "all"},
+    "sharegpt": {"id": "1", "conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]},
+    "messages": {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_are_told_apart(name: str):
+    shape = detect_shape([SHAPES[name]], DataSettings(), "x.jsonl")
+    assert shape.format == name
+    example = shape.example(SHAPES[name])
+    assert isinstance(example, TextExample if name in ("text", "prompt_completion") else ChatExample)
+    if name == "alpaca":
+        assert isinstance(example, ChatExample) and example.messages[0]["content"] == "x\n\nz"
+
+
+def test_conversation_under_a_sharegpt_name_with_openai_keys():
+    row = {"conversations": SHAPES["messages"]["messages"]}
+    assert detect_shape([row], DataSettings(), "x").format == "messages"
+
+
+def test_named_columns_and_formats_win():
+    row = {**SHAPES["alpaca"], "body2": "t", **SHAPES["messages"]}
+    assert detect_shape([row], DataSettings(), "x").format == "messages"
+    assert detect_shape([row], DataSettings(format="alpaca"), "x").format == "alpaca"
+    assert detect_shape([row], DataSettings(format="text"), "x").columns == ("text",)
+    assert detect_shape([row], DataSettings(text_column="body2"), "x").columns == ("body2",)
+    chosen = detect_shape([row], DataSettings(prompt_column="input", completion_column="text"), "x")
+    assert chosen.columns == ("input", "text")
+    assert detect_shape([{"only": "text"}], DataSettings(), "x").columns == ("only",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"text_column": "txet"}, r"no column 'txet' \(text_column\) \(nearest: 'text'\); it has: text, n"),
+        ({"prompt_column": "text", "completion_column": "anwser"}, "no column 'anwser'"),
+        ({"messages_column": "msgs"}, "no column 'msgs'"),
+        ({"format": "messages"}, "not the shape 'messages'"),
+    ],
+)
+def test_columns_that_are_not_there(settings, words):
+    with pytest.raises(DataError, match=words):
+        detect_shape([{"text": "a", "n": 1}], DataSettings(**settings), "x.csv")
+
+
+def test_unknown_shape_lists_what_is_known():
+    with pytest.raises(DataError, match=r"its columns \(a, b\) have no known shape.*text_column"):
+        detect_shape([{"a": 1, "b": 2}], DataSettings(), "x.csv")
+
+
+def talk(*messages, **more):
+    return {"messages": list(messages), **more}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "words"),
+    [
+        ("text", {"txt": "x"}, "no column 'text' .nearest: 'txt'"),
+        ("text", {"text": None}, "should hold text, found nothing"),
+        ("text", {"text": 7}, "should hold text, found int 7"),
+        ("prompt_completion", {"question": "x", "answer": " "}, "'answer' is empty"),
+        ("alpaca", {"instruction": "x", "output": ""}, "'output' is empty"),
+        ("messages", {"messages": "hi"}, "should hold a list of messages"),
+        ("messages", {"messages": []}, "should hold a list of messages"),
+        ("messages", talk("hi"), "message 1 of 'messages' is not an object"),
+        ("messages", talk({"role": "user"}), "message 1 of 'messages' has no 'content'"),
+        ("messages", talk({"role": "robot", "content": "x"}), "unknown role 'robot'"),
+        ("messages", talk({"role": "user", "content": "x"}), "no assistant message"),
+        ("messages", talk({"role": "user", "content": 3}), "should be text, found int"),
+        ("messages", talk({"role": "user", "content": [{"type": "image"}]}), "a part that is not text"),
+        ("sharegpt", {"conversations": [{"from": "alien", "value": "x"}]}, "unknown role 'alien'"),
+    ],
+)
+def test_rows_that_cannot_be_used(name, row, words):
+    shape = detect_shape([SHAPES[name]], DataSettings(), "x")
+    with pytest.raises(RowError, match=words):
+        shape.example(row)
+
+
+def test_messages_with_text_parts_system_column_and_tool_calls():
+    row = talk(
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
+        system="Be kind.",
+        tools=[{"name": "f"}],
+    )
+    example = detect_shape([row], DataSettings(), "x").example(row)
+    assert isinstance(example, ChatExample) and example.tools == [{"name": "f"}]
+    assert [message["content"] for message in example.messages] == ["Be kind.", "ab", ""]
+
+
+def test_conversational_prompt_and_completion():
+    row = {"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "y"}]}
+    example = detect_shape([row], DataSettings(), "x").example(row)
+    assert isinstance(example, ChatExample) and [m["role"] for m in example.messages] == ["user", "assistant"]
+
+
+# --- encoding ---------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_and_completion_are_joined_with_loss_on_the_completion():
+    tokenizer = tiny_tokenizer()
+    tokens = DocumentEncoder(tokenizer).encode(TextExample(" lazy dog", prompt="quick fox"))
+    assert learned(tokenizer, token_ids(tokens), carries_loss(tokens)) == [" lazy dog<|endoftext|>"]
+    assert tokenizer.decode(token_ids(tokens)) == "quick fox lazy dog<|endoftext|>"
+    assert carries_loss(DocumentEncoder(tokenizer, train_on_prompt=True).encode(TextExample("b", prompt="a"))).all()
+
+
+def test_bos_is_added_where_the_tokenizer_adds_it():
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = tiny_tokenizer()
+    assert DocumentEncoder(tokenizer).begin_token_id() is None
+    eos = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", eos)]
+    )
+    tokens = token_ids(DocumentEncoder(tokenizer).encode_text("the fox"))
+    assert tokens[0] == eos and tokens[-1] == eos and tokenizer.decode(tokens[1:-1]) == "the fox"
+
+
+def test_a_tokenizer_without_end_token_is_refused():
+    class Bare:
+        eos_token_id = sep_token_id = None
+
+    with pytest.raises(DataError, match="no end-of-text token"):
+        DocumentEncoder(Bare()).end_token_id()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["line one\nline two\n\n  indented\n" * 40, "no breaks at all " * 60, "x" * 999, "", "\n" * 500],
+)
+@pytest.mark.parametrize("piece_chars", [16, 64, 333, 10_000])
+def test_cut_text_loses_nothing(text: str, piece_chars: int):
+    pieces = list(cut_text(text, piece_chars))
+    assert "".join(pieces) == text and all(0 < len(piece) <= piece_chars for piece in pieces)
+
+
+def test_cut_text_does_not_change_the_tokens():
+    tokenizer = tiny_tokenizer()
+    text = "the quick brown fox\n  jumps over\n\na lazy dog while 17 wizards\nboil jars\n" * 30
+    whole = tokenizer(text)["input_ids"]
+    pieces = [token for piece in cut_text(text, 200) for token in tokenizer(piece)["input_ids"]]
+    assert pieces == whole
+
+
+def test_encoder_decoder_documents():
+    tokenizer = tiny_tokenizer()
+    encoder = DocumentEncoder(tokenizer, encoder_decoder=True)
+    tokens = encoder.encode(TextExample("a dog", prompt="the fox"))
+    assert tokenizer.decode(token_ids(tokens)) == "the fox<|endoftext|>a dog<|endoftext|>"
+    assert learned(tokenizer, token_ids(tokens), carries_loss(tokens)) == ["a dog<|endoftext|>"]
+    chat = encoder.encode(ChatExample(TALK))
+    assert learned(tokenizer, token_ids(chat), carries_loss(chat)) == ["boil jars<|endoftext|>"]

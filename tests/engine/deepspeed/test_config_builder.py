@@ -1,0 +1,351 @@
+"""The builder: defaults, precedence, repairs and fallbacks, without DeepSpeed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outcore.common.quantities import GIB
+from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, ModelFacts, RunFacts, build_config
+from outcore.engine.deepspeed.config.offload import usable_for_deepspeed
+from outcore.sizing.swapping import min_param_buffers, nvme_bytes
+from tests.engine.deepspeed.config_cases import INFINITY, TINY, build
+
+ROOT = Path(__file__).parents[3]
+LLAMA_8B = ModelFacts(8_030_261_248, 525_336_576, 291, 4096)
+
+
+def refuse(path: str, required_space_gb: float) -> tuple[bool, str]:
+    return False, f"{path} is full."
+
+
+def has_auto(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(has_auto(v) for v in value.values())
+    return value == "auto" or (isinstance(value, list) and any(has_auto(v) for v in value))
+
+
+# --- defaults
+
+
+def test_an_empty_file_gives_zero3_in_ram() -> None:
+    built = build()
+    zero = built.config["zero_optimization"]
+    assert (built.offload.stage, built.offload.optimizer, built.offload.params) == (3, "cpu", "cpu")
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert built.config["train_batch_size"] == 8 and built.config["gradient_clipping"] == 1.0
+    assert built.config["bf16"] == {"enabled": True}
+    params = built.config["optimizer"]["params"]
+    assert (params["betas"], params["eps"], params["weight_decay"]) == ([0.9, 0.999], 1e-8, 0.01)
+    assert built.config["scheduler"]["type"] == "WarmupDecayLR"
+    assert "aio" not in built.config and built.warnings == ()
+    assert any(note.startswith("gradient_clipping = 1.0: ") for note in built.notes)
+
+
+def test_the_input_is_never_changed_and_auto_is_resolved() -> None:
+    user = {
+        "train_batch_size": "auto", "bf16": {"enabled": "auto"}, "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_param": {"device": "auto"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}, "scheduler": "auto",
+        "outcore": {"write_combined": "auto"},
+    }  # fmt: skip
+    before = copy.deepcopy(user)
+    built = build(user)
+    assert user == before
+    assert not has_auto({key: value for key, value in built.config.items() if key != "outcore"})
+    json.dumps(built.config)
+
+
+@pytest.mark.parametrize(
+    "stage, number",
+    [("none", 0), (0, 0), ("1", 1), (2, 2), ("ZeRO3", 3), ("infinity", 3), (None, 3), (True, None), ("zero4", None)],
+)
+def test_stage_names(stage: Any, number: int | None) -> None:
+    if number is None:
+        with pytest.raises(ValueError, match="zero_stage"):
+            build(settings={"zero_stage": stage})
+    else:
+        assert build(settings={"zero_stage": stage}).config["zero_optimization"]["stage"] == number
+
+
+def test_stage_none_has_no_offload_and_torchs_adamw() -> None:
+    file = json.loads((ROOT / "deepspeed_config.json").read_text())
+    built = build(file, {"zero_stage": "none"})
+    assert built.config["zero_optimization"] == {"stage": 0}
+    assert built.config["optimizer"]["params"]["torch_adam"] is True
+    assert built.config["optimizer"]["params"]["fused"] is True
+    assert any("offload_optimizer left out" in text for text in built.warnings)
+
+
+def test_on_the_cpu_adam_is_not_fused_and_cannot_be_the_extension() -> None:
+    user = {"optimizer": {"type": "AdamW", "params": {"torch_adam": False}}}
+    built = build(user, {"zero_stage": 2}, {"device": "cpu"})
+    assert built.config["optimizer"]["params"]["torch_adam"] is True
+    assert "fused" not in built.config["optimizer"]["params"]
+    assert any("torch_adam changed from False to True" in text for text in built.warnings)
+
+
+# --- batch
+
+
+@pytest.mark.parametrize(
+    "user, run, expected",
+    [
+        ({"train_batch_size": 32}, {}, (32, 2, 16)),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, {"world_size": 4}, (32, 4, 2)),
+        ({"train_micro_batch_size_per_gpu": 3}, {"world_size": 2}, (24, 3, 4)),
+        ({"train_micro_batch_size_per_gpu": 3}, {"micro_batch_size": 5}, (20, 5, 4)),
+        ({"train_batch_size": 7}, {"micro_batch_size": 1, "gradient_accumulation_steps": 3}, (3, 1, 3)),
+    ],
+)
+def test_batch_arithmetic(user: dict, run: dict, expected: tuple[int, int, int]) -> None:
+    config = build(user, run=run).config
+    assert (
+        config["train_batch_size"], config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"],
+    ) == expected  # fmt: skip
+
+
+@given(
+    world=st.integers(1, 8), micro=st.none() | st.integers(1, 9), accumulation=st.none() | st.integers(1, 9),
+    total=st.none() | st.integers(1, 300),
+)  # fmt: skip
+def test_the_product_always_holds(world: int, micro: int | None, accumulation: int | None, total: int | None) -> None:
+    user = {
+        "train_batch_size": total, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation
+    }  # fmt: skip
+    try:
+        config = build({k: v for k, v in user.items() if v is not None}, run={"world_size": world}).config
+    except ValueError as error:
+        assert "train_batch_size" in str(error)
+        return
+    product = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * world
+    assert config["train_batch_size"] == product
+    assert total in (None, product)
+
+
+# --- precision
+
+
+def test_precision_of_run_wins_over_the_file() -> None:
+    built = build({"fp16": {"enabled": True, "loss_scale": 128}}, run={"precision": "fp32"})
+    assert built.config["fp16"] == {"enabled": False} and built.config["bf16"] == {"enabled": False}
+    assert build({"fp16": {"enabled": True, "loss_scale": 128}}).config["fp16"]["loss_scale"] == 128
+    assert build({"bfloat16": {"enabled": True}}).config["bf16"] == {"enabled": True}
+    assert build({"bf16": {"enabled": False}}).config["bf16"] == {"enabled": False}
+
+
+def test_fp16_on_a_cpu_without_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outcore.engine.deepspeed.config.run_section._cpu_has_fp16", lambda: False)
+    with pytest.raises(ValueError, match="fp16 needs a GPU"):
+        build(run={"device": "cpu", "precision": "fp16"})
+
+
+# --- infinity
+
+
+def test_infinity_puts_both_on_nvme_with_buffers_that_suffice() -> None:
+    built = build(settings={**INFINITY, "aio_queue_depth": 32}, model=LLAMA_8B, run={"run_name": "my run"})
+    zero = built.config["zero_optimization"]
+    assert built.offload.uses_nvme and built.offload.nvme_path == "/mnt/nvme/my run"
+    assert zero["sub_group_size"] == 1
+    assert zero["stage3_max_live_parameters"] == zero["stage3_max_reuse_distance"] == 0
+    assert zero["offload_param"]["buffer_size"] >= LLAMA_8B.largest_weight_numel
+    assert zero["offload_param"]["buffer_count"] == min_param_buffers(LLAMA_8B)
+    assert zero["offload_param"]["max_in_cpu"] == 500_000_000
+    assert zero["offload_optimizer"]["buffer_count"] == 4 and not zero["offload_optimizer"]["pipeline_read"]
+    assert built.config["aio"]["queue_depth"] == 32
+    assert "torch_adam" not in built.config["optimizer"]["params"]
+    share = 525_336_576
+    assert built.offload.locked_bytes == 4 * share * 4 + 6 * share * 2 + share * 2
+
+
+@pytest.mark.parametrize("staging_bytes, count", [(2 * GIB, 12), (40_000_000, 8), (1, 4)])
+def test_pipelining_follows_the_staging_budget(staging_bytes: int, count: int) -> None:
+    built = build({"outcore": {"staging_bytes": staging_bytes}}, INFINITY, model=TINY)
+    block = built.config["zero_optimization"]["offload_optimizer"]
+    assert block["buffer_count"] == count
+    assert (block["pipeline_read"], block["pipeline_write"]) == {12: (True, True), 8: (True, False), 4: (False, False)}[
+        count
+    ]
+
+
+def test_too_small_user_values_are_raised_and_said() -> None:
+    user = {
+        "zero_optimization": {
+            "stage": 3, "sub_group_size": 1e8, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+            "stage3_param_persistence_threshold": 10**8, "stage3_module_granularity_threshold": 7,
+            "offload_param": {"device": "nvme", "nvme_path": "/a", "buffer_count": 1, "buffer_size": 10},
+            "offload_optimizer": {
+                "device": "nvme", "nvme_path": "/a", "buffer_count": 5, "pipeline_read": True, "fast_init": True,
+                "ratio": 0.5,
+            },
+        },
+        "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+    }  # fmt: skip
+    built = build(user, run={"world_size": 2})
+    zero = built.config["zero_optimization"]
+    assert zero["offload_param"]["buffer_count"] == 6
+    assert zero["offload_param"]["buffer_size"] >= TINY.largest_weight_numel // 2
+    assert zero["offload_optimizer"]["buffer_count"] == 12 or zero["offload_optimizer"]["buffer_count"] == 8
+    assert zero["stage3_param_persistence_threshold"] == (524_288 - 1) * 2
+    changed = "\n".join(built.warnings)
+    for key in (
+        "sub_group_size changed", "stage3_max_live_parameters changed", "stage3_max_reuse_distance changed",
+        "stage3_param_persistence_threshold changed", "offload_param.buffer_count changed from 1 to 6",
+        "offload_param.buffer_size changed", "offload_optimizer.buffer_count changed", "fast_init changed",
+        "ratio changed", "torch_adam changed", "granularity_threshold changed",
+    ):  # fmt: skip
+        assert key in changed
+
+
+def test_larger_user_values_are_kept() -> None:
+    user = {"zero_optimization": {"offload_param": {"device": "nvme", "buffer_count": 50, "buffer_size": 3e9}}}
+    block = build(user, INFINITY).config["zero_optimization"]["offload_param"]
+    assert (block["buffer_count"], block["buffer_size"]) == (50, 3_000_000_000)
+
+
+def test_max_in_cpu_that_holds_everything_is_said() -> None:
+    built = build(settings=INFINITY)
+    assert any("none of them goes to NVMe" in text for text in built.warnings)
+    assert (
+        build(settings={**INFINITY, "max_in_cpu_gb": 0}).config["zero_optimization"]["offload_param"]["max_in_cpu"] == 0
+    )
+
+
+def test_flags_choose_what_goes_to_nvme() -> None:
+    only_optimizer = build(settings={**INFINITY, "nvme_offload_params": False}).offload
+    assert (only_optimizer.optimizer, only_optimizer.params) == ("nvme", "cpu")
+    only_params = build(settings={**INFINITY, "nvme_offload_optimizer": False, "offload_optimizer": "none"}).offload
+    assert (only_params.optimizer, only_params.params) == ("none", "nvme")
+    neither = build(settings={**INFINITY, "nvme_offload_optimizer": False, "nvme_offload_params": False})
+    assert not neither.offload.uses_nvme and any("neither optimizer nor parameters" in t for t in neither.warnings)
+
+
+def test_gradients_flag_is_explained_or_refused() -> None:
+    built = build(settings={**INFINITY, "nvme_offload_gradients": True})
+    assert any("nvme_offload_gradients changes nothing in DeepSpeed" in text for text in built.warnings)
+    with pytest.raises(ValueError, match="nvme_offload_gradients needs the optimizer on NVMe"):
+        build(settings={"zero_stage": 3, "nvme_offload_gradients": True})
+
+
+@pytest.mark.parametrize("path", [None, "", "C:\\nvme", "\\\\server\\share"])
+def test_an_unusable_path_falls_back_to_ram_loudly(path: str | None) -> None:
+    built = build(settings={"zero_stage": "infinity", "nvme_offload_path": path})
+    assert (built.offload.optimizer, built.offload.params, built.offload.nvme_path) == ("cpu", "cpu", None)
+    assert any("NVMe OFFLOAD IS NOT USED" in text for text in built.warnings)
+    with pytest.raises(ValueError, match="strict_offload"):
+        build(settings={"zero_stage": "infinity", "nvme_offload_path": path, "strict_offload": True})
+
+
+def test_a_refused_drive_falls_back_to_ram() -> None:
+    built = build(settings=INFINITY, check=refuse)
+    assert built.offload.optimizer == "cpu" and "is full" in built.warnings[0]
+    assert "aio" not in built.config
+
+
+def test_the_real_check_is_used_by_default(tmp_path: Path) -> None:
+    settings = DeepSpeedSettings(zero_stage="infinity", nvme_offload_path=str(tmp_path / "nvme folder"))
+    built = build_config({}, settings, TINY, RunFacts(total_steps=1, memlock_limit_bytes=1 << 60))
+    usable, message = usable_for_deepspeed(str(tmp_path / "nvme folder"), 0.1)
+    assert built.offload.uses_nvme == usable, message
+
+
+def test_a_memlock_limit_falls_back_before_deepspeed_aborts() -> None:
+    built = build(settings=INFINITY, run={"memlock_limit_bytes": 8 << 20})
+    assert not built.offload.uses_nvme and "ulimit -l" in built.warnings[-1] + built.warnings[0]
+
+
+def test_ram_spills_to_the_drive_when_it_is_too_small() -> None:
+    file = {"outcore": {"nvme_path": "/mnt/nvme"}}
+    built = build(file, run={"ram_available_bytes": 60 * GIB}, model=LLAMA_8B)
+    assert (built.offload.optimizer, built.offload.params) == ("nvme", "cpu")
+    assert any("Spilling to NVMe" in text for text in built.warnings)
+    smaller = build(file, run={"ram_available_bytes": 20 * GIB}, model=LLAMA_8B)
+    assert (smaller.offload.optimizer, smaller.offload.params) == ("nvme", "nvme")
+    for kept in (
+        build(file, run={"ram_available_bytes": 600 * GIB}, model=LLAMA_8B),
+        build({"outcore": {"nvme_path": "/n", "residency": "ram"}}, run={"ram_available_bytes": 1}, model=LLAMA_8B),
+        build(file, {"offload_optimizer": "cpu", "offload_params": "cpu"}, {"ram_available_bytes": 1}, LLAMA_8B),
+        build(run={"ram_available_bytes": 1}, model=LLAMA_8B),
+    ):
+        assert kept.offload.optimizer == "cpu"
+
+
+# --- precedence
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults() -> None:
+    file = {"aio": {"block_size": 2097152, "queue_depth": 64, "thread_count": 4}, "gradient_clipping": 0.5}
+    built = build(file, {**INFINITY, "aio_queue_depth": 16}, {"max_grad_norm": 2.0})
+    assert (built.config["aio"]["block_size"], built.config["aio"]["queue_depth"]) == (2097152, 16)
+    assert built.config["gradient_clipping"] == 2.0
+    assert any("aio.thread_count left out" in text for text in built.warnings)
+    explicit = build(file, {**INFINITY, "explicit": frozenset({"aio_block_size"})})
+    assert explicit.config["aio"]["block_size"] == 1 << 20
+
+
+def test_old_spellings_are_understood() -> None:
+    user = {
+        "zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_param": True, "prefetch_bucket_size": 5e6}
+    }
+    built = build(user)
+    assert (built.offload.optimizer, built.offload.params) == ("cpu", "cpu")
+    assert built.config["zero_optimization"]["stage3_prefetch_bucket_size"] == 5_000_000
+    assert build({"zero_optimization": True}).offload.stage == 1
+    old = {"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}}
+    assert build(old).config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
+
+
+@pytest.mark.parametrize(
+    "kind, run, expected",
+    [
+        ("WarmupDecayLR", {}, {"warmup_num_steps": 3, "total_num_steps": 100}),
+        ("WarmupDecayLR", {"warmup_steps": 0}, {"warmup_num_steps": 1}),
+        ("WarmupCosineLR", {"warmup_steps": 10}, {"warmup_num_steps": 10, "cos_min_ratio": 0.0001}),
+        ("WarmupLR", {"total_steps": None, "warmup_steps": 5}, {"warmup_num_steps": 5, "warmup_min_lr": 3e-4 / 5}),
+    ],
+)
+def test_schedules(kind: str, run: dict, expected: dict) -> None:
+    params = build({"scheduler": {"type": kind}}, run=run).config["scheduler"]["params"]
+    assert expected.items() <= params.items()
+
+
+def test_no_scheduler_when_the_loop_sets_the_rate() -> None:
+    built = build({"scheduler": {"type": "WarmupLR"}}, run={"lr_scheduler_type": "none"})
+    assert "scheduler" not in built.config and built.warnings == ()
+
+
+def test_shipped_files_build() -> None:
+    drive = json.loads((ROOT / "config/deepspeed_zero_infinity.json").read_text())
+    assert build(drive, model=LLAMA_8B).offload.uses_nvme
+    ram = json.loads((ROOT / "config/deepspeed_zero_infinity_cpu.json").read_text())
+    assert not build(ram).offload.uses_nvme
+    root = json.loads((ROOT / "deepspeed_config.json").read_text())
+    assert root["outcore"] == {
+        "staging_bytes": 8589934592, "write_combined": "auto", "streams": 4, "engine": "auto", "nvme_path": "",
+        "residency": "auto", "state_format": "auto", "ram_budget_gib": None,
+    }  # fmt: skip
+    built = build(root, {"zero_stage": "zero2"})
+    assert built.offload.optimizer == "cpu" and any("offload_param left out" in text for text in built.warnings)
+
+
+def test_nvme_bytes_counts_what_deepspeed_writes() -> None:
+    assert nvme_bytes(TINY, "bf16", True, True) == 18 * TINY.total_params
+    lora = ModelFacts(1000, 100, trainable_params=10)
+    assert nvme_bytes(lora, "bf16", True, False) == 160
+
+
+@pytest.mark.parametrize("module", ["build", "offload", "zero_section"])
+def test_each_module_of_the_planner_and_the_builder_may_be_the_first(module: str) -> None:
+    """The planner asks the engine for sizes, and the builder the planner."""
+    command = [sys.executable, "-c", f"import outcore.engine.deepspeed.{module}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,169 @@
+"""DeepSpeed itself takes what the builder makes: its parser reads a grid of configurations, and small models train
+with some.
+
+One child process for all of it (DeepSpeed is imported once); the accelerator is the CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outcore.engine.deepspeed.config import keys
+from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, ModelFacts, RunFacts, build_config
+from outcore.install.extensions import extension_environment
+from tests.forked import run_script
+
+ROOT = Path(__file__).parents[3]
+CHILD = Path(__file__).with_name("config_child.py")
+SHIPPED = ("deepspeed_config.json", "config/deepspeed_zero_infinity.json", "config/deepspeed_zero_infinity_cpu.json")
+EVEN = {"vocab": 2048, "width": 512, "inner": 1024, "tied": False}
+TIED = {**EVEN, "tied": True}
+ODD = {"vocab": 1100, "width": 516, "inner": 1028, "tied": False}
+"""No weight is a whole number of sectors: multi-weight tiles would corrupt its gradients."""
+
+
+def accept(path: str, required_space_gb: float) -> tuple[bool, str]:
+    return True, "taken as it is"
+
+
+def facts(model: dict[str, Any]) -> ModelFacts:
+    block = 2 * model["width"] * model["inner"] + 3 * model["width"] + model["inner"]
+    embed = model["vocab"] * model["width"]
+    return ModelFacts(2 * block + embed * (1 if model["tied"] else 2), embed, hidden_size=model["width"])
+
+
+def training_jobs(nvme: Path) -> dict[str, dict[str, Any]]:
+    infinity = {"zero_stage": "infinity", "max_in_cpu_gb": 0.0}
+    file = json.loads((ROOT / "deepspeed_config.json").read_text())
+    spill = json.loads((ROOT / "config/deepspeed_zero_infinity.json").read_text())
+    serial = {"zero_optimization": {"offload_optimizer": {"pipeline_read": False, "pipeline_write": False}}}
+    jobs = {
+        "none": (file, {"zero_stage": "none"}, EVEN, {}),
+        "zero2": (file, {"zero_stage": "zero2"}, EVEN, {}),
+        "ram": (file, {}, EVEN, {}),
+        "infinity": (file, infinity, EVEN, {}),
+        "infinity_half": (spill, {"zero_stage": "infinity", "max_in_cpu_gb": 0.003}, EVEN, {}),
+        "infinity_serial": (serial, infinity, EVEN, {}),
+        "ram_odd": (file, {}, ODD, {}),
+        "infinity_odd": (file, infinity, ODD, {}),
+        "ram_tied_fp32": (file, {}, TIED, {"precision": "fp32"}),
+        "infinity_tied_fp32": (file, infinity, TIED, {"precision": "fp32"}),
+    }
+    made: dict[str, dict[str, Any]] = {}
+    for name, (user, settings, model, run) in jobs.items():
+        numbers = RunFacts(
+            device="cpu", micro_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-3, total_steps=10,
+            run_name=name, **run,
+        )  # fmt: skip
+        chosen = DeepSpeedSettings(nvme_offload_path=str(nvme), **settings)
+        built = build_config(user, chosen, facts(model), numbers, nvme_check=accept)
+        made[name] = {
+            "config": built.config, "model": model, "steps": 2, "needs_async_io": built.offload.uses_nvme,
+        }  # fmt: skip
+    return made
+
+
+def parse_jobs() -> dict[str, dict[str, Any]]:
+    made: dict[str, dict[str, Any]] = {name: json.loads((ROOT / name).read_text()) for name in SHIPPED}
+    model = ModelFacts(8_000_000_000, 525_336_576, hidden_size=4096)
+    grid = itertools.product(
+        ("none", "zero1", "zero2", "zero3", "infinity"), ("bf16", "fp16", "fp32"), ("warmup_decay", "cosine", "none"),
+        (*SHIPPED[::2], None),
+    )  # fmt: skip
+    for stage, precision, schedule, file in grid:
+        user = json.loads((ROOT / file).read_text()) if file else {}
+        run = RunFacts(precision=precision, lr_scheduler_type=schedule, total_steps=100, memlock_limit_bytes=1 << 60)
+        settings = DeepSpeedSettings(zero_stage=stage, nvme_offload_path="/mnt/a drive")
+        made[f"{stage}-{precision}-{schedule}-{file}"] = build_config(
+            user, settings, model, run, nvme_check=accept
+        ).config
+    return made
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    work = tmp_path_factory.mktemp("dsconfig")
+    nvme = work / "nvme drive"
+    nvme.mkdir()
+    jobs = {"parse": parse_jobs(), "train": training_jobs(nvme), "has_libaio": Path("/usr/include/libaio.h").exists()}
+    for job in jobs["train"].values():
+        for block in job["config"]["zero_optimization"].values():
+            if isinstance(block, dict) and block.get("nvme_path"):
+                Path(block["nvme_path"]).mkdir(parents=True, exist_ok=True)
+    (work / "jobs.json").write_text(json.dumps(jobs))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    environ = {
+        **os.environ, **extension_environment("cpu"), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "",
+    }  # fmt: skip
+    log = work / "log.txt"
+    assert run_script(CHILD, [str(work)], environ, log, timeout_s=1500) == 0, log.read_text()[-6000:]
+    return json.loads((work / "results.json").read_text())
+
+
+pytestmark = pytest.mark.timeout(1600)  # the first run on a machine compiles DeepSpeed's extensions
+
+
+def test_every_configuration_passes_deepspeeds_parser(results: dict[str, Any]) -> None:
+    failed = {name: parsed["error"] for name, parsed in results["parsed"].items() if "error" in parsed}
+    assert failed == {}
+    assert len(results["parsed"]) > 100
+    for name in SHIPPED:
+        assert results["parsed"][name] == {"train_batch_size": 8, "stage": 3}
+
+
+def test_our_key_tables_are_deepspeeds(results: dict[str, Any]) -> None:
+    ours = {
+        "zero_optimization": keys.ZERO, "offload_param": keys.OFFLOAD_PARAM, "bf16": keys.BF16, "fp16": keys.FP16,
+        "offload_optimizer": keys.OFFLOAD_OPTIMIZER,
+    }  # fmt: skip
+    assert {name: sorted(table) for name, table in ours.items()} == results["keys"]
+    assert sorted(keys.REMOVED) == results["removed"]
+    assert sorted(keys.REMOVED_ZERO) == results["removed_zero"]
+
+
+def trained(results: dict[str, Any], name: str) -> dict[str, Any]:
+    outcome = results["trained"][name]
+    if "skipped" in outcome:
+        pytest.skip(outcome["skipped"])
+    assert "error" not in outcome, outcome
+    return outcome
+
+
+@pytest.mark.parametrize("name", ["none", "zero2", "ram"])
+def test_trains_without_a_drive(results: dict[str, Any], name: str) -> None:
+    outcome = trained(results, name)
+    assert outcome["global_steps"] == 2
+    assert all(0 < loss < 20 for loss in outcome["losses"])
+    assert outcome["swap_file_bytes"] == 0
+
+
+def test_stages_none_and_two_agree(results: dict[str, Any]) -> None:
+    assert trained(results, "none")["losses"] == pytest.approx(trained(results, "zero2")["losses"], rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    "drive, ram",
+    [
+        ("infinity", "ram"), ("infinity_half", "ram"), ("infinity_odd", "ram_odd"),
+        ("infinity_tied_fp32", "ram_tied_fp32"),
+    ],
+)  # fmt: skip
+def test_nvme_gives_exactly_the_losses_of_ram(results: dict[str, Any], drive: str, ram: str) -> None:
+    on_drive = trained(results, drive)
+    assert on_drive["losses"] == trained(results, ram)["losses"]
+    assert on_drive["swap_file_bytes"] > 12 * facts(EVEN if "odd" not in drive else ODD).total_params / 2
+
+
+def test_unpipelined_swapping_trains(results: dict[str, Any]) -> None:
+    outcome = trained(results, "infinity_serial")
+    assert outcome["global_steps"] == 2 and outcome["swap_file_bytes"] > 0

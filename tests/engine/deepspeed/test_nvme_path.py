@@ -1,0 +1,226 @@
+"""Is this folder a place to offload to: what the user reads for good, bad and odd paths; speed measurement; memlock."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from outcore.common.quantities import MIB
+from outcore.engine.deepspeed.config import offload
+from outcore.engine.deepspeed.drive import path as nvme
+from outcore.engine.deepspeed.drive import speed as nvme_speed
+from outcore.engine.deepspeed.infinity import check_nvme_performance, validate_nvme_path
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def drive(kind: str) -> SimpleNamespace:
+    return SimpleNamespace(kind=kind, device="/dev/x", filesystem="ext4")
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("name", ["plain", "with spaces in it", "ünïcode", "deep/er/still"])
+def test_good_folders_are_created_tested_and_left_clean(tmp_path: Path, name: str) -> None:
+    ok, message = validate_nvme_path(tmp_path / name, 0.001)
+    assert ok, message
+    assert (tmp_path / name).is_dir() and leftovers(tmp_path) == []
+    assert "is writable" in message and "free" in message
+
+
+def test_home_and_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert nvme.resolve_nvme_path("~/nvme") == tmp_path / "nvme"
+    assert nvme.resolve_nvme_path("a/../b") == tmp_path / "b"
+    assert validate_nvme_path("~/nvme", 0)[0] and (tmp_path / "nvme").is_dir()
+
+
+@pytest.mark.parametrize(
+    "path, said",
+    [
+        ("", "is empty"), ("  ", "is empty"), ("a\0b", "NUL"), ("C:\\Users\\me\\nvme", "/mnt/c/Users/me/nvme"),
+        ("d:/nvme", "/mnt/d/nvme"), ("\\\\server\\share", "that share is mounted"),
+        ("//server/share", "Windows spelling"),
+    ],
+)  # fmt: skip
+def test_spellings_that_are_no_path_here(path: str, said: str) -> None:
+    ok, message = validate_nvme_path(path, 1)
+    assert not ok and said in message
+    with pytest.raises(nvme.NvmePathError):
+        nvme.resolve_nvme_path(path)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for path in (file, file / "below"):
+        ok, message = validate_nvme_path(path, 0)
+        assert not ok and "is a file" in message
+    assert file.read_text() == "mine"
+
+
+def test_too_little_space_names_the_numbers_and_removes_what_it_made(tmp_path: Path) -> None:
+    ok, message = validate_nvme_path(tmp_path / "new" / "folder", 1e6)
+    assert not ok and "1000.00 TB" in message and "20% of the free space" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fifth_stays_in_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(200 * 10**9, 100 * 10**9, 100 * 10**9))
+    assert validate_nvme_path(tmp_path, 80)[0]
+    assert not validate_nvme_path(tmp_path, 80.1)[0]
+
+
+@pytest.mark.parametrize("required", [-1, float("nan"), float("inf"), "10", True])
+def test_impossible_requirements(tmp_path: Path, required: float) -> None:
+    with pytest.raises(ValueError, match="required_space_gb"):
+        validate_nvme_path(tmp_path, required)
+
+
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        (errno.EACCES, "You may not write there"), (errno.EROFS, "read-only"), (errno.ENOSPC, "drive is full"),
+        (errno.EIO, "reports errors"), (errno.EDQUOT, "quota"), (errno.EMFILE, "Choose another folder"),
+    ],
+)  # fmt: skip
+def test_system_errors_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    ok, message = validate_nvme_path(tmp_path / "new", 0)
+    assert not ok and said in message and os.strerror(code) in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_drive_that_returns_other_bytes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_bytes", lambda self: b"other")
+    ok, message = validate_nvme_path(tmp_path, 0)
+    assert not ok and "read back differently" in message
+
+
+@pytest.mark.parametrize(
+    "kind, warned",
+    [
+        ("nvme", None), ("ssd", "0.5 GB/s"), ("hdd", "rotating"), ("network", "network file system"),
+        ("tmpfs", "saves no RAM"), ("virtual", "cannot be seen"), ("unknown", "cannot be seen"),
+    ],
+)  # fmt: skip
+def test_the_kind_of_drive_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, warned: str | None
+) -> None:
+    monkeypatch.setattr(nvme, "drive_of", lambda path: drive(kind))
+    ok, message = validate_nvme_path(tmp_path, 0)
+    assert ok
+    assert (warned in message) if warned else message.endswith("NVMe drive /dev/x, ext4.")
+
+
+# --- direct transfers
+
+
+def test_direct_io_of_this_file_system_is_left_clean(tmp_path: Path) -> None:
+    ok, reason = nvme.check_direct_io(tmp_path)
+    assert ok == (reason == "")
+    assert leftovers(tmp_path) == []
+
+
+def test_a_file_system_without_direct_io_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: str, flags: int, *rest: int, **more: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    ok, reason = nvme.check_direct_io(tmp_path)
+    assert not ok and "refuses direct transfers in steps of 1024 bytes" in reason
+    usable, message = offload.usable_for_deepspeed(str(tmp_path), 0)
+    assert not usable and "But DeepSpeed cannot offload there" in message
+
+
+@pytest.mark.parametrize("name, said", [("pwritev", "direct write came back short"), ("preadv", "direct read")])
+def test_short_direct_transfers_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    if not nvme.check_direct_io(tmp_path)[0]:
+        pytest.skip("no direct I/O on the test folder's file system")
+    monkeypatch.setattr(os, name, lambda fd, buffers, offset: 512)
+    ok, reason = nvme.check_direct_io(tmp_path)
+    assert not ok and said in reason
+
+
+def test_other_failures_of_direct_io_carry_the_errno(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    ok, reason = nvme.check_direct_io(tmp_path)
+    assert (not ok and "errno" in reason) or "refuses" in reason
+
+
+def test_systems_without_o_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "O_DIRECT")
+    assert "no O_DIRECT" in nvme.check_direct_io(tmp_path)[1]
+    assert not offload.usable_for_deepspeed("", 0)[0]
+
+
+# --- speed
+
+
+def test_speed_is_measured_and_the_file_removed(tmp_path: Path) -> None:
+    speed = check_nvme_performance(tmp_path / "new", test_bytes=20 * MIB, num_threads=2)
+    assert speed.test_bytes == 16 * MIB
+    assert speed.read_gb_per_s > 0 and speed.write_gb_per_s > 0
+    assert speed.ok == (min(speed.read_gb_per_s, speed.write_gb_per_s) >= 2.0)
+    assert ("Warning" in speed.message) == (not speed.ok or not speed.direct) or "refused direct" in speed.message
+    assert leftovers(tmp_path) == []
+
+
+def test_speed_words() -> None:
+    slow = nvme_speed._judge(Path("/d"), 1.0, 3.0, True)
+    assert "reading stays below 2 GB/s" in slow and "past the page cache" in slow
+    assert "reading and writing stay below" in nvme_speed._judge(Path("/d"), 1.0, 1.0, True)
+    fast = nvme_speed._judge(Path("/d"), 6.5, 5.0, True)
+    assert "6.50 GB/s" in fast and "Warning" not in fast
+    assert "may be RAM's" in nvme_speed._judge(Path("/d"), 6.5, 5.0, False)
+
+
+def test_speed_takes_at_most_a_quarter_of_the_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 40 * MIB))
+    assert check_nvme_performance(tmp_path, test_bytes=64 * MIB, num_threads=1).test_bytes == 8 * MIB
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, MIB))
+    with pytest.raises(OSError, match="too little to measure"):
+        check_nvme_performance(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [{"test_bytes": 1}, {"max_s": 0}, {"num_threads": 0}])
+def test_speed_arguments(tmp_path: Path, wrong: dict) -> None:
+    with pytest.raises(ValueError, match="check_nvme_performance needs"):
+        check_nvme_performance(tmp_path, **wrong)
+
+
+# --- locked memory
+
+
+def test_memlock_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert nvme.memlock_limit_bytes() is None
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8 * MIB, 8 * MIB))
+    monkeypatch.setattr(Path, "read_text", lambda self: "Name:\tx\nCapEff:\t0000000000000000\n")
+    assert nvme.memlock_limit_bytes() == 8 * MIB
+    monkeypatch.setattr(Path, "read_text", lambda self: "Name:\tx\nCapEff:\t0000000000004000\n")
+    assert nvme.memlock_limit_bytes() is None
+    monkeypatch.setattr(Path, "read_text", lambda self: "nothing")
+    assert nvme.memlock_limit_bytes() == 8 * MIB

@@ -1,0 +1,171 @@
+"""Parameters on the drive in the memory of their gradients: what is not read for it, and that no bit depends on it."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from outcore.common.deadline import Deadline
+from outcore.engine.deepspeed.staged.memory import StagedMemory
+from outcore.engine.deepspeed.staged.param_store import STORE_NAME
+from outcore.engine.deepspeed.staged.params import StagedParams
+from outcore.engine.deepspeed.staged.session import StagedSession
+from outcore.flow.weights.scratch import Scratch
+from outcore.staging import PinnedPool
+from outcore.storage import FaultyEngine, PosixEngine, TensorSpec
+from tests.engine.staged.jobs import job, passed, run_jobs
+from tests.engine.staged.test_nvme import SMALL as SMALL_SUB_GROUPS
+from tests.engine.staged.test_nvme import infinity
+
+pytestmark = pytest.mark.timeout(600)
+NOTHING_STAYS = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+"""On the device between forward and backward, so that a micro-batch fetches everything twice."""
+SMALL = {"zero_optimization": {**SMALL_SUB_GROUPS["zero_optimization"], **NOTHING_STAYS}}
+ONE = {"gradient_accumulation_steps": 1}
+LONG = [["train", 3], ["eval"], ["train", 2]]
+SKIP = [["train", 1], ["loss scale", float("inf")], ["train", 1], ["loss scale", 1.0], ["train", 2]]
+"""A step whose gradients overflow, with steps before and after it."""
+MASTERS = {"state_format": "fp32"}
+SUMMED_IN_FP32 = {**SMALL, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("staged-loans")
+    nvme = folder / "nvme"
+    nvme.mkdir()
+    zero, saved = infinity(nvme), str(folder / "saved")
+    back = [["train", 1], ["save", saved], ["train", 2], ["load", saved], ["train", 2]]
+    jobs = [
+        job("drive, short", [["train", 1]], zero=zero, config=SMALL, **ONE),
+        job("drive, two, short", [["train", 1]], zero=zero, config=SMALL),
+        job("drive, two, long", LONG, zero=zero, config=SMALL),
+    ]
+    for where, more in (("RAM", {}), ("drive", {"zero": zero})):
+        jobs += [
+            job(f"{where}, long", LONG, config=SMALL, **more, **ONE),
+            job(f"{where}, whole masters", LONG, config=SMALL, outcore=MASTERS, **more, **ONE),
+            job(f"{where}, summed in fp32", LONG, config=SUMMED_IN_FP32, **more, **ONE),
+            job(f"{where}, a step is skipped", SKIP, config=SMALL, **more, **ONE),
+            job(f"{where}, going back", back, config=SMALL, **more, **ONE),
+        ]
+    late = [["train", 1], ["fault", "late writes", 0.3], ["train", 2]]
+    jobs += [
+        job("RAM, two", [["train", 3]], config=SMALL),
+        job("drive, two, written late", late, zero=zero, config=SMALL),
+    ]
+    return run_jobs(folder / "jobs", jobs)[0]
+
+
+@pytest.mark.parametrize("name", ["long", "whole masters", "summed in fp32", "a step is skipped", "going back"])
+def test_loans_change_no_bit(results: dict[str, Any], name: str) -> None:
+    drive, ram = passed(results, f"drive, {name}"), passed(results, f"RAM, {name}")
+    assert repr(drive["losses"]) == repr(ram["losses"])  # a skipped step's norm is not a number
+    assert drive["fingerprint"] == ram["fingerprint"]
+    assert drive.get("evals") == ram.get("evals")
+
+
+def read_bytes(results: dict[str, Any], name: str) -> int:
+    return passed(results, name)["moved"]["param_read"]
+
+
+def test_with_one_micro_batch_only_the_first_step_reads_parameters(results: dict[str, Any]) -> None:
+    """Later steps and evaluations find them where their gradients were."""
+    assert 0 < read_bytes(results, "drive, short") == read_bytes(results, "drive, long")
+
+
+def micro_batch_bytes(results: dict[str, Any]) -> int:
+    """Read in forward and backward of one micro-batch: of the second in a first step, where nothing is lent yet."""
+    return read_bytes(results, "drive, two, short") - read_bytes(results, "drive, short")
+
+
+def test_with_two_micro_batches_the_second_reads_them(results: dict[str, Any]) -> None:
+    later = read_bytes(results, "drive, two, long") - read_bytes(results, "drive, two, short")
+    assert later == 4 * micro_batch_bytes(results) > 0  # four more steps; the evaluation reads nothing
+
+
+def test_wider_sums_leave_no_memory_of_the_right_size(results: dict[str, Any]) -> None:
+    more = read_bytes(results, "drive, summed in fp32") - read_bytes(results, "drive, short")
+    assert more > 4.5 * micro_batch_bytes(results)  # four steps and the evaluation
+
+
+def test_after_a_skipped_step_gradients_are_there_and_the_drive_is_read(results: dict[str, Any]) -> None:
+    assert not math.isfinite(passed(results, "drive, a step is skipped")["losses"][1][1])
+    more = read_bytes(results, "drive, a step is skipped") - read_bytes(results, "drive, short")
+    assert more == micro_batch_bytes(results)
+
+
+def test_what_is_lent_is_not_read_after_going_back_to_a_checkpoint(results: dict[str, Any]) -> None:
+    more = read_bytes(results, "drive, going back") - read_bytes(results, "drive, short")
+    assert more == micro_batch_bytes(results)
+
+
+def test_a_share_is_read_only_after_it_was_written(results: dict[str, Any]) -> None:
+    """The update returns while shares are being written; the second micro-batch reads them."""
+    drive, ram = passed(results, "drive, two, written late"), passed(results, "RAM, two")
+    assert drive["losses"] == ram["losses"] and drive["fingerprint"] == ram["fingerprint"]
+
+
+def new_share(ds_id: int) -> Any:
+    return SimpleNamespace(
+        ds_id=ds_id, dtype=torch.bfloat16, data=torch.empty(0), ds_status=ZeroParamStatus.NOT_AVAILABLE,
+        ds_tensor=SimpleNamespace(data=None, status=PartitionedParamStatus.AVAILABLE),
+    )  # fmt: skip
+
+
+def test_a_lent_share_that_is_changed_from_outside_goes_to_the_drive(tmp_path: Path) -> None:
+    """As DeepSpeed writes a share after `GatheredParameters(..., modifier_rank=0)`."""
+    scratch = Scratch([tmp_path])
+    pool = PinnedPool(1 << 16, device=torch.device("cpu"))
+    store = scratch.store("parameters", [TensorSpec(STORE_NAME, torch.bfloat16, (1 << 14,))])
+    params = StagedParams(store, pool, ahead_bytes=0, element_bytes=2, world_size=1)
+    param = new_share(7)
+    params.get_buffer(param, 3000)[:] = 1.0
+    params.swap_out_and_release([param])
+    gradient, waited = torch.full((3000,), 2.0, dtype=torch.bfloat16), []
+    params.loans.lend(param, gradient)
+    params.written_behind({7}, lambda: waited.append(True))
+    param.ds_tensor.data[:] = 3.0
+    params.swap_out_and_release([param])
+    assert param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE and 7 not in params.loans
+    gradient[:] = 4.0
+    params.swap_in([param], async_op=False)
+    assert param.ds_tensor.data.tolist() == [3.0] * 3000 and waited == [True]
+    params.close()
+    scratch.close()
+    pool.close()
+
+
+def test_closing_ends_although_the_drive_hangs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is still being read or written keeps its memory and its file."""
+    drive = FaultyEngine(PosixEngine(2))
+    session = StagedSession.__new__(StagedSession)
+    session.gradients, session.scratch = None, Scratch([tmp_path], drive)
+    session.memory = StagedMemory(torch.device("cpu"), home_bytes=0, staging_bytes=1 << 16, pin=False)
+    pool = session.memory.pool
+    assert pool is not None
+    store = session.scratch.store("parameters", [TensorSpec(STORE_NAME, torch.bfloat16, (1 << 14,))])
+    params = session.params = StagedParams(store, pool, ahead_bytes=0, element_bytes=2, world_size=1)
+    shares = [new_share(ds_id) for ds_id in range(3)]
+    for share in shares:
+        params.get_buffer(share, 3000)[:] = 1.0
+        params.swap_out_and_release([share])
+    params.swap_in(shares[:1], async_op=False)
+    held_bytes = pool.leased_bytes
+    params.synchronize_writes()
+    drive.delay(2.0, "read")
+    params.swap_in(shares[1:])
+    began_s = time.monotonic()
+    session.close(Deadline(0.1))
+    assert time.monotonic() - began_s < 1.8
+    assert pool.leased_bytes == 2 * held_bytes // 3 > 0, "only what nobody moves any more is given back"
+    assert session.scratch.folders[0].exists() and str(tmp_path) in caplog.text and "did not end" in caplog.text
+    drive.close()

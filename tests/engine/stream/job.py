@@ -1,0 +1,164 @@
+"""The main job with `--engine stream` in this process or in one that is killed at a chosen moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.forked import fork_server
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+TEXT = "the quick brown fox jumps over the lazy dog and runs away from the {} {} bears\n"
+FAST = "--seq_length 32 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --precision bf16 --run_name r"
+FAST += " --engine stream --sample_steps 0 --sample_tokens 0 --eval_steps 0 --report_to none --logging_steps 100"
+SMALL: dict[str, Any] = {"optimizer_backend": "torch", "optimizer_threads": 2, "chunk_numel": 1 << 14, "states": "fp32"}
+"""Python threads, so that a kill can be placed within an update; several chunks to a layer."""
+OUR_ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")
+
+
+def write_corpus(folder: Path) -> Path:
+    path = folder / "a text.txt"
+    path.write_text("\n\n".join(TEXT.format(i, i * i) * 12 for i in range(60)))
+    return path
+
+
+def flags(root: Path, corpus: Path, *extra: str) -> list[str]:
+    folders = [f"--{name}_dir={root / name}" for name in ("checkpoint", "log", "export")]
+    return [*FAST.split(), "--dataset", str(corpus), *folders, f"--data_cache_dir={corpus.parent / 'cache'}", *extra]
+
+
+def states(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for family in ("model", "master", "exp_avg", "exp_avg_sq"):
+        for file in sorted(folder.glob(f"{family}-*.safetensors")):
+            found.update({f"{family}:{name}": value for name, value in load_file(file).items()})
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return len(a) > 0 and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def losses(root: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (root / "log/r/metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "event" not in line}
+
+
+@contextmanager
+def stream_settings(**fields: Any) -> Iterator[None]:
+    """The main job's streaming engine gets these settings as well, whether or not there is a flag for them."""
+    from outcore.train import engine_build
+
+    original = engine_build.build_stream_engine
+
+    def built(loaded: Any, settings: Any, **more: Any) -> Any:
+        return original(loaded, replace(settings, **{**SMALL, **fields}), **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_build, "build_stream_engine", built)
+        yield
+
+
+def train(argv: list[str], **fields: Any) -> int:
+    """The main job in this process; its exit code."""
+    from outcore.train.run import main
+
+    os.chdir(REPOSITORY)
+    with stream_settings(**fields):
+        return main(argv)
+
+
+# --- processes that are killed
+
+
+def _count_down(owner: Any, name: str, count: int, armed: Callable[[], bool], *, half: bool = False) -> None:
+    """SIGKILL for this process at the `count`-th call of owner.name once `armed`, in its middle or after it."""
+    original = getattr(owner, name)
+    left = [count]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if armed():
+            left[0] -= 1
+            if left[0] == 0:
+                if half:  # write_from(file, piece, offset): a torn write
+                    file, piece, offset = args
+                    original(file, piece[: len(piece) // 2 // 4096 * 4096], offset)
+                else:
+                    original(*args, **kwargs)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+def _place_kill(moment: str, count: int, after_step: int) -> None:
+    from outcore.checkpoint import folders as checkpoint
+    from outcore.engine.stream import state
+    from outcore.engine.stream.gradients.download import GradientDownload
+    from outcore.flow.layers.runner import UnitRunner
+    from outcore.optim import torch_backend
+    from outcore.storage.block_file import BlockFile
+    from outcore.train.loop import Trainer
+
+    places: dict[str, tuple[Any, str]] = {
+        "forward": (UnitRunner, "layer"),
+        "backward": (UnitRunner, "layer_backward"),
+        "gradient": (GradientDownload, "ship"),
+        "update": (torch_backend, "update_chunk"),
+        "drive write": (BlockFile, "write_from"),
+        "shard": (state, "write_shard"),
+        "manifest": (checkpoint, "_write_manifest"),
+        "renamed": (checkpoint, "rotate"),
+        "between": (Trainer, "train_one"),
+    }
+    done = [0]
+    owner, name = places[moment]
+    _count_down(owner, name, count, lambda: done[0] >= after_step, half=moment == "drive write")
+    original = Trainer.train_one
+
+    def counts(self: Trainer, batches: Any) -> Any:
+        result = original(self, batches)
+        done[0] = self.step
+        return result
+
+    Trainer.train_one = counts  # type: ignore[method-assign]
+
+
+def _child(argv: list[str], fields: dict[str, Any], kill: tuple[str, int, int] | None, log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    for name in OUR_ENVIRONMENT:
+        os.environ.pop(name, None)
+    torch.set_num_threads(1)
+    if kill is not None:
+        _place_kill(*kill)
+    raise SystemExit(train(argv, **fields))
+
+
+def start(argv: list[str], log: Path, kill: tuple[str, int, int] | None = None, **fields: Any) -> Any:
+    """The main job in a process of its own. `kill`: (moment, its how-maniest time, once this step is done)."""
+    process = fork_server().Process(target=_child, args=(argv, fields, kill, str(log)), daemon=True)
+    process.start()
+    return process
+
+
+def run_killed(argv: list[str], log: Path, kill: tuple[str, int, int], **fields: Any) -> None:
+    """Until it has killed itself."""
+    process = start(argv, log, kill, **fields)
+    process.join(150)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError(f"was not killed at {kill}:\n{log.read_text()[-3000:]}")
+    assert process.exitcode == -signal.SIGKILL, f"{kill}: {process.exitcode}\n{log.read_text()[-3000:]}"

@@ -1,0 +1,138 @@
+"""The streaming engine on a CUDA device: the same results as the CPU's schedule and as plain PyTorch on the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outcore.common.quantities import MIB
+from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.settings import StreamSettings
+from tests.flow.models import packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
+
+pytestmark = pytest.mark.gpu
+
+SETTINGS = StreamSettings(
+    staging_bytes=64 * MIB, slot_bytes=MIB, num_slots=2, optimizer_threads=4, chunk_numel=1 << 14, compile="off"
+)
+LR = 3e-3
+
+
+def batches_of(step: int):
+    kinds = [plain_batch, padded_batch, packed_batch]
+    return [kinds[(step + m) % 3](2, 16, seed=100 * step + m) for m in range(2)]
+
+
+def train(model: str, settings: StreamSettings, steps: int, *, dtype=torch.float32, dropout=0.0):
+    loaded = tiny_loaded(model, dtype=dtype)
+    set_dropout(loaded.model, dropout)
+    engine = build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)
+    try:
+        losses = [engine.train_step(batches_of(s), LR).loss for s in range(steps)]
+        engine.evaluate([plain_batch(seed=77)])
+        return losses, {n: p.detach().clone() for n, p in loaded.model.named_parameters()}
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2", "gemma3_text", "mixtral"])
+def test_fp32_equals_plain_adamw_on_the_gpu(model):
+    reference = tiny_loaded(model)
+    set_dropout(reference.model, 0.0)
+    network = reference.model.cuda()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=LR, weight_decay=SETTINGS.weight_decay)
+    expected = []
+    for step in range(10):
+        total = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches_of(step))
+        optimizer.zero_grad()
+        summed = 0.0
+        for batch in batches_of(step):
+            result = reference.token_loss()(network, batch)
+            result.objective(total).backward()
+            summed += float(result.loss_sum.detach())
+        torch.nn.utils.clip_grad_norm_(network.parameters(), SETTINGS.max_grad_norm)
+        optimizer.step()
+        expected.append(summed / total)
+    assert train(model, SETTINGS, 10)[0] == pytest.approx(expected, rel=5e-3)
+
+
+def same(found, expected) -> bool:
+    """Losses and weights, to the bit."""
+    (losses, weights), (others, theirs) = found, expected
+    return losses == others and all(torch.equal(weights[name], theirs[name]) for name in weights | theirs)
+
+
+@pytest.mark.parametrize("compile", ["off", "on"])
+@pytest.mark.parametrize("changes", [{"activations": "ram"}, {"num_layer_buffers": 1}, {"slot_bytes": 4096}])
+def test_residency_changes_no_bit(fixed_order, changes, compile):
+    """Tiny layers finish in microseconds, so a missing wait between copy and compute shows as another loss."""
+    settings = replace(SETTINGS, compile=compile)
+    expected = train("llama", settings, 6, dtype=torch.bfloat16)
+    assert same(train("llama", replace(settings, **changes), 6, dtype=torch.bfloat16), expected)
+
+
+def test_pageable_homes_give_what_pinned_ones_give(fixed_order):
+    pinned = train("llama", SETTINGS, 6)
+    assert same(train("llama", replace(SETTINGS, staging_bytes=SETTINGS.lane_bytes), 6), pinned)
+
+
+@pytest.mark.parametrize("states", ["fp32", "split", "split8", "fp24_m8"])
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_states_on_nvme_give_what_ram_gives(fixed_order, tmp_path, max_grad_norm, states):
+    settings = replace(SETTINGS, states=states, max_grad_norm=max_grad_norm, chunk_numel=1 << 12)
+    expected = train("llama", settings, 6, dtype=torch.bfloat16)
+    spilled = replace(settings, nvme_path=str(tmp_path), state_ram_bytes=0, state_ring_slots=4)
+    assert same(train("llama", spilled, 6, dtype=torch.bfloat16), expected)
+
+
+def test_resumed_with_states_elsewhere_it_goes_on_with_the_same_bits(fixed_order, tmp_path):
+    def build(settings):
+        return build_stream_engine(
+            tiny_loaded("llama", dtype=torch.bfloat16), settings, device="cuda", pinned_grant=False, trial=False
+        )
+
+    def steps(engine, first, end):
+        return [engine.train_step(batches_of(s), LR).loss for s in range(first, end)]
+
+    on_nvme = {
+        "nvme_path": str(tmp_path / "drive"),
+        "state_ram_bytes": 0,
+        "weight_ram_bytes": 0,
+        "chunk_numel": 1 << 12,
+    }
+    (tmp_path / "saved").mkdir()
+    engine, other = build(SETTINGS), build(replace(SETTINGS, states="split", **on_nvme))
+    try:
+        steps(engine, 0, 3)
+        state = engine.save(tmp_path / "saved", lambda path, crc: None)
+        other.load(tmp_path / "saved", state)
+        assert steps(other, 3, 6) == steps(engine, 3, 6)
+    finally:
+        engine.close()
+        other.close()
+
+
+def test_compiled_layers_equal_eager_ones():
+    eager, _ = train("llama", SETTINGS, 6, dtype=torch.bfloat16)
+    compiled, _ = train("llama", replace(SETTINGS, compile="on"), 6, dtype=torch.bfloat16)
+    assert compiled == pytest.approx(eager, rel=2e-2)
+
+
+def test_dropout_is_replayed_on_the_device():
+    first, _ = train("gpt2", SETTINGS, 4, dropout=0.2)
+    again, _ = train("gpt2", replace(SETTINGS, activations="ram"), 4, dropout=0.2)
+    assert first == pytest.approx(again, rel=1e-3)
+
+
+def test_fp16_with_loss_scaling():
+    loaded = tiny_loaded("llama", dtype=torch.float16)
+    settings = replace(SETTINGS, initial_loss_scale=2.0**24, loss_scale_hysteresis=1)
+    engine = build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)
+    try:
+        results = [engine.train_step(batches_of(0), 1e-3) for _ in range(20)]
+        done = [r.loss for r in results if not r.skipped]
+        assert results[0].skipped and done[-1] < done[0]
+    finally:
+        engine.close()

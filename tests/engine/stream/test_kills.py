@@ -1,0 +1,126 @@
+"""kill -9 anywhere in a run of the streaming engine: resumed, with states elsewhere too, it ends with the same bits."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engine.stream.job import flags, losses, run_killed, same, start, states, train, write_corpus
+
+STEPS = 6
+RUN = ["--max_steps", str(STEPS), "--save_steps", "2", "--save_total_limit", "9"]
+RAM: dict = {}
+SPLIT = {"states": "split"}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("my data"))
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """The run that nothing happens to: fp32 states in RAM."""
+    root = tmp_path_factory.mktemp("straight")
+    assert train(flags(root, corpus, *RUN)) == 0
+    return root
+
+
+def nvme(root: Path) -> dict:
+    """Everything that can live on a drive does."""
+    drive = str(root / "drive")
+    return {"nvme_path": drive, "state_ram_bytes": 0, "weight_ram_bytes": 0, "activations": "nvme"}
+
+
+def half_on_nvme(root: Path) -> dict:
+    return {**nvme(root), "state_ram_bytes": 1 << 24, "states": "split"}
+
+
+HOMES = {"RAM": lambda root: RAM, "split": lambda root: SPLIT, "NVMe": nvme, "half split": half_on_nvme}
+
+KILLS = [
+    ("forward", 3, "RAM", "split"),
+    ("shard", 3, "half split", "NVMe"),
+]
+MORE_KILLS = [
+    ("drive write", 4, "NVMe", "half split"),
+    ("update", 2, "split", "RAM"),
+    ("backward", 5, "NVMe", "RAM"),
+    ("gradient", 2, "RAM", "NVMe"),
+    ("update", 7, "NVMe", "NVMe"),
+    ("drive write", 9, "half split", "half split"),
+    ("shard", 1, "RAM", "split"),
+    ("manifest", 1, "NVMe", "NVMe"),
+    ("renamed", 1, "split", "half split"),
+    ("between", 1, "RAM", "NVMe"),
+]
+
+
+def kill_and_resume(tmp_path: Path, corpus: Path, straight: Path, kill: tuple, run: list[str] = RUN) -> None:
+    moment, count, first, then = kill
+    argv = flags(tmp_path, corpus, *run)
+    run_killed(argv, tmp_path / "log.txt", (moment, count, 3), **HOMES[first](tmp_path))
+    saved = [p.name for p in sorted((tmp_path / "checkpoint/r").glob("step-*"))]
+    assert saved == (["step-00000002", "step-00000004"] if moment == "renamed" else ["step-00000002"])
+    assert train([*argv, "--resume_from_checkpoint", "auto"], **HOMES[then](tmp_path)) == 0
+    assert same(states(tmp_path / "checkpoint/r/step-00000006"), states(straight / "checkpoint/r/step-00000006"))
+    assert losses(tmp_path) == losses(straight)
+    if "nvme_path" in HOMES[then](tmp_path):  # what the killed run left there is gone as well
+        assert not (tmp_path / "drive/outcore-scratch").exists()
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("kill", KILLS, ids=lambda kill: f"{kill[0]}, {kill[2]} then {kill[3]}")
+def test_killed_and_resumed_elsewhere(tmp_path: Path, corpus: Path, straight: Path, kill: tuple) -> None:
+    kill_and_resume(tmp_path, corpus, straight, kill)
+
+
+@pytest.mark.no_cover
+def test_killed_when_layers_are_of_two_steps(tmp_path: Path, corpus: Path) -> None:
+    """Without clipping, layers are updated and written to the drive while the backward pass goes on."""
+    run = [*RUN, "--max_grad_norm", "0"]
+    assert train(flags(tmp_path / "straight", corpus, *run)) == 0
+    kill_and_resume(tmp_path, corpus, tmp_path / "straight", ("drive write", 4, "NVMe", "half split"), run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", MORE_KILLS, ids=lambda kill: f"{kill[0]}, {kill[2]} then {kill[3]}")
+def test_killed_at_more_places(tmp_path: Path, corpus: Path, straight: Path, kill: tuple) -> None:
+    kill_and_resume(tmp_path, corpus, straight, kill)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_random_kills(tmp_path: Path, corpus: Path) -> None:
+    """One run, killed twenty times at any time, each time resumed with states elsewhere, ends like one left alone."""
+    steps, kills = 60, 20
+    run = ["--max_steps", str(steps), "--save_steps", "1", "--save_total_limit", "2"]
+    assert train(flags(tmp_path / "whole", corpus, *run)) == 0
+    root = tmp_path / "killed"
+    root.mkdir()
+    argv = [*flags(root, corpus, *run), "--resume_from_checkpoint", "auto"]
+    dice = random.Random(7)
+    log, metrics = root / "log.txt", root / "log/r/metrics.jsonl"
+    for number in range(kills):
+        lines = metrics.read_text().count('"loss"') if metrics.exists() else 0
+        process = start(argv, log, **HOMES[dice.choice(list(HOMES))](root))
+        until_s = time.monotonic() + 120
+        while process.is_alive() and time.monotonic() < until_s:  # at least a step further, or it would never end
+            if metrics.exists() and metrics.read_text().count('"loss"') > lines:
+                break
+            time.sleep(0.01)
+        time.sleep(dice.uniform(0.0, 1.0))
+        if not process.is_alive():
+            assert process.exitcode == 0, log.read_text()[-3000:]
+            pytest.fail(f"the run was over after {number} kills: give it more steps")
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    assert train(argv, **HOMES["split"](root)) == 0
+    final = f"checkpoint/r/step-{steps:08d}"
+    assert same(states(root / final), states(tmp_path / "whole" / final))
+    assert losses(root) == losses(tmp_path / "whole")

@@ -1,0 +1,348 @@
+"""Units computed in tiles: the same losses, gradients and states as whole ones, chosen by the device's memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outcore.common.quantities import MIB
+from outcore.engine.base import EngineError
+from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.gradients.arena import gradient_bytes_of
+from outcore.engine.stream.settings import StreamSettings
+from outcore.flow.parts.shell import StreamUnsupported
+from outcore.flow.tiles.matrix import TiledUnit
+from outcore.flow.tiles.plan import TilePlan
+from outcore.flow.trace.clock import PhaseClock
+from outcore.model.facts import model_facts
+from outcore.model.inputs import count_target_tokens
+from outcore.model.lora import apply_lora
+from outcore.model.settings import LoraSettings
+from outcore.sizing.tiles import Holding
+from outcore.storage import FaultyEngine, PosixEngine
+from tests.flow.models import (
+    TINY_SETTINGS,
+    assert_same_grads,
+    packed_batch,
+    padded_batch,
+    plain_batch,
+    set_dropout,
+    tiny_loaded,
+)
+
+TINY = TINY_SETTINGS
+TILED = replace(TINY, tiling="on", tile_bytes=7000)
+"""Odd on purpose: several tiles to a weight, the last one smaller."""
+LR = 3e-3
+FAMILIES = ["llama", "qwen3", "gemma2", "gpt2", "mixtral", "opt"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def build(engines):
+    def make(model="llama", settings=TILED, *, dropout=0.0, dtype=torch.float32, prepare=None, trial=False, **fields):
+        loaded = tiny_loaded(model, dtype=dtype, **fields)
+        set_dropout(loaded.model, dropout)
+        if prepare is not None:
+            prepare(loaded.model)
+        engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=trial))
+        return engines[-1]
+
+    return make
+
+
+def batches_of(step: int, count: int = 2):
+    kinds = [plain_batch, padded_batch, packed_batch]
+    return [kinds[(step + m) % 3](2 - m % 2, 12 + 3 * m, seed=100 * step + m) for m in range(count)]
+
+
+def gradients_of(engine, batches):
+    """(loss, norm, gradients by name) of one pass, no update."""
+    parts, sent = engine._parts, []
+    total = sum(count_target_tokens(batch) for batch in batches)
+    sums = parts.schedule.train(
+        batches,
+        step=1,
+        grad_scale=1.0 / total,
+        on_gradient=lambda unit, transfer: sent.append((unit, transfer)),
+        clock=PhaseClock(torch.device("cpu")),
+    )
+    found = {}
+    for unit, transfer in sent:
+        transfer.wait()
+        views = unit.layout.grad_views(parts.arena[unit])
+        found |= {slot.name: view.clone() for slot, view in zip(unit.layout.trainable_slots, views, strict=True)}
+    return float(sums.ce_sum) / total, float(parts.download.norm()), found
+
+
+def weights_of(engine) -> dict[str, torch.Tensor]:
+    engine._parts.updates.drain()
+    return {n: p.detach().clone() for n, p in engine.loaded.model.named_parameters()}
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("model", FAMILIES)
+def test_gradients_in_tiles_equal_those_of_whole_units(build, model, count):
+    """fp32; one micro-batch, two (the first waits in its home), three (sums wait in fp32)."""
+    whole = gradients_of(build(model, TINY), batches_of(0, count))
+    engine = build(model)
+    tiled = gradients_of(engine, batches_of(0, count))
+    assert tiled[0] == pytest.approx(whole[0], rel=1e-6)
+    assert tiled[1] == pytest.approx(whole[1], rel=3e-6)
+    assert_same_grads(tiled[2], whole[2], rtol=1e-5)
+    plan = engine._parts.tile_plan
+    assert plan.indices == {unit.index for unit in engine._parts.units.all}
+    assert any(matrix.num_tiles > 2 for unit in plan.tiled for matrix in unit.all_matrices)
+    again = gradients_of(engine, batches_of(0, count))  # nothing is left from the first pass
+    assert again[:2] == tiled[:2] and all(torch.equal(again[2][n], tiled[2][n]) for n in tiled[2])
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("model", ["qwen3", "gpt2"])
+def test_bf16_gradients_in_tiles_are_as_close_to_fp32_as_whole_ones(build, model):
+    """Sums over tiles are made in fp32 and rounded once, so tiling must not add to the error of bf16."""
+    loss, _, exact = gradients_of(build(model, TINY), batches_of(0, 3))
+    errors = []
+    for settings in (TINY, TILED):
+        found = gradients_of(build(model, settings, dtype=torch.bfloat16), batches_of(0, 3))
+        assert found[0] == pytest.approx(loss, rel=5e-3)
+        off = sum(float((found[2][n].float() - exact[n]).square().sum()) for n in exact)
+        errors.append((off / sum(float(g.square().sum()) for g in exact.values())) ** 0.5)
+    assert errors[1] < 1.25 * errors[0] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("llama", {"max_grad_norm": 0.5}),
+        ("gemma2", {"max_grad_norm": 0.5, "activations": "ram"}),
+        ("gpt2", {"max_grad_norm": 0.0}),
+        ("qwen3", {"max_grad_norm": 0.5, "slot_bytes": 4096, "num_slots": 1}),
+    ],
+)
+def test_training_in_tiles_ends_in_the_same_states(build, model, changes):
+    engines = [build(model, replace(settings, **changes)) for settings in (TINY, TILED)]
+    runs = [[e.train_step(batches_of(s % 2, 1 + s % 3), LR) for s in range(4)] for e in engines]
+    assert [r.loss for r in runs[1]] == pytest.approx([r.loss for r in runs[0]], rel=1e-4)
+    assert [r.grad_norm for r in runs[1]] == pytest.approx([r.grad_norm for r in runs[0]], rel=1e-3)
+    start = dict(tiny_loaded(model).model.named_parameters())
+    whole, tiled = weights_of(engines[0]), weights_of(engines[1])
+    off = sum(float((tiled[n] - whole[n]).square().sum()) for n in whole)
+    moved = sum(float((whole[n] - start[n].detach()).square().sum()) for n in whole)
+    assert moved > 0 and (off / moved) ** 0.5 < 0.01
+    losses = [e.evaluate(batches_of(3, 3)).loss for e in engines]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert engines[1].sample([3, 4, 5], 4, None) == engines[0].sample([3, 4, 5], 4, None)
+
+
+@pytest.mark.no_cover
+def test_results_in_tiles_do_not_depend_on_lanes_or_residency(build):
+    """bf16 with dropout: the same tiles give the same bits, wherever activations wait and however small the slots."""
+    expected = None
+    for changes in ({}, {"activations": "ram"}, {"slot_bytes": 4096, "num_slots": 1, "chunk_numel": 512}):
+        engine = build("gpt2", replace(TILED, max_grad_norm=0.5, **changes), dtype=torch.bfloat16, dropout=0.1)
+        losses = [engine.train_step(batches_of(s), LR).loss for s in range(3)]
+        found = (losses, weights_of(engine))
+        expected = expected or found
+        assert losses == expected[0]
+        assert all(torch.equal(found[1][n], expected[1][n]) for n in found[1])
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize(
+    ("model", "max_grad_norm"), [("gpt2", 0.5), pytest.param("mixtral", 0.0, marks=pytest.mark.slow)]
+)
+def test_tiles_come_from_the_drive_with_the_same_bits(build, tmp_path, model, max_grad_norm):
+    """Layers' parameters and their states on NVMe, some or all; embedding and head stay in RAM."""
+    settings = replace(TINY, tiling="on", tile_bytes=5000, weight_read_ahead_bytes=1)  # the last tile is smaller
+    settings = replace(settings, max_grad_norm=max_grad_norm, chunk_numel=2048, states="split")
+    expected = None
+    for number, ram_bytes in enumerate((None, 150_000, 0)):
+        spilled = {} if ram_bytes is None else {"nvme_path": str(tmp_path / str(number)), "weight_ram_bytes": ram_bytes}
+        if ram_bytes == 0:
+            spilled["state_ram_bytes"] = 0
+        engine = build(model, replace(settings, **spilled), dtype=torch.bfloat16, dropout=0.1, num_hidden_layers=3)
+        losses = [engine.train_step(batches_of(s, 1 + s), LR).loss for s in range(3)]
+        parts = engine._parts
+        parts.updates.drain()
+        found = {name: parts.homes.weights.read(name).clone() for name in parts.homes.names()}
+        layers = sum(unit.layout.size_bytes for unit in parts.units.layer_units)
+        ends = sum(unit.layout.size_bytes for unit in parts.units.all) - layers
+        if ram_bytes is not None:
+            assert [lane.owner for lane in parts.drive_lanes] == ["tiles from NVMe"]
+            assert parts.homes.weights.nvme_bytes == pytest.approx(min(layers, layers + ends - ram_bytes), abs=4096)
+        expected = expected or (losses, found)
+        assert losses == expected[0], ram_bytes
+        assert all(torch.equal(found[n], expected[1][n]) for n in found), ram_bytes
+
+
+def test_whole_and_tiled_layers_share_a_drive(build, tmp_path):
+    """Reads of whole units are queued far ahead, and must not stand before the tiles that these wait for."""
+    settings = replace(TINY, tile_bytes=2500, max_grad_norm=0.5, chunk_numel=512, num_layer_buffers=1)
+    settings = replace(settings, slot_bytes=4096, weight_read_ahead_bytes=16384)
+    results = []
+    for spilled in ({}, {"nvme_path": str(tmp_path), "weight_ram_bytes": 0}):
+        loaded = tiny_loaded("llama", num_hidden_layers=4, dtype=torch.bfloat16)
+        set_dropout(loaded.model, 0.0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("outcore.engine.stream.blueprint.plan_tiles", _second_layer_in_tiles)
+            engine = build_stream_engine(
+                loaded, replace(settings, **spilled), device="cpu", pinned_grant=False, trial=False
+            )
+        try:
+            assert len(engine._parts.drive_lanes) == (2 if spilled else 0)
+            results.append([engine.train_step(batches_of(s), LR).loss for s in range(3)])
+        finally:
+            engine.close()
+    assert results[0] == results[1]
+
+
+def _second_layer_in_tiles(units, *_):
+    tiled = TiledUnit(units.layer_units[1], 2500)
+    return TilePlan((tiled,), 2500, "as the test says", None, Holding(frozenset({2}), layer_buffers=1))
+
+
+def test_a_tile_that_cannot_be_read_stops_the_step(build, tmp_path):
+    inner = PosixEngine(1)
+    drive = FaultyEngine(inner)
+    loaded = tiny_loaded("llama", dtype=torch.bfloat16)
+    settings = replace(TILED, nvme_path=str(tmp_path), weight_ram_bytes=0, chunk_numel=512)
+    engine = build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False, storage=drive)
+    try:
+        engine.train_step(batches_of(0), LR)
+        engine._parts.updates.drain()
+        plan = drive.fail("read", after=9)
+        with pytest.raises(EngineError, match=r"layer \d+ could not be read from NVMe"):
+            engine.train_step(batches_of(1), LR)
+        assert plan.fired
+        drive.clear()
+        engine._parts.updates.drain()
+        engine.evaluate(batches_of(2))  # buffers and lanes are in order again
+    finally:
+        engine.close()
+        inner.close()
+
+
+def test_a_frozen_base_in_tiles_trains_its_adapters(build):
+    def lora(settings):
+        loaded = tiny_loaded("llama")
+        set_dropout(loaded.model, 0.0)
+        model = apply_lora(loaded.model, LoraSettings(r=2, alpha=4, dropout=0.0), seed=1).train()
+        loaded = replace(loaded, model=model, facts=model_facts(model))
+        return build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False)
+
+    engines = [lora(settings) for settings in (TINY, TILED)]
+    try:
+        runs = [[e.train_step(batches_of(s), LR).loss for s in range(4)] for e in engines]
+        assert runs[1] == pytest.approx(runs[0], rel=1e-5)
+        assert runs[0][3] != runs[0][0]
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_only_what_does_not_fit_is_tiled_and_it_is_said(build):
+    """The vocabulary first, when it is the largest; then the layers; nothing when all fits."""
+    roomy = build("qwen3", replace(TINY, device_bytes=64 * MIB))
+    assert not roomy._parts.tile_plan.tiled and "tiles:" not in roomy.describe()
+    found = []
+    for device_bytes, vocab_size in ((1_500_000, 4096), (900_000, 64), (30_000, 4096)):
+        engine = build("qwen3", replace(TINY, device_bytes=device_bytes, tile_bytes=1024), vocab_size=vocab_size)
+        found.append(sorted(engine._parts.tile_plan.indices))
+        line = next(line for line in engine.describe().splitlines() if "tiles:" in line)
+        assert "the device has" in line
+        assert ("embedding and head" in line, "2 layers" in line) == (0 in found[-1], 1 in found[-1])
+    assert found == [[0, 3], [1, 2], [0, 1, 2, 3]]
+    tight = build("qwen3", replace(TINY, device_bytes=1_300_000), vocab_size=64)  # less is held, nothing is tiled
+    assert not tight._parts.tile_plan.tiled
+    assert "to fit the device: two layers at a time, gradients leave through one buffer" in tight.describe()
+    assert "to fit" not in roomy.describe()
+    assert tight._parts.prefetcher.device_bytes + tight._parts.download.device_bytes < 0.6 * 1_300_000
+    plain = build("qwen3", TINY, vocab_size=4096)
+    assert engine._parts.prefetcher.device_bytes < plain._parts.prefetcher.device_bytes / 4
+    assert engine._parts.download.device_bytes < plain._parts.download.device_bytes / 4
+
+
+def test_a_tied_vocabulary_in_tiles_needs_no_sum_of_it_on_the_device(build):
+    whole, tiled = (build("gemma2", settings, vocab_size=4096) for settings in (TINY, TILED))
+    assert whole._parts.units.tied
+    assert tiled._parts.download.device_bytes < whole._parts.download.device_bytes / 20
+
+
+def test_a_tied_vocabulary_in_tiles_keeps_its_room_for_gradients_until_the_end(build):
+    settings = replace(TILED, max_grad_norm=0.0, update="immediate")
+    roomy = build("gpt2", settings)
+    sizes = {unit.name: gradient_bytes_of(unit) for unit in roomy._parts.units.all}
+    least = sizes.pop("embedding and head") + max(sizes.values())
+    with pytest.raises(ValueError, match="embedding and head and layer"):
+        build("gpt2", replace(settings, gradient_bytes=least - 4096))
+    tight = build("gpt2", replace(settings, gradient_bytes=least + 4096))
+    assert tight._parts.arena.size_bytes < least + max(sizes.values())
+    for step in range(2):
+        assert tight.train_step(batches_of(step), LR).loss == roomy.train_step(batches_of(step), LR).loss
+
+
+def test_a_model_is_tried_in_tiles_before_anything_is_spent(build, monkeypatch):
+    build("gpt2", trial=True).train_step(batches_of(0), LR)
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.LlamaMLP.forward
+
+    def odd(self, x):
+        return original(self, x) + 0.0 * torch.einsum("oi->", self.up_proj.weight)
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", odd)
+    build("llama", TINY).train_step(batches_of(0), LR)
+    with pytest.raises(StreamUnsupported, match=r"up_proj.weight.*einsum"):
+        build("llama", trial=True)
+
+
+@pytest.mark.parametrize(("model", "count"), [("llama", 1), ("gpt2", 2)])
+def test_an_mlp_takes_its_tokens_in_chunks_where_all_at_once_would_not_fit(build, model, count):
+    whole = gradients_of(build(model, TINY), batches_of(0, count))
+    engine = build(model, replace(TILED, device_bytes=60_000))
+    tiled = gradients_of(engine, batches_of(0, count))
+    assert engine._parts.schedule.runner.tiles.chunks.num_cut == 2 * 2 * count  # two layers, forward and recomputation
+    assert tiled[0] == pytest.approx(whole[0], rel=1e-6)
+    assert_same_grads(tiled[2], whole[2], rtol=1e-5)
+
+
+@pytest.mark.no_cover
+def test_dropout_in_chunks_is_replayed(build):
+    """The same gradients from one pass to the next, the first of which tries the module on two tokens."""
+    engine = build("gpt2", replace(TILED, device_bytes=60_000), dropout=0.3)
+    first, second = (gradients_of(engine, batches_of(0, 1)) for _ in range(2))
+    assert engine._parts.schedule.runner.tiles.chunks.num_cut > 0
+    assert first[:2] == second[:2] and all(torch.equal(first[2][n], second[2][n]) for n in first[2])
+    assert first[0] != gradients_of(build("gpt2"), batches_of(0, 1))[0]
+
+
+def test_a_failure_in_mid_step_leaves_nothing_under_way(build):
+    engine = build("llama")
+    expected = gradients_of(engine, batches_of(0, 3))
+    gradients = engine._parts.schedule.runner.tiles.work.gradients
+    original, calls = gradients.add, []
+
+    def fails(*args):
+        calls.append(1)
+        if len(calls) == 30:
+            raise torch.OutOfMemoryError("out of memory (made by the test)")
+        return original(*args)
+
+    gradients.add = fails
+    with pytest.raises(torch.OutOfMemoryError):
+        gradients_of(engine, batches_of(1, 3))
+    gradients.add = original
+    engine._parts.upload.drain(5)
+    engine._parts.download_lane.drain(5)
+    found = gradients_of(engine, batches_of(0, 3))
+    assert found[:2] == expected[:2] and all(torch.equal(found[2][n], expected[2][n]) for n in found[2])
+
+
+def test_settings_of_tiling_are_checked():
+    for bad in ({"tiling": "maybe"}, {"tile_bytes": 0}, {"device_bytes": 0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            StreamSettings(**bad)  # pyright: ignore[reportArgumentType]

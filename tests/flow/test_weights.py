@@ -1,0 +1,246 @@
+"""Frozen parameters on NVMe (the base under LoRA adapters): the same bits as in RAM, within a budget of RAM."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outcore.common.quantities import MIB, round_up
+from outcore.engine.base import EngineError
+from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.gradients.arena import gradient_bytes_of
+from outcore.engine.stream.settings import StreamSettings
+from outcore.flow.parts.discovery import discover_units
+from outcore.flow.weights.homes import plan_cuts
+from outcore.flow.weights.scratch import FOLDER
+from outcore.model.facts import model_facts
+from outcore.model.lora import apply_lora
+from outcore.model.settings import LoraSettings
+from outcore.staging.pool.allocator import ALIGNMENT_BYTES
+from outcore.storage import FaultyEngine, PosixEngine
+from tests.flow.models import packed_batch, padded_batch, plain_batch, tiny_loaded
+
+TINY = StreamSettings(
+    staging_bytes=2 * MIB,
+    slot_bytes=8192,
+    num_slots=2,
+    optimizer_threads=1,
+    optimizer_backend="torch",
+    chunk_numel=512,
+    logits_chunk_bytes=4 * 128 * 16,
+    weight_read_ahead_bytes=64 * 1024,
+    seed=5,
+)
+LR = 3e-3
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def drive():
+    inner = PosixEngine(2)
+    yield FaultyEngine(inner)
+    inner.close()
+
+
+def adapted(model: str = "llama", seed: int = 0):
+    """A tiny model in bf16 with LoRA adapters, some of them already away from zero."""
+    loaded = tiny_loaded(model, seed=seed, dtype=torch.bfloat16, num_hidden_layers=4)
+    network = apply_lora(loaded.model, LoraSettings(r=4, alpha=8, dropout=0.0), seed=seed)
+    with torch.no_grad():
+        for name, p in network.named_parameters():
+            if "lora_B" in name:
+                p.fill_(0.02)
+    return replace(loaded, model=network.train(), facts=model_facts(network))
+
+
+@pytest.fixture
+def build(drive, tmp_path, engines):
+    def make(ram_bytes=None, model="llama", loaded=None, **changes):
+        spills = ram_bytes is not None or changes.get("activations") == "nvme"
+        where = str(tmp_path / f"drive{len(engines)}") if spills else None
+        settings = replace(TINY, weight_ram_bytes=ram_bytes, nvme_path=where, **changes)
+        engines.append(
+            build_stream_engine(
+                adapted(model) if loaded is None else loaded,
+                settings,
+                device="cpu",
+                pinned_grant=False,
+                trial=False,
+                storage=drive,
+            )
+        )
+        return engines[-1]
+
+    return make
+
+
+def batches_of(step: int):
+    kinds = [plain_batch, padded_batch, packed_batch]
+    return [kinds[(step + m) % 3](2 - m % 2, 12 + 3 * m, seed=100 * step + m) for m in range(2)]
+
+
+def weights_of(engine) -> dict[str, torch.Tensor]:
+    engine._parts.updates.drain()
+    homes = engine._parts.homes
+    return {name: homes.weight(name).clone() for name in homes.weights.names()}
+
+
+def run(engine, steps=3):
+    losses = [engine.train_step(batches_of(s), LR).loss for s in range(steps)]
+    losses.append(engine.evaluate([padded_batch(2, 14, seed=9)]).loss)
+    return losses, engine.sample([5, 6, 7], 3, None), weights_of(engine)
+
+
+def same(a, b) -> bool:
+    return a[:2] == b[:2] and a[2].keys() == b[2].keys() and all(torch.equal(a[2][n], b[2][n]) for n in a[2])
+
+
+def test_the_budget_is_kept_and_spread_evenly_over_the_layers():
+    units = discover_units(adapted())
+    total = sum(unit.layout.size_bytes for unit in units.all)
+    floors = sum(unit.layout.trainable_numel * 2 for unit in units.all)
+    ends = units.embed.layout.numel + units.head.layout.numel
+    for ram_bytes in (0, floors, total // 3, total // 2, total - 2, total, 10 * total):
+        cuts = plan_cuts(units.all, units.layer_units, ram_bytes, 512)
+        taken = 2 * sum(cuts.values())
+        assert floors <= taken <= max(ram_bytes, floors)
+        assert all(unit.layout.trainable_numel <= cuts[unit.index] <= unit.layout.numel for unit in units.all)
+        layers = [cuts[unit.index] for unit in units.layer_units]
+        assert max(layers) - min(layers) <= 512
+        spare = min(ram_bytes, total) - taken
+        assert spare < 2 * 512 * 2 or ram_bytes <= floors or ram_bytes >= total
+        if min(layers) > units.layer_units[0].layout.trainable_numel:
+            assert cuts[units.embed.index] + cuts[units.head.index] == ends
+    cuts = plan_cuts(units.all, units.layer_units, None, 512)
+    assert all(cuts[unit.index] == unit.layout.numel for unit in units.all)
+    kept = units.layer_units[1]
+    assert plan_cuts(units.all, units.layer_units, 0, 512, frozenset([kept.index]))[kept.index] == kept.layout.numel
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("model", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_results_do_not_depend_on_where_the_base_lives(build, drive, model):
+    expected = run(build(model=model))
+    drive.delay(0.001, "read")
+    for ram_bytes, changes in [
+        (0, {}),
+        (60_000, {}),
+        (60_000, {"num_layer_buffers": 1, "slot_bytes": 4096, "num_slots": 1, "weight_read_ahead_bytes": 0}),
+        (30_000, {"activations": "nvme"}),
+    ]:
+        engine = build(ram_bytes, model, **changes)
+        assert same(run(engine), expected), (ram_bytes, changes)
+        weights = engine._parts.homes.weights
+        adapters = sum(unit.layout.trainable_numel * 2 for unit in engine._parts.units.all)
+        assert adapters <= weights.ram_bytes <= max(ram_bytes, adapters) and weights.nvme_bytes > 0
+
+
+def test_parameters_on_nvme_take_no_memory_in_the_model(build):
+    engine = build(0)
+    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in engine.loaded.model.parameters()}
+    adapters = sum(p.nbytes for n, p in engine.loaded.model.named_parameters() if "lora_" in n)
+    weights = engine._parts.homes.weights
+    pages = 4096 * len(engine._parts.units.all)  # slabs are whole pages
+    assert sum(held.values()) < weights.ram_bytes + 2 * len(held) + pages and weights.ram_bytes < 2 * adapters + pages
+    with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
+        next(p for n, p in engine.loaded.model.named_parameters() if "lora_" not in n).add_(1)
+    assert "NVMe" in engine.describe() and "slots of" in engine.describe()
+
+
+def test_checkpoints_and_exports_are_the_same(build, tmp_path):
+    files = []
+    for ram_bytes in (None, 40_000):
+        engine = build(ram_bytes)
+        run(engine, 2)
+        folder = tmp_path / f"of {ram_bytes}"
+        (folder / "step").mkdir(parents=True)
+        state = engine.save(folder / "step", lambda path, crc: None)
+        engine.export(folder / "merged")
+        engine.export(folder / "adapter", adapter_only=True)
+        paths = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+        files.append({str(p.relative_to(folder)): p.read_bytes() for p in paths})
+        other = build(70_000 if ram_bytes is None else None, loaded=adapted())
+        other.load(folder / "step", state)
+        ahead = engine.train_step(batches_of(5), LR).loss
+        assert other.train_step(batches_of(5), LR).loss == ahead
+    assert files[0].keys() == files[1].keys() and any("adapter_model" in name for name in files[0])
+    assert all(files[0][name] == files[1][name] for name in files[0])
+    merged = load_file(tmp_path / "of None" / "merged" / "model.safetensors")
+    assert not any("lora_" in name for name in merged)
+
+
+def test_reads_go_ahead_of_the_device_buffers(build, drive):
+    """Two layers fit on the device; the drive reads on into the lane's slots while the first one is at work."""
+    engine = build(0, num_layer_buffers=1, slot_bytes=4096, weight_read_ahead_bytes=MIB, staging_bytes=4 * MIB)
+    layers = engine._parts.units.layer_units
+    names = {unit.name for unit in layers}
+    reads = []
+    lock = threading.Lock()
+    store = engine._parts.homes.weights.store
+    submit = store.submit_read
+
+    def watch(name, *args, **kwargs):
+        with lock:
+            reads.append(name)
+        return submit(name, *args, **kwargs)
+
+    store.submit_read = watch
+    runner = engine._parts.schedule.runner
+    layer, ahead = runner.layer, []
+
+    def compute(index, *args):
+        if index == 0:
+            deadline_s = time.monotonic() + 30
+            while not names <= set(reads) and time.monotonic() < deadline_s:
+                time.sleep(0.001)
+            ahead.append(set(reads))
+        return layer(index, *args)
+
+    runner.layer = compute
+    engine.train_step(batches_of(0)[:1], LR)
+    assert names <= ahead[0]
+
+
+@pytest.mark.parametrize("how", ["fail", "short"])
+def test_a_failed_read_stops_the_step_and_nothing_hangs(build, drive, how):
+    engine = build(0)
+    run(engine, 1)
+    plan = getattr(drive, how)("read", after=7)
+    with pytest.raises(EngineError, match="could not be read from NVMe") as e:
+        engine.train_step(batches_of(1), LR)
+    assert plan.fired and "tensors.bin" in str(e.value) and "wanted" in str(e.value)
+    drive.clear()
+    engine._parts.updates.drain()
+    engine.evaluate([plain_batch()])  # buffers and lanes are in order again
+    engine.close()
+
+
+def test_no_room_on_the_drive_is_said_before_training(build, tmp_path, monkeypatch):
+    monkeypatch.setattr("outcore.storage.store.files.os.statvfs", _no_space)
+    with pytest.raises(EngineError, match=r"no room for the weights on NVMe.*too few"):
+        build(0)
+    monkeypatch.undo()
+    assert not list(tmp_path.rglob(FOLDER))
+
+
+class _no_space:
+    def __init__(self, path):
+        self.f_bavail, self.f_frsize = 1, 4096
+
+
+@pytest.mark.parametrize("ram_bytes", [None, 0, 60_000])
+def test_pinned_memory_is_for_what_lives_in_ram(build, ram_bytes):
+    """No room is kept for homes that are on NVMe, where there would be enough for all."""
+    engine = build(ram_bytes)
+    parts = engine._parts
+    weights_bytes = sum(round_up(parts.homes.weights.ram(unit).nbytes, ALIGNMENT_BYTES) for unit in parts.units.all)
+    gradients_bytes = sum(round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES) for unit in parts.units.all)
+    ahead_bytes = 0 if ram_bytes is None else TINY.weight_read_ahead_bytes
+    assert parts.staging.capacity_bytes == TINY.lane_bytes + weights_bytes + gradients_bytes + ahead_bytes
+    assert parts.staging.capacity_bytes < TINY.staging_bytes
+    assert [lane.slot_bytes * lane.num_slots for lane in parts.drive_lanes] == [ahead_bytes] * bool(ahead_bytes)

@@ -1,0 +1,140 @@
+"""Trained parameters on NVMe, written back after each update: the same bits as in RAM, with states there or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outcore.common.quantities import MIB
+from outcore.engine.base import EngineError
+from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.settings import StreamSettings
+from outcore.storage import FaultyEngine, PosixEngine
+from tests.flow.models import packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
+
+TINY = StreamSettings(
+    staging_bytes=2 * MIB,
+    slot_bytes=16384,
+    num_slots=2,
+    optimizer_threads=1,
+    optimizer_backend="torch",
+    chunk_numel=2048,
+    logits_chunk_bytes=4 * 128 * 16,
+    weight_read_ahead_bytes=128 * 1024,
+    state_ring_bytes=MIB,
+    max_grad_norm=0.5,
+    seed=5,
+)
+LR = 3e-3
+NOTHING_IN_RAM = {"weight_ram_bytes": 0, "state_ram_bytes": 0, "activations": "nvme"}
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
+
+
+@pytest.fixture
+def drive():
+    inner = PosixEngine(2)
+    yield FaultyEngine(inner)
+    inner.close()
+
+
+@pytest.fixture
+def build(drive, tmp_path, engines):
+    def make(model="llama", seed=0, **changes):
+        loaded = tiny_loaded(model, seed=seed, dtype=torch.bfloat16)
+        set_dropout(loaded.model, 0.1)
+        where = str(tmp_path / f"drive{len(engines)}")
+        settings = replace(TINY, nvme_path=where, **changes)
+        engines.append(
+            build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False, storage=drive)
+        )
+        return engines[-1]
+
+    return make
+
+
+def batches_of(step: int):
+    kinds = [plain_batch, padded_batch, packed_batch]
+    return [kinds[(step + m) % 3](2 - m % 2, 12 + 3 * m, seed=100 * step + m) for m in range(2)]
+
+
+def weights_of(engine) -> dict[str, torch.Tensor]:
+    engine._parts.updates.drain()
+    homes = engine._parts.homes
+    return {name: homes.weight(name).clone() for name in homes.weights.names()}
+
+
+def run(engine, steps=range(3)):
+    losses = [engine.train_step(batches_of(s), LR).loss for s in steps]
+    losses.append(engine.evaluate([padded_batch(2, 14, seed=9)]).loss)
+    return losses, engine.sample([5, 6, 7], 2, None), weights_of(engine)
+
+
+def same(a, b) -> bool:
+    return a[:2] == b[:2] and all(torch.equal(a[2][n], b[2][n]) for n in a[2])
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("states", ["fp32", "split8"])
+def test_residency_changes_no_bit(build, drive, model, states):
+    expected = run(build(model, states=states))
+    drive.delay(0.001, "write")
+    for changes in ({"weight_ram_bytes": 0}, {"weight_ram_bytes": 50_000, "state_ram_bytes": 60_000}, NOTHING_IN_RAM):
+        engine = build(model, states=states, **changes)
+        assert same(run(engine), expected), changes
+        weights = engine._parts.homes.weights
+        assert weights.ram_bytes <= changes["weight_ram_bytes"] and weights.nvme_bytes > 0
+
+
+@pytest.mark.parametrize("states", ["fp32", "split"])
+def test_updates_during_the_backward_pass(build, states):
+    """Immediate updates: a layer's parameters are written back while lower layers are still at work."""
+    changes = {"max_grad_norm": 0.0, "states": states}
+    assert same(run(build(**changes, **NOTHING_IN_RAM)), run(build(**changes)))
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("states", ["fp32", "split8"])
+def test_resumed_in_another_residency(build, tmp_path, states):
+    first = build(states=states, **NOTHING_IN_RAM)
+    run(first, range(2))
+    folder = tmp_path / "step"
+    folder.mkdir()
+    state = first.save(folder, lambda path, crc: None)
+    in_ram = build(states=states)
+    run(in_ram, range(2))
+    other = tmp_path / "other"
+    other.mkdir()
+    in_ram.save(other, lambda path, crc: None)
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    assert all((folder / name).read_bytes() == (other / name).read_bytes() for name in names)
+    expected = run(first, range(2, 4))
+    for changes in ({}, {"weight_ram_bytes": 40_000, "chunk_numel": 1024}):
+        resumed = build(states=states, seed=7, **changes)
+        resumed.load(folder, state)
+        assert same(run(resumed, range(2, 4)), expected)
+
+
+def test_exported_from_the_drive(build, tmp_path):
+    import transformers
+
+    engine = build("qwen2", **NOTHING_IN_RAM)
+    run(engine, range(1))
+    engine.export(tmp_path / "final")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.bfloat16)
+    weights = weights_of(engine)
+    assert all(torch.equal(p, weights[n]) for n, p in again.named_parameters())
+
+
+def test_a_failed_write_back_stops_the_run(build, drive):
+    engine = build(weight_ram_bytes=0)
+    run(engine, range(1))
+    plan = drive.fail("write", after=3)
+    with pytest.raises(EngineError, match="last checkpoint"):
+        for step in range(1, 4):
+            engine.train_step(batches_of(step), LR)
+        engine._parts.updates.drain()
+    assert plan.fired

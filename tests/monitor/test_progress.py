@@ -1,0 +1,211 @@
+"""Progress on a terminal and in a log file, and loss.png."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+
+from outcore.monitor import MetricsLog, Progress, plot_loss
+from outcore.monitor.metrics.loss_plot import smooth, thin, with_gaps, y_limits
+from outcore.monitor.screen.live import fit_words
+
+GIB = 1 << 30
+LIMITS = {"gpu_mem_total_bytes": 8 * GIB, "ram_total_bytes": 64 * GIB, "nvme_total_bytes": 10**12}
+
+
+def record(step: int, **more: object) -> dict:
+    return {
+        "step": step, "loss": 2.34567, "lr": 3e-4, "grad_norm": 0.5, "tokens_per_s": 12_345, "step_s": 2.0,
+        "gpu_mem_bytes": 6 * GIB, "ram_available_bytes": 16 * GIB, "pinned_bytes": 2 * GIB,
+        "nvme_free_bytes": 4 * 10**11, **more,
+    }  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"  # type: ignore[assignment]
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_plain_lines_by_steps_with_no_control_codes() -> None:
+    out = io.StringIO()
+    with Progress(10, file=out, plain_every_steps=4, plain_every_s=1e9, limits=LIMITS) as progress:
+        assert not progress.is_live
+        for step in range(1, 11):
+            progress.update(record(step))
+        progress.message("saved [step 10]")
+    lines = out.getvalue().splitlines()
+    assert [line.split(" | ")[0] for line in lines[:-1]] == ["step 1/10", "step 5/10", "step 9/10", "step 10/10"]
+    assert lines[-1] == "saved [step 10]"
+    assert lines[1] == (
+        "step 5/10 | loss 2.3457 | 12.35 k tok/s | 10.0 s left | lr 0.0003 | grad norm 0.500 | "
+        "VRAM 6.0/8.0 GiB | RAM 48.0/64.0 GiB | pinned 2.0 GiB | drive 400.00 GB free"
+    )
+    assert "\x1b" not in out.getvalue() and "\r" not in out.getvalue()
+
+
+def test_plain_lines_by_time_and_the_last_step_always() -> None:
+    out = io.StringIO()
+    progress = Progress(None, file=out, plain_every_s=0)
+    progress.update(record(1))
+    progress.update(record(2))
+    progress._every_s = 1e9
+    progress.update(record(3))
+    progress.activity("saving step 3")
+    progress.close()
+    progress.update(record(4))
+    assert [line.split(" | ")[0] for line in out.getvalue().splitlines()] == [
+        "step 1", "step 2", "saving step 3", "step 3",
+    ]  # fmt: skip
+    assert "left" not in out.getvalue()
+
+
+def test_loss_that_is_not_finite_is_shown() -> None:
+    out = io.StringIO()
+    progress = Progress(2, file=out)
+    progress.update({"step": 1, "loss": math.nan})
+    progress.update({"step": 2, "loss": None, "nonfinite": {"loss": "inf"}})
+    assert "loss nan" in out.getvalue() and "loss inf" in out.getvalue()
+
+
+def test_nothing_is_shown_on_other_ranks() -> None:
+    out = Terminal()
+    with Progress(2, file=out, enabled=False) as progress:
+        progress.update(record(1))
+        progress.message("x")
+        progress.activity("y")
+    assert out.getvalue() == ""
+
+
+def test_a_reader_that_went_away_does_not_stop_the_run() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    progress = Progress(3, file=Gone(), plain_every_s=0)
+    progress.update(record(1))
+    progress.update(record(2))
+    progress.close()
+
+
+@pytest.mark.parametrize("width", [20, 45, 80, 200])
+def test_live_lines_fit_every_width(width: int) -> None:
+    from rich.console import Console
+
+    out = Terminal()
+    progress = Progress(100, file=out, limits=LIMITS, first_step=40)
+    assert progress.is_live
+    display = progress._live
+    display._live.console.width = width
+    assert progress.fraction_done() == 0.4
+    progress.update(record(50))
+    progress.activity("evaluating")
+    screen = Console(width=width, file=io.StringIO(), force_terminal=False)
+    screen.print(display.render())
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    lines = text.splitlines()
+    assert len(lines) == 3 and all(len(line) <= width for line in lines)
+    assert "step 50/100" in text and "50 %" in text and "VRAM" in text
+    if width == 200:
+        assert "1 min 40 s left" in text and "█" in text and "drive" in text and "evaluating" in text
+    progress.message("kept [bold] line")
+    progress.close()
+    assert "kept [bold] line" in out.getvalue()
+    progress.close()
+
+
+def test_live_without_a_last_step_and_before_the_first() -> None:
+    out = Terminal()
+    progress = Progress(None, file=out)
+    assert progress.words() == ["waiting for the first step"] and progress.time_left_s() is None
+    progress.update({"step": 1})
+    assert progress.fraction_done() == 0.0
+    progress.close()
+    assert "step 1" in out.getvalue()
+
+
+def test_speed_is_a_median_so_that_a_pause_does_not_count() -> None:
+    progress = Progress(10, file=io.StringIO())
+    for step, step_s in enumerate((1.0, 1.0, 500.0, 1.0, 1.0), 1):
+        progress.update({"step": step, "step_s": step_s})
+    assert progress.time_left_s() == 5.0
+
+
+def test_fit_words_cuts_the_first_and_drops_the_last() -> None:
+    assert fit_words(["abcdef"], 3).plain == "abc" and fit_words([], 3).plain == ""
+    assert fit_words(["ab", "cd", "ef"], 7).plain == "ab  cd"
+
+
+def write_run(path: Path, losses: list[float | None], **more: object) -> Path:
+    with MetricsLog(path) as log:
+        log.write_header({"run": "demo", "model": {"name": "tiny"}})
+        for step, loss in enumerate(losses, 1):
+            log.write_step({"step": step, "loss": loss, **more})
+    return path
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 12, 9000])
+def test_plot_of_few_and_many_points(tmp_path: Path, num_steps: int) -> None:
+    losses: list[float | None] = [2 + 8 / step for step in range(1, num_steps + 1)]
+    path = write_run(tmp_path / "metrics.jsonl", losses, lr=1e-4)
+    with MetricsLog(path, resume_step=num_steps) as log:
+        log.write_header({})
+        log.write_eval({"step": num_steps, "eval_loss": 2.5})
+        log.write_step({"step": num_steps + 100, "loss": math.nan, "eval_loss": 2.4})
+    png = tmp_path / "out" / "loss.png"
+    assert plot_loss(path, png) is True
+    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert [file.name for file in png.parent.iterdir()] == ["loss.png"]
+
+
+def test_plot_of_nothing_says_so(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", [None])
+    assert plot_loss(path, tmp_path / "loss.png") is False and not (tmp_path / "loss.png").exists()
+    assert plot_loss(write_run(tmp_path / "nan.jsonl", [math.nan, math.inf]), tmp_path / "loss.png") is True
+    with pytest.raises(FileNotFoundError):
+        plot_loss(tmp_path / "absent.jsonl", tmp_path / "loss.png")
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "metrics.jsonl", [1.0, 2.0])
+    (tmp_path / "loss.png").mkdir()
+    with pytest.raises(OSError):
+        plot_loss(path, tmp_path / "loss.png")
+    assert not list(tmp_path.glob(".loss*"))
+
+
+def test_smoothing_follows_without_lag_or_spikes() -> None:
+    line = [10 - step * 0.01 for step in range(400)]
+    spiked = list(line)
+    spiked[200], spiked[201], spiked[300] = 50.0, math.nan, 50.0
+    smoothed = smooth(spiked, 20)
+    assert math.isnan(smoothed[201])
+    for at in (0, 100, 200, 250, 300):
+        assert abs(smoothed[at] - line[at]) < 0.05, at
+    assert smooth([], 5) == [] and all(math.isnan(value) for value in smooth([math.nan] * 3, 5))
+
+
+def test_gaps_break_the_line() -> None:
+    xs, ys = with_gaps([1, 2, 3, 40, 41], [5.0, 4.0, 3.0, 2.0, 1.0])
+    assert len(xs) == 6 and math.isnan(ys[3]) and ys[4] == 2.0
+    assert with_gaps([10, 20, 30], [1.0, 2.0, 3.0]) == ([10.0, 20.0, 30.0], [1.0, 2.0, 3.0])
+
+
+def test_thinning_keeps_the_extremes() -> None:
+    points = [(step, math.sin(step)) for step in range(20_000)]
+    points[12_345] = (12_345, 9.0)
+    points[777] = (777, -9.0)
+    kept = thin(points, 1000)
+    assert len(kept) <= 1000 and (12_345, 9.0) in kept and (777, -9.0) in kept
+    assert [step for step, _ in kept] == sorted(step for step, _ in kept)
+
+
+def test_y_range_leaves_single_spikes_out() -> None:
+    losses = [2.0] * 500 + [1000.0] + [1.0] * 500
+    low, high = y_limits(losses, losses[:500], [1.5]) or (0, 0)
+    assert low < 1.0 and high < 3.0
+    assert y_limits([math.nan], [], []) is None

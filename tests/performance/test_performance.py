@@ -1,0 +1,290 @@
+"""The performance test: the trial end to end on a tiny model, checks by fakes, the judge, the page, the comparison."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outcore.common.quantities import GB, GIB
+from outcore.performance import health
+from outcore.performance import main as main_module
+from outcore.performance.against_plan import compare, project
+from outcore.performance.findings import Check, Findings, Projection, Regression, Row, Verdict
+from outcore.performance.history import compared, last_report
+from outcore.performance.judge import judge
+from outcore.performance.main import PerformanceTest, main, write
+from outcore.performance.page import render
+from outcore.performance.trial import TrialRun
+from outcore.train.configure.arguments import parse_config
+from outcore.train.run import main as train_main
+from tests.plan.fakes import machine
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "the quick brown fox jumps over the lazy dog and runs away from the {} bears\n"
+
+
+@pytest.fixture(scope="module")
+def trial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the trial run of a tiny model leaves."""
+    folder = tmp_path_factory.mktemp("trial")
+    corpus = folder / "text.txt"
+    corpus.write_text("\n\n".join(TEXT.format(i) * 12 for i in range(40)))
+    flags = ["--seq_length", "32", "--dataset", str(corpus), "--report_to", "none", "--max_steps", "40"]
+    flags += [f"--{name}_dir={folder / name}" for name in ("checkpoint", "log", "export")]
+    flags += [f"--data_cache_dir={folder / 'cache'}", "--run_name", "t", "--save_steps", "10", "--eval_steps", "20"]
+    flags += ["--deepspeed_config", str(ROOT / "deepspeed_config.json"), "--engine", "stream"]
+    result = folder / "trial.json"
+    assert train_main(flags, lambda config: TrialRun(config, result, 2, 60.0, GB)) == 0
+    return json.loads(result.read_text())
+
+
+def test_the_trial_measures_the_real_run(trial: dict[str, Any]):
+    assert len(trial["steps"]) == trial["warm_steps"] + 2 and len(trial["marks_s"]) == 2
+    start = trial["startup_s"]
+    assert start["model_load"] > 0 and start["engine_init"] > 0 and start["model_load"] < start["all"]
+    assert trial["save_s"] > 0 and trial["load_s"] > 0 and trial["saved_bytes"] > trial["state_bytes"] > 0
+    assert trial["eval"]["micro_batches"] >= trial["eval"]["measured"] > 0 and trial["eval"]["seconds"] > 0
+    assert trial["length"]["total_steps"] == 40 and trial["engine"]["name"] == "stream"
+    assert trial["forecast"]["engine"] == "stream" and trial["forecast"]["seq_length"] == 32
+    assert trial["timeline"][-1]["rss_bytes"] > 50e6
+
+
+def test_projection_by_hand(trial: dict[str, Any]):
+    steps = [{**record, "step_s": 2.0, "tokens_per_s": 100.0} for record in trial["steps"]]
+    steps[0]["step_s"] = 12.0
+    known = {**trial, "steps": steps, "save_s": 5.0, "saved_bytes": 7 * GB, "eval": {"seconds": 3.0}}
+    known["machine"] = {"nvme_total_bytes": 1000 * GB}
+    known["startup_s"] = {"all": 20.0}
+    run = project(known, datetime.datetime(2030, 1, 1, 12, 0))
+    assert (run.training_s, run.saves_s, run.evaluations_s, run.startup_s) == (80.0, 20.0, 6.0, 30.0)
+    assert run.total_s == 136.0 and run.ends_at == "2030-01-01 12:02"
+    unsaved = project(known, datetime.datetime(2030, 1, 1, 12, 0), is_saved=False)
+    assert (unsaved.saves_s, unsaved.total_s, unsaved.written_bytes) == (0.0, 116.0, 0.0)
+    assert run.written_bytes == 4 * 7 * GB and run.rating_share == pytest.approx(28 / 600_000)
+
+
+def test_plan_beside_measurement(trial: dict[str, Any]):
+    rows = {row.name.strip(): row for row in compare(trial)}
+    assert rows["checkpoint"].measured == trial["saved_bytes"]
+    assert rows["checkpoint"].planned == pytest.approx(trial["saved_bytes"], rel=0.01)  # fp32: 16 B per parameter
+    assert rows["RAM: resident"].planned == trial["forecast"]["expected_rss_bytes"]
+    assert "VRAM: tensors, peak" not in rows  # there is no GPU
+    medians = sorted(record["step_s"] for record in trial["steps"][2:])
+    assert rows["step"].measured == pytest.approx(sum(medians) / 2)
+    assert compare({**trial, "forecast": None}) == []
+
+
+def test_computing_and_waiting_add_up_to_the_step(trial: dict[str, Any]):
+    phases = {"forward": 0.5, "backward": 0.4, "stall_optimizer": 0.2, "stall_pcie": 0.1, "stall_nvme": 0.0}
+    steps = [{**record, "step_s": 1.0, "phase_s": phases} for record in trial["steps"]]
+    terms = {**trial["forecast"]["time_s"], "compute_s": 0.6, "host_overhead_s": 0.05, "step_s": 0.9}
+    rows = compare({**trial, "steps": steps, "forecast": {**trial["forecast"], "time_s": terms}})
+    found = {row.name.strip(): (row.planned, row.measured) for row in rows}
+    assert found["of it computing, with the host's work"] == pytest.approx((0.65, 0.7))
+    assert found["of it waiting (what the overlap leaves)"] == pytest.approx((0.25, 0.3))
+
+
+def test_rows_are_off_by_share_and_amount():
+    assert Row("x", "bytes", 12e9, 10e9, 10.0).is_off and Row("x", "bytes", 12e9, 10e9, 10.0).error_pct == 20
+    assert not Row("x", "bytes", 10.9e9, 10e9, 10.0).is_off
+    assert not Row("x", "bytes", 120e6, 100e6, 10.0).is_off  # a fifth, but of little
+    assert not Row("x", "s", None, 1.0, 10.0).is_off and Row("x", "s", 1.0, 0.0, 10.0).error_pct is None
+
+
+def _judge(**changes: Any) -> Verdict:
+    known: dict[str, Any] = {
+        "checks": [Check("a", "ok", "fine"), Check("b", "note", "unknown")], "rows": [], "projection": None,
+        "regressions": [], "failure": "", "fits": True, "free_bytes": 100 * GB, "checkpoint_bytes": 10 * GB, "kept": 2,
+    }  # fmt: skip
+    return judge(**{**known, **changes})
+
+
+def test_verdicts():
+    assert _judge().word == "GO" and _judge().exit_code == 0
+    run = Projection(10, 1.0, 1.0, 10.0, 0.0, 0.0, 0.0, "", 10.0 * GB, 0.5)
+    for changes, words in (
+        ({"checks": [Check("power", "warning", "hot")]}, "power: hot"),
+        ({"rows": [Row("step", "s", 1.0, 2.0, 20.0)]}, "step was forecast 50 % too low"),
+        ({"regressions": [Regression("step_s", 1.0, 1.5)]}, "seconds per step got worse by 50 %"),
+        ({"fits": False}, "the plan says that it does not fit"),
+        ({"projection": run}, "drive wear"),
+    ):
+        verdict = _judge(**changes)
+        assert verdict.word == "GO WITH WARNINGS" and verdict.exit_code == 3 and words in " ".join(verdict.reasons)
+    for changes, words in (
+        ({"failure": "GPU memory is full"}, "the trial run failed: GPU memory is full"),
+        ({"checks": [Check("power", "stop", "on battery")]}, "on battery"),
+        ({"free_bytes": 29 * GB}, "--save_total_limit"),
+        ({"projection": dataclasses.replace(run, rating_share=1.2)}, "more than the drive is rated for"),
+    ):
+        verdict = _judge(**changes)
+        assert verdict.word == "NO-GO" and verdict.exit_code == 1 and words in verdict.reasons[0]
+    assert _judge(free_bytes=0, kept=-1).word == "GO"  # nothing is saved
+
+
+def test_comparison_with_the_last_test(tmp_path: Path):
+    key, here = {"model": "m"}, {"gpu": "g"}
+    last = {
+        "run_key": key, "machine_key": here, "created_at": "then",
+        "figures": {"step_s": 1.0, "tokens_per_s": 100.0, "h2d_gb_per_s": 10.0, "load_s": 0.01},
+    }  # fmt: skip
+    now = {"step_s": 1.2, "tokens_per_s": 95.0, "h2d_gb_per_s": 8.0, "load_s": 0.04, "save_s": 3.0}
+    found, words = compared(last, key, here, now)
+    assert [r.name for r in found] == ["step_s", "h2d_gb_per_s"] and words == "then"
+    assert found[0].worse_pct == pytest.approx(20)
+    assert [r.name for r in compared(last, {"model": "other"}, here, now)[0]] == ["h2d_gb_per_s"]
+    assert compared(last, key, {"gpu": "other"}, now) == ([], "the last test was made on another machine")
+    assert compared(None, key, here, now) == ([], "no earlier test here")
+    for text in ("{", "[]", '{"schema_version": 99}'):
+        (tmp_path / "r.json").write_text(text)
+        assert last_report(tmp_path / "r.json") is None
+
+
+class _Battery(SimpleNamespace):
+    def cpu_percent(self, interval: float) -> float:
+        return self.busy
+
+    def virtual_memory(self) -> Any:
+        return SimpleNamespace(total=64 * GIB, available=self.available)
+
+    def sensors_battery(self) -> Any:
+        return SimpleNamespace(power_plugged=self.plugged, percent=81)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "level"),
+    [
+        ({}, "power supply", "ok"),
+        ({"plugged": False}, "power supply", "stop"),
+        ({"busy": 60.0}, "background load", "warning"),
+        ({"available": 10 * GIB}, "RAM", "warning"),
+    ],
+)
+def test_health_before_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, name: str, level: str):
+    monkeypatch.setattr(health, "_sleep", lambda machine: Check("sleep", "ok", "held"))
+    fake = _Battery(**{"plugged": True, "busy": 3.0, "available": 50 * GIB, **changes})
+    profile = machine().save(tmp_path / "profile.json")
+    checks = health.before_the_trial(
+        machine(), drive=tmp_path / "to come", profile=profile, psutil_module=fake, sensors=lambda: None
+    )
+    assert {c.name: c.level for c in checks}[name] == level
+    assert {c.name: c.level for c in checks}["machine profile"] == "ok"
+
+
+@pytest.mark.parametrize(("text", "words"), [(None, "never measured"), ("{", "damaged"), ("other", "another machine")])
+def test_a_bad_profile_is_a_warning(tmp_path: Path, text: str | None, words: str):
+    path = tmp_path / "profile.json"
+    if text == "other":
+        machine(cpu_name="another").save(path)
+    elif text is not None:
+        path.write_text(text)
+    check = health._profile(machine(), path)
+    assert check.level == "warning" and words in check.words
+
+
+def test_a_check_that_cannot_be_made_is_a_note(tmp_path: Path):
+    def broken() -> Any:
+        raise RuntimeError("driver gone")
+
+    checks = health.before_the_trial(
+        machine(), drive=tmp_path, profile=tmp_path / "none", psutil_module=SimpleNamespace(), sensors=broken
+    )
+    levels = {c.name: c for c in checks}
+    assert levels["GPU"].level == "note" and "driver gone" in levels["GPU"].words
+    assert levels["background load"].level == "note" and levels["drive space"].level == "ok"
+
+
+def test_health_of_the_steps(trial: dict[str, Any]):
+    def levels(**changes: Any) -> dict[str, str]:
+        steps = [{**record, **changes} for record in trial["steps"]]
+        return {c.name: c.level for c in health.during_the_trial({**trial, "steps": steps, "machine": facts})}
+
+    facts = {"pcie_gen_max": 4, "pcie_width_max": 8, "ram_total_bytes": 64 * GIB, "gpu_mem_total_bytes": 8 * GIB}
+    fine = levels(throttle=[], pcie_gen=4, pcie_width=8, own_swap_bytes=0, ram_available_bytes=20 * GIB)
+    assert set(fine.values()) == {"ok"}
+    assert levels(throttle=["thermal (hardware)"])["throttling"] == "warning"
+    assert levels(pcie_gen=4, pcie_width=4)["link to the GPU"] == "warning"
+    assert levels(own_swap_bytes=GIB)["swap"] == "warning"
+    assert levels(ram_available_bytes=GIB)["RAM in the steps"] == "warning"
+    assert levels(gpu_mem_bytes=int(7.9 * GIB))["VRAM in the steps"] == "warning"
+    assert levels(phase_s={"stall_nvme": 1e9})["stalls"] == "warning"
+
+
+def _findings(trial: dict[str, Any] | None, **changes: Any) -> Findings:
+    rows = compare(trial) if trial else []
+    run = project(trial, datetime.datetime(2030, 1, 1)) if trial else None
+    found = Findings(
+        "2030-01-01T00:00:00", ("--quick", "<b>"), 9.0, {}, {"gpu": "", "cpu": "c", "ram_total_bytes": GIB},
+        Verdict("GO", ("fine",)), (Check("a", "ok", "1 < 2"),), tuple(rows), run, trial=trial,
+    )  # fmt: skip
+    return dataclasses.replace(found, **changes)
+
+
+def test_the_page_is_one_file_with_everything_in_it(trial: dict[str, Any], tmp_path: Path):
+    for found in (_findings(trial), _findings(None, verdict=Verdict("NO-GO", ("<script>",)))):
+        page = render(found)
+        assert not re.search(r"(src|href)=['\"](?!data:)", page) and "http" not in page and "url(" not in page
+        assert "<script>" not in page and "<b>" not in page.split("<h1>")[1].split("</p>")[0]
+        assert found.verdict.word in page
+    assert render(_findings(trial)).count("data:image/png;base64,") == 3
+    found = _findings(trial, regressions=(Regression("step_s", 1.0, 2.0),))
+    assert "100 % worse" in render(found)
+    paths = write(found, tmp_path / "logs")
+    record = json.loads(paths[0].read_text())
+    assert record["exit_code"] == 0 and record["regressions"][0]["worse_pct"] == 100
+    assert record["projection"]["total_s"] == found.projection.total_s if found.projection else False
+    assert [path.name for path in paths] == ["performance_report.json", "performance_report.html"]
+
+
+@pytest.mark.parametrize(
+    ("code", "log", "words"),
+    [
+        (1, "x\nerror: GPU memory is full. Use a smaller one.\n", "GPU memory is full. Use a smaller one."),
+        (-9, "x", "signal 9 (the system ends the largest process"),
+        (None, "", "did not end within"),
+        (7, "Traceback\nKeyError: 1\n", "exit code 7: KeyError: 1"),
+    ],
+)
+def test_why_a_trial_failed(code: int | None, log: str, words: str):
+    assert words in main_module._why_failed(code, log)
+
+
+def test_wrong_flags_are_usage_and_a_failed_trial_is_no_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["--seq_len", "5"], ROOT) == 2 and main(["--steps", "0"], ROOT) == 2
+    monkeypatch.setattr(PerformanceTest, "_trial", lambda self: (None, "RAM is full"))
+    monkeypatch.setattr(main_module, "before_the_trial", lambda *a, **k: [])
+    flags = ["--no_probe", f"--report={tmp_path / 'r'}", f"--checkpoint_dir={tmp_path / 'c'}"]
+    assert main(flags, ROOT) == 1
+    record = json.loads((tmp_path / "r" / "performance_report.json").read_text())
+    assert record["verdict"]["word"] == "NO-GO" and "RAM is full" in record["verdict"]["reasons"][0]
+    assert "NO-GO" in capsys.readouterr().out
+
+
+def test_the_trial_reads_paths_from_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    flags = ["--dataset", "notes.txt", "--deepspeed_config", str(ROOT / "deepspeed_config.json")]
+    args = argparse.Namespace(quick=True, steps=1, no_probe=True)
+    test = PerformanceTest(parse_config(flags), (), flags, ROOT, tmp_path, args)
+    assert test._trial() == (None, "notes.txt is empty: nothing to train on")
+
+
+def test_the_profile_is_measured_only_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(main_module, "MEASURED_PROFILE", tmp_path / "machine_profile.json")
+    test = object.__new__(PerformanceTest)
+    assert not test._has_profile(machine())
+    machine().save(tmp_path / "machine_profile.json")
+    assert test._has_profile(machine()) and not test._has_profile(machine(cpu_name="another"))
+    (tmp_path / "machine_profile.json").write_text("{")
+    assert not test._has_profile(machine())
+    assert isinstance(main_module.parser(), argparse.ArgumentParser)

@@ -1,0 +1,161 @@
+"""`outcore plan` and `outcore`: tables, JSON, pictures, exit codes, the guide in the docs, and what is not imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outcore import cli
+from outcore.plan.answer import show as show_module
+from outcore.plan.answer.figures import category
+from outcore.plan.answer.guide import BEGIN, END, guide_state, replace_between_markers
+from outcore.plan.main import main
+from outcore.plan.record import NOT_TENSORS
+
+ROOT = Path(__file__).resolve().parents[2]
+LAPTOP = ["--machine", "rtx4070-laptop"]
+
+
+@pytest.mark.no_cover
+def test_the_guide_in_the_docs_is_what_the_planner_says():
+    assert guide_state(ROOT / "docs" / "planning.md").is_current, "run: outcore plan --guide"
+
+
+def test_guide_is_written_and_checked(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("outcore.plan.answer.guide.guide_text", lambda: "the | tables")
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert main(["--guide", str(page), "--check"]) == 1
+    assert main(["--guide", str(page)]) == 0
+    assert main(["--guide", str(page), "--check"]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "the | tables" in text
+    assert main(["--guide", str(page)]) == 0 and "already current" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="has no"):
+        replace_between_markers("nothing", "x")
+    assert main(["--guide", str(tmp_path / "missing.md")]) == 2
+
+
+def test_tables(capsys):
+    assert main(["--model", "llama-8b", *LAPTOP]) == 0
+    out = capsys.readouterr().out
+    for words in ("8.03 B parameters", "Where every byte lives", "infinity", "tokens/s", "forecast", "rating lasts"):
+        assert words in out
+    assert main(["--model", "llama-70b", *LAPTOP]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit" in out and "Smallest change that fits" in out and "NVMe" in out
+    assert main(["--model", "llama-8b", "--vram_gib", "1", *LAPTOP]) == 1
+    assert "No single change" in capsys.readouterr().out
+    assert main(["--model", "tiny", *LAPTOP]) == 0
+    assert "a lower bound" in " ".join(capsys.readouterr().out.split())
+
+
+def test_json_counts_by_name(capsys):
+    assert main(["--model", "8b", "--json", "--lora_r", "16", *LAPTOP]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["params"] == answer["plan"]["params"] > 8_030_261_248
+    assert set(answer["stages"]) == {"none", "zero1", "zero2", "zero3", "infinity"}
+    for plan in (*answer["stages"].values(), answer["stream"]):
+        assert plan["params"] == answer["params"] and plan["forecast"] is True
+        for tier in ("vram", "pinned", "ram", "nvme"):
+            assert plan[f"{tier}_bytes"] == sum(plan["parts_bytes"][tier].values())
+    assert answer["plan"]["time_s"]["step_s"] > 0 and answer["rates"]["h2d_gb_per_s"] == "nominal"
+
+
+def test_adapters_on_named_modules(capsys):
+    flags = ["--model", "llama-1b", "--json", "--lora_r", "16", *LAPTOP]
+    assert main([*flags, "--lora_target_modules", "q_proj,v_proj"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    plan = answer["plan"]
+    named = 16 * 16 * (2048 + 2048 + 2048 + 512)  # rank, layers, (in + out) of q and of v
+    assert plan["trainable_params"] == named and plan["params"] == 1_235_814_400 + named
+    assert plan["parts_bytes"]["ram"]["moments"] == 8 * named
+    assert "--lora_r 16 --lora_target_modules q_proj,v_proj" in answer["flags"]
+    assert main([*flags, "--lora_target_modules", "all-linear"]) == 0
+    by_default = json.loads(capsys.readouterr().out)["plan"]
+    assert by_default["lora_targets"] == [] and by_default["trainable_params"] > 5 * named
+
+
+def test_pictures(tmp_path, capsys):
+    bars, curves = tmp_path / "new folder" / "bars.png", tmp_path / "curves.png"
+    assert main(["--model", "llama-70b", "--png", str(bars), "--json", *LAPTOP]) == 1
+    json.loads(capsys.readouterr().out)  # stdout is the JSON alone
+    assert main(["--paper_png", str(curves)]) == 0
+    for path in (bars, curves):
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 20_000
+
+
+def test_every_part_has_a_category(capsys):
+    assert main(["--model", "llama-3b", "--json", *LAPTOP]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    expected = {
+        "parameters": "parameters", "gathered parameters": "parameters", "lanes' slots": "staging and buffers",
+        "gradients before they are summed": "gradients", "masks of packed rows": "activations and logits",
+        "fp32 gradients in the step beyond activations": "gradients", "checkpoints": "checkpoints",
+        "optimizer swap buffers": "staging and buffers", "parameter swap buffers": "staging and buffers",
+        "DeepSpeed's further copies": "DeepSpeed's copies", "activation checkpoints": "activations and logits",
+        "page cache reserve": "framework and reserve", "parameters kept or copied in RAM": "DeepSpeed's copies",
+    }  # fmt: skip
+    for name, wanted in expected.items():
+        assert category(name) == wanted, name
+    for plan in (*answer["stages"].values(), answer["stream"]):
+        for tier in plan["parts_bytes"].values():
+            for name in tier:
+                assert category(name) != "framework and reserve" or name in NOT_TENSORS
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "Name a model"),
+        (["--model", "lama-8b", *LAPTOP], "Did you mean"),
+        (["--model", "tiny", "--machine", "nowhere"], "no machine profile"),
+        (["--model", "tiny", "--seq_length", "0", *LAPTOP], "at least 1"),
+        (["--model", "tiny", "--engine", "stream", "--zero_stage", "2", *LAPTOP], "contradict"),
+        (["--model", "tiny", "--num_gpus", "3", *LAPTOP], "Lower --num_gpus"),
+        (["--model", "tiny", "--lora_r", "-2", *LAPTOP], "at least 1"),
+        (["--model", "tiny", "--lora_target_modules", "q_proj", *LAPTOP], "lora_r is 0"),
+        (["--model", "tiny", "--lora_r", "4", "--lora_target_modules", "q_prj", *LAPTOP], "Did you mean 'q_proj'"),
+    ],
+)
+def test_wrong_usage(argv, words, capsys):
+    assert main(argv) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_stream_note_follows_what_is_shipped(monkeypatch, capsys):
+    for shipped, words in (
+        (False, "does not have that engine yet"),
+        (True, "compared with the engine on one server only"),
+    ):
+        monkeypatch.setattr(show_module, "stream_is_shipped", lambda shipped=shipped: shipped)
+        assert main(["--model", "llama-8b", *LAPTOP]) == 0
+        assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_preset_is_planned_without_torch():
+    code = (
+        "import sys; from outcore.cli import main; code = main(sys.argv[1:]); "
+        "bad = {'torch', 'transformers', 'deepspeed', 'matplotlib'} & set(sys.modules); "
+        "sys.exit(f'imported {bad}' if bad else code)"
+    )
+    argv = [sys.executable, "-c", code, "plan", "--model", "llama-8b", "--json", *LAPTOP]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"] == "llama-8b"
+
+
+def test_the_console_command(capsys, tmp_path):
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "plan" in out and "watch" in out
+    assert cli.main([]) == 2
+    assert cli.main(["plam"]) == 2 and "Did you mean 'plan'" in capsys.readouterr().err
+    assert cli.main(["xyzzy"]) == 2 and "Did you mean" not in capsys.readouterr().err
+    assert cli.main(["--version"]) == 0
+    assert cli.main(["watch", "nothing", "--logs", str(tmp_path)]) == 1
+    assert cli.main(["plan", "--model", "tiny", *LAPTOP]) == 0

@@ -1,0 +1,68 @@
+"""The ZeRO-Infinity paper's model: its own statements (arXiv 2104.07857, sections 3 and 4), inverses, bad input."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outcore.plan.answer.efficiency import (
+    activation_checkpoint_bytes,
+    activation_working_bytes,
+    ait_activations,
+    ait_optimizer,
+    ait_parameters,
+    bandwidth_for,
+    compute_flops,
+    efficiency,
+    model_state_bytes,
+    model_state_working_bytes,
+    transformer_params,
+)
+
+GB = 1e9
+
+
+def test_statements_of_the_paper():
+    # "With a bandwidth of over 70 GB/s for parameter and gradients, we can achieve over 50 % efficiency for even the
+    # smallest batch size."
+    assert efficiency(ait_parameters(1024, 1), 70 * GB) > 0.5
+    # "optimizer states require nearly 4x higher bandwidth to achieve 50 % efficiency"
+    ratio = bandwidth_for(0.5, ait_optimizer(1024, 1)) / bandwidth_for(0.5, ait_parameters(1024, 1))
+    assert ratio == pytest.approx(4)
+    # "an effective bandwidth of nearly 1.5 TB/s to achieve 90 % efficiency with a batch size of 2 per GPU"
+    assert bandwidth_for(0.9, ait_optimizer(1024, 2)) == pytest.approx(1.5e12, rel=0.2)
+    # "a meager bandwidth of 2 GB/s is able to sustain over 50 % efficiency even for a hidden size of 2K", and
+    # "the bandwidth requirement drops down to less than 1 GB/s once the hidden size grows over 8K"
+    assert efficiency(ait_activations(2048), 2 * GB) > 0.5
+    assert bandwidth_for(0.5, ait_activations(8192)) < 1 * GB
+
+
+def test_memory_of_the_paper():
+    # Table/figure 2a: 1 trillion parameters, 128 layers of width 25,600 (5e3 heads aside): about 18-20 TB of states
+    assert transformer_params(128, 25600) == pytest.approx(1.0e12, rel=0.01)
+    assert model_state_bytes(128, 25600) == pytest.approx(20e12, rel=0.01)
+    assert activation_checkpoint_bytes(32, 1024, 25600, 128) == 2 * 32 * 1024 * 25600 * 128
+    assert model_state_working_bytes(65536) == 4 * 65536 * 4 * 65536
+    assert activation_working_bytes(1, 1024, 8192, 64) == 1024 * (16 * 8192 + 2 * 64 * 1024)
+    assert compute_flops(4, 1024, 24, 2048) == 8 * 4 * 1024 * 12 * 24 * 2048**2
+
+
+@given(st.floats(1, 1e6), st.floats(1e6, 1e13), st.floats(1e10, 1e16))
+def test_efficiency_and_bandwidth_are_inverse(ait, bytes_per_s, peak):
+    share = efficiency(ait, bytes_per_s, peak)
+    assert 0 <= share < 1 or share == pytest.approx(1)
+    if share < 0.999:
+        assert bandwidth_for(share, ait, peak) == pytest.approx(bytes_per_s, rel=1e-6)
+    assert efficiency(ait, 2 * bytes_per_s, peak) >= share
+
+
+def test_nonsense_is_refused():
+    for call in (
+        lambda: efficiency(-1, 1),
+        lambda: efficiency(1, 1, 0),
+        lambda: bandwidth_for(1.0, 1),
+        lambda: bandwidth_for(0.5, 0),
+    ):
+        with pytest.raises(ValueError):
+            call()

@@ -1,0 +1,228 @@
+"""Parameter counts: by hand for three architectures, against the meta device for every preset, LoRA against peft."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from outcore.flow.layers.compiled import draws_random_numbers
+from outcore.flow.parts.discovery import discover_units
+from outcore.model.presets import PRESETS, preset_config
+from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.plan.choose import mild_changes
+from outcore.plan.request import RunRequest
+from outcore.plan.shape import preset_shape, shape_from_fields
+from outcore.plan.shape_source import resolve_shape, shape_from_config
+from outcore.plan.work import (
+    checkpoint_bytes,
+    layer_activation_bytes,
+    layer_backward_bytes,
+    logits_bytes,
+    mask_bytes,
+    step_flops,
+)
+from outcore.train.configure.config import TrainConfig
+from outcore.train.configure.rooms import model_settings_of
+from outcore.train.forecast import run_shape
+from tests.flow.models import FAMILIES, tiny_loaded
+
+
+def test_tied_embeddings_by_hand():
+    shape = preset_shape("llama-1b")
+    # q, o: 2 x 2048 x 2048; k, v: 2 x 2048 x 512 (8 of 32 heads of 64); three 2048 x 8192; two norms
+    layer = 2 * 4_194_304 + 2 * 1_048_576 + 3 * 16_777_216 + 2 * 2048
+    assert layer == 60_821_504
+    assert shape.layer_params == (layer,) * 16
+    assert shape.embedding_params == 128256 * 2048 == 262_668_288
+    assert shape.head_params == 2048  # the final norm: the output matrix is the embedding's
+    assert shape.total_params == 262_668_288 + 16 * 60_821_504 + 2048 == 1_235_814_400
+    assert shape.largest_unit_params == 262_668_288 + 2048  # the head streams the tied matrix a second time
+
+
+def test_grouped_query_attention_by_hand():
+    shape = preset_shape("llama-8b")
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+    assert layer == 218_112_000
+    assert shape.total_params == 2 * 128256 * 4096 + 32 * layer + 4096 == 8_030_261_248
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (32, 8, 128)
+    assert shape.largest_unit_params == 128256 * 4096 + 4096  # head and final norm
+
+
+def test_mixture_of_experts_by_hand():
+    shape = preset_shape("qwen3-30b-a3b")
+    attention = 2 * 2048 * 4096 + 2 * 2048 * 512
+    expert = 3 * 2048 * 768
+    layer = attention + 2 * 2048 + 2 * 128 + 2048 * 128 + 128 * expert
+    assert shape.layer_params == (layer,) * 48
+    assert shape.total_params == 30_532_122_624
+    assert shape.active_layer_params == 48 * (layer - 120 * expert)  # 8 of 128 experts
+    assert shape.ffn_width == 8 * 768
+    assert shape.largest_weight_numel == 128 * 2 * 768 * 2048  # gate and up of all experts are one tensor
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_hand_counts_equal_the_meta_device(name):
+    by_hand, by_structure = preset_shape(name), shape_from_config(name, preset_config(name))
+    assert by_hand == by_structure
+    assert by_hand.total_params == PRESETS[name].num_parameters
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe", "tiny-t5", "gpt2"])
+def test_adapters_count_as_peft_makes_them(name):
+    import torch
+
+    from outcore.model.facts import model_class_of
+    from outcore.model.lora import with_adapters
+    from outcore.model.settings import LoraSettings
+
+    config = preset_config(name)
+    with torch.device("meta"):
+        model = with_adapters(model_class_of(config)(config), LoraSettings(r=4))
+    trainable = [p.numel() for p in model.parameters() if p.requires_grad]
+    shape = preset_shape(name).with_lora(4)
+    assert shape.trainable_params == sum(trainable)
+    assert [4 * dim for times, dims in shape.adapters for dim in dims * times] == trainable  # in the order of updates
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("tiny", "q_proj,v_proj"),
+        ("tiny", "o_proj, mlp.down_proj"),
+        ("tiny", "embed_tokens,q_proj"),
+        ("tiny", "all-linear"),
+        ("tiny-moe", "q_proj,k_proj"),
+        ("tiny-t5", "q,wi"),
+        ("gpt2", "c_attn"),
+        ("gpt2", "c_proj"),  # of attention and of the feed-forward part
+    ],
+)
+def test_adapters_on_named_modules_count_as_peft_makes_them(name, targets):
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from outcore.model.facts import model_class_of
+
+    config = preset_config(name)
+    names = targets if targets == "all-linear" else [target.strip() for target in targets.split(",")]
+    with torch.device("meta"):
+        model = get_peft_model(model_class_of(config)(config), LoraConfig(r=4, target_modules=names))
+    trainable = [p.numel() for p in model.parameters() if p.requires_grad]
+    flags = {"preset": name, "lora_r": 4, "lora_target_modules": targets}
+    asked = run_shape(model_settings_of(TrainConfig(**flags), "fp32", 8), None)
+    shape = resolve_shape(name, lora_target_modules=targets).with_lora(4)
+    for found in (asked, shape):
+        assert found.trainable_params == sum(trainable)
+        assert [4 * dim for times, dims in found.adapters for dim in dims * times] == trainable
+    assert shape.lora_targets == asked.lora_targets == (() if targets == "all-linear" else tuple(names))
+    assert shape.base_params == preset_shape(name).base_params
+
+
+def test_adapters_on_experts_are_refused():
+    for targets in ("gate,o_proj", "gate_proj,up_proj,down_proj", "down_proj"):
+        with pytest.raises(ValueError, match=r"for parts of this model's experts or its router.*Adapt the attention"):
+            resolve_shape("tiny-moe", lora_target_modules=targets)
+
+
+def test_a_smaller_model_has_its_adapters_on_the_same_modules():
+    shape = resolve_shape("llama-3b", lora_target_modules="q_proj").with_lora(8)
+    smaller = [other for words, other, _ in mild_changes(shape, RunRequest()) if words == "a smaller model: llama-1b"]
+    assert [other.adapter_params for other in smaller] == [8 * 16 * (2048 + 2048)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_stay_eager_where_the_engine_finds_random_numbers(family):
+    loaded = tiny_loaded(family)
+    assert shape_from_config(family, loaded.config).stays_eager == draws_random_numbers(discover_units(loaded))
+
+
+def test_layers_stay_eager_with_a_balancing_loss_and_with_dropout_of_adapters():
+    eager = [name for name in PRESETS if preset_shape(name).stays_eager and not preset_shape(name).is_encoder_decoder]
+    assert eager == ["tiny-moe", "gpt2", "moe-small", "qwen3-30b-a3b"]
+    for rate in (0.0, 0.1):
+        adapters = LoraSettings(r=4, alpha=8, dropout=rate)
+        settings = ModelSettings(preset="llama-1b", seq_length=8, lora=adapters)
+        assert run_shape(settings, None).stays_eager == (rate > 0)
+
+
+def test_other_architectures_and_sources(tmp_path):
+    fields = {
+        "model_type": "gemma2", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "max_position_embeddings": 256,
+    }  # fmt: skip
+    path = tmp_path / "my shape.json"
+    path.write_text(json.dumps(fields))
+    shape = resolve_shape(str(path))
+    assert shape.tied and shape.gated_ffn and shape.num_layers == 3 and shape.max_positions == 256
+    assert shape.embedding_params == 64_000
+    assert len(set(shape.layer_params)) == 1
+    assert resolve_shape("llama-8b") == preset_shape("llama-8b")
+
+
+def test_names_that_are_nothing(tmp_path):
+    with pytest.raises(ValueError, match="Did you mean 'llama-8b'"):
+        resolve_shape("lama-8b")
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        resolve_shape(str(tmp_path))
+    with pytest.raises(ValueError, match="counted on the meta device"):
+        shape_from_fields("x", "mamba", {})
+    with pytest.raises(ValueError, match="at least 1"):
+        preset_shape("tiny").with_lora(0)
+
+
+def test_work_by_hand():
+    shape, request = preset_shape("llama-8b"), RunRequest()
+    assert checkpoint_bytes(shape, request, 2048) == 2048 * 4096 * 2 * 33
+    # per token: norms 2 x (16,384 + 16,384), residual 16,384, q 32,768, kv 6,144, ffn 114,688, in flight 73,728
+    assert layer_activation_bytes(shape, request, 1024, 1) == 65_536 + 16_384 + 32_768 + 6_144 + 114_688 + 73_728
+    assert logits_bytes(shape, 10**6) == 3 * 4 * (2**28 // (4 * 128256)) * 128256
+    assert logits_bytes(shape, 7) == 3 * 4 * 7 * 128256
+    assert mask_bytes(shape, request, 1024, 2048) == 2 * 1024 * 1024 * (1 + 2)
+    assert mask_bytes(preset_shape("t5-small"), request, 512, 512) == 0  # one document a row
+    flops = step_flops(shape, request, 1024, 1)
+    layers, attention = 2 * 32 * 218_112_000, 2 * 1024 * 4096 * 32
+    head = 2 * 128256 * 4096
+    assert flops.forward == layers + head and flops.attention_forward == attention
+    assert flops.backward == 2 * (layers + head) + layers and flops.attention_backward == 3.5 * attention
+    assert flops.total == 4 * layers + 3 * head + 4.5 * attention
+    no_recompute = step_flops(shape, RunRequest(activation_checkpointing=False), 1024, 1)
+    assert no_recompute.backward == 2 * (layers + head) and no_recompute.attention_backward == 2.5 * attention
+
+
+def test_a_layer_keeps_for_its_backward_what_the_planner_counts():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    fields = {**preset_config("tiny").to_dict(), "num_hidden_layers": 1}
+    config = LlamaConfig(**fields)
+    config._attn_implementation = "sdpa"
+    model, tokens = LlamaForCausalLM(config).to(torch.bfloat16), 32
+    assert config.num_key_value_heads < config.num_attention_heads
+    x = torch.randn(1, tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    rotation = model.model.rotary_emb(x, torch.arange(tokens)[None])
+    others = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *rotation, x)}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in others:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model.layers[0](x, position_embeddings=rotation, attention_mask=None)
+    shape = shape_from_config("one layer", config)
+    peak = layer_backward_bytes(shape, RunRequest(), tokens, tokens)
+    in_flight = tokens * 2 * shape.ffn_width * (3 - 1)  # three gradients, when the product itself is gone
+    factors = tokens * 4 * (2 + shape.num_heads)  # of two norms, and of each head's softmax
+    assert sum(storage.nbytes() for storage in kept.values()) == peak - in_flight + factors
+
+
+def test_unfused_attention_keeps_its_scores():
+    import dataclasses
+
+    shape = preset_shape("tiny")
+    unfused = dataclasses.replace(shape, fused_attention=False)
+    more = layer_activation_bytes(unfused, RunRequest(), 512, 1) - layer_activation_bytes(shape, RunRequest(), 512, 1)
+    assert more == 4 * 512 * 6  # heads x keys x (16-bit scores and their fp32 softmax)

@@ -1,0 +1,366 @@
+"""Lanes on the CPU: right bytes at any offset and size, back-to-back transfers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outcore.common.quantities import KIB, MIB
+from outcore.staging import AT_ONCE, DownloadLane, PinnedPool, UploadLane
+from outcore.storage import BlockFile, PosixEngine, StorageEngine, StorageError, TensorSpec, TensorStore
+from tests.staging.fakes import LateEvent, LateStreams, TroubledEngine, content_of, file_with, random_bytes
+
+SLOT_BYTES = 64 * KIB
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[PinnedPool]:
+    with PinnedPool(12 * MIB, device=CPU, write_combined_bytes=1 * MIB) as pool:
+        yield pool
+        assert pool.leased_bytes == 0  # every lane of these tests gave its slots back
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[StorageEngine]:
+    with PosixEngine(num_threads=4) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "fake device"])
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_random_ranges_come_up_and_go_down_unchanged(pool, tmp_path: Path, late: bool, num_slots: int) -> None:
+    engine = TroubledEngine(delay_s=0.002)
+    content = random_bytes(1 * MIB + 777)
+    model = content.clone()
+    sizes = [1, 4096, SLOT_BYTES, SLOT_BYTES + 1, 5 * SLOT_BYTES + 4095, 300, 0, 200_001]
+    offsets = [0, 4096, 1, 4095, 65_537, 1_000_000, 17, 123_456]
+    with (
+        file_with(tmp_path / "f", content) as file,
+        UploadLane(pool, engine, CPU, SLOT_BYTES, num_slots, True, streams=LateStreams(2) if late else None) as up,
+        DownloadLane(pool, engine, CPU, SLOT_BYTES, num_slots, streams=LateStreams(2) if late else None) as down,
+    ):
+        outs = [torch.full((n,), 7, dtype=torch.uint8) for n in sizes]
+        transfers = [up.submit(file, offset, out) for offset, out in zip(offsets, outs)]
+        for transfer, offset, out in zip(transfers, offsets, outs):
+            assert transfer.wait(60) == out.numel() and transfer.done() and transfer.error is None
+            assert torch.equal(out, content[offset : offset + out.numel()])
+        sources = [random_bytes(n, seed=n) for n in sizes]
+        writes = []
+        for offset, source in zip(offsets, sources):
+            writes.append(down.submit(source, file, offset))
+            writes[-1].wait(60)  # these ranges overlap, so their order matters
+            model[offset : offset + source.numel()] = source
+        assert sum(t.n_bytes for t in writes) == down.stats().n_bytes == sum(sizes)
+    engine.close()
+    assert torch.equal(content_of(tmp_path / "f"), model)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ranges=st.lists(st.tuples(st.integers(0, 300_000), st.integers(0, 200_000)), min_size=1, max_size=12))
+def test_any_ranges_in_flight_together(pool, engine, tmp_path: Path, ranges: list[tuple[int, int]]) -> None:
+    content = random_bytes(500_000)
+    with (
+        file_with(tmp_path / "f", content) as file,
+        UploadLane(pool, engine, CPU, 32 * KIB, 3, streams=LateStreams(1, delay_s=0.0005)) as up,
+    ):
+        outs = [torch.empty(n, dtype=torch.uint8) for _, n in ranges]
+        for transfer in [up.submit(file, offset, out) for (offset, _), out in zip(ranges, outs)]:
+            transfer.wait(60)
+        for (offset, n), out in zip(ranges, outs):
+            assert torch.equal(out, content[offset : offset + n])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_tensors_of_any_dtype_and_shape_through_a_file(pool, engine, tmp_path: Path, dtype: torch.dtype) -> None:
+    source = (torch.randn(33, 77) * 3).to(dtype)
+    with (
+        BlockFile(tmp_path / "f", "create", size_bytes=1 * MIB) as file,
+        UploadLane(pool, engine, CPU, SLOT_BYTES) as up,
+        DownloadLane(pool, engine, CPU, SLOT_BYTES) as down,
+    ):
+        down.submit(source, file, 12_345).wait(60)
+        out = torch.zeros_like(source)
+        up.submit(file, 12_345, out).wait(60)
+        assert torch.equal(out, source)
+        scalar = torch.zeros((), dtype=dtype, requires_grad=dtype.is_floating_point)
+        up.submit(file, 12_345, scalar).wait(60)  # parameters need no detaching
+        assert torch.equal(scalar.detach(), source[0, 0])
+    with torch.inference_mode():
+        frozen = torch.zeros(33, 77, dtype=dtype)
+    with UploadLane(pool, None, CPU, SLOT_BYTES) as up:
+        up.submit_host(source, frozen).wait(60)
+        assert torch.equal(frozen, source)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "fake device"])
+def test_pageable_ram_goes_through_slots_by_copy_threads(pool, late: bool) -> None:
+    source, back = random_bytes(5 * MIB + 3), torch.zeros(5 * MIB + 3, dtype=torch.uint8)
+    out = torch.zeros_like(source)
+    with (
+        UploadLane(pool, None, CPU, 2 * MIB, 1, streams=LateStreams() if late else None, copy_threads=2) as up,
+        DownloadLane(pool, None, CPU, 1 * MIB, 2, streams=LateStreams() if late else None) as down,
+    ):
+        up.submit_host(source, out).wait(60)
+        down.submit_host(out, back).wait(60)
+        assert up.stats().chunks == 3 and down.stats().chunks == 6
+    assert torch.equal(out, source) and torch.equal(back, source)
+
+
+def test_pinned_ram_needs_no_slot_and_keeps_the_order_of_after(pool) -> None:
+    source, out = random_bytes(40 * MIB), torch.zeros(40 * MIB, dtype=torch.uint8)
+    streams = LateStreams(2, pinned={source.data_ptr()})
+    ready = LateEvent()
+    with UploadLane(pool, None, CPU, SLOT_BYTES, streams=streams) as up:
+        transfer = up.submit_host(source, out, after=ready)
+        transfer.wait_stream("a stream", timeout_s=60)  # type: ignore[arg-type]
+        assert [stream for stream, _ in streams.held] == ["a stream"]  # all on one stream
+        assert streams.copies == 1 and up.stats().chunks == 0 and not transfer.done()
+        assert int(out.sum()) == 0
+        ready.passed.set()
+        assert transfer.wait(60) == 40 * MIB
+    assert torch.equal(out, source)
+    target = torch.zeros_like(out)
+    with DownloadLane(pool, None, CPU, SLOT_BYTES, streams=LateStreams(pinned={target.data_ptr()})) as down:
+        down.submit_host(out, target, after=AT_ONCE).wait(60)
+    assert torch.equal(target, source)
+
+
+def test_small_tensors_share_a_slot(pool, tmp_path: Path) -> None:
+    engine = TroubledEngine()
+    content = random_bytes(1 * MIB)
+    with file_with(tmp_path / "f", content) as file, UploadLane(pool, engine, CPU, SLOT_BYTES, 1) as up:
+        engine.hold.clear()
+        outs = [torch.empty(1000, dtype=torch.uint8) for _ in range(40)]
+        transfers = [up.submit(file, 4096 * i, out) for i, out in enumerate(outs)]
+        deadline_s = time.monotonic() + 30
+        while len(engine.requests) < 16 and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert len(engine.requests) == 16  # a slot of 64 KiB holds sixteen, each on a 4 KiB boundary
+        engine.hold.set()
+        for i, transfer in enumerate(transfers):
+            transfer.wait(60)
+            assert torch.equal(outs[i], content[4096 * i : 4096 * i + 1000])
+    engine.close()
+
+
+def test_chunks_are_cut_on_block_boundaries_of_the_file(pool, tmp_path: Path) -> None:
+    engine = TroubledEngine()
+    with file_with(tmp_path / "f", random_bytes(400_000)) as file, UploadLane(pool, engine, CPU, SLOT_BYTES) as up:
+        up.submit(file, 5000, torch.empty(300_000, dtype=torch.uint8)).wait(60)
+    engine.close()
+    starts = sorted(offset for _, offset, _ in engine.requests)
+    assert starts[0] == 5000 and all(start % 4096 == 0 for start in starts[1:]) and len(starts) == 5
+
+
+def test_a_slot_is_not_refilled_before_its_copy_has_ended(pool, tmp_path: Path) -> None:
+    content = random_bytes(4 * SLOT_BYTES)
+    engine, streams, ready = TroubledEngine(), LateStreams(), LateEvent()
+    with (
+        file_with(tmp_path / "f", content) as file,
+        UploadLane(pool, engine, CPU, SLOT_BYTES, 2, streams=streams) as up,
+    ):
+        out = torch.zeros(4 * SLOT_BYTES, dtype=torch.uint8)
+        transfer = up.submit(file, 0, out, after=ready)
+        deadline_s = time.monotonic() + 30
+        while streams.copies < 2 and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        assert streams.copies == 2 and len(engine.requests) == 2  # both slots wait for their copies
+        assert up.stats().slot_wait_s > 0
+        ready.passed.set()
+        transfer.wait(60)
+        assert torch.equal(out, content)
+    engine.close()
+
+
+def test_a_bounded_queue_of_pinned_copies_makes_room_although_nobody_asks_for_them(pool) -> None:
+    source = random_bytes(MIB)
+    outs = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(6)]
+    streams = LateStreams(pinned={source.data_ptr()})
+    with UploadLane(pool, None, CPU, SLOT_BYTES, streams=streams, max_queued=2, timeout_s=30) as up:
+        transfers = [up.submit_host(source, out, after=AT_ONCE) for out in outs]
+        up.drain()
+        assert all(transfer.done() for transfer in transfers) and up.stats().transfers == len(outs)
+    assert all(torch.equal(out, source) for out in outs)
+
+
+def test_a_bounded_queue_holds_the_caller_back(pool, tmp_path: Path) -> None:
+    engine = TroubledEngine()
+    out = torch.zeros(100, dtype=torch.uint8)
+    with (
+        file_with(tmp_path / "f", random_bytes(1 * MIB)) as file,
+        UploadLane(pool, engine, CPU, SLOT_BYTES, max_queued=2, timeout_s=0.05) as up,
+    ):
+        engine.hold.clear()
+        first = [up.submit(file, 0, out), up.submit(file, 0, out)]
+        with pytest.raises(TimeoutError, match="no room for upload"):
+            up.submit(file, 0, out)
+        engine.hold.set()
+        for transfer in first:
+            transfer.wait(60)
+        for _ in range(5):
+            up.submit(file, 0, out).wait(60)
+    engine.close()
+
+
+def test_device_direct_transfers_use_no_slot_and_wait_for_the_device_first(pool, tmp_path: Path) -> None:
+    content = random_bytes(1 * MIB)
+    engine, ready = TroubledEngine(gds=True), LateEvent()
+    with (
+        file_with(tmp_path / "f", content) as file,
+        UploadLane(pool, engine, CPU, SLOT_BYTES, direct=True, streams=LateStreams()) as up,
+        DownloadLane(pool, engine, CPU, SLOT_BYTES, direct=True, streams=LateStreams()) as down,
+    ):
+        out = torch.zeros(500_000, dtype=torch.uint8)
+        transfer = up.submit(file, 1000, out, after=ready)
+        time.sleep(0.02)
+        assert engine.requests == [] and not transfer.done()
+        ready.passed.set()
+        transfer.wait(60)
+        transfer.wait_stream(timeout_s=60)
+        assert torch.equal(out, content[1000:501_000]) and engine.requests == [("read", 1000, 500_000)]
+        down.submit(out, file, 0, after=AT_ONCE).wait(60)
+        assert engine.requests[-1] == ("write", 0, 500_000) and up.stats().chunks == down.stats().chunks == 0
+        engine.bad_offset = 0
+        with pytest.raises(StorageError):
+            down.submit(out, file, 0).wait(60)
+        engine.refuse = RuntimeError("no")
+        with pytest.raises(RuntimeError, match="no"):
+            up.submit(file, 0, out).wait(60)
+        broken = LateEvent()
+        broken.error = RuntimeError("the compute failed")
+        broken.passed.set()
+        with pytest.raises(RuntimeError, match="the compute failed"):
+            up.submit(file, 0, out, after=broken).wait(60)
+    engine.close()
+    assert torch.equal(content_of(tmp_path / "f")[:500_000], content[1000:501_000])
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_tensors_of_a_store_striped_over_drives(pool, tmp_path: Path, checksum: bool) -> None:
+    weights, moments = torch.randn(1000, 1700), torch.randn(777).to(torch.bfloat16)
+    specs = [TensorSpec("w", torch.float32, (1000, 1700)), TensorSpec("m", torch.bfloat16, (777,))]
+    with (
+        TensorStore.create([tmp_path / "a", tmp_path / "b"], specs, checksum, stripe_bytes=64 * KIB) as store,
+        UploadLane(pool, None, CPU, 2 * MIB, 2, streams=LateStreams()) as up,
+        DownloadLane(pool, None, CPU, 2 * MIB, 2, streams=LateStreams()) as down,
+    ):
+        for transfer in [down.submit_stored(weights, store, "w"), down.submit_stored(moments, store, "m")]:
+            transfer.wait(60)
+        store.commit()
+        out, part = torch.zeros_like(weights), torch.zeros(100, dtype=torch.uint8)
+        up.submit_stored(store, "w", out).wait(60)
+        up.submit_stored(store, "m", part, 1001).wait(60)
+        assert torch.equal(out, weights)
+        assert torch.equal(part, moments.view(torch.uint8)[1001:1101])
+        for call, message in (
+            (lambda: up.submit_stored(store, "x", out), "no tensor 'x'"),
+            (lambda: up.submit_stored(store, "w", out, 4), "do not fit into 'w'"),
+            (lambda: up.submit_stored(store, "w", out.double()), "holds torch.float32"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+        if checksum:
+            piece = store.extent("w")[20]
+            with open(piece.path, "r+b") as damaged:
+                damaged.seek(piece.offset + 5)
+                damaged.write(b"damage")
+            with pytest.raises(StorageError, match="checksum"):
+                up.submit_stored(store, "w", out).wait(60)
+            for lease in up._leases:
+                lease.write_combined = True
+            with pytest.raises(ValueError, match="the CPU would read the write-combined slots"):
+                up.submit_stored(store, "w", out)
+            with UploadLane(pool, None, CPU, SLOT_BYTES) as small, pytest.raises(ValueError, match="at least 2097152"):
+                small.submit_stored(store, "w", out)
+
+
+def test_stats_of_an_interval(pool, tmp_path: Path) -> None:
+    engine = TroubledEngine(delay_s=0.002)
+    with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file, UploadLane(pool, engine, CPU, SLOT_BYTES) as up:
+        out = torch.zeros(1 * MIB, dtype=torch.uint8)
+        up.submit(file, 0, out).wait(60)
+        before = up.stats()
+        assert before.transfers == 1 and before.n_bytes == 1 * MIB and before.chunks == 16 and before.io_busy_s > 0
+        up.submit(file, 0, out).wait(60)
+        interval = up.stats() - before
+        assert interval.transfers == 1 and interval.n_bytes == 1 * MIB and interval.copy_busy_s > 0
+    engine.close()
+
+
+@pytest.mark.slow
+def test_soak_random_traffic_of_several_threads_through_shared_lanes(tmp_path: Path) -> None:
+    """Each thread owns a range of the file and knows what is in it; a tenth of the requests hit a bad byte."""
+    range_bytes, until_s = 1 * MIB, time.monotonic() + 60
+    engine = TroubledEngine(delay_s=0.002, bad_offset=4 * range_bytes + 500_000)
+    wrong: list[str] = []
+    with (
+        PinnedPool(2 * MIB, device=CPU) as pool,
+        file_with(tmp_path / "f", random_bytes(5 * range_bytes)) as file,
+        UploadLane(pool, engine, CPU, SLOT_BYTES, 4, streams=LateStreams(2), max_queued=32) as up,
+        DownloadLane(pool, engine, CPU, SLOT_BYTES, 4, streams=LateStreams(2), max_queued=32) as down,
+    ):
+        first = random_bytes(5 * range_bytes)
+
+        def work(number: int) -> None:
+            base, chance = number * range_bytes, torch.Generator().manual_seed(number)
+            model = first[base : base + range_bytes].clone()
+            rounds = 0
+            while time.monotonic() < until_s:
+                rounds += 1
+                start, size = (int(torch.randint(0, range_bytes // 2, (1,), generator=chance)) for _ in range(2))
+                part = model[start : start + size]
+                if rounds % 3 == 0:
+                    part.copy_(random_bytes(size, seed=rounds * 7 + number))
+                    down.submit(part.clone(), file, base + start).wait(60)
+                else:
+                    outs = [torch.zeros(size, dtype=torch.uint8) for _ in range(3)]
+                    for transfer in [up.submit(file, base + start, out) for out in outs]:
+                        transfer.wait(60)
+                    if not all(torch.equal(out, part) for out in outs):
+                        wrong.append(f"thread {number} round {rounds}: {size} bytes at {start}")
+                if rounds % 10 == 0:
+                    with pytest.raises(StorageError):
+                        up.submit(file, 4 * range_bytes, torch.zeros(range_bytes, dtype=torch.uint8)).wait(60)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert wrong == [] and up.stats().failed > 5 and not any(thread.is_alive() for thread in threads)
+        assert up.stats().transfers > 100 and down.stats().transfers > 50
+    engine.close()
+    assert torch.equal(content_of(tmp_path / "f")[4 * range_bytes :], first[4 * range_bytes :])
+
+
+def test_nobody_watches_a_pinned_copy_until_somebody_asks(pool) -> None:
+    source = random_bytes(MIB)
+    outs = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(4)]
+    streams = LateStreams(pinned={source.data_ptr()})
+    with UploadLane(pool, None, CPU, SLOT_BYTES, streams=streams) as up:
+        looked, called, drained = (up.submit_host(source, out, after=AT_ONCE) for out in outs[:3])
+        deadline_s = time.monotonic() + 30
+        while not looked.done() and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        assert looked.done() and looked.wait(1) == MIB
+        ended = threading.Event()
+        called.add_done_callback(lambda transfer: ended.set())
+        assert ended.wait(30)
+        up.drain(30)
+        assert drained.done() and up.stats().transfers == 3 and up.stats().n_bytes == 3 * MIB
+        streams.fail_next = RuntimeError("the link is gone")
+        failing = up.submit_host(source, outs[3], after=AT_ONCE)
+        with pytest.raises(RuntimeError, match="link is gone"):
+            failing.wait(30)
+        up.drain(30)
+    assert all(torch.equal(out, source) for out in outs[:3])

@@ -1,0 +1,228 @@
+"""Lanes on the CPU: errors where the data is awaited, waits that end, programs that close nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from outcore.common.quantities import KIB, MIB
+from outcore.staging import DownloadLane, LaneClosed, PinnedPool, PinnedPoolFull, UploadLane
+from outcore.storage import PosixEngine, StorageEngine, StorageError
+from tests.staging.fakes import LateStreams, TroubledEngine, file_with, leave_without_closing, random_bytes
+
+SLOT_BYTES = 64 * KIB
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[PinnedPool]:
+    with PinnedPool(12 * MIB, device=CPU, write_combined_bytes=1 * MIB) as pool:
+        yield pool
+        assert pool.leased_bytes == 0  # every lane of these tests gave its slots back
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[StorageEngine]:
+    with PosixEngine(num_threads=4) as engine:
+        yield engine
+
+
+def test_an_io_error_arrives_where_the_data_is_awaited_and_the_lane_goes_on(pool, tmp_path: Path) -> None:
+    content = random_bytes(1 * MIB)
+    engine = TroubledEngine(delay_s=0.001, bad_offset=300_000)
+    with file_with(tmp_path / "f", content) as file:
+        for lane in (
+            UploadLane(pool, engine, CPU, SLOT_BYTES, 3, streams=LateStreams()),
+            DownloadLane(pool, engine, CPU, SLOT_BYTES, 3, streams=LateStreams()),
+        ):
+            heard: list[bool] = []
+
+            def go(offset: int, n_bytes: int, lane=lane) -> tuple:
+                device = torch.zeros(n_bytes, dtype=torch.uint8)
+                if isinstance(lane, UploadLane):
+                    return lane.submit(file, offset, device), device
+                return lane.submit(device, file, offset), device
+
+            bad, _ = go(200_000, 400_000)
+            bad.add_done_callback(lambda t, heard=heard: heard.append(t.error is not None))
+            good = [go(600_000 + i, 100_000) for i in range(4)]
+            for look in (bad.wait, bad.wait, bad.wait_stream):
+                with pytest.raises(StorageError) as failure:
+                    look(timeout_s=60)
+                assert failure.value.path == tmp_path / "f" and failure.value.errno == 5
+            assert bad.done() and heard == [True] and "failed" in repr(bad)
+            for i, (transfer, device) in enumerate(good):
+                assert transfer.wait(60) == 100_000
+                if isinstance(lane, UploadLane):
+                    assert torch.equal(device, content[600_000 + i : 700_000 + i])
+            assert lane.stats().failed == 1 and lane.stats().transfers == 4
+            lane.close()
+    engine.close()
+
+
+def test_short_refused_and_broken_copies_are_errors(pool, tmp_path: Path) -> None:
+    engine, streams = TroubledEngine(), LateStreams()
+    out = torch.zeros(100, dtype=torch.uint8)
+    with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file:
+        with UploadLane(pool, engine, CPU, SLOT_BYTES, streams=streams) as up:
+            engine.short_by = 1
+            with pytest.raises(StorageError, match="wanted 100 bytes, got 99"):
+                up.submit(file, 0, out).wait(60)
+            engine.short_by = 0
+            engine.refuse = RuntimeError("the engine is closed")
+            with pytest.raises(RuntimeError, match="the engine is closed"):
+                up.submit(file, 0, out).wait(60)
+            engine.refuse = None
+            streams.fail_next = RuntimeError("CUDA error: an illegal memory access")
+            with pytest.raises(RuntimeError, match="illegal memory access"):
+                up.submit(file, 0, out).wait(60)
+            past_the_end = up.submit(file, 1 * MIB - 10, out)
+            with pytest.raises(StorageError, match="got 10"):
+                past_the_end.wait(60)
+            assert up.submit(file, 0, out).wait(60) == 100
+        with UploadLane(pool, engine, CPU, SLOT_BYTES) as up:
+            up.streams.copy = None  # type: ignore[assignment,method-assign]
+            with pytest.raises(TypeError):
+                up.submit(file, 0, out).wait(60)
+    engine.close()
+
+
+def test_every_wait_ends_and_says_what_it_waited_for(pool, tmp_path: Path) -> None:
+    engine = TroubledEngine()
+    with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file:
+        up = UploadLane(pool, engine, CPU, SLOT_BYTES, 2, owner="params up", timeout_s=0.05)
+        engine.hold.clear()
+        out = torch.zeros(3 * SLOT_BYTES, dtype=torch.uint8)
+        transfer = up.submit(file, 4096, out)
+        with pytest.raises(TimeoutError) as late:
+            transfer.wait()
+        text = str(late.value)
+        assert "upload of 192.00 KiB" in text and "offset 4096" in text and "is not done after 50 ms" in text
+        assert "2 chunks in flight" in text and "upload lane 'params up'" in text
+        with pytest.raises(TimeoutError, match="is not issued after 10 ms"):
+            transfer.wait_stream(timeout_s=0.01)
+        with pytest.raises(TimeoutError, match="not idle"):
+            up.close()
+        with pytest.raises(LaneClosed, match="is closed"):
+            up.submit(file, 0, out)
+        engine.hold.set()
+        assert transfer.wait(60) == 3 * SLOT_BYTES and "done" in repr(transfer)
+        assert up.stats().host_wait_s >= 0.06
+        up.close(timeout_s=60)
+        up.close()
+    engine.close()
+
+
+def test_closing_with_work_in_flight_finishes_it_or_cancels_what_has_not_begun(pool, tmp_path: Path) -> None:
+    content = random_bytes(1 * MIB)
+    engine = TroubledEngine(delay_s=0.003)
+    with file_with(tmp_path / "f", content) as file:
+        outs = [torch.zeros(100_000, dtype=torch.uint8) for _ in range(8)]
+        with UploadLane(pool, engine, CPU, SLOT_BYTES, streams=LateStreams()) as up:
+            transfers = [up.submit(file, 100_000 * i, out) for i, out in enumerate(outs)]
+        assert all(t.done() and t.error is None for t in transfers)
+        assert all(torch.equal(out, content[100_000 * i : 100_000 * (i + 1)]) for i, out in enumerate(outs))
+
+        engine.hold.clear()
+        up = UploadLane(pool, engine, CPU, SLOT_BYTES, streams=LateStreams())
+        transfers = [up.submit(file, 0, out) for out in outs]
+        threading.Timer(0.05, engine.hold.set).start()
+        up.close(cancel=True, timeout_s=60)
+        errors = [t.error for t in transfers]
+        assert isinstance(errors[-1], LaneClosed) and "cancelled" in str(errors[-1])
+        with pytest.raises(LaneClosed):
+            transfers[-1].wait()
+
+        with (
+            pytest.raises(KeyError, match="the caller's own"),
+            UploadLane(pool, engine, CPU, SLOT_BYTES, streams=LateStreams()) as up,
+        ):
+            transfers = [up.submit(file, 0, out) for out in outs]
+            raise KeyError("the caller's own")
+        assert all(t.done() for t in transfers)
+    engine.close()
+
+
+def test_a_fault_of_the_lane_itself_reaches_everyone(tmp_path: Path, engine) -> None:
+    pool = PinnedPool(1 * MIB, device=CPU)
+    out = torch.zeros(100, dtype=torch.uint8)
+    with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file:
+        up = UploadLane(pool, engine, CPU, SLOT_BYTES)
+        up.clock.starved = None  # type: ignore[assignment,method-assign]
+        with pytest.raises(RuntimeError, match="was lost, its lane broke"):
+            up.submit(file, 0, out).wait(60)
+        with pytest.raises(RuntimeError, match="broken"):
+            up.submit(file, 0, out)
+        with pytest.raises(RuntimeError, match="slots stay leased"):
+            up.close()
+
+
+def test_a_raising_callback_does_not_hurt_the_lane(pool, engine, tmp_path: Path, caplog) -> None:
+    out = torch.zeros(100, dtype=torch.uint8)
+    with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file, UploadLane(pool, engine, CPU, SLOT_BYTES) as up:
+        transfer = up.submit(file, 0, out)
+        transfer.add_done_callback(lambda t: {}["missing"])
+        transfer.wait(60)
+        up.drain(60)
+        later: list[int] = []
+        transfer.add_done_callback(lambda t: later.append(t.n_bytes))
+        assert later == [100]
+        assert up.submit(file, 0, out).wait(60) == 100
+
+
+def test_a_failure_that_nobody_awaits_is_logged(pool, tmp_path: Path, caplog) -> None:
+    engine = TroubledEngine(bad_offset=0)
+    with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file:
+        with UploadLane(pool, engine, CPU, SLOT_BYTES) as up:
+            up.submit(file, 0, torch.zeros(100, dtype=torch.uint8))
+        del up
+    engine.close()
+    deadline_s = time.monotonic() + 10
+    while "nobody waited" not in caplog.text and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert "nobody waited for a transfer that failed: upload of 100 B" in caplog.text
+
+
+def test_unsuitable_arguments_fail_before_anything_moves(pool, engine, tmp_path: Path) -> None:
+    out = torch.zeros(64, 64)
+    for arguments, message in (
+        ({"slot_bytes": 1000}, "multiple of 4096"),
+        ({"slot_bytes": SLOT_BYTES, "num_slots": 0}, "at least one slot"),
+        ({"slot_bytes": SLOT_BYTES, "max_queued": 0}, "max_queued"),
+        ({"slot_bytes": SLOT_BYTES, "timeout_s": 0}, "timeout_s"),
+        ({"slot_bytes": SLOT_BYTES, "num_streams": 0}, "at least one stream"),
+        ({"slot_bytes": SLOT_BYTES, "direct": True}, "'posix' does not here"),
+        ({"slot_bytes": SLOT_BYTES, "device": "meta"}, "lanes serve CUDA devices and the CPU"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            UploadLane(pool, engine, **{"device": CPU, **arguments})
+    with pytest.raises(ValueError, match="cannot be write-combined"):
+        DownloadLane(pool, engine, CPU, SLOT_BYTES, write_combined=True)
+    before_bytes = pool.leased_bytes
+    with pytest.raises(PinnedPoolFull, match="'upload slot 6'"):
+        UploadLane(pool, engine, CPU, 2 * MIB, 8)
+    assert pool.leased_bytes == before_bytes  # the slots it had got are back
+    with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file, UploadLane(pool, engine, CPU, SLOT_BYTES) as up:
+        for call, message in (
+            (lambda: up.submit(file, -1, out), "negative"),
+            (lambda: up.submit(file, 0, out.t()), "contiguous"),
+            (lambda: up.submit(file, 0, out.to("meta")), "serves cpu, the tensor is on meta"),
+            (lambda: up.submit_host(out.t(), out), "not contiguous"),
+            (lambda: up.submit_host(out[:3], out), "differ in size: 768 bytes in RAM, 16384 on cpu"),
+            (lambda: up.submit(file, 0, out, after="never"), "AT_ONCE"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call()
+        assert up.stats().transfers == 0
+        with UploadLane(pool, None, CPU, SLOT_BYTES) as ram_only, pytest.raises(ValueError, match="without a storage"):
+            ram_only.submit(file, 0, out)
+
+
+def test_a_program_that_closes_nothing_ends_cleanly(tmp_path: Path) -> None:
+    file_with(tmp_path / "f", random_bytes(3 * MIB)).close()
+    leave_without_closing(tmp_path / "f", "cpu")

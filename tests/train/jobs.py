@@ -1,0 +1,102 @@
+"""Runs of the main job for tests: a corpus, flags, one run without interruption by each engine, what a run left."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outcore.train.run import main
+
+TEXT = "the quick brown fox jumps over the lazy dog and runs away from the {} {} bears\n"
+FAST = ["--seq_length", "32", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
+FAST += ["--sample_steps", "0", "--sample_tokens", "4", "--report_to", "none", "--logging_steps", "100"]
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+
+
+def fresh_env(**more: str) -> dict[str, str]:
+    """The environment without this process's own ranks and port, for child processes."""
+    ours = ("MASTER_PORT", "MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    return {**{k: v for k, v in os.environ.items() if k not in ours}, **more}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("my data") / "a text.txt"
+    path.write_text("\n\n".join(TEXT.format(i, i * i) * 12 for i in range(60)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+def flags(root: Path, corpus: Path, *extra: str) -> list[str]:
+    folders = [f"--{name}_dir={root / name}" for name in ("checkpoint", "log", "export")]
+    return [*FAST, "--dataset", str(corpus), *folders, f"--data_cache_dir={corpus.parent / 'cache'}", *extra]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("model*.safetensors"))
+    assert files, folder
+    return {k: v for file in files for k, v in load_file(file).items()}
+
+
+def states(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for family in ("model", "master", "exp_avg", "exp_avg_sq"):
+        for file in sorted(folder.glob(f"{family}-*.safetensors")):
+            found.update({f"{family}:{k}": v for k, v in load_file(file).items()})
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def metrics(root: Path, run: str = "r") -> list[dict]:
+    return [json.loads(line) for line in (root / "log" / run / "metrics.jsonl").read_text().splitlines()]
+
+
+ENGINES = {"stream": [], "deepspeed": ["--engine", "deepspeed"]}
+"""Flags by the engine that trains with them: nothing said on one process is the streaming engine."""
+
+
+def engine_of(root: Path, run: str = "r") -> dict[str, str]:
+    return json.loads((root / "log" / run / "plan.json").read_text())["engine"]
+
+
+@pytest.fixture(scope="session")
+def straight_by(shared: Path, corpus: Path) -> Callable[[str], Path]:
+    """Six steps without interruption, bf16 with fp32 masters in RAM, by an engine; each is trained once."""
+
+    def run(engine: str) -> Path:
+        root = shared / engine
+        if not root.exists():
+            os.chdir(REPOSITORY)
+            argv = flags(root, corpus, "--run_name", "r", "--max_steps", "6", "--save_steps", "2", *ENGINES[engine])
+            assert main([*argv, "--precision", "bf16", "--save_total_limit", "9", "--eval_steps", "3"]) == 0
+        return root
+
+    return run
+
+
+@pytest.fixture
+def straight(straight_by: Callable[[str], Path]) -> Path:
+    """By the default engine."""
+    return straight_by("stream")
+
+
+fixtures = (corpus, shared, straight, straight_by, in_the_repository)
+"""For the modules that use them: a fixture is found by its name in a module."""

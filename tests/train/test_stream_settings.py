@@ -1,0 +1,185 @@
+"""From flags and deepspeed_config.json to the streaming engine: which engine, which homes, which settings, said why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outcore.common.quantities import GIB, MIB
+from outcore.engine.deepspeed.config.builder import OUTCORE_DEFAULTS
+from outcore.train.configure.arguments import ConfigError
+from outcore.train.configure.config import TrainConfig
+from outcore.train.configure.engine_choice import choose_engine, with_flags
+from outcore.train.configure.stream import (
+    RAM_RESERVE_BYTES,
+    RunSizes,
+    StreamPlan,
+    activation_bytes,
+    stream_settings_of,
+    unused_keys,
+)
+from outcore.train.engine_build import grouped
+
+SHIPPED = json.loads((Path(__file__).resolve().parents[2] / "deepspeed_config.json").read_text())
+SIZES = RunSizes(
+    total_params=10**9,
+    trainable_params=10**9,
+    num_layers=10,
+    hidden_size=100,
+    step_tokens=(64, 64),
+    row_tokens=32,
+    precision="bf16",
+    ram_available_bytes=40 * GIB,
+    has_cuda=True,
+)
+"""2 GB of weights, 2 of gradients and 10 of split states."""
+
+
+def usable(path: str, required_gb: float) -> tuple[bool, str]:
+    return True, f"{path} is writable."
+
+
+def plan_of(
+    config: TrainConfig | None = None, file: dict | None = None, check=usable, sizes: RunSizes = SIZES
+) -> StreamPlan:
+    config, file = config or TrainConfig(), file or {}
+    file = with_flags(config, file, sizes.precision)
+    built = {
+        "outcore": {**OUTCORE_DEFAULTS, **file.get("outcore", {})},
+        "optimizer": {"params": {"betas": [0.8, 0.9], "eps": 1e-7, "weight_decay": 0.5}},
+        "gradient_clipping": 0.25,
+        "fp16": file.get("fp16", {}),
+    }
+    return stream_settings_of(config, file, built, sizes, nvme_check=check)
+
+
+def engine_of(config: TrainConfig | None = None, file: dict | None = None, processes: int = 1, precision="bf16"):
+    return choose_engine(config or TrainConfig(), file or {}, processes, precision)
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "processes", "words"),
+    [
+        ({"zero_stage": "zero2"}, {}, 1, "zero_stage zero2"),
+        ({}, {"zero_optimization": {"stage": 1}}, 1, "zero_stage zero1"),
+        ({}, {"zero_optimization": False}, 1, "zero_stage none"),
+        ({}, {}, 2, "2 were asked for"),
+        ({}, {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, 1, "L2 regularisation"),
+        ({}, {"optimizer": {"params": {"bias_correction": False}}}, 1, "bias_correction"),
+        ({}, {"bf16": {"enabled": True, "bf16_optimizer_states": True}}, 1, "bf16_optimizer_states"),
+    ],
+)
+def test_auto_gives_way_with_the_reason_and_stream_refuses_with_it(config, file, processes, words):
+    choice = engine_of(TrainConfig(**config), file, processes)
+    assert choice.name == "deepspeed" and words in choice.reason and "auto" in choice.reason
+    with pytest.raises(ConfigError, match=words):
+        engine_of(TrainConfig(**config, engine="stream"), file, processes)
+
+
+@pytest.mark.parametrize("stage", [None, "zero3", "infinity"])
+def test_auto_streams_and_an_asked_engine_is_kept(stage):
+    assert engine_of(TrainConfig(zero_stage=stage)).name == "stream"
+    assert engine_of(TrainConfig(zero_stage=stage), SHIPPED).name == "stream"
+    assert engine_of(TrainConfig(zero_stage=stage, engine="deepspeed")).reason == "as asked"
+    assert engine_of(TrainConfig(zero_stage=stage), {"outcore": {"engine": "deepspeed"}}).name == "deepspeed"
+    assert engine_of(file={"fp16": {"loss_scale": 128}}, precision="fp16").name == "deepspeed"
+
+
+def test_everything_fits_in_ram():
+    plan = plan_of()
+    s = plan.settings
+    assert s.nvme_paths == () and s.state_ram_bytes is None and s.weight_ram_bytes is None
+    assert s.states == "split" and s.betas == (0.8, 0.9) and s.eps == 1e-7 and s.weight_decay == 0.5
+    assert s.max_grad_norm == 0.25 and s.step_tokens == (64, 64) and s.row_tokens == 32 and s.activations == "auto"
+    assert any("all of it in RAM" in note and "40.00 GiB available" in note for note in plan.notes)
+    assert plan_of(sizes=replace(SIZES, precision="fp32")).settings.states == "fp32"
+
+
+def test_ram_first_then_the_drive():
+    """Of 10 GB: gradients (2) first, then weights (2), then what is left of the 10 of states."""
+    here = {"nvme_offload_path": "/drive"}
+    s = plan_of(TrainConfig(**here, ram_budget_gib=10e9 / GIB)).settings
+    assert s.nvme_paths == ("/drive",) and s.weight_ram_bytes is None
+    assert s.state_ram_bytes == pytest.approx(6e9, abs=1)
+    s = plan_of(TrainConfig(**here, ram_budget_gib=3e9 / GIB)).settings
+    assert s.weight_ram_bytes == pytest.approx(1e9, abs=1) and s.state_ram_bytes == 0
+    measured = plan_of(TrainConfig(**here), sizes=replace(SIZES, ram_available_bytes=10 * GIB)).settings
+    assert measured.state_ram_bytes == 10 * GIB - RAM_RESERVE_BYTES - GIB - 4 * 10**9
+    assert plan_of(TrainConfig(**here)).settings.nvme_paths == ()
+    everything = plan_of(file={"outcore": {"residency": "nvme", "nvme_path": "/drive"}}).settings
+    assert everything.state_ram_bytes == 0 and everything.weight_ram_bytes == 0
+
+
+def test_what_must_stay_in_ram_stays_there():
+    here = {"nvme_offload_path": "/drive", "ram_budget_gib": 0.0}
+    s = plan_of(TrainConfig(**here, offload_params="cpu")).settings
+    assert s.weight_ram_bytes is None and s.state_ram_bytes == 0
+    s = plan_of(TrainConfig(**here, zero_stage="infinity", nvme_offload_optimizer=False)).settings
+    assert s.weight_ram_bytes == 0 and s.state_ram_bytes is None
+    kept = plan_of(TrainConfig(**here), {"outcore": {"residency": "ram"}})
+    assert kept.settings.nvme_paths == () and any("no drive takes the rest" in line for line in kept.warnings)
+    with pytest.raises(ConfigError, match="residency ram contradicts"):
+        plan_of(file={"outcore": {"residency": "ram"}, "zero_optimization": {"offload_param": {"device": "nvme"}}})
+    with pytest.raises(ValueError, match="contradict each other"):
+        plan_of(TrainConfig(**here, zero_stage="infinity", offload_params="cpu"))
+
+
+def test_a_drive_that_cannot_be_used_means_ram_said_loudly_or_an_error():
+    def broken(path, required_gb):
+        return False, f"{path} is full."
+
+    asked = TrainConfig(zero_stage="infinity", nvme_offload_path="/drive", ram_budget_gib=0.0)
+    plan = plan_of(asked, check=broken)
+    assert plan.settings.nvme_paths == () and "NVMe OFFLOAD IS NOT USED: /drive is full." in plan.warnings[0]
+    with pytest.raises(ConfigError, match=r"strict_offload: .*is full"):
+        plan_of(replace(asked, strict_offload=True), check=broken)
+    with pytest.raises(ConfigError, match=r"needs 13\.\d+ GiB of RAM.*10\.00 GiB are available"):
+        plan_of(asked, check=broken, sizes=replace(SIZES, ram_available_bytes=10 * GIB))
+    no_path = plan_of(TrainConfig(zero_stage="infinity"))
+    assert "No NVMe path is given" in no_path.warnings[0]
+    needed = []
+    plan_of(asked, check=lambda path, gb: (needed.append(gb), usable(path, gb))[1])
+    assert needed[0] == pytest.approx(1.5 * 12.03, rel=1e-3)  # compressed, and room
+
+
+def test_keys_of_the_file_that_are_honoured():
+    file = {
+        "fp16": {"initial_scale_power": 8, "loss_scale_window": 7, "hysteresis": 3, "min_loss_scale": 4},
+        "data_types": {"grad_accum_dtype": "fp16"},
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "outcore": {"staging_bytes": GIB, "write_combined": "on", "lanes": {"slot_bytes": MIB, "num_slots": 5}},
+    }
+    s = plan_of(file=file, sizes=replace(SIZES, precision="fp16")).settings
+    assert (s.initial_loss_scale, s.loss_scale_window, s.loss_scale_hysteresis, s.min_loss_scale) == (256.0, 7, 3, 4.0)
+    assert s.accumulate == "weights" and s.activations == "ram" and s.write_combined and s.states == "fp32"
+    assert (s.staging_bytes, s.slot_bytes, s.num_slots) == (GIB, MIB, 5)
+    assert plan_of(TrainConfig(pin_memory=False)).settings.staging_bytes == 128 * MIB
+    flags = plan_of(TrainConfig(activations="device", compile="off", tiling="on", tile_bytes=4096)).settings
+    assert (flags.activations, flags.compile, flags.tiling, flags.tile_bytes) == ("device", "off", "on", 4096)
+
+
+def test_state_formats():
+    compact = plan_of(TrainConfig(state_format="split8"))
+    assert compact.settings.states == "split8" and any("8 bits" in note for note in compact.notes)
+    assert plan_of(file={"outcore": {"state_format": "fp32_m8"}}).settings.states == "fp32_m8"
+    with pytest.raises(ConfigError, match=r"needs --precision bf16.*fp32_m8"):
+        with_flags(TrainConfig(state_format="split8"), {}, "fp16")
+    shortest = plan_of(TrainConfig(state_format="fp24_m8"))
+    assert shortest.settings.states == "fp24_m8" and any("masters in 24" in note for note in shortest.notes)
+    with pytest.raises(ConfigError, match=r"fp24_m8.*needs --precision bf16.*fp32_m8"):
+        with_flags(TrainConfig(state_format="fp24_m8"), {}, "fp32")
+
+
+def test_keys_without_effect_are_listed_once():
+    found = unused_keys(SHIPPED)
+    assert "zero_optimization.overlap_comm" in found and "aio" in found and "outcore.streams" in found
+    assert not any(key.endswith(("stage", "device", "nvme_path", "state_format", "residency")) for key in found)
+    assert grouped(found).count("zero_optimization") == 1 and "aio" in grouped(found)
+    assert grouped(["a.b", "a.c", "a.d", "e", "f.g"], most=2) == "a (3 keys), e, f (g)"
+
+
+def test_activations_are_counted_layer_by_layer():
+    assert activation_bytes(SIZES) == 10 * 128 * 100 * 2
