@@ -343,7 +343,7 @@ def test_nvme_bytes_counts_what_deepspeed_writes() -> None:
     assert nvme_bytes(lora, "bf16", True, False) == 160
 
 
-@pytest.mark.parametrize("module", ["build", "offload", "zero_section"])
+@pytest.mark.parametrize("module", ["build", "config.offload", "config.zero_section"])
 def test_each_module_of_the_planner_and_the_builder_may_be_the_first(module: str) -> None:
     """The planner asks the engine for sizes, and the builder the planner."""
     command = [sys.executable, "-c", f"import outcore.engine.deepspeed.{module}"]

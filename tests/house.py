@@ -1,0 +1,220 @@
+"""The house as the code has it: every import between rooms, read from the source (also inside functions).
+
+    python -m tests.house          prints rooms, floors, arrows, and what breaks the rules
+
+A *room* is a folder of `outcore/`, a *sub-room* a folder inside one (`outcore.flow.weights`). `FLOORS` says what stands
+on what: a room may import from lower floors only, and from its neighbours on the same floor only where `ARROWS` says so.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "outcore"
+
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("common",),
+    ("machine", "model", "optim", "storage", "sizing"),
+    ("staging", "data"),
+    ("checkpoint",),
+    ("flow",),
+    ("states",),
+    ("engine.base", "engine.stream", "engine.deepspeed"),
+    ("plan", "monitor"),
+    ("train", "performance"),
+    ("cli",),
+)
+"""From the ground up."""
+ARROWS = frozenset({("engine.stream", "engine.base"), ("engine.deepspeed", "engine.base"), ("performance", "train")})
+"""(from, to) between rooms of one floor."""
+BESIDE = {"install": 3, "probe": 3}
+"""Rooms beside the tower: they import from floors up to this one, and no room of the tower imports them."""
+DOORED = ("common", "checkpoint", "flow", "states", "sizing")
+"""Rooms whose files are imported from outside through an `__init__` only."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One file imports another."""
+
+    importer: str
+    imported: str
+    """Dotted name of a module; a package's door is the package."""
+    names: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        return f"{self.importer} -> {self.imported} ({', '.join(self.names)})"
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name -> file of every module of the package; a package under its own name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(known: Mapping[str, Path]) -> list[Import]:
+    """Every import of one module of the package by another, wherever in the file it stands."""
+    found = []
+    for name, path in known.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for target, names in _targets(node, known):
+                if target != name:
+                    found.append(Import(name, target, names))
+    return found
+
+
+def _targets(node: ast.AST, known: Mapping[str, Path]) -> Iterable[tuple[str, tuple[str, ...]]]:
+    if isinstance(node, ast.Import):
+        yield from ((alias.name, ()) for alias in node.names if alias.name in known)
+    elif isinstance(node, ast.ImportFrom) and node.level:
+        yield f"relative import of {node.module}", ()
+    elif isinstance(node, ast.ImportFrom) and node.module in known:
+        files = [alias.name for alias in node.names if f"{node.module}.{alias.name}" in known]
+        yield from ((f"{node.module}.{name}", (name,)) for name in files)
+        if rest := tuple(alias.name for alias in node.names if alias.name not in files):
+            yield node.module, rest
+
+
+def room_of(module: str) -> str:
+    """Room of a module; '' for the package's own `__init__`."""
+    parts = module.split(".")[1:]
+    if parts[:1] == ["engine"] and len(parts) > 1:
+        return ".".join(parts[:2])
+    return parts[0] if parts else ""
+
+
+def floor_of(room: str) -> int:
+    """Number of a room's floor, 0 the ground; of a room beside the tower the highest that it may use."""
+    for number, rooms in enumerate(FLOORS):
+        if room in rooms:
+            return number
+    return BESIDE[room]
+
+
+def upward(found: Iterable[Import]) -> list[Import]:
+    """Imports from a floor above, from a neighbour without an arrow, or of a room beside the tower."""
+    wrong = []
+    for one in found:
+        importer, imported = room_of(one.importer), room_of(one.imported)
+        if importer == imported or "" in (importer, imported) or importer == "cli" or (importer, imported) in ARROWS:
+            continue
+        limit = floor_of(importer) if importer in BESIDE else floor_of(importer) - 1
+        if imported in BESIDE or floor_of(imported) > limit:
+            wrong.append(one)
+    return wrong
+
+
+def past_doors(found: Iterable[Import], known: Mapping[str, Path]) -> list[Import]:
+    """Imports of a file of another room, or of another sub-room of a doored room, instead of its `__init__`."""
+    return [one for one in found if _is_past_door(one, known)]
+
+
+def _is_past_door(one: Import, known: Mapping[str, Path]) -> bool:
+    is_file = known[one.imported].name != "__init__.py"
+    importer, imported = room_of(one.importer), room_of(one.imported)
+    if not is_file or not imported or imported == "cli":
+        return False
+    if importer != imported:
+        return imported != "engine.base"
+    home = one.imported.rpartition(".")[0]
+    return imported in DOORED and home != f"outcore.{imported}" and not f"{one.importer}.".startswith(f"{home}.")
+
+
+def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
+    """Strongly connected parts of more than one member (Tarjan)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        number[node] = low[node] = len(number)
+        stack.append(node)
+        for other in sorted(edges.get(node, ())):
+            if other not in number:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], number[other])
+        if low[node] == number[node]:
+            group = [stack.pop()]
+            while group[-1] != node:
+                group.append(stack.pop())
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in sorted(edges):
+        if node not in number:
+            visit(node)
+    return found
+
+
+def file_edges(found: Iterable[Import]) -> dict[str, set[str]]:
+    """Module -> modules that it imports. A package's `__init__` counts as itself, so circles through doors show."""
+    edges: dict[str, set[str]] = {}
+    for one in found:
+        edges.setdefault(one.importer, set()).add(one.imported)
+    return edges
+
+
+def sub_room_edges(found: Iterable[Import], known: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Folder -> folders that its files import from."""
+
+    def folder(module: str) -> str:
+        return module if known[module].name == "__init__.py" else module.rpartition(".")[0]
+
+    edges: dict[str, set[str]] = {}
+    for one in found:
+        if folder(one.importer) != folder(one.imported):
+            edges.setdefault(folder(one.importer), set()).add(folder(one.imported))
+    return edges
+
+
+def crowded(limit: int = 15) -> list[str]:
+    """Folders of the package, tests and benchmarks with more than `limit` source files side by side."""
+    found = []
+    for top in ("outcore", "tests", "benchmarks"):
+        for folder in [ROOT / top, *(p for p in (ROOT / top).rglob("*") if p.is_dir() and p.name != "__pycache__")]:
+            files = [p for p in folder.iterdir() if p.suffix in (".py", ".cpp", ".h")]
+            if len(files) > limit:
+                found.append(f"{folder.relative_to(ROOT)}: {len(files)}")
+    return found
+
+
+def main() -> None:
+    known = modules()
+    found = imports(known)
+    rooms: dict[str, set[str]] = {}
+    for one in found:
+        importer, imported = room_of(one.importer), room_of(one.imported)
+        if importer != imported and imported:
+            rooms.setdefault(importer, set()).add(imported)
+    lines: dict[str, int] = {}
+    for name, path in known.items():
+        lines[room_of(name)] = lines.get(room_of(name), 0) + len(path.read_text(encoding="utf-8").splitlines())
+    for number, names in reversed(list(enumerate(FLOORS))):
+        for name in names:
+            print(f"{number} {name:17} {lines.get(name, 0):6} lines  <- {' '.join(sorted(rooms.get(name, ())))}")
+    for name in BESIDE:
+        print(f"- {name:17} {lines.get(name, 0):6} lines  <- {' '.join(sorted(rooms.get(name, ())))}")
+    for title, rows in (
+        ("upward", [one.words for one in upward(found)]),
+        ("circles of files", [" ".join(group) for group in circles(file_edges(found))]),
+        ("circles of folders", [" ".join(group) for group in circles(sub_room_edges(found, known))]),
+        ("more than 15 files", crowded()),
+        ("past doors", [one.words for one in past_doors(found, known)]),
+    ):
+        print(f"\n{title}: {len(rows)}")
+        print("\n".join(f"  {row}" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
