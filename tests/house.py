@@ -3,7 +3,7 @@
     python -m tests.house          prints rooms, floors, arrows, and what breaks the rules
 
 A *room* is a folder of `outcore/`, a *sub-room* a folder inside one (`outcore.flow.weights`). `FLOORS` says what stands
-on what: a room may import from lower floors only, and from its neighbours on the same floor only where `ARROWS` says so.
+on what: a room may import from lower floors only, and from neighbours on the same floor only where `ARROWS` says so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ARROWS = frozenset({("engine.stream", "engine.base"), ("engine.deepspeed", "engi
 """(from, to) between rooms of one floor."""
 BESIDE = {"install": 3, "probe": 3}
 """Rooms beside the tower: they import from floors up to this one, and no room of the tower imports them."""
-DOORED = ("common", "checkpoint", "flow", "states", "sizing")
+DOORED = ("common", "checkpoint", "data", "flow", "states", "sizing")
 """Rooms whose files are imported from outside through an `__init__` only."""
 
 

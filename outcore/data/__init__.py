@@ -6,13 +6,21 @@ be given so that packed documents stay apart is in `isolation`.
 
 from __future__ import annotations
 
-from outcore.data.dataset import IGNORE_INDEX, MicroBatch, RowDataset
 from outcore.data.errors import CacheError, DataError, TemplateError
-from outcore.data.isolation import document_ids, isolates, packed_attention_mask, varlen_kwargs
+from outcore.data.layout import (
+    IGNORE_INDEX,
+    BatchStream,
+    EvalStream,
+    MicroBatch,
+    RowDataset,
+    document_ids,
+    isolates,
+    packed_attention_mask,
+    varlen_kwargs,
+)
 from outcore.data.prepare import DataSummary, PreparedData, prepare_data
 from outcore.data.render import render_sample
 from outcore.data.settings import DataSettings
-from outcore.data.stream import BatchStream, EvalStream
 from outcore.data.tokenizer import load_or_train_tokenizer, load_tokenizer, train_byte_bpe
 
 __all__ = [

@@ -15,26 +15,35 @@ from typing import Any
 import numpy as np
 
 from outcore.common.quantities import format_count
-from outcore.data.arrays import Arrays, ArraysWriter
+from outcore.data.cache import (
+    Arrays,
+    ArraysWriter,
+    DocumentEncoder,
+    RowLimit,
+    TokenCache,
+    cache_folder,
+    digest_of,
+    open_or_build,
+    open_token_cache,
+    token_ids,
+)
 from outcore.data.chat import ensure_chat_template
-from outcore.data.dataset import RowDataset, labels_of
-from outcore.data.encode import DocumentEncoder, token_ids
 from outcore.data.errors import DataError
 from outcore.data.layout import (
     LAYOUT_VERSION,
+    RowDataset,
     Segments,
     choose_rows,
+    labels_of,
     rows_of,
     seq2seq_segments,
     split_documents,
     supervised_segments,
     text_windows,
 )
-from outcore.data.lock import open_or_build
 from outcore.data.render import render_sample
 from outcore.data.settings import EMBEDDED, DataSettings
-from outcore.data.source import open_source
-from outcore.data.token_cache import RowLimit, TokenCache, cache_folder, digest_of, open_token_cache
+from outcore.data.sources import open_source
 from outcore.data.tokenizer import tokenizer_hash
 
 EMBEDDED_MAX_EVAL_SAMPLES = 64

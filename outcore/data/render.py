@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from outcore.data.dataset import IGNORE_INDEX
+from outcore.data.layout import IGNORE_INDEX
 
 MAX_RUN_CHARS = 600
 

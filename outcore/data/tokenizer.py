@@ -14,16 +14,21 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from outcore.data.arrays import explained, sync_folder
+from outcore.data.cache import build_lock, cache_folder, digest_of, explained, sync_folder
 from outcore.data.chat import default_template
 from outcore.data.errors import DataError, shorten
-from outcore.data.formats import ChatExample, detect_shape
-from outcore.data.lock import build_lock
-from outcore.data.paths import is_windows_spelling, looks_like_hub_id, missing_file_error, translate
-from outcore.data.records import Record, RowError, Source
+from outcore.data.rows import ChatExample, detect_shape
 from outcore.data.settings import DataSettings
-from outcore.data.source import open_source
-from outcore.data.token_cache import cache_folder, digest_of
+from outcore.data.sources import (
+    Record,
+    RowError,
+    Source,
+    is_windows_spelling,
+    looks_like_hub_id,
+    missing_file_error,
+    open_source,
+    translate,
+)
 
 END_TOKEN = "<|endoftext|>"
 PAD_TOKEN = "<|pad|>"

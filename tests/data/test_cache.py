@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import outcore.data.arrays as arrays_module
+import outcore.data.cache.arrays as arrays_module
 from outcore.data import CacheError, DataError, DataSettings, prepare_data
-from outcore.data.arrays import ArraysWriter, DamagedArrays, open_arrays
-from outcore.data.lock import build_lock
+from outcore.data.cache.arrays import ArraysWriter, DamagedArrays, open_arrays
+from outcore.data.cache.lock import build_lock
 from tests.data.fixtures import sentence, text_rows, tiny_tokenizer, write_jsonl
 
 
@@ -193,7 +193,7 @@ def _hold(path: str, held) -> None:
 
 
 def test_lock_waits_says_so_and_gives_up(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("outcore.data.lock.SAY_AFTER_S", 0.05)
+    monkeypatch.setattr("outcore.data.cache.lock.SAY_AFTER_S", 0.05)
     context = multiprocessing.get_context("fork")
     held = context.Event()
     process = context.Process(target=_hold, args=(str(tmp_path / "x.lock"), held))
@@ -232,8 +232,8 @@ def test_several_builders_at_once_build_once(data: DataSettings):
 
 
 def test_a_document_whose_file_breaks_half_way_is_taken_back(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("outcore.data.textfile.BLOCK_BYTES", 4096)
-    monkeypatch.setattr("outcore.data.textfile.iterate_text.__defaults__", (4096,))
+    monkeypatch.setattr("outcore.data.sources.textfile.BLOCK_BYTES", 4096)
+    monkeypatch.setattr("outcore.data.sources.textfile.iterate_text.__defaults__", (4096,))
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "a.txt").write_text(sentence(1))
@@ -251,8 +251,8 @@ def test_a_document_whose_file_breaks_half_way_is_taken_back(tmp_path: Path, mon
 
 
 def test_progress_is_told(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("outcore.data.token_cache.TELL_EVERY_S", 0.0)
-    monkeypatch.setattr("outcore.data.batches.BATCH_ITEMS", 10)
+    monkeypatch.setattr("outcore.data.cache.tokens.TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("outcore.data.cache.batches.BATCH_ITEMS", 10)
     path = write_jsonl(tmp_path / "x.jsonl", text_rows(30))
     said: list[str] = []
     prepare_data(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from outcore.data import DataError, DataSettings, TemplateError
-from outcore.data.chat import ChatEncoder, ensure_chat_template
-from outcore.data.encode import DocumentEncoder, carries_loss, cut_text, token_ids
-from outcore.data.formats import ChatExample, TextExample, detect_shape
-from outcore.data.records import RowError
+from outcore.data.cache.encode import DocumentEncoder, carries_loss, cut_text, token_ids
+from outcore.data.chat.encoder import ChatEncoder, ensure_chat_template
+from outcore.data.rows.shapes import ChatExample, TextExample, detect_shape
+from outcore.data.sources.records import RowError
 from tests.data.fixtures import tiny_tokenizer
 
 TALK = [
@@ -124,7 +124,7 @@ def test_default_template_is_given_once_and_ends_turns_with_eos_if_need_be():
     tokenizer = tiny_tokenizer(None)
     assert "ChatML" in (ensure_chat_template(tokenizer) or "")
     assert ensure_chat_template(tokenizer) is None
-    from outcore.data.chat import default_template
+    from outcore.data.chat.encoder import default_template
 
     class NoChatTokens:
         unk_token_id, eos_token = None, "</s>"

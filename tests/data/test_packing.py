@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outcore.data.dataset import RowDataset, labels_of
-from outcore.data.encode import NO_LOSS, carries_loss, token_ids
-from outcore.data.isolation import document_ids
-from outcore.data.layout import (
+from outcore.data.cache.encode import NO_LOSS, carries_loss, token_ids
+from outcore.data.layout.dataset import RowDataset, labels_of
+from outcore.data.layout.isolation import document_ids
+from outcore.data.layout.packing import pack
+from outcore.data.layout.permutation import Permutation
+from outcore.data.layout.segments import (
     choose_rows,
     rows_of,
     seq2seq_segments,
@@ -21,8 +23,6 @@ from outcore.data.layout import (
     supervised_segments,
     text_windows,
 )
-from outcore.data.packing import pack
-from outcore.data.permutation import Permutation
 
 QUICK = settings(max_examples=60, deadline=None)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from outcore.data import BatchStream, DataError, DataSettings, EvalStream, prepare_data, render_sample
-from outcore.data.embedded import EmbeddedSource
+from outcore.data.sources.embedded import EmbeddedSource
 from tests.data.fixtures import sentence, text_rows, tiny_tokenizer, write_jsonl
 
 CONVERSATION = {
@@ -75,8 +75,8 @@ def test_a_single_text_file_is_evaluated_on_its_tail(tmp_path: Path):
 
 
 def test_large_documents_are_tokenised_in_pieces_without_loss(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("outcore.data.encode.cut_text.__defaults__", (500,))
-    monkeypatch.setattr("outcore.data.textfile.iterate_text.__defaults__", (3000,))
+    monkeypatch.setattr("outcore.data.cache.encode.cut_text.__defaults__", (500,))
+    monkeypatch.setattr("outcore.data.sources.textfile.iterate_text.__defaults__", (3000,))
     text = "\n".join(sentence(n) for n in range(300))
     (tmp_path / "book.txt").write_text(text)
     prepared = prepare_data(settings_for(tmp_path, tmp_path / "book.txt", eval_fraction=0), tiny_tokenizer())
@@ -226,10 +226,10 @@ def test_encoder_decoder(tmp_path: Path, rows):
 def test_two_processes_tokenise_the_same(tmp_path: Path, monkeypatch):
     from concurrent.futures import ThreadPoolExecutor
 
-    monkeypatch.setattr("outcore.data.batches.BATCH_ITEMS", 7)
+    monkeypatch.setattr("outcore.data.cache.batches.BATCH_ITEMS", 7)
     # Threads in place of processes: order and bounds are what is tested, starting processes takes many seconds.
     monkeypatch.setattr(
-        "outcore.data.batches.ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(workers)
+        "outcore.data.cache.batches.ProcessPoolExecutor", lambda workers, mp_context: ThreadPoolExecutor(workers)
     )
     path = write_jsonl(tmp_path / "x.jsonl", text_rows(50))
     one = prepare_data(settings_for(tmp_path, path), tiny_tokenizer())

@@ -12,10 +12,10 @@ import pyarrow.parquet
 import pytest
 
 from outcore.data import DataError, DataSettings
-from outcore.data.readers import read_csv, read_json, read_jsonl, read_parquet, read_text
-from outcore.data.records import BadRow, BadRows, Record
-from outcore.data.source import open_source
-from outcore.data.textfile import iterate_text, plain_suffix
+from outcore.data.sources.readers import read_csv, read_json, read_jsonl, read_parquet, read_text
+from outcore.data.sources.records import BadRow, BadRows, Record
+from outcore.data.sources.source import open_source
+from outcore.data.sources.textfile import iterate_text, plain_suffix
 from tests.data.fixtures import sentence, write_jsonl
 
 
@@ -76,7 +76,7 @@ def test_jsonl_with_every_kind_of_bad_line(tmp_path: Path):
 
 
 def test_bad_rows_policy():
-    from outcore.data.records import Where
+    from outcore.data.sources.records import Where
 
     bad = BadRow(Where("f.jsonl", "line", 3), "broken")
     with pytest.raises(DataError, match=r"f\.jsonl, line 3: broken.*--on_bad_row skip"):
@@ -219,7 +219,7 @@ def test_identity_follows_content_not_place(tmp_path: Path):
 def test_identity_of_large_files_follows_size_and_time(tmp_path: Path, monkeypatch):
     import os
 
-    monkeypatch.setattr("outcore.data.source.HASHED_UP_TO_BYTES", 1)
+    monkeypatch.setattr("outcore.data.sources.source.HASHED_UP_TO_BYTES", 1)
     path = tmp_path / "x.txt"
     path.write_text("same")
     before = open_source(DataSettings(dataset=str(path))).identity()

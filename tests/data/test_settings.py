@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from outcore.data import DataError, DataSettings
-from outcore.data.paths import is_windows_spelling, looks_like_hub_id, translate
-from outcore.data.source import open_source
+from outcore.data.sources.paths import is_windows_spelling, looks_like_hub_id, translate
+from outcore.data.sources.source import open_source
 
 
 @pytest.mark.parametrize(

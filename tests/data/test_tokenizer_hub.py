@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outcore.data import DataError, DataSettings, load_or_train_tokenizer, load_tokenizer, prepare_data, train_byte_bpe
-from outcore.data.source import open_source
+from outcore.data.sources.source import open_source
 from outcore.data.tokenizer import tokenizer_hash
 from tests.data.fixtures import sentence, text_rows, tiny_tokenizer, write_jsonl
 

@@ -14,9 +14,9 @@ from multiprocessing import get_context
 
 import numpy as np
 
-from outcore.data.encode import DocumentEncoder, cut_text
-from outcore.data.formats import ChatExample, Shape, TextExample
-from outcore.data.records import BadRow, Record, RowError, Where
+from outcore.data.cache.encode import DocumentEncoder, cut_text
+from outcore.data.rows import ChatExample, Shape, TextExample
+from outcore.data.sources import BadRow, Record, RowError, Where
 
 BATCH_CHARS = 1024 * 1024
 BATCH_ITEMS = 512

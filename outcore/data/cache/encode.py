@@ -16,7 +16,7 @@ import numpy as np
 
 from outcore.data.chat import ChatEncoder
 from outcore.data.errors import DataError
-from outcore.data.formats import ChatExample, TextExample
+from outcore.data.rows import ChatExample, TextExample
 
 NO_LOSS = np.uint32(1 << 31)
 TOKEN = np.uint32(NO_LOSS - np.uint32(1))

@@ -17,7 +17,7 @@ from typing import Any
 
 from outcore.common.quantities import MB
 from outcore.data.errors import DataError
-from outcore.data.records import BadRow, Record, Where
+from outcore.data.sources.records import BadRow, Record, Where
 
 MAX_TOTAL_BYTES = 12 * MB
 MAX_FILE_BYTES = MB // 2

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from outcore.data.packing import pack
-from outcore.data.permutation import Permutation
+from outcore.data.layout.packing import pack
+from outcore.data.layout.permutation import Permutation
 
 LAYOUT_VERSION = 1
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from outcore.common.quantities import round_up
-from outcore.data.encode import carries_loss, token_ids
+from outcore.data.cache import carries_loss, token_ids
 
 IGNORE_INDEX = -100
 """transformers' and torch's label that carries no loss."""

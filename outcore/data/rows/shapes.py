@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outcore.data.errors import DataError, nearest, shorten
-from outcore.data.records import RowError
 from outcore.data.settings import DataSettings
+from outcore.data.sources import RowError
 
 TEXT_COLUMNS = ("text", "content", "document", "body", "raw_content", "markdown", "code")
 PROMPT_COLUMNS = ("prompt", "question", "query", "input", "source", "problem")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from outcore.data.errors import DataError, nearest, shorten
-from outcore.data.paths import LOCAL_ALTERNATIVES
-from outcore.data.records import BadRow, Record, Where
+from outcore.data.sources.paths import LOCAL_ALTERNATIVES
+from outcore.data.sources.records import BadRow, Record, Where
 
 STREAM_ABOVE_SHARE_OF_RAM = 0.25
 

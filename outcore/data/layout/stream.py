@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from outcore.data.dataset import MicroBatch, RowDataset
 from outcore.data.errors import DataError
-from outcore.data.permutation import Permutation
+from outcore.data.layout.dataset import MicroBatch, RowDataset
+from outcore.data.layout.permutation import Permutation
 
 STATE_VERSION = 1
 

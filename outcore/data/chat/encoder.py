@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from outcore.data.errors import TemplateError, shorten
-from outcore.data.formats import ChatExample
-from outcore.data.records import RowError
+from outcore.data.rows import ChatExample
+from outcore.data.sources import RowError
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTIED_REASONING = re.compile(r"\s*(<think>\s*</think>\s*)?")

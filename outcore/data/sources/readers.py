@@ -17,8 +17,8 @@ from typing import Any
 
 from outcore.common.quantities import MIB, format_gib
 from outcore.data.errors import DataError, shorten
-from outcore.data.records import BadRow, Record, Where
-from outcore.data.textfile import HEAD_BYTES, BadText, decode, iterate_lines, iterate_text, plain_suffix
+from outcore.data.sources.records import BadRow, Record, Where
+from outcore.data.sources.textfile import HEAD_BYTES, BadText, decode, iterate_lines, iterate_text, plain_suffix
 
 PARQUET_ROWS = 1024
 MAX_JSON_OBJECT_BYTES = 512 * MIB

@@ -20,15 +20,14 @@ from typing import Any
 import numpy as np
 
 from outcore.common.quantities import format_count
-from outcore.data.arrays import Arrays, ArraysWriter, ArrayWriter
-from outcore.data.batches import Batch, Piece, batches_of, encode_in_order
-from outcore.data.encode import TOKEN, DocumentEncoder, carries_loss
+from outcore.data.cache.arrays import Arrays, ArraysWriter, ArrayWriter
+from outcore.data.cache.batches import Batch, Piece, batches_of, encode_in_order
+from outcore.data.cache.encode import TOKEN, DocumentEncoder, carries_loss
+from outcore.data.cache.lock import open_or_build
 from outcore.data.errors import DataError
-from outcore.data.formats import Shape, detect_shape
-from outcore.data.lock import open_or_build
-from outcore.data.paths import translate
-from outcore.data.records import BadRow, BadRows, Record, Source
+from outcore.data.rows import Shape, detect_shape
 from outcore.data.settings import DataSettings
+from outcore.data.sources import BadRow, BadRows, Record, Source, translate
 
 CACHE_VERSION = 1
 """Part of every key: raise it when what is stored, or how text becomes tokens, changes."""

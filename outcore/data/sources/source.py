@@ -11,14 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.quantities import MIB, format_gb
-from outcore.data.embedded import EmbeddedSource
 from outcore.data.errors import DataError
-from outcore.data.hub import HubSource, SavedDatasetSource
-from outcore.data.paths import DATA_EXTENSIONS, is_windows_spelling, looks_like_hub_id, missing_file_error, translate
-from outcore.data.readers import READERS, read_text
-from outcore.data.records import BadRow, Record, Source
 from outcore.data.settings import EMBEDDED, DataSettings
-from outcore.data.textfile import plain_suffix
+from outcore.data.sources.embedded import EmbeddedSource
+from outcore.data.sources.hub import HubSource, SavedDatasetSource
+from outcore.data.sources.paths import (
+    DATA_EXTENSIONS,
+    is_windows_spelling,
+    looks_like_hub_id,
+    missing_file_error,
+    translate,
+)
+from outcore.data.sources.readers import READERS, read_text
+from outcore.data.sources.records import BadRow, Record, Source
+from outcore.data.sources.textfile import plain_suffix
 
 HASHED_UP_TO_BYTES = 64 * MIB
 """Smaller data is identified by content (survives a copy or a checkout), larger by path, size and mtime."""

@@ -1,0 +1,38 @@
+"""Documents cut, packed and ordered into rows, and rows into micro-batches."""
+
+from __future__ import annotations
+
+from outcore.data.layout.dataset import IGNORE_INDEX, MicroBatch, RowDataset, labels_of
+from outcore.data.layout.isolation import document_ids, isolates, packed_attention_mask, varlen_kwargs
+from outcore.data.layout.segments import (
+    LAYOUT_VERSION,
+    Segments,
+    choose_rows,
+    rows_of,
+    seq2seq_segments,
+    split_documents,
+    supervised_segments,
+    text_windows,
+)
+from outcore.data.layout.stream import BatchStream, EvalStream
+
+__all__ = [
+    "IGNORE_INDEX",
+    "LAYOUT_VERSION",
+    "BatchStream",
+    "EvalStream",
+    "MicroBatch",
+    "RowDataset",
+    "Segments",
+    "choose_rows",
+    "document_ids",
+    "isolates",
+    "labels_of",
+    "packed_attention_mask",
+    "rows_of",
+    "seq2seq_segments",
+    "split_documents",
+    "supervised_segments",
+    "text_windows",
+    "varlen_kwargs",
+]

@@ -1,0 +1,21 @@
+"""Where rows come from: files, folders, saved data sets, the hub, the built-in text."""
+
+from __future__ import annotations
+
+from outcore.data.sources.paths import is_windows_spelling, looks_like_hub_id, missing_file_error, translate
+from outcore.data.sources.records import BadRow, BadRows, Record, RowError, Source, Where
+from outcore.data.sources.source import open_source
+
+__all__ = [
+    "BadRow",
+    "BadRows",
+    "Record",
+    "RowError",
+    "Source",
+    "Where",
+    "is_windows_spelling",
+    "looks_like_hub_id",
+    "missing_file_error",
+    "open_source",
+    "translate",
+]
