@@ -1,6 +1,7 @@
 """Drive rates of outcore's storage engine against fio on the same file in the same run: read, write and mixed.
 
-    python benchmarks/drives/storage_vs_fio.py --path /nvme --size-gib 4 --block-mib 8 --depth 8 --repeats 7 --out result.json
+    python benchmarks/drives/storage_vs_fio.py --path /nvme --size-gib 4 --block-mib 8 --depth 8 --repeats 7 \\
+        --out result.json
 
 Both sides move the same file with the same block size and the same number of blocks in flight, past the page cache.
 Rounds alternate (ours first in one, fio first in the next) and each round gives one ratio, because drives, virtual ones

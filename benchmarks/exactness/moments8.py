@@ -1,7 +1,7 @@
 """Do 8-bit moments train as well as fp32 ones? Thousands of steps on real text through the streaming engine.
 
     python benchmarks/exactness/moments8.py --format fp32 --out RESULTS      # one run: a GPU, some minutes
-    python benchmarks/exactness/moments8.py --format split8 --out RESULTS    # may share the GPU with the other at the same time
+    python benchmarks/exactness/moments8.py --format split8 --out RESULTS    # may share the GPU with the other
     python benchmarks/exactness/moments8.py --compare --out RESULTS          # verdict and table from the results there
     python benchmarks/exactness/moments8.py --plot docs/pictures/moments8.png --table docs/exactness.md --out RESULTS
     python benchmarks/exactness/moments8.py --small --format split8 --out /tmp/m8     # a dry run on the CPU

@@ -5,7 +5,7 @@
     python benchmarks/plan/plan_vs_measured.py --only d-2.9b-budget --steps 3 --warmup 1 --run_limit_s 220
         (half a minute a step on a drive of 2.3 GB/s; takes 32 GB of the drive, which must have 44 GB free)
     python benchmarks/plan/plan_vs_measured.py --dry-run                              (tiny shapes, CPU, minutes)
-    python benchmarks/plan/plan_vs_measured.py --again plan_vs_measured.json          (no run: today's planner, those runs)
+    python benchmarks/plan/plan_vs_measured.py --again plan_vs_measured.json          (no run: today's planner)
 
 Each run is `train_model.py` in a process of its own, its allocator capped at 8 GB. The forecast is the one that the run
 wrote into its plan.json, made with the machine profile that `gds_optimizer.py --quick` measures at the start; before

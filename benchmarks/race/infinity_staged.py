@@ -4,8 +4,8 @@
     python benchmarks/race/infinity_staged.py --nvme /mnt/nvme --only ours-all,stock-all --out a.json (a part of it)
     python benchmarks/race/infinity_staged.py --nvme /mnt/nvme --deterministic --only ours-ram,ours-opt,ours-all  (bits)
     python benchmarks/race/infinity_staged.py --table a.json,b.json         (no run: a Markdown table of those results)
-    python benchmarks/race/infinity_staged.py --nvme /tmp/x --preset tiny --cpu --seq_length 64 --micro_batch 2 --steps 2 \
-        --only ours-ram,ours-opt,ours-all                                               (dry run without a GPU)
+    python benchmarks/race/infinity_staged.py --nvme /tmp/x --preset tiny --cpu --seq_length 64 --micro_batch 2 \
+        --steps 2 --only ours-ram,ours-opt,ours-all                                    (dry run without a GPU)
 
 Every variant is a process of its own with the same model, tokens and seed: llama-1b, 16,384 tokens a step, torch's
 allocator capped at 6.5 GiB. `-ram`: everything in RAM; `-opt`: optimizer states on NVMe, parameters in RAM; `-all`:
