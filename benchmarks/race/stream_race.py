@@ -6,7 +6,8 @@
 Each variant is a child process of its own on an otherwise idle GPU, with torch's allocator capped at --cap_gib (6.5, as
 on an 8 GB card; variants that hold everything on the GPU are not capped). Random tokens and weights. Timed from a
 moment with nothing pending to the next such moment; the median of `repeats`. Peak VRAM is the driver's figure for the
-device less what was used before. Ratios are to the best stock setting of the run with the same clipping.
+device less what was used before. Ratios are to the best stock setting, or exact
+rival, so far in the run with the same clipping.
 
 Variants with something on NVMe clip exactly, but for `-noclip`. They come with the drive's mixed rate right before and
 right after (`drive_rate.py`), and with the share of the step that their drive bytes would take at the mean of the two.
@@ -15,8 +16,9 @@ right after (`drive_rate.py`), and with the share of the step that their drive b
 with something on NVMe have `--nvme_steps`: at the beginning of one the drive is idle until the first updates.
 
 Groups: ram (16,384 tokens), ram4k (4,096), sweep (stock's settings), cuts (stock, the same tokens in four, two and one
-micro-batches), best-cuts (stock, ours and the prototype; `-one`: in one micro-batch), nvme, big (2.8 B), 8b. Exit code
-1 when a variant failed.
+micro-batches), best-cuts (stock, ours and the prototype; `-one`: in one micro-batch), nvme, big (2.8 B), 8b; rivals and
+rivals4k (16,384 and 4,096 tokens, --shape 1.2b, 1.75b or 2.8b: ours and the systems of `race_rivals.py`). Exit code 1
+when a variant failed.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ TOKENS = {
     "16k": {"mb": 4, "seq": 1024, "gas": 4},
     "16k-mb8": {"mb": 8, "seq": 1024, "gas": 2},
     "16k-mb16": {"mb": 16, "seq": 1024, "gas": 1},
+    "13.5k": {"mb": 9, "seq": 512, "gas": 3},
+    "13.5k-one": {"mb": 27, "seq": 512, "gas": 1},
     "4k": {"mb": 4, "seq": 1024, "gas": 1},
     "tiny": {"mb": 2, "seq": 16, "gas": 2},
 }
@@ -74,10 +78,50 @@ def prototype(
     return {"child": "prototype", "env": sizes | env, **TOKENS[tokens]}
 
 
+def rival(shape: str, tokens: str, clip: float, system: str, **more: Any) -> dict[str, Any]:
+    """A variant of a system that a user would pick instead: layers compiled and the loss in chunks unless said."""
+    allocator = {"allocator": "expandable_segments:True"}
+    settings = {"clip": clip, "system": system, "compile": True, "chunked": True} | more
+    return {"child": "race_rivals.py", "shape": shape, **TOKENS[tokens], **settings} | allocator
+
+
+def rivals(shape: str, four: str, one: str) -> dict[str, dict[str, Any]]:
+    """Ours and every rival, the exact ones first; `four`, `one`: the same tokens in several micro-batches, in one.
+
+    What makes rivals fast is one cut, compiled layers and a chunked loss (`-one`); `-as-used` is what most users run:
+    several micro-batches, eager, logits whole.
+    """
+    as_used = {"compile": False, "chunked": False}
+    return {
+        "ours-fp32-clip": ours(shape, four, 1, "fp32"),
+        "ours-fp32-one-clip": ours(shape, one, 1, "fp32"),
+        "ours-split8-clip": ours(shape, four, 1, "split8"),
+        "ours-split8-one-clip": ours(shape, one, 1, "split8"),
+        "zero2-one-clip": rival(shape, one, 1, "zero2"),
+        "zero2-as-used-clip": rival(shape, four, 1, "zero2", **as_used),
+        "fsdp2-one-clip": rival(shape, one, 1, "fsdp2"),
+        "zero3-one-clip": rival(shape, one, 1, "zero3", compile=False),
+        "trainstream-one-clip": rival(shape, one, 1, "trainstream", compile=False),
+        "trainstream-four-clip": rival(shape, four, 1, "trainstream", compile=False),
+        "roundpipe-four-clip": rival(shape, four, 1, "roundpipe", compile=False),
+        "roundpipe-stale-four-clip": rival(shape, four, 1, "roundpipe", compile=False, stale=True),
+        "zero2-bf16-one-clip": rival(shape, one, 1, "zero2-bf16"),
+        "torchao-one": rival(shape, one, 0, "torchao"),
+        "ours-fp32": ours(shape, four, 0, "fp32"),
+        "ours-split8": ours(shape, four, 0, "split8"),
+    }
+
+
 def is_clipped(name: str) -> bool:
     """Whether a variant clips: those with something on NVMe do unless they say otherwise."""
     on_nvme = "nvme" in name or "half" in name
     return "-noclip" not in name and (on_nvme or name.endswith("-clip") or "-clip-" in name)
+
+
+def is_base(name: str, other: str) -> bool:
+    """Whether ratios of `other` may be told against `name`: an exact system that is not ours, with the same clipping."""
+    is_exact_rival = not name.startswith(("ours", "proto", "plain", "torchao", "zero2-bf16", "roundpipe-stale"))
+    return is_exact_rival and is_clipped(name) == is_clipped(other)
 
 
 def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, Any]]]:
@@ -200,7 +244,11 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         f"ours-8b-{name.replace('_', '')}": ours("8b", t16, 0, name, activations="ram", gradient_bytes=2 << 30)
         for name in ("split8", "fp24_m8")
     }
+    cut_16k = ("16k", "16k-mb16") if tokens is None else (tokens, tokens)
+    cut_13k = ("13.5k", "13.5k-one") if tokens is None else (tokens, tokens)
     return {
+        "rivals": rivals(shape, *(cut_13k if shape == "1.75b" else cut_16k)),
+        "rivals4k": rivals(shape, tokens or "4k", tokens or "4k"),
         "ram": ram,
         "ram4k": ram4k,
         "sweep": sweep,
@@ -322,11 +370,7 @@ def main() -> int:
         results[name] = run(name, variant, args)
         if rates is not None and on_nvme:
             results[name]["drive_rates_bytes_per_s"] = rates.after()
-        bases = [
-            r["step_s"]
-            for n, r in results.items()
-            if n.startswith("stock") and is_clipped(n) == is_clipped(name) and "error" not in r
-        ]
+        bases = [r["step_s"] for n, r in results.items() if is_base(n, name) and "error" not in r]
         print(row(name, results[name], min(bases) if bases else None), flush=True)
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
