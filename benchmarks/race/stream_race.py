@@ -119,7 +119,7 @@ def is_clipped(name: str) -> bool:
 
 
 def is_base(name: str, other: str) -> bool:
-    """Whether ratios of `other` may be told against `name`: an exact system that is not ours, with the same clipping."""
+    """Whether ratios of `other` are told against `name`: an exact system that is not ours, with the same clipping."""
     is_exact_rival = not name.startswith(("ours", "proto", "plain", "torchao", "zero2-bf16", "roundpipe-stale"))
     return is_exact_rival and is_clipped(name) == is_clipped(other)
 
