@@ -1,0 +1,77 @@
+"""pyproject.toml, the pinned sets of requirements/ and this environment tell the same story."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from outcore.install.requirement_set import normalise, read_pins
+from tests.install.fakes import REPOSITORY
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+FOR_CUDA = ("torch", "cupy", "kvikio")
+"""Beginnings of the names in requirements.txt that a machine without a GPU has otherwise, or not at all."""
+
+
+def ranges(name: str | None = None) -> dict[str, Requirement]:
+    """Package -> what pyproject asks of it, in the main list or in one extra."""
+    lines = PROJECT["dependencies"] if name is None else PROJECT["optional-dependencies"][name]
+    return {normalise(wanted.name): wanted for wanted in map(Requirement, lines)}
+
+
+@pytest.mark.parametrize(
+    ("file", "extras"),
+    [("cpu", ["deepspeed"]), ("cuda12", ["deepspeed", "cuda12"]), ("cuda13", ["deepspeed", "cuda13"]), ("windows", [])],
+)
+def test_each_pinned_set_is_what_pip_install_may_choose(file: str, extras: list[str]) -> None:
+    wanted = ranges()
+    for extra in extras:
+        wanted |= ranges(extra)
+    pins = read_pins(REPOSITORY / "requirements" / f"{file}.txt")
+    assert set(pins) == set(wanted)
+    assert [name for name, pin in pins.items() if not wanted[name].specifier.contains(pin)] == []
+
+
+def test_the_extra_for_developers_is_what_setup_installs_for_tests() -> None:
+    wanted, pins = ranges("dev"), read_pins(REPOSITORY / "requirements" / "test.txt")
+    assert set(wanted) <= set(pins)
+    assert [name for name in wanted if not wanted[name].specifier.contains(pins[name])] == []
+
+
+def test_what_requirements_txt_installs_without_a_gpu_is_installed_here() -> None:
+    """`pip install -r requirements.txt` is the CUDA 12 set: of it all but the CUDA wheels can be had anywhere."""
+    pins = read_pins(REPOSITORY / "requirements.txt")
+    wrong = {
+        name: pin
+        for name, pin in pins.items()
+        if not name.startswith(FOR_CUDA) and importlib.metadata.version(name) != pin
+    }
+    assert wrong == {} and {name for name in pins if name.startswith(FOR_CUDA)} == {
+        "torch",
+        "cupy-cuda12x",
+        "kvikio-cu12",
+    }
+
+
+@pytest.mark.slow
+def test_a_wheel_has_all_that_is_needed_at_run_time(tmp_path: Path) -> None:
+    """What `pip install .` installs: `import outcore` works from it, and its kernels and profiles came along."""
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(REPOSITORY)]
+    subprocess.run(build, check=True, capture_output=True, text=True, timeout=300)
+    (wheel,) = tmp_path.glob("outcore-*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    ours = REPOSITORY / "outcore"
+    kinds = (".cpp", ".h", ".yaml", ".json", ".toml", ".html")
+    wanted = {str(path.relative_to(ours)) for path in ours.rglob("*") if path.suffix in kinds}
+    missing = {name for name in wanted if not (tmp_path / "site" / "outcore" / name).exists()}
+    assert wanted and not missing
+    command = [sys.executable, "-c", "import outcore, outcore.cli; print(outcore.__file__)"]
+    done = subprocess.run(command, cwd=tmp_path / "site", capture_output=True, text=True, check=True)
+    assert str(tmp_path) in done.stdout
