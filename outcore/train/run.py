@@ -31,12 +31,13 @@ from outcore.train.configure.rooms import choose_hardware, model_settings_of, ru
 from outcore.train.determinism import explain_order, fix_order
 from outcore.train.engine_build import AnyEngine, EngineRequest, build, decide
 from outcore.train.forecast import Forecaster
+from outcore.train.launcher_watch import watch_launcher
 from outcore.train.loop import Trainer
 from outcore.train.memory_advice import explain
 from outcore.train.random_state import seed_everything
 from outcore.train.run_data import default_seq_length, load_data, load_tokenizer
-from outcore.train.run_folder import choose_run, default_name
 from outcore.train.run_parts import RunContext, kept_on_drive
+from outcore.train.runs import default_name, take_run_together
 from outcore.train.startup_clock import StartupClock
 from outcore.train.stop_request import StopRequest
 
@@ -79,8 +80,24 @@ class Run:
             resolve_source(settings)  # a wrong name or folder is told before anything is made, read or built
         if config.plan:
             return self._plan(user_config, choice, settings, world_size)
-        folder, checkpoint = choose_run(config, self.say)
-        if self.is_main:
+        with self.opened:
+            return self._run(user_config, choice, settings, world_size, started_s)
+
+    def _run(
+        self,
+        user_config: dict[str, Any],
+        choice: EngineChoice,
+        settings: ModelSettings,
+        world_size: int,
+        started_s: float,
+    ) -> int:
+        """From the run's name, which is this process's alone from here on, to its end."""
+        config = self.config
+        taken = take_run_together(config, self.say, world_size, is_main=self.is_main)
+        folder, checkpoint = taken.folder, taken.checkpoint
+        if taken.lock is not None:
+            self.opened.callback(taken.lock.release)
+            self.opened.callback(folder.remove_empty)
             folder.make()
         seed_everything(config.seed)
         if config.deterministic:
@@ -104,33 +121,32 @@ class Run:
         if checkpoint is not None:
             check_same_run(checkpoint, context.fingerprint)
         forecaster = Forecaster(settings, tokenizer, has_cuda=self.hardware.has_cuda, num_gpus=world_size)
-        with self.opened:
-            if self.hardware.has_cuda and self.is_main:
-                hold = self.opened.enter_context(hold_off_sleep(f"outcore run {folder.name}"))
-                if not hold.held:
-                    self.say(f"sleep: {hold.words}")
-            self.clock.mark("plan")
-            engine, decided = build(request, decided, self.say)
-            self.engine_name = decided.choice.name
-            self.opened.callback(engine.close)
-            self.opened.push(self._tell)  # closing may have to wait for a drive that hangs: the reason comes first
-            self.clock.mark("engine_init", of_it={"model_load": engine.loaded.load_s})
-            self._say_model(engine)
-            forecast = forecaster.of(decided, kept_on_drive(config, decided.nvme_path))
-            if forecast.problem:
-                self.say(forecast.problem)
-            context = context.with_engine(decided, forecast)
-            if checkpoint is not None:
-                for line in changed_settings(checkpoint, context.changeable):
-                    self.say(line)
-            context.start_trace(engine, self.say)
-            parts = context.make_parts(engine, self.opened, self.say)
-            self.opened.push(self._tell)
-            self.opened.callback(parts.progress.close)  # which has the last line of the screen
-            self.clock.mark("logs")
-            self.say(self.clock.words())
-            context.write_plan(self._said, self.clock.parts_s)
-            return self._train(Trainer(parts, self.clock), context, started_s)
+        if self.hardware.has_cuda and self.is_main:
+            hold = self.opened.enter_context(hold_off_sleep(f"outcore run {folder.name}"))
+            if not hold.held:
+                self.say(f"sleep: {hold.words}")
+        self.clock.mark("plan")
+        engine, decided = build(request, decided, self.say)
+        self.engine_name = decided.choice.name
+        self.opened.callback(engine.close)
+        self.opened.push(self._tell)  # closing may have to wait for a drive that hangs: the reason comes first
+        self.clock.mark("engine_init", of_it={"model_load": engine.loaded.load_s})
+        self._say_model(engine)
+        forecast = forecaster.of(decided, kept_on_drive(config, decided.nvme_path))
+        if forecast.problem:
+            self.say(forecast.problem)
+        context = context.with_engine(decided, forecast)
+        if checkpoint is not None:
+            for line in changed_settings(checkpoint, context.changeable):
+                self.say(line)
+        context.start_trace(engine, self.say)
+        parts = context.make_parts(engine, self.opened, self.say)
+        self.opened.push(self._tell)
+        self.opened.callback(parts.progress.close)  # which has the last line of the screen
+        self.clock.mark("logs")
+        self.say(self.clock.words())
+        context.write_plan(self._said, self.clock.parts_s)
+        return self._train(Trainer(parts, self.clock), context, started_s)
 
     def _tell(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
@@ -225,7 +241,9 @@ def main(
     run: Run | None = None
     try:
         clock = StartupClock(began_s)
-        run = make(parse_config(argv))
+        config = parse_config(argv)
+        watch_launcher(config.local_rank)
+        run = make(config)
         run.clock = clock
         return run.main()
     except (*TOLD, KeyboardInterrupt) as error:

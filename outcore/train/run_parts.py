@@ -33,7 +33,7 @@ from outcore.train.configure.rooms import Hardware, lora_alpha
 from outcore.train.configure.schedule import LrSchedule
 from outcore.train.engine_build import AnyEngine, Decided
 from outcore.train.forecast import Forecast
-from outcore.train.run_folder import RunFolder
+from outcore.train.runs import RunFolder
 from outcore.train.trainer_parts import RunLength, TrainerParts
 
 DEFAULT_PROMPT = "def "

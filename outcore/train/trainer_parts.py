@@ -10,7 +10,7 @@ from outcore.engine.base import Engine, MicroBatch
 from outcore.monitor import MetricsLog, Progress, Sampler
 from outcore.train.configure.config import TrainConfig
 from outcore.train.configure.schedule import LrSchedule
-from outcore.train.run_folder import RunFolder
+from outcore.train.runs import RunFolder
 
 
 class TrainStream(Protocol):

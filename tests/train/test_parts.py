@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from outcore.checkpoint.folders import SPACE_MARGIN_BYTES, save_checkpoint
+from outcore.checkpoint.folders import SPACE_MARGIN_BYTES, Checkpoint, save_checkpoint
 from outcore.checkpoint.shards import CheckpointError, TensorPlan, write_shard
 from outcore.engine.deepspeed.environment import GROUP_OF_ONE, free_port, prepare_environment
 from outcore.train.configure.arguments import ConfigError
@@ -24,8 +25,8 @@ from outcore.train.configure.schedule import LrSchedule
 from outcore.train.determinism import explain_order
 from outcore.train.memory_advice import explain, ram_advice
 from outcore.train.random_state import load_random_state, save_random_state, seed_everything
-from outcore.train.run_folder import RunFolder, choose_run, default_name
 from outcore.train.run_parts import SPACE_RESERVE_BYTES, space_reserves
+from outcore.train.runs import RunFolder, default_name, take_run
 from outcore.train.stop_request import StopRequest
 
 
@@ -97,36 +98,44 @@ def test_default_names(settings: dict, name: str) -> None:
     assert default_name(TrainConfig(**settings)) == name
 
 
+def _take(config: TrainConfig, say: Callable[[str], None] = print) -> tuple[RunFolder, Checkpoint | None]:
+    """What `take_run` settles, with the run free again."""
+    taken = take_run(config, say)
+    assert taken.lock is not None
+    taken.lock.release()
+    return taken.folder, taken.checkpoint
+
+
 def test_new_runs_never_write_into_older_ones(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    folder, checkpoint = choose_run(config, print)
+    folder, checkpoint = _take(config, print)
     assert folder.name == "tiny-embedded" and checkpoint is None
     folder.make()
     _checkpoint(tmp_path, "tiny-embedded", 3)
-    assert choose_run(config, print)[0].name == "tiny-embedded-2"
+    assert _take(config, print)[0].name == "tiny-embedded-2"
     with pytest.raises(ConfigError, match="is in use"):
-        choose_run(_config(tmp_path, run_name="tiny-embedded"), print)
+        _take(_config(tmp_path, run_name="tiny-embedded"), print)
     other = _checkpoint(tmp_path, "other", 1)
     resume = {"resume_from_checkpoint": str(other)}
-    assert choose_run(_config(tmp_path, **resume), print)[0].name == "other"
-    assert choose_run(_config(tmp_path, run_name="other", **resume), print)[0].name == "other"
-    assert choose_run(_config(tmp_path, run_name="third", **resume), print)[0].name == "third"
+    assert _take(_config(tmp_path, **resume), print)[0].name == "other"
+    assert _take(_config(tmp_path, run_name="other", **resume), print)[0].name == "other"
+    assert _take(_config(tmp_path, run_name="third", **resume), print)[0].name == "third"
     with pytest.raises(ConfigError, match="would overwrite that run"):
-        choose_run(_config(tmp_path, run_name="tiny-embedded", **resume), print)
+        _take(_config(tmp_path, run_name="tiny-embedded", **resume), print)
 
 
 def test_auto_resumes_the_newest_run(tmp_path: Path) -> None:
     config = _config(tmp_path, resume_from_checkpoint="auto")
     said: list[str] = []
-    assert choose_run(config, said.append)[1] is None and "no checkpoint yet" in said[0]
+    assert _take(config, said.append)[1] is None and "no checkpoint yet" in said[0]
     _checkpoint(tmp_path, "tiny-embedded", 3)
     path = _checkpoint(tmp_path, "tiny-embedded-2", 5)
-    folder, checkpoint = choose_run(config, said.append)
+    folder, checkpoint = _take(config, said.append)
     assert folder.name == "tiny-embedded-2" and checkpoint is not None and checkpoint.step == 5
     (path / "m-00001-of-00001.safetensors").write_bytes(b"")
-    folder, checkpoint = choose_run(config, said.append)
+    folder, checkpoint = _take(config, said.append)
     assert folder.name == "tiny-embedded" and checkpoint is not None and "damaged" in said[-1]
-    explicit, checkpoint = choose_run(
+    explicit, checkpoint = _take(
         _config(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint_dir/tiny-embedded/step-00000003")), print
     )
     assert explicit.name == "tiny-embedded" and checkpoint is not None and checkpoint.step == 3
@@ -136,13 +145,13 @@ def test_all_checkpoints_damaged_is_an_error_not_a_fresh_start(tmp_path: Path) -
     path = _checkpoint(tmp_path, "tiny-embedded", 3)
     (path / "m-00001-of-00001.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="none of them is whole"):
-        choose_run(_config(tmp_path, resume_from_checkpoint="auto"), print)
+        _take(_config(tmp_path, resume_from_checkpoint="auto"), print)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "log_dir").write_text("a file")
     with pytest.raises(ConfigError, match="cannot be written"):
-        choose_run(_config(tmp_path), print)[0].make()
+        _take(_config(tmp_path), print)[0].make()
 
 
 def test_stop_request_catches_and_restores() -> None:

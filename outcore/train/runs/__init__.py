@@ -1,0 +1,18 @@
+"""A run as it lies on disk: its folders and names, and the lock of the one process that writes it."""
+
+from outcore.train.runs.claim import TakenRun, take_run, take_run_together
+from outcore.train.runs.folder import RunFolder, default_name, folder_of
+from outcore.train.runs.lock import RunInUse, RunLock, holder_of, lock_path
+
+__all__ = [
+    "RunFolder",
+    "RunInUse",
+    "RunLock",
+    "TakenRun",
+    "default_name",
+    "folder_of",
+    "holder_of",
+    "lock_path",
+    "take_run",
+    "take_run_together",
+]

@@ -1,0 +1,157 @@
+"""One process writes a run: a lock that the kernel frees when its holder dies, and that names its holder.
+
+The lock is `flock` on `.<run>.lock` beside the run's folders, one in each parent folder that the run writes to, so that
+two runs that share only their logs are kept apart as well. The files are no sign of a run: a `kill -9` leaves them
+behind, free. Children that a run forks do not hold its lock. Cost: a file or three, no waiting.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+"""What `flock` says on file systems without locks (some network mounts)."""
+
+ASKED_S = 0.02
+
+
+class RunInUse(ValueError):
+    """Another process is writing this run; the message names it."""
+
+
+class RunLock:
+    """Held from `take` until `release`, or until the process ends in whatever way."""
+
+    def __init__(self, run_name: str) -> None:
+        self._run_name = run_name
+        self._held: dict[Path, int] = {}
+        holder = weakref.ref(self)
+        # An inherited descriptor would keep the lock held for as long as a forked child lives.
+        os.register_at_fork(after_in_child=lambda: (lock := holder()) is not None and lock._forget())
+
+    @classmethod
+    def take(cls, run_name: str, parents: Iterable[Path], say: Callable[[str], None] = print) -> RunLock:
+        """Lock the run in each of `parents`, which exist. RunInUse, at once, when another process has it."""
+        lock = cls(run_name)
+        try:
+            for path in sorted({lock_path(parent.resolve(), run_name) for parent in parents}):
+                lock._take_one(path, say)
+        except BaseException:
+            lock.release()
+            raise
+        return lock
+
+    def _take_one(self, path: Path, say: Callable[[str], None]) -> None:
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                _lock(descriptor)
+            except BlockingIOError:
+                os.close(descriptor)
+                raise RunInUse(in_use_words(self._run_name, path)) from None
+            except OSError as error:
+                os.close(descriptor)
+                if error.errno not in NO_LOCKS_HERE:
+                    raise
+                say(f"WARNING: {path.parent} has no file locks ({error.strerror}): nothing keeps a second run of this "
+                    "name from writing there.")  # fmt: skip
+                return
+            if _is_at(path, descriptor):
+                break
+            os.close(descriptor)  # its last holder removed the file between our opening and locking it
+        self._held[path] = descriptor
+        os.ftruncate(descriptor, 0)
+        holder = {"pid": os.getpid(), "host": platform.node(), "since_s": time.time()}
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+    def release(self) -> None:
+        """Free the run and remove the lock's files. Again: does nothing."""
+        for path, descriptor in self._held.items():
+            path.unlink(missing_ok=True)  # while it is locked: whoever opened it before sees that it is gone
+            os.close(descriptor)
+        self._held.clear()
+
+    def _forget(self) -> None:
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held.clear()
+
+
+def _lock(descriptor: int) -> None:
+    """Lock, or BlockingIOError. Whoever only asks for the holder (`holder_of`) is in the way for microseconds."""
+    until_s = time.monotonic() + ASKED_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(ASKED_S / 10)
+
+
+def lock_path(parent: Path, run_name: str) -> Path:
+    """The lock's file of a run in one of the folders that hold runs."""
+    return parent / f".{run_name}.lock"
+
+
+def holder_of(path: Path) -> dict[str, object] | None:
+    """Who holds a lock's file: pid, host and since_s ({} while the holder is writing them); None: nobody."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except BlockingIOError:
+        return _read(descriptor)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def in_use_words(run_name: str, path: Path) -> str:
+    """One sentence for whoever comes second, and what to do."""
+    who = _read_path(path)
+    words = f"process {who['pid']} on {who['host']}" if who else "another process"
+    return (
+        f"run {run_name} is being written by {words}: two processes would destroy each other's checkpoints. Wait for "
+        "it, stop it (it saves first), or choose another --run_name."
+    )
+
+
+def _read_path(path: Path) -> dict[str, object]:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return {}
+    try:
+        return _read(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(descriptor: int) -> dict[str, object]:
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) and {"pid", "host"} <= holder.keys() else {}
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    mine = os.fstat(descriptor)
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return False
+    return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
