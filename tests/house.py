@@ -18,7 +18,7 @@ PACKAGE = ROOT / "outcore"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("common",),
-    ("machine", "model", "optim", "storage", "sizing"),
+    ("machine", "model", "optim", "storage", "sizing", "config"),
     ("staging", "data", "formats"),
     ("checkpoint",),
     ("flow",),
@@ -33,7 +33,7 @@ ARROWS = frozenset({("engine.stream", "engine.base"), ("engine.deepspeed", "engi
 """(from, to) between rooms of one floor."""
 BESIDE = {"install": 3, "probe": 3}
 """Rooms beside the tower: they import from floors up to this one, and no room of the tower imports them."""
-DOORED = ("common", "checkpoint", "data", "flow", "formats", "states", "sizing")
+DOORED = ("common", "config", "checkpoint", "data", "flow", "formats", "states", "sizing")
 """Rooms whose files are imported from outside through an `__init__` only."""
 
 

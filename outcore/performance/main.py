@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.quantities import GB, format_s
+from outcore.config import ConfigError, TrainConfig
 from outcore.machine import Machine, detect_machine
 from outcore.monitor.sensors.block_device import nearest_existing
 from outcore.performance.against_plan import compare, project
@@ -31,8 +32,7 @@ from outcore.performance.page import render
 from outcore.performance.show import show
 from outcore.performance.steps import measured_steps, median_of
 from outcore.plan.profile import MEASURED_PROFILE, differs
-from outcore.train.configure.arguments import ConfigError, parse_config
-from outcore.train.configure.config import TrainConfig
+from outcore.train.configure.arguments import parse_config
 
 TRIAL_TIMEOUT_S = 900.0
 """Loading and compiling a large model takes minutes; what takes longer hangs."""

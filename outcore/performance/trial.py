@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from outcore.checkpoint.folders import Checkpoint, open_checkpoint, step_folder
+from outcore.config import TrainConfig
 from outcore.performance.timeline import Timeline
-from outcore.train.configure.config import TrainConfig
 from outcore.train.engine_build import AnyEngine
 from outcore.train.loop import Trainer
 from outcore.train.run import Run, main

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from outcore.config import ConfigError, TrainConfig
 from outcore.engine.deepspeed.build import Resolved, build_engine, init_process_group, resolve
 from outcore.engine.deepspeed.config.aio_section import aio_section
 from outcore.engine.deepspeed.config.builder import zero_block_of
@@ -27,8 +28,6 @@ from outcore.model.facts import ModelFacts, model_facts
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.model.weights.load import LoadedModel, load_model
-from outcore.train.configure.arguments import ConfigError
-from outcore.train.configure.config import TrainConfig
 from outcore.train.configure.engine_choice import EngineChoice, ask_model, check_trace
 from outcore.train.configure.lora_size import adapter_params
 from outcore.train.configure.rooms import Hardware, deepspeed_settings_of, default_lr

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from outcore.config import ConfigError, TrainConfig
 from outcore.data import PreparedData, load_or_train_tokenizer, prepare_data
 from outcore.model.settings import ModelSettings
 from outcore.model.source import max_positions, resolve_source
 from outcore.model.trial.abilities import check_abilities
 from outcore.model.weights.load import LoadedModel
-from outcore.train.configure.arguments import ConfigError
-from outcore.train.configure.config import TrainConfig
 from outcore.train.configure.rooms import (
     DEFAULT_SEQ_LENGTH,
     TINY_SEQ_LENGTH,

@@ -15,6 +15,7 @@ import torch
 
 from outcore import __version__
 from outcore.checkpoint.folders import SPACE_MARGIN_BYTES, Checkpoint, check_same_run
+from outcore.config import TrainConfig
 from outcore.data import BatchStream, EvalStream, PreparedData
 from outcore.engine.base import Engine
 from outcore.engine.deepspeed.config.settings import ELEMENT_BYTES
@@ -27,7 +28,6 @@ from outcore.monitor.sensors.block_device import nearest_existing
 from outcore.monitor.watches.memory import MemoryWatch
 from outcore.monitor.watches.run_warnings import RunWarnings
 from outcore.monitor.watches.space import SpaceWatch
-from outcore.train.configure.config import TrainConfig
 from outcore.train.configure.engine_choice import check_trace
 from outcore.train.configure.rooms import Hardware, lora_alpha
 from outcore.train.configure.schedule import LrSchedule

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from outcore.config import TrainConfig
 from outcore.engine.base import Engine, MicroBatch
 from outcore.monitor import MetricsLog, Progress, Sampler
-from outcore.train.configure.config import TrainConfig
 from outcore.train.configure.schedule import LrSchedule
 from outcore.train.runs import RunFolder
 

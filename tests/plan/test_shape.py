@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from outcore.config import TrainConfig
 from outcore.flow.layers.compiled import draws_random_numbers
 from outcore.flow.parts.discovery import discover_units
 from outcore.model.presets import PRESETS, preset_config
@@ -22,7 +23,6 @@ from outcore.plan.work import (
     mask_bytes,
     step_flops,
 )
-from outcore.train.configure.config import TrainConfig
 from outcore.train.configure.rooms import model_settings_of
 from outcore.train.forecast import run_shape
 from tests.flow.models import FAMILIES, tiny_loaded

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from outcore.common.quantities import GIB
+from outcore.config import ConfigError, TrainConfig
 from outcore.model.facts import ModelFacts
 from outcore.model.settings import ModelSettings
 from outcore.train import engine_build
-from outcore.train.configure.arguments import ConfigError
-from outcore.train.configure.config import TrainConfig
 from outcore.train.configure.engine_choice import EngineChoice, ask_model
 from outcore.train.configure.rooms import Hardware
 from tests.flow.models import tiny_loaded

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from outcore.config import TrainConfig
 from outcore.engine.deepspeed.config.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
 from outcore.machine import LinkRates
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.plan.shape import preset_shape
 from outcore.train import forecast as forecast_module
-from outcore.train.configure.config import TrainConfig
 from outcore.train.forecast import Forecast, Forecaster, RunFigures, run_hardware, run_plan, run_shape
 from outcore.train.run import main
 from outcore.train.run_parts import kept_on_drive

@@ -17,9 +17,8 @@ import torch
 
 from outcore.checkpoint.folders import SPACE_MARGIN_BYTES, Checkpoint, save_checkpoint
 from outcore.checkpoint.shards import CheckpointError, TensorPlan, write_shard
+from outcore.config import ConfigError, TrainConfig
 from outcore.engine.deepspeed.environment import GROUP_OF_ONE, free_port, prepare_environment
-from outcore.train.configure.arguments import ConfigError
-from outcore.train.configure.config import TrainConfig
 from outcore.train.configure.rooms import schedule_of
 from outcore.train.configure.schedule import LrSchedule
 from outcore.train.determinism import explain_order

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from outcore.common.quantities import GIB, MIB
+from outcore.config import ConfigError, TrainConfig
 from outcore.engine.deepspeed.config.builder import OUTCORE_DEFAULTS
-from outcore.train.configure.arguments import ConfigError
-from outcore.train.configure.config import TrainConfig
 from outcore.train.configure.engine_choice import choose_engine, with_flags
 from outcore.train.configure.stream import (
     RAM_RESERVE_BYTES,

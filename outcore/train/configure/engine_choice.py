@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from outcore.config import ConfigError, TrainConfig
 from outcore.engine.deepspeed.config.settings import normalize_stage
 from outcore.flow.check.trial import why_config_not_streamed, why_not_streamed
 from outcore.model.facts import resolve_attention
@@ -18,8 +19,6 @@ from outcore.model.source import resolve_source
 from outcore.model.weights.load import LoadedModel
 from outcore.optim.formats.state_format import state_format
 from outcore.sizing.engine_rule import why_not_stream
-from outcore.train.configure.arguments import ConfigError
-from outcore.train.configure.config import TrainConfig
 
 
 @dataclass(frozen=True)

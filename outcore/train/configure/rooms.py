@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
+from outcore.config import ConfigError, TrainConfig, nearest
 from outcore.data import DataSettings
 from outcore.data.settings import DEFAULT_TEXT_EXTENSIONS
 from outcore.engine.deepspeed.config.settings import DeepSpeedSettings
 from outcore.model.settings import LoraSettings, ModelSettings
-from outcore.train.configure.arguments import ConfigError, nearest
-from outcore.train.configure.config import TrainConfig
 from outcore.train.configure.schedule import COSINE_FLOOR, LrSchedule
 from outcore.train.trainer_parts import RunLength
 

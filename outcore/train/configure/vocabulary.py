@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from outcore.train.configure.arguments import ConfigError
+from outcore.config import ConfigError
 
 
 def embedding_rows(model: nn.Module | None, config: Any | None) -> int | None:

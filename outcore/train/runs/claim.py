@@ -11,8 +11,7 @@ import torch
 
 from outcore.checkpoint.folders import Checkpoint, list_checkpoints, newest_checkpoint, open_checkpoint
 from outcore.checkpoint.shards import CheckpointError
-from outcore.train.configure.arguments import ConfigError, nearest
-from outcore.train.configure.config import TrainConfig
+from outcore.config import ConfigError, TrainConfig, nearest
 from outcore.train.runs.folder import RunFolder, default_name, folder_of, numbered_names
 from outcore.train.runs.lock import RunInUse, RunLock
 

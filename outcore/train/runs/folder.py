@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outcore.checkpoint.folders import list_checkpoints
-from outcore.train.configure.arguments import ConfigError
-from outcore.train.configure.config import TrainConfig
+from outcore.config import ConfigError, TrainConfig
 from outcore.train.runs.lock import RunLock
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
-from outcore.train.configure.arguments import ConfigError, build_parser, field_docs, parse_config
-from outcore.train.configure.config import TrainConfig
+from outcore.config import FIELDS, ConfigError, TrainConfig
+from outcore.train.configure.arguments import parse_config
 
 
 def test_defaults_without_flags() -> None:
@@ -18,12 +17,27 @@ def test_defaults_without_flags() -> None:
     assert config.aio_block_size == 1048576 and config.aio_queue_depth == 8 and config.max_in_cpu_gb == 1
 
 
-def test_every_field_is_a_documented_flag() -> None:
-    docs = field_docs(TrainConfig)
-    flags = {flag for action in build_parser()._actions for flag in action.option_strings}
-    for field in dataclasses.fields(TrainConfig):
-        assert docs[field.name], field.name
-        assert f"--{field.name}" in flags
+def test_every_field_is_a_documented_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    everything = help_text(["--help", "all"], capsys)
+    for row in FIELDS.values():
+        assert row.help and row.group, row.name
+        assert f"--{row.name} " in everything, row.name
+        assert all(f"--{alias}" in everything for alias in row.spec.aliases)
+
+
+def test_help_is_short_and_says_how_to_see_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_text(["--help"], capsys)
+    shown = [name for name in FIELDS if f"--{name} " in text]
+    assert shown == [name for name, row in FIELDS.items() if row.spec.common] and 20 <= len(shown) <= 30
+    assert "--help all" in text and "Engine and offload" in text and "--per_device_train_batch_size" in text
+    assert max(len(line) for line in text.splitlines()) <= 110
+
+
+def help_text(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        parse_config(argv)
+    assert exit_info.value.code == 0
+    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -58,7 +72,7 @@ def test_spellings(argv: list[str], name: str, value: object) -> None:
         (["--zero_stage", "4"], "is not one of none, zero1"),
         (["--packing", "yes"], "is not one of auto, on, off"),
         (["--per_device_train_batch_size", "0"], "must be above 0"),
-        (["--weight_decay", "-1"], "must not be below 0"),
+        (["--weight_decay", "-1"], "must be at least 0"),
         (["--adam_beta2", "1.0"], "at least 0 and below 1"),
         (["--preset", "tiny", "--config_file", "x.json"], "preset and config_file contradict"),
         (["--engine", "stream", "--zero_stage", "2"], "contradict each other"),
@@ -72,8 +86,8 @@ def test_spellings(argv: list[str], name: str, value: object) -> None:
         (["tiny"], "every setting is a flag"),
         (["--config", "/nowhere/x.yaml"], "no such file"),
         (["--learning_rate"], "--learning_rate needs a value"),
-        (["--max_in_cpu_gb", "-1"], "must not be below 0"),
-        (["--metrics_port", "70000"], "from 0"),
+        (["--max_in_cpu_gb", "-1"], "must be at least 0"),
+        (["--metrics_port", "70000"], "from 0 to 65535"),
     ],
 )
 def test_wrong_input_is_refused_with_the_right_word(argv: list[str], words: str) -> None:
@@ -111,11 +125,3 @@ def test_empty_yaml_is_the_default(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("")
     assert parse_config(["--config", str(file)]) == TrainConfig()
-
-
-def test_help_is_readable(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        parse_config(["--help"])
-    assert exit_info.value.code == 0
-    text = capsys.readouterr().out
-    assert "--per_device_train_batch_size" in text and "engine and offload" in text

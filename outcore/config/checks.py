@@ -1,0 +1,79 @@
+"""All checks of settings against their range and against each other: once, before any download, build or file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from outcore.config.convert import ConfigError
+from outcore.config.fields import TrainConfig
+from outcore.config.spec import Field
+
+BELOW_ZERO3 = ("none", "zero1", "zero2")
+
+
+def check_ranges(config: TrainConfig, rows: Mapping[str, Field]) -> None:
+    """Raise ConfigError for a number out of its field's range."""
+    for name, row in rows.items():
+        value = getattr(config, name)
+        if allowed := row.range_problem(value):
+            usual = f" {row.spec.usual} is usual." if row.spec.usual else ""
+            raise ConfigError(f"{name}: must be {allowed}, got {value}.{usual}")
+
+
+def check_config(config: TrainConfig) -> None:
+    """Raise ConfigError for settings that contradict each other, and for names that cannot be."""
+    _check_names(config)
+    _check_length(config)
+    _check_engine(config)
+    _check_offload(config)
+    if config.lora_r == 0 and config.lora_alpha is not None:
+        raise ConfigError("lora_alpha is given but lora_r is 0: add --lora_r 16 (or another rank) to train adapters.")
+
+
+def _check_names(config: TrainConfig) -> None:
+    sources = [n for n in ("model_name_or_path", "preset", "config_file", "model_module") if getattr(config, n)]
+    if len(sources) > 1:
+        raise ConfigError(f"{' and '.join(sources)} contradict each other: a run has one model. Keep one of them.")
+    name = config.run_name
+    if name and (Path(name).name != name or name in (".", "..") or not name.strip() or not name.isprintable()):
+        raise ConfigError(f"run_name: must be a plain folder name without slashes, got {name!r}.")
+
+
+def _check_length(config: TrainConfig) -> None:
+    if config.max_steps == 0:
+        raise ConfigError("max_steps: must be above 0 (or -1: follow num_train_epochs), got 0.")
+    if config.max_steps > 0 and config.warmup_steps is not None and config.warmup_steps > config.max_steps:
+        raise ConfigError(
+            f"warmup_steps ({config.warmup_steps}) is more than max_steps ({config.max_steps}): the learning rate "
+            "would never reach its peak. Lower warmup_steps, or raise max_steps."
+        )
+
+
+def _check_engine(config: TrainConfig) -> None:
+    if config.engine == "stream" and config.zero_stage in BELOW_ZERO3:
+        raise ConfigError(
+            f"engine stream and zero_stage {config.zero_stage} contradict each other: the streaming engine offloads "
+            "every state (it is ZeRO-Infinity for one GPU). Use --engine deepspeed, or leave zero_stage out."
+        )
+    if config.engine == "deepspeed":
+        only_stream = [n for n in ("activations", "compile", "tiling") if getattr(config, n) != "auto"]
+        only_stream += ["tile_bytes"] if config.tile_bytes is not None else []
+        if only_stream:
+            raise ConfigError(
+                f"{only_stream[0]} is a setting of the streaming engine: leave it out, or leave out --engine deepspeed."
+            )
+
+
+def _check_offload(config: TrainConfig) -> None:
+    if config.zero_stage == "none" and "nvme" in (config.offload_optimizer, config.offload_params):
+        raise ConfigError("zero_stage none and offload to nvme contradict each other: use --zero_stage infinity.")
+    if config.zero_stage in BELOW_ZERO3 and config.offload_params in ("cpu", "nvme"):
+        raise ConfigError(
+            f"zero_stage {config.zero_stage} keeps parameters on the GPU: offload_params {config.offload_params} "
+            "needs --zero_stage zero3 or infinity."
+        )
+    if config.zero_stage == "none" and config.offload_optimizer == "cpu":
+        raise ConfigError("zero_stage none keeps everything on the GPU: offload_optimizer cpu needs zero1, 2 or 3.")
+    if config.strict_offload and config.zero_stage == "infinity" and not config.nvme_offload_path:
+        raise ConfigError("strict_offload with zero_stage infinity needs --nvme_offload_path DIR.")

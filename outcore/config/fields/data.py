@@ -1,0 +1,50 @@
+"""Data: fields of the settings; each docstring is the text of `--help`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from outcore.config.spec import setting
+
+
+@dataclass(frozen=True)
+class DataFields:
+    """Data."""
+
+    dataset: str = setting("embedded", common=True)
+    """A .txt, .jsonl, .json, .csv or .parquet file, a folder of text, a hub id, or `embedded` (Python's own source)."""
+    dataset_config: str | None = None
+    """Configuration name of a hub dataset."""
+    dataset_split: str = "train"
+    """Split of a hub dataset."""
+    eval_dataset: str | None = setting(None, common=True)
+    """Separate evaluation data; otherwise `eval_fraction` of the documents is held out."""
+    eval_fraction: float = setting(0.05, least=0, below=1)
+    """Share of documents held out for evaluation when there is no eval_dataset."""
+    data_format: Literal["auto", "text", "prompt_completion", "alpaca", "sharegpt", "messages"] = "auto"
+    """Shape of the rows; auto tells them apart."""
+    text_extensions: str | None = None
+    """Comma-separated: which files are text. Default: .txt,.text,.md,.rst."""
+    text_column: str | None = None
+    """Column that holds the text."""
+    prompt_column: str | None = None
+    """Column that holds the prompt."""
+    completion_column: str | None = None
+    """Column that holds the completion."""
+    messages_column: str | None = None
+    """Column that holds the list of messages."""
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Pack several documents in a row, isolated from each other in attention and positions."""
+    streaming: Literal["auto", "on", "off"] = "auto"
+    """Tokenize without holding the data in RAM."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A malformed row stops the run, or is skipped and counted."""
+    train_on_prompt: bool = False
+    """Take the loss on prompt tokens as well."""
+    max_train_samples: int | None = setting(None, above=0)
+    """Use at most this many training documents."""
+    max_eval_samples: int | None = setting(None, above=0)
+    """Use at most this many evaluation rows."""
+    data_cache_dir: str = ".cache/data"
+    """Where tokenized data is kept between runs."""

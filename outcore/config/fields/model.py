@@ -1,0 +1,29 @@
+"""Model: fields of the settings; each docstring is the text of `--help`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outcore.config.spec import setting
+
+
+@dataclass(frozen=True)
+class ModelFields:
+    """Model."""
+
+    model_name_or_path: str | None = setting(None, aliases=("model",), common=True)
+    """Hub id or local folder of a Hugging Face model to fine-tune."""
+    preset: str | None = setting(None, common=True)
+    """Train from scratch with a built-in shape: tiny (the default), llama-1b, llama-8b, qwen3-8b, gpt2, t5-small ..."""
+    config_file: str | None = None
+    """Train from scratch with the shape of this Hugging Face config.json."""
+    model_module: str | None = None
+    """Your own model and loss: `my.py:build` (see docs/models.md)."""
+    tokenizer_name_or_path: str | None = None
+    """Tokenizer, when it is not the model's own. From scratch the default is a byte-level BPE trained on the data."""
+    trust_remote_code: bool = False
+    """Run Python code that a hub repository ships. Off unless you ask for it."""
+    attn_implementation: str = "auto"
+    """Attention of transformers: auto (sdpa, or eager where a model lacks it), sdpa, eager, flash_attention_2."""
+    seq_length: int | None = setting(None, aliases=("max_seq_length", "max_length"), above=0, common=True)
+    """Tokens per training row. Default: 256 for tiny, else the smaller of 1024 and what the model can take."""

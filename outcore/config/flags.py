@@ -1,0 +1,106 @@
+"""Flags made from the table: `--name value`, switches as `--name`, `--name true|false` or `--no_name`.
+
+`--help` lists the fields that are common, `--help all` every one. Dashes and underscores are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, get_origin
+
+from outcore.config.convert import ConfigError, nearest
+from outcore.config.spec import Field
+
+HELP = ("-h", "--help")
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that reports wrong input as ConfigError, with what the flag wants."""
+
+    def error(self, message: str) -> NoReturn:
+        flag = re.match(r"argument (--\w+)[^:]*: expected one argument$", message)
+        if flag:
+            message = f"{flag.group(1)} needs a value ({flag.group(1)} VALUE); --help all says which ones it takes."
+        raise ConfigError(message)
+
+
+def build_parser(
+    rows: Mapping[str, Field], prog: str, description: str, *, everything: bool = True, epilog: str = ""
+) -> argparse.ArgumentParser:
+    """A parser with one flag per row, grouped as the table is. `everything`: whether all of them are in its help."""
+    few = "" if everything else f"The settings that matter most; {prog} --help all lists every one. "
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        epilog=f"{few}{epilog}".strip() or None,
+        usage=f"{prog} [--config FILE] [--name VALUE ...]",
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
+    )
+    parser.add_argument("--help", "-h", nargs="?", const="few", metavar="all", help="this text; all: every setting")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of the settings; flags win")
+    sections: dict[str, Any] = {}
+    for row in rows.values():
+        if row.group not in sections:
+            sections[row.group] = parser.add_argument_group(row.group)
+        _add(sections[row.group], row, is_shown=everything or row.spec.common)
+    return parser
+
+
+def _add(section: Any, row: Field, *, is_shown: bool) -> None:
+    flags = [f"--{name}" for name in (row.name, *row.spec.aliases)]
+    shown = "" if row.default in (None, ()) else f" [{_words(row.default)}]"
+    text = (row.help + shown).replace("%", "%%") if is_shown else argparse.SUPPRESS
+    if row.is_switch:
+        section.add_argument(*flags, dest=row.name, nargs="?", const="true", metavar="BOOL", help=text)
+        off = [f"--no_{flag.removeprefix('--')}" for flag in flags]
+        section.add_argument(*off, dest=row.name, action="store_const", const="false", help=argparse.SUPPRESS)
+        return
+    more: dict[str, Any] = {"nargs": "?", "const": row.spec.bare} if row.spec.bare is not None else {}
+    if get_origin(row.kind) is tuple:
+        more = {"action": "append"}
+    section.add_argument(*flags, dest=row.name, metavar=_metavar(row), help=text, **more)
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _metavar(row: Field) -> str:
+    if row.choices:
+        return "|".join(row.choices)
+    return {int: "N", float: "X", str: "TEXT"}.get(row.kind, "TEXT")
+
+
+def underscored(arg: str) -> str:
+    """--save-steps=5 as --save_steps=5: both spellings of a flag are accepted."""
+    if not arg.startswith("--"):
+        return arg
+    flag, equals, value = arg.partition("=")
+    return "--" + flag[2:].replace("-", "_") + equals + value
+
+
+def read_flags(rows: Mapping[str, Field], argv: Sequence[str] | None, prog: str, description: str) -> dict[str, Any]:
+    """What the command line says, by field and unconverted, with `config` for the YAML file; only what was said.
+
+    Prints the help and leaves where that is asked for. Raises ConfigError for an unknown flag or one without a value.
+    """
+    args = [underscored(arg) for arg in (sys.argv[1:] if argv is None else argv)]
+    parser = build_parser(rows, prog, description)
+    namespace, unknown = parser.parse_known_args(args)
+    if namespace.help is not None:
+        build_parser(rows, prog, description, everything=namespace.help == "all").print_help()
+        raise SystemExit(0)
+    if unknown:
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        word = unknown[0].split("=")[0]
+        if not word.startswith("--"):
+            raise ConfigError(f"unexpected argument {word!r}: every setting is a flag (--name value).")
+        raise ConfigError(f"unknown flag {word}.{nearest(word, known) or ' --help all lists all flags.'}")
+    return {name: value for name, value in vars(namespace).items() if value is not None and name != "help"}
