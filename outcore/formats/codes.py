@@ -70,10 +70,11 @@ class Nf4(PackedFormat):
 
 
 class Int8(PackedFormat):
-    """8 bits and an fp32 scale for 128 values: 8.25 bits."""
+    """8 bits and an fp32 scale for `block` values, by default 128: 8.25 bits."""
 
-    name, block = "int8", INT8_BLOCK
-    planes = (Plane("codes", torch.int8, INT8_BLOCK), Plane("scale", torch.float32, 1))
+    def __init__(self, block: int = INT8_BLOCK) -> None:
+        self.name, self.block = "int8" if block == INT8_BLOCK else f"int8_{block}", block
+        self.planes = (Plane("codes", torch.int8, block), Plane("scale", torch.float32, 1))
 
     def unpack_blocks(self, *planes: torch.Tensor) -> torch.Tensor:
         codes, scale = planes

@@ -18,19 +18,21 @@ SCALE_BYTES = 12
 
 def half(raw: torch.Tensor) -> torch.Tensor:
     """fp16 in bytes [n, 2 k] as fp32 [n, k]."""
-    return raw.contiguous().view(torch.float16).float()
+    # By arithmetic: bytes seen as numbers twice as wide would be a copy of their own in a compiled kernel, and torch
+    # 2.13's compiler gets it wrong on the CPU.
+    wide = raw.to(torch.int16)
+    return (wide[:, ::2] | (wide[:, 1::2] << 8)).view(torch.float16).float()
 
 
 def nibbles(codes: torch.Tensor, run: int) -> torch.Tensor:
     """uint8 [n, b] -> [n, b / run, 2, run]: of each run of bytes the low halves, then the high ones."""
-    runs = codes.unflatten(1, (-1, 1, run))
-    return torch.cat((runs & 0xF, runs >> 4), dim=2)
+    return shifted(codes, run, 4, 2)
 
 
 def shifted(codes: torch.Tensor, run: int, bits: int, count: int) -> torch.Tensor:
     """uint8 [n, b] -> [n, b / run, count, run]: of each run of bytes `count` fields of `bits` bits, lowest first."""
-    runs, mask = codes.unflatten(1, (-1, 1, run)), (1 << bits) - 1
-    return torch.cat([(runs >> (bits * at)) & mask for at in range(count)], dim=2)
+    shifts = torch.arange(0, bits * count, bits, dtype=torch.uint8, device=codes.device).view(1, 1, count, 1)
+    return (codes.unflatten(1, (-1, 1, run)) >> shifts) & ((1 << bits) - 1)
 
 
 def sub_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

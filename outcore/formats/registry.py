@@ -27,7 +27,8 @@ _PLAIN: dict[str, type[PackedFormat]] = {
     "q6_k": Q6_K,
 }
 _INT4 = re.compile(r"int4_(\d+)_(fp16|bf16|fp32)(_zero)?")
-_FP8 = re.compile(r"fp8_(\d+)")
+_SIZED: dict[str, type[Fp8] | type[Int8]] = {"fp8": Fp8, "int8": Int8}
+"""Formats that take the columns of a block."""
 _SCALE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -38,7 +39,10 @@ def packed_format(name: str) -> PackedFormat:
         return _PLAIN[name]()
     if match := _INT4.fullmatch(name):
         return Int4(int(match[1]), _SCALE_TYPES[match[2]], has_zero=bool(match[3]))
-    if match := _FP8.fullmatch(name):
-        return Fp8(int(match[1]))
-    known = ", ".join([*_PLAIN, "fp8_128 (a number of columns)", "int4_128_fp16[_zero] (columns, type of scales)"])
+    kind, _, block = name.partition("_")
+    if kind in _SIZED and block.isdecimal():
+        return _SIZED[kind](int(block))
+    known = ", ".join(
+        [*_PLAIN, "fp8_128, int8_64 (a number of columns)", "int4_128_fp16[_zero] (columns, type of scales)"]
+    )
     raise ValueError(f"there is no packed format {name!r}. Known are {known}.")
