@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from race_common import config_of
 from torch import nn
 
-from outcore.flow.layers.cross_entropy import CrossEntropy
+from outcore.engine.stream.backward.cross_entropy import CrossEntropy
 from outcore.flow.layers.head import EAGER_CHUNKS
 from outcore.model.loss import LOGITS_CHUNK_BYTES, auto_num_chunks
 

@@ -13,12 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
+from outcore.common.errors import EngineError
+
 MicroBatch = dict[str, torch.Tensor]
 """input_ids, labels [B, T] (labels not shifted, -100 = no loss), perhaps position_ids or attention_mask [B, T]."""
-
-
-class EngineError(RuntimeError):
-    """Training cannot go on; the message says what happened, why, and what to do. The last checkpoint is intact."""
 
 
 class NonFiniteLossError(EngineError):

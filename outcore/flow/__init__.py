@@ -1,0 +1,39 @@
+"""How a model's parts pass through a device: weights arrive part by part, each part runs on every call.
+
+    for output in flow.run([Call(batch, "logits")], on_part=hook): ...
+
+`Flow` runs passes forward and keeps no gradient, optimizer or request. Below it: `parts` takes a model apart, `weights`
+are their homes and arrival, `layers` runs a part, `tiles` those that do not fit whole, `check` tries a model on a tiny
+copy, `trace` tells what happened when.
+"""
+
+from outcore.flow.call import Call, OnPart, Output, Want
+from outcore.flow.flow import Flow, Passage, PassWatch
+from outcore.flow.layers.compiled import CompiledLayers
+from outcore.flow.layers.head import Head, HeadInput
+from outcore.flow.layers.runner import PartRunner
+from outcore.flow.parts.discovery import discover_units
+from outcore.flow.parts.shell import StreamUnsupported
+from outcore.flow.parts.units import ModelParts, Part
+from outcore.flow.weights.source import FixedWeights, WeightArrival, WeightSource
+
+__all__ = [
+    "Call",
+    "CompiledLayers",
+    "FixedWeights",
+    "Flow",
+    "Head",
+    "HeadInput",
+    "ModelParts",
+    "OnPart",
+    "Output",
+    "Part",
+    "PartRunner",
+    "PassWatch",
+    "Passage",
+    "StreamUnsupported",
+    "Want",
+    "WeightArrival",
+    "WeightSource",
+    "discover_units",
+]

@@ -11,12 +11,13 @@ in a batch of one, so packed batches are laid end to end for it. Which of them h
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-Batch = dict[str, torch.Tensor]
+Batch = Mapping[str, torch.Tensor]
 Isolation = Literal["position_ids", "mask_4d", "mask_map"]
 IGNORE = -100
 """Label value without loss, as everywhere in transformers."""

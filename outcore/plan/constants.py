@@ -125,7 +125,7 @@ large (outcore/flow/layers/head.py); micro-batches at a time."""
 EAGER_LOSS_ALIVE, EAGER_CHUNKS = 1.5, 2
 """In the streaming engine's head, which computes loss and gradient at once: beside the logits of the chunk, in fp32
 logits, without a compiler, and how many times smaller chunks are then (outcore/flow/layers/head.py). Compiled: the
-gradient, in the logits' type (outcore/flow/layers/cross_entropy.py)."""
+gradient, in the logits' type (outcore/engine/stream/backward/cross_entropy.py)."""
 COMPILED_ACTIVATIONS = 0.6
 """What a compiled layer's backward holds of what autograd keeps of an eager one. A planning figure."""
 ATTENTION_BACKWARD = 2.5

@@ -20,7 +20,7 @@ import torch
 
 from outcore.common.quantities import round_up
 from outcore.flow.parts.layout import ALIGN_NUMEL, Slot
-from outcore.flow.parts.units import Unit
+from outcore.flow.parts.units import Part
 from outcore.flow.weights.homes import WeightHomes
 from outcore.optim import Backend, ChunkJob, ChunkState, JobBatch, StateFormat, open_backend
 from outcore.optim.formats.chunk_state import StateName
@@ -34,7 +34,7 @@ CHUNK_NUMEL = 1 << 22
 
 
 @dataclass
-class UnitHome:
+class PartHome:
     """Where one unit lives."""
 
     slab: torch.Tensor
@@ -53,7 +53,7 @@ class Homes:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[Part],
         memory: HostMemory,
         state_format: StateFormat,
         chunks: Mapping[int, list[StateChunk]],
@@ -68,9 +68,9 @@ class Homes:
         self._window = StateWindow(store, backend or open_backend()) if store is not None else None
         self.weights = weights
         weights.adopt()
-        self._homes: dict[int, UnitHome] = {}
+        self._homes: dict[int, PartHome] = {}
         for unit in units:
-            self._homes[unit.index] = UnitHome(weights.ram(unit), chunks[unit.index])
+            self._homes[unit.index] = PartHome(weights.ram(unit), chunks[unit.index])
             for chunk in chunks[unit.index]:
                 if not chunk.on_nvme:
                     self._initialise(chunk, memory)
@@ -81,7 +81,7 @@ class Homes:
         param = self.weights.read_range(chunk.unit, chunk.start, chunk.stop)
         ChunkState(self.state_format, chunk.buffer, chunk.numel, param).initialise()
 
-    def __getitem__(self, unit: Unit) -> UnitHome:
+    def __getitem__(self, unit: Part) -> PartHome:
         return self._homes[unit.index]
 
     def param_piece(self, chunk: StateChunk) -> torch.Tensor | None:
@@ -99,11 +99,11 @@ class Homes:
         """Nowhere on a drive: gradients wait in RAM (`gradient_arena`)."""
         return None
 
-    def flowing(self, unit: Unit) -> list[StateChunk]:
+    def flowing(self, unit: Part) -> list[StateChunk]:
         """The unit's chunks that are updated in the ring."""
         return [chunk for chunk in self[unit].chunks if chunk.on_nvme or self.param_piece(chunk) is None]
 
-    def jobs(self, unit: Unit, grad: torch.Tensor) -> JobBatch | None:
+    def jobs(self, unit: Part, grad: torch.Tensor) -> JobBatch | None:
         """The unit's other chunks as the optimizer takes them; None when there are none."""
         home = self[unit]
         jobs: list[ChunkJob] = []

@@ -15,7 +15,7 @@ import torch
 
 from outcore.engine.base import EngineError
 from outcore.flow.parts.layout import ALIGN_NUMEL
-from outcore.flow.parts.units import Unit
+from outcore.flow.parts.units import Part
 from outcore.optim import StateFormat
 from outcore.optim.formats.compressed import Tail, tail_of
 from outcore.storage import TensorStore
@@ -25,7 +25,7 @@ from outcore.storage import TensorStore
 class StateChunk:
     """States of the parameters [start, stop) of one unit's trainable range."""
 
-    unit: Unit
+    unit: Part
     start: int
     stop: int
     element_offset: int
@@ -81,7 +81,7 @@ def check_tail(chunk: StateChunk, states: torch.Tensor) -> None:
         )
 
 
-def cut_states(units: Sequence[Unit], state_format: StateFormat, chunk_numel: int) -> dict[int, list[StateChunk]]:
+def cut_states(units: Sequence[Part], state_format: StateFormat, chunk_numel: int) -> dict[int, list[StateChunk]]:
     """Unit index -> its chunks, none of which has a home yet. ValueError for a size that cuts blocks in two."""
     if chunk_numel <= 0 or chunk_numel % ALIGN_NUMEL:
         raise ValueError(f"chunk_numel must be a positive multiple of {ALIGN_NUMEL}, got {chunk_numel}")

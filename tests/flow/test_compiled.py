@@ -11,10 +11,10 @@ import torch
 from outcore.common.quantities import MIB
 from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.check.gradients import run_units
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.check.trial import run_units, sharing_holds
+from outcore.flow.check.trial import sharing_holds
 from outcore.flow.layers.compiled import CompiledLayers, draws_random_numbers
-from outcore.flow.layers.runner import UnitRunner
 from outcore.flow.parts.discovery import discover_units
 from outcore.flow.parts.structure import alike
 from outcore.model.facts import model_facts
@@ -103,11 +103,10 @@ def assert_compiled_equals_eager(loaded) -> CompiledLayers:
     objective, expected = run_units(loaded, batch)
     units = discover_units(loaded)
     compiled = CompiledLayers(units, "on", backend="aot_eager")
-    runner = UnitRunner(units, vocab_size=loaded.facts.vocab_size, compiled=compiled)
-    mine, grads = run_units(loaded, batch, runner)
+    mine, grads = run_units(loaded, batch, compiled)
     assert float(mine) == pytest.approx(float(objective), rel=1e-5)
     assert_same_grads(grads, expected)
-    assert len(compiled._functions) == compiled.num_kinds and not compiled.why_not
+    assert len(compiled._functions) == 2 * compiled.num_kinds and not compiled.why_not
     loaded.model.eval()
     assert not compiled.is_active(0)
     return compiled
@@ -131,11 +130,10 @@ def test_the_usual_shape_keeps_code_of_its_own():
         return run
 
     compiled = CompiledLayers(units, "on", backend=backend)
-    runner = UnitRunner(units, vocab_size=loaded.facts.vocab_size, compiled=compiled)
     found = []
     for length in (16, 12, 10, 14, 16, 9, 16):
         sizes.clear()
-        run_units(loaded, plain_batch(2, length), runner)
+        run_units(loaded, plain_batch(2, length), compiled)
         found.append(set(sizes))
     assert found[0] == found[4] == found[6] == {"fixed"}
     assert "any" in found[3] and "any" in found[5]
@@ -156,14 +154,13 @@ def test_what_cannot_be_compiled_runs_eagerly_with_the_reason():
         module.__class__ = Breaking
     units = discover_units(loaded)
     compiled = CompiledLayers(units, "auto", backend="eager")
-    runner = UnitRunner(units, vocab_size=loaded.facts.vocab_size, compiled=compiled)
-    mine, grads = run_units(loaded, batch, runner)
+    mine, grads = run_units(loaded, batch, compiled)
     assert float(mine) == pytest.approx(float(objective), rel=1e-5)
     assert_same_grads(grads, expected)
     assert "torch.compile failed" in compiled.why_not
     asked = CompiledLayers(units, "on", backend="eager")
     with pytest.raises(EngineError, match="cannot be compiled"):
-        run_units(loaded, batch, UnitRunner(units, vocab_size=loaded.facts.vocab_size, compiled=asked))
+        run_units(loaded, batch, asked)
 
 
 def test_dropout_and_balancing_losses_stay_eager():

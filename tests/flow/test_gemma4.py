@@ -9,9 +9,8 @@ import torch
 import transformers
 
 from outcore.engine.stream.build import build_stream_engine
-from outcore.flow.check.trial import run_units, why_config_not_streamed, why_not_streamed
+from outcore.engine.stream.check.gradients import run_units, why_config_not_trained, why_not_trained
 from outcore.flow.layers.compiled import CompiledLayers
-from outcore.flow.layers.runner import UnitRunner
 from outcore.flow.parts.discovery import discover_units
 from outcore.model.names import checkpoint_name
 from outcore.model.settings import ModelSettings
@@ -79,7 +78,7 @@ def tiny(model_type, fields, **changes):
 @pytest.mark.parametrize(("model_type", "fields"), KINDS)
 def test_large_ones_are_streamed(model_type, fields):
     config = config_of(model_type, fields)
-    assert why_config_not_streamed(config) == ""
+    assert why_config_not_trained(config) == ""
     abilities = check_abilities(config)
     assert abilities.chunked_head and abilities.isolation == "position_ids"
 
@@ -92,7 +91,7 @@ def test_loss_and_gradients_equal_plain_autograd(model_type, fields, kind):
     assert len({layer.self_attn.head_dim for layer in layers}) == len(
         {float(layer.layer_scalar) for layer in layers[:2]}
     )
-    assert why_not_streamed(loaded) == ""
+    assert why_not_trained(loaded) == ""
     batch = kind(2, 20, seed=1)
     ce, _, expected = plain_gradients(loaded, [batch])
     objective, mine = run_units(loaded, batch)
@@ -116,14 +115,14 @@ def test_layers_leave_nothing_for_others():
 
 
 def test_layers_that_use_earlier_layers_keys_and_values_are_the_reason():
-    why = why_config_not_streamed(config_of("gemma4_unified_text", {**DENSE, "num_kv_shared_layers": 20}))
+    why = why_config_not_trained(config_of("gemma4_unified_text", {**DENSE, "num_kv_shared_layers": 20}))
     assert (
         "hand each other more than the hidden states: layer 6 uses what layers 4 and 5 left in shared_kv_states" in why
     )
 
 
 def test_inputs_of_their_own_for_layers_are_the_reason():
-    why = why_config_not_streamed(config_of("gemma4_text", {**DENSE, "hidden_size_per_layer_input": 256}))
+    why = why_config_not_trained(config_of("gemma4_text", {**DENSE, "hidden_size_per_layer_input": 256}))
     assert "its layers get a learned tensor besides the hidden states (made of parameters of" in why
     assert "model.embed_tokens_per_layer" in why
 
@@ -151,7 +150,7 @@ def test_compiled_layers_equal_eager_ones():
     units = discover_units(loaded)
     compiled = CompiledLayers(units, "on", backend="aot_eager")
     assert compiled.num_kinds == len(units.layers)  # each has a scalar of its own
-    mine, grads = run_units(loaded, batch, UnitRunner(units, vocab_size=loaded.facts.vocab_size, compiled=compiled))
+    mine, grads = run_units(loaded, batch, compiled)
     assert not compiled.why_not
     assert float(mine) == pytest.approx(float(objective), rel=1e-5)
     assert_same_grads(grads, expected)
@@ -183,10 +182,10 @@ def test_of_a_published_one_the_language_model_is_streamed_when_the_rest_is_left
     config = shrink_config(config_of(model_type, {**fields, "vision_config": {}}))
     transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
     settings = ModelSettings(model_name_or_path=str(tmp_path), precision="bf16", seq_length=16)
-    assert why_not_streamed(load_model(settings, lazy=True)) != ""
+    assert why_not_trained(load_model(settings, lazy=True)) != ""
     settings = replace(settings, config_overrides={"vision_config": None, "audio_config": None})
     whole, lazy = load_model(settings), load_model(settings, lazy=True)
-    assert why_not_streamed(lazy) == "" and lazy.feed is not None
+    assert why_not_trained(lazy) == "" and lazy.feed is not None
     values = {name: value for group in lazy.feed.groups() for name, value in group.items()}
     expected = {checkpoint_name(name): p for name, p in whole.model.named_parameters()}
     assert values.keys() == expected.keys() and all(torch.equal(values[name], expected[name]) for name in values)

@@ -150,7 +150,7 @@ def train(graphs: bool, device: str, steps: int = 4, compile: str = "on", family
         pinned_grant=False,
         trial=False,
     )
-    compiled = engine._parts.schedule.runner.compiled
+    compiled = engine._parts.flow.runner.compiled
     assert compiled is not None
     if graphs and device == "cpu":  # where build takes no graphs
         compiled.graphs = CpuGraphs(torch.device("cpu"))

@@ -51,14 +51,14 @@ def test_results_are_bit_identical_however_units_are_held(build, model, max_grad
     settings = replace(TINY, max_grad_norm=max_grad_norm)
     engine = build(model, WHOLE, settings)
     expected = [engine.train_step(batches_of(step), LR) for step in range(4)]
-    held = engine._parts.prefetcher.device_bytes, engine._parts.download.device_bytes
+    held = engine._parts.flow.arrival.device_bytes, engine._parts.download.device_bytes
     for holding in LESS:
         other = build(model, holding, settings)
         results = [other.train_step(batches_of(step), LR) for step in range(4)]
         assert [(r.loss, r.grad_norm) for r in results] == [(r.loss, r.grad_norm) for r in expected], holding
         a, b = weights_of(engine), weights_of(other)
         assert all(torch.equal(a[n], b[n]) for n in a), holding
-        less = other._parts.prefetcher.device_bytes, other._parts.download.device_bytes
+        less = other._parts.flow.arrival.device_bytes, other._parts.download.device_bytes
         assert less[1] < held[1] and less[0] <= held[0], holding
         assert (less[0] < held[0]) == (holding.layer_buffers < 2), holding  # it has two layers
 

@@ -124,7 +124,7 @@ def test_results_do_not_depend_on_when_copies_end(build, model, settings, count,
 def test_after_a_failed_pass_no_buffer_is_filled_before_the_work_that_was_queued(build, monkeypatch):
     engine, (upload, _) = build("llama", DEFERRED, True)
     engine.train_step(batches_of(0, 1), 1e-2)
-    whole, queued = engine._parts.schedule.runner.layer, []
+    whole, queued = engine._parts.flow.runner.layer, []
 
     def fail(index: int, *args: Any) -> Any:
         result = whole(index, *args)
@@ -134,7 +134,7 @@ def test_after_a_failed_pass_no_buffer_is_filled_before_the_work_that_was_queued
         raise ValueError("the model failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._parts.schedule.runner, "layer", fail)
+        patch.setattr(engine._parts.flow.runner, "layer", fail)
         with pytest.raises(ValueError, match="the model failed"):
             engine.evaluate(batches_of(1, 1))
     copies = len(upload.afters)

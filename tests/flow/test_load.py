@@ -7,8 +7,8 @@ import torch
 
 from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.check.gradients import why_not_trained
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.check.trial import why_not_streamed
 from outcore.flow.parts.shell import StreamUnsupported
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.model.weights.load import load_model
@@ -61,4 +61,4 @@ def test_an_encoder_decoder_is_refused_with_the_reason():
     loaded = load_model(ModelSettings(preset="tiny-t5", precision="fp32", seq_length=64, vocab_size=300))
     with pytest.raises(StreamUnsupported, match="two stacks of layers"):
         build_stream_engine(loaded, StreamSettings(), device="cpu")
-    assert "two stacks" in why_not_streamed(loaded)
+    assert "two stacks" in why_not_trained(loaded)

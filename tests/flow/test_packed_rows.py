@@ -11,10 +11,11 @@ import torch
 from outcore.common.quantities import MIB
 from outcore.engine.stream import blueprint
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.check.gradients import run_units
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.check import packed_rows
 from outcore.flow.check.packed_rows import attention_to_packed_rows
-from outcore.flow.check.trial import run_units, sharing_holds
+from outcore.flow.check.trial import sharing_holds
 from outcore.flow.layers import graphs
 from outcore.flow.layers.compiled import CompiledLayers
 from outcore.flow.parts.discovery import discover_units
@@ -158,7 +159,7 @@ def test_compiled_layers_take_borders_and_compile_once_for_all_of_them(
                 losses[way].append(engine.train_step([other_documents(2, 18, lengths)], 1e-2).loss)
             assert len(compilations) == first
             assert set(calls) == ({16, 64} if way == "auto" else set())
-            compiled = engine._parts.schedule.runner.compiled
+            compiled = engine._parts.flow.runner.compiled
             assert compiled is not None and (compiled.graphs.num_graphs > 0 if compiled.graphs else not graphed)
             engine.close()
     assert losses["auto"] == pytest.approx(losses["masks"], rel=1e-5)

@@ -91,7 +91,7 @@ def test_graphs_are_captured_with_borders():
     try:
         for step in range(8):
             engine.train_step([packed(step), packed(50 + step, (1, 64, 63))], 1e-3)
-        compiled = engine._parts.schedule.runner.compiled
+        compiled = engine._parts.flow.runner.compiled
         assert compiled is not None and compiled.graphs is not None
         graphs = compiled.graphs
         if not graphs._has_room():
@@ -109,7 +109,8 @@ def test_layers_of_packed_rows_wait_for_nothing():
     try:
         engine.train_step([packed(0)], 1e-3)
         engine._parts.updates.drain()
-        runner, units = engine._parts.schedule.runner, engine._parts.units
+        runner, units = engine._parts.flow.runner, engine._parts.units
+        backward = engine._parts.schedule.backward
         slabs = {unit.index: engine._parts.homes[unit].slab.cuda() for unit in units.all}
         batch = DeviceBatch(packed(1), torch.device("cuda"))
         assert batch.borders is not None and are_borders(batch.borders)
@@ -121,7 +122,7 @@ def test_layers_of_packed_rows_wait_for_nothing():
             for index, unit in enumerate(units.layer_units):
                 assert are_borders(log.call(index).kwargs["attention_mask"])
                 inner, _ = runner.layer(index, slabs[unit.index], hidden, log.call(index))
-                runner.layer_backward(index, slabs[unit.index], hidden, log.call(index), inner, [], None)
+                backward.layer(index, slabs[unit.index], hidden, log.call(index), inner, [], None)
                 hidden = inner
         finally:
             torch.cuda.set_sync_debug_mode("default")

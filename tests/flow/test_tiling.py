@@ -13,7 +13,7 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.gradients.arena import gradient_bytes_of
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts.shell import StreamUnsupported
-from outcore.flow.tiles.matrix import TiledUnit
+from outcore.flow.tiles.matrix import TiledPart
 from outcore.flow.tiles.plan import TilePlan
 from outcore.flow.trace.clock import PhaseClock
 from outcore.model.facts import model_facts
@@ -201,7 +201,7 @@ def test_whole_and_tiled_layers_share_a_drive(build, tmp_path):
 
 
 def _second_layer_in_tiles(units, *_):
-    tiled = TiledUnit(units.layer_units[1], 2500)
+    tiled = TiledPart(units.layer_units[1], 2500)
     return TilePlan((tiled,), 2500, "as the test says", None, Holding(frozenset({2}), layer_buffers=1))
 
 
@@ -260,9 +260,9 @@ def test_only_what_does_not_fit_is_tiled_and_it_is_said(build):
     assert not tight._parts.tile_plan.tiled
     assert "to fit the device: two layers at a time, gradients leave through one buffer" in tight.describe()
     assert "to fit" not in roomy.describe()
-    assert tight._parts.prefetcher.device_bytes + tight._parts.download.device_bytes < 0.6 * 1_300_000
+    assert tight._parts.flow.arrival.device_bytes + tight._parts.download.device_bytes < 0.6 * 1_300_000
     plain = build("qwen3", TINY, vocab_size=4096)
-    assert engine._parts.prefetcher.device_bytes < plain._parts.prefetcher.device_bytes / 4
+    assert engine._parts.flow.arrival.device_bytes < plain._parts.flow.arrival.device_bytes / 4
     assert engine._parts.download.device_bytes < plain._parts.download.device_bytes / 4
 
 
@@ -305,7 +305,7 @@ def test_an_mlp_takes_its_tokens_in_chunks_where_all_at_once_would_not_fit(build
     whole = gradients_of(build(model, TINY), batches_of(0, count))
     engine = build(model, replace(TILED, device_bytes=60_000))
     tiled = gradients_of(engine, batches_of(0, count))
-    assert engine._parts.schedule.runner.tiles.chunks.num_cut == 2 * 2 * count  # two layers, forward and recomputation
+    assert engine._parts.flow.runner.tiles.chunks.num_cut == 2 * 2 * count  # two layers, forward and recomputation
     assert tiled[0] == pytest.approx(whole[0], rel=1e-6)
     assert_same_grads(tiled[2], whole[2], rtol=1e-5)
 
@@ -315,7 +315,7 @@ def test_dropout_in_chunks_is_replayed(build):
     """The same gradients from one pass to the next, the first of which tries the module on two tokens."""
     engine = build("gpt2", replace(TILED, device_bytes=60_000), dropout=0.3)
     first, second = (gradients_of(engine, batches_of(0, 1)) for _ in range(2))
-    assert engine._parts.schedule.runner.tiles.chunks.num_cut > 0
+    assert engine._parts.flow.runner.tiles.chunks.num_cut > 0
     assert first[:2] == second[:2] and all(torch.equal(first[2][n], second[2][n]) for n in first[2])
     assert first[0] != gradients_of(build("gpt2"), batches_of(0, 1))[0]
 
@@ -323,7 +323,7 @@ def test_dropout_in_chunks_is_replayed(build):
 def test_a_failure_in_mid_step_leaves_nothing_under_way(build):
     engine = build("llama")
     expected = gradients_of(engine, batches_of(0, 3))
-    gradients = engine._parts.schedule.runner.tiles.work.gradients
+    gradients = engine._parts.flow.runner.tiles.work.gradients
     original, calls = gradients.add, []
 
     def fails(*args):

@@ -125,10 +125,9 @@ def test_a_trace_has_every_piece_of_work_once(build, tmp_path, changes):
 def test_lanes_and_updates_overlap_with_compute(build, tmp_path):
     """The picture that the timeline is for: with compute slowed down, copies and updates run under it."""
     engine = build(replace(SETTINGS, max_grad_norm=0.0), num_layers=6)
-    runner = engine._parts.schedule.runner
-    for name in ("layer", "layer_backward"):
-        original = getattr(runner, name)
-        setattr(runner, name, lambda *args, original=original: (time.sleep(0.01), original(*args))[1])
+    for runner in (engine._parts.flow.runner, engine._parts.schedule.backward):
+        original = runner.layer
+        runner.layer = lambda *args, original=original: (time.sleep(0.01), original(*args))[1]
     path = tmp_path / "trace.json"
     engine.trace(TracePlan(path, 0, 2, 1), lambda _: None)
     train(engine, 2)
@@ -145,7 +144,7 @@ def test_after_the_window_nobody_listens_and_results_are_the_same(build, tmp_pat
     engine.trace(TracePlan(tmp_path / "t.json", 1, 2, 1), lambda _: None)
     assert [r.loss for r in train(engine, 4)] == plain
     parts = engine._parts
-    assert parts.schedule.trace is NO_TRACE and parts.stalls.trace is NO_TRACE
+    assert parts.flow.trace is NO_TRACE and parts.stalls.trace is NO_TRACE
     assert parts.upload.clock.on_copy is parts.download_lane.clock.on_copy is parts.optimizer.on_finished is None
 
 
@@ -156,7 +155,7 @@ def test_a_failure_in_a_traced_step_still_leaves_the_trace(build, tmp_path):
     def fails(*_args):
         raise RuntimeError("broken")
 
-    engine._parts.schedule.runner.layer_backward = fails
+    engine._parts.schedule.backward.layer = fails
     with pytest.raises(RuntimeError, match="broken"):
         train(engine, 1)
     engine.close()

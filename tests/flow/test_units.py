@@ -6,11 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from outcore.engine.stream.backward.head import HeadGradient
+from outcore.engine.stream.backward.layer import BackwardRunner
+from outcore.engine.stream.check.gradients import why_not_trained
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.engine.stream.rng import UnitRandom, generators_kept
-from outcore.flow.check.trial import why_not_streamed
-from outcore.flow.layers.runner import UnitRunner
-from outcore.flow.layers.unit_weights import UnitWeights
+from outcore.engine.stream.rng import PartRandom, generators_kept
+from outcore.flow.layers.head import Head, HeadInput
+from outcore.flow.layers.routers import RouterTaps
+from outcore.flow.layers.runner import PartRunner
+from outcore.flow.layers.unit_weights import PartWeights
 from outcore.flow.parts.discovery import discover_units
 from outcore.flow.parts.layout import ALIGN_NUMEL, SlabLayout
 from tests.flow.models import (
@@ -38,12 +42,11 @@ def slab_of(unit) -> torch.Tensor:
 def run_units(loaded, batches, *, chunk_bytes=4 * 128 * 16, seed=None):
     """(mean loss, mean auxiliary loss, gradients by name), unit by unit, without any engine."""
     units = discover_units(loaded)
-    runner = UnitRunner(
-        units,
-        vocab_size=loaded.facts.vocab_size,
-        aux_coefficient=loaded.token_loss().aux_coefficient,
-        logits_chunk_bytes=chunk_bytes,
-    )
+    aux_coefficient = loaded.token_loss().aux_coefficient
+    runner = PartRunner(units, taps=RouterTaps(units) if aux_coefficient else None)
+    backward = BackwardRunner(runner)
+    head = Head(runner, vocab_size=loaded.facts.vocab_size, logits_chunk_bytes=chunk_bytes)
+    head_gradient = HeadGradient(head, aux_coefficient=aux_coefficient)
     total = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
     slabs = {id(unit): slab_of(unit) for unit in units.all}
     sums = {id(u): GradAccumulator(u.layout, torch.full((u.layout.numel,), float("nan"))) for u in units.all}
@@ -51,7 +54,7 @@ def run_units(loaded, batches, *, chunk_bytes=4 * 128 * 16, seed=None):
 
     def start(micro_batch, unit):
         if seed is not None:
-            UnitRandom(CPU, seed, 1).at(micro_batch, unit.index)
+            PartRandom(CPU, seed, 1).at(micro_batch, unit.index)
 
     with generators_kept(CPU):
         for m, batch in enumerate(batches):
@@ -64,9 +67,8 @@ def run_units(loaded, batches, *, chunk_bytes=4 * 128 * 16, seed=None):
                 hidden, found = runner.layer(i, slabs[id(unit)], hidden, log.call(i))
                 routers += found
                 counts.append(len(found))
-            result = runner.head.one(
-                slabs[id(units.head)], hidden, batch, log, routers, grad_scale=1.0 / total, into=sums[id(units.head)]
-            )
+            item, at = HeadInput(hidden, batch, log), id(units.head)
+            result = head_gradient.one(slabs[at], item, routers, grad_scale=1.0 / total, into=sums[at])
             ce += float(result.ce_sum) / total
             aux += float(result.aux_loss * result.n_tokens) / total if result.aux_loss is not None else 0.0
             grad, end = result.grad_hidden, len(routers)
@@ -75,11 +77,9 @@ def run_units(loaded, batches, *, chunk_bytes=4 * 128 * 16, seed=None):
                 start(m, unit)
                 grad_routers = result.grad_routers[end - counts[i] : end]
                 end -= counts[i]
-                grad = runner.layer_backward(
-                    i, slabs[id(unit)], inputs[i], log.call(i), grad, grad_routers, sums[id(unit)]
-                )
+                grad = backward.layer(i, slabs[id(unit)], inputs[i], log.call(i), grad, grad_routers, sums[id(unit)])
             start(m, units.embed)
-            runner.embed_backward(slabs[id(units.embed)], batch, grad, sums[id(units.embed)])
+            backward.embed(slabs[id(units.embed)], batch, grad, sums[id(units.embed)])
     grads = {}
     for unit in units.all:
         flat = sums[id(unit)].complete()
@@ -109,7 +109,7 @@ def test_a_head_that_reads_a_number_from_its_decoder():
     """Falcon-H1 scales its logits by `self.model.lm_head_multiplier`."""
     loaded = tiny_loaded("falcon_h1", lm_head_multiplier=0.3, embedding_multiplier=2.0)
     set_dropout(loaded.model, 0.0)
-    assert why_not_streamed(loaded) == ""
+    assert why_not_trained(loaded) == ""
     batches = [plain_batch(2, 20, seed=1), padded_batch(2, 13, seed=2)]
     ce, _, expected = plain_gradients(loaded, batches)
     mine_ce, _, mine = run_units(loaded, batches)
@@ -195,7 +195,7 @@ def test_frozen_parameters_get_no_gradient():
     _, _, expected = plain_gradients(loaded, batches)
     units = discover_units(loaded)
     assert not units.embed.is_trainable and units.head.is_trainable
-    runner = UnitRunner(units, vocab_size=128)
+    runner = PartRunner(units)
     log = runner.embed(slab_of(units.embed), batches[0])
     total = int((batches[0]["labels"][:, 1:] != -100).sum())
     hidden, inputs = log.hidden, []
@@ -203,10 +203,11 @@ def test_frozen_parameters_get_no_gradient():
         inputs.append(hidden)
         hidden, _ = runner.layer(i, slab_of(unit), hidden, log.call(i))
     into = GradAccumulator(units.head.layout, torch.empty(units.head.layout.numel))
-    result = runner.head.one(slab_of(units.head), hidden, batches[0], log, grad_scale=1 / total, into=into)
+    head = HeadGradient(Head(runner, vocab_size=128))
+    result = head.one(slab_of(units.head), HeadInput(hidden, batches[0], log), grad_scale=1 / total, into=into)
     last = units.layer_units[-1]
     found = GradAccumulator(last.layout, torch.empty(last.layout.numel))
-    runner.layer_backward(
+    BackwardRunner(runner).layer(
         len(inputs) - 1, slab_of(last), inputs[-1], log.call(len(inputs) - 1), result.grad_hidden, [], found
     )
     mine = dict(
@@ -223,7 +224,7 @@ def test_what_a_model_writes_to_in_place_has_memory():
 
 def test_leaves_of_a_slab_are_made_once_and_keep_no_gradient():
     units = discover_units(tiny_loaded("llama"))
-    unit, weights = units.layer_units[0], UnitWeights()
+    unit, weights = units.layer_units[0], PartWeights()
     slab, other = slab_of(unit), slab_of(unit)
     leaves, trainable = weights.leaves(unit, slab)
     assert weights.leaves(unit, slab)[0] is leaves and weights.leaves(unit, other)[0] is not leaves

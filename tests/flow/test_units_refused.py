@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from outcore.flow.check.trial import why_config_not_streamed, why_not_streamed
+from outcore.engine.stream.check.gradients import why_config_not_trained, why_not_trained
 from outcore.flow.parts import discovery
 from outcore.flow.parts.discovery import discover_units, find_stack
 from outcore.flow.parts.shell import StreamUnsupported
@@ -83,7 +83,7 @@ def test_errors_of_a_models_own_code_are_the_reason_and_ours_are_not(monkeypatch
     with pytest.raises(StreamUnsupported, match="layer by layer: TypeError: what layer is this") as caught:
         discover_units(loaded)
     assert isinstance(caught.value.__cause__, TypeError)
-    assert "what layer is this" in why_not_streamed(loaded)
+    assert "what layer is this" in why_not_trained(loaded)
     loaded = tiny_loaded("llama")
     loaded.model.model.norm.forward = lambda hidden: hidden[7]
     with pytest.raises(StreamUnsupported, match="layer by layer: IndexError"):
@@ -143,7 +143,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_shapes_are_made_tiny_and_streamed(name):
     fields = dict(PUBLISHED[name])
-    assert why_config_not_streamed(transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)) == ""
+    assert why_config_not_trained(transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)) == ""
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_published_shapes_are_made_tiny_and_streamed(name):
     ],
 )
 def test_models_that_are_not_streamed_get_the_true_reason(model_type, reason):
-    assert reason in why_config_not_streamed(transformers.AutoConfig.for_model(model_type))
+    assert reason in why_config_not_trained(transformers.AutoConfig.for_model(model_type))
 
 
 @pytest.mark.parametrize(
@@ -167,16 +167,16 @@ def test_parameters_that_stay_in_fp32_are_the_reason_before_a_model_is_made(mode
     """ERNIE-4.5's constructor makes its routers in fp32; Flint's are kept so when trained weights are loaded."""
     config = transformers.AutoConfig.for_model(model_type)
     named = r"several types, float32 among bfloat16 \(model.layers.\d.*--precision fp32"
-    assert re.search(named, why_config_not_streamed(config, dtype=torch.bfloat16, trained=True))
-    assert bool(re.search(named, why_config_not_streamed(config, dtype=torch.bfloat16))) == from_scratch_too
-    assert why_config_not_streamed(config, trained=True) == ""
+    assert re.search(named, why_config_not_trained(config, dtype=torch.bfloat16, trained=True))
+    assert bool(re.search(named, why_config_not_trained(config, dtype=torch.bfloat16))) == from_scratch_too
+    assert why_config_not_trained(config, trained=True) == ""
 
 
 def test_a_tiny_copy_that_does_not_run_says_nothing_of_the_model(monkeypatch):
     """Whatever `shrink` does not know yet: the reason is that, not the first thing that failed."""
     monkeypatch.setattr(shrink, "_KV_HEADS", ())
     fields = dict(PUBLISHED["falcon-40b"])
-    why = why_config_not_streamed(transformers.AutoConfig.for_model(fields.pop("model_type"), **fields))
+    why = why_config_not_trained(transformers.AutoConfig.for_model(fields.pop("model_type"), **fields))
     assert why.startswith("a tiny copy of it could not be built and run to try it (RuntimeError")
 
 
@@ -184,12 +184,12 @@ def test_a_tiny_copy_that_does_not_run_says_nothing_of_the_model(monkeypatch):
 def test_a_model_may_have_frozen_parameters_of_its_own(model_type):
     loaded = tiny_loaded(model_type)
     assert any(not p.requires_grad for p in loaded.model.parameters())
-    assert why_not_streamed(loaded) == ""
+    assert why_not_trained(loaded) == ""
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "gemma2", "mixtral", "gpt2"])
 def test_a_tiny_copy_shows_that_a_model_can_be_streamed(model_type):
-    assert why_not_streamed(tiny_loaded(model_type)) == ""
+    assert why_not_trained(tiny_loaded(model_type)) == ""
 
 
 def test_a_head_that_looks_at_more_than_hidden_states_is_found_out():
@@ -210,6 +210,6 @@ def test_a_head_that_looks_at_more_than_hidden_states_is_found_out():
 
     loaded.model.__class__ = Model
     loaded.model.model.__class__ = Sneaky
-    assert "other gradients than as a whole" in why_not_streamed(loaded)
+    assert "other gradients than as a whole" in why_not_trained(loaded)
     loaded.model.__class__ = type("Broken", (Model,), {"_from_config": None})
-    assert "could not be built" in why_not_streamed(loaded)
+    assert "could not be built" in why_not_trained(loaded)

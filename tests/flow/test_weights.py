@@ -190,7 +190,7 @@ def test_reads_go_ahead_of_the_device_buffers(build, drive):
         return submit(name, *args, **kwargs)
 
     store.submit_read = watch
-    runner = engine._parts.schedule.runner
+    runner = engine._parts.flow.runner
     layer, ahead = runner.layer, []
 
     def compute(index, *args):

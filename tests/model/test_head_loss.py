@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.check.gradients import run_units, why_not_trained
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.check.trial import run_units, why_not_streamed
 from outcore.model.hook import is_head_loss
 from outcore.model.loss import summed_loss
 from outcore.model.settings import ModelSettings
@@ -139,5 +139,5 @@ def test_which_losses_of_a_module_can_be_streamed(tmp_path, loss, reason):
     loaded = load_model(ModelSettings(model_module=f"{file}:build", precision="fp32", seq_length=16))
     assert is_head_loss(loaded.head_loss) == (loss == "of_tokens")
     assert (loaded.loss_fn is not None) == (loss == "of_the_model")
-    why = why_not_streamed(loaded)
+    why = why_not_trained(loaded)
     assert reason in why and bool(why) == bool(reason)

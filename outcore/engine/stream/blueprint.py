@@ -9,15 +9,16 @@ from functools import partial
 
 import torch
 
+from outcore.engine.stream.check.gradients import GRADIENTS
+from outcore.engine.stream.check.tiles import try_tiled_copy
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.tiles_work import work_of_step
 from outcore.flow.check.packed_rows import attention_to_packed_rows
-from outcore.flow.check.tiles_trial import try_tiled_copy
 from outcore.flow.check.trial import sharing_holds, try_tiny_copy
 from outcore.flow.layers.compiled import CompiledLayers, draws_random_numbers
 from outcore.flow.layers.graphs import LayerGraphs
 from outcore.flow.parts.discovery import discover_units
-from outcore.flow.parts.units import Units
+from outcore.flow.parts.units import ModelParts
 from outcore.flow.tiles.plan import TilePlan, free_device_bytes, plan_tiles
 from outcore.flow.weights.homes import plan_cuts
 from outcore.model.weights.load import LoadedModel
@@ -34,7 +35,7 @@ class Blueprint:
     loaded: LoadedModel
     settings: StreamSettings
     device: torch.device
-    units: Units
+    units: ModelParts
     aux_coefficient: float
     """Of the routers' balancing loss; 0 without."""
     packed_rows: str
@@ -80,7 +81,7 @@ def draw_blueprint(
     """
     units = discover_units(loaded)
     if trial:
-        try_tiny_copy(loaded)
+        try_tiny_copy(loaded, GRADIENTS)
     dtype = units.embed.layout.dtype
     aux_coefficient = loaded.token_loss().aux_coefficient
     packed_rows = attention_to_packed_rows(
@@ -125,7 +126,7 @@ def draw_blueprint(
 
 def _compiled(
     loaded: LoadedModel,
-    units: Units,
+    units: ModelParts,
     settings: StreamSettings,
     device: torch.device,
     aux_coefficient: float,
@@ -153,7 +154,7 @@ def _compiled(
 
 
 def _tile_plan(
-    loaded: LoadedModel, units: Units, settings: StreamSettings, device: torch.device, *, compiled: bool
+    loaded: LoadedModel, units: ModelParts, settings: StreamSettings, device: torch.device, *, compiled: bool
 ) -> TilePlan:
     device_bytes = free_device_bytes(device) if settings.device_bytes is None else settings.device_bytes
     sum_itemsize = 4 if settings.accumulate == "fp32" else units.embed.layout.dtype.itemsize

@@ -13,23 +13,31 @@ import torch
 
 from outcore.engine.stream.activations.memory import Activations, DeviceActivations, RamActivations
 from outcore.engine.stream.activations.nvme import NvmeActivations
+from outcore.engine.stream.backward.head import HeadGradient
+from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.blueprint import Blueprint, draw_blueprint
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.gradients.arena import GradientArena
-from outcore.engine.stream.gradients.download import GradientDownload
+from outcore.engine.stream.gradients.download import GradientDownload, GradientShipping
+from outcore.engine.stream.gradients.tiled_download import TiledDownload
+from outcore.engine.stream.gradients.tiles import TileGradients
 from outcore.engine.stream.host_sizes import arena_bytes, lender, pool_bytes, read_ahead_bytes, state_store
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.updates import TIMEOUT_S, UnitUpdates, UpdatedWeights
+from outcore.engine.stream.updates import TIMEOUT_S, PartUpdates, UpdatedWeights
 from outcore.flow.device_memory import let_segments_grow
-from outcore.flow.layers.runner import UnitRunner
-from outcore.flow.parts.units import Units
-from outcore.flow.tiles.units import TiledUnits, open_tiles
+from outcore.flow.flow import Flow
+from outcore.flow.layers.head import Head
+from outcore.flow.layers.routers import RouterTaps
+from outcore.flow.layers.runner import PartRunner
+from outcore.flow.parts.units import ModelParts
+from outcore.flow.tiles.units import TiledParts, open_tiles
 from outcore.flow.trace.stalls import Stalls
 from outcore.flow.weights.homes import WeightHomes
 from outcore.flow.weights.prefetch import WeightPrefetcher
 from outcore.flow.weights.scratch import Scratch
+from outcore.flow.weights.source import WeightArrival
 from outcore.model.weights.load import LoadedModel
 from outcore.optim import Backend, OptimizerPool, default_num_threads, open_backend
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
@@ -79,9 +87,8 @@ def build_stream_engine(
         stalls = Stalls(device)
         optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, undo)
         traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer.updates, stalls)
-        runner = _runner(plan, traffic.tiles)
-        activations = _activations(plan, ground, arena)
-        schedule = VerticalSchedule(runner, traffic.prefetcher, traffic.download, activations, device, settings.seed)
+        flow = _flow(plan, traffic)
+        schedule = _schedule(plan, flow, traffic.download, _activations(plan, ground, arena))
         parts = EngineParts(
             units=plan.units,
             device=device,
@@ -94,8 +101,8 @@ def build_stream_engine(
             download_lane=ground.download,
             optimizer=optimizer.pool,
             updates=optimizer.updates,
-            prefetcher=traffic.prefetcher,
             download=traffic.download,
+            flow=flow,
             schedule=schedule,
             stalls=stalls,
             tile_plan=plan.tile_plan,
@@ -115,7 +122,7 @@ def _whole_name(device: torch.device) -> torch.device:
     return device
 
 
-def _prepare_model(units: Units, device: torch.device, *, expert_by_expert: bool) -> None:
+def _prepare_model(units: ModelParts, device: torch.device, *, expert_by_expert: bool) -> None:
     """Buffers (rotary frequencies and the like) stay on the device; layers are recomputed by the schedule only.
 
     `expert_by_expert`: a mixture's stacked weights are in tiles, so its experts must be computed one after another.
@@ -195,7 +202,7 @@ class _Optimizer:
 
     pool: OptimizerPool
     ring: StateRing | None
-    updates: UnitUpdates
+    updates: PartUpdates
 
 
 def _open_optimizer(
@@ -224,17 +231,17 @@ def _open_optimizer(
             timeout_s=TIMEOUT_S,
         )
         undo.callback(ring.close)
-    return _Optimizer(pool, ring, UnitUpdates(homes, arena, pool, ring, stalls=stalls))
+    return _Optimizer(pool, ring, PartUpdates(homes, arena, pool, ring, stalls=stalls))
 
 
 @dataclass(frozen=True)
 class _Traffic:
     """How weights reach the device and gradients leave it."""
 
-    prefetcher: WeightPrefetcher
-    download: GradientDownload
-    tiles: TiledUnits | None
-    """None: every unit comes in whole."""
+    arrival: WeightArrival
+    download: GradientShipping
+    tiles: TiledParts | None
+    """None: every part comes in whole."""
 
 
 def _traffic(
@@ -243,7 +250,7 @@ def _traffic(
     drive_lanes: dict[str, UploadLane],
     homes: Homes,
     arena: GradientArena,
-    updates: UnitUpdates,
+    updates: PartUpdates,
     stalls: Stalls,
 ) -> _Traffic:
     holding, skip = plan.tile_plan.holding, plan.tile_plan.indices
@@ -272,30 +279,28 @@ def _traffic(
     )
     if not plan.tile_plan.tiled:
         return _Traffic(prefetcher, download, None)
-    tiles, tiled_prefetcher, tiled_download = open_tiles(
-        plan.tile_plan,
-        source,
-        ground.memory,
-        ground.upload,
-        drive_lanes.get("tiles"),
-        ground.download,
-        prefetcher,
-        download,
-        plan.sum_dtype,
-    )
-    return _Traffic(tiled_prefetcher, tiled_download, tiles)
+    tiled = plan.tile_plan.tiled
+    gradients = TileGradients(tiled, download, ground.upload, ground.download, ground.memory)
+    tiles = open_tiles(plan.tile_plan, source, ground.upload, drive_lanes.get("tiles"), prefetcher, gradients)
+    shipping = TiledDownload(download, tiled, gradients, plan.sum_dtype, plan.device)
+    return _Traffic(tiles.arrival, shipping, tiles.parts)
 
 
-def _runner(plan: Blueprint, tiles: TiledUnits | None) -> UnitRunner:
-    return UnitRunner(
-        plan.units,
+def _flow(plan: Blueprint, traffic: _Traffic) -> Flow:
+    taps = RouterTaps(plan.units) if plan.aux_coefficient else None
+    runner = PartRunner(plan.units, compiled=plan.compiled, tiles=traffic.tiles, taps=taps)
+    head = Head(
+        runner,
         vocab_size=plan.loaded.facts.vocab_size,
-        aux_coefficient=plan.aux_coefficient,
         logits_chunk_bytes=plan.settings.logits_chunk_bytes,
-        compiled=plan.compiled,
-        tiles=tiles,
         head_loss=plan.loaded.head_loss,
     )
+    return Flow(runner, head, traffic.arrival, plan.device)
+
+
+def _schedule(plan: Blueprint, flow: Flow, download: GradientShipping, activations: Activations) -> VerticalSchedule:
+    head = HeadGradient(flow.head, aux_coefficient=plan.aux_coefficient, compiled=not plan.compiled.why_not)
+    return VerticalSchedule(flow, BackwardRunner(flow.runner), head, download, activations, plan.settings.seed)
 
 
 def _activations(plan: Blueprint, ground: _Ground, arena: GradientArena) -> Activations:

@@ -31,13 +31,15 @@ from outcore.engine.base import (
 )
 from outcore.engine.stream.loss_scale import LossScaler
 from outcore.engine.stream.parts import EngineParts
+from outcore.engine.stream.rng import generators_kept
 from outcore.engine.stream.schedule import PassSums
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.state import StreamState
 from outcore.engine.stream.trace_window import NoTracing, StepTracing, TracePlan, TraceWindow
 from outcore.engine.stream.updates import is_usable
+from outcore.flow.call import Call
 from outcore.flow.parts.packing import DeviceBatch
-from outcore.flow.parts.units import Unit
+from outcore.flow.parts.units import Part
 from outcore.flow.trace.clock import PhaseClock
 from outcore.flow.trace.moments import moment, wait_for
 from outcore.model.generate import context_length_of
@@ -98,12 +100,12 @@ class StreamEngine:
         parts, self._failed = self._parts, True
         self._tracing.step_begins()
         clock = PhaseClock(self.device)
-        shipped: list[tuple[Unit, LaneTransfer]] = []
+        shipped: list[tuple[Part, LaneTransfer]] = []
         scale = self._scaler.cur_scale
         immediate = None if self._deferred else self._hyper(lr, 1.0)
         parts.updates.begin_step()
 
-        def on_gradient(unit: Unit, transfer: LaneTransfer) -> None:
+        def on_gradient(unit: Part, transfer: LaneTransfer) -> None:
             if immediate is None:
                 shipped.append((unit, transfer))
             else:
@@ -131,7 +133,7 @@ class StreamEngine:
         loss, aux = float(sums.ce_sum) / total, float(sums.aux_sum) / total
         return StepResult(loss, aux, norm, total, skipped, phase_s)
 
-    def _settle(self, shipped: list[tuple[Unit, LaneTransfer]], norm: float, scale: float, lr: float) -> bool:
+    def _settle(self, shipped: list[tuple[Part, LaneTransfer]], norm: float, scale: float, lr: float) -> bool:
         """Deferred: hand every unit to the optimizer, first needed first, or none of them. True when skipped."""
         limit = self.settings.max_grad_norm
         clip = min(1.0, limit / (norm + CLIP_EPS)) if limit else 1.0
@@ -195,12 +197,13 @@ class StreamEngine:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """No dropout, every update applied."""
+        """No dropout, every update applied; random numbers go on as if nothing had been drawn."""
         self._drain()
         was_training = self.loaded.model.training
         self.loaded.model.eval()
         try:
-            yield
+            with generators_kept(self.device):
+                yield
         finally:
             self.loaded.model.train(was_training)
 
@@ -211,7 +214,10 @@ class StreamEngine:
 
         def run() -> None:
             nonlocal sums
-            found = self._parts.schedule.evaluate(group)
+            found = PassSums.zero(self.device)
+            for output in self._parts.flow.run([Call(batch, "loss") for batch in group]):
+                assert output.ce_sum is not None and output.n_tokens is not None
+                found = found.plus(output.ce_sum, output.n_tokens)
             sums = sums + torch.stack([found.ce_sum, found.n_tokens])
             group.clear()
 
@@ -235,7 +241,9 @@ class StreamEngine:
         with self._evaluating():
             for _ in range(max_new_tokens):
                 ids = torch.tensor([tokens[-length:]], dtype=torch.long, device=self.device)
-                token = self._parts.schedule.next_logits(ids).argmax()
+                (output,) = self._parts.flow.run([Call({"input_ids": ids})])
+                assert output.logits is not None
+                token = output.logits[0].argmax()
                 wait_for(moment(self.device), "the next token")
                 tokens.append(int(token))
                 if tokens[-1] == eos_token_id:

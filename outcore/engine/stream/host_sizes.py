@@ -8,7 +8,7 @@ from outcore.common.quantities import GIB, round_up
 from outcore.engine.stream.activations.memory import Lend
 from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.parts.units import Units
+from outcore.flow.parts.units import ModelParts
 from outcore.flow.weights.scratch import Scratch
 from outcore.machine.host import available_ram_bytes
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
@@ -21,7 +21,7 @@ SMALLEST_READ_AHEAD_SLOTS = 4
 """Two for whole units, two for tiles."""
 
 
-def home_bytes(units: Units, cuts: dict[int, int], settings: StreamSettings) -> int:
+def home_bytes(units: ModelParts, cuts: dict[int, int], settings: StreamSettings) -> int:
     """Homes in RAM that cross to the device: parameters before their unit's cut (`plan_cuts`), and gradients."""
     gradients = homes = 0
     for unit in units.all:
@@ -31,7 +31,7 @@ def home_bytes(units: Units, cuts: dict[int, int], settings: StreamSettings) -> 
     return homes + (gradients if limit is None else min(gradients, limit))
 
 
-def pool_bytes(units: Units, cuts: dict[int, int], settings: StreamSettings) -> int:
+def pool_bytes(units: ModelParts, cuts: dict[int, int], settings: StreamSettings) -> int:
     """Pinned memory to ask for: what may be taken, but no more than lanes, homes and weights read ahead can use."""
     ahead = 0
     if any(cuts[unit.index] < unit.layout.numel for unit in units.all):
@@ -39,7 +39,7 @@ def pool_bytes(units: Units, cuts: dict[int, int], settings: StreamSettings) -> 
     return min(settings.staging_bytes, settings.lane_bytes + home_bytes(units, cuts, settings) + ahead)
 
 
-def read_ahead_bytes(units: Units, cuts: dict[int, int], settings: StreamSettings, free_bytes: int) -> int:
+def read_ahead_bytes(units: ModelParts, cuts: dict[int, int], settings: StreamSettings, free_bytes: int) -> int:
     """Of a pool with `free_bytes` beside the lanes: what homes leave, or half of it where they do not all fit."""
     left = free_bytes - home_bytes(units, cuts, settings)
     return min(settings.weight_read_ahead_bytes, max(left, free_bytes // 2))
@@ -55,7 +55,7 @@ def state_store(chunks: dict[int, list[StateChunk]], scratch: Scratch | None) ->
     return scratch.store("optimizer states", specs)
 
 
-def arena_bytes(units: Units, settings: StreamSettings) -> int | None:
+def arena_bytes(units: ModelParts, settings: StreamSettings) -> int | None:
     """RAM for gradients with immediate updates: as told, else all of them where RAM is free, else the least."""
     if settings.gradient_bytes is not None:
         return settings.gradient_bytes
@@ -64,7 +64,7 @@ def arena_bytes(units: Units, settings: StreamSettings) -> int | None:
     return None if all_bytes <= free_bytes else smallest_arena_bytes(units.all)
 
 
-def lender(units: Units, arena: GradientArena, tiled: frozenset[int]) -> Lend:
+def lender(units: ModelParts, arena: GradientArena, tiled: frozenset[int]) -> Lend:
     """Gradients' homes for checkpoints; a tiled layer's are written to while its checkpoints are still needed."""
 
     def lend(layer: int) -> torch.Tensor | None:

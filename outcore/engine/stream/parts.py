@@ -12,14 +12,14 @@ import torch
 from outcore.common.deadline import CLOSE_TIMEOUT_S, Deadline
 from outcore.common.quantities import format_gb, format_gib
 from outcore.engine.stream.gradients.arena import GradientArena
-from outcore.engine.stream.gradients.download import GradientDownload
+from outcore.engine.stream.gradients.download import GradientShipping
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.updates import UnitUpdates
-from outcore.flow.parts.units import Units
+from outcore.engine.stream.updates import PartUpdates
+from outcore.flow.flow import Flow
+from outcore.flow.parts.units import ModelParts
 from outcore.flow.tiles.plan import TilePlan
 from outcore.flow.trace.stalls import Stalls
-from outcore.flow.weights.prefetch import WeightPrefetcher
 from outcore.flow.weights.scratch import Scratch
 from outcore.optim import OptimizerPool
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 class EngineParts:
     """What `build_stream_engine` puts together."""
 
-    units: Units
+    units: ModelParts
     device: torch.device
     staging: PinnedPool
     memory: HostMemory
@@ -46,9 +46,9 @@ class EngineParts:
     """For parameters on NVMe, of whole units and of tiles; none when all are in RAM."""
     download_lane: DownloadLane
     optimizer: OptimizerPool
-    updates: UnitUpdates
-    prefetcher: WeightPrefetcher
-    download: GradientDownload
+    updates: PartUpdates
+    download: GradientShipping
+    flow: Flow
     schedule: VerticalSchedule
     stalls: Stalls
     tile_plan: TilePlan
@@ -72,7 +72,7 @@ class EngineParts:
             [
                 f"stream: {len(self.units.layers)} layers of {total / 1e6:.1f} M parameters, {trained / 1e6:.1f} M "
                 f"trained{tied}",
-                f"  device: {format_gib(self.prefetcher.device_bytes)} of weight buffers, "
+                f"  device: {format_gib(self.flow.arrival.device_bytes)} of weight buffers, "
                 f"{format_gib(self.download.device_bytes)} of gradient buffers; activation checkpoints "
                 f"{homes[settings.activations_on(self.device)]}",
                 f"  RAM: {format_gib(self.memory.pinned_bytes + self.memory.pageable_bytes)} of parameters, gradients "
@@ -114,7 +114,7 @@ class EngineParts:
         ]
 
     def _layers_in_words(self) -> str:
-        compiled = self.schedule.runner.compiled
+        compiled = self.flow.runner.compiled
         if compiled is None or compiled.why_not:
             return f"eager ({compiled.why_not if compiled is not None else 'no compiler was given'})"
         return f"compiled, {compiled.num_kinds} kinds"
@@ -134,7 +134,7 @@ class EngineParts:
         closing: list[Callable[[], object]] = [
             lambda: self.updates.close(deadline.left_s()),
             lambda: self.optimizer.close(deadline.left_s(), cancel=True),
-            lambda: self.prefetcher.abort(Deadline(min(self.upload.timeout_s, deadline.left_s()))),
+            lambda: self.flow.arrival.abort(Deadline(min(self.upload.timeout_s, deadline.left_s()))),
             *(partial(close_lane, lane) for lane in (self.upload, *self.drive_lanes, self.download_lane)),
         ]
         if self.scratch is not None:

@@ -19,7 +19,7 @@ def seed_of(seed: int, step: int, micro_batch: int, unit: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-class UnitRandom:
+class PartRandom:
     """Seeds the CPU's and the device's default generator for one step."""
 
     def __init__(self, device: torch.device, seed: int, step: int) -> None:

@@ -108,7 +108,7 @@ class TraceWindow:
     def _attach(self) -> None:
         parts = self._parts
         recorder = self._recorder = TraceRecorder(parts.device)
-        parts.schedule.trace = parts.stalls.trace = recorder
+        parts.flow.trace = parts.stalls.trace = recorder
         for lane in (parts.upload, *parts.drive_lanes):
             lane.clock.on_copy = partial(recorder.copied, "upload")
         parts.download_lane.clock.on_copy = partial(recorder.copied, "download")
@@ -119,7 +119,7 @@ class TraceWindow:
 
     def _detach(self) -> None:
         parts = self._parts
-        parts.schedule.trace = parts.stalls.trace = NO_TRACE
+        parts.flow.trace = parts.stalls.trace = NO_TRACE
         parts.optimizer.on_finished = None
         for lane in (parts.upload, parts.download_lane, *parts.drive_lanes):
             lane.clock.on_copy = None

@@ -19,7 +19,7 @@ from outcore.common.deadline import CLOSE_TIMEOUT_S
 from outcore.common.quantities import format_s
 from outcore.engine.base import LOWER_RATE, EngineError, NonFiniteLossError
 from outcore.engine.stream.gradients.arena import GradientArena
-from outcore.flow.parts.units import Unit
+from outcore.flow.parts.units import Part
 from outcore.flow.trace.stalls import Stalls
 from outcore.optim import AdamWHyper, OptimizerPool, Ticket
 from outcore.optim.reference import LARGEST_GRAD
@@ -36,7 +36,7 @@ TIMEOUT_S = 600.0
 class _Pending:
     """One update between its submission and its end."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Part) -> None:
         self.unit = unit
         self.handed_over = threading.Event()
         self.ticket: Ticket | None = None
@@ -45,7 +45,7 @@ class _Pending:
         self.error: BaseException | None = None
 
 
-class UnitUpdates:
+class PartUpdates:
     """See the module docstring. Called from one thread (the lanes' callbacks apart). `ring` None: all is in RAM."""
 
     def __init__(
@@ -72,12 +72,12 @@ class UnitUpdates:
 
     def submit(
         self,
-        unit: Unit,
+        unit: Part,
         gradient: LaneTransfer,
         hyper: AdamWHyper,
         *,
         guard: bool = False,
-        norm_of: Callable[[Unit], float | None] | None = None,
+        norm_of: Callable[[Part], float | None] | None = None,
     ) -> None:
         """Update `unit` once `gradient` has arrived in its home. `norm_of`: its norm, if that is known then, which
         spares a guarded update a pass over the gradient."""
@@ -130,7 +130,7 @@ class UnitUpdates:
             pending.error = error
         pending.handed_over.set()
 
-    def is_done(self, unit: Unit) -> bool:
+    def is_done(self, unit: Part) -> bool:
         """Whether `wait` would return or raise at once."""
         pending = self._pending.get(unit.index)
         if pending is None:
@@ -141,7 +141,7 @@ class UnitUpdates:
             return False
         return pending.ring_ticket is None or pending.ring_ticket.done.is_set()
 
-    def wait(self, unit: Unit) -> None:
+    def wait(self, unit: Part) -> None:
         """Until the unit is up to date. TimeoutError, NonFiniteLossError, or what went wrong with it."""
         if self._ring is not None:
             self._ring.check()  # a write of an earlier update may have failed since
@@ -203,22 +203,21 @@ class UnitUpdates:
 
 
 class UpdatedWeights:
-    """What the prefetcher asks (its `WeightSource`): homes, and whether their last update is over."""
+    """What flow asks (its `WeightSource`): homes, and whether their last update is over."""
 
-    def __init__(self, homes: Homes, updates: UnitUpdates) -> None:
+    def __init__(self, homes: Homes, updates: PartUpdates) -> None:
         self._homes, self._updates = homes, updates
 
-    def slab(self, unit: Unit) -> torch.Tensor:
+    def ram(self, unit: Part) -> torch.Tensor:
         return self._homes[unit].slab
 
-    def stored(self, unit: Unit) -> tuple[TensorStore, str] | None:
-        place = self._homes.weights.stored_at(unit, len(self._homes[unit].slab))
-        return None if place is None else place[:2]
+    def stored(self, unit: Part) -> tuple[TensorStore, str] | None:
+        return self._homes.weights.rest(unit)
 
-    def is_ready(self, unit: Unit) -> bool:
+    def is_current(self, unit: Part) -> bool:
         return self._updates.is_done(unit)
 
-    def wait_ready(self, unit: Unit) -> None:
+    def wait_current(self, unit: Part) -> None:
         self._updates.wait(unit)
 
 

@@ -1,30 +1,32 @@
-"""Can this model be streamed? Found out by doing it: a tiny copy of its config is run unit by unit and as a whole.
+"""Can this model be streamed? Found out by doing it: a tiny copy of its config is run part by part and as a whole.
 
-The structure is taken apart on the model itself (`units`); whether the parts put together are the model is a question
-of numbers: loss and every gradient of the tiny copy are compared with plain autograd, for padded and (where the model
-trains on them) packed rows. No list of model names is kept. Cost: a fraction of a second.
+The structure is taken apart on the model itself (`discovery`); whether the parts put together are the model is a
+question of numbers, for padded and (where the model trains on them) packed rows. What is compared is a `Trial`: the
+logits here; whoever trains compares gradients. No list of model names is kept. Cost: a fraction of a second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
-from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.flow.layers.runner import UnitRunner
+from outcore.common.errors import line_of
+from outcore.flow.layers.head import Head, HeadInput
+from outcore.flow.layers.runner import PartRunner
 from outcore.flow.parts.discovery import discover_units
 from outcore.flow.parts.layout import several_types
 from outcore.flow.parts.packing import DeviceBatch
-from outcore.flow.parts.shell import CallLog, LayerCall, StreamUnsupported, line_of
+from outcore.flow.parts.shell import CallLog, LayerCall, StreamUnsupported
 from outcore.flow.parts.structure import alike
-from outcore.flow.parts.units import Unit, Units
+from outcore.flow.parts.units import ModelParts, Part
 from outcore.model.facts import model_facts, parameter_types, resolve_attention, why_not_read_in_layers
 from outcore.model.head import unwrap
-from outcore.model.inputs import IGNORE, attention_of
+from outcore.model.inputs import IGNORE, attention_of, forward_inputs
 from outcore.model.packed.borders import PACKED_ATTENTION
 from outcore.model.packed.trial import takes_packed_attention
 from outcore.model.trial.abilities import MAX_TRIAL_PARAMS, Abilities, builder_of, check_abilities, run_once
@@ -33,15 +35,26 @@ from outcore.model.weights.initialise import seeded_cpu
 from outcore.model.weights.load import LoadedModel
 
 TOLERANCE = 1e-3
-"""Largest difference of a gradient, relative to the largest gradient of the model, in fp32."""
+"""Largest difference that a trial may find, relative to the largest value, in fp32."""
 Batch = dict[str, torch.Tensor]
 
 
-def why_not_streamed(loaded: LoadedModel) -> str:
-    """'' when the streaming engine trains this model; otherwise the reason, in words. Parameters must be on the CPU."""
+@dataclass(frozen=True)
+class Trial:
+    """What is compared."""
+
+    what: str
+    """In words, for a refusal."""
+    difference: Callable[[LoadedModel, Batch], float]
+    """Of a tiny copy on one batch, part by part and as a whole."""
+
+
+def why_not_streamed(loaded: LoadedModel, trial: Trial | None = None) -> str:
+    """'' when this model can be streamed; otherwise the reason, in words. Parameters must be on the CPU. `trial`: None
+    compares logits."""
     try:
         discover_units(loaded)
-        try_tiny_copy(loaded)
+        try_tiny_copy(loaded, trial)
     except StreamUnsupported as error:
         return str(error)
     return ""
@@ -53,6 +66,7 @@ def why_config_not_streamed(
     trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
     *,
+    trial: Trial | None = None,
     trained: bool = False,
 ) -> str:
     """As `why_not_streamed`, from a transformers config alone: no weight is read, no memory is spent. `dtype`: of the
@@ -71,10 +85,10 @@ def why_config_not_streamed(
                 types = parameter_types(build(shrink_config(config), dtype=dtype), dtype, trained=trained)
     except Exception as error:  # any model's own code may fail in any way on a shrunken config
         return f"a tiny copy of it could not be built and run to try it ({line_of(error)})"
-    return why_not_streamed(tiny) or several_types(types)
+    return why_not_streamed(tiny, trial) or several_types(types)
 
 
-def try_tiny_copy(loaded: LoadedModel) -> None:
+def try_tiny_copy(loaded: LoadedModel, trial: Trial | None = None) -> None:
     """StreamUnsupported when a tiny copy of the model gives other numbers unit by unit than as a whole."""
     try:
         with seeded_cpu(0, "stream trial"):
@@ -102,7 +116,7 @@ def try_tiny_copy(loaded: LoadedModel) -> None:
     for batch in batches:
         kind = "packed" if "position_ids" in batch else "padded"
         try:
-            difference = _difference(tiny, batch)
+            difference = (trial or FORWARD).difference(tiny, batch)
         except StreamUnsupported:
             raise
         except Exception as error:
@@ -111,13 +125,13 @@ def try_tiny_copy(loaded: LoadedModel) -> None:
             ) from error
         if not difference <= TOLERANCE:
             raise StreamUnsupported(
-                f"unit by unit, a tiny copy of it gets other gradients than as a whole on {kind} rows (off by "
-                f"{difference:.1e} of the largest)"
+                f"unit by unit, a tiny copy of it gets other {(trial or FORWARD).what} than as a whole on {kind} rows "
+                f"(off by {difference:.1e} of the largest)"
             )
 
 
 @torch.no_grad()
-def _why_not_alone(units: Units, log: CallLog) -> str:
+def _why_not_alone(units: ModelParts, log: CallLog) -> str:
     """Which layer uses what earlier ones left in a mapping that all are called with (keys and values that layers
     share): it is run with and without. '' when there is none."""
     hidden = log.hidden
@@ -167,7 +181,7 @@ def sharing_holds(loaded: LoadedModel) -> bool:
 
 
 @torch.no_grad()
-def _sharing_holds(units: Units, log: CallLog) -> bool:
+def _sharing_holds(units: ModelParts, log: CallLog) -> bool:
     for index, like in enumerate(alike(units.layers)):
         call, own = log.call(index), units.layers[index]
         weights: dict[str, torch.Tensor] = dict(own.named_parameters())
@@ -179,48 +193,32 @@ def _sharing_holds(units: Units, log: CallLog) -> bool:
     return True
 
 
-def run_units(
-    loaded: LoadedModel, batch: Batch, runner: UnitRunner | None = None
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(summed objective, gradients of its mean by name) of one micro-batch, unit by unit on the CPU, no engine."""
-    if runner is None:
-        runner = UnitRunner(
-            discover_units(loaded),
-            vocab_size=loaded.facts.vocab_size,
-            aux_coefficient=loaded.token_loss().aux_coefficient,
-            logits_chunk_bytes=4 * 16 * loaded.facts.vocab_size,
-            head_loss=loaded.head_loss,
-        )
-    units = runner.units
-    total = int((batch["labels"][:, 1:] != IGNORE).sum())
-    slabs = {unit.index: _slab(unit) for unit in units.all}
-    sums = {u.index: GradAccumulator(u.layout, torch.zeros(u.layout.numel, dtype=u.layout.dtype)) for u in units.all}
-    log = runner.embed(slabs[units.embed.index], batch)
-    hidden, inputs, routers, counts = log.hidden, [], [], []
-    for index, unit in enumerate(units.layer_units):
-        inputs.append(hidden)
-        hidden, found = runner.layer(index, slabs[unit.index], hidden, log.call(index))
-        routers += found
-        counts.append(len(found))
-    head = units.head.index
-    result = runner.head.one(slabs[head], hidden, batch, log, routers, grad_scale=1.0 / total, into=sums[head])
-    grad, grad_routers = result.grad_hidden, result.grad_routers
-    for index, unit in reversed(list(enumerate(units.layer_units))):
-        cut = len(grad_routers) - counts[index]
-        own, grad_routers = grad_routers[cut:], grad_routers[:cut]
-        grad = runner.layer_backward(
-            index, slabs[unit.index], inputs[index], log.call(index), grad, own, sums[unit.index]
-        )
-    runner.embed_backward(slabs[units.embed.index], batch, grad, sums[units.embed.index])
-    objective = result.ce_sum if result.aux_loss is None else result.ce_sum + result.aux_loss * result.n_tokens
-    grads: dict[str, torch.Tensor] = {}
-    for unit in units.all:
-        views = unit.layout.grad_views(sums[unit.index].complete())
-        grads |= {slot.name: view for slot, view in zip(unit.layout.trainable_slots, views, strict=True)}
-    return objective, grads
+def forward_difference(tiny: LoadedModel, batch: Batch) -> float:
+    """Largest difference of the logits, part by part and as a whole, relative to the largest; in fp32 on the CPU."""
+    causal = unwrap(tiny.model)
+    inputs = forward_inputs(
+        causal, {k: v for k, v in batch.items() if k != "labels"}, tiny.abilities.isolation or "position_ids"
+    )
+    with torch.no_grad():
+        whole = causal(**inputs).logits.float().flatten(0, -2)
+        runner = PartRunner(discover_units(tiny))
+        log = runner.embed(slab_of(runner.units.embed), batch)
+        hidden = log.hidden
+        for index, unit in enumerate(runner.units.layer_units):
+            hidden, _ = runner.layer(index, slab_of(unit), hidden, log.call(index))
+        head = Head(runner, vocab_size=tiny.facts.vocab_size)
+        everywhere = torch.arange(len(whole))
+        mine = head.logits(slab_of(runner.units.head), HeadInput(hidden, batch, log), everywhere)
+    counted = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).reshape(-1).bool()
+    off = float((mine - whole)[counted].abs().max()) / max(float(whole[counted].abs().max()), 1e-12)
+    return off if off == off else float("inf")
 
 
-def _slab(unit: Unit) -> torch.Tensor:
+FORWARD = Trial("logits", forward_difference)
+
+
+def slab_of(unit: Part) -> torch.Tensor:
+    """Its parameters, as they would lie on the device."""
     slab = torch.zeros(unit.layout.numel, dtype=unit.layout.dtype)
     for view, parameter in zip(unit.layout.views(slab), unit.parameters, strict=True):
         view.copy_(parameter.detach())
@@ -228,6 +226,7 @@ def _slab(unit: Unit) -> torch.Tensor:
 
 
 def tiny_copy(loaded: LoadedModel) -> LoadedModel:
+    """A copy of the model's shrunken config with random weights, fp32, on the CPU."""
     causal = unwrap(loaded.model)
     build: Any = type(causal)._from_config  # pyright: ignore[reportAttributeAccessIssue]
     return _tiny_model(build, loaded.config, attention_of(causal), loaded.abilities)
@@ -247,20 +246,3 @@ def _tiny_model(build: Callable[..., nn.Module], original: Any, attention: str, 
                 parameter.normal_(0.0, 1.0 / parameter.shape[-1] ** 0.5)
     run_once(model.eval())
     return LoadedModel(model, config, model_facts(model), abilities, "a tiny copy")
-
-
-def _difference(tiny: LoadedModel, batch: Batch) -> float:
-    loss = tiny.token_loss()
-    loss_sum = loss(tiny.model, batch)
-    total = int(loss_sum.n_tokens)
-    whole = loss_sum.objective(total)
-    named = {name: parameter for name, parameter in tiny.model.named_parameters() if parameter.requires_grad}
-    grads = torch.autograd.grad(whole, list(named.values()), allow_unused=True)
-    objective, mine = run_units(tiny, batch)
-    largest = max((float(g.abs().max()) for g in grads if g is not None), default=1.0)
-    worst = abs(float(objective) / total - float(whole.detach())) / max(1.0, abs(float(whole.detach())))
-    for (name, parameter), grad in zip(named.items(), grads, strict=True):
-        expected = torch.zeros_like(parameter) if grad is None else grad
-        off = float((mine[name] - expected).abs().max()) / max(largest, 1e-12)
-        worst = max(worst, off if off == off else float("inf"))
-    return worst

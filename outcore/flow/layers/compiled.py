@@ -1,8 +1,8 @@
-"""Layers through torch.compile: one forward and one backward function for all layers that are alike.
+"""Layers through torch.compile: one function of each role for all layers that are alike.
 
-The backward function recomputes and differentiates in one graph (a vector-Jacobian product), so the compiler drops what
-no gradient needs, such as the layer's last matrix product. Without compiler support for a model the layers run eagerly,
-with the reason said once. Dropout stays eager: the two graphs would draw different numbers from one seed.
+A *role* is what is computed of a layer: "forward", and what others register, such as a backward with recomputation.
+Without compiler support for a model the layers run eagerly, with the reason said once. Dropout stays eager: graphs of
+two roles would draw different numbers from one seed.
 Micro-batches of the shape that came first have functions of their own, compiled for just that shape: once rows of
 several lengths were seen, the compiler makes code for any length, which would serve the usual shape from then on, too.
 Cost: seconds to a minute at the first step, and a recompilation for a new sequence length.
@@ -20,14 +20,14 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.func import functional_call, vjp
+from torch.func import functional_call
 
-from outcore.engine.base import EngineError
+from outcore.common.errors import EngineError
 from outcore.flow.layers.adapters import with_added_adapters
 from outcore.flow.layers.graphs import LayerGraphs
 from outcore.flow.parts.shell import LayerCall, with_memory
 from outcore.flow.parts.structure import alike
-from outcore.flow.parts.units import Units
+from outcore.flow.parts.units import ModelParts
 from outcore.model.packed.borders import are_borders
 
 logger = logging.getLogger(__name__)
@@ -36,23 +36,30 @@ CompileChoice = Literal["auto", "on", "off"]
 MAX_RECOMPILES = 64
 """Graphs per function: kinds of layers x shapes. torch's default of 8 would be reached by long-tailed row lengths."""
 
+LayerForward = Callable[[Sequence[torch.Tensor], torch.Tensor, tuple, dict], torch.Tensor]
+"""(tensors in slot order, hidden, args, kwargs) -> hidden."""
+Role = Callable[[LayerForward, Sequence[bool]], Callable[..., torch.Tensor]]
+"""Makes a role's function from a layer's forward and, slot by slot, whether that parameter is trained. It takes what
+the forward takes, and perhaps more tensors: (tensors, hidden, args, kwargs, *more)."""
 LOAD_TIMEOUT_S = 120.0
 """Importing the compiler takes seconds; whoever needs it waits for the rest."""
 
 
 class CompiledLayers:
-    """See the module docstring. `why_not` says why layers run eagerly; '' while they are compiled."""
+    """The functions of all roles, and the graphs that run them. `why_not` says why layers run eagerly; '' while they
+    are compiled. `training`: in which mode of theirs layers are compiled; in the other they run eagerly."""
 
     def __init__(
         self,
-        units: Units,
+        units: ModelParts,
         choice: CompileChoice,
         backend: str | Callable[..., Any] = "inductor",
         *,
         share: bool = True,
         graphs: LayerGraphs | None = None,
+        training: bool = True,
     ) -> None:
-        self.units, self.choice = units, choice
+        self.units, self.choice, self._training = units, choice, training
         self.why_not = "compile: off" if choice == "off" else ""
         self._like = alike(units.layers) if share else list(range(len(units.layers)))
         self._backend = backend
@@ -60,8 +67,9 @@ class CompiledLayers:
         self.graphs_fit_eager = False
         """Whether eager layers may be captured: nothing random in them, nobody looks into them, and those that are
         alike may share a graph."""
-        self._functions: dict[tuple[int, bool], tuple[Callable[..., Any], Callable[..., Any]]] = {}
-        """By kind, and whether for the usual shape only."""
+        self._roles: dict[str, Role] = {"forward": lambda forward, trainable: forward}
+        self._functions: dict[tuple[str, int, bool], Callable[..., Any]] = {}
+        """By role, kind, and whether for the usual shape only."""
         self._usual: torch.Size | None = None
         if not self.why_not:  # for good, not in a context around every call
             limits = torch._dynamo.config
@@ -92,9 +100,13 @@ class CompiledLayers:
         finally:
             thread.join(LOAD_TIMEOUT_S)
 
+    def register(self, role: str, make: Role) -> None:
+        """Have layers run in this role, too."""
+        self._roles[role] = make
+
     def is_active(self, layer: int) -> bool:
-        """Whether this layer is to be run compiled now: while training, until the compiler gave up."""
-        return not self.why_not and self.units.layers[layer].training
+        """Whether this layer is to be run compiled now: in the mode it is compiled for, until the compiler gave up."""
+        return not self.why_not and self.units.layers[layer].training is self._training
 
     def give_up(self, reason: str) -> None:
         """Run eagerly from now on. EngineError when compilation was asked for."""
@@ -108,109 +120,67 @@ class CompiledLayers:
         if not self.why_not:
             self.give_up(reason)
 
-    def forward(
-        self, layer: int, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, call: LayerCall
+    def run(
+        self, role: str, layer: int, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, call: LayerCall, *more: Any
     ) -> torch.Tensor | None:
-        """The layer's output; None when it could not be compiled."""
-        return self._run(layer, 0, list(tensors), hidden, call.args, call.kwargs)
-
-    def backward(
-        self,
-        layer: int,
-        tensors: Sequence[torch.Tensor],
-        hidden: torch.Tensor,
-        call: LayerCall,
-        grad: torch.Tensor,
-        sums: list[torch.Tensor],
-    ) -> torch.Tensor | None:
-        """Gradient of the input; those of the trainable parameters are added to `sums`. None when it could not be
-        compiled (nothing was added then)."""
-        return self._run(layer, 1, list(tensors), hidden, call.args, call.kwargs, grad, sums)
+        """What the role's function gives; None when it could not be compiled (then nothing has happened)."""
+        for value in (*call.args, *call.kwargs.values()):
+            if are_borders(value):  # one code for any number of documents
+                torch._dynamo.maybe_mark_dynamic(value, 0)
+        if self._usual is None:
+            self._usual = hidden.shape
+        kind, usual = self._like[layer], hidden.shape == self._usual
+        args = (list(tensors), hidden, call.args, call.kwargs, *more)
+        if (role, kind, usual) not in self._functions:
+            self._functions[role, kind, usual] = self._compile(role, kind, usual=usual)
+        try:
+            with torch.no_grad():
+                function = self._functions[role, kind, usual]
+                return function(*args) if self.graphs is None else self.graphs.run((kind, role), function, *args)
+        except compiler_errors() as error:
+            text = str(error).strip().splitlines()
+            self.give_up(f"torch.compile failed ({type(error).__name__}: {text[0][:300] if text else ''}).")
+            return None
 
     def has_eager_graphs(self, layer: int) -> bool:
-        """Whether this layer, not being compiled, is to be run through graphs: while training, until one fails."""
+        """Whether this layer, not being compiled, is to be run through graphs: in the same mode, until one fails."""
         return (
             self.graphs is not None
             and self.graphs_fit_eager
             and not self.graphs.why_not
-            and self.units.layers[layer].training
+            and self.units.layers[layer].training is self._training
         )
 
     def eager(
         self,
+        role: str,
         layer: int,
-        which: int,
         function: Callable[..., torch.Tensor],
         tensors: Sequence[torch.Tensor],
         hidden: torch.Tensor,
         call: LayerCall,
         *more: Any,
     ) -> torch.Tensor:
-        """`function(layer, tensors, hidden, args, kwargs, *more)` through a graph that layers that are alike share;
-        `which`: 0 forward, 1 backward."""
+        """`function(layer, tensors, hidden, args, kwargs, *more)` through a graph that layers that are alike share."""
         assert self.graphs is not None
-        name = ("eager", self._like[layer], which)
+        name = ("eager", self._like[layer], role)
         with torch.no_grad():
             return self.graphs.run(name, partial(function, layer), list(tensors), hidden, call.args, call.kwargs, *more)
 
-    def _run(self, layer: int, which: int, *args: Any) -> Any:
-        hidden: torch.Tensor = args[1]
-        for value in (*args[2], *args[3].values()):
-            if are_borders(value):  # one code for any number of documents
-                torch._dynamo.maybe_mark_dynamic(value, 0)
-        if self._usual is None:
-            self._usual = hidden.shape
-        kind, usual = self._like[layer], hidden.shape == self._usual
-        if (kind, usual) not in self._functions:
-            self._functions[kind, usual] = self._compile(kind, usual=usual)
-        try:
-            with torch.no_grad():
-                function = self._functions[kind, usual][which]
-                return function(*args) if self.graphs is None else self.graphs.run((kind, which), function, *args)
-        except compiler_errors() as error:
-            text = str(error).strip().splitlines()
-            self.give_up(f"torch.compile failed ({type(error).__name__}: {text[0][:300] if text else ''}).")
-            return None
-
-    def _compile(self, kind: int, *, usual: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def _compile(self, role: str, kind: int, *, usual: bool) -> Callable[..., Any]:
         unit, template = self.units.layer_units[kind], with_added_adapters(self.units.layers[kind])
         names = _names_in(template, unit.parameters)
-        trainable = [slot.trainable for slot in unit.layout.slots]
 
-        def forward(tensors: list[torch.Tensor], hidden: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
+        def forward(tensors: Sequence[torch.Tensor], hidden: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
             # What a layer writes to a mapping must not leave the compiled code.
             own = {name: {**value} if isinstance(value, MutableMapping) else value for name, value in kwargs.items()}
             output = functional_call(template, dict(zip(names, tensors, strict=True)), (hidden, *args), own)
             return output if isinstance(output, torch.Tensor) else output[0]
 
-        def backward(
-            tensors: list[torch.Tensor],
-            hidden: torch.Tensor,
-            args: tuple,
-            kwargs: dict,
-            grad: torch.Tensor,
-            sums: list[torch.Tensor],
-        ) -> torch.Tensor:
-            frozen = [t for t, wanted in zip(tensors, trainable, strict=True) if not wanted]
-            wanted = [t for t, is_wanted in zip(tensors, trainable, strict=True) if is_wanted]
-
-            def run(wanted: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-                return forward([*wanted, *frozen], x, args, kwargs)  # slots have the trainable ones first
-
-            pull = vjp(run, wanted, hidden)[1]
-            grads, grad_x = pull(grad)
-            for total, part in zip(sums, grads, strict=True):
-                total.add_(part)
-            return grad_x
-
-        if usual:  # code objects of their own: what was compiled is looked up by these
-            forward.__code__ = forward.__code__.replace(co_name="forward_usual")
-            backward.__code__ = backward.__code__.replace(co_name="backward_usual")
-        dynamic = False if usual else None
-        return (
-            torch.compile(forward, fullgraph=True, backend=self._backend, dynamic=dynamic),
-            torch.compile(backward, fullgraph=True, backend=self._backend, dynamic=dynamic),
-        )
+        function: Any = self._roles[role](forward, [slot.trainable for slot in unit.layout.slots])
+        if usual:  # a code object of its own: what was compiled is looked up by it
+            function.__code__ = function.__code__.replace(co_name=f"{role}_usual")
+        return torch.compile(function, fullgraph=True, backend=self._backend, dynamic=False if usual else None)
 
 
 def _names_in(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[str]:
@@ -226,7 +196,7 @@ def compiler_errors() -> tuple[type[BaseException], ...]:
     return (TorchDynamoException, InductorError)
 
 
-def draws_random_numbers(units: Units) -> bool:
+def draws_random_numbers(units: ModelParts) -> bool:
     """Whether any kind of layer has dropout at work: tried on two tokens per kind, on the CPU, in training mode."""
     log = units.record({"input_ids": torch.zeros((1, 2), dtype=torch.long)})
     before = torch.default_generator.get_state()

@@ -8,25 +8,25 @@ from typing import Any
 import torch
 
 from outcore.flow.parts.shell import bound
-from outcore.flow.parts.units import Unit
-from outcore.flow.tiles.units import TiledUnits
+from outcore.flow.parts.units import Part
+from outcore.flow.tiles.units import TiledParts
 
 
-class UnitWeights:
+class PartWeights:
     """`tiles`: the units in tiles; None: all come in whole."""
 
-    def __init__(self, tiles: TiledUnits | None = None) -> None:
+    def __init__(self, tiles: TiledParts | None = None) -> None:
         self._tiles = tiles
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Of the few slabs there are, by (unit, address): made once, not for every call."""
         self._leaves: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         """Likewise. Autograd is asked for gradients by `torch.autograd.grad`, which leaves nothing at a leaf."""
 
-    def tiles_of(self, unit: Unit) -> TiledUnits | None:
+    def tiles_of(self, unit: Part) -> TiledParts | None:
         """None for a unit that comes in whole."""
         return self._tiles if self._tiles is not None and unit in self._tiles else None
 
-    def tensors(self, unit: Unit, slab: torch.Tensor) -> list[Any]:
+    def tensors(self, unit: Part, slab: torch.Tensor) -> list[Any]:
         """All parameters, in slot order."""
         if (tiles := self.tiles_of(unit)) is not None:
             return tiles.tensors(unit, slab)
@@ -35,7 +35,7 @@ class UnitWeights:
             self._views[key] = unit.layout.views(slab)
         return self._views[key]
 
-    def leaves(self, unit: Unit, slab: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
+    def leaves(self, unit: Part, slab: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
         """(all parameters in slot order, those of them that autograd is asked about)."""
         if (tiles := self.tiles_of(unit)) is not None:
             return tiles.leaves(unit, slab)
@@ -49,6 +49,6 @@ class UnitWeights:
         return self._leaves[key]
 
 
-def in_place(unit: Unit, tensors: Any) -> AbstractContextManager[Any]:
+def in_place(unit: Part, tensors: Any) -> AbstractContextManager[Any]:
     """Inside, the model's modules have these in place of the unit's parameters."""
     return bound(unit.owners, tensors)

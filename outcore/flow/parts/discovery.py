@@ -29,14 +29,14 @@ from outcore.flow.parts.shell import (
     shell_of,
     with_memory,
 )
-from outcore.flow.parts.units import Unit, Units, recorders_of, run_to_layers
+from outcore.flow.parts.units import ModelParts, Part, recorders_of, run_to_layers
 from outcore.model.head import CausalParts, unwrap
 from outcore.model.inputs import Isolation, forward_inputs
 from outcore.model.names import checkpoint_name
 from outcore.model.weights.load import LoadedModel
 
 
-def discover_units(loaded: LoadedModel) -> Units:
+def discover_units(loaded: LoadedModel) -> ModelParts:
     """Take a loaded model apart. Its parameters must be whole, on the CPU, or stand-ins. StreamUnsupported says why
     not."""
     causal = unwrap(loaded.model)
@@ -137,7 +137,7 @@ class _Discovery:
                 if p is not None:
                     self.owners.setdefault(id(p), []).append((module, attribute))
 
-    def run(self) -> Units:
+    def run(self) -> ModelParts:
         trainable = {id(p): p.requires_grad for p in self.causal.parameters()}
         was_training = self.causal.training
         self.causal.eval()
@@ -162,12 +162,12 @@ class _Discovery:
         ]
         return units
 
-    def _trace(self) -> tuple[list[nn.Parameter], list[nn.Parameter], Units]:
+    def _trace(self) -> tuple[list[nn.Parameter], list[nn.Parameter], ModelParts]:
         batch = {"input_ids": torch.zeros((1, 2), dtype=torch.long)}
         inputs = forward_inputs(self.parts.decoder, batch, self.isolation)
         self.stack, self.layers = find_stack(self.parts.decoder, inputs)
         empty = self._unit(0, "", [])
-        units = Units(
+        units = ModelParts(
             self.parts, self.stack, self.layers, (), ReturnForm(None), empty, [], empty, isolation=self.isolation
         )
         with torch.enable_grad():
@@ -245,13 +245,13 @@ class _Discovery:
         if idle:
             raise StreamUnsupported(f"{_holders(idle, used)} take no part in its language-model forward")
 
-    def _unit(self, index: int, name: str, parameters: list[nn.Parameter]) -> Unit:
+    def _unit(self, index: int, name: str, parameters: list[nn.Parameter]) -> Part:
         wanted = {id(p): p for p in parameters}
         once = {key: wanted[key] for key in self.names if key in wanted}  # in the model's own order
         layout = SlabLayout([(self.names[key], p) for key, p in once.items()])
         by_name = {self.names[key]: p for key, p in once.items()}
         ordered = [by_name[slot.name] for slot in layout.slots]
-        return Unit(index, name, layout, [self.owners[id(p)] for p in ordered], ordered)
+        return Part(index, name, layout, [self.owners[id(p)] for p in ordered], ordered)
 
 
 def _holders(idle: Sequence[str], used: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.common.errors import line_of
 from outcore.flow.parts.masks import MIN_MASK_NUMEL, MaskShrinker, restored
 from outcore.model.weights.standin import is_stand_in
 
@@ -39,12 +40,6 @@ def models_own_code() -> Iterator[None]:
         raise
     except Exception as error:  # any model's own code may fail in any way on a shell of itself
         raise StreamUnsupported(f"its own code fails when it is run layer by layer: {line_of(error)}") from error
-
-
-def line_of(error: BaseException) -> str:
-    """Kind and first line of an error."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 @dataclass

@@ -6,7 +6,7 @@ was called with; `finish` runs what comes after the layers. `discovery` finds th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from outcore.model.inputs import Isolation, forward_inputs
 
 
 @dataclass
-class Unit:
+class Part:
     """What is uploaded, updated and saved together."""
 
     index: int
@@ -52,7 +52,7 @@ class Unit:
 
 
 @dataclass
-class Units:
+class ModelParts:
     """A causal language model as units, and what is needed to run them by the model's own code."""
 
     parts: CausalParts
@@ -62,9 +62,9 @@ class Units:
     embed_paths: tuple[str, ...]
     """Modules within the decoder that hold the embedding unit's parameters."""
     form: ReturnForm
-    embed: Unit
-    layer_units: list[Unit]
-    head: Unit
+    embed: Part
+    layer_units: list[Part]
+    head: Part
     """The same object as `embed` when weights are tied."""
     isolation: Isolation
     writes_embedding: bool | None = None
@@ -80,16 +80,22 @@ class Units:
         return self.head is self.embed
 
     @property
-    def all(self) -> list[Unit]:
+    def all(self) -> list[Part]:
         """Every unit once, in order of need."""
         return [self.embed, *self.layer_units, *([] if self.tied else [self.head])]
 
     def record(
-        self, batch: dict[str, torch.Tensor], form: ReturnForm | None = None, *, with_masks: bool = True
+        self,
+        batch: Mapping[str, torch.Tensor],
+        form: ReturnForm | None = None,
+        *,
+        with_masks: bool = True,
+        inputs: Mapping[str, Any] | None = None,
     ) -> CallLog:
         """Run what comes before the layers (with whatever is bound to the embedding's parameters).
 
-        `with_masks` False: the layers' masks are not wanted, so documents are not told apart for them.
+        `with_masks` False: the layers' masks are not wanted, so documents are not told apart for them. `inputs`: given
+        to the decoder beside what the batch gives.
         """
         log = CallLog()
         decoder = self.parts.decoder
@@ -102,7 +108,7 @@ class Units:
         self._tape.log, self._tape.form = log, form or self.form
         is_packed = getattr(batch, "is_packed", None) if with_masks else False
         with packing_known(is_packed, getattr(batch, "borders", None)):
-            run_to_layers(shell, forward_inputs(decoder, batch, isolation))
+            run_to_layers(shell, forward_inputs(decoder, batch, isolation) | dict(inputs or {}))
         self._tape.log = CallLog()
         if len(log.calls) != len(self.layers):
             raise StreamUnsupported(f"its decoder called {len(log.calls)} of its {len(self.layers)} layers")
@@ -110,7 +116,7 @@ class Units:
             raise StreamUnsupported(f"its decoder takes weights of {not_called[0]} without calling it")
         return log
 
-    def finish(self, hidden: torch.Tensor, batch: dict[str, torch.Tensor], log: CallLog) -> torch.Tensor:
+    def finish(self, hidden: torch.Tensor, batch: Mapping[str, torch.Tensor], log: CallLog) -> torch.Tensor:
         """What the decoder does after its last layer: hidden [B, T, H] -> hidden [B, T, H'] for the head."""
         decoder = self.parts.decoder
         self._held.hidden, self._held.form = hidden, self.form

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from outcore.engine.stream.gradients.tiles import TileGradients
 from outcore.flow.parts.shell import bound
-from outcore.flow.tiles.matrix import TiledUnit
+from outcore.flow.tiles.matrix import TiledPart
+from outcore.flow.tiles.sink import TileSink
 
 COPIES = 4
 """Intermediates of each projection that are held at once: its result, the activation's, and their gradients."""
@@ -30,14 +30,14 @@ TOLERANCE = 0.02
 class TokenChunks:
     """See the module docstring. `chunk_bytes`: intermediates of one chunk; None: never cut."""
 
-    def __init__(self, chunk_bytes: int | None, gradients: TileGradients | None) -> None:
+    def __init__(self, chunk_bytes: int | None, gradients: TileSink | None) -> None:
         self._chunk_bytes, self._gradients = chunk_bytes, gradients
         self._by_token: dict[type[nn.Module], bool] = {}
         self.num_cut = 0
         """Calls that were cut so far."""
 
     @contextmanager
-    def applied(self, layer: nn.Module, tiled: TiledUnit, tensors: Sequence[Any]) -> Iterator[None]:
+    def applied(self, layer: nn.Module, tiled: TiledPart, tensors: Sequence[Any]) -> Iterator[None]:
         """Inside, candidates of `layer` cut their input. `tensors`: what stands for the unit's parameters."""
         cut: list[nn.Module] = []
         try:
@@ -51,7 +51,7 @@ class TokenChunks:
             for module in cut:
                 del module.__dict__["forward"]
 
-    def _token_bytes(self, module: nn.Module, tiled: TiledUnit) -> int:
+    def _token_bytes(self, module: nn.Module, tiled: TiledPart) -> int:
         """Bytes of one token's intermediates in a module; 0 when it holds no weight in tiles."""
         inside = {id(child) for child in module.modules()}
         shapes = [
@@ -65,7 +65,7 @@ class TokenChunks:
         self,
         module: nn.Module,
         forward: Callable[..., Any],
-        tiled: TiledUnit,
+        tiled: TiledPart,
         tensors: Sequence[Any],
         token_bytes: int,
         *args: Any,
@@ -89,7 +89,7 @@ class TokenChunks:
         return torch.cat([result for result in results if isinstance(result, torch.Tensor)], dim=1).view(x.shape)
 
     def _once_counted(
-        self, forward: Callable[..., Any], tiled: TiledUnit, tensors: Sequence[Any]
+        self, forward: Callable[..., Any], tiled: TiledPart, tensors: Sequence[Any]
     ) -> Callable[..., Any]:
         """`forward`, whose second run is autograd's recomputation, after the unit's parameters were let go."""
         is_again = False

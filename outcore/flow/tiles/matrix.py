@@ -13,7 +13,7 @@ import torch
 
 from outcore.flow.parts.layout import SlabLayout, Slot
 from outcore.flow.parts.shell import StreamUnsupported
-from outcore.flow.parts.units import Unit
+from outcore.flow.parts.units import Part
 from outcore.sizing.tiles import RESIDENT_SHARE
 
 ROUND_ROWS = 64
@@ -24,7 +24,7 @@ ROUND_ROWS = 64
 class TiledMatrix:
     """A 2-D weight [num_rows, num_cols] at home, in tiles of `tile_rows` rows (the last one may be smaller)."""
 
-    unit: Unit
+    unit: Part
     slot: Slot
     start: int
     """Of its first element in the unit's slab."""
@@ -63,10 +63,10 @@ def is_large(slot: Slot, itemsize: int, tile_bytes: int) -> bool:
     return len(slot.shape) > 1 and slot.numel * itemsize > tile_bytes // RESIDENT_SHARE
 
 
-class TiledUnit:
+class TiledPart:
     """A unit and how it is cut; see the module docstring. StreamUnsupported for a large weight that has no rows."""
 
-    def __init__(self, unit: Unit, tile_bytes: int) -> None:
+    def __init__(self, unit: Part, tile_bytes: int) -> None:
         self.unit = unit
         self.matrices: dict[str, list[TiledMatrix]] = {}
         """By slot name: one for a 2-D weight, one for each expert of a 3-D one."""
@@ -97,7 +97,7 @@ class TiledUnit:
         return max((matrix.tile_numel for matrix in self.all_matrices), default=0)
 
 
-def _matrices(unit: Unit, slot: Slot, tile_numel: int) -> list[TiledMatrix]:
+def _matrices(unit: Part, slot: Slot, tile_numel: int) -> list[TiledMatrix]:
     *stack, num_rows, num_cols = slot.shape
     tile_rows = max(1, min(num_rows, tile_numel // num_cols))
     if ROUND_ROWS <= tile_rows < num_rows:

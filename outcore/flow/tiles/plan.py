@@ -14,8 +14,8 @@ import torch
 
 from outcore.common.quantities import format_gib
 from outcore.flow.parts.shell import StreamUnsupported
-from outcore.flow.parts.units import Unit, Units
-from outcore.flow.tiles.matrix import TiledUnit, is_large
+from outcore.flow.parts.units import ModelParts, Part
+from outcore.flow.tiles.matrix import TiledPart, is_large
 from outcore.sizing.tiles import (
     HELD_WHOLE,
     Holding,
@@ -37,7 +37,7 @@ RESIDENT_PERCENT = 60
 class TilePlan:
     """The decision, and why."""
 
-    tiled: tuple[TiledUnit, ...]
+    tiled: tuple[TiledPart, ...]
     tile_bytes: int
     reason: str
     """One line for people."""
@@ -66,7 +66,7 @@ def free_device_bytes(device: torch.device) -> int | None:
 
 
 def plan_tiles(
-    units: Units,
+    units: ModelParts,
     choice: TilingChoice,
     device_bytes: int | None,
     tile_bytes: int | None,
@@ -87,7 +87,7 @@ def plan_tiles(
         chosen = [unit for unit in units.all if _has_large(unit, tile_bytes)]
         reason = f"{_in_words(chosen)} in tiles of {format_gib(tile_bytes)}, as asked" if chosen else "nothing is large"
         holding = replace(holding, tiled=frozenset(unit.index for unit in chosen))
-        return TilePlan(tuple(TiledUnit(unit, tile_bytes) for unit in chosen), tile_bytes, reason, chunk_bytes, holding)
+        return TilePlan(tuple(TiledPart(unit, tile_bytes) for unit in chosen), tile_bytes, reason, chunk_bytes, holding)
     if device_bytes is None or chunk_bytes is None:
         return TilePlan((), tile_bytes, "none (no limit of device memory is known)", None, holding)
     model = Model(_sizes(units, tile_bytes), units.embed.layout.dtype.itemsize, sum_itemsize, units.tied)
@@ -104,7 +104,7 @@ def plan_tiles(
     if not chosen:
         reason = f"none ({format_gib(held_bytes(model, holding).total)} of buffers)"
         return TilePlan((), tile_bytes, reason, chunk_bytes, holding)
-    tiled = tuple(TiledUnit(unit, tile_bytes) for unit in sorted(chosen, key=lambda unit: unit.index))
+    tiled = tuple(TiledPart(unit, tile_bytes) for unit in sorted(chosen, key=lambda unit: unit.index))
     for unit in tiled:
         if unit.resident.size_bytes > device_bytes * RESIDENT_PERCENT // 100:
             raise StreamUnsupported(
@@ -118,7 +118,7 @@ def plan_tiles(
     return TilePlan(tiled, tile_bytes, reason, chunk_bytes, holding)
 
 
-def _sizes(units: Units, tile_bytes: int) -> tuple[UnitSize, ...]:
+def _sizes(units: ModelParts, tile_bytes: int) -> tuple[UnitSize, ...]:
     layers = {unit.index for unit in units.layer_units}
     return tuple(
         UnitSize(
@@ -132,12 +132,12 @@ def _sizes(units: Units, tile_bytes: int) -> tuple[UnitSize, ...]:
     )
 
 
-def _has_large(unit: Unit, tile_bytes: int) -> bool:
+def _has_large(unit: Part, tile_bytes: int) -> bool:
     itemsize = unit.layout.dtype.itemsize
     return any(is_large(slot, itemsize, tile_bytes) for slot in unit.layout.slots)
 
 
-def _in_words(chosen: list[Unit]) -> str:
+def _in_words(chosen: list[Part]) -> str:
     names = [unit.name for unit in sorted(chosen, key=lambda unit: unit.index)]
     layers = [name for name in names if name.startswith("layer ")]
     ends = [name for name in names if not name.startswith("layer ")]

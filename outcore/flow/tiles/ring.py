@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outcore.common.deadline import Deadline, after
-from outcore.flow.parts.units import Unit
+from outcore.flow.parts.units import Part
 from outcore.flow.tiles.matrix import TiledMatrix
 from outcore.flow.trace.stalls import Stalls
 from outcore.flow.weights.prefetch import settle
@@ -58,7 +58,7 @@ class TileRing:
         self._turn = 0
         self._coming: deque[_Coming] = deque()
         self._held = 0
-        self._unit: Unit | None = None
+        self._unit: Part | None = None
         self._last: tuple[Any, ...] = ()
         self._follower: dict[tuple[Any, ...], TiledMatrix] = {}
         self._stalls = stalls or Stalls(lane.device)
@@ -72,7 +72,7 @@ class TileRing:
     def device_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def open(self, unit: Unit) -> None:
+    def open(self, unit: Part) -> None:
         """From here on this unit is used, with its parameters as they are now."""
         self.drop()
         self._unit = unit

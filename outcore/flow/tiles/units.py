@@ -1,37 +1,35 @@
 """The units that are computed in tiles, as the rest of the engine sees them.
 
 The schedule acquires a unit's slab, hands it to the runner, adds up gradients and ships them, tiled or not:
-`TiledUnits` tells the runner what to bind in place of a unit's parameters; `TiledWeights` and `TiledDownload` stand
+`TiledParts` tells the runner what to bind in place of a unit's parameters; `TiledWeights` and `TiledDownload` stand
 before the prefetcher and the gradient download, look after tiled units and pass everything else on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from outcore.common.deadline import Deadline
-from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.engine.stream.gradients.download import GradientDownload
-from outcore.engine.stream.gradients.tiles import TileGradients
-from outcore.flow.parts.units import Unit
+from outcore.flow.parts.units import Part
 from outcore.flow.tiles.chunks import TokenChunks
-from outcore.flow.tiles.matrix import TiledUnit
+from outcore.flow.tiles.matrix import TiledPart
 from outcore.flow.tiles.plan import TilePlan
 from outcore.flow.tiles.ring import TileRing
+from outcore.flow.tiles.sink import TileSink
 from outcore.flow.tiles.weight import StreamedWeight, TileWork
-from outcore.flow.weights.prefetch import WeightPrefetcher, WeightSource
 from outcore.flow.weights.ranges import SlabRanges
-from outcore.staging import DownloadLane, UploadLane
-from outcore.staging.pool.host_memory import HostMemory
+from outcore.flow.weights.source import WeightArrival, WeightSource
+from outcore.staging import UploadLane
 
 
-class TiledUnits:
-    """By unit; see the module docstring."""
+class TiledParts:
+    """What stands for the parameters of each tiled part."""
 
-    def __init__(self, tiled: Sequence[TiledUnit], work: TileWork, chunk_bytes: int | None = None) -> None:
+    def __init__(self, tiled: Sequence[TiledPart], work: TileWork, chunk_bytes: int | None = None) -> None:
         self.work = work
         self.chunks = TokenChunks(chunk_bytes, work.gradients)
         self._tiled = {unit.unit.index: unit for unit in tiled}
@@ -41,17 +39,17 @@ class TiledUnits:
                 if slot.name in unit.matrices:
                     self._weights[slot.name] = StreamedWeight(work, slot.shape, unit.matrices[slot.name])
 
-    def __contains__(self, unit: Unit) -> bool:
+    def __contains__(self, unit: Part) -> bool:
         return unit.index in self._tiled
 
-    def __getitem__(self, unit: Unit) -> TiledUnit:
+    def __getitem__(self, unit: Part) -> TiledPart:
         return self._tiled[unit.index]
 
-    def tensors(self, unit: Unit, slab: torch.Tensor) -> list[Any]:
+    def tensors(self, unit: Part, slab: torch.Tensor) -> list[Any]:
         """What stands for each parameter, in slot order: a view of the resident slab, or a `StreamedWeight`."""
         return self._bind(unit, self[unit].resident.views(slab), None)
 
-    def leaves(self, unit: Unit, slab: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
+    def leaves(self, unit: Part, slab: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
         """The same for a backward, and those of them that autograd is asked for, as the accumulator wants them."""
         resident = self[unit].resident
         views = [
@@ -61,38 +59,38 @@ class TiledUnits:
         anchor = torch.zeros((), device=self.work.ring.device, requires_grad=True)
         return self._bind(unit, views, anchor), [view for view in views if view.requires_grad]
 
-    def _bind(self, unit: Unit, views: Sequence[torch.Tensor], anchor: torch.Tensor | None) -> list[Any]:
+    def _bind(self, unit: Part, views: Sequence[torch.Tensor], anchor: torch.Tensor | None) -> list[Any]:
         by_name: dict[str, Any] = dict(zip((slot.name for slot in self[unit].resident.slots), views, strict=True))
         for name in self[unit].matrices:
             by_name[name] = self._weights[name]
             self._weights[name].anchor = anchor
         return [by_name[slot.name] for slot in unit.layout.slots]
 
-    def anchors(self, unit: Unit) -> list[torch.Tensor]:
+    def anchors(self, unit: Part) -> list[torch.Tensor]:
         """What autograd must be asked about besides, so that gradients of an embedding's rows are computed."""
         found = [self._weights[name].anchor for name in self[unit].matrices]
         return [anchor for anchor in found[:1] if anchor is not None]
 
-    def begin_forward(self, unit: Unit) -> None:
+    def begin_forward(self, unit: Part) -> None:
         """The runner starts on a unit, with one micro-batch."""
         self.work.ring.restart("forward")
         if self.work.gradients is not None:
             self.work.gradients.begin_forward(unit)
 
-    def begin_backward(self, unit: Unit) -> None:
+    def begin_backward(self, unit: Part) -> None:
         """The runner starts on a unit's recomputation and backward, with one micro-batch."""
         self.work.ring.restart("backward")
         if self.work.gradients is not None:
             self.work.gradients.begin_backward(unit)
 
 
-class TiledWeights(WeightPrefetcher):
-    """The prefetcher of a model with tiled units: their use brings up the resident slab."""
+class TiledArrival:
+    """The `WeightArrival` of a model with tiled parts: their use brings up the resident slab."""
 
     def __init__(
         self,
-        inner: WeightPrefetcher,
-        tiled: Sequence[TiledUnit],
+        inner: WeightArrival,
+        tiled: Sequence[TiledPart],
         ranges: SlabRanges,
         ring: TileRing,
     ) -> None:
@@ -101,14 +99,14 @@ class TiledWeights(WeightPrefetcher):
         self._tiled = {unit.unit.index: unit for unit in tiled}
         numel = max((unit.resident.numel for unit in tiled), default=0)
         self._resident = torch.zeros(numel, dtype=tiled[0].unit.layout.dtype, device=ranges.lane.device)
-        self._places: list[tuple[Unit, int | None]] = []
+        self._places: list[tuple[Part, int | None]] = []
         """For each use, its unit and its place among the uses of units that come in whole."""
 
     @property
     def device_bytes(self) -> int:
         return self._inner.device_bytes + self._ring.device_bytes + self._resident.nbytes
 
-    def begin(self, sequence: Sequence[Unit]) -> None:
+    def begin(self, sequence: Sequence[Part]) -> None:
         whole = [unit for unit in sequence if unit.index not in self._tiled]
         self._places, at = [], 0
         for unit in sequence:
@@ -122,7 +120,7 @@ class TiledWeights(WeightPrefetcher):
             return self._inner.acquire(place)
         tiled = self._tiled[unit.index]
         with self.stalls.until(f"small weights of {unit.name}", "pcie"):
-            self._ranges.source.wait_ready(unit)
+            self._ranges.source.wait_current(unit)
             self._ring.open(unit)
             uploads = [
                 self._ranges.submit(unit, home.offset, home.end, self._resident[own.offset : own.end])
@@ -144,73 +142,25 @@ class TiledWeights(WeightPrefetcher):
         self._inner.abort(deadline)
 
 
-class TiledDownload(GradientDownload):
-    """The gradient download of a model with tiled units: of these, only resident parameters' are added up here."""
+@dataclass(frozen=True)
+class Tiles:
+    """Tiled parts, and how their weights arrive beside those of the others."""
 
-    def __init__(
-        self,
-        inner: GradientDownload,
-        tiled: Sequence[TiledUnit],
-        gradients: TileGradients,
-        accumulate_dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._inner, self._gradients, self._accumulate_dtype = inner, gradients, accumulate_dtype
-        self._tiled = {unit.unit.index: unit for unit in tiled}
-        self._device = device
-
-    @property
-    def device_bytes(self) -> int:
-        return self._inner.device_bytes + self._gradients.device_bytes
-
-    def begin(self) -> None:
-        self._inner.begin()
-        self._gradients.begin()
-
-    def accumulator(self, unit: Unit, *, only_once: bool = False) -> GradAccumulator:
-        tiled = self._tiled.get(unit.index)
-        if tiled is None:
-            return self._inner.accumulator(unit, only_once=only_once)
-        resident = tiled.resident
-        flat = torch.zeros(resident.trainable_numel, dtype=self._accumulate_dtype, device=self._device)
-        return GradAccumulator(resident, flat)
-
-    def ship(self, unit: Unit, accumulator: GradAccumulator) -> Any:
-        tiled = self._tiled.get(unit.index)
-        return self._inner.ship(unit, accumulator) if tiled is None else self._gradients.finish(tiled, accumulator)
-
-    def count(self, rounded: torch.Tensor) -> torch.Tensor:
-        return self._inner.count(rounded)
-
-    def norm_of(self, unit: Unit) -> float | None:
-        return self._inner.norm_of(unit)
-
-    def norm(self) -> torch.Tensor:
-        return self._inner.norm()
+    parts: TiledParts
+    arrival: TiledArrival
 
 
 def open_tiles(
     plan: TilePlan,
     source: WeightSource,
-    memory: HostMemory,
     upload: UploadLane,
     drive_lane: UploadLane | None,
-    down: DownloadLane,
-    prefetcher: WeightPrefetcher,
-    download: GradientDownload,
-    sum_dtype: torch.dtype,
-) -> tuple[TiledUnits, TiledWeights, TiledDownload]:
-    """What a plan with tiled units needs on the device, around the prefetcher and download for the others.
-
-    `drive_lane`: for tiled units' parameters on NVMe, nobody else's; None when all are in RAM.
-    """
-    dtype = plan.tiled[0].unit.layout.dtype
+    inner: WeightArrival,
+    gradients: TileSink | None = None,
+) -> Tiles:
+    """Buffers for a plan with tiled parts. `inner`: brings the other parts; `gradients`: takes those of tiles, None:
+    nothing is trained; `drive_lane`: for tiled parts' parameters on NVMe, nobody else's; None when all are in RAM."""
     ranges = SlabRanges(source, upload, drive_lane)
-    ring = TileRing(ranges, plan.tile_numel, dtype, stalls=prefetcher.stalls)
-    gradients = TileGradients(plan.tiled, download, upload, down, memory)
-    tiles = TiledUnits(plan.tiled, TileWork(ring, source, upload, gradients), plan.chunk_bytes)
-    return (
-        tiles,
-        TiledWeights(prefetcher, plan.tiled, ranges, ring),
-        TiledDownload(download, plan.tiled, gradients, sum_dtype, upload.device),
-    )
+    ring = TileRing(ranges, plan.tile_numel, plan.tiled[0].unit.layout.dtype, stalls=inner.stalls)
+    parts = TiledParts(plan.tiled, TileWork(ring, source, upload, gradients), plan.chunk_bytes)
+    return Tiles(parts, TiledArrival(inner, plan.tiled, ranges, ring))

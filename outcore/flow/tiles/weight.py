@@ -16,12 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.engine.stream.gradients.rows import RowSums
-from outcore.engine.stream.gradients.tiles import TileGradients
 from outcore.flow.parts.shell import StreamUnsupported
 from outcore.flow.tiles.matrix import TiledMatrix
 from outcore.flow.tiles.ring import TileRing
-from outcore.flow.weights.prefetch import WeightSource
+from outcore.flow.tiles.sink import RowSink, TileSink
+from outcore.flow.weights.source import WeightSource
 from outcore.staging import UploadLane
 
 SUM_DTYPE = torch.float32
@@ -30,7 +29,7 @@ SUM_DTYPE = torch.float32
 class TileWork:
     """What tiled products need: tiles coming up, gradients going down. `gradients` None: nothing is trained."""
 
-    def __init__(self, ring: TileRing, source: WeightSource, lane: UploadLane, gradients: TileGradients | None) -> None:
+    def __init__(self, ring: TileRing, source: WeightSource, lane: UploadLane, gradients: TileSink | None) -> None:
         self.ring, self.source, self.lane, self.gradients = ring, source, lane, gradients
 
 
@@ -196,7 +195,7 @@ class _Rows(torch.autograd.Function):
         places: torch.Tensor,
         ids: torch.Tensor,
         padding: int,
-        sums: RowSums | None,
+        sums: RowSink | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(places)
         ctx.num_rows, ctx.ids, ctx.padding, ctx.sums = len(rows), ids, padding, sums
@@ -242,7 +241,7 @@ def _embedding(
     matrix, work = weight.matrix, weight.work
     unique, places = torch.unique(ids, return_inverse=True)
     wanted = unique.cpu()  # waits for the ids, the first thing of a pass
-    home = work.source.slab(matrix.unit)[matrix.start : matrix.start + matrix.num_rows * matrix.num_cols]
+    home = work.source.ram(matrix.unit)[matrix.start : matrix.start + matrix.num_rows * matrix.num_cols]
     found = home.view(matrix.num_rows, matrix.num_cols)[wanted]
     rows = torch.empty(found.shape, dtype=found.dtype, device=weight.device)
     work.lane.submit_host(found, rows).wait_stream()

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import torch
 
-from outcore.engine.base import EngineError
+from outcore.common.errors import EngineError
 from outcore.flow.parts.layout import Slot
-from outcore.flow.parts.units import Unit
+from outcore.flow.parts.units import Part
 from outcore.flow.weights.scratch import Scratch
 from outcore.model.weights.feed import WeightFeed
 from outcore.model.weights.standin import stand_in
@@ -31,8 +31,8 @@ KIND = "weights"
 
 
 def plan_cuts(
-    units: Sequence[Unit],
-    layer_units: Sequence[Unit],
+    units: Sequence[Part],
+    layer_units: Sequence[Part],
     ram_bytes: int | None,
     grain_numel: int,
     whole: frozenset[int] = frozenset(),
@@ -46,7 +46,7 @@ def plan_cuts(
     cuts = {unit.index: _least(unit, whole) for unit in units}
     left = ram_bytes - sum(cuts[unit.index] * unit.layout.dtype.itemsize for unit in units)
 
-    def extend(unit: Unit, budget_bytes: int) -> None:
+    def extend(unit: Part, budget_bytes: int) -> None:
         nonlocal left
         layout, cut = unit.layout, cuts[unit.index]
         reach = cut + max(0, budget_bytes) // layout.dtype.itemsize
@@ -66,7 +66,7 @@ def plan_cuts(
     return cuts
 
 
-def _least(unit: Unit, whole: frozenset[int]) -> int:
+def _least(unit: Part, whole: frozenset[int]) -> int:
     if unit.index in whole:
         return unit.layout.numel
     trained = unit.layout.trainable_numel
@@ -82,7 +82,7 @@ class WeightHomes:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[Part],
         memory: HostMemory,
         cuts: dict[int, int],
         scratch: Scratch | None,
@@ -90,7 +90,7 @@ class WeightHomes:
     ) -> None:
         self._units = list(units)
         self._cuts = cuts
-        self._slots: dict[str, tuple[Unit, Slot]] = {
+        self._slots: dict[str, tuple[Part, Slot]] = {
             slot.name: (unit, slot) for unit in units for slot in unit.layout.slots
         }
         spilled = [unit for unit in units if cuts[unit.index] < unit.layout.numel]
@@ -109,17 +109,22 @@ class WeightHomes:
     def nvme_bytes(self) -> int:
         return sum(unit.layout.size_bytes for unit in self._units) - self.ram_bytes
 
-    def ram(self, unit: Unit) -> torch.Tensor:
+    def ram(self, unit: Part) -> torch.Tensor:
         """The part of the unit's slab in RAM, from its beginning: all of it, or less, or nothing."""
         return self._ram[unit.index]
 
-    def stored_at(self, unit: Unit, start: int) -> tuple[TensorStore, str, int] | None:
+    def stored_at(self, unit: Part, start: int) -> tuple[TensorStore, str, int] | None:
         """(store, name, byte offset) of element `start` of the unit's slab; None where it lives in RAM."""
         cut = self._cuts[unit.index]
         if start < cut or start >= unit.layout.numel:
             return None
         assert self.store is not None
         return self.store, unit.name, (start - cut) * unit.layout.dtype.itemsize
+
+    def rest(self, unit: Part) -> tuple[TensorStore, str] | None:
+        """(store, name) of the part of the slab behind `ram`; None when there is none."""
+        place = self.stored_at(unit, len(self.ram(unit)))
+        return None if place is None else place[:2]
 
     def adopt(self) -> None:
         """Take over the values of the model's parameters, whose storage is here from then on: one unit after another,
@@ -144,12 +149,12 @@ class WeightHomes:
                 missing.discard(name)
         assert not missing, f"the feed promised {sorted(missing)[0]} and did not give it"
 
-    def _bound(self, unit: Unit, slot: Slot) -> torch.Tensor:
+    def _bound(self, unit: Part, slot: Slot) -> torch.Tensor:
         if slot.end <= self._cuts[unit.index]:
             return self._ram[unit.index][slot.offset : slot.end].view(slot.shape)
         return stand_in(slot.shape, unit.layout.dtype)
 
-    def slot(self, name: str) -> tuple[Unit, Slot]:
+    def slot(self, name: str) -> tuple[Part, Slot]:
         return self._slots[name]
 
     def names(self) -> list[str]:
@@ -166,7 +171,7 @@ class WeightHomes:
         unit, slot = self._slots[name]
         self.write_range(unit, slot.offset, value.reshape(-1))
 
-    def read_range(self, unit: Unit, start: int, stop: int) -> torch.Tensor:
+    def read_range(self, unit: Part, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a slab, 1-D: a view of RAM, or a new tensor."""
         cut, ram = self._cuts[unit.index], self._ram[unit.index]
         if stop <= cut:
@@ -180,7 +185,7 @@ class WeightHomes:
         _wait(store.submit_read(name, value[in_ram:], offset_bytes), f"the parameters of {unit.name} could not be read")
         return value
 
-    def write_range(self, unit: Unit, start: int, value: torch.Tensor) -> None:
+    def write_range(self, unit: Part, start: int, value: torch.Tensor) -> None:
         """Set elements [start, start + len(value)) of a slab."""
         cut, ram = self._cuts[unit.index], self._ram[unit.index]
         in_ram = min(max(0, cut - start), len(value))
@@ -194,7 +199,7 @@ class WeightHomes:
         _wait(store.submit_write(name, rest, offset_bytes), f"the parameters of {unit.name} could not be written")
 
 
-def _spec(unit: Unit, cut: int) -> TensorSpec:
+def _spec(unit: Part, cut: int) -> TensorSpec:
     return TensorSpec(unit.name, unit.layout.dtype, (unit.layout.numel - cut,))
 
 

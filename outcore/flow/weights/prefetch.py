@@ -13,43 +13,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from outcore.common.deadline import Deadline
-from outcore.engine.base import EngineError
-from outcore.flow.parts.units import Unit, Units
+from outcore.common.errors import EngineError
+from outcore.flow.parts.units import ModelParts, Part
 from outcore.flow.trace.stalls import Stalls
 from outcore.flow.weights.slots import SlotUse, plan_slots
+from outcore.flow.weights.source import WeightSource
 from outcore.staging import AT_ONCE, Gate, LaneTransfer, UploadLane
-from outcore.storage import TensorStore
 
 logger = logging.getLogger(__name__)
 
 
-class WeightSource(Protocol):
-    """Where slabs come from."""
-
-    def slab(self, unit: Unit) -> torch.Tensor:
-        """The unit's parameters in RAM, 1-D; the rest of them, if any, are at `stored`."""
-        ...
-
-    def stored(self, unit: Unit) -> tuple[TensorStore, str] | None:
-        """Where on NVMe the rest of the unit's parameters lives; None when all are in RAM."""
-        ...
-
-    def is_ready(self, unit: Unit) -> bool:
-        """Whether the last update has been applied to the slab."""
-        ...
-
-    def wait_ready(self, unit: Unit) -> None:
-        """Block until it has; raises what went wrong with it."""
-        ...
-
-
 class WeightPrefetcher:
-    """See the module docstring. One pass at a time: `begin`, then `acquire` and `release` each use in turn.
+    """The `WeightArrival` of parts that come in whole.
 
     `skip`: indices of units that never come in whole (they are computed in tiles); no buffer has room for them.
     `drive_lane`: for what lives on NVMe; this prefetcher's alone.
@@ -57,7 +37,7 @@ class WeightPrefetcher:
 
     def __init__(
         self,
-        units: Units,
+        units: ModelParts,
         source: WeightSource,
         lane: UploadLane,
         num_layer_buffers: int = 3,
@@ -78,7 +58,7 @@ class WeightPrefetcher:
         self._source, self._lane, self._drive_lane = source, lane, drive_lane
         self._over: dict[tuple[int, int], Any] = {}
         """Event after the last use of (kind, buffer). Empty until the first pass and after one that was aborted."""
-        self._uses: list[tuple[Unit, int, SlotUse]] = []
+        self._uses: list[tuple[Part, int, SlotUse]] = []
         self._copies: list[int] = []
         self._reads: list[int] = []
         """Uses with a part on NVMe that is not being read yet."""
@@ -93,7 +73,7 @@ class WeightPrefetcher:
     def device_bytes(self) -> int:
         return sum(buffer.nbytes for kind in self._buffers for buffer in kind)
 
-    def begin(self, sequence: Sequence[Unit]) -> None:
+    def begin(self, sequence: Sequence[Part]) -> None:
         """Plan a pass that uses these units in this order, and start the first uploads."""
         self._uses = []
         uses: dict[int, tuple[int, SlotUse]] = {}
@@ -156,15 +136,15 @@ class WeightPrefetcher:
             unit, kind, use = self._uses[at]
             if use.free_after > self._released:
                 return
-            if at > needed and not self._source.is_ready(unit):
+            if at > needed and not self._source.is_current(unit):
                 return
-            self._source.wait_ready(unit)
+            self._source.wait_current(unit)
             self._read_ahead(needed=at)
             event = self._over.get((kind, use.buffer))
             gate, from_drive = self._ahead.pop(at, (None, None))
             if gate is not None:
                 gate.open(event)
-            slab, from_ram = self._source.slab(unit).view(torch.uint8), None
+            slab, from_ram = self._source.ram(unit).view(torch.uint8), None
             if len(slab) or from_drive is None:
                 target = self._target(at)[: len(slab)]
                 after = AT_ONCE if event is None else event
@@ -177,19 +157,19 @@ class WeightPrefetcher:
         while self._reads:
             at = self._reads[0]
             unit = self._uses[at][0]
-            if at > needed and not self._source.is_ready(unit):
+            if at > needed and not self._source.is_current(unit):
                 return
-            self._source.wait_ready(unit)
+            self._source.wait_current(unit)
             place = self._source.stored(unit)
             assert place is not None and self._drive_lane is not None
             store, name = place
-            out, gate = self._target(at)[len(self._source.slab(unit).view(torch.uint8)) :], Gate()
+            out, gate = self._target(at)[len(self._source.ram(unit).view(torch.uint8)) :], Gate()
             transfer = self._drive_lane.submit_stored(store, name, out, after=gate, label=unit.name)
             self._ahead[at] = gate, transfer
             self._reads.pop(0)
 
 
-def wait_for_drive(unit: Unit, transfer: LaneTransfer) -> None:
+def wait_for_drive(unit: Part, transfer: LaneTransfer) -> None:
     """As `transfer.wait_stream()`; EngineError for what could not be read."""
     try:
         transfer.wait_stream()

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from outcore.flow.parts.units import Unit
-from outcore.flow.weights.prefetch import WeightSource, wait_for_drive
+from outcore.flow.parts.units import Part
+from outcore.flow.weights.prefetch import wait_for_drive
+from outcore.flow.weights.source import WeightSource
 from outcore.staging import LaneTransfer, UploadLane
 
 
 class RangeUpload:
     """A range under way."""
 
-    def __init__(self, unit: Unit, from_ram: LaneTransfer | None, from_drive: LaneTransfer | None) -> None:
+    def __init__(self, unit: Part, from_ram: LaneTransfer | None, from_drive: LaneTransfer | None) -> None:
         self._unit, self._from_ram, self._from_drive = unit, from_ram, from_drive
 
     @property
@@ -44,9 +45,9 @@ class SlabRanges:
     def __init__(self, source: WeightSource, lane: UploadLane, drive_lane: UploadLane | None = None) -> None:
         self.source, self.lane, self.drive_lane = source, lane, drive_lane
 
-    def submit(self, unit: Unit, start: int, stop: int, out: torch.Tensor, *, after: Any = None) -> RangeUpload:
+    def submit(self, unit: Part, start: int, stop: int, out: torch.Tensor, *, after: Any = None) -> RangeUpload:
         """Elements [start, stop) of the unit's slab to `out` on the device; `after` as for a lane."""
-        slab = self.source.slab(unit)
+        slab = self.source.ram(unit)
         in_ram = min(max(0, len(slab) - start), stop - start)
         from_ram = from_drive = None
         if in_ram:

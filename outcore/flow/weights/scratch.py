@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outcore.common.deadline import CLOSE_TIMEOUT_S, Deadline
-from outcore.engine.base import EngineError
+from outcore.common.errors import EngineError
 from outcore.storage import StorageEngine, StorageError, TensorSpec, TensorStore, open_engine
 from outcore.storage.errors import StoreInUse
 from outcore.storage.store.files import DirectoryLock, lock_directories

@@ -25,7 +25,7 @@ import torch
 from outcore.common.deadline import CLOSE_TIMEOUT_S, GRACE_S
 from outcore.common.quantities import format_s
 from outcore.engine.base import EngineError
-from outcore.flow.parts.units import Unit
+from outcore.flow.parts.units import Part
 from outcore.flow.trace.stalls import BusyTime
 from outcore.optim import AdamWHyper, OptimizerPool
 from outcore.sizing.ring import NEVER, worth_keeping
@@ -33,7 +33,7 @@ from outcore.staging.pool.host_memory import HostMemory
 from outcore.states.homes import Homes
 from outcore.states.placement import StateChunk
 from outcore.states.ring.schedule import Passage, RingSchedule, RingTicket
-from outcore.states.ring.slots import Part, initialise_states, needed_bytes, ring_slots
+from outcore.states.ring.slots import Stretch, initialise_states, needed_bytes, ring_slots
 from outcore.states.ring.traffic import RingTraffic
 from outcore.states.ring.updates import RingUpdates
 
@@ -110,11 +110,11 @@ class StateRing:
         """All tickets are done: the next pass goes the other way, and is read ahead as far as slots are free."""
         self._events.put(self._turn)
 
-    def passed(self, unit: Unit) -> None:
+    def passed(self, unit: Part) -> None:
         """The unit's gradient is complete; what is read ahead from now on comes after it."""
         self._events.put(lambda: self._schedule.read_ahead_after(unit))
 
-    def submit(self, unit: Unit, grad: torch.Tensor | None, hyper: AdamWHyper) -> RingTicket:
+    def submit(self, unit: Part, grad: torch.Tensor | None, hyper: AdamWHyper) -> RingTicket:
         """Update the unit's chunks on NVMe; `grad` stays as it is until the ticket is done.
 
         None: the gradient is on the drive too (`homes.grad_place`), all of it, and is read from now on.
@@ -218,13 +218,13 @@ class StateRing:
             self._schedule.turn()
             self._schedule.read_ahead()
 
-    def _gradient(self, passage: Passage) -> list[Part]:
+    def _gradient(self, passage: Passage) -> list[Stretch]:
         """What is to be read of it, once it is complete."""
         if passage.ticket is None or passage.ticket.grad is not None:
             return []
         return passage.slot.gradient_reads(passage.chunk)
 
-    def _fetch(self, passage: Passage, parts: list[Part]) -> None:
+    def _fetch(self, passage: Passage, parts: list[Stretch]) -> None:
         passage.reads_left += 1
         self._traffic.read(passage.chunk.name, parts, partial(self._arrived, passage))
 

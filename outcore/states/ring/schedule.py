@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outcore.flow.parts.units import Unit
+from outcore.flow.parts.units import Part
 from outcore.optim import AdamWHyper
 from outcore.sizing.ring import NEVER, kept_places
 from outcore.states.placement import StateChunk
@@ -31,7 +31,7 @@ KEPT_SHARE = 4
 class RingTicket:
     """One unit's update under way."""
 
-    def __init__(self, unit: Unit, grad: torch.Tensor | None, hyper: AdamWHyper, unread: list[StateChunk]) -> None:
+    def __init__(self, unit: Part, grad: torch.Tensor | None, hyper: AdamWHyper, unread: list[StateChunk]) -> None:
         self.unit, self.grad, self.hyper = unit, grad, hyper
         self.unread = unread
         self.left = len(unread)
@@ -135,7 +135,7 @@ class RingSchedule:
         """From the first chunk on."""
         self._ahead = 0
 
-    def read_ahead_after(self, unit: Unit) -> None:
+    def read_ahead_after(self, unit: Part) -> None:
         """From the chunk behind this unit's last one; a unit without any changes nothing."""
         self._ahead = self._place_after.get(unit.index, self._ahead)
 

@@ -31,7 +31,7 @@ PRIORITY = 1
 """Behind what the lanes ask of the drive: weights and checkpoints are waited for sooner than states."""
 
 
-class Part(NamedTuple):
+class Stretch(NamedTuple):
     """A piece of a chunk and its place on the drive."""
 
     store: TensorStore
@@ -74,24 +74,24 @@ class RingSlot:
         assert place is not None
         return self._gradient_blocks(chunk, place)[: chunk.numel * place.dtype.itemsize].view(place.dtype)
 
-    def gradient_reads(self, chunk: StateChunk) -> list[Part]:
+    def gradient_reads(self, chunk: StateChunk) -> list[Stretch]:
         """What brings the chunk's gradient; nothing where it is in RAM."""
         place = self._homes.grad_place(chunk)
         if place is None:
             return []
-        return [Part(place.store, place.name, place.offset_bytes, self._gradient_blocks(chunk, place))]
+        return [Stretch(place.store, place.name, place.offset_bytes, self._gradient_blocks(chunk, place))]
 
     def _gradient_blocks(self, chunk: StateChunk, place: GradPlace) -> torch.Tensor:
         start = round_up(chunk.n_bytes, ALIGNMENT_BYTES) if chunk.buffer is None else 0
         start += round_up(_param_bytes(chunk), ALIGNMENT_BYTES) if self.holds_param(chunk) else 0
         return self._memory[start : start + _gradient_bytes(chunk, place)]
 
-    def reads(self, chunk: StateChunk) -> list[Part]:
+    def reads(self, chunk: StateChunk) -> list[Stretch]:
         """What an update needs beside the gradient. Without a split the parameter follows from the master and is only
         written."""
         return self._state_parts(chunk) + (self._param_part(chunk) if chunk.state_format.split_master else [])
 
-    def state_writes(self, chunk: StateChunk) -> list[Part]:
+    def state_writes(self, chunk: StateChunk) -> list[Stretch]:
         """What an update has changed of the states."""
         return self._state_parts(chunk)
 
@@ -105,7 +105,7 @@ class RingSlot:
         if chunk.state_format.compressed:
             chunk.tail = tail_of(chunk.state_format, self.states(chunk), chunk.numel)
 
-    def param_writes(self, chunk: StateChunk) -> list[Part]:
+    def param_writes(self, chunk: StateChunk) -> list[Stretch]:
         """What it has changed of the parameters."""
         return self._param_part(chunk)
 
@@ -117,14 +117,14 @@ class RingSlot:
         (part,) = self._state_parts(chunk)
         return part.submit_write()
 
-    def _state_parts(self, chunk: StateChunk) -> list[Part]:
+    def _state_parts(self, chunk: StateChunk) -> list[Stretch]:
         if chunk.buffer is not None:
             return []
         assert self._homes.state_store is not None
-        return [Part(self._homes.state_store, chunk.name, at, memory) for at, memory in pieces(chunk, self._memory)]
+        return [Stretch(self._homes.state_store, chunk.name, at, memory) for at, memory in pieces(chunk, self._memory)]
 
-    def _param_part(self, chunk: StateChunk) -> list[Part]:
-        return [Part(*self._homes.param_place(chunk), self.param(chunk))] if self.holds_param(chunk) else []
+    def _param_part(self, chunk: StateChunk) -> list[Stretch]:
+        return [Stretch(*self._homes.param_place(chunk), self.param(chunk))] if self.holds_param(chunk) else []
 
 
 def pieces(chunk: StateChunk, memory: torch.Tensor) -> list[tuple[int, torch.Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from outcore.states.ring.slots import Part
+from outcore.states.ring.slots import Stretch
 from outcore.storage import Transfer, gather
 
 
@@ -22,14 +22,14 @@ class RingTraffic:
         """Whether the drive uses no slot's memory."""
         return not self._under_way
 
-    def read(self, name: str, parts: Sequence[Part], then: Callable[[], None]) -> None:
+    def read(self, name: str, parts: Sequence[Stretch], then: Callable[[], None]) -> None:
         """Fill `parts` of the chunk `name`; `then` on the driver thread once all is well, else its failure there.
 
         Raises when one of them cannot be submitted; `then` is not called then.
         """
         self.read_bytes += self._start(f"read of {name}", [part.submit_read for part in parts], then)
 
-    def write(self, name: str, parts: Sequence[Part], then: Callable[[], None]) -> None:
+    def write(self, name: str, parts: Sequence[Stretch], then: Callable[[], None]) -> None:
         """Bring `parts` to the drive; otherwise as `read`."""
         self.written_bytes += self._start(f"write of {name}", [part.submit_write for part in parts], then)
 

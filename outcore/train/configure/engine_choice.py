@@ -12,7 +12,7 @@ from typing import Any
 
 from outcore.config import ConfigError, TrainConfig
 from outcore.engine.deepspeed.config.settings import normalize_stage
-from outcore.flow.check.trial import why_config_not_streamed, why_not_streamed
+from outcore.engine.stream.check.gradients import why_config_not_trained, why_not_trained
 from outcore.model.facts import resolve_attention
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
@@ -66,12 +66,12 @@ def ask_model(
     if choice.name != "stream":
         return choice
     if loaded is not None:
-        why = why_not_streamed(loaded)
+        why = why_not_trained(loaded)
     else:
         source = resolve_source(settings, tokenizer)
         attention, _ = resolve_attention(source.config, settings.attn_implementation)
         trust, is_trained = settings.trust_remote_code, source.path is not None
-        why = why_config_not_streamed(source.config, attention, trust, settings.dtype, trained=is_trained)
+        why = why_config_not_trained(source.config, attention, trust, settings.dtype, trained=is_trained)
     return choice.give_way(why) if why else choice
 
 

@@ -104,15 +104,16 @@ def _count_down(owner: Any, name: str, count: int, armed: Callable[[], bool], *,
 def _place_kill(moment: str, count: int, after_step: int) -> None:
     from outcore.checkpoint import folders as checkpoint
     from outcore.engine.stream import state
+    from outcore.engine.stream.backward.layer import BackwardRunner
     from outcore.engine.stream.gradients.download import GradientDownload
-    from outcore.flow.layers.runner import UnitRunner
+    from outcore.flow.layers.runner import PartRunner
     from outcore.optim import torch_backend
     from outcore.storage.block_file import BlockFile
     from outcore.train.loop import Trainer
 
     places: dict[str, tuple[Any, str]] = {
-        "forward": (UnitRunner, "layer"),
-        "backward": (UnitRunner, "layer_backward"),
+        "forward": (PartRunner, "layer"),
+        "backward": (BackwardRunner, "layer"),
         "gradient": (GradientDownload, "ship"),
         "update": (torch_backend, "update_chunk"),
         "drive write": (BlockFile, "write_from"),

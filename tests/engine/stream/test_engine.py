@@ -163,8 +163,8 @@ def test_a_gradient_that_is_not_finite_skips_the_whole_step(build):
 
 def poison(engine, times, value=float("inf")):
     """The next `times` gradients of a layer have this value in them."""
-    runner = engine._parts.schedule.runner
-    original = type(runner).layer_backward
+    runner = engine._parts.schedule.backward
+    original = type(runner).layer
     left = [times]
 
     def layer_backward(*args):
@@ -174,7 +174,7 @@ def poison(engine, times, value=float("inf")):
             args[-1].flat[3] = value
         return grad
 
-    runner.layer_backward = layer_backward
+    runner.layer = layer_backward
 
 
 def test_without_clipping_a_gradient_that_is_not_finite_stops_the_run(build):

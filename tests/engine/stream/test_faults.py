@@ -21,9 +21,10 @@ import torch
 
 from outcore.checkpoint.folders import open_checkpoint
 from outcore.engine.stream import state
+from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.parts import EngineParts
-from outcore.flow.layers.runner import UnitRunner
+from outcore.flow.layers.runner import PartRunner
 from outcore.flow.weights import scratch
 from outcore.optim import OptimizerPool, torch_backend
 from outcore.staging import PinnedPool
@@ -152,32 +153,32 @@ def test_a_drive_that_fails_under_the_optimizer(job: Job, name: str) -> None:
         job.resumes(**fields)
 
 
-@pytest.mark.parametrize("where", ["layer", "layer_backward"])
-def test_gpu_memory_that_runs_out_in_mid_step(job: Job, where: str) -> None:
-    original = getattr(UnitRunner, where)
+@pytest.mark.parametrize("where", [PartRunner, BackwardRunner])
+def test_gpu_memory_that_runs_out_in_mid_step(job: Job, where: type) -> None:
+    original = where.layer
 
-    def full(runner: UnitRunner, index: int, *args: Any) -> Any:
+    def full(runner: Any, index: int, *args: Any) -> Any:
         if job.is_broken and index == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 8 GiB")
         return original(runner, index, *args)
 
-    job.patch.setattr(UnitRunner, where, full)
+    job.patch.setattr(where, "layer", full)
     job.fails("GPU memory", "2.00 GiB more was needed", "--per_device_train_batch_size 1")
-    if where == "layer_backward":
+    if where is BackwardRunner:
         job.resumes()
 
 
 def test_a_gradient_that_is_not_finite_without_clipping(job: Job) -> None:
     """bf16, updates during the backward: the run stops, and nothing is saved of a step that was made by halves."""
-    original = UnitRunner.layer_backward
+    original = BackwardRunner.layer
 
-    def infinite(runner: UnitRunner, index: int, *args: Any) -> Any:
+    def infinite(runner: BackwardRunner, index: int, *args: Any) -> Any:
         grad = original(runner, index, *args)
         if job.is_broken and index == 0:
             args[-1].flat[3] = float("inf")
         return grad
 
-    job.patch.setattr(UnitRunner, "layer_backward", infinite)
+    job.patch.setattr(BackwardRunner, "layer", infinite)
     job.argv += ["--max_grad_norm", "0"]
     job.fails("norm became inf", "resume from the last checkpoint with gradient clipping")
     assert [path.name for path in (job.root / "checkpoint/r").glob("step-*")] == ["step-00000002"]

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.check.gradients import why_config_not_trained, why_not_trained
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.check.trial import why_config_not_streamed, why_not_streamed
 from outcore.flow.layers.compiled import draws_random_numbers
 from outcore.flow.parts.discovery import discover_units
 from outcore.flow.parts.shell import StreamUnsupported
@@ -165,7 +165,7 @@ def test_the_text_part_is_the_model(with_more_parts):
     found = {checkpoint_name(n) for n, _ in loaded.model.named_parameters()}
     assert loaded.feed is not None
     assert found == loaded.feed.names == {n for values in loaded.feed.groups() for n in values}
-    assert why_not_streamed(loaded) == ""
+    assert why_not_trained(loaded) == ""
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_adapters_on_fused_experts_are_refused(build, tmp_path):
     """Ours go on the attention; peft wraps the two weights of the experts one around the other, and both adapters would
     have one name."""
     settings = settings_for(folder_of(tmp_path, "qwen3_moe"), lora=LORA)
-    assert why_not_streamed(load_model(settings, lazy=True)) == ""
+    assert why_not_trained(load_model(settings, lazy=True)) == ""
     loaded = load_model(replace(settings, lora=None))
     model: Any = loaded.model
     config = LoraConfig(r=4, target_parameters=["gate_up_proj", "down_proj"])
@@ -224,7 +224,7 @@ def test_quantized_weights_are_refused(tmp_path, model_type):
     config.save_pretrained(tmp_path)
     save_file({"lm_head.weight": torch.ones(1)}, tmp_path / "model.safetensors")
     settings = settings_for(tmp_path)
-    assert "stored quantized (fp8)" in why_config_not_streamed(resolve_source(settings).config, trained=True)
+    assert "stored quantized (fp8)" in why_config_not_trained(resolve_source(settings).config, trained=True)
     with pytest.raises(RuntimeError, match=r"stored quantized \(fp8\)"):
         load_model(settings, lazy=True)
 

@@ -238,12 +238,12 @@ def test_a_layer_that_fails_leaves_nothing_under_way(engine):
     engine.train_step([plain_batch()], 1e-3)
     engine._parts.updates.drain()
     before = [p.detach().clone() for p in engine.loaded.model.parameters()]
-    runner = engine._parts.schedule.runner
+    runner, schedule = engine._parts.flow.runner, engine._parts.schedule
     places = (
         (runner, "layer", 1),
-        (runner.head, "one", 0),
-        (runner, "layer_backward", 0),
-        (runner, "embed_backward", 0),
+        (schedule.head, "one", 0),
+        (schedule.backward, "layer", 0),
+        (schedule.backward, "embed", 0),
     )
     for owner, name, call in places:
         original, calls = getattr(owner, name), []

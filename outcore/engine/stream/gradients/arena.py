@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from outcore.common.quantities import format_gib, round_up
-from outcore.flow.parts.units import Unit
+from outcore.flow.parts.units import Part
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES, Extent, ExtentAllocator
 from outcore.staging.pool.host_memory import HostMemory
 
@@ -22,11 +22,11 @@ DEFAULT_LARGEST = 3
 """An arena that is not given a size holds so many of the largest gradient."""
 
 
-def gradient_bytes_of(unit: Unit) -> int:
+def gradient_bytes_of(unit: Part) -> int:
     return unit.layout.trainable_numel * unit.layout.dtype.itemsize
 
 
-def smallest_arena_bytes(units: Sequence[Unit]) -> int:
+def smallest_arena_bytes(units: Sequence[Part]) -> int:
     """What the default arena takes; no more than all gradients together."""
     sizes = [round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES) for unit in units]
     return min(sum(sizes), DEFAULT_LARGEST * max(sizes, default=0))
@@ -41,11 +41,11 @@ class GradientArena:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[Part],
         memory: HostMemory,
         limit_bytes: int | None = None,
         *,
-        early: Unit | None = None,
+        early: Part | None = None,
     ) -> None:
         trainable = [unit for unit in units if unit.is_trainable]
         self._held: dict[int, tuple[torch.Tensor, Extent | None]] = {}
@@ -72,7 +72,7 @@ class GradientArena:
         self._allocator = ExtentAllocator(self.size_bytes)
         self._memory = memory.take(self.size_bytes, "gradients")
 
-    def try_take(self, unit: Unit) -> torch.Tensor | None:
+    def try_take(self, unit: Part) -> torch.Tensor | None:
         """[layout.trainable_numel] for the unit's gradient, its own until `give_back`; None while there is no room."""
         held = self._held.get(unit.index)
         if held is not None:
@@ -86,15 +86,15 @@ class GradientArena:
         self._held[unit.index] = (home, extent)
         return home
 
-    def own_home(self, unit: Unit) -> torch.Tensor | None:
+    def own_home(self, unit: Part) -> torch.Tensor | None:
         """The home that the unit keeps for good: free for others' use from its update on to its next gradient."""
         return self._held[unit.index][0] if self._allocator is None and unit.index in self._held else None
 
-    def __getitem__(self, unit: Unit) -> torch.Tensor:
+    def __getitem__(self, unit: Part) -> torch.Tensor:
         """The unit's gradient; it has been taken and not given back."""
         return self._held[unit.index][0]
 
-    def give_back(self, unit: Unit) -> None:
+    def give_back(self, unit: Part) -> None:
         """The update is over. Homes of their own stay."""
         held = self._held.get(unit.index)
         if held is not None and held[1] is not None:

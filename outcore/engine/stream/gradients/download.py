@@ -10,17 +10,44 @@ norm has the same bits however they go down.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of
 from outcore.engine.stream.gradients.transfer_group import TransferGroup
-from outcore.flow.parts.units import Unit, Units
+from outcore.flow.parts.units import ModelParts, Part
 from outcore.flow.trace.stalls import Stalls
 from outcore.sizing.tiles import PART_NUMEL, SHIP_BUFFERS
 from outcore.staging import DownloadLane, LaneTransfer
+
+
+class GradientShipping(Protocol):
+    """Where a step's gradients are added up on the device, counted and sent from."""
+
+    @property
+    def device_bytes(self) -> int: ...
+
+    def begin(self) -> None:
+        """Start a step: nothing is counted yet."""
+        ...
+
+    def accumulator(self, unit: Part, *, only_once: bool = False) -> GradAccumulator:
+        """Where the part's gradients are added up. `only_once`: each comes once, so no wider type is needed."""
+        ...
+
+    def ship(self, unit: Part, accumulator: GradAccumulator) -> Any:
+        """Send the part's complete gradient to its home; a `LaneTransfer`, or a `TransferGroup` of several."""
+        ...
+
+    def norm_of(self, unit: Part) -> float | None:
+        """L2 norm of a part's gradient once that has arrived in its home; None where it is not known."""
+        ...
+
+    def norm(self) -> torch.Tensor:
+        """fp64 scalar on the device: L2 norm of everything shipped in this step; not finite if anything was not."""
+        ...
 
 
 class GradientDownload:
@@ -36,7 +63,7 @@ class GradientDownload:
 
     def __init__(
         self,
-        units: Units,
+        units: ModelParts,
         arena: GradientArena,
         lane: DownloadLane,
         *,
@@ -89,7 +116,7 @@ class GradientDownload:
         """Start a step: nothing is counted yet."""
         self._sumsq.zero_()
 
-    def accumulator(self, unit: Unit, *, only_once: bool = False) -> GradAccumulator:
+    def accumulator(self, unit: Part, *, only_once: bool = False) -> GradAccumulator:
         """Where the unit's gradients are added up. `only_once`: each comes once, so no wider type is needed."""
         sums = self._sums[unit.index]
         if not only_once:
@@ -98,7 +125,7 @@ class GradientDownload:
             return GradAccumulator(unit.layout, self._take_buffer(unit, unit.layout.trainable_numel))
         return GradAccumulator(unit.layout, sums.view(torch.uint8)[: gradient_bytes_of(unit)].view(unit.layout.dtype))
 
-    def ship(self, unit: Unit, accumulator: GradAccumulator) -> Any:
+    def ship(self, unit: Part, accumulator: GradAccumulator) -> Any:
         """Send the unit's complete gradient to its home; a `LaneTransfer`, or a `TransferGroup` of its parts."""
         complete = accumulator.complete()
         if self._leaves_in_parts(unit):
@@ -110,10 +137,10 @@ class GradientDownload:
         norm = self.count(target) if unit.index not in self._ends else _joined(self._counted(target))
         return self._send(unit, target, self.home(unit), norm)
 
-    def _leaves_in_parts(self, unit: Unit) -> bool:
+    def _leaves_in_parts(self, unit: Part) -> bool:
         return gradient_bytes_of(unit) > len(self._ship[0])
 
-    def _ship_in_parts(self, unit: Unit, complete: torch.Tensor) -> TransferGroup:
+    def _ship_in_parts(self, unit: Part, complete: torch.Tensor) -> TransferGroup:
         home, sent = self.home(unit), []
         norms: list[torch.Tensor] = []
         largest = len(self._ship[0]) // unit.layout.dtype.itemsize // self._part_numel * self._part_numel
@@ -126,7 +153,7 @@ class GradientDownload:
             sent.append(self._send(unit, target, home[start : start + largest], _joined(norms) if is_last else None))
         return TransferGroup(sent)
 
-    def _send(self, unit: Unit, rounded: torch.Tensor, home: torch.Tensor, norm: torch.Tensor | None) -> LaneTransfer:
+    def _send(self, unit: Part, rounded: torch.Tensor, home: torch.Tensor, norm: torch.Tensor | None) -> LaneTransfer:
         if self._norms is not None and norm is not None:  # queued before the copy, so it is there when that has arrived
             self._norms[unit.index].copy_(norm, non_blocking=True)
         transfer = self._lane.submit_host(rounded, home, label=unit.name)
@@ -139,7 +166,7 @@ class GradientDownload:
         for start in range(0, len(rounded), self._part_numel):
             yield self.count(rounded[start : start + self._part_numel])
 
-    def home(self, unit: Unit) -> torch.Tensor:
+    def home(self, unit: Part) -> torch.Tensor:
         """Memory in RAM for the unit's gradient; waits for updates until there is room. Raises what went wrong."""
         home = self._arena.try_take(unit)
         while home is None:
@@ -154,7 +181,7 @@ class GradientDownload:
         self._sumsq += norm.double().square().to(self._sumsq.device)
         return norm
 
-    def norm_of(self, unit: Unit) -> float | None:
+    def norm_of(self, unit: Part) -> float | None:
         """L2 norm of a unit's gradient once that has arrived in its home; not finite if anything in it was not. None
         where it was not asked for, or the gradient came down in tiles."""
         if self._norms is None or unit.index not in self._sums:
@@ -168,7 +195,7 @@ class GradientDownload:
     def _view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         return self._ship[self._turn][: numel * dtype.itemsize].view(dtype)
 
-    def _take_buffer(self, unit: Unit, numel: int) -> torch.Tensor:
+    def _take_buffer(self, unit: Part, numel: int) -> torch.Tensor:
         """The buffer whose turn it is, once what it held has left."""
         leaving = self._leaving[self._turn]
         if leaving is not None:

@@ -22,8 +22,8 @@ from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.gradients.download import GradientDownload
 from outcore.engine.stream.gradients.rows import RowSums
 from outcore.engine.stream.gradients.transfer_group import TransferGroup
-from outcore.flow.parts.units import Unit
-from outcore.flow.tiles.matrix import TiledMatrix, TiledUnit
+from outcore.flow.parts.units import Part
+from outcore.flow.tiles.matrix import TiledMatrix, TiledPart
 from outcore.flow.weights.prefetch import settle
 from outcore.staging import AT_ONCE, DownloadLane, LaneTransfer, UploadLane
 from outcore.staging.pool.host_memory import HostMemory
@@ -46,7 +46,7 @@ class TileGradients:
 
     def __init__(
         self,
-        tiled: Sequence[TiledUnit],
+        tiled: Sequence[TiledPart],
         download: GradientDownload,
         up: UploadLane,
         down: DownloadLane,
@@ -88,11 +88,11 @@ class TileGradients:
         for rows in self.rows.values():
             rows.begin()
 
-    def begin_forward(self, unit: Unit) -> None:
+    def begin_forward(self, unit: Part) -> None:
         """A micro-batch goes through the unit: as many will come back."""
         self._forwards[unit.index] += 1
 
-    def begin_backward(self, unit: Unit) -> None:
+    def begin_backward(self, unit: Part) -> None:
         """A micro-batch comes back."""
         self._backwards[unit.index] += 1
 
@@ -130,7 +130,7 @@ class TileGradients:
         """The whole gradient of a tile, [rows, num_cols]."""
         self._send(matrix, tile, grad.reshape(-1), self._states.setdefault((*matrix.key, tile), _TileState()))
 
-    def finish(self, tiled: TiledUnit, resident: GradAccumulator) -> TransferGroup:
+    def finish(self, tiled: TiledPart, resident: GradAccumulator) -> TransferGroup:
         """Send what has not been sent yet; the unit's gradient is at home when the group is done."""
         unit, home = tiled.unit, self._download.home(tiled.unit)
         for start, stop in unit.layout.gaps():

@@ -1,0 +1,141 @@
+"""The head's loss and, chunk by chunk of its logits, the gradients at once: nothing is recomputed.
+
+The logits of one chunk are all that is ever held. The balancing loss of a mixture of experts mixes all layers: its
+gradient with respect to each layer's router logits is taken here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from outcore.engine.stream.backward.cross_entropy import CrossEntropy
+from outcore.engine.stream.backward.tiled_head import TiledHeadGradient
+from outcore.engine.stream.gradients.accumulator import GradAccumulator
+from outcore.flow.layers.head import Head, HeadInput
+from outcore.flow.layers.runner import Batch
+from outcore.flow.layers.unit_weights import in_place
+from outcore.model.inputs import IGNORE, shifted_targets
+from outcore.model.loss import summed_loss
+
+EAGER_CHUNKS = 2
+"""So many times smaller are chunks whose loss is not compiled: it takes twice the memory (`cross_entropy`)."""
+
+
+@dataclass
+class HeadResult:
+    """What the head makes of one micro-batch."""
+
+    ce_sum: torch.Tensor
+    """fp32 scalar: cross-entropy summed over unmasked tokens."""
+    n_tokens: torch.Tensor
+    grad_hidden: torch.Tensor
+    """Gradient of the objective with respect to the last layer's output."""
+    aux_loss: torch.Tensor | None = None
+    """fp32 scalar, already times its coefficient."""
+    grad_routers: list[torch.Tensor] = field(default_factory=list)
+    """Gradient of the objective with respect to every router's logits, in order."""
+
+
+class HeadGradient:
+    """Loss and gradients of what `head` computes. `aux_coefficient`: of the balancing loss, 0 without; `compiled`: the
+    cross-entropy through torch.compile."""
+
+    def __init__(self, head: Head, *, aux_coefficient: float = 0.0, compiled: bool = False) -> None:
+        self.head, self.units, self.weights = head, head.units, head.weights
+        self.aux_coefficient = aux_coefficient
+        self._cross_entropy = CrossEntropy(compiled=compiled)
+        self._tiled = None if head.tiled is None else TiledHeadGradient(head.tiled)
+
+    def run(
+        self,
+        slab: torch.Tensor,
+        inputs: Iterable[tuple[HeadInput, Sequence[torch.Tensor]]],
+        *,
+        grad_scale: float,
+        into: GradAccumulator | None = None,
+    ) -> Iterator[HeadResult]:
+        """Losses and gradients of micro-batches (and the routers' logits of each), one after another as they are asked
+        for; in tiles all at once with the first. `grad_scale`: loss scale / tokens of the global batch."""
+        if self._tiled is not None:
+            kept: list[tuple[Batch, Sequence[torch.Tensor]]] = []
+
+            def hidden_only() -> Iterator[HeadInput]:
+                for item, routers in inputs:
+                    kept.append((item.batch, routers))
+                    yield item
+
+            for row, (batch, routers) in zip(self._tiled.run(slab, hidden_only(), grad_scale, into), kept, strict=True):
+                found = HeadResult(row.ce_sum, row.n_tokens, row.grad_hidden)
+                if routers:
+                    self._router_loss(found, row.flat[None], batch, routers, grad_scale)
+                yield found
+            return
+        for item, routers in inputs:
+            found = self.one(slab, item, routers, grad_scale=grad_scale, into=into)
+            del item, routers  # its hidden states are not needed any more
+            yield found
+
+    def one(
+        self,
+        slab: torch.Tensor,
+        item: HeadInput,
+        routers: Sequence[torch.Tensor] = (),
+        *,
+        grad_scale: float,
+        into: GradAccumulator | None = None,
+    ) -> HeadResult:
+        """Loss and gradients of one micro-batch."""
+        leaves, trainable = self.weights.leaves(self.units.head, slab)
+        targets = shifted_targets(item.batch["labels"]).reshape(-1)
+        n_tokens = (targets != IGNORE).sum()
+        x = item.hidden.detach().requires_grad_()
+        with torch.enable_grad(), in_place(self.units.head, leaves):
+            final = self.units.finish(x, item.batch, item.log)
+            flat = final.reshape(-1, final.shape[-1])
+            grad_flat = torch.empty_like(flat)
+            ce_sum = torch.zeros((), dtype=torch.float32, device=flat.device)
+            start = 0
+            num_chunks = self.head.num_chunks(len(flat), 1 if self._cross_entropy.is_compiled else EAGER_CHUNKS)
+            for target in targets.tensor_split(num_chunks):
+                piece = flat[start : start + len(target)].detach().requires_grad_()
+                logits = self.units.parts.logits(piece[None])
+                part, seed, grad_seed = self._loss_and_seed(logits, target, grad_scale)
+                ce_sum += part
+                del logits, part
+                grad_piece, *grads = torch.autograd.grad(seed, [piece, *trainable], grad_seed, allow_unused=True)
+                del seed, grad_seed
+                grad_flat[start : start + len(target)] = grad_piece
+                if into is not None:
+                    into.add(grads)
+                del grad_piece, grads  # one chunk's at a time
+                start += len(target)
+            result = HeadResult(ce_sum, n_tokens, grad_flat)
+            if routers:
+                self._router_loss(result, final.detach(), item.batch, routers, grad_scale)
+            result.grad_hidden, *grads = torch.autograd.grad(flat, [x, *trainable], grad_flat, allow_unused=True)
+            if into is not None:
+                into.add(grads)
+        return result
+
+    def _loss_and_seed(
+        self, logits: torch.Tensor, target: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(loss of a chunk, tensor that backward starts at, the gradient there)."""
+        if self.head.head_loss is not None:
+            part = summed_loss(logits, target, self.head.head_loss)
+            return part.detach(), part * scale, None
+        part, grad = self._cross_entropy(logits.detach().reshape(-1, logits.shape[-1]), target, scale)
+        return part, logits, grad.view_as(logits)
+
+    def _router_loss(
+        self, result: HeadResult, final: torch.Tensor, batch: Batch, routers: Sequence[torch.Tensor], grad_scale: float
+    ) -> None:
+        leaves = [logits.detach().requires_grad_() for logits in routers]
+        with torch.enable_grad():
+            raw = self.units.parts.router_loss(final, tuple(leaves), batch.get("attention_mask")).float()
+            aux = self.aux_coefficient * raw
+            result.aux_loss = aux.detach()
+            result.grad_routers = list(torch.autograd.grad(aux * (result.n_tokens * grad_scale), leaves))

@@ -1,0 +1,100 @@
+"""Does a model train when it is streamed? A tiny copy's loss and every gradient, part by part and by plain autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from outcore.engine.stream.backward.head import HeadGradient
+from outcore.engine.stream.backward.layer import BackwardRunner
+from outcore.engine.stream.gradients.accumulator import GradAccumulator
+from outcore.flow.check.trial import Batch, Trial, slab_of, why_config_not_streamed, why_not_streamed
+from outcore.flow.layers.compiled import CompiledLayers
+from outcore.flow.layers.head import Head, HeadInput
+from outcore.flow.layers.routers import RouterTaps
+from outcore.flow.layers.runner import PartRunner
+from outcore.flow.parts.discovery import discover_units
+from outcore.model.inputs import IGNORE
+from outcore.model.weights.load import LoadedModel
+
+
+def run_units(
+    loaded: LoadedModel, batch: Batch, compiled: CompiledLayers | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(summed objective, gradients of its mean by name) of one micro-batch, unit by unit on the CPU, no engine."""
+    units = discover_units(loaded)
+    aux_coefficient = loaded.token_loss().aux_coefficient
+    runner = PartRunner(units, compiled=compiled, taps=RouterTaps(units) if aux_coefficient else None)
+    backward = BackwardRunner(runner)
+    head = Head(
+        runner,
+        vocab_size=loaded.facts.vocab_size,
+        logits_chunk_bytes=4 * 16 * loaded.facts.vocab_size,
+        head_loss=loaded.head_loss,
+    )
+    head_gradient = HeadGradient(head, aux_coefficient=aux_coefficient)
+    total = int((batch["labels"][:, 1:] != IGNORE).sum())
+    slabs = {unit.index: slab_of(unit) for unit in units.all}
+    sums = {u.index: GradAccumulator(u.layout, torch.zeros(u.layout.numel, dtype=u.layout.dtype)) for u in units.all}
+    log = runner.embed(slabs[units.embed.index], batch)
+    hidden, inputs, routers, counts = log.hidden, [], [], []
+    for index, unit in enumerate(units.layer_units):
+        inputs.append(hidden)
+        hidden, found = runner.layer(index, slabs[unit.index], hidden, log.call(index))
+        routers += found
+        counts.append(len(found))
+    at = units.head.index
+    item = HeadInput(hidden, batch, log)
+    result = head_gradient.one(slabs[at], item, routers, grad_scale=1.0 / total, into=sums[at])
+    grad, grad_routers = result.grad_hidden, result.grad_routers
+    for index, unit in reversed(list(enumerate(units.layer_units))):
+        cut = len(grad_routers) - counts[index]
+        own, grad_routers = grad_routers[cut:], grad_routers[:cut]
+        grad = backward.layer(index, slabs[unit.index], inputs[index], log.call(index), grad, own, sums[unit.index])
+    backward.embed(slabs[units.embed.index], batch, grad, sums[units.embed.index])
+    objective = result.ce_sum if result.aux_loss is None else result.ce_sum + result.aux_loss * result.n_tokens
+    grads: dict[str, torch.Tensor] = {}
+    for unit in units.all:
+        views = unit.layout.grad_views(sums[unit.index].complete())
+        grads |= {slot.name: view for slot, view in zip(unit.layout.trainable_slots, views, strict=True)}
+    return objective, grads
+
+
+def gradient_difference(tiny: LoadedModel, batch: Batch) -> float:
+    """Largest difference of loss and gradients, relative to the largest gradient of the model, in fp32 on the CPU."""
+    loss = tiny.token_loss()
+    loss_sum = loss(tiny.model, batch)
+    total = int(loss_sum.n_tokens)
+    whole = loss_sum.objective(total)
+    named = {name: parameter for name, parameter in tiny.model.named_parameters() if parameter.requires_grad}
+    grads = torch.autograd.grad(whole, list(named.values()), allow_unused=True)
+    objective, mine = run_units(tiny, batch)
+    largest = max((float(g.abs().max()) for g in grads if g is not None), default=1.0)
+    worst = abs(float(objective) / total - float(whole.detach())) / max(1.0, abs(float(whole.detach())))
+    for (name, parameter), grad in zip(named.items(), grads, strict=True):
+        expected = torch.zeros_like(parameter) if grad is None else grad
+        off = float((mine[name] - expected).abs().max()) / max(largest, 1e-12)
+        worst = max(worst, off if off == off else float("inf"))
+    return worst
+
+
+GRADIENTS = Trial("gradients", gradient_difference)
+
+
+def why_not_trained(loaded: LoadedModel) -> str:
+    """'' when the streaming engine trains this model; otherwise the reason, in words. Parameters must be on the CPU."""
+    return why_not_streamed(loaded, GRADIENTS)
+
+
+def why_config_not_trained(
+    config: Any,
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
+    *,
+    trained: bool = False,
+) -> str:
+    """As `why_not_trained`, from a transformers config alone: no weight is read, no memory is spent. `dtype`: of the
+    run; `trained`: its weights come from a checkpoint."""
+    return why_config_not_streamed(config, attention, trust_remote_code, dtype, trial=GRADIENTS, trained=trained)

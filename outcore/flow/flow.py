@@ -1,0 +1,155 @@
+"""Calls through a model whose weights arrive part by part: each part takes all calls before the next one comes.
+
+So the weights cross the link once a pass, whatever the number of calls. Flow keeps no gradient, optimizer or request;
+who trains listens to the same forward loop (`PassWatch`), and goes back through the parts himself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from outcore.common.deadline import after
+from outcore.flow.call import Call, OnPart, Output
+from outcore.flow.layers.head import Head, HeadInput
+from outcore.flow.layers.runner import Batch, PartRunner
+from outcore.flow.parts.shell import CallLog
+from outcore.flow.parts.units import Part
+from outcore.flow.trace.recorder import NO_TRACE, Trace
+from outcore.flow.weights.source import WeightArrival
+
+
+@dataclass
+class Passage:
+    """One call on its way through the parts."""
+
+    batch: Batch
+    inputs: Mapping[str, Any] | None = None
+    log: CallLog = field(default_factory=CallLog)
+    hidden: torch.Tensor | None = None
+
+    def take_hidden(self) -> torch.Tensor:
+        """The hidden states, which are the taker's from then on."""
+        hidden, self.hidden = self.hidden, None
+        assert hidden is not None
+        return hidden
+
+    def at_head(self) -> HeadInput:
+        """What the head gets of it."""
+        return HeadInput(self.take_hidden(), self.batch, self.log)
+
+
+class PassWatch(Protocol):
+    """Sees each part run on each call."""
+
+    def before(self, part: Part, number: int) -> None:
+        """The part is about to run on this call."""
+        ...
+
+    def embedded(self, number: int, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The embedding gave `hidden`; what is returned replaces it."""
+        ...
+
+    def passed(
+        self, layer: int, number: int, given: torch.Tensor, hidden: torch.Tensor, routers: list[torch.Tensor]
+    ) -> torch.Tensor | None:
+        """The layer made `hidden` out of `given`; what is returned replaces `hidden`."""
+        ...
+
+
+class HookWatch:
+    """Has a hook see what each part gives."""
+
+    def __init__(self, parts: Sequence[Part], embed: Part, on_part: OnPart | None) -> None:
+        self._layers, self._embed, self._on_part = parts, embed, on_part
+
+    def before(self, part: Part, number: int) -> None:
+        return
+
+    def embedded(self, number: int, hidden: torch.Tensor) -> torch.Tensor | None:
+        return None if self._on_part is None else self._on_part(self._embed, number, hidden)
+
+    def passed(
+        self, layer: int, number: int, given: torch.Tensor, hidden: torch.Tensor, routers: list[torch.Tensor]
+    ) -> torch.Tensor | None:
+        return None if self._on_part is None else self._on_part(self._layers[layer], number, hidden)
+
+
+class Flow:
+    """One model's parts in passage through one device. One pass at a time, from one thread.
+
+    The model should be in evaluation mode for `run`.
+    """
+
+    def __init__(self, runner: PartRunner, head: Head, arrival: WeightArrival, device: torch.device) -> None:
+        self.runner, self.head, self.arrival, self.device = runner, head, arrival, device
+        self.units = runner.units
+        self.trace: Trace = NO_TRACE
+        """Sees the work of each part and call; replaced while steps are traced."""
+
+    @torch.no_grad()
+    def run(self, calls: Sequence[Call], *, on_part: OnPart | None = None) -> Iterator[Output]:
+        """One pass of all calls; an output for each, in their order.
+
+        The pass begins when the first output is asked for. The iterator must be exhausted or closed before the next
+        pass; a failure or a close aborts the pass, and the flow can be used again.
+        """
+        needs_head = any(call.want != "nothing" for call in calls)
+        ends = [self.units.head] if needs_head else []
+        try:
+            self.arrival.begin([self.units.embed, *self.units.layer_units, *ends])
+            passages = [Passage(call.batch, call.inputs) for call in calls]
+            at = self.forward(passages, HookWatch(self.units.layer_units, self.units.embed, on_part))
+            if not needs_head:
+                yield from (Output(number) for number in range(len(calls)))
+                return
+            yield from self._outputs(self.arrival.acquire(at), calls, passages)
+            self.arrival.release(at)
+        except BaseException as error:
+            self.arrival.abort(None if isinstance(error, GeneratorExit) else after(error))
+            raise
+
+    def forward(self, passages: Sequence[Passage], watch: PassWatch) -> int:
+        """Up to the last layer's output, in a pass that has begun; returns the number of the head's use."""
+        slab = self.arrival.acquire(0)
+        for number, item in enumerate(passages):
+            watch.before(self.units.embed, number)
+            with self.trace.compute("forward", self.units.embed.name, number):
+                item.log = self.runner.embed(slab, item.batch, item.inputs)
+            given = item.log.hidden
+            item.log.first = None  # who wants to keep it does
+            replaced = watch.embedded(number, given)
+            item.hidden = given if replaced is None else replaced
+            if len(passages) > 1:
+                item.log.shrink_masks()
+        self.arrival.release(0)
+        for index, part in enumerate(self.units.layer_units):
+            slab = self.arrival.acquire(index + 1)
+            for number, item in enumerate(passages):
+                watch.before(part, number)
+                given = item.take_hidden()
+                with self.trace.compute("forward", part.name, number):
+                    hidden, routers = self.runner.layer(index, slab, given, item.log.call(index))
+                replaced = watch.passed(index, number, given, hidden, routers)
+                item.hidden = hidden if replaced is None else replaced
+                del hidden, replaced
+            self.arrival.release(index + 1)
+        return len(self.units.layer_units) + 1
+
+    def _outputs(self, slab: torch.Tensor, calls: Sequence[Call], passages: Sequence[Passage]) -> Iterator[Output]:
+        losses = self.head.losses(
+            slab, (item.at_head() for call, item in zip(calls, passages, strict=True) if call.want == "loss")
+        )
+        for number, (call, item) in enumerate(zip(calls, passages, strict=True)):
+            output = Output(number)
+            with self.trace.compute("head", "head", number):
+                if call.want == "loss":
+                    output.ce_sum, output.n_tokens = next(losses)
+                elif call.want == "logits":
+                    output.logits = self.head.logits(slab, item.at_head(), call.positions)
+                elif call.want == "hidden":
+                    output.hidden = self.head.finish(slab, item.at_head())
+            yield output

@@ -1,0 +1,78 @@
+"""Where weights come from when a part is to be uploaded, and what arrives: the two sides of flow's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from outcore.common.deadline import Deadline
+from outcore.flow.parts.units import Part
+from outcore.flow.trace.stalls import Stalls
+from outcore.flow.weights.homes import WeightHomes
+from outcore.storage import TensorStore
+
+
+class WeightSource(Protocol):
+    """Who knows where a part's weights are, and whether they may be read yet."""
+
+    def ram(self, unit: Part) -> torch.Tensor:
+        """The part's parameters in RAM, 1-D; the rest of them, if any, are at `stored`."""
+        ...
+
+    def stored(self, unit: Part) -> tuple[TensorStore, str] | None:
+        """Where on NVMe the rest of the part's parameters lives; None when all are in RAM."""
+        ...
+
+    def is_current(self, unit: Part) -> bool:
+        """Whether the last change to the part has been made."""
+        ...
+
+    def wait_current(self, unit: Part) -> None:
+        """Block until it has; raises what went wrong with it."""
+        ...
+
+
+class FixedWeights:
+    """The source of weights that nobody changes."""
+
+    def __init__(self, homes: WeightHomes) -> None:
+        self._homes = homes
+
+    def ram(self, unit: Part) -> torch.Tensor:
+        return self._homes.ram(unit)
+
+    def stored(self, unit: Part) -> tuple[TensorStore, str] | None:
+        return self._homes.rest(unit)
+
+    def is_current(self, unit: Part) -> bool:
+        return True
+
+    def wait_current(self, unit: Part) -> None:
+        return
+
+
+class WeightArrival(Protocol):
+    """Weights on the device just in time. A pass: `begin`, then `acquire` and `release` each use in turn."""
+
+    stalls: Stalls
+
+    @property
+    def device_bytes(self) -> int: ...
+
+    def begin(self, sequence: Sequence[Part]) -> None:
+        """Plan a pass that uses these parts in this order, and start the first uploads."""
+        ...
+
+    def acquire(self, at: int) -> torch.Tensor:
+        """The slab of use number `at` on the device; work queued on the current stream from now on may read it."""
+        ...
+
+    def release(self, at: int) -> None:
+        """Everything that reads use `at` has been queued."""
+        ...
+
+    def abort(self, deadline: Deadline | None = None) -> None:
+        """After a failure in mid-pass: wait for uploads under way, so that no buffer is written to later."""
+        ...
