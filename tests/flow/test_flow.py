@@ -1,4 +1,4 @@
-"""A pass of calls through the parts of a model gives what the whole model gives; hooks see and replace hidden states."""
+"""A pass of calls through the parts of a model gives what the whole model gives; hooks may replace hidden states."""
 
 from __future__ import annotations
 

@@ -196,9 +196,7 @@ def _sharing_holds(units: ModelParts, log: CallLog) -> bool:
 def forward_difference(tiny: LoadedModel, batch: Batch) -> float:
     """Largest difference of the logits, part by part and as a whole, relative to the largest; in fp32 on the CPU."""
     causal = unwrap(tiny.model)
-    inputs = forward_inputs(
-        causal, {k: v for k, v in batch.items() if k != "labels"}, tiny.abilities.isolation or "position_ids"
-    )
+    inputs = forward_inputs(causal, batch, tiny.abilities.isolation or "position_ids")
     with torch.no_grad():
         whole = causal(**inputs).logits.float().flatten(0, -2)
         runner = PartRunner(discover_units(tiny))

@@ -24,16 +24,8 @@ class Broken(Exception):
 STEPS = [
     *("PinnedPool", "Scratch", "UploadLane", "DownloadLane", "HostMemory", "WeightHomes"),
     *("UploadLane from NVMe", "Homes", "state_store", "GradientArena", "OptimizerPool", "StateRing", "PartUpdates"),
-    *(
-        "WeightPrefetcher",
-        "GradientDownload",
-        "open_tiles",
-        "PartRunner",
-        "Flow",
-        "NvmeActivations",
-        "VerticalSchedule",
-    ),
-    *("EngineParts", "StreamEngine"),
+    *("WeightPrefetcher", "GradientDownload", "open_tiles", "PartRunner", "Flow", "NvmeActivations"),
+    *("VerticalSchedule", "EngineParts", "StreamEngine"),
 ]
 """Of an engine with everything on NVMe that can be there."""
 
