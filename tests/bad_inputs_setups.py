@@ -159,7 +159,7 @@ def no_libaio(world: World) -> None:
 
 def nvme_in_use(world: World) -> None:
     """Another run has its scratch files in {here}/nvme."""
-    from outcore.flow.weights.scratch import Scratch
+    from outcore.flow.weights import Scratch
 
     other = Scratch([world.here / "nvme"])
     world.undo.callback(other.close)

@@ -9,13 +9,9 @@ copy, `trace` tells what happened when.
 
 from outcore.flow.call import Call, OnPart, Output, Want
 from outcore.flow.flow import Flow, Passage, PassWatch
-from outcore.flow.layers.compiled import CompiledLayers
-from outcore.flow.layers.head import Head, HeadInput
-from outcore.flow.layers.runner import PartRunner
-from outcore.flow.parts.discovery import discover_units
-from outcore.flow.parts.shell import StreamUnsupported
-from outcore.flow.parts.units import ModelParts, Part
-from outcore.flow.weights.source import FixedWeights, WeightArrival, WeightSource
+from outcore.flow.layers import CompiledLayers, Head, HeadInput, PartRunner
+from outcore.flow.parts import ModelParts, Part, StreamUnsupported, discover_units
+from outcore.flow.weights import FixedWeights, WeightArrival, WeightSource
 
 __all__ = [
     "Call",

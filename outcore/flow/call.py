@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from outcore.flow.parts.units import Part
+from outcore.flow.parts import Part
 
 Want = Literal["nothing", "hidden", "logits", "loss"]
 """nothing: the pass ends below the head. hidden: the decoder's result. logits: of the positions asked for. loss: the

@@ -14,12 +14,10 @@ import torch
 
 from outcore.common.deadline import after
 from outcore.flow.call import Call, OnPart, Output
-from outcore.flow.layers.head import Head, HeadInput
-from outcore.flow.layers.runner import Batch, PartRunner
-from outcore.flow.parts.shell import CallLog
-from outcore.flow.parts.units import Part
-from outcore.flow.trace.recorder import NO_TRACE, Trace
-from outcore.flow.weights.source import WeightArrival
+from outcore.flow.layers import Batch, Head, HeadInput, PartRunner
+from outcore.flow.parts import CallLog, Part
+from outcore.flow.trace import NO_TRACE, Trace
+from outcore.flow.weights import WeightArrival
 
 
 @dataclass

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from outcore.common.quantities import round_up
-from outcore.flow.parts.layout import ALIGN_NUMEL, Slot
-from outcore.flow.parts.units import Part
-from outcore.flow.weights.homes import WeightHomes
+from outcore.flow.parts import ALIGN_NUMEL, Part, Slot
+from outcore.flow.weights import WeightHomes
 from outcore.optim import Backend, ChunkJob, ChunkState, JobBatch, StateFormat, open_backend
 from outcore.optim.formats.chunk_state import StateName
 from outcore.staging.pool.host_memory import HostMemory

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 
 from outcore.engine.base import EngineError
-from outcore.flow.parts.layout import ALIGN_NUMEL
-from outcore.flow.parts.units import Part
+from outcore.flow.parts import ALIGN_NUMEL, Part
 from outcore.optim import StateFormat
 from outcore.optim.formats.compressed import Tail, tail_of
 from outcore.storage import TensorStore

@@ -22,7 +22,7 @@ from outcore.engine.deepspeed.config.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.engine import StreamEngine
-from outcore.flow.parts.shell import StreamUnsupported
+from outcore.flow.parts import StreamUnsupported
 from outcore.machine.host import available_ram_bytes
 from outcore.model.facts import ModelFacts, model_facts
 from outcore.model.settings import ModelSettings

@@ -16,7 +16,7 @@ from outcore.checkpoint.export import export_model
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.parts.shell import StreamUnsupported
+from outcore.flow.parts import StreamUnsupported
 from outcore.model.facts import model_facts
 from outcore.model.lora import apply_lora
 from outcore.model.settings import LoraSettings

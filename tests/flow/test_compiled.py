@@ -13,10 +13,9 @@ from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check.gradients import run_units
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.check.trial import sharing_holds
-from outcore.flow.layers.compiled import CompiledLayers, draws_random_numbers
-from outcore.flow.parts.discovery import discover_units
-from outcore.flow.parts.structure import alike
+from outcore.flow.check import sharing_holds
+from outcore.flow.layers import CompiledLayers, draws_random_numbers
+from outcore.flow.parts import alike, discover_units
 from outcore.model.facts import model_facts
 from outcore.model.lora import apply_lora
 from outcore.model.settings import LoraSettings

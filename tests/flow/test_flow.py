@@ -7,9 +7,9 @@ import torch
 from transformers import DynamicCache
 
 from outcore.flow import Call, FixedWeights, Flow, Head, PartRunner, discover_units
-from outcore.flow.check.trial import FORWARD, forward_difference, why_not_streamed
-from outcore.flow.weights.homes import WeightHomes
-from outcore.flow.weights.prefetch import WeightPrefetcher
+from outcore.flow.check import why_not_streamed
+from outcore.flow.check.trial import FORWARD, forward_difference
+from outcore.flow.weights import WeightHomes, WeightPrefetcher
 from outcore.staging import PinnedPool, UploadLane
 from outcore.staging.pool.host_memory import HostMemory
 from tests.flow.models import padded_batch, plain_batch, tiny_loaded

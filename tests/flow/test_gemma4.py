@@ -10,8 +10,8 @@ import transformers
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check.gradients import run_units, why_config_not_trained, why_not_trained
-from outcore.flow.layers.compiled import CompiledLayers
-from outcore.flow.parts.discovery import discover_units
+from outcore.flow.layers import CompiledLayers
+from outcore.flow.parts import discover_units
 from outcore.model.names import checkpoint_name
 from outcore.model.settings import ModelSettings
 from outcore.model.trial.abilities import check_abilities

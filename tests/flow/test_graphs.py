@@ -11,10 +11,10 @@ from outcore.common.quantities import MIB
 from outcore.engine.stream import blueprint
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
+from outcore.flow.layers import LayerGraphs, draws_random_numbers
 from outcore.flow.layers import graphs as module
-from outcore.flow.layers.compiled import draws_random_numbers
-from outcore.flow.layers.graphs import CALLS_BEFORE, LayerGraphs, _Graph
-from outcore.flow.parts.discovery import discover_units
+from outcore.flow.layers.graphs import CALLS_BEFORE, _Graph
+from outcore.flow.parts import discover_units
 from tests.flow.models import packed_batch, plain_batch, set_dropout, tiny_loaded
 
 SETTINGS = StreamSettings(

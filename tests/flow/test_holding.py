@@ -11,7 +11,7 @@ from outcore.engine.stream import blueprint
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.gradients.arena import gradient_bytes_of
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.tiles.plan import TilePlan
+from outcore.flow.tiles import TilePlan
 from outcore.sizing.tiles import Holding
 from outcore.staging import DownloadLane
 from tests.flow.holdings import LESS, PART, WHOLE

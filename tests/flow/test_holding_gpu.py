@@ -13,7 +13,7 @@ from outcore.common.quantities import MIB
 from outcore.engine.stream import blueprint
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.tiles.plan import TilePlan
+from outcore.flow.tiles import TilePlan
 from outcore.sizing.tiles import Holding
 from tests.flow.holdings import LESS, WHOLE
 from tests.flow.models import plain_batch, set_dropout, tiny_loaded

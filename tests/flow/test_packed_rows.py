@@ -13,13 +13,9 @@ from outcore.engine.stream import blueprint
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check.gradients import run_units
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.check import packed_rows
-from outcore.flow.check.packed_rows import attention_to_packed_rows
-from outcore.flow.check.trial import sharing_holds
-from outcore.flow.layers import graphs
-from outcore.flow.layers.compiled import CompiledLayers
-from outcore.flow.parts.discovery import discover_units
-from outcore.flow.parts.packing import DeviceBatch
+from outcore.flow.check import attention_to_packed_rows, packed_rows, sharing_holds
+from outcore.flow.layers import CompiledLayers, graphs
+from outcore.flow.parts import DeviceBatch, discover_units
 from outcore.model.lora import apply_lora
 from outcore.model.packed.borders import PACKED_ATTENTION, are_borders
 from outcore.model.packed.trial import takes_packed_attention

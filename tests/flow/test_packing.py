@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from outcore.flow.parts.discovery import discover_units
-from outcore.flow.parts.packing import QUESTION, DeviceBatch, document_numbers, packing_known
+from outcore.flow.parts import DeviceBatch, discover_units, packing_known
+from outcore.flow.parts.packing import QUESTION, document_numbers
 from tests.flow.models import packed_batch, plain_batch, tiny_loaded
 
 CPU = torch.device("cpu")

@@ -12,10 +12,9 @@ from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.gradients.arena import gradient_bytes_of
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.parts.shell import StreamUnsupported
-from outcore.flow.tiles.matrix import TiledPart
-from outcore.flow.tiles.plan import TilePlan
-from outcore.flow.trace.clock import PhaseClock
+from outcore.flow.parts import StreamUnsupported
+from outcore.flow.tiles import TiledPart, TilePlan
+from outcore.flow.trace import PhaseClock
 from outcore.model.facts import model_facts
 from outcore.model.inputs import count_target_tokens
 from outcore.model.lora import apply_lora

@@ -19,11 +19,10 @@ from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.trace_window import TracePlan
-from outcore.flow.trace.file import Slice, read_trace, rows_of, write_trace
+from outcore.flow.trace import NO_TRACE, BusyTime, Slice, Stalls, write_trace
+from outcore.flow.trace.file import read_trace, rows_of
 from outcore.flow.trace.moments import HostTime
 from outcore.flow.trace.picture import _draw, main, short_name, step_slices
-from outcore.flow.trace.recorder import NO_TRACE
-from outcore.flow.trace.stalls import BusyTime, Stalls
 from outcore.optim import torch_backend
 from outcore.storage.engines.posix import PosixMover
 from tests.flow.models import plain_batch, set_dropout, tiny_loaded

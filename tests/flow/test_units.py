@@ -11,12 +11,9 @@ from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.check.gradients import why_not_trained
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.rng import PartRandom, generators_kept
-from outcore.flow.layers.head import Head, HeadInput
-from outcore.flow.layers.routers import RouterTaps
-from outcore.flow.layers.runner import PartRunner
+from outcore.flow.layers import Head, HeadInput, PartRunner, RouterTaps
 from outcore.flow.layers.unit_weights import PartWeights
-from outcore.flow.parts.discovery import discover_units
-from outcore.flow.parts.layout import ALIGN_NUMEL, SlabLayout
+from outcore.flow.parts import ALIGN_NUMEL, SlabLayout, discover_units
 from tests.flow.models import (
     FAMILIES,
     assert_same_grads,

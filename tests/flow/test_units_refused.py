@@ -10,9 +10,8 @@ import transformers
 from torch import nn
 
 from outcore.engine.stream.check.gradients import why_config_not_trained, why_not_trained
-from outcore.flow.parts import discovery
-from outcore.flow.parts.discovery import discover_units, find_stack
-from outcore.flow.parts.shell import StreamUnsupported
+from outcore.flow.parts import StreamUnsupported, discover_units, discovery
+from outcore.flow.parts.discovery import find_stack
 from outcore.model.trial import shrink
 from tests.flow.models import needs, tiny_loaded
 

@@ -15,8 +15,8 @@ from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.gradients.arena import gradient_bytes_of
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.parts.discovery import discover_units
-from outcore.flow.weights.homes import plan_cuts
+from outcore.flow.parts import discover_units
+from outcore.flow.weights import plan_cuts
 from outcore.flow.weights.scratch import FOLDER
 from outcore.model.facts import model_facts
 from outcore.model.lora import apply_lora

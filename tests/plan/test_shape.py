@@ -7,8 +7,8 @@ import json
 import pytest
 
 from outcore.config import TrainConfig
-from outcore.flow.layers.compiled import draws_random_numbers
-from outcore.flow.parts.discovery import discover_units
+from outcore.flow.layers import draws_random_numbers
+from outcore.flow.parts import discover_units
 from outcore.model.presets import PRESETS, preset_config
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.plan.choose import mild_changes

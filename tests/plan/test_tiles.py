@@ -11,8 +11,8 @@ import torch
 from outcore.common.quantities import KIB
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.tiles_work import work_of_step
-from outcore.flow.parts.discovery import discover_units
-from outcore.flow.tiles.plan import plan_tiles
+from outcore.flow.parts import discover_units
+from outcore.flow.tiles import plan_tiles
 from outcore.plan.request import RunRequest
 from outcore.plan.shape_source import shape_from_config
 from outcore.plan.stream.layout import StreamLayout

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from outcore.common.quantities import KIB, MIB
-from outcore.flow.weights.scratch import FOLDER, Scratch
+from outcore.flow.weights import Scratch
+from outcore.flow.weights.scratch import FOLDER
 from outcore.staging import PinnedPool
 from outcore.storage import BlockFile, FaultyEngine, PosixEngine, StorageError, TensorSpec, TensorStore, aligned_bytes
 from outcore.storage.engines import request_queue

@@ -183,7 +183,7 @@ def build_engine(
 def _packed_rows(loaded: LoadedModel, settings: ModelSettings, run: RunFacts) -> str:
     """Have the model attend to packed rows by documents' borders where it can; in words, what it does. A user's loss of
     the whole model keeps masks: it may run the model on other rows than the batch's, and on parts of them."""
-    from outcore.flow.check.packed_rows import attention_to_packed_rows
+    from outcore.flow.check import attention_to_packed_rows
 
     if loaded.loss_fn is not None:
         return ""

@@ -27,7 +27,7 @@ from outcore.checkpoint.shards import (
 )
 from outcore.engine.base import LOWER_RATE, NO_TARGETS, EvalResult, MicroBatch, NonFiniteLossError, StepResult
 from outcore.engine.deepspeed.state import FAMILIES, open_state
-from outcore.flow.parts.packing import DeviceBatch, packing_known
+from outcore.flow.parts import DeviceBatch, packing_known
 from outcore.model.inputs import count_target_tokens
 from outcore.model.names import named_checkpoint_parameters
 from outcore.model.weights.load import LoadedModel

@@ -13,14 +13,11 @@ from outcore.engine.stream.check.gradients import GRADIENTS
 from outcore.engine.stream.check.tiles import try_tiled_copy
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.tiles_work import work_of_step
-from outcore.flow.check.packed_rows import attention_to_packed_rows
-from outcore.flow.check.trial import sharing_holds, try_tiny_copy
-from outcore.flow.layers.compiled import CompiledLayers, draws_random_numbers
-from outcore.flow.layers.graphs import LayerGraphs
-from outcore.flow.parts.discovery import discover_units
-from outcore.flow.parts.units import ModelParts
-from outcore.flow.tiles.plan import TilePlan, free_device_bytes, plan_tiles
-from outcore.flow.weights.homes import plan_cuts
+from outcore.flow.check import attention_to_packed_rows, sharing_holds, try_tiny_copy
+from outcore.flow.layers import CompiledLayers, LayerGraphs, draws_random_numbers
+from outcore.flow.parts import ModelParts, discover_units
+from outcore.flow.tiles import TilePlan, free_device_bytes, plan_tiles
+from outcore.flow.weights import plan_cuts
 from outcore.model.weights.load import LoadedModel
 from outcore.optim import StateFormat, state_format
 from outcore.states.placement import StateChunk, cut_states, spill

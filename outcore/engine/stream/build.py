@@ -28,16 +28,11 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import TIMEOUT_S, PartUpdates, UpdatedWeights
 from outcore.flow.device_memory import let_segments_grow
 from outcore.flow.flow import Flow
-from outcore.flow.layers.head import Head
-from outcore.flow.layers.routers import RouterTaps
-from outcore.flow.layers.runner import PartRunner
-from outcore.flow.parts.units import ModelParts
-from outcore.flow.tiles.units import TiledParts, open_tiles
-from outcore.flow.trace.stalls import Stalls
-from outcore.flow.weights.homes import WeightHomes
-from outcore.flow.weights.prefetch import WeightPrefetcher
-from outcore.flow.weights.scratch import Scratch
-from outcore.flow.weights.source import WeightArrival
+from outcore.flow.layers import Head, PartRunner, RouterTaps
+from outcore.flow.parts import ModelParts
+from outcore.flow.tiles import TiledParts, open_tiles
+from outcore.flow.trace import Stalls
+from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPrefetcher
 from outcore.model.weights.load import LoadedModel
 from outcore.optim import Backend, OptimizerPool, default_num_threads, open_backend
 from outcore.staging import DownloadLane, PinnedPool, UploadLane

@@ -38,10 +38,8 @@ from outcore.engine.stream.state import StreamState
 from outcore.engine.stream.trace_window import NoTracing, StepTracing, TracePlan, TraceWindow
 from outcore.engine.stream.updates import is_usable
 from outcore.flow.call import Call
-from outcore.flow.parts.packing import DeviceBatch
-from outcore.flow.parts.units import Part
-from outcore.flow.trace.clock import PhaseClock
-from outcore.flow.trace.moments import moment, wait_for
+from outcore.flow.parts import DeviceBatch, Part
+from outcore.flow.trace import PhaseClock, moment, wait_for
 from outcore.model.generate import context_length_of
 from outcore.model.head import unwrap
 from outcore.model.inputs import count_target_tokens

@@ -8,8 +8,8 @@ from outcore.common.quantities import GIB, round_up
 from outcore.engine.stream.activations.memory import Lend
 from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.parts.units import ModelParts
-from outcore.flow.weights.scratch import Scratch
+from outcore.flow.parts import ModelParts
+from outcore.flow.weights import Scratch
 from outcore.machine.host import available_ram_bytes
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
 from outcore.states.placement import StateChunk

@@ -17,10 +17,10 @@ from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import PartUpdates
 from outcore.flow.flow import Flow
-from outcore.flow.parts.units import ModelParts
-from outcore.flow.tiles.plan import TilePlan
-from outcore.flow.trace.stalls import Stalls
-from outcore.flow.weights.scratch import Scratch
+from outcore.flow.parts import ModelParts
+from outcore.flow.tiles import TilePlan
+from outcore.flow.trace import Stalls
+from outcore.flow.weights import Scratch
 from outcore.optim import OptimizerPool
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
 from outcore.staging.pool.host_memory import HostMemory

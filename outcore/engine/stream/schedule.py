@@ -24,10 +24,9 @@ from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.gradients.download import GradientShipping
 from outcore.engine.stream.rng import PartRandom, generators_kept
 from outcore.flow.flow import Flow, Passage
-from outcore.flow.layers.head import HeadInput
-from outcore.flow.layers.runner import Batch
-from outcore.flow.parts.units import Part
-from outcore.flow.trace.clock import PhaseClock
+from outcore.flow.layers import Batch, HeadInput
+from outcore.flow.parts import Part
+from outcore.flow.trace import PhaseClock
 from outcore.staging import LaneTransfer
 
 OnGradient = Callable[[Part, LaneTransfer], None]

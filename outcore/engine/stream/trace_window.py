@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from outcore.engine.stream.parts import EngineParts
-from outcore.flow.trace.file import Slice, write_trace
-from outcore.flow.trace.recorder import NO_TRACE, TraceRecorder
+from outcore.flow.trace import NO_TRACE, Slice, TraceRecorder, write_trace
 from outcore.storage.engines.faulty import FaultyEngine
 from outcore.storage.engines.worker import WorkerEngine
 

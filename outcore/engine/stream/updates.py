@@ -19,8 +19,8 @@ from outcore.common.deadline import CLOSE_TIMEOUT_S
 from outcore.common.quantities import format_s
 from outcore.engine.base import LOWER_RATE, EngineError, NonFiniteLossError
 from outcore.engine.stream.gradients.arena import GradientArena
-from outcore.flow.parts.units import Part
-from outcore.flow.trace.stalls import Stalls
+from outcore.flow.parts import Part
+from outcore.flow.trace import Stalls
 from outcore.optim import AdamWHyper, OptimizerPool, Ticket
 from outcore.optim.reference import LARGEST_GRAD
 from outcore.staging import LaneTransfer

@@ -1,0 +1,27 @@
+"""Can this model be streamed? Found out on a tiny copy of it."""
+
+from outcore.flow.check.packed_rows import attention_to_packed_rows
+from outcore.flow.check.trial import (
+    TOLERANCE,
+    Batch,
+    Trial,
+    sharing_holds,
+    slab_of,
+    tiny_copy,
+    try_tiny_copy,
+    why_config_not_streamed,
+    why_not_streamed,
+)
+
+__all__ = [
+    "TOLERANCE",
+    "Batch",
+    "Trial",
+    "attention_to_packed_rows",
+    "sharing_holds",
+    "slab_of",
+    "tiny_copy",
+    "try_tiny_copy",
+    "why_config_not_streamed",
+    "why_not_streamed",
+]

@@ -16,14 +16,18 @@ from torch import nn
 from torch.func import functional_call
 
 from outcore.common.errors import line_of
-from outcore.flow.layers.head import Head, HeadInput
-from outcore.flow.layers.runner import PartRunner
-from outcore.flow.parts.discovery import discover_units
-from outcore.flow.parts.layout import several_types
-from outcore.flow.parts.packing import DeviceBatch
-from outcore.flow.parts.shell import CallLog, LayerCall, StreamUnsupported
-from outcore.flow.parts.structure import alike
-from outcore.flow.parts.units import ModelParts, Part
+from outcore.flow.layers import Head, HeadInput, PartRunner
+from outcore.flow.parts import (
+    CallLog,
+    DeviceBatch,
+    LayerCall,
+    ModelParts,
+    Part,
+    StreamUnsupported,
+    alike,
+    discover_units,
+    several_types,
+)
 from outcore.model.facts import model_facts, parameter_types, resolve_attention, why_not_read_in_layers
 from outcore.model.head import unwrap
 from outcore.model.inputs import IGNORE, attention_of, forward_inputs

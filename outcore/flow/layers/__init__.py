@@ -1,0 +1,25 @@
+"""Running one part on one batch: embedding and layers (compiled, as graphs, or eagerly) and the head."""
+
+from outcore.flow.layers.compiled import CompiledLayers, LayerForward, compiler_errors, draws_random_numbers
+from outcore.flow.layers.graphs import LayerGraphs
+from outcore.flow.layers.head import Head
+from outcore.flow.layers.routers import RouterTaps
+from outcore.flow.layers.runner import Batch, HeadInput, PartRunner
+from outcore.flow.layers.tiled_head import Row, TiledHead
+from outcore.flow.layers.unit_weights import in_place
+
+__all__ = [
+    "Batch",
+    "CompiledLayers",
+    "Head",
+    "HeadInput",
+    "LayerForward",
+    "LayerGraphs",
+    "PartRunner",
+    "RouterTaps",
+    "Row",
+    "TiledHead",
+    "compiler_errors",
+    "draws_random_numbers",
+    "in_place",
+]

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from outcore.flow.parts.shell import Stand, shell_of
+from outcore.flow.parts import Stand, shell_of
 
 
 @torch.library.custom_op("outcore::adapted_linear", mutates_args=())

@@ -25,9 +25,7 @@ from torch.func import functional_call
 from outcore.common.errors import EngineError
 from outcore.flow.layers.adapters import with_added_adapters
 from outcore.flow.layers.graphs import LayerGraphs
-from outcore.flow.parts.shell import LayerCall, with_memory
-from outcore.flow.parts.structure import alike
-from outcore.flow.parts.units import ModelParts
+from outcore.flow.parts import LayerCall, ModelParts, alike, with_memory
 from outcore.model.packed.borders import are_borders
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from outcore.flow.tiles.plan import free_device_bytes
-from outcore.flow.trace.moments import Moment, elapsed_s, moment, wait_for
+from outcore.flow.tiles import free_device_bytes
+from outcore.flow.trace import Moment, elapsed_s, moment, wait_for
 
 logger = logging.getLogger(__name__)
 

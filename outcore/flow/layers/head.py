@@ -6,29 +6,19 @@ The logits of one chunk are all that is ever held; over a vocabulary in tiles (`
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 
-from outcore.flow.layers.runner import Batch, PartRunner
+from outcore.flow.layers.runner import HeadInput, PartRunner
 from outcore.flow.layers.tiled_head import TiledHead
 from outcore.flow.layers.unit_weights import in_place
-from outcore.flow.parts.shell import CallLog, StreamUnsupported
+from outcore.flow.parts import StreamUnsupported
 from outcore.model.inputs import IGNORE, shifted_targets
 from outcore.model.loss import LOGITS_CHUNK_BYTES, HeadLoss, auto_num_chunks, summed_loss
 
 LOSS_CHUNKS = 4
 """So many times smaller are chunks of a loss alone: it makes fp32 copies, and should not need more memory than
 training."""
-
-
-@dataclass
-class HeadInput:
-    """What the head gets of one batch."""
-
-    hidden: torch.Tensor
-    batch: Batch
-    log: CallLog
 
 
 class Head:

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from outcore.flow.parts.shell import StreamUnsupported
-from outcore.flow.parts.units import ModelParts
+from outcore.flow.parts import ModelParts, StreamUnsupported
 
 
 class RouterTaps:

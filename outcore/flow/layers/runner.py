@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +16,19 @@ import torch
 from outcore.flow.layers.compiled import CompiledLayers
 from outcore.flow.layers.routers import RouterTaps
 from outcore.flow.layers.unit_weights import PartWeights, in_place
-from outcore.flow.parts.shell import CallLog, LayerCall
-from outcore.flow.parts.units import ModelParts
-from outcore.flow.tiles.units import TiledParts
+from outcore.flow.parts import CallLog, LayerCall, ModelParts
+from outcore.flow.tiles import TiledParts
 
 Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class HeadInput:
+    """What the parts below the head leave for it, of one batch."""
+
+    hidden: torch.Tensor
+    batch: Batch
+    log: CallLog
 
 
 class PartRunner:

@@ -11,18 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from outcore.flow.parts.shell import StreamUnsupported, bound
-from outcore.flow.parts.units import ModelParts
-from outcore.flow.tiles.matrix import TiledMatrix
-from outcore.flow.tiles.units import TiledParts
+from outcore.flow.layers.runner import HeadInput
+from outcore.flow.parts import ModelParts, StreamUnsupported, bound
+from outcore.flow.tiles import TiledMatrix, TiledParts
 from outcore.model.inputs import IGNORE, shifted_targets
-
-if TYPE_CHECKING:
-    from outcore.flow.layers.head import HeadInput
 
 
 @dataclass

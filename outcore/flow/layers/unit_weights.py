@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from outcore.flow.parts.shell import bound
-from outcore.flow.parts.units import Part
-from outcore.flow.tiles.units import TiledParts
+from outcore.flow.parts import Part, bound
+from outcore.flow.tiles import TiledParts
 
 
 class PartWeights:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from outcore.flow.parts.shell import bound
+from outcore.flow.parts import bound
 from outcore.flow.tiles.matrix import TiledPart
 from outcore.flow.tiles.sink import TileSink
 

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outcore.flow.parts.layout import SlabLayout, Slot
-from outcore.flow.parts.shell import StreamUnsupported
-from outcore.flow.parts.units import Part
+from outcore.flow.parts import Part, SlabLayout, Slot, StreamUnsupported
 from outcore.sizing.tiles import RESIDENT_SHARE
 
 ROUND_ROWS = 64

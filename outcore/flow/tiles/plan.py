@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 
 from outcore.common.quantities import format_gib
-from outcore.flow.parts.shell import StreamUnsupported
-from outcore.flow.parts.units import ModelParts, Part
+from outcore.flow.parts import ModelParts, Part, StreamUnsupported
 from outcore.flow.tiles.matrix import TiledPart, is_large
 from outcore.sizing.tiles import (
     HELD_WHOLE,

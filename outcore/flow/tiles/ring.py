@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from outcore.common.deadline import Deadline, after
-from outcore.flow.parts.units import Part
+from outcore.flow.parts import Part
 from outcore.flow.tiles.matrix import TiledMatrix
-from outcore.flow.trace.stalls import Stalls
-from outcore.flow.weights.prefetch import settle
-from outcore.flow.weights.ranges import RangeUpload, SlabRanges
+from outcore.flow.trace import Stalls
+from outcore.flow.weights import RangeUpload, SlabRanges, settle
 from outcore.staging import AT_ONCE
 
 NUM_BUFFERS = 3

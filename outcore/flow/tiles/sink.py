@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from outcore.flow.parts.units import Part
+from outcore.flow.parts import Part
 from outcore.flow.tiles.matrix import TiledMatrix
 
 

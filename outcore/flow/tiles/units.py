@@ -14,15 +14,14 @@ from typing import Any
 import torch
 
 from outcore.common.deadline import Deadline
-from outcore.flow.parts.units import Part
+from outcore.flow.parts import Part
 from outcore.flow.tiles.chunks import TokenChunks
 from outcore.flow.tiles.matrix import TiledPart
 from outcore.flow.tiles.plan import TilePlan
 from outcore.flow.tiles.ring import TileRing
 from outcore.flow.tiles.sink import TileSink
 from outcore.flow.tiles.weight import StreamedWeight, TileWork
-from outcore.flow.weights.ranges import SlabRanges
-from outcore.flow.weights.source import WeightArrival, WeightSource
+from outcore.flow.weights import SlabRanges, WeightArrival, WeightSource
 from outcore.staging import UploadLane
 
 

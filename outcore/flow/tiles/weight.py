@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from outcore.flow.parts.shell import StreamUnsupported
+from outcore.flow.parts import StreamUnsupported
 from outcore.flow.tiles.matrix import TiledMatrix
 from outcore.flow.tiles.ring import TileRing
 from outcore.flow.tiles.sink import RowSink, TileSink
-from outcore.flow.weights.source import WeightSource
+from outcore.flow.weights import WeightSource
 from outcore.staging import UploadLane
 
 SUM_DTYPE = torch.float32

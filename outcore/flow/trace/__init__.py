@@ -1,0 +1,22 @@
+"""What happens within a pass, and where it waits: moments on the device, stalls, the recorder behind a timeline."""
+
+from outcore.flow.trace.clock import PhaseClock
+from outcore.flow.trace.file import Slice, write_trace
+from outcore.flow.trace.moments import Moment, elapsed_s, moment, wait_for
+from outcore.flow.trace.recorder import NO_TRACE, Trace, TraceRecorder
+from outcore.flow.trace.stalls import BusyTime, Stalls
+
+__all__ = [
+    "NO_TRACE",
+    "BusyTime",
+    "Moment",
+    "PhaseClock",
+    "Slice",
+    "Stalls",
+    "Trace",
+    "TraceRecorder",
+    "elapsed_s",
+    "moment",
+    "wait_for",
+    "write_trace",
+]

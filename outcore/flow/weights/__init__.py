@@ -1,0 +1,20 @@
+"""Homes of the 16-bit parameters in RAM and on NVMe, and their arrival on the device."""
+
+from outcore.flow.weights.homes import WeightHomes, plan_cuts
+from outcore.flow.weights.prefetch import WeightPrefetcher, settle
+from outcore.flow.weights.ranges import RangeUpload, SlabRanges
+from outcore.flow.weights.scratch import Scratch
+from outcore.flow.weights.source import FixedWeights, WeightArrival, WeightSource
+
+__all__ = [
+    "FixedWeights",
+    "RangeUpload",
+    "Scratch",
+    "SlabRanges",
+    "WeightArrival",
+    "WeightHomes",
+    "WeightPrefetcher",
+    "WeightSource",
+    "plan_cuts",
+    "settle",
+]

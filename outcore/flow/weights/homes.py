@@ -18,8 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from outcore.common.errors import EngineError
-from outcore.flow.parts.layout import Slot
-from outcore.flow.parts.units import Part
+from outcore.flow.parts import Part, Slot
 from outcore.flow.weights.scratch import Scratch
 from outcore.model.weights.feed import WeightFeed
 from outcore.model.weights.standin import stand_in

@@ -19,8 +19,8 @@ import torch
 
 from outcore.common.deadline import Deadline
 from outcore.common.errors import EngineError
-from outcore.flow.parts.units import ModelParts, Part
-from outcore.flow.trace.stalls import Stalls
+from outcore.flow.parts import ModelParts, Part
+from outcore.flow.trace import Stalls
 from outcore.flow.weights.slots import SlotUse, plan_slots
 from outcore.flow.weights.source import WeightSource
 from outcore.staging import AT_ONCE, Gate, LaneTransfer, UploadLane

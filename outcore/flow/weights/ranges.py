@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outcore.flow.parts.units import Part
+from outcore.flow.parts import Part
 from outcore.flow.weights.prefetch import wait_for_drive
 from outcore.flow.weights.source import WeightSource
 from outcore.staging import LaneTransfer, UploadLane

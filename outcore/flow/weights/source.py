@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from outcore.common.deadline import Deadline
-from outcore.flow.parts.units import Part
-from outcore.flow.trace.stalls import Stalls
+from outcore.flow.parts import Part
+from outcore.flow.trace import Stalls
 from outcore.flow.weights.homes import WeightHomes
 from outcore.storage import TensorStore
 

@@ -25,8 +25,8 @@ import torch
 from outcore.common.deadline import CLOSE_TIMEOUT_S, GRACE_S
 from outcore.common.quantities import format_s
 from outcore.engine.base import EngineError
-from outcore.flow.parts.units import Part
-from outcore.flow.trace.stalls import BusyTime
+from outcore.flow.parts import Part
+from outcore.flow.trace import BusyTime
 from outcore.optim import AdamWHyper, OptimizerPool
 from outcore.sizing.ring import NEVER, worth_keeping
 from outcore.staging.pool.host_memory import HostMemory

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outcore.flow.parts.units import Part
+from outcore.flow.parts import Part
 from outcore.optim import AdamWHyper
 from outcore.sizing.ring import NEVER, kept_places
 from outcore.states.placement import StateChunk

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from outcore.engine.base import EngineError
-from outcore.flow.trace.stalls import BusyTime
+from outcore.flow.trace import BusyTime
 from outcore.optim import ChunkJob, ChunkResult, JobBatch, OptimizerPool
 from outcore.states.ring.schedule import Passage, RingTicket
 

@@ -15,7 +15,7 @@ import outcore.engine.deepspeed.staged.homes as homes_room
 from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.staged.gradients import StagedGradients
 from outcore.engine.deepspeed.staged.optimizer import StagedOptimizer
-from outcore.flow.weights.scratch import Scratch
+from outcore.flow.weights import Scratch
 from outcore.staging import PinnedPool
 from outcore.storage import FaultyEngine, StorageError, open_engine
 from tests.engine.staged.jobs import job, passed, run_jobs

@@ -18,7 +18,7 @@ from outcore.engine.deepspeed.staged.memory import StagedMemory
 from outcore.engine.deepspeed.staged.param_store import STORE_NAME
 from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.session import StagedSession
-from outcore.flow.weights.scratch import Scratch
+from outcore.flow.weights import Scratch
 from outcore.staging import PinnedPool
 from outcore.storage import FaultyEngine, PosixEngine, TensorSpec
 from tests.engine.staged.jobs import job, passed, run_jobs

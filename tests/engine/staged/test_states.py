@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outcore.common.quantities import MIB
 from outcore.engine.deepspeed.staged.shares import Share, ShareLayout, element_offsets
 from outcore.engine.deepspeed.staged.states import RingSize, ShareStates
-from outcore.flow.weights.scratch import Scratch
+from outcore.flow.weights import Scratch
 from outcore.optim import AdamWHyper, OptimizerPool, state_format
 from outcore.optim.formats.chunk_state import STATE_NAMES
 from outcore.staging.pool.host_memory import HostMemory

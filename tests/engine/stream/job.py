@@ -106,7 +106,7 @@ def _place_kill(moment: str, count: int, after_step: int) -> None:
     from outcore.engine.stream import state
     from outcore.engine.stream.backward.layer import BackwardRunner
     from outcore.engine.stream.gradients.download import GradientDownload
-    from outcore.flow.layers.runner import PartRunner
+    from outcore.flow.layers import PartRunner
     from outcore.optim import torch_backend
     from outcore.storage.block_file import BlockFile
     from outcore.train.loop import Trainer

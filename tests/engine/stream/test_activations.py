@@ -13,7 +13,8 @@ from outcore.engine.base import EngineError
 from outcore.engine.stream.activations.memory import DEVICE_STACKS
 from outcore.engine.stream.activations.nvme import BEHIND_LAYERS
 from outcore.engine.stream.build import build_stream_engine
-from outcore.flow.weights.scratch import FOLDER, Scratch
+from outcore.flow.weights import Scratch
+from outcore.flow.weights.scratch import FOLDER
 from outcore.staging import LaneTransfer
 from outcore.storage import FaultyEngine, PosixEngine, TensorSpec
 from tests.flow.models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded

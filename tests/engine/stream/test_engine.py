@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from outcore.common.quantities import MIB
 from outcore.engine.base import NonFiniteLossError
 from outcore.engine.stream.build import build_stream_engine
-from outcore.flow.parts.shell import StreamUnsupported
+from outcore.flow.parts import StreamUnsupported
 from outcore.model.facts import model_facts
 from outcore.model.lora import apply_lora
 from outcore.model.settings import LoraSettings

@@ -24,7 +24,7 @@ from outcore.engine.stream import state
 from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.parts import EngineParts
-from outcore.flow.layers.runner import PartRunner
+from outcore.flow.layers import PartRunner
 from outcore.flow.weights import scratch
 from outcore.optim import OptimizerPool, torch_backend
 from outcore.staging import PinnedPool

@@ -7,7 +7,7 @@ import pytest
 from outcore.engine.stream import host_sizes
 from outcore.engine.stream.gradients.arena import gradient_bytes_of, smallest_arena_bytes
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.parts.discovery import discover_units
+from outcore.flow.parts import discover_units
 from tests.flow.models import tiny_loaded
 
 

@@ -16,9 +16,8 @@ from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check.gradients import why_config_not_trained, why_not_trained
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.layers.compiled import draws_random_numbers
-from outcore.flow.parts.discovery import discover_units
-from outcore.flow.parts.shell import StreamUnsupported
+from outcore.flow.layers import draws_random_numbers
+from outcore.flow.parts import StreamUnsupported, discover_units
 from outcore.model.facts import model_class_of, model_facts
 from outcore.model.names import checkpoint_name
 from outcore.model.settings import LoraSettings, ModelSettings

@@ -18,9 +18,8 @@ from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.loss_scale import LossScaler
 from outcore.engine.stream.rng import seed_of
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.parts.layout import SlabLayout
-from outcore.flow.trace.clock import PhaseClock
-from outcore.flow.trace.moments import wait_for
+from outcore.flow.parts import SlabLayout
+from outcore.flow.trace import PhaseClock, wait_for
 from outcore.flow.weights.slots import plan_slots
 from outcore.optim import UpdateFailed
 from outcore.staging.pool.host_memory import HostMemory, pageable

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.parts.discovery import discover_units
+from outcore.flow.parts import discover_units
 from tests.engine.stream.plain import BatchShape, PlainTraining, global_batches, num_targets
 from tests.flow.models import set_dropout, tiny_loaded
 

@@ -21,7 +21,7 @@ import torch
 
 from outcore.common.deadline import Deadline
 from outcore.common.quantities import MIB, round_up
-from outcore.flow.weights.scratch import Scratch
+from outcore.flow.weights import Scratch
 from outcore.sizing.staged import GRADIENT_SLOT_BYTES, GRADIENT_SLOTS
 from outcore.sizing.staged import MIN_BYTES as MIN_BYTES  # for whoever decides which live here
 from outcore.staging import DownloadLane, PinnedPool, UploadLane

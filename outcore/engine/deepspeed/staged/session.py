@@ -11,7 +11,7 @@ import torch
 from outcore.common.deadline import Deadline
 from outcore.engine.deepspeed.staged.memory import StagedMemory
 from outcore.engine.deepspeed.staged.plan import StagedPlan
-from outcore.flow.weights.scratch import Scratch
+from outcore.flow.weights import Scratch
 from outcore.storage import StorageEngine, TensorSpec
 
 if TYPE_CHECKING:

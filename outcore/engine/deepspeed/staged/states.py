@@ -19,7 +19,7 @@ from outcore.common.deadline import Deadline
 from outcore.engine.deepspeed.staged.gradients import StagedGradients
 from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.shares import Share
-from outcore.flow.weights.scratch import Scratch
+from outcore.flow.weights import Scratch
 from outcore.optim import AdamWHyper, ChunkJob, ChunkState, JobBatch, OptimizerPool, StateFormat
 from outcore.optim.formats.chunk_state import STATE_NAMES, StateName
 from outcore.staging.pool.host_memory import HostMemory, pageable

@@ -14,7 +14,7 @@ import torch
 
 from outcore.common.deadline import Deadline
 from outcore.common.quantities import round_up
-from outcore.flow.weights.prefetch import settle
+from outcore.flow.weights import settle
 from outcore.staging import DownloadLane, LaneTransfer, UploadLane
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
 from outcore.staging.pool.host_memory import HostMemory

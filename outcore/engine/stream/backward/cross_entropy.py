@@ -72,7 +72,7 @@ class CrossEntropy:
         """(fp32 sum over the targets that count, gradient [n, V] in the logits' type) for logits [n, V]."""
         factor = torch.full((), scale, dtype=torch.float32, device=logits.device)
         if self._compiled is not None:
-            from outcore.flow.layers.compiled import compiler_errors
+            from outcore.flow.layers import compiler_errors
 
             try:
                 with torch.no_grad():

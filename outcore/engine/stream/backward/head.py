@@ -14,9 +14,7 @@ import torch
 from outcore.engine.stream.backward.cross_entropy import CrossEntropy
 from outcore.engine.stream.backward.tiled_head import TiledHeadGradient
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.flow.layers.head import Head, HeadInput
-from outcore.flow.layers.runner import Batch
-from outcore.flow.layers.unit_weights import in_place
+from outcore.flow.layers import Batch, Head, HeadInput, in_place
 from outcore.model.inputs import IGNORE, shifted_targets
 from outcore.model.loss import summed_loss
 

@@ -15,10 +15,8 @@ import torch
 from torch.func import vjp
 
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.flow.layers.compiled import LayerForward
-from outcore.flow.layers.runner import Batch, PartRunner
-from outcore.flow.layers.unit_weights import in_place
-from outcore.flow.parts.shell import LayerCall
+from outcore.flow.layers import Batch, LayerForward, PartRunner, in_place
+from outcore.flow.parts import LayerCall
 
 ROLE = "recompute_backward"
 

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.flow.layers.head import HeadInput
-from outcore.flow.layers.tiled_head import Row, TiledHead
-from outcore.flow.parts.shell import bound
+from outcore.flow.layers import HeadInput, Row, TiledHead
+from outcore.flow.parts import bound
 from outcore.model.inputs import IGNORE
 
 

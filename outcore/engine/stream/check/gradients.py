@@ -9,12 +9,9 @@ import torch
 from outcore.engine.stream.backward.head import HeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.flow.check.trial import Batch, Trial, slab_of, why_config_not_streamed, why_not_streamed
-from outcore.flow.layers.compiled import CompiledLayers
-from outcore.flow.layers.head import Head, HeadInput
-from outcore.flow.layers.routers import RouterTaps
-from outcore.flow.layers.runner import PartRunner
-from outcore.flow.parts.discovery import discover_units
+from outcore.flow.check import Batch, Trial, slab_of, why_config_not_streamed, why_not_streamed
+from outcore.flow.layers import CompiledLayers, Head, HeadInput, PartRunner, RouterTaps
+from outcore.flow.parts import discover_units
 from outcore.model.inputs import IGNORE
 from outcore.model.weights.load import LoadedModel
 

@@ -14,9 +14,9 @@ import torch
 
 from outcore.common.quantities import MIB
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.check.trial import TOLERANCE, tiny_copy
-from outcore.flow.parts.shell import StreamUnsupported
-from outcore.flow.trace.clock import PhaseClock
+from outcore.flow.check import TOLERANCE, tiny_copy
+from outcore.flow.parts import StreamUnsupported
+from outcore.flow.trace import PhaseClock
 from outcore.model.inputs import count_target_tokens
 from outcore.model.trial.shrink import VOCAB
 from outcore.model.weights.initialise import seeded_cpu

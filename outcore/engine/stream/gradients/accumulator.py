@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outcore.flow.parts.layout import SlabLayout
+from outcore.flow.parts import SlabLayout
 
 
 class GradAccumulator:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from outcore.common.quantities import format_gib, round_up
-from outcore.flow.parts.units import Part
+from outcore.flow.parts import Part
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES, Extent, ExtentAllocator
 from outcore.staging.pool.host_memory import HostMemory
 

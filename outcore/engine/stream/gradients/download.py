@@ -17,8 +17,8 @@ import torch
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of
 from outcore.engine.stream.gradients.transfer_group import TransferGroup
-from outcore.flow.parts.units import ModelParts, Part
-from outcore.flow.trace.stalls import Stalls
+from outcore.flow.parts import ModelParts, Part
+from outcore.flow.trace import Stalls
 from outcore.sizing.tiles import PART_NUMEL, SHIP_BUFFERS
 from outcore.staging import DownloadLane, LaneTransfer
 

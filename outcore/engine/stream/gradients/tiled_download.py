@@ -10,8 +10,8 @@ import torch
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.gradients.download import GradientShipping
 from outcore.engine.stream.gradients.tiles import TileGradients
-from outcore.flow.parts.units import Part
-from outcore.flow.tiles.matrix import TiledPart
+from outcore.flow.parts import Part
+from outcore.flow.tiles import TiledPart
 
 
 class TiledDownload:

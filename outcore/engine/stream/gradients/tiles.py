@@ -22,9 +22,9 @@ from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.gradients.download import GradientDownload
 from outcore.engine.stream.gradients.rows import RowSums
 from outcore.engine.stream.gradients.transfer_group import TransferGroup
-from outcore.flow.parts.units import Part
-from outcore.flow.tiles.matrix import TiledMatrix, TiledPart
-from outcore.flow.weights.prefetch import settle
+from outcore.flow.parts import Part
+from outcore.flow.tiles import TiledMatrix, TiledPart
+from outcore.flow.weights import settle
 from outcore.staging import AT_ONCE, DownloadLane, LaneTransfer, UploadLane
 from outcore.staging.pool.host_memory import HostMemory
 
