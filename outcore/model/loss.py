@@ -27,6 +27,7 @@ from outcore.common.quantities import MIB
 from outcore.model.head import CausalParts, unwrap
 from outcore.model.head_gradient import HeadGradient, has_one_gradient
 from outcore.model.inputs import IGNORE, Batch, Isolation, forward_inputs, shifted_targets
+from outcore.model.loss_terms import aux_coefficient, mean_cross_entropy
 
 UserLoss = Callable[[nn.Module, Batch], Any]
 """loss(model, batch) -> mean over the micro-batch's unmasked tokens, or (sum, number of tokens)."""
@@ -139,9 +140,11 @@ class TokenLoss:
         chunked: bool = True,
         num_chunks: int | None = None,
         head_loss: HeadLoss | None = None,
+        own_terms: bool = False,
     ):
         """`model`: transformers, peft or own. `loss_fn`: the user's own loss of the whole model instead of
-        cross-entropy; `head_loss`: of each token's logits.
+        cross-entropy; `head_loss`: of each token's logits. `own_terms`: the model's forward adds terms to its
+        cross-entropy that only it can compute (`loss_terms`): it is run whole, with labels, and they are trained.
 
         `chunked`: False runs the model's whole forward (see `outcore.model.trial.abilities`). `num_chunks`: head chunks
         per micro-batch; None: from the batch's size and LOGITS_CHUNK_BYTES. Several ranks under ZeRO-3 need equal
@@ -154,6 +157,7 @@ class TokenLoss:
         self.head_loss = head_loss
         self.isolation: Isolation = isolation
         self.num_chunks = num_chunks
+        self.own_terms = own_terms and head_loss is None
         self.base = base
         self.parts: CausalParts | None = None
         if chunked and loss_fn is None and not self.encoder_decoder and hasattr(self.config, "to_dict"):
@@ -161,16 +165,8 @@ class TokenLoss:
 
     @property
     def aux_coefficient(self) -> float:
-        """Weight of the router's balancing loss: the config's, when it asks for router logits; 0 otherwise."""
-        config = self.config
-        if config is None or not hasattr(config, "get_text_config"):
-            return 0.0
-        text = config.get_text_config()
-        if not (getattr(config, "output_router_logits", False) or getattr(text, "output_router_logits", False)):
-            return 0.0
-        return float(
-            getattr(text, "router_aux_loss_coef", None) or getattr(config, "router_aux_loss_coef", None) or 0.0
-        )
+        """Weight of the router's balancing loss; 0: it is off."""
+        return aux_coefficient(self.base)
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
         """The loss of one micro-batch (moved to the model's device first). Differentiable when gradients are on."""
@@ -211,6 +207,9 @@ class TokenLoss:
         coefficient = self.aux_coefficient if torch.is_grad_enabled() else 0.0
         if coefficient and not self.encoder_decoder:
             inputs["output_router_logits"] = True
+        own_terms = self.own_terms and torch.is_grad_enabled() and bool((targets != IGNORE).any())
+        if own_terms:
+            inputs["labels"] = labels
         output = model(**inputs)
         logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
@@ -220,6 +219,8 @@ class TokenLoss:
             )
         aux = getattr(output, "aux_loss", None)
         aux = coefficient * aux.float() if coefficient and aux is not None else None
+        if own_terms:  # all of them, the balancing loss too
+            aux = output.loss.float() - mean_cross_entropy(logits, targets)
         flat, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
         num_chunks = self.num_chunks or auto_num_chunks(flat.shape[0], flat.shape[1])
         loss_sum = chunked_ce_sum(flat, targets, lambda chunk: chunk, num_chunks, self.head_loss)

@@ -8,6 +8,7 @@ forward passes of a model of some thousand parameters, a fraction of a second.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from torch import nn
 from outcore.model.facts import model_class_of, resolve_attention
 from outcore.model.head import CausalParts, unwrap
 from outcore.model.inputs import Isolation, forward_inputs
+from outcore.model.loss_terms import unknown_term
 from outcore.model.trial.shrink import VOCAB, shrink_config
 from outcore.model.weights.initialise import seeded_cpu
 from outcore.model.weights.zero3 import without_partitioning
@@ -40,6 +42,8 @@ class Abilities:
     isolation: Isolation | None
     """How packed documents are kept apart; None: they are not."""
     packing_reason: str
+    own_terms: str = ""
+    """What the model's own loss adds that only its whole forward computes, in words; '' when nothing."""
 
     @property
     def packing(self) -> bool:
@@ -59,24 +63,28 @@ def check_abilities(
     """
     if getattr(config, "is_encoder_decoder", False):
         reason = "an encoder-decoder runs whole and one sample per row"
-        return Abilities(False, reason, None, reason)
+        routers = bool(getattr(config, "output_router_logits", False))
+        return Abilities(False, reason, None, reason, "its own forward adds losses of its routers" if routers else "")
     # FlashAttention needs a GPU; it is fed one flat row whose borders it reads from the same position_ids.
     trial_attention, _ = resolve_attention(config, attn_implementation)
     if trial_attention not in ("sdpa", "eager"):
         trial_attention = "sdpa"
+    make = partial(_tiny_model, attention=trial_attention, trust_remote_code=trust_remote_code, build=build)
     try:
         with without_partitioning(), seeded_cpu(0, "trial"):
-            model = _tiny_model(config, trial_attention, trust_remote_code, build)
+            model = make(shrink_config(config))
             run_once(model)
+            own_terms = unknown_term(model, make)
     except Exception as error:  # any model's own code may fail in any way on a shrunken config
         reason = f"a tiny copy of the model could not be built and run to try it ({_first_line(error)})"
         return Abilities(False, reason, None, reason)
     with torch.no_grad(), seeded_cpu(0, "trial inputs"):
-        chunked_reason = _try(_chunked_differs, model)
-        if chunked_reason:
+        if own_terms:
+            chunked_reason = f"{own_terms}, which is computed with the model as a whole"
+        elif chunked_reason := _try(_chunked_differs, model):
             chunked_reason = f"its head cannot be run apart: {chunked_reason}"
         isolation, packing_reason = _find_isolation(model)
-    return Abilities(not chunked_reason, chunked_reason, isolation, packing_reason)
+    return Abilities(not chunked_reason, chunked_reason, isolation, packing_reason, own_terms)
 
 
 def supports_packing(model_or_config: Any, attn_implementation: str | None = None) -> tuple[bool, str]:
@@ -92,15 +100,15 @@ def supports_packing(model_or_config: Any, attn_implementation: str | None = Non
 
 
 def _tiny_model(
-    config: Any, attention: str, trust_remote_code: bool, build: Callable[..., nn.Module] | None
+    tiny: Any, attention: str, trust_remote_code: bool, build: Callable[..., nn.Module] | None
 ) -> nn.Module:
-    tiny = shrink_config(config)
     build = build or builder_of(tiny, trust_remote_code)
     with torch.device("meta"):
-        size = sum(p.numel() for p in build(tiny, dtype=torch.float32, attn_implementation=attention).parameters())
+        skeleton = build(copy.deepcopy(tiny), dtype=torch.float32, attn_implementation=attention)
+    size = sum(p.numel() for p in skeleton.parameters())
     if size > MAX_TRIAL_PARAMS:
         raise ValueError(f"its tiny copy still has {size} parameters")
-    model = build(shrink_config(config), dtype=torch.float32, attn_implementation=attention)
+    model = build(tiny, dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
