@@ -152,11 +152,22 @@ def test_published_shapes_are_made_tiny_and_streamed(name):
         ("gemma3n_text", "it runs 3 (layers, altup_projections, altup_unembed_projections)"),
         ("gemma4_text", "its layers get a learned tensor besides the hidden states (made of parameters of"),
         ("zamba2", "its layers are of several classes"),
+        pytest.param("hy_v4", "layer 2 uses what layer 1 returned beside them (prev_topk", marks=needs("hy_v4")),
         ("lfm2_moe", "a tiny copy of it could not be built and run to try it"),  # its own defaults do not fit together
     ],
 )
 def test_models_that_are_not_streamed_get_the_true_reason(model_type, reason):
     assert reason in why_config_not_trained(transformers.AutoConfig.for_model(model_type))
+
+
+@needs("glm_moe_dsa")
+@pytest.mark.parametrize("every", [1, 4])
+def test_what_a_layer_takes_from_an_earlier_one_is_found_whichever_layers_do_so(every):
+    config = transformers.AutoConfig.for_model("glm_moe_dsa", index_topk_freq=every)
+    why = why_config_not_streamed(config)
+    assert why.startswith("its layers hand each other more") if every > 1 else why == ""
+    config.indexer_types = ["full"] * 40 + ["shared"] * (config.num_hidden_layers - 40)
+    assert "(prev_topk_indices)" in why_config_not_streamed(config)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Terms that a model's own forward adds to its cross-entropy: trained, by its balancing loss or by its whole forward."""
+"""Terms that a model's own forward adds to its cross-entropy: trained, by its balancing loss or by its whole run."""
 
 from __future__ import annotations
 

@@ -95,3 +95,16 @@ def test_layers_that_share_keys_and_values_come_after_those_they_take_them_from(
     assert shared == 2 and len(config.layer_types) == config.num_hidden_layers <= 8
     assert set(config.layer_types[-shared:]) <= set(config.layer_types[:-shared])
     assert set(config.layer_types) == {"sliding_attention", "full_attention"}
+
+
+def test_every_kind_of_layer_is_kept_by_whichever_list_and_however_late():
+    config = tiny("qwen3", num_hidden_layers=30, layer_types=["full_attention"] * 25 + ["sliding_attention"] * 5)
+    assert config.layer_types == ["full_attention", "full_attention", "sliding_attention"]
+    config = transformers.AutoConfig.for_model("llama", num_hidden_layers=30)
+    config.indexer_types = ["full", "shared", "shared", "none"] + ["full"] * 26
+    config.uses_rope = [1] * 20 + [0] * 10
+    small = shrink_config(config)
+    assert (small.num_hidden_layers, small.indexer_types) == (5, ["full", "shared", "shared", "none", "full"])
+    assert small.uses_rope == [1, 1, 1, 1, 0]
+    config.widths = [[96 + i] for i in range(30)]  # of every layer another: no kinds
+    assert shrink_config(config).num_hidden_layers == 5

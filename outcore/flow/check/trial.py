@@ -16,6 +16,7 @@ from torch import nn
 from torch.func import functional_call
 
 from outcore.common.errors import line_of
+from outcore.flow.check.handed_over import why_not_by_hidden_states
 from outcore.flow.layers import Head, HeadInput, PartRunner
 from outcore.flow.parts import (
     CallLog,
@@ -110,7 +111,7 @@ def try_tiny_copy(loaded: LoadedModel, trial: Trial | None = None) -> None:
         batches.append({"input_ids": ids, "labels": labels, "position_ids": positions})
     try:
         units = discover_units(tiny)
-        why = _why_not_alone(units, units.record(batches[0]))
+        why = why_not_by_hidden_states(units, batches[0]) or _why_not_alone(units, units.record(batches[0]))
     except StreamUnsupported:
         raise
     except Exception as error:

@@ -1,6 +1,6 @@
 """A causal language model taken apart by structure: embedding, layers and head, run by the model's own code."""
 
-from outcore.flow.parts.discovery import discover_units
+from outcore.flow.parts.discovery import discover_units, tensors_in
 from outcore.flow.parts.layout import ALIGN_NUMEL, SlabLayout, Slot, several_types
 from outcore.flow.parts.packing import DeviceBatch, packing_known
 from outcore.flow.parts.shell import CallLog, LayerCall, Stand, StreamUnsupported, bound, shell_of, with_memory
@@ -24,5 +24,6 @@ __all__ = [
     "packing_known",
     "several_types",
     "shell_of",
+    "tensors_in",
     "with_memory",
 ]

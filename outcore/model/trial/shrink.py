@@ -15,6 +15,8 @@ from typing import Any
 HEADS, HEAD_DIM, WINDOW, VOCAB, POSITIONS = 4, 16, 8, 128, 64
 HIDDEN = HEADS * HEAD_DIM
 MAX_LAYERS = 8
+MAX_KINDS = 6
+"""Different values in a per-layer list that names kinds of layers."""
 
 _FIXED = {
     "intermediate_size": 96,
@@ -184,18 +186,32 @@ def _shrink_layers(part: Any, layers: int) -> list[int]:
     shared = getattr(part, "num_kv_shared_layers", None)
     shared = shared if type(shared) is int and 0 < shared < layers else 0
     own = layers - shared
-    types = getattr(part, "layer_types", None)
-    wanted = 2
-    if isinstance(types, (list, tuple)) and len(types) == layers:
-        wanted = max(wanted, 1 + max(list(types).index(kind) for kind in set(types[:own])))
-    kept = list(range(min(own, wanted, MAX_LAYERS))) + list(range(own, layers))[:2]
-    for name, value in list(vars(part).items()):
-        if isinstance(value, (list, tuple)) and len(value) == layers and layers > len(kept):
+    firsts = _first_of_each_kind(part, layers, own)
+    near = max((first for first in firsts if first < MAX_LAYERS), default=0)
+    mine = list(range(min(own, max(2, near + 1)))) + sorted(first for first in firsts if first >= MAX_LAYERS)
+    kept = mine + list(range(own, layers))[:2]
+    for name, value in _lists_of_layers(part, layers):
+        if layers > len(kept):
             setattr(part, name, type(value)(value[i] for i in kept))
     part.num_hidden_layers = len(kept)
     if shared:
-        part.num_kv_shared_layers = len(kept) - min(own, wanted, MAX_LAYERS)
+        part.num_kv_shared_layers = len(kept) - len(mine)
     return kept
+
+
+def _lists_of_layers(part: Any, layers: int) -> list[tuple[str, Any]]:
+    """Fields with a value for each layer."""
+    return [(name, v) for name, v in vars(part).items() if isinstance(v, (list, tuple)) and len(v) == layers]
+
+
+def _first_of_each_kind(part: Any, layers: int, own: int) -> set[int]:
+    """The first layer of each kind that a per-layer list tells: by name (`layer_types`, `indexer_types`), by yes or no,
+    or by one of a few numbers. Lists with a value of their own for most layers tell sizes, not kinds."""
+    firsts: set[int] = set()
+    for _, value in _lists_of_layers(part, layers):
+        if all(isinstance(item, (str, int, float)) for item in value) and len(set(value)) <= MAX_KINDS:
+            firsts |= {list(value).index(kind) for kind in set(value[:own])}
+    return firsts
 
 
 def _shrink_rope(part: Any) -> None:
