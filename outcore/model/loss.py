@@ -27,7 +27,7 @@ from outcore.common.quantities import MIB
 from outcore.model.head import CausalParts, unwrap
 from outcore.model.head_gradient import HeadGradient, has_one_gradient
 from outcore.model.inputs import IGNORE, Batch, Isolation, forward_inputs, shifted_targets
-from outcore.model.loss_terms import aux_coefficient, mean_cross_entropy
+from outcore.model.loss_terms import USUAL_TERMS, LossTerms, aux_coefficient, mean_cross_entropy
 
 UserLoss = Callable[[nn.Module, Batch], Any]
 """loss(model, batch) -> mean over the micro-batch's unmasked tokens, or (sum, number of tokens)."""
@@ -140,11 +140,11 @@ class TokenLoss:
         chunked: bool = True,
         num_chunks: int | None = None,
         head_loss: HeadLoss | None = None,
-        own_terms: bool = False,
+        terms: LossTerms = USUAL_TERMS,
     ):
         """`model`: transformers, peft or own. `loss_fn`: the user's own loss of the whole model instead of
-        cross-entropy; `head_loss`: of each token's logits. `own_terms`: the model's forward adds terms to its
-        cross-entropy that only it can compute (`loss_terms`): it is run whole, with labels, and they are trained.
+        cross-entropy; `head_loss`: of each token's logits. `terms`: what the model's own forward adds to its
+        cross-entropy; for unknown ones it is run whole, with labels, and they are trained.
 
         `chunked`: False runs the model's whole forward (see `outcore.model.trial.abilities`). `num_chunks`: head chunks
         per micro-batch; None: from the batch's size and LOGITS_CHUNK_BYTES. Several ranks under ZeRO-3 need equal
@@ -157,7 +157,7 @@ class TokenLoss:
         self.head_loss = head_loss
         self.isolation: Isolation = isolation
         self.num_chunks = num_chunks
-        self.own_terms = own_terms and head_loss is None
+        self.terms = terms
         self.base = base
         self.parts: CausalParts | None = None
         if chunked and loss_fn is None and not self.encoder_decoder and hasattr(self.config, "to_dict"):
@@ -166,7 +166,7 @@ class TokenLoss:
     @property
     def aux_coefficient(self) -> float:
         """Weight of the router's balancing loss; 0: it is off."""
-        return aux_coefficient(self.base)
+        return aux_coefficient(self.base) if self.terms.balances else 0.0
 
     def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
         """The loss of one micro-batch (moved to the model's device first). Differentiable when gradients are on."""
@@ -207,10 +207,11 @@ class TokenLoss:
         coefficient = self.aux_coefficient if torch.is_grad_enabled() else 0.0
         if coefficient and not self.encoder_decoder:
             inputs["output_router_logits"] = True
-        own_terms = self.own_terms and torch.is_grad_enabled() and bool((targets != IGNORE).any())
-        if own_terms:
+        with_own = self.terms.unknown and self.head_loss is None and torch.is_grad_enabled()
+        with_own = with_own and bool((targets != IGNORE).any())
+        if with_own:
             inputs["labels"] = labels
-        output = model(**inputs)
+        output: Any = model(**inputs)
         logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
         if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
             raise RuntimeError(
@@ -219,7 +220,7 @@ class TokenLoss:
             )
         aux = getattr(output, "aux_loss", None)
         aux = coefficient * aux.float() if coefficient and aux is not None else None
-        if own_terms:  # all of them, the balancing loss too
+        if with_own:  # all of them, the balancing loss too
             aux = output.loss.float() - mean_cross_entropy(logits, targets)
         flat, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
         num_chunks = self.num_chunks or auto_num_chunks(flat.shape[0], flat.shape[1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,28 +42,39 @@ def mean_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Ten
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
 
 
-def unknown_term(tiny: nn.Module, rebuild: Callable[[Any], nn.Module]) -> str:
-    """In words, what a tiny model's own loss has that ours has not; '' when nothing, or when it computes no loss.
+@dataclass(frozen=True)
+class LossTerms:
+    """What a model's own loss has beside cross-entropy."""
 
-    `rebuild`: makes such a model from a changed copy of its config.
-    """
-    off = _excess(tiny)
+    balances: bool = True
+    """Whether its forward gives a balancing loss when asked for router logits (Llama 4's does not)."""
+    unknown: str = ""
+    """In words, what else there is; only the whole forward computes it. '' when nothing."""
+
+
+USUAL_TERMS = LossTerms()
+
+
+def try_loss_terms(tiny: nn.Module, rebuild: Callable[[Any], nn.Module]) -> LossTerms:
+    """The terms of a tiny model. `rebuild`: makes such a model from a changed copy of its config."""
+    balances, off = _try_own_loss(tiny)
     if off <= TOLERANCE:
-        return ""
+        return LossTerms(balances)
     for name, without in _without_a_term(tiny.config):
         try:
             other = rebuild(without)
             other.load_state_dict(tiny.state_dict())
-            is_it = _excess(other) <= TOLERANCE
+            is_it = _try_own_loss(other)[1] <= TOLERANCE
         except Exception:  # a config may be refused, or the model fail, without this field; then it is not the one
             continue
         if is_it:
-            return f"its own forward adds a term to the cross-entropy, of {name}"
-    return f"its own forward gives another loss than cross-entropy (off by {off:.1e})"
+            return LossTerms(balances, f"its own forward adds a term to the cross-entropy, of {name}")
+    return LossTerms(balances, f"its own forward gives another loss than cross-entropy (off by {off:.1e})")
 
 
-def _excess(tiny: nn.Module) -> float:
-    """How far the model's own loss is from cross-entropy and the balancing loss; 0 for a model without a loss."""
+def _try_own_loss(tiny: nn.Module) -> tuple[bool, float]:
+    """(whether the model's own forward gives a balancing loss, how far its loss is from cross-entropy and that one:
+    0 for a model without a loss)."""
     ids = torch.randint(2, VOCAB, (2, 12), generator=torch.Generator().manual_seed(3))
     labels = ids.clone()
     labels[:, :3] = IGNORE
@@ -73,17 +85,17 @@ def _excess(tiny: nn.Module) -> float:
         with torch.no_grad():
             output = tiny(**_inputs(tiny, ids, coefficient), labels=labels)
     except Exception:  # a forward that takes no labels, or fails with them, has no loss to differ from
-        return 0.0
+        return True, 0.0
     finally:
         tiny.train(was_training)
+    aux = getattr(output, "aux_loss", None) if coefficient else None
     own, logits = getattr(output, "loss", None), getattr(output, "logits", None)
     if not isinstance(own, torch.Tensor) or not isinstance(logits, torch.Tensor) or own.numel() != 1:
-        return 0.0
-    aux = getattr(output, "aux_loss", None) if coefficient else None
+        return aux is not None, 0.0
     known = 0.0 if aux is None else coefficient * float(aux)
     targets = (shifted_targets(labels), labels)  # some take labels as shifted already
     rests = (abs(float(own) - known - float(mean_cross_entropy(logits, wanted))) for wanted in targets)
-    return min(rests) / max(1.0, abs(float(own)))
+    return aux is not None, min(rests) / max(1.0, abs(float(own)))
 
 
 def _inputs(tiny: nn.Module, ids: torch.Tensor, coefficient: float) -> dict[str, Any]:

@@ -164,10 +164,10 @@ def test_models_that_are_not_streamed_get_the_true_reason(model_type, reason):
 @pytest.mark.parametrize("every", [1, 4])
 def test_what_a_layer_takes_from_an_earlier_one_is_found_whichever_layers_do_so(every):
     config = transformers.AutoConfig.for_model("glm_moe_dsa", index_topk_freq=every)
-    why = why_config_not_streamed(config)
+    why = why_config_not_trained(config)
     assert why.startswith("its layers hand each other more") if every > 1 else why == ""
     config.indexer_types = ["full"] * 40 + ["shared"] * (config.num_hidden_layers - 40)
-    assert "(prev_topk_indices)" in why_config_not_streamed(config)
+    assert "(prev_topk_indices)" in why_config_not_trained(config)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
-from outcore.flow.check.trial import why_config_not_streamed
+from outcore.engine.stream.check.gradients import why_config_not_trained
 from outcore.model.inputs import count_target_tokens
 from outcore.model.loss import TokenLoss
+from outcore.model.loss_terms import LossTerms
 from outcore.model.trial.abilities import check_abilities
 from tests.model.test_architectures import assert_same_grads, grads, random_batch, tiny_model, zero_dropout
 
@@ -33,8 +35,8 @@ WHOLE = {
 def test_a_balancing_loss_of_any_name_is_the_models_own_and_streamed(name):
     model = tiny_model(name, **BALANCED[name])
     assert same_as_own(model, TokenLoss(model, num_chunks=3)).aux_loss is not None
-    assert check_abilities(model.config).own_terms == ""
-    assert why_config_not_streamed(model.config) == ""
+    assert check_abilities(model.config).terms == LossTerms()
+    assert why_config_not_trained(model.config) == ""
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -43,18 +45,36 @@ def test_a_term_that_only_the_whole_forward_gives_is_named_and_trained_whole(nam
     model = tiny_model(name, attention="eager", **fields)
     abilities = check_abilities(model.config)
     assert not abilities.chunked_head
-    assert words in abilities.own_terms
-    same_as_own(model, TokenLoss(model, chunked=False, own_terms=True))
+    assert words in abilities.terms.unknown
+    same_as_own(model, TokenLoss(model, chunked=False, terms=abilities.terms))
     if not model.config.is_encoder_decoder:
-        assert words in why_config_not_streamed(model.config)
+        assert words in why_config_not_trained(model.config)
 
 
 def test_rows_without_a_target_add_no_term():
     model = tiny_model("bamba", **WHOLE["bamba"][0])
     batch = random_batch()
     batch["labels"][:] = -100
-    result = TokenLoss(model, chunked=False, own_terms=True)(model, batch)
+    result = TokenLoss(model, chunked=False, terms=check_abilities(model.config).terms)(model, batch)
     assert float(result.objective(10).detach()) == 0.0
+
+
+@pytest.mark.parametrize("name", ["llama4_text", "doge"])
+def test_a_model_without_a_balancing_loss_of_its_own_gets_none(name):
+    fields = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = tiny_model(name, **fields)
+    abilities = check_abilities(model.config)
+    assert not abilities.terms.balances
+    assert same_as_own(model, TokenLoss(model, terms=abilities.terms)).aux_loss is None
+    assert why_config_not_trained(model.config) == ""
+
+
+@pytest.mark.parametrize("name", ["minimax", "gpt_oss"])
+def test_a_router_is_found_by_its_path_and_packing_stays(name):
+    plain = transformers.AutoConfig.for_model(name)
+    config = transformers.AutoConfig.for_model(name, output_router_logits=True)
+    assert why_config_not_trained(config) == ""
+    assert check_abilities(config).isolation == check_abilities(plain).isolation == {"gpt_oss": "mask_map"}.get(name)
 
 
 def same_as_own(model, loss):

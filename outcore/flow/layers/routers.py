@@ -46,7 +46,8 @@ def _router_modules(units: ModelParts, layer: nn.Module) -> list[tuple[nn.Module
             target = getattr(recorder, "target_class", recorder)
             name = getattr(recorder, "layer_name", None)
             for path, module in layer.named_modules():
-                if isinstance(target, type) and isinstance(module, target) and (not name or name in path.split(".")):
+                is_there = not name or f".{name.strip('.')}." in f".{path}."
+                if isinstance(target, type) and isinstance(module, target) and is_there:
                     found.append((module, int(getattr(recorder, "index", 0))))
         break
     return found

@@ -20,7 +20,7 @@ from torch import nn
 from outcore.model.facts import model_class_of, resolve_attention
 from outcore.model.head import CausalParts, unwrap
 from outcore.model.inputs import Isolation, forward_inputs
-from outcore.model.loss_terms import unknown_term
+from outcore.model.loss_terms import USUAL_TERMS, LossTerms, try_loss_terms
 from outcore.model.trial.shrink import VOCAB, shrink_config
 from outcore.model.weights.initialise import seeded_cpu
 from outcore.model.weights.zero3 import without_partitioning
@@ -42,8 +42,8 @@ class Abilities:
     isolation: Isolation | None
     """How packed documents are kept apart; None: they are not."""
     packing_reason: str
-    own_terms: str = ""
-    """What the model's own loss adds that only its whole forward computes, in words; '' when nothing."""
+    terms: LossTerms = USUAL_TERMS
+    """What the model's own loss has beside cross-entropy."""
 
     @property
     def packing(self) -> bool:
@@ -64,7 +64,8 @@ def check_abilities(
     if getattr(config, "is_encoder_decoder", False):
         reason = "an encoder-decoder runs whole and one sample per row"
         routers = bool(getattr(config, "output_router_logits", False))
-        return Abilities(False, reason, None, reason, "its own forward adds losses of its routers" if routers else "")
+        terms = LossTerms(unknown="its own forward adds losses of its routers" if routers else "")
+        return Abilities(False, reason, None, reason, terms)
     # FlashAttention needs a GPU; it is fed one flat row whose borders it reads from the same position_ids.
     trial_attention, _ = resolve_attention(config, attn_implementation)
     if trial_attention not in ("sdpa", "eager"):
@@ -74,17 +75,19 @@ def check_abilities(
         with without_partitioning(), seeded_cpu(0, "trial"):
             model = make(shrink_config(config))
             run_once(model)
-            own_terms = unknown_term(model, make)
+            terms = try_loss_terms(model, make)
     except Exception as error:  # any model's own code may fail in any way on a shrunken config
         reason = f"a tiny copy of the model could not be built and run to try it ({_first_line(error)})"
         return Abilities(False, reason, None, reason)
     with torch.no_grad(), seeded_cpu(0, "trial inputs"):
-        if own_terms:
-            chunked_reason = f"{own_terms}, which is computed with the model as a whole"
+        for part in (model.config, model.config.get_text_config()):  # not asked for any more: logits are compared
+            part.output_router_logits = False
+        if terms.unknown:
+            chunked_reason = f"{terms.unknown}, which is computed with the model as a whole"
         elif chunked_reason := _try(_chunked_differs, model):
             chunked_reason = f"its head cannot be run apart: {chunked_reason}"
         isolation, packing_reason = _find_isolation(model)
-    return Abilities(not chunked_reason, chunked_reason, isolation, packing_reason, own_terms)
+    return Abilities(not chunked_reason, chunked_reason, isolation, packing_reason, terms)
 
 
 def supports_packing(model_or_config: Any, attn_implementation: str | None = None) -> tuple[bool, str]:

@@ -69,7 +69,7 @@ class LoadedModel:
             chunked=self.abilities.chunked_head,
             num_chunks=num_chunks,
             head_loss=self.head_loss,
-            own_terms=bool(self.abilities.own_terms),
+            terms=self.abilities.terms,
         )
 
     def loss_module(self, num_chunks: int | None = None) -> LossModule:
