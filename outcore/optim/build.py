@@ -4,8 +4,9 @@
 
 The result is `<cache>/<key of source and flags>-<key of compiler>/outcore_optim.so`, where the cache is
 `<environment>/torch_extensions/outcore_optim`, or ~/.cache/outcore/torch_extensions/outcore_optim for an environment
-that cannot be written. Six small files without torch's headers: about 4 s of one core, once. Built aside and renamed
-into place, under a lock that the kernel frees when its holder dies, so any number of processes may call it at once.
+that cannot be written. A dozen small files without torch's headers: about 18 s of one core, shared by all cores, once.
+Built aside and renamed into place, under a lock that the kernel frees when its holder dies, so any number of processes
+may call it at once.
 
 No -march=native and no fast-math: the kernels are compiled once per instruction set and chosen at run time, so the file
 works on any processor of the architecture, and neither rounding nor NaN are optimised away. Standard library only.
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from outcore.common.quantities import format_s
@@ -42,6 +44,10 @@ SOURCES = (
     "pool.cpp",
     "memory_rate.cpp",
     "api.cpp",
+    "products.h",
+    "product_vectors.h",
+    "product_kernels.cpp",
+    "products.cpp",
 )
 LIBRARY_NAME = "outcore_optim.so"
 COMPILERS = ("g++", "clang++", "c++")
@@ -62,6 +68,12 @@ VARIANTS_X86: dict[str, tuple[str, ...]] = {
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"),
 }
 VARIANTS_OTHER: dict[str, tuple[str, ...]] = {"baseline": ()}
+PRODUCT_VARIANTS_X86: dict[str, tuple[str, ...]] = {
+    "baseline": (),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avxvnni": ("-mavx2", "-mfma", "-mf16c", "-mavxvnni"),
+    "avx512vnni": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"),
+}
 BUILD_COMMAND = f"{sys.executable} -m outcore.optim"
 COMMAND_TIMEOUT_S = 300.0
 LOCK_TIMEOUT_S = 600.0
@@ -139,13 +151,18 @@ def variants(machine: str | None = None) -> dict[str, tuple[str, ...]]:
     return VARIANTS_X86 if (machine or platform.machine()).lower() in ("x86_64", "amd64") else VARIANTS_OTHER
 
 
+def product_variants(machine: str | None = None) -> dict[str, tuple[str, ...]]:
+    """`variants` for products of packed weights, which have instructions of their own."""
+    return PRODUCT_VARIANTS_X86 if variants(machine) is VARIANTS_X86 else VARIANTS_OTHER
+
+
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _source_key() -> str:
     texts = [(SOURCE_DIR / name).read_text() for name in SOURCES]
-    return _digest(platform.machine(), repr((FLAGS, LINK_FLAGS, variants())), *texts)[:16]
+    return _digest(platform.machine(), repr((FLAGS, LINK_FLAGS, variants(), product_variants())), *texts)[:16]
 
 
 def _compiler_version(compiler: str) -> str:
@@ -160,10 +177,19 @@ def _build_into(folder: Path, compiler: str) -> None:
     try:
         objects: list[str] = []
         units = [("kernels.cpp", name, (*flags, f"-DOUTCORE_VARIANT={name}")) for name, flags in variants().items()]
-        units += [(f"{name}.cpp", name, ()) for name in ("pool", "memory_rate", "api")]
-        for source, name, flags in units:
-            objects.append(str(aside / f"{name}.o"))
-            _run([compiler, *FLAGS, *flags, "-c", str(SOURCE_DIR / source), "-o", objects[-1]])
+        units += [
+            ("product_kernels.cpp", f"product_{name}", (*flags, f"-DOUTCORE_VARIANT={name}"))
+            for name, flags in product_variants().items()
+        ]
+        units += [(f"{name}.cpp", name, ()) for name in ("pool", "memory_rate", "api", "products")]
+        with ThreadPoolExecutor(os.cpu_count()) as compilers:
+            compiling = []
+            for source, name, flags in units:
+                objects.append(str(aside / f"{name}.o"))
+                command = [compiler, *FLAGS, *flags, "-c", str(SOURCE_DIR / source), "-o", objects[-1]]
+                compiling.append(compilers.submit(_run, command))
+            for done in compiling:
+                done.result()
         _run([compiler, *LINK_FLAGS, "-o", str(aside / LIBRARY_NAME), *objects])
         for path in objects:
             os.unlink(path)
@@ -190,7 +216,7 @@ def _run(command: Sequence[str]) -> str:
     lines = output.strip().splitlines() or [f"exit code {done.returncode}"]
     raise BuildFailed(
         f"the CPU optimizer does not compile here: {(complaint.group(0) if complaint else lines[-1]).strip()}\n"
-        f"command: {' '.join(command)}\nIt needs g++ 9 or clang++ 9 or later with its C++ headers (Ubuntu, Debian: "
+        f"command: {' '.join(command)}\nIt needs g++ 11 or clang++ 12 or later with its C++ headers (Ubuntu, Debian: "
         f"sudo apt install g++); then run: {BUILD_COMMAND}"
     )
 

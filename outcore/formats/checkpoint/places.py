@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,7 +55,8 @@ class TensorPlace:
     def read(self) -> torch.Tensor:
         """The tensor on the CPU. RuntimeError when the file gives fewer bytes."""
         raw = torch.empty(self.size_bytes, dtype=torch.uint8)
-        view, done = memoryview(raw.numpy()), 0
+        buffer: Any = raw.numpy()
+        view, done = memoryview(buffer), 0
         try:
             with self.file.open("rb", buffering=0) as opened:
                 opened.seek(self.offset)

@@ -196,7 +196,7 @@ def _try_matplotlib() -> str:
 
 
 def _try_optimizer() -> str:
-    """Build the C++ optimizer where training will look for it (4 s of one core, once), and let it make a step."""
+    """Build the C++ optimizer where training will look for it (18 s of one core, once), and let it make a step."""
     import torch
 
     from outcore.optim import SPLIT, AdamWHyper, ChunkJob, ChunkState, open_backend

@@ -1,0 +1,144 @@
+"""Products of packed weights with a few rows of activations on the CPU, where the weights are.
+
+The C++ kernels (in the optimizer's extension) read the packed bytes once for up to 16 rows. Activations are rounded to
+8 bits with a scale for 256 columns, and NF4's code values to bytes, so a result is within about 1 % of the exact one;
+`reference_product` is exact. Formats without a kernel, and machines without a compiler, use the reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+
+import torch
+
+from outcore.formats.int4 import Int4
+from outcore.formats.packed import PackedSpec
+from outcore.optim import build_extension
+
+MAX_ROWS = 16
+STEP = 64
+"""Columns that a kernel takes together."""
+VARIANT_NAMES = ("baseline", "avx2", "avxvnni", "avx512vnni")
+_CODES = {"nf4": 0, "int8": 1, "mxfp4": 3, "q4_0": 4, "q8_0": 5, "q4_k": 6, "q5_k": 7}
+"""products.h: Packed."""
+_INT4_CODE = 2
+_SCALE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""products.h: ScaleType."""
+
+
+class CProduct(ctypes.Structure):
+    """products.h: Product."""
+
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("zero", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("x_scale", ctypes.c_void_p),
+        ("x_sum", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+        ("scale_type", ctypes.c_int32),
+        ("block_shift", ctypes.c_int32),
+        ("m", ctypes.c_int32),
+    )
+
+
+def reference_product(spec: PackedSpec, data: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x [m, columns] times the expanded weight [rows, columns], in fp32: [m, rows]."""
+    return x.float() @ spec.unpack(data).t()
+
+
+class PackedProducts:
+    """Threads that multiply packed weights, one product at a time. `variant`: of `available_variants`, or the best.
+
+    ExtensionUnavailable without a compiler; ValueError for a variant that the processor lacks.
+    """
+
+    def __init__(self, num_threads: int, variant: str = "auto") -> None:
+        self._team, self._lock = None, threading.Lock()
+        self._library = _library()
+        names = available_variants()
+        self.variant = names[-1] if variant == "auto" else variant
+        if self.variant not in names:
+            raise ValueError(f"this processor has no {variant}; it can run {', '.join(names)}: take 'auto'")
+        code = ctypes.c_int()
+        self._team = self._library.outcore_product_team_new(
+            VARIANT_NAMES.index(self.variant), num_threads, ctypes.byref(code)
+        )
+        if not self._team:
+            raise RuntimeError(f"{num_threads} threads for products could not be started: {os.strerror(code.value)}")
+
+    @staticmethod
+    def can(spec: PackedSpec) -> bool:
+        """Whether there is a kernel for weights like this one."""
+        power_of_two = spec.format.block & (spec.format.block - 1) == 0
+        known = spec.format.name in _CODES or (
+            isinstance(spec.format, Int4) and power_of_two and spec.format.block >= 32
+        )
+        return known and len(spec.shape) == 2 and spec.shape[1] % max(STEP, spec.format.block) == 0
+
+    def product(self, spec: PackedSpec, data: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """x [m, columns] times the packed weight [rows, columns]: [m, rows] in fp32, m at most 16."""
+        assert self.can(spec) and len(x) <= MAX_ROWS and x.shape[1] == spec.shape[1]
+        x = x.float().contiguous()
+        out = torch.empty(len(x), spec.shape[0], dtype=torch.float32)
+        planes = [*spec.planes(data), None, None]
+        is_int4 = isinstance(spec.format, Int4)
+        call = CProduct(
+            codes=_address(planes[0]),
+            scale=_address(planes[1]),
+            zero=_address(planes[2]),
+            out=out.data_ptr(),
+            rows=spec.shape[0],
+            columns=spec.shape[1],
+            format=_INT4_CODE if is_int4 else _CODES[spec.format.name],
+            scale_type=_SCALE_CODES[spec.format.planes[1].dtype] if is_int4 else 0,
+            block_shift=spec.format.block.bit_length() - 1,
+            m=len(x),
+        )
+        with self._lock:
+            code = self._library.outcore_product_run(self._team, ctypes.byref(call), x.data_ptr())
+        if code:
+            raise MemoryError(os.strerror(code))
+        return out
+
+    def close(self) -> None:
+        """End the threads; safe to call twice."""
+        if self._team:
+            self._library.outcore_product_team_delete(self._team)
+            self._team = None
+
+    def __enter__(self) -> PackedProducts:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def available_variants() -> tuple[str, ...]:
+    """Names of the instruction sets that this processor has kernels for, the fastest last."""
+    found = int(_library().outcore_product_variants())
+    return tuple(name for bit, name in enumerate(VARIANT_NAMES) if found >> bit & 1)
+
+
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(build_extension()))
+    p, i32 = ctypes.c_void_p, ctypes.c_int32
+    for name, returns, arguments in (
+        ("variants", i32, ()),
+        ("team_new", p, (i32, i32, p)),
+        ("run", ctypes.c_int, (p, p, p)),
+        ("team_delete", None, (p,)),
+    ):
+        function = getattr(library, f"outcore_product_{name}")
+        function.restype, function.argtypes = returns, arguments
+    return library
+
+
+def _address(plane: torch.Tensor | None) -> int | None:
+    return None if plane is None else plane.data_ptr()

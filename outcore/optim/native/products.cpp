@@ -1,0 +1,200 @@
+// Threads that work on one product at a time, and what Python calls.
+//
+// A team waits for work spinning for a little while and then asleep: products follow each other closely while a token
+// is made, and a wake-up costs more than the smallest of them. Rows are taken in tasks of kTaskRows from a counter, so
+// a slow core (or one that others use) takes fewer.
+#include <atomic>
+#include <new>
+#include <vector>
+
+#include <errno.h>
+#include <sched.h>
+
+#include "abi.h"
+#include "products.h"
+#include "threads.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace outcore {
+extern const ProductKernels product_baseline;
+#if defined(__x86_64__)
+extern const ProductKernels product_avx2, product_avxvnni, product_avx512vnni;
+#endif
+enum ProductVariant : int32_t { kPlain = 0, kWithAvx2 = 1, kWithAvxVnni = 2, kWithAvx512Vnni = 3 };
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+static bool has_avx_vnni() {  // leaf 7.1 eax bit 4; __builtin_cpu_supports knows it from g++ 13 on
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & (1u << 4)) != 0;
+}
+#endif
+
+static int32_t product_variants() {  // one bit for each that this processor has
+  int32_t found = 1 << kPlain;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return found;
+  found |= 1 << kWithAvx2;
+  if (has_avx_vnni()) found |= 1 << kWithAvxVnni;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+    found |= 1 << kWithAvx512Vnni;
+#endif
+  return found;
+}
+
+static const ProductKernels* product_kernels(int32_t variant) {
+  if (variant < 0 || variant > kWithAvx512Vnni || !(product_variants() & (1 << variant))) return nullptr;
+#if defined(__x86_64__)
+  if (variant == kWithAvx512Vnni) return &product_avx512vnni;
+  if (variant == kWithAvxVnni) return &product_avxvnni;
+  if (variant == kWithAvx2) return &product_avx2;
+#endif
+  return &product_baseline;
+}
+
+class Team {
+ public:
+  explicit Team(const ProductKernels& kernels) : kernels_(kernels) {}
+
+  int start(int num_threads) {  // the caller is one of them
+    for (int i = 1; i < num_threads; i++) {
+      pthread_t thread;
+      const int code = start_thread(&thread, body, this);
+      if (code != 0) {
+        stop();
+        return code;
+      }
+      threads_.push_back(thread);
+    }
+    return 0;
+  }
+
+  void stop() {
+    {
+      Guard guard(mutex_);
+      stopping_.store(true);
+    }
+    has_work_.wake_all();
+    for (pthread_t thread : threads_) pthread_join(thread, nullptr);
+    threads_.clear();
+  }
+
+  // x [m][columns] in fp32. 0, or ENOMEM.
+  int run(Product product, const float* x) {
+    const int64_t groups = (product.columns + kGroup - 1) / kGroup, runs = product.columns / run_of(product.format);
+    try {
+      rounded_.resize((size_t)(product.m * product.columns));
+      scales_.resize((size_t)(product.m * groups));
+      sums_.resize((size_t)(product.m * runs));
+    } catch (const std::bad_alloc&) {
+      return ENOMEM;
+    }
+    for (int m = 0; m < product.m; m++)
+      kernels_.round_row(x + m * product.columns, product.columns, product.format,
+                         rounded_.data() + m * product.columns, scales_.data() + m * groups, sums_.data() + m * runs);
+    product.x = rounded_.data();
+    product.x_scale = scales_.data();
+    product.x_sum = sums_.data();
+    product_ = product;
+    next_.store(0, std::memory_order_relaxed);
+    busy_.store((int)threads_.size(), std::memory_order_relaxed);
+    {
+      Guard guard(mutex_);
+      turn_.fetch_add(1);  // publishes the product
+    }
+    if (asleep_.load() != 0) has_work_.wake_all();
+    work();
+    while (busy_.load(std::memory_order_acquire) != 0) pause();
+    return 0;
+  }
+
+ private:
+  static constexpr int kSpins = 20000;  // some 100 us
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#else
+    sched_yield();
+#endif
+  }
+
+  static void* body(void* team) {
+    ((Team*)team)->loop();
+    return nullptr;
+  }
+
+  void loop() {
+    uint64_t seen = 0;
+    while (true) {
+      int spins = 0;
+      while (turn_.load(std::memory_order_acquire) == seen && !stopping_.load(std::memory_order_relaxed)) {
+        if (spins++ < kSpins) {
+          pause();
+          continue;
+        }
+        Guard guard(mutex_);
+        asleep_.fetch_add(1);
+        while (turn_.load() == seen && !stopping_.load()) has_work_.wait(mutex_);
+        asleep_.fetch_sub(1);
+      }
+      if (stopping_.load()) return;
+      seen = turn_.load();
+      work();
+      busy_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  void work() {
+    FloatMode ieee;
+    while (true) {
+      const int64_t start = next_.fetch_add(kTaskRows, std::memory_order_relaxed);
+      if (start >= product_.rows) return;
+      const int64_t stop = start + kTaskRows < product_.rows ? start + kTaskRows : product_.rows;
+      kernels_.rows(product_, start, stop);
+    }
+  }
+
+  const ProductKernels& kernels_;
+  Product product_{};
+  std::vector<int8_t> rounded_;
+  std::vector<float> scales_, sums_;
+  std::atomic<int64_t> next_{0};
+  std::atomic<uint64_t> turn_{0};
+  std::atomic<int> busy_{0}, asleep_{0};
+  std::atomic<bool> stopping_{false};
+  Mutex mutex_;
+  Condition has_work_;
+  std::vector<pthread_t> threads_;
+};
+
+}  // namespace outcore
+
+using namespace outcore;
+
+// One bit for each variant of the product kernels that this processor can run, the slowest in bit 0.
+EXPORT int32_t outcore_product_variants() { return product_variants(); }
+
+// Null with *code set to an errno when it cannot be made.
+EXPORT Team* outcore_product_team_new(int32_t variant, int32_t num_threads, int* code) {
+  const ProductKernels* kernels = product_kernels(variant);
+  *code = kernels == nullptr ? ENOTSUP : 0;
+  if (kernels == nullptr) return nullptr;
+  Team* team = new (std::nothrow) Team(*kernels);
+  *code = team == nullptr ? ENOMEM : team->start(num_threads);
+  if (*code == 0) return team;
+  delete team;
+  return nullptr;
+}
+
+// x [m][columns] fp32; product->x and what follows from it are the team's own. 0 or an errno. One call at a time.
+EXPORT int outcore_product_run(Team* team, const Product* product, const float* x) { return team->run(*product, x); }
+
+// Nobody may be inside a call.
+EXPORT void outcore_product_team_delete(Team* team) {
+  team->stop();
+  delete team;
+}
