@@ -1,0 +1,14 @@
+"""Attention over pages of keys and values, exact wherever they live."""
+
+from outcore.infer.attention.exact import AttentionRule, attend_at_once, attend_in_pieces, causal_mask
+from outcore.infer.attention.paged import PagedAttention, Site, UnknownAttention
+
+__all__ = [
+    "AttentionRule",
+    "PagedAttention",
+    "Site",
+    "UnknownAttention",
+    "attend_at_once",
+    "attend_in_pieces",
+    "causal_mask",
+]

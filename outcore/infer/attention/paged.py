@@ -1,0 +1,266 @@
+"""The attention that a model's own layers call: it stores the pass's keys and values in pages and reads what came before.
+
+transformers lets an attention function be registered by name. A model whose tokens meet nowhere else runs with all
+sequences of a pass in one row, chunks of prompts and single tokens side by side: every other operation looks at one
+token. The row is cut into spans here, each with its own pages. Sequences that add the same number of tokens are
+attended together; `is_deterministic`: one by one, so that no result depends on what else is in the pass.
+Legend: N tokens of the row, H query heads, K key heads, D, E widths of keys and values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from outcore.infer.attention.exact import (
+    PIECE_NUMEL,
+    AttentionRule,
+    attend_at_once,
+    attend_in_pieces,
+    causal_mask,
+)
+from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, Span
+
+GATHER_NUMEL = 1 << 26
+"""Keys and values read back together at most: 256 MiB in fp32."""
+_numbers = itertools.count()
+
+Site = tuple[int, int]
+"""(layer, which of its attentions)."""
+
+
+class UnknownAttention(ValueError):
+    """The model asks something of its attention that is not known here."""
+
+
+@dataclass
+class _Place:
+    """Where the pass is."""
+
+    layer: int = -1
+    call: int = 0
+    ordinal: int = 0
+
+
+class PagedAttention:
+    """See the module docstring. One thread; `begin` a pass, `moved` after each layer and call, `close` for good."""
+
+    def __init__(
+        self,
+        cache: KvCache | None,
+        home_of: Callable[[int], torch.device],
+        *,
+        is_deterministic: bool = False,
+    ) -> None:
+        self.name = f"outcore_paged_{next(_numbers)}"
+        self.cache, self._home_of, self._alone = cache, home_of, is_deterministic
+        self._calls: Sequence[PassTables] = ()
+        self._place = _Place()
+        self.sites: dict[Site, KvShape] = {}
+        """What each attention has shown of its widths."""
+        self.windows: dict[Site, int | None] = {}
+        AttentionInterface.register(self.name, self)
+
+    def close(self) -> None:
+        """Take the name back from transformers."""
+        AttentionInterface._global_mapping.pop(self.name, None)
+
+    def begin(self, calls: Sequence[PassTables]) -> None:
+        """A pass over these rows starts; layer 0 of the first row comes next."""
+        self._calls, self._place = calls, _Place(0, 0, 0)
+
+    def moved(self, layer: int, call: int) -> None:
+        """Layer `layer` has run on row `call`; -1 for the embedding."""
+        place = self._place
+        place.ordinal = 0
+        place.layer, place.call = (layer, call + 1) if call + 1 < len(self._calls) else (layer + 1, 0)
+        if layer < 0:
+            place.layer, place.call = 0, 0
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **more: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """query [1, H, N, D], key [1, K, N, D], value [1, K, N, E] -> [1, N, H, E]."""
+        rule = _rule_of(module, query, scaling, more)
+        site = (self._place.layer, self._place.ordinal)
+        self._place.ordinal += 1
+        shape = KvShape(key.shape[1], key.shape[3], value.shape[3])
+        self.sites[site], self.windows[site] = shape, rule.window
+        tables = self._calls[self._place.call]
+        return self._attend(site, shape, rule, tables, query[0], key[0], value[0])[None], None
+
+    def _attend(
+        self,
+        site: Site,
+        shape: KvShape,
+        rule: AttentionRule,
+        tables: PassTables,
+        query_HND: torch.Tensor,
+        key_KND: torch.Tensor,
+        value_KNE: torch.Tensor,
+    ) -> torch.Tensor:
+        heads, rows, _ = query_HND.shape
+        output = query_HND.new_zeros((rows, heads, shape.value_width))  # rows that pad the call stay zero
+        fresh = [span for span in tables.spans if span.start == 0]
+        stored = [span for span in tables.spans if span.start > 0]
+        if self.cache is not None:
+            group = self.cache.group_of(rule.window)
+            store = self.cache.store(site, shape, group, self._home_of(site[0]))
+            used = sum(span.count for span in tables.spans)
+            store.write(
+                key_KND[:, :used].transpose(0, 1),
+                value_KNE[:, :used].transpose(0, 1),
+                tables.slots_of(group, store.home),
+            )
+            for batch in self._batches(stored, store, rule, heads):
+                self._attend_stored(batch, store, group, rule, tables, query_HND, output)
+        for span in fresh:
+            here = slice(span.row, span.row + span.count)
+            self._attend_fresh(here, rule, query_HND, key_KND, value_KNE, output)
+        return output
+
+    def _attend_fresh(
+        self,
+        here: slice,
+        rule: AttentionRule,
+        query_HND: torch.Tensor,
+        key_KND: torch.Tensor,
+        value_KNE: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """A sequence that begins in this pass: its keys and values are at hand."""
+        query, key, value = query_HND[:, here], key_KND[:, here], value_KNE[:, here]
+        count = query.shape[1]
+        zero = torch.zeros(1, dtype=torch.long, device=query.device)
+        if not rule.is_plain and query.shape[0] * count * count > PIECE_NUMEL:
+            whole = causal_mask(zero, count, zero, count, rule.window)[0, 0]
+            step = max(1, PIECE_NUMEL // (query.shape[0] * count))
+            pieces = (
+                (key[:, at : at + step].transpose(0, 1), value[:, at : at + step].transpose(0, 1), whole[:, at : at + step])
+                for at in range(0, count, step)
+            )
+            output[here] = attend_in_pieces(query, pieces, rule).transpose(0, 1)
+            return
+        masked = rule.window is not None and rule.window < count
+        mask = causal_mask(zero, count, zero, count, rule.window) if masked else None
+        output[here] = attend_at_once(query[None], key[None], value[None], mask, rule)[0].transpose(0, 1)
+
+    def _batches(
+        self, spans: list[Span], store: KvStore, rule: AttentionRule, heads: int
+    ) -> Iterator[list[Span]]:
+        """Spans to be attended together: of one count, of similar length, not too many."""
+        width = store.shape.heads * (store.shape.key_width + store.shape.value_width)
+        for _, same in itertools.groupby(sorted(spans, key=lambda s: (s.count, s.length)), key=lambda s: s.count):
+            batch: list[Span] = []
+            for span in same:
+                padded = self._seen(span, store, rule) * (len(batch) + 1)
+                short = batch and self._seen(batch[0], store, rule) * 2 < self._seen(span, store, rule) - 512
+                scores = padded * heads * span.count
+                if batch and (self._alone or short or padded * width > GATHER_NUMEL or scores > PIECE_NUMEL):
+                    yield batch
+                    batch = []
+                batch.append(span)
+            yield batch
+
+    def _seen(self, span: Span, store: KvStore, rule: AttentionRule) -> int:
+        first = _first_page(span, rule.window, store.page_tokens)
+        return span.length - first * store.page_tokens
+
+    def _attend_stored(
+        self,
+        batch: list[Span],
+        store: KvStore,
+        group: int,
+        rule: AttentionRule,
+        tables: PassTables,
+        query_HND: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """Sequences that go on: all their keys and values are in pages now."""
+        size, count, device = store.page_tokens, batch[0].count, query_HND.device
+        firsts = [_first_page(span, rule.window, size) for span in batch]
+        lasts = [-(-span.length // size) for span in batch]
+        most = max(last - first for first, last in zip(firsts, lasts, strict=True))
+        if len(batch) == 1 and most * size * count * query_HND.shape[0] > PIECE_NUMEL:
+            self._attend_long(batch[0], store, group, rule, tables, query_HND, output)
+            return
+        pages = [
+            tables.pages_of(span, group, first, last, store.home)
+            for span, first, last in zip(batch, firsts, lasts, strict=True)
+        ]
+        keys, values = store.read(nn.utils.rnn.pad_sequence(pages, batch_first=True), device)  # page 0 is masked
+        starts = torch.tensor([span.start for span in batch], device=device)
+        begins = torch.tensor([first * size for first in firsts], device=device)
+        mask = causal_mask(starts, count, begins, keys.shape[1], rule.window)
+        if len(batch) == 1:
+            query = query_HND[:, batch[0].row : batch[0].row + count][None]
+        else:
+            query = torch.stack([query_HND[:, span.row : span.row + count] for span in batch])
+        found = attend_at_once(query, keys.transpose(1, 2), values.transpose(1, 2), mask, rule).transpose(1, 2)
+        for span, rows in zip(batch, found, strict=True):
+            output[span.row : span.row + count] = rows
+
+    def _attend_long(
+        self,
+        span: Span,
+        store: KvStore,
+        group: int,
+        rule: AttentionRule,
+        tables: PassTables,
+        query_HND: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        size, device = store.page_tokens, query_HND.device
+        here = slice(span.row, span.row + span.count)
+        first, last = _first_page(span, rule.window, size), -(-span.length // size)
+        step = max(1, PIECE_NUMEL // (query_HND.shape[0] * span.count * size))
+        start = torch.tensor([span.start], device=device)
+
+        def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+            for at in range(first, last, step):
+                end = min(at + step, last)
+                keys, values = store.read(tables.pages_of(span, group, at, end, store.home), device)
+                begin = torch.tensor([at * size], device=device)
+                yield keys, values, causal_mask(start, span.count, begin, len(keys), rule.window)[0, 0]
+
+        output[here] = attend_in_pieces(query_HND[:, here], pieces(), rule).transpose(0, 1)
+
+
+def _first_page(span: Span, window: int | None, page_tokens: int) -> int:
+    return 0 if window is None else max(0, span.start - window + 1) // page_tokens
+
+
+_IGNORED = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_router_logits", "cache_position", "is_causal"}
+)
+"""What layers hand down beside what attention is asked; flags and positions that change nothing here."""
+
+
+def _rule_of(module: nn.Module, query: torch.Tensor, scaling: float | None, more: dict[str, Any]) -> AttentionRule:
+    known = {"sliding_window", "softcap", "s_aux"}
+    unknown = [name for name, value in more.items() if name not in known | _IGNORED and value is not None]
+    if unknown:
+        raise UnknownAttention(f"its attention is called with {', '.join(sorted(unknown))}")
+    if more.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise UnknownAttention("its attention looks ahead")
+    window = more.get("sliding_window")
+    return AttentionRule(
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        window if isinstance(window, int) and window > 0 else None,
+        more.get("softcap"),
+        more.get("s_aux"),
+    )

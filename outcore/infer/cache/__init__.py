@@ -1,0 +1,21 @@
+"""Keys and values of running sequences: pages, their users, shared beginnings."""
+
+from outcore.infer.cache.kv_cache import CacheSettings, GroupPlan, KvCache, PassTables, SequencePages, Span
+from outcore.infer.cache.pages import OutOfPages, PageLedger
+from outcore.infer.cache.prefix import PrefixIndex
+from outcore.infer.cache.store import KvFormat, KvShape, KvStore
+
+__all__ = [
+    "CacheSettings",
+    "GroupPlan",
+    "KvCache",
+    "KvFormat",
+    "KvShape",
+    "KvStore",
+    "OutOfPages",
+    "PageLedger",
+    "PassTables",
+    "PrefixIndex",
+    "SequencePages",
+    "Span",
+]

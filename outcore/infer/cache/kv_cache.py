@@ -1,0 +1,240 @@
+"""Keys and values of all running sequences, in pages; a sequence has one table of pages for each group of layers.
+
+Layers with the same window are one group: a page number means the same tokens in all of them. Groups with a window give
+pages back as soon as no later token can see them. Prompts share full pages with earlier ones (`prefix`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from outcore.infer.cache.pages import OutOfPages, PageLedger
+from outcore.infer.cache.prefix import ROOT, PrefixIndex, PrefixPage
+from outcore.infer.cache.store import KvFormat, KvShape, KvStore
+
+GONE = -1
+"""In a table: a page that the window has passed."""
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Room for one group of layers."""
+
+    window: int | None
+    """Tokens that a token sees, itself included; None: all before it."""
+    num_pages: int
+
+
+@dataclass
+class SequencePages:
+    """Pages of one sequence."""
+
+    tables: list[list[int]]
+    """For each group, pages in order."""
+    num_cached: int = 0
+    """Tokens taken from the prefix index when it was opened."""
+    parent: bytes = ROOT
+    """Key of the last page that was offered to the index."""
+    num_offered: int = 0
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Sizes and formats of a cache."""
+
+    groups: tuple[GroupPlan, ...]
+    page_tokens: int
+    dtype: torch.dtype
+    kv_format: KvFormat = "same"
+    shares_prefixes: bool = True
+
+
+@dataclass
+class PrefixCounts:
+    """How often prompts found their beginning."""
+
+    asked_tokens: int = 0
+    found_tokens: int = 0
+    evicted_pages: int = 0
+
+
+class KvCache:
+    """See the module docstring. Stores of single attentions are made when they are first written to."""
+
+    def __init__(self, settings: CacheSettings) -> None:
+        self.settings = settings
+        self.ledgers = [PageLedger(group.num_pages) for group in settings.groups]
+        self.windows = [group.window for group in settings.groups]
+        self.index = PrefixIndex(settings.page_tokens) if settings.shares_prefixes else None
+        self.counts = PrefixCounts()
+        self.stores: dict[object, KvStore] = {}
+        """By attention."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(store.size_bytes for store in self.stores.values())
+
+    @property
+    def used_pages(self) -> list[int]:
+        """Pages in use, for each group; those that only the prefix index holds included."""
+        return [ledger.num_pages - ledger.num_free for ledger in self.ledgers]
+
+    def group_of(self, window: int | None) -> int:
+        """Number of the group with this window."""
+        return self.windows.index(window)
+
+    def store(self, site: object, shape: KvShape, group: int, home: torch.device) -> KvStore:
+        """Pages of one attention."""
+        if site not in self.stores:
+            settings = self.settings
+            self.stores[site] = KvStore(
+                shape,
+                settings.groups[group].num_pages,
+                settings.page_tokens,
+                settings.dtype,
+                home,
+                settings.kv_format,
+            )
+        return self.stores[site]
+
+    def most_tokens(self) -> int:
+        """Tokens that one sequence could have if it were alone."""
+        return min(
+            ledger.num_pages * self.settings.page_tokens
+            for ledger, window in zip(self.ledgers, self.windows, strict=True)
+            if window is None or len(self.ledgers) == 1
+        )
+
+    def open(self, tokens: Sequence[int]) -> SequencePages:
+        """Pages for a new sequence: those that hold its beginning already."""
+        sequence = SequencePages([[] for _ in self.ledgers])
+        if self.index is None:
+            return sequence
+        found = self.index.find(tokens)
+        self.counts.asked_tokens += len(tokens)
+        self.counts.found_tokens += len(found) * self.settings.page_tokens
+        for page in found:
+            for group, ledger in enumerate(self.ledgers):
+                ledger.share([page.pages[group]])
+                sequence.tables[group].append(page.pages[group])
+            sequence.parent = page.key
+        sequence.num_offered = len(found)
+        sequence.num_cached = len(found) * self.settings.page_tokens
+        return sequence
+
+    def extend(self, sequence: SequencePages, length: int) -> None:
+        """Have pages for `length` tokens. OutOfPages, and nothing changed, when there are not enough."""
+        wanted = -(-length // self.settings.page_tokens)
+        missing = [max(0, wanted - len(table)) for table in sequence.tables]
+        for group, count in enumerate(missing):
+            if count > self.ledgers[group].num_free:
+                self._evict(group, count)
+        for group, count in enumerate(missing):
+            sequence.tables[group] += self.ledgers[group].take(count)
+
+    def settle(self, sequence: SequencePages, tokens: Sequence[int], computed: int) -> None:
+        """The first `computed` of `tokens` are stored: full pages may be shared, passed ones go."""
+        size = self.settings.page_tokens
+        while self.index is not None and (sequence.num_offered + 1) * size <= computed:
+            number = sequence.num_offered
+            pages = tuple(table[number] for table in sequence.tables)
+            own = tokens[number * size : (number + 1) * size]
+            sequence.num_offered += 1
+            if GONE in pages:
+                continue  # the window went faster than the pages filled: its chain ends here
+            sequence.parent, is_new = self.index.add(sequence.parent, own, pages)
+            if is_new:
+                for ledger, page in zip(self.ledgers, pages, strict=True):
+                    ledger.share([page])
+        for group, window in enumerate(self.windows):
+            if window is not None:
+                self._give_passed(sequence, group, (computed - window + 1) // size)
+
+    def close(self, sequence: SequencePages) -> None:
+        """Give back all pages of a sequence."""
+        for group, table in enumerate(sequence.tables):
+            self.ledgers[group].give_back(page for page in table if page != GONE)
+        sequence.tables = [[] for _ in self.ledgers]
+
+    def clear_prefixes(self) -> None:
+        """Forget all shared beginnings."""
+        while self.index is not None and (page := self.index.oldest(lambda page: True)) is not None:
+            self._forget(page)
+
+    def _give_passed(self, sequence: SequencePages, group: int, num_passed: int) -> None:
+        table = sequence.tables[group]
+        for number in range(min(num_passed, len(table)) - 1, -1, -1):
+            if table[number] == GONE:
+                return
+            self.ledgers[group].give_back([table[number]])
+            table[number] = GONE
+
+    def _evict(self, group: int, count: int) -> None:
+        ledger = self.ledgers[group]
+        while ledger.num_free < count and self.index is not None:
+            page = self.index.oldest(self._is_idle)
+            if page is None:
+                break
+            self._forget(page)
+            self.counts.evicted_pages += 1
+        if ledger.num_free < count:
+            raise OutOfPages(f"{count} pages wanted, {ledger.num_free} of {ledger.num_pages} free")
+
+    def _is_idle(self, page: PrefixPage) -> bool:
+        """Whether only the index holds it."""
+        return all(ledger.users(page.pages[group]) == 1 for group, ledger in enumerate(self.ledgers))
+
+    def _forget(self, page: PrefixPage) -> None:
+        assert self.index is not None
+        self.index.remove(page)
+        for group, ledger in enumerate(self.ledgers):
+            ledger.give_back([page.pages[group]])
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens of one sequence that go through a pass together."""
+
+    pages: SequencePages
+    start: int
+    """Tokens of the sequence that are stored already."""
+    count: int
+    row: int
+    """Where they begin in the pass's row."""
+
+    @property
+    def length(self) -> int:
+        """Tokens stored once they are through."""
+        return self.start + self.count
+
+
+@dataclass
+class PassTables:
+    """Where a pass reads and writes, made once for all layers of a group."""
+
+    spans: list[Span]
+    page_tokens: int
+    slots: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
+    tables: dict[tuple[int, int, int, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    def slots_of(self, group: int, home: torch.device) -> torch.Tensor:
+        """For every row of the pass, the slot that its key and value go to."""
+        key = (group, home)
+        if key not in self.slots:
+            size, slots = self.page_tokens, []
+            for span in self.spans:
+                table = span.pages.tables[group]
+                slots += [table[p // size] * size + p % size for p in range(span.start, span.length)]
+            self.slots[key] = torch.tensor(slots, dtype=torch.long, device=home)
+        return self.slots[key]
+
+    def pages_of(self, span: Span, group: int, first: int, last: int, home: torch.device) -> torch.Tensor:
+        """Pages `first` to `last` - 1 of a span's sequence."""
+        key = (span.row, group, first, home)
+        if key not in self.tables or len(self.tables[key]) != last - first:
+            pages = [max(page, 0) for page in span.pages.tables[group][first:last]]  # passed ones are masked
+            self.tables[key] = torch.tensor(pages, dtype=torch.long, device=home)
+        return self.tables[key]

@@ -1,0 +1,86 @@
+"""Full pages by the tokens that led to them, so that prompts with the same beginning are computed once.
+
+A page is found by a chain of hashes over all tokens up to its end, and its own tokens are compared before it is used: a
+collision costs a miss, never a wrong answer. The index is one more user of each page; pages that nobody else uses go,
+least recently used first, when room is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+ROOT = b""
+
+
+@dataclass(frozen=True)
+class PrefixPage:
+    """One full page in every group of layers."""
+
+    key: bytes
+    parent: bytes
+    tokens: tuple[int, ...]
+    pages: tuple[int, ...]
+    """Its page in each group."""
+
+
+class PrefixIndex:
+    """See the module docstring; use counts are the caller's (`KvCache`)."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self._pages: OrderedDict[bytes, PrefixPage] = OrderedDict()
+        """Least recently used first."""
+        self._followers: dict[bytes, int] = {}
+        """How many pages stand behind each."""
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def find(self, tokens: Sequence[int]) -> list[PrefixPage]:
+        """The longest chain of pages that hold the beginning of `tokens`, and never all of them: the last token must
+        be computed to know what follows."""
+        found: list[PrefixPage] = []
+        parent, size = ROOT, self.page_tokens
+        for start in range(0, len(tokens) - size, size):
+            own = tuple(tokens[start : start + size])
+            page = self._pages.get(key_of(parent, own))
+            if page is None or page.tokens != own or page.parent != parent:
+                break
+            found.append(page)
+            parent = page.key
+        for page in found:
+            self._pages.move_to_end(page.key)
+        return found
+
+    def add(self, parent: bytes, tokens: Sequence[int], pages: tuple[int, ...]) -> tuple[bytes, bool]:
+        """(key of this page, whether it is new here)."""
+        own = tuple(tokens)
+        key = key_of(parent, own)
+        known = self._pages.get(key)
+        if known is not None and (known.tokens != own or known.parent != parent):
+            return key, False  # a collision: the first one stays
+        if known is None:
+            self._pages[key] = PrefixPage(key, parent, own, pages)
+            self._followers[parent] = self._followers.get(parent, 0) + 1
+        return key, known is None
+
+    def oldest(self, is_idle: Callable[[PrefixPage], bool]) -> PrefixPage | None:
+        """The least recently used page with nothing behind it and that is idle: a chain goes from its end."""
+        idle = (page for page in self._pages.values() if not self._followers.get(page.key) and is_idle(page))
+        return next(idle, None)
+
+    def remove(self, page: PrefixPage) -> None:
+        """Forget a page."""
+        del self._pages[page.key]
+        self._followers[page.parent] -= 1
+        if not self._followers[page.parent]:
+            del self._followers[page.parent]
+
+
+def key_of(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Name of the page with these tokens behind the page `parent`."""
+    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()

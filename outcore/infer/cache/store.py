@@ -1,0 +1,92 @@
+"""Keys and values of one attention in pages: where they are written, how they are read back.
+
+In 16 or 32 bits as the model computes them, or in 8 bits with one scale per token and head (a quarter or half of the
+bytes; results differ a little). A store may live in RAM while the model computes on a GPU: what is asked for goes there
+page by page. Legend: N tokens, P pages, T tokens a page, H heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+KvFormat = Literal["same", "int8"]
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """Widths of one attention's keys and values."""
+
+    heads: int
+    key_width: int
+    value_width: int
+
+    def token_bytes(self, dtype: torch.dtype, kv_format: KvFormat) -> int:
+        """Bytes that one token takes."""
+        numel = self.heads * (self.key_width + self.value_width)
+        return numel * dtype.itemsize if kv_format == "same" else numel + 2 * self.heads * 4
+
+
+class KvStore:
+    """Pages of one attention. `home`: device that they live on; `dtype`: what is given out."""
+
+    def __init__(
+        self,
+        shape: KvShape,
+        num_pages: int,
+        page_tokens: int,
+        dtype: torch.dtype,
+        home: torch.device,
+        kv_format: KvFormat = "same",
+    ) -> None:
+        self.shape, self.page_tokens, self.dtype, self.home = shape, page_tokens, dtype, home
+        stored = dtype if kv_format == "same" else torch.int8
+        pinned = home.type == "cpu" and torch.cuda.is_available()
+
+        def empty(width: int, kind: torch.dtype) -> torch.Tensor:
+            return torch.zeros((num_pages, page_tokens, shape.heads, width), dtype=kind, device=home, pin_memory=pinned)
+
+        self._keys, self._values = empty(shape.key_width, stored), empty(shape.value_width, stored)
+        self._scales = None if kv_format == "same" else (empty(1, torch.float32), empty(1, torch.float32))
+
+    @property
+    def size_bytes(self) -> int:
+        scales = () if self._scales is None else self._scales
+        return sum(tensor.nbytes for tensor in (self._keys, self._values, *scales))
+
+    def write(self, keys_NHD: torch.Tensor, values_NHD: torch.Tensor, slots_N: torch.Tensor) -> None:
+        """Put tokens into slots (page x page_tokens + place within it); `slots_N` on the store's home."""
+        parts = (self._keys, self._values)
+        for which, given in enumerate((keys_NHD, values_NHD)):
+            if self._scales is not None:
+                given, scale = _quantized(given)
+                _flat(self._scales[which]).index_copy_(0, slots_N, scale.to(self.home))
+            _flat(parts[which]).index_copy_(0, slots_N, given.to(self.home))
+
+    def read(self, pages: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [..., P * T, H, D] of pages [..., P] (on the store's home), on `device`."""
+        found = []
+        for which, part in enumerate((self._keys, self._values)):
+            rows = part[pages].to(device, non_blocking=True)
+            if self._scales is not None:
+                scale = self._scales[which][pages].to(device, non_blocking=True)
+                rows = (rows.float() * scale).to(self.dtype)
+            found.append(rows.flatten(pages.ndim - 1, pages.ndim))
+        return found[0], found[1]
+
+    def page_contents(self, page: int) -> list[torch.Tensor]:
+        """All tensors of one page, as they are stored: views, in RAM or on the device."""
+        scales = () if self._scales is None else self._scales
+        return [tensor[page] for tensor in (self._keys, self._values, *scales)]
+
+
+def _flat(pages: torch.Tensor) -> torch.Tensor:
+    return pages.view(-1, *pages.shape[2:])
+
+
+def _quantized(rows_NHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int8 values, fp32 scale of each token and head)."""
+    scale = rows_NHD.float().abs().amax(-1, keepdim=True).clamp_min(1e-8) / 127
+    return (rows_NHD.float() / scale).round().clamp_(-127, 127).to(torch.int8), scale

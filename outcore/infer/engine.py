@@ -1,0 +1,324 @@
+"""The engine: requests in, pieces of answers out, one pass after another over all layers.
+
+A pass takes every running answer one token further (more where guesses were right) and reads chunks of prompts beside.
+What may be called from other threads (`submit`, `cancel`, `call_soon`) only leaves a note; `step` alone touches the
+model, so one thread owns it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from outcore.infer.passes import PassRunner
+from outcore.infer.requests import (
+    Answer,
+    Chosen,
+    FinishReason,
+    OnPiece,
+    Piece,
+    Request,
+    TextStream,
+    choose,
+    derived_seed,
+    seed_of,
+)
+from outcore.infer.schedule import Clock, Drafter, Scheduler, Work, rows_of
+from outcore.infer.schedule import Sequence as Running
+
+
+@dataclass(frozen=True)
+class Speech:
+    """What of the model's tokenizer the engine needs."""
+
+    tokenizer: Any
+    end_tokens: frozenset[int]
+    vocab_size: int
+    max_context: int | None
+    """Positions that the model knows; None: unbounded."""
+
+
+@dataclass
+class EngineCounts:
+    """Sums since the start."""
+
+    passes: int = 0
+    pass_s: float = 0.0
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    cached_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    last_pass_s: float = 0.0
+    last_pass_rows: int = 0
+
+
+@dataclass(eq=False)
+class _Talk:
+    """One request: its answers under way, who listens."""
+
+    request: Request
+    on_piece: OnPiece | None
+    on_answer: Callable[[Answer], None] | None
+    left: int
+
+
+class InferenceEngine:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        runner: PassRunner,
+        scheduler: Scheduler,
+        speech: Speech,
+        *,
+        speculates: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner, self.scheduler, self.speech = runner, scheduler, speech
+        self.speculates = speculates and runner.can_step_back
+        self.counts = EngineCounts()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._notes: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition(self._lock)
+        self._talks: dict[str, _Talk] = {}
+        self._running: dict[str, list[Running]] = {}
+
+    # --- from any thread
+
+    def check(self, request: Request) -> None:
+        """ValueError when the request could never be answered."""
+        request.sampling.check_vocabulary(self.speech.vocab_size)
+        if any(not 0 <= token < self.speech.vocab_size for token in request.prompt):
+            raise ValueError(f"the prompt has tokens outside the model's vocabulary of {self.speech.vocab_size}.")
+        limit = min(n for n in (self.speech.max_context, self.scheduler.cache.most_tokens()) if n is not None)
+        wanted = len(request.prompt) + request.sampling.max_tokens
+        if wanted > limit:
+            raise ValueError(
+                f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.sampling.max_tokens}: together "
+                f"more than the {limit} that fit. Shorten the prompt or lower max_tokens."
+            )
+
+    def submit(
+        self,
+        request: Request,
+        on_piece: OnPiece | None = None,
+        on_answer: Callable[[Answer], None] | None = None,
+    ) -> None:
+        """Queue a request; the callbacks run on the engine's thread. ValueError when it could never be answered."""
+        self.check(request)
+        arrived_s = self._clock()
+        self.call_soon(lambda: self._admit(_Talk(request, on_piece, on_answer, request.n), arrived_s))
+
+    def cancel(self, name: str) -> None:
+        """End a request's answers before the next pass; unknown names do no harm (it may just have ended)."""
+        self.call_soon(lambda: self._end_all(name, "cancelled"))
+
+    def call_soon(self, note: Callable[[], None]) -> None:
+        """Have `note` called on the engine's thread between two passes."""
+        with self._wake:
+            self._notes.append(note)
+            self._wake.notify_all()
+
+    def wait_for_work(self, timeout_s: float) -> None:
+        """Block until there is something to do, or for so long."""
+        with self._wake:
+            if not self._notes and self.scheduler.is_idle:
+                self._wake.wait(timeout_s)
+
+    # --- on the engine's thread
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Do what was noted and run one pass; False when nothing was to do.
+
+        What goes wrong in a pass ends the answers in it with "error" and is raised.
+        """
+        had_notes = self._take_notes()
+        now_s = self._clock()
+        self._end_late(now_s)
+        works = self.scheduler.next_pass(now_s)
+        if not works:
+            return had_notes
+        try:
+            found = self.runner.run(works)
+            self._accept(works, found)
+        except Exception as error:
+            for name in {work.sequence.request.name for work in works}:
+                self._end_all(name, "error", f"{type(error).__name__}: {error}")
+            raise
+        seconds = self._clock() - now_s
+        self.scheduler.cost.add(rows_of(works), seconds)
+        counts = self.counts
+        counts.passes, counts.pass_s = counts.passes + 1, counts.pass_s + seconds
+        counts.last_pass_s, counts.last_pass_rows = seconds, rows_of(works)
+        return True
+
+    def generate(self, requests: Iterable[Request], on_piece: OnPiece | None = None) -> Iterator[Answer]:
+        """Answers as they end, until all have. ValueError for a request that could never be answered."""
+        done: deque[Answer] = deque()
+        names = set()
+        for request in requests:
+            names.add(request.name)
+            self.submit(request, on_piece, done.append)
+        left = True
+        while left:
+            left = self.step()
+            while done:
+                yield done.popleft()
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log-probability of each token after the first, for each text. ValueError for texts that cannot be scored."""
+        for number, tokens in enumerate(texts):
+            if len(tokens) < 1:
+                raise ValueError(f"text {number} has no tokens.")
+            if self.speech.max_context is not None and len(tokens) > self.speech.max_context:
+                raise ValueError(
+                    f"text {number} has {len(tokens)} tokens, but the model knows {self.speech.max_context} positions. "
+                    "Cut it."
+                )
+        with torch.inference_mode():
+            return [[score.logprob for score in scores] for scores in self.runner.score(texts)]
+
+    @property
+    def num_running(self) -> int:
+        """Answers that hold pages."""
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Answers that wait for room."""
+        return len(self.scheduler.waiting)
+
+    def close(self) -> None:
+        """End everything under way and let the model go."""
+        self._take_notes()
+        for name in list(self._talks):
+            self._end_all(name, "cancelled")
+        self.runner.close()
+
+    # --- parts
+
+    def _take_notes(self) -> bool:
+        with self._lock:
+            notes, self._notes = list(self._notes), deque()
+        for note in notes:
+            note()
+        return bool(notes)
+
+    def _admit(self, talk: _Talk, arrived_s: float) -> None:
+        request, sampling = talk.request, talk.request.sampling
+        ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.speech.end_tokens)
+        seed = sampling.seed if sampling.seed is not None else seed_of(request.name)
+        self._talks[request.name] = talk
+        self._running[request.name] = []
+        for choice in range(request.n):
+            sequence = Running(
+                request,
+                choice,
+                derived_seed(seed, choice),
+                TextStream(self.speech.tokenizer, sampling.stop),
+                Drafter() if self.speculates else None,
+                Clock(arrived_s),
+                frozenset(ends),
+            )
+            self._running[request.name].append(sequence)
+            self.scheduler.add(sequence)
+
+    def _end_late(self, now_s: float) -> None:
+        for name, talk in list(self._talks.items()):
+            limit = talk.request.deadline_s
+            if limit is not None and any(now_s - s.clock.arrived_s > limit for s in self._running[name]):
+                self._end_all(name, "error", f"not finished within {limit:g} s")
+
+    def _accept(self, works: list[Work], found: list[tuple[Work, torch.Tensor]]) -> None:
+        """Choose tokens from the logits; a guess counts when it is what would have been chosen."""
+        now_s = self._clock()
+        said: dict[Running, tuple[str, list[Chosen]]] = {}
+        right = dict.fromkeys((id(work) for work in works), 0)
+        alive, place = found, 0
+        while alive:
+            chosen = choose(torch.stack([logits[place] for _, logits in alive]), [w.sequence.row() for w, _ in alive])
+            still: list[tuple[Work, torch.Tensor]] = []
+            for (work, logits), token in zip(alive, chosen, strict=True):
+                sequence = work.sequence
+                text, tokens = said.setdefault(sequence, ("", []))
+                said[sequence] = (text + sequence.take(token, now_s), [*tokens, token])
+                guesses = work.tokens[work.count - work.num_drafts :]
+                if place < len(guesses) and guesses[place] == token.token:
+                    right[id(work)] += 1
+                    if sequence.finish is None:
+                        still.append((work, logits))
+            alive, place = still, place + 1
+        for work in works:
+            self._settle(work, right[id(work)])
+        for sequence, (text, tokens) in said.items():
+            self._tell(sequence, text, tokens)
+
+    def _settle(self, work: Work, right: int) -> None:
+        sequence, counts = work.sequence, self.counts
+        sequence.drafted, sequence.accepted = sequence.drafted + work.num_drafts, sequence.accepted + right
+        counts.drafted, counts.accepted = counts.drafted + work.num_drafts, counts.accepted + right
+        if work.num_drafts and sequence.drafter is not None:
+            sequence.drafter.learn_from(work.num_drafts, right, len(sequence.tokens))
+        stored = work.start + work.count - work.num_drafts + right
+        counts.prompt_tokens += max(0, min(stored, sequence.num_prompt) - work.start)
+        self.scheduler.done(work, min(stored, len(sequence.tokens)))
+
+    def _tell(self, sequence: Running, text: str, tokens: list[Chosen]) -> None:
+        talk = self._talks[sequence.request.name]
+        self.counts.answer_tokens += len(tokens)
+        if sequence.finish is not None:
+            self.scheduler.remove(sequence)
+        if talk.on_piece is not None:
+            talk.on_piece(
+                Piece(
+                    sequence.request.name,
+                    sequence.choice,
+                    text,
+                    tuple(tokens),
+                    sequence.finish,
+                    sequence.stop,
+                    sequence.error,
+                )
+            )
+        sequence.said += text
+        if sequence.finish is not None:
+            self._ended(talk, sequence)
+
+    def _ended(self, talk: _Talk, sequence: Running) -> None:
+        assert sequence.finish is not None
+        sequence.clock.ended_s = self._clock()
+        self.counts.finished[sequence.finish] = self.counts.finished.get(sequence.finish, 0) + 1
+        self.counts.cached_tokens += sequence.cached_tokens
+        talk.left -= 1
+        if not talk.left:
+            del self._talks[talk.request.name], self._running[talk.request.name]
+        if talk.on_answer is not None:
+            talk.on_answer(
+                Answer(
+                    talk.request.name,
+                    sequence.choice,
+                    sequence.said,
+                    tuple(sequence.chosen),
+                    sequence.finish,
+                    sequence.stop,
+                    sequence.error,
+                    sequence.timings(),
+                )
+            )
+
+    def _end_all(self, name: str, why: FinishReason, error: str = "") -> None:
+        for sequence in self._running.get(name, []):
+            if sequence.finish is None:
+                self.scheduler.remove(sequence)
+                sequence.finish, sequence.error = why, error
+                self._tell(sequence, sequence.text.finish(), [])

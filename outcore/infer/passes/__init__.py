@@ -1,0 +1,16 @@
+"""Passes over all layers: work laid out in rows, run by flow."""
+
+from outcore.infer.passes.rows import RowCall, TextCall, lay_out, lay_out_texts
+from outcore.infer.passes.runner import Found, PagedRunner, PassRunner, RunnerLimits, TokenScore
+
+__all__ = [
+    "Found",
+    "PagedRunner",
+    "PassRunner",
+    "RowCall",
+    "RunnerLimits",
+    "TextCall",
+    "TokenScore",
+    "lay_out",
+    "lay_out_texts",
+]

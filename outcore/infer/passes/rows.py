@@ -1,0 +1,125 @@
+"""Work of a pass laid out in rows: which tokens of which sequences make one call of every layer.
+
+Single tokens and chunks of prompts lie side by side. Where results must not depend on what else runs, every call has
+one of two sizes, filled up with tokens that nobody reads: a matrix product of one shape gives each row the same bits
+whatever the other rows hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from outcore.infer.cache import PassTables, SequencePages, Span
+from outcore.infer.schedule import Work
+
+SMALL_ROWS = 32
+"""Rows of a call of single tokens, where calls have fixed sizes."""
+
+
+@dataclass
+class RowCall:
+    """One row of tokens, and where each piece of work lies in it."""
+
+    works: list[tuple[Work, int]] = field(default_factory=list)
+    """With the place of its first token."""
+    num_rows: int = 0
+    padded_rows: int = 0
+
+    @property
+    def wanted(self) -> list[int]:
+        """Places whose logits choose tokens: the last one of each work that is complete, and those of its guesses."""
+        return [
+            at + work.count - 1 - work.num_drafts + place
+            for work, at in self.works
+            if work.is_last
+            for place in range(work.num_drafts + 1)
+        ]
+
+    def batch(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """input_ids and position_ids [1, N]."""
+        ids = [token for work, _ in self.works for token in work.tokens]
+        positions = [work.start + i for work, _ in self.works for i in range(work.count)]
+        filling = self.padded_rows - self.num_rows
+        rows = torch.tensor([ids + [0] * filling, positions + [0] * filling], dtype=torch.long)
+        rows = rows.to(device, non_blocking=True)
+        return {"input_ids": rows[:1], "position_ids": rows[1:]}
+
+    def tables(self, page_tokens: int) -> PassTables:
+        """Where its tokens are stored."""
+        spans = []
+        for work, at in self.works:
+            pages = work.sequence.pages
+            assert pages is not None
+            spans.append(Span(pages, work.start, work.count, at))
+        return PassTables(spans, page_tokens)
+
+
+def lay_out(works: Iterable[Work], call_tokens: int, *, fixed_sizes: bool) -> list[RowCall]:
+    """Fill calls with works in their order; a work is never cut."""
+    if not fixed_sizes:
+        return _filled(works, call_tokens)
+    everything = list(works)
+    small = min(SMALL_ROWS, call_tokens)
+    calls = _filled([w for w in everything if w.count > small], call_tokens)
+    for call in calls:
+        call.padded_rows = call_tokens
+    of_single = _filled([w for w in everything if w.count <= small], small)
+    for call in of_single:
+        call.padded_rows = small
+    return calls + of_single
+
+
+def _filled(works: Iterable[Work], call_tokens: int) -> list[RowCall]:
+    calls: list[RowCall] = []
+    for work in works:
+        if not calls or calls[-1].num_rows + work.count > call_tokens:
+            calls.append(RowCall())
+        call = calls[-1]
+        call.works.append((work, call.num_rows))
+        call.num_rows += work.count
+        call.padded_rows = call.num_rows
+    return calls
+
+
+@dataclass(frozen=True)
+class TextCall:
+    """Whole texts in one row, to be scored: each token's likelihood after those before it."""
+
+    texts: tuple[tuple[int, Sequence[int]], ...]
+    """(number of the text, its tokens)."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(tokens) for _, tokens in self.texts)
+
+    def batch(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """input_ids, position_ids and labels [1, N]; a text's first token has no label."""
+        ids = [token for _, tokens in self.texts for token in tokens]
+        positions = [i for _, tokens in self.texts for i in range(len(tokens))]
+        labels = [-100 if i == 0 else token for _, tokens in self.texts for i, token in enumerate(tokens)]
+        rows = torch.tensor([ids, positions, labels], dtype=torch.long).to(device, non_blocking=True)
+        return {"input_ids": rows[:1], "position_ids": rows[1:2], "labels": rows[2:]}
+
+    def tables(self) -> PassTables:
+        """Spans of texts that begin here; nothing is stored."""
+        spans, row = [], 0
+        for _, tokens in self.texts:
+            spans.append(Span(SequencePages([]), 0, len(tokens), row))
+            row += len(tokens)
+        return PassTables(spans, 1)
+
+
+def lay_out_texts(texts: Sequence[Sequence[int]], call_tokens: int) -> list[TextCall]:
+    """Texts in calls of at most `call_tokens` tokens (a longer text has a call of its own), longest first."""
+    calls: list[list[tuple[int, Sequence[int]]]] = []
+    rows = 0
+    for number in sorted(range(len(texts)), key=lambda n: -len(texts[n])):
+        if not calls or rows + len(texts[number]) > call_tokens:
+            calls.append([])
+            rows = 0
+        calls[-1].append((number, texts[number]))
+        rows += len(texts[number])
+    return [TextCall(tuple(call)) for call in calls]

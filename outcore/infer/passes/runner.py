@@ -1,0 +1,141 @@
+"""A pass over all layers by flow: weights come once for everything that is laid out in its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from outcore.flow import Call, Flow, Part
+from outcore.infer.attention import PagedAttention
+from outcore.infer.passes.rows import lay_out, lay_out_texts
+from outcore.infer.schedule import Work
+
+Found = list[tuple[Work, torch.Tensor]]
+"""For each complete work its logits [1 + guesses, V]."""
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """How likely one token was after those before it."""
+
+    logprob: float
+    is_likeliest: bool
+
+
+class PassRunner(Protocol):
+    """Runs what the scheduler laid out."""
+
+    can_step_back: bool
+    """Whether tokens that were computed may turn out to be wrong guesses."""
+
+    def run(self, works: Sequence[Work]) -> Found:
+        """Compute these tokens; logits of those that complete a sequence."""
+        ...
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[list[TokenScore]]:
+        """For each text, every token but the first."""
+        ...
+
+    def close(self) -> None:
+        """Let the model go."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunnerLimits:
+    """How tokens are laid out."""
+
+    call_tokens: int = 1024
+    """Tokens of one call of a layer."""
+    score_tokens: int = 65536
+    """Tokens of all texts that are scored in one pass."""
+    is_deterministic: bool = False
+
+
+class PagedRunner:
+    """All sequences in shared rows, for models whose tokens meet in attention only."""
+
+    can_step_back = True
+
+    def __init__(
+        self,
+        flow: Flow,
+        attention: PagedAttention,
+        limits: RunnerLimits,
+        device: torch.device,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.flow, self.attention, self.limits, self.device = flow, attention, limits, device
+        self._on_close = on_close
+        assert attention.cache is not None
+        self._page_tokens = attention.cache.settings.page_tokens
+
+    def run(self, works: Sequence[Work]) -> Found:
+        rows = lay_out(works, self.limits.call_tokens, fixed_sizes=self.limits.is_deterministic)
+        self.attention.begin([row.tables(self._page_tokens) for row in rows])
+        calls = []
+        for row in rows:
+            wanted = row.wanted
+            positions = torch.tensor(wanted, dtype=torch.long, device=self.device)
+            calls.append(Call(row.batch(self.device), "logits" if wanted else "nothing", positions))
+        found: Found = []
+        for output in self.flow.run(calls, on_part=self._moved):
+            if output.logits is None:
+                continue
+            at = 0
+            for work, _ in rows[output.number].works:
+                if work.is_last:
+                    found.append((work, output.logits[at : at + work.num_drafts + 1]))
+                    at += work.num_drafts + 1
+        return found
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[list[TokenScore]]:
+        scores: list[list[TokenScore]] = [[] for _ in texts]
+        calls = lay_out_texts(texts, self.limits.call_tokens)
+        cache, self.attention.cache = self.attention.cache, None
+        try:
+            for group in _grouped(calls, self.limits.score_tokens):
+                self.attention.begin([call.tables() for call in group])
+                batches = [Call(call.batch(self.device), "logprobs") for call in group]
+                for output in self.flow.run(batches, on_part=self._moved):
+                    assert output.logprobs is not None and output.is_likeliest is not None
+                    _share_out(group[output.number].texts, output.logprobs, output.is_likeliest, scores)
+        finally:
+            self.attention.cache = cache
+        return scores
+
+    def close(self) -> None:
+        self.attention.close()
+        self._on_close()
+
+    def _moved(self, part: Part, call: int, hidden: torch.Tensor) -> None:
+        self.attention.moved(part.index - 1, call)
+
+
+def _grouped(calls: Sequence[Any], most_rows: int) -> list[list[Any]]:
+    groups: list[list[Any]] = []
+    rows = 0
+    for call in calls:
+        if not groups or rows + call.num_rows > most_rows:
+            groups.append([])
+            rows = 0
+        groups[-1].append(call)
+        rows += call.num_rows
+    return groups
+
+
+def _share_out(
+    texts: Sequence[tuple[int, Sequence[int]]],
+    logprobs: torch.Tensor,
+    likeliest: torch.Tensor,
+    scores: list[list[TokenScore]],
+) -> None:
+    values, flags = logprobs.flatten().tolist(), likeliest.flatten().tolist()
+    at = 0
+    for number, tokens in texts:
+        own = slice(at + 1, at + len(tokens))
+        scores[number] = [TokenScore(*pair) for pair in zip(values[own], flags[own], strict=True)]
+        at += len(tokens)

@@ -1,0 +1,23 @@
+"""What is asked of the engine and what it answers: requests, sampling, tokens, text."""
+
+from outcore.infer.requests.draws import derived_seed, seed_of
+from outcore.infer.requests.request import Answer, FinishReason, OnPiece, Piece, Request, Timings
+from outcore.infer.requests.sampler import Chosen, Row, choose
+from outcore.infer.requests.sampling import Sampling
+from outcore.infer.requests.text import TextStream
+
+__all__ = [
+    "Answer",
+    "Chosen",
+    "FinishReason",
+    "OnPiece",
+    "Piece",
+    "Request",
+    "Row",
+    "Sampling",
+    "TextStream",
+    "Timings",
+    "choose",
+    "derived_seed",
+    "seed_of",
+]

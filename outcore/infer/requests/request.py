@@ -1,0 +1,83 @@
+"""A request for answers to one prompt, and what comes back: pieces while it runs, a whole answer at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from outcore.infer.requests.sampler import Chosen
+from outcore.infer.requests.sampling import Sampling
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, `n` answers to it."""
+
+    name: str
+    """Unique among those that run; also the seed of the generator where the request gives none."""
+    prompt: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    n: int = 1
+    priority: int = 0
+    """Higher ones are admitted first; equal ones in the order of arrival."""
+    deadline_s: float | None = None
+    """Seconds after which the request is given up, from its arrival."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", tuple(self.prompt))
+        if not self.prompt:
+            raise ValueError("the prompt has no tokens. Give a prompt with text.")
+        if not 1 <= self.n <= 128:
+            raise ValueError(f"n is {self.n}, but must be from 1 to 128.")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one pass added to one answer."""
+
+    request: str
+    choice: int
+    text: str
+    tokens: tuple[Chosen, ...]
+    finish: FinishReason | None = None
+    """Why the answer ended; None while it goes on."""
+    stop: str | int | None = None
+    """The stop text or token that ended it."""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of one request, by phase."""
+
+    queued_s: float = 0.0
+    """From its arrival until its prompt began."""
+    first_token_s: float = 0.0
+    """From its arrival to its first token."""
+    total_s: float = 0.0
+    """From its arrival to its end."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that were taken from the prefix cache."""
+    drafted: int = 0
+    accepted: int = 0
+    """Tokens that speculation proposed, and those of them that were right."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer."""
+
+    request: str
+    choice: int
+    text: str
+    tokens: tuple[Chosen, ...]
+    finish: FinishReason
+    stop: str | int | None = None
+    error: str = ""
+    timings: Timings = field(default_factory=Timings)
+
+
+OnPiece = Callable[[Piece], None]

@@ -1,0 +1,192 @@
+"""Which tokens of which sequences go through the next pass.
+
+Answers that are being written come first, one token each (and their guesses); what is left of the pass goes to prompts
+in chunks, in the order of priority and arrival. A sequence that finds no page waits, or takes those of the one that
+arrived last, which computes its tokens again later. `is_deterministic`: chunks end at fixed places, so that a sequence
+is cut alike whatever runs beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from outcore.infer.cache import KvCache, OutOfPages
+from outcore.infer.schedule.drafts import PassCost
+from outcore.infer.schedule.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class ScheduleLimits:
+    """How much a pass may hold."""
+
+    max_sequences: int = 256
+    """Sequences that run at the same time."""
+    pass_tokens: int = 4096
+    """Tokens of a pass."""
+    chunk_tokens: int = 1024
+    """Tokens of one call of a layer, and of one chunk of a prompt."""
+    draft_tokens: int = 64
+    """Guessed tokens of a pass, of all sequences together; 0: none are guessed."""
+    is_deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens of one sequence in the next pass."""
+
+    sequence: Sequence
+    start: int
+    tokens: tuple[int, ...]
+    num_drafts: int = 0
+    """How many of them, at the end, are guesses."""
+    is_last: bool = True
+    """Whether all of the sequence's known tokens are computed with it, so that a new one can be chosen."""
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+
+class Scheduler:
+    """See the module docstring. `waiting` and `running` are in order of priority and arrival."""
+
+    def __init__(self, cache: KvCache, limits: ScheduleLimits) -> None:
+        self.cache, self.limits = cache, limits
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.cost = PassCost()
+        self.num_preempted = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. ValueError when it could never run."""
+        most = self.cache.most_tokens()
+        wanted = sequence.num_prompt + sequence.request.sampling.max_tokens
+        if wanted > most:
+            raise ValueError(
+                f"the prompt has {sequence.num_prompt} tokens and may get {sequence.request.sampling.max_tokens} more, "
+                f"but the cache holds {most}. Shorten the prompt, lower max_tokens, or give the cache more room."
+            )
+        place = next(
+            (i for i, s in enumerate(self.waiting) if s.request.priority < sequence.request.priority),
+            len(self.waiting),
+        )
+        self.waiting.insert(place, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free its pages."""
+        if sequence.pages is not None:
+            self.cache.close(sequence.pages)
+            sequence.pages = None
+        self.waiting = [s for s in self.waiting if s is not sequence]
+        self.running = [s for s in self.running if s is not sequence]
+
+    def next_pass(self, now_s: float) -> list[Work]:
+        """Work for the next pass, pages ready; empty when nothing is to do."""
+        works: list[Work] = []
+        left = self.limits.pass_tokens
+        drafts = self.limits.draft_tokens
+        for sequence in list(self.running):
+            if sequence.is_writing and sequence.pages is not None and left > 0:
+                work = self._writing(sequence, min(drafts, left - 1), works)
+                if work is not None:
+                    works.append(work)
+                    left -= work.count
+                    drafts -= work.num_drafts
+        for sequence in list(self.running):
+            if not sequence.is_writing and sequence.pages is not None and left > 0:
+                left -= self._reading(sequence, left, works)
+        while self.waiting and left > 0 and len(self.running) < self.limits.max_sequences:
+            sequence = self.waiting[0]
+            self._admit(sequence, now_s)
+            used = self._reading(sequence, left, works)
+            if not used:
+                if sequence in self.running:  # no page for it now: back, with what it holds given up
+                    self._send_back(sequence)
+                break
+            left -= used
+        assert works or self.is_idle, "sequences wait and nothing can run"
+        return works
+
+    def done(self, work: Work, computed: int) -> None:
+        """The pass has run; `computed` tokens of the sequence are right and stored."""
+        sequence = work.sequence
+        sequence.computed = computed
+        if sequence.pages is not None:
+            self.cache.settle(sequence.pages, sequence.tokens, computed)
+
+    # --- parts of a pass
+
+    def _writing(self, sequence: Sequence, most_drafts: int, works: list[Work]) -> Work | None:
+        tokens, drafts = sequence.tokens, self._drafts(sequence, most_drafts)
+        if not self._room(sequence, len(tokens) + len(drafts), works):
+            drafts = []
+            if not self._room(sequence, len(tokens), works, may_preempt=True):
+                return None
+        return Work(sequence, len(tokens) - 1, (tokens[-1], *drafts), len(drafts))
+
+    def _drafts(self, sequence: Sequence, most: int) -> list[int]:
+        if sequence.drafter is None or most <= 0:
+            return []
+        most = min(most, sequence.left - 1)
+        if not self.limits.is_deterministic and sequence.drafted >= 8:
+            acceptance = (sequence.accepted + 1) / (sequence.drafted + 2)
+            most = self.cost.longest_draft(acceptance, most)
+        return sequence.drafter.propose(sequence.tokens, most) if most > 0 else []
+
+    def _reading(self, sequence: Sequence, left: int, works: list[Work]) -> int:
+        """Chunks of a prompt (or of a sequence that lost its pages); returns how many tokens."""
+        used, start, end = 0, sequence.computed, len(sequence.tokens)
+        while start < end and left > used:
+            count = min(end - start, left - used, self.limits.chunk_tokens)
+            if self.limits.is_deterministic:
+                count = min(end - start, self.limits.chunk_tokens - start % self.limits.chunk_tokens)
+                if count > left - used and (used or works):
+                    break  # only whole chunks; one always goes
+            if not self._room(sequence, start + count, works, may_preempt=start + used > 0 or not works):
+                break
+            tokens = tuple(sequence.tokens[start : start + count])
+            works.append(Work(sequence, start, tokens, is_last=start + count == end))
+            start, used = start + count, used + count
+        return used
+
+    def _admit(self, sequence: Sequence, now_s: float) -> None:
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.pages = self.cache.open(sequence.tokens)
+        sequence.computed = sequence.pages.num_cached
+        if sequence.clock.began_s is None:
+            sequence.clock.began_s = now_s
+            sequence.cached_tokens = sequence.computed
+
+    def _room(self, sequence: Sequence, length: int, works: list[Work], *, may_preempt: bool = False) -> bool:
+        """Have pages for so many tokens, if need be those of sequences that came later and are in no work yet."""
+        assert sequence.pages is not None
+        while True:
+            try:
+                self.cache.extend(sequence.pages, length)
+                return True
+            except OutOfPages:
+                busy = {id(work.sequence) for work in works}
+                later = self.running[self.running.index(sequence) + 1 :]
+                victims = [s for s in later if id(s) not in busy]
+                if not may_preempt or not victims:
+                    return False
+                self._send_back(victims[-1])
+                self.num_preempted += 1
+
+    def _send_back(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        assert sequence.pages is not None
+        self.cache.close(sequence.pages)
+        sequence.pages, sequence.computed = None, 0
+        self.waiting.insert(0, sequence)
+
+
+def rows_of(works: Iterable[Work]) -> int:
+    """Tokens of a pass."""
+    return sum(work.count for work in works)

@@ -1,0 +1,118 @@
+"""One answer while it is being written: its tokens, how many of them are computed, its pages, its text so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outcore.infer.cache import SequencePages
+from outcore.infer.requests import Chosen, FinishReason, Request, Row, TextStream, Timings
+from outcore.infer.schedule.drafts import Drafter
+
+
+@dataclass
+class Clock:
+    """Moments of one answer, in seconds of the engine's clock."""
+
+    arrived_s: float
+    began_s: float | None = None
+    first_token_s: float | None = None
+    ended_s: float | None = None
+
+    def timings(self, cached_tokens: int, drafted: int, accepted: int) -> Timings:
+        """Seconds since the arrival."""
+
+        def since(moment: float | None) -> float:
+            return 0.0 if moment is None else moment - self.arrived_s
+
+        return Timings(
+            since(self.began_s), since(self.first_token_s), since(self.ended_s), cached_tokens, drafted, accepted
+        )
+
+
+@dataclass(eq=False)
+class Sequence:
+    """See the module docstring."""
+
+    request: Request
+    choice: int
+    seed: int
+    text: TextStream
+    drafter: Drafter | None
+    clock: Clock
+    end_tokens: frozenset[int]
+    """Tokens that end the answer."""
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and answer."""
+    computed: int = 0
+    """Tokens whose keys and values are stored."""
+    pages: SequencePages | None = None
+    """None: it waits."""
+    chosen: list[Chosen] = field(default_factory=list)
+    cached_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    finish: FinishReason | None = None
+    stop: str | int | None = None
+    error: str = ""
+    said: str = ""
+    """The text so far."""
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def num_answer(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def left(self) -> int:
+        """Tokens that the answer may still get."""
+        return self.request.sampling.max_tokens - self.num_answer
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether only its last token is to be computed: prompts are through."""
+        return self.computed == len(self.tokens) - 1 and self.num_answer > 0
+
+    def row(self) -> Row:
+        """What the next token's choice depends on."""
+        sampling = self.request.sampling
+        needs_history = not sampling.is_plain
+        return Row(
+            sampling,
+            self.seed,
+            len(self.tokens),
+            self.request.prompt if needs_history else (),
+            self.answer if needs_history else (),
+            tuple(self.end_tokens) if self.num_answer < sampling.min_tokens else (),
+        )
+
+    def take(self, chosen: Chosen, now_s: float) -> str:
+        """Append a token; returns the text that it settled. Sets `finish` when it is the last."""
+        sampling = self.request.sampling
+        self.tokens.append(chosen.token)
+        self.chosen.append(chosen)
+        if self.clock.first_token_s is None:
+            self.clock.first_token_s = now_s
+        if chosen.token in self.end_tokens:
+            self.finish, self.stop = "stop", chosen.token
+            return self.text.finish()
+        said = self.text.add([chosen.token])
+        if self.text.is_stopped and self.num_answer >= sampling.min_tokens:
+            self.finish, self.stop = "stop", self.text.stop
+        elif self.left <= 0:
+            self.finish = "length"
+            said += self.text.finish()
+        return said
+
+    def timings(self) -> Timings:
+        """How long its phases took."""
+        return self.clock.timings(self.cached_tokens, self.drafted, self.accepted)

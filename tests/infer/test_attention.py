@@ -1,0 +1,54 @@
+"""Attention over pages gives what attention over whole rows gives, however it is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outcore.infer.attention import AttentionRule, attend_at_once, attend_in_pieces, causal_mask
+
+H, K, D, E = 4, 2, 8, 6
+RULES = {
+    "plain": {},
+    "window": {"window": 5},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks_H": torch.tensor([0.3, -1.0, 2.0, 0.0])},
+    "all": {"window": 4, "softcap": 5.0, "sinks_H": torch.tensor([0.3, -1.0, 2.0, 0.0])},
+}
+
+
+def reference(query, keys, values, start, rule):
+    """By the definition, head by head, in fp64."""
+    out = torch.zeros(H, query.shape[1], E, dtype=torch.float64)
+    for h in range(H):
+        for n in range(query.shape[1]):
+            at = start + n
+            first = 0 if rule.window is None else max(0, at - rule.window + 1)
+            scores = (keys[first : at + 1, h // (H // K)].double() @ query[h, n].double()) * rule.scaling
+            if rule.softcap:
+                scores = torch.tanh(scores / rule.softcap) * rule.softcap
+            weights = torch.exp(scores - scores.max())
+            total = weights.sum()
+            if rule.sinks_H is not None:
+                total = total + torch.exp(rule.sinks_H[h].double() - scores.max())
+            out[h, n] = (weights / total) @ values[first : at + 1, h // (H // K)].double()
+    return out
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("start, count", [(0, 11), (9, 2), (20, 1)])
+def test_at_once_and_in_pieces(name, start, count):
+    torch.manual_seed(start)
+    rule = AttentionRule(0.3, **RULES[name])
+    length = start + count
+    query, keys, values = torch.randn(H, count, D), torch.randn(length, K, D), torch.randn(length, K, E)
+    expected = reference(query, keys, values, start, rule)
+    zero, at = torch.zeros(1, dtype=torch.long), torch.tensor([start])
+    mask = causal_mask(at, count, zero, length, rule.window)
+    whole = attend_at_once(query[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None], mask, rule)[0]
+    assert torch.allclose(whole.double(), expected, atol=1e-5)
+    for step in (1, 3, 50):
+        pieces = (
+            (keys[i : i + step], values[i : i + step], mask[0, 0][:, i : i + step]) for i in range(0, length, step)
+        )
+        assert torch.allclose(attend_in_pieces(query, pieces, rule).double(), expected, atol=1e-5)

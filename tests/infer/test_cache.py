@@ -1,0 +1,92 @@
+"""Pages: nobody reads another's, beginnings are shared and verified, windows give back, room is made."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from outcore.infer.cache import CacheSettings, GroupPlan, KvCache, KvShape, KvStore, OutOfPages, PageLedger
+
+CPU = torch.device("cpu")
+
+
+def cache_of(*groups: tuple[int | None, int], page_tokens: int = 4, **more) -> KvCache:
+    plans = tuple(GroupPlan(window, pages) for window, pages in groups)
+    return KvCache(CacheSettings(plans, page_tokens, torch.float32, **more))
+
+
+def test_pages_are_never_given_twice():
+    ledger, held, random_ = PageLedger(20), [], random.Random(1)
+    for _ in range(500):
+        if random_.random() < 0.5 and ledger.num_free:
+            held.append(ledger.take(random_.randint(1, ledger.num_free)))
+        elif held:
+            ledger.give_back(held.pop(random_.randrange(len(held))))
+        pages = [page for some in held for page in some]
+        assert len(pages) == len(set(pages)) == 20 - ledger.num_free
+    with pytest.raises(OutOfPages):
+        ledger.take(21)
+
+
+def test_beginnings_are_shared_and_the_last_token_is_not():
+    cache = cache_of((None, 16))
+    first = cache.open(list(range(12)))
+    cache.extend(first, 12)
+    cache.settle(first, list(range(12)), 12)
+    assert cache.open(list(range(8))).num_cached == 4  # the eighth token must be computed
+    second = cache.open([*range(9), 99])
+    assert second.num_cached == 8 and second.tables[0] == first.tables[0][:2]
+    assert cache.open([1, *range(1, 12)]).num_cached == 0
+    cache.close(first)
+    assert cache.open(list(range(12))).num_cached == 8
+
+
+def test_a_collision_is_a_miss(monkeypatch):
+    from outcore.infer.cache import prefix
+
+    monkeypatch.setattr(prefix, "key_of", lambda parent, tokens: b"same")
+    cache = cache_of((None, 16))
+    first = cache.open([1] * 5)
+    cache.extend(first, 5)
+    cache.settle(first, [1] * 5, 5)
+    assert cache.open([2] * 5).num_cached == 0
+
+
+def test_room_is_made_of_beginnings_that_nobody_uses():
+    cache = cache_of((None, 4))
+    first = cache.open(list(range(16)))
+    cache.extend(first, 16)
+    cache.settle(first, list(range(16)), 16)
+    second = cache.open([50] * 4)
+    with pytest.raises(OutOfPages):
+        cache.extend(second, 4)
+    cache.close(first)
+    cache.extend(second, 8)
+    assert cache.counts.evicted_pages == 2
+    assert cache.open(list(range(16))).num_cached == 8  # the beginning of the chain stays longest
+
+
+def test_windows_give_pages_back():
+    cache = cache_of((None, 30), (6, 4), shares_prefixes=False)
+    sequence = cache.open([])
+    for length in range(1, 101):
+        cache.extend(sequence, length)
+        cache.settle(sequence, [0] * length, length)
+        assert cache.used_pages[1] <= 3
+    assert cache.used_pages[0] == 25
+    cache.close(sequence)
+    assert cache.used_pages == [0, 0]
+
+
+@pytest.mark.parametrize("kv_format, error", [("same", 0.0), ("int8", 0.02)])
+def test_what_is_written_is_read(kv_format, error):
+    store = KvStore(KvShape(2, 8, 6), 5, 4, torch.float32, CPU, kv_format)
+    torch.manual_seed(0)
+    keys, values = torch.randn(6, 2, 8), torch.randn(6, 2, 6)
+    slots = torch.tensor([12, 13, 14, 15, 4, 5])  # page 3, then page 1
+    store.write(keys, values, slots)
+    found = store.read(torch.tensor([3, 1]), CPU)
+    assert (found[0][:6] - keys).abs().max() <= error and (found[1][:6] - values).abs().max() <= error
+    assert store.size_bytes == 5 * 4 * KvShape(2, 8, 6).token_bytes(torch.float32, kv_format)
