@@ -30,7 +30,6 @@ class Drafter:
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens that may follow; none when nothing fits or guesses pause."""
         found = self._match(tokens)
-        self._learn(tokens)
         if found is None or len(tokens) < self._paused_until:
             return []
         count = min(self._length, most)

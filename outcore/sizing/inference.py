@@ -1,0 +1,351 @@
+"""Where everything lives while a model answers: the rule that the engine follows and the planner forecasts by.
+
+A preset is limits and an objective, never a list of sizes; the sizes follow from the machine. Order of claims on the
+device: what a pass needs to run at all, keys and values (an answer without them is nothing), embedding and head (every
+pass waits for them), layers, spread evenly so that uploads hide behind neighbours that stay. What the device does not
+hold lives in RAM, what RAM does not hold on NVMe. On a CPU the device is RAM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from outcore.common.quantities import GIB, MIB, format_gib
+
+PresetName = Literal["balanced", "latency", "throughput"]
+Home = Literal["vram", "ram", "nvme"]
+
+CONTEXT_BYTES = 600 * MIB
+"""CUDA context and libraries' workspaces beside the allocator; the same figure as the planner's for training."""
+FREE_SHARE = 0.04
+"""Of the device that stays free: the allocator's rounding and what a desktop takes meanwhile."""
+HIDDEN_COPIES = 14
+"""Rows of hidden size that a layer holds per token at its peak: queries, keys, values, gate and up (wider), results."""
+
+
+@dataclass(frozen=True)
+class PresetRule:
+    """Limits and objective of one preset."""
+
+    name: PresetName
+    max_sequences: int
+    """Answers written at the same time."""
+    pass_tokens: int
+    chunk_tokens: int
+    kv_share: float
+    """Of the device's memory that keys and values may take; what they need beyond lives in RAM."""
+    context_tokens: int
+    """Tokens of one sequence, unless told."""
+    objective: str
+
+
+PRESETS: dict[str, PresetRule] = {
+    rule.name: rule
+    for rule in (
+        PresetRule("balanced", 32, 4096, 1024, 0.25, 8192, "many answers at once without long waits for the first word"),
+        PresetRule("latency", 4, 2048, 1024, 0.2, 8192, "one answer as fast as it goes: weights stay, few sequences"),
+        PresetRule("throughput", 256, 16384, 2048, 0.5, 4096, "most tokens an hour: weights travel once for many answers"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class PartSize:
+    """One part of the model."""
+
+    name: str
+    size_bytes: int
+    is_layer: bool
+
+
+@dataclass(frozen=True)
+class KvSize:
+    """What one token takes in keys and values, by windows."""
+
+    bytes_by_window: tuple[tuple[int | None, int], ...]
+    """(window, bytes of a token in all layers with it); None: no window."""
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(size for _, size in self.bytes_by_window)
+
+    def sequence_bytes(self, tokens: int, chunk_tokens: int) -> int:
+        """A sequence of so many tokens; layers with a window keep that and the chunk that comes in."""
+        return sum(
+            size * (tokens if window is None else min(tokens, window + chunk_tokens))
+            for window, size in self.bytes_by_window
+        )
+
+
+@dataclass(frozen=True)
+class InferenceNeeds:
+    """What is to be placed."""
+
+    parts: tuple[PartSize, ...]
+    kv: KvSize
+    hidden_size: int
+    vocab_size: int
+    itemsize: int
+    """Bytes of a number in the weights' type."""
+
+
+@dataclass(frozen=True)
+class InferenceLimits:
+    """The machine's room and what the user fixed; None: the rule decides."""
+
+    vram_bytes: int | None
+    """None: there is no GPU."""
+    ram_bytes: int
+    has_nvme: bool = False
+    context_tokens: int | None = None
+    max_sequences: int | None = None
+    pass_tokens: int | None = None
+    chunk_tokens: int | None = None
+    kv_home: Home | None = None
+    kv_bytes: int | None = None
+    num_buffers: int = 3
+
+
+@dataclass(frozen=True)
+class PartHome:
+    """Where one part lives and who computes it: decided once, printed, never changed."""
+
+    part: str
+    home: Home
+    size_bytes: int
+    ram_bytes: int
+    """Of a part that travels: so much of it is in RAM, the rest on NVMe."""
+    storage: str = "16-bit"
+    """Format of the bytes; packed formats name themselves here."""
+    computed_by: str = "gpu"
+    from_tokens: int = 1
+    """From so many tokens a pass on; below, another may compute it."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The whole answer."""
+
+    preset: PresetRule
+    parts: tuple[PartHome, ...]
+    kv_home: Home
+    kv_bytes: int
+    context_tokens: int
+    max_sequences: int
+    pass_tokens: int
+    chunk_tokens: int
+    num_buffers: int
+    vram_bytes: dict[str, int] = field(default_factory=dict)
+    """What the device holds, by item; empty without one."""
+    reasons: tuple[str, ...] = ()
+
+    def bytes_at(self, home: Home) -> int:
+        """Bytes of weights that live there."""
+        if home == "vram":
+            return sum(p.size_bytes for p in self.parts if p.home == "vram")
+        if home == "ram":
+            return sum(p.ram_bytes for p in self.parts if p.home != "vram")
+        return sum(p.size_bytes - p.ram_bytes for p in self.parts if p.home != "vram")
+
+    @property
+    def travelling_bytes(self) -> int:
+        """Bytes of weights that cross the link in each pass."""
+        return sum(p.size_bytes for p in self.parts if p.home != "vram")
+
+    def lines(self) -> list[str]:
+        """The placement, for people."""
+        counts = {home: sum(p.home == home for p in self.parts) for home in ("vram", "ram", "nvme")}
+        where = [
+            f"{counts[home]} parts in {words} ({format_gib(self.bytes_at(home))})"
+            for home, words in (("vram", "VRAM"), ("ram", "RAM"), ("nvme", "RAM and NVMe"))
+            if counts[home]
+        ]
+        found = [
+            f"preset {self.preset.name}: {self.preset.objective}",
+            f"weights: {', '.join(where)}",
+            f"keys and values: {format_gib(self.kv_bytes)} in {'VRAM' if self.kv_home == 'vram' else 'RAM'}; context "
+            f"{self.context_tokens:,} tokens, up to {self.max_sequences} answers at once",
+        ]
+        if self.vram_bytes:
+            found.append(
+                f"VRAM: {format_gib(sum(self.vram_bytes.values()))} "
+                f"({', '.join(f'{name} {format_gib(size)}' for name, size in self.vram_bytes.items())})"
+            )
+        return found + list(self.reasons)
+
+
+class DoesNotFit(ValueError):
+    """The wish exceeds the machine; the message has the numbers and ways out."""
+
+
+def place_inference(needs: InferenceNeeds, limits: InferenceLimits, preset: str = "balanced") -> Placement:
+    """Decide. DoesNotFit (a ValueError) in numbers when the machine cannot do it."""
+    rule = PRESETS[preset]
+    sequences = limits.max_sequences or rule.max_sequences
+    chunk = limits.chunk_tokens or rule.chunk_tokens
+    pass_tokens = limits.pass_tokens or max(rule.pass_tokens, chunk)
+    context = limits.context_tokens or rule.context_tokens
+    if limits.vram_bytes is None:
+        return _on_cpu(needs, limits, rule, (sequences, chunk, pass_tokens, context))
+    return _on_gpu(needs, limits, rule, (sequences, chunk, pass_tokens, context))
+
+
+def kv_wanted_bytes(needs: InferenceNeeds, sequences: int, chunk: int, context: int) -> int:
+    """Keys and values of all sequences at a quarter of the longest context, and at least one at full length."""
+    one = needs.kv.sequence_bytes(context, chunk)
+    return max(one, sequences * needs.kv.sequence_bytes(max(256, context // 4), chunk))
+
+
+def work_bytes(needs: InferenceNeeds, chunk: int, pass_tokens: int, sequences: int) -> int:
+    """What a pass holds beside weights and cache: a layer's intermediates, all rows' hidden states, logits."""
+    hidden = needs.hidden_size * needs.itemsize
+    return chunk * hidden * HIDDEN_COPIES + 2 * pass_tokens * hidden + min(sequences, 64) * needs.vocab_size * 8
+
+
+def _on_cpu(
+    needs: InferenceNeeds, limits: InferenceLimits, rule: PresetRule, sizes: tuple[int, int, int, int]
+) -> Placement:
+    sequences, chunk, pass_tokens, context = sizes
+    weights = sum(part.size_bytes for part in needs.parts)
+    work = work_bytes(needs, chunk, pass_tokens, sequences)
+    reasons = []
+    kv = limits.kv_bytes or kv_wanted_bytes(needs, sequences, chunk, context)
+    one = needs.kv.sequence_bytes(context, chunk)
+    most_kv = limits.ram_bytes - work - (weights if not limits.has_nvme else 0)
+    if limits.kv_bytes is None and kv > most_kv // 2:
+        kv = max(one, most_kv // 2)
+        reasons.append(f"keys and values take {format_gib(kv)} instead of more: RAM is short")
+    ram = limits.ram_bytes - kv - work
+    if ram < weights and not limits.has_nvme:
+        raise DoesNotFit(
+            f"the weights take {format_gib(weights)}, keys and values {format_gib(kv)}, and RAM has "
+            f"{format_gib(limits.ram_bytes)} to give: give a folder on a drive (--nvme_path), a shorter --context, or "
+            "choose a smaller model."
+        )
+    if one > kv:
+        raise DoesNotFit(
+            f"a context of {context:,} tokens needs {format_gib(one)} of keys and values, --kv_gib gives "
+            f"{format_gib(kv)}: raise it, or lower --context."
+        )
+    homes = _in_ram(needs.parts, ram, computed_by="cpu")
+    return Placement(
+        rule, homes, "ram", kv, context, sequences, pass_tokens, chunk, limits.num_buffers, {}, tuple(reasons)
+    )
+
+
+def _on_gpu(
+    needs: InferenceNeeds, limits: InferenceLimits, rule: PresetRule, sizes: tuple[int, int, int, int]
+) -> Placement:
+    sequences, chunk, pass_tokens, context = sizes
+    assert limits.vram_bytes is not None
+    total = int(limits.vram_bytes * (1 - FREE_SHARE))
+    layers = [part.size_bytes for part in needs.parts if part.is_layer]
+    ends = [part.size_bytes for part in needs.parts if not part.is_layer]
+    weights = sum(layers) + sum(ends)
+    work = work_bytes(needs, chunk, pass_tokens, sequences)
+    buffers = min(limits.num_buffers, len(layers)) * max(layers)
+    least = work + buffers + max(ends)
+    if least > total:
+        raise DoesNotFit(
+            f"this needs {format_gib(least)} of VRAM beside keys and values ({format_gib(work)} for a pass of "
+            f"{pass_tokens:,} tokens, {format_gib(buffers)} for {limits.num_buffers} layers, {format_gib(max(ends))} for "
+            f"embedding or head), you have {format_gib(total)}: lower --chunk_tokens or --num_layer_buffers."
+        )
+    one = needs.kv.sequence_bytes(context, chunk)
+    wanted = limits.kv_bytes or kv_wanted_bytes(needs, sequences, chunk, context)
+    room = total - least
+    reasons: list[str] = []
+    kv_home: Home = limits.kv_home or ("vram" if one <= min(room, int(total * rule.kv_share)) else "ram")
+    if kv_home == "vram":
+        kv = wanted if limits.kv_bytes else min(wanted, max(one, int(total * rule.kv_share)))
+        if max(kv, one) > room:
+            fits = context * room // max(1, one)
+            raise DoesNotFit(
+                f"keys and values need {format_gib(max(kv, one))} of VRAM, {format_gib(room)} are left: context "
+                f"{fits // 256 * 256:,} tokens instead of {context:,}, --kv_format int8, or --kv_home ram."
+            )
+    else:
+        kv = limits.kv_bytes or min(wanted, max(one, int(limits.ram_bytes * 0.4)))
+        if limits.kv_home is None:
+            reasons.append(f"keys and values live in RAM: one context takes {format_gib(one)}")
+    device_kv = kv if kv_home == "vram" else 0
+    left = total - work - device_kv
+    homes, resident, streams = _spread(needs.parts, left, buffers, max(ends))
+    ram = limits.ram_bytes - (0 if kv_home == "vram" else kv)
+    travelling = [part for part in needs.parts if part.name not in resident]
+    in_ram = {home.part: home for home in _in_ram(travelling, ram, computed_by="gpu")}
+    missing = sum(home.size_bytes - home.ram_bytes for home in in_ram.values())
+    if missing and not limits.has_nvme:
+        raise DoesNotFit(
+            f"{format_gib(sum(part.size_bytes for part in travelling))} of weights do not fit on the GPU, and RAM has "
+            f"{format_gib(max(0, ram))} to give: give a folder on a drive (--nvme_path), or choose a smaller model."
+        )
+    parts = tuple(homes.get(part.name) or in_ram[part.name] for part in needs.parts)
+    held = {"weights": sum(home.size_bytes for home in homes.values()), "keys and values": device_kv, "pass": work}
+    if streams:
+        held["buffers"] = streams
+    if len(homes) == len(parts):
+        reasons.append(f"all {format_gib(weights)} of weights stay on the GPU")
+    return Placement(
+        rule,
+        parts,
+        kv_home,
+        kv,
+        context,
+        sequences,
+        pass_tokens,
+        chunk,
+        limits.num_buffers,
+        {name: size for name, size in held.items() if size},
+        tuple(reasons),
+    )
+
+
+def _spread(
+    parts: Sequence[PartSize], left: int, buffers: int, end_buffer: int
+) -> tuple[dict[str, PartHome], frozenset[str], int]:
+    """(homes of the parts that stay on the device, their names, bytes of buffers for the others)."""
+    weights = sum(part.size_bytes for part in parts)
+    if weights <= left:
+        homes = {part.name: PartHome(part.name, "vram", part.size_bytes, 0) for part in parts}
+        return homes, frozenset(homes), 0
+    ends = sorted((part for part in parts if not part.is_layer), key=lambda part: part.size_bytes)
+    stay: list[PartSize] = []
+    room = left - buffers
+    if sum(part.size_bytes for part in ends) <= room:
+        stay, room, end_buffer = list(ends), room - sum(part.size_bytes for part in ends), 0
+    else:
+        room -= end_buffer
+    layers = [part for part in parts if part.is_layer]
+    share = min(1.0, max(0.0, room / max(1, sum(part.size_bytes for part in layers))))
+    passed = taken = 0.0
+    for part in layers:
+        passed += part.size_bytes
+        if taken + part.size_bytes <= min(room, share * passed + 1e-6):
+            stay.append(part)
+            taken += part.size_bytes
+    homes = {part.name: PartHome(part.name, "vram", part.size_bytes, 0) for part in stay}
+    return homes, frozenset(homes), buffers + end_buffer
+
+
+def _in_ram(parts: Sequence[PartSize], ram_bytes: int, *, computed_by: str) -> tuple[PartHome, ...]:
+    """Parts that travel: all of each in RAM, or of every layer the same share and the rest on NVMe."""
+    total = sum(part.size_bytes for part in parts)
+    ends = sum(part.size_bytes for part in parts if not part.is_layer)
+    spare = max(0, ram_bytes)
+    share = 1.0 if total <= spare else max(0.0, (spare - ends) / max(1, total - ends))
+    homes = []
+    for part in parts:
+        size = part.size_bytes if not part.is_layer else int(part.size_bytes * share)
+        homes.append(
+            PartHome(
+                part.name, "ram" if size == part.size_bytes else "nvme", part.size_bytes, size, computed_by=computed_by
+            )
+        )
+    return tuple(homes)
+
+
+SMALLEST_RAM_LEFT_BYTES = 2 * GIB
+"""RAM that stays free for everything else."""
