@@ -13,9 +13,9 @@ import torch
 
 from outcore.flow.parts import Part
 
-Want = Literal["nothing", "hidden", "logits", "loss"]
+Want = Literal["nothing", "hidden", "logits", "loss", "logprobs"]
 """nothing: the pass ends below the head. hidden: the decoder's result. logits: of the positions asked for. loss: the
-sum over the tokens that have a label."""
+sum over the tokens that have a label. logprobs: how likely each token with a label was after those before it."""
 OnPart = Callable[[Part, int, torch.Tensor], torch.Tensor | None]
 """(part, call number, hidden_BTH on flow's compute stream), after the embedding and after each layer. The tensor is
 flow's until the hook returns; a returned tensor replaces it; an exception aborts the pass."""
@@ -26,7 +26,8 @@ class Call:
     """Rows that go through the model together."""
 
     batch: Mapping[str, torch.Tensor]
-    """On the device: input_ids [B, T], perhaps position_ids or attention_mask [B, T], labels [B, T] for a loss."""
+    """On the device: input_ids [B, T], perhaps position_ids or attention_mask [B, T], labels [B, T] for a loss or for
+    logprobs."""
     want: Want = "logits"
     positions: torch.Tensor | None = None
     """Places among the N tokens whose logits are wanted. None: the last token of each row."""
@@ -48,3 +49,7 @@ class Output:
     """fp32 scalar: loss summed over the tokens that count."""
     n_tokens: torch.Tensor | None = None
     """int64 scalar: the tokens that count."""
+    logprobs: torch.Tensor | None = None
+    """fp32 [B, T]: natural logarithm of each token's probability; 0 where it has no label."""
+    is_likeliest: torch.Tensor | None = None
+    """bool [B, T]: whether no token was likelier; False where it has no label."""

@@ -148,6 +148,8 @@ class Flow:
                     output.ce_sum, output.n_tokens = next(losses)
                 elif call.want == "logits":
                     output.logits = self.head.logits(slab, item.at_head(), call.positions)
+                elif call.want == "logprobs":
+                    output.logprobs, output.is_likeliest = self.head.logprobs(slab, item.at_head())
                 elif call.want == "hidden":
                     output.hidden = self.head.finish(slab, item.at_head())
             yield output

@@ -103,8 +103,8 @@ class InferenceEngine:
         wanted = len(request.prompt) + request.sampling.max_tokens
         if wanted > limit:
             raise ValueError(
-                f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.sampling.max_tokens}: together "
-                f"more than the {limit} that fit. Shorten the prompt or lower max_tokens."
+                f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.sampling.max_tokens}: "
+                f"together more than the {limit} that fit. Shorten the prompt or lower max_tokens."
             )
 
     def submit(

@@ -44,9 +44,13 @@ class PresetRule:
 PRESETS: dict[str, PresetRule] = {
     rule.name: rule
     for rule in (
-        PresetRule("balanced", 32, 4096, 1024, 0.25, 8192, "many answers at once without long waits for the first word"),
+        PresetRule(
+            "balanced", 32, 4096, 1024, 0.25, 8192, "many answers at once without long waits for the first word"
+        ),
         PresetRule("latency", 4, 2048, 1024, 0.2, 8192, "one answer as fast as it goes: weights stay, few sequences"),
-        PresetRule("throughput", 256, 16384, 2048, 0.5, 4096, "most tokens an hour: weights travel once for many answers"),
+        PresetRule(
+            "throughput", 256, 16384, 2048, 0.5, 4096, "most tokens an hour: weights travel once for many answers"
+        ),
     )
 }
 

@@ -68,6 +68,31 @@ class Head:
             del item  # its hidden states are not needed any more
             yield found
 
+    def logprobs(self, slab: torch.Tensor, item: HeadInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """(fp32 log-probability, whether it was the likeliest) of each token that has a label [B, T], chunk by chunk.
+        StreamUnsupported where the vocabulary comes in tiles."""
+        if self.tiled is not None:
+            raise StreamUnsupported("log-probabilities need all logits of a token, and the head is computed in tiles")
+        labels = item.batch["labels"]
+        targets = shifted_targets(labels).reshape(-1)
+        logprobs = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
+        likeliest = torch.zeros_like(targets, dtype=torch.bool)
+        with in_place(self.units.head, self.weights.tensors(self.units.head, slab)):
+            final = self.units.finish(item.hidden, item.batch, item.log)
+            flat = final.reshape(-1, final.shape[-1])
+            start = 0
+            for target in targets.tensor_split(self.num_chunks(len(flat), LOSS_CHUNKS)):
+                here = slice(start, start + len(target))
+                logits = self.units.parts.logits(flat[here][None])[0].float()
+                known = target != IGNORE
+                wanted = target.clamp_min(0)[:, None]
+                own = logits.gather(-1, wanted)[:, 0]
+                logprobs[here] = (own - logits.logsumexp(-1)).where(known, 0.0)
+                likeliest[here] = known & (own >= logits.amax(-1))
+                start += len(target)
+        logprobs, likeliest = logprobs.view(labels.shape), likeliest.view(labels.shape)
+        return logprobs.roll(1, -1), likeliest.roll(1, -1)  # from the place that predicts to the token itself
+
     def _loss(self, slab: torch.Tensor, item: HeadInput) -> tuple[torch.Tensor, torch.Tensor]:
         targets = shifted_targets(item.batch["labels"]).reshape(-1)
         n_tokens = (targets != IGNORE).sum()

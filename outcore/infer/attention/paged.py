@@ -1,4 +1,4 @@
-"""The attention that a model's own layers call: it stores the pass's keys and values in pages and reads what came before.
+"""The attention that a model's own layers call: it puts the pass's keys and values into pages and reads all before.
 
 transformers lets an attention function be registered by name. A model whose tokens meet nowhere else runs with all
 sequences of a pass in one row, chunks of prompts and single tokens side by side: every other operation looks at one
@@ -149,19 +149,15 @@ class PagedAttention:
         if not rule.is_plain and query.shape[0] * count * count > PIECE_NUMEL:
             whole = causal_mask(zero, count, zero, count, rule.window)[0, 0]
             step = max(1, PIECE_NUMEL // (query.shape[0] * count))
-            pieces = (
-                (key[:, at : at + step].transpose(0, 1), value[:, at : at + step].transpose(0, 1), whole[:, at : at + step])
-                for at in range(0, count, step)
-            )
+            cuts = [slice(at, at + step) for at in range(0, count, step)]
+            pieces = ((key[:, c].transpose(0, 1), value[:, c].transpose(0, 1), whole[:, c]) for c in cuts)
             output[here] = attend_in_pieces(query, pieces, rule).transpose(0, 1)
             return
         masked = rule.window is not None and rule.window < count
         mask = causal_mask(zero, count, zero, count, rule.window) if masked else None
         output[here] = attend_at_once(query[None], key[None], value[None], mask, rule)[0].transpose(0, 1)
 
-    def _batches(
-        self, spans: list[Span], store: KvStore, rule: AttentionRule, heads: int
-    ) -> Iterator[list[Span]]:
+    def _batches(self, spans: list[Span], store: KvStore, rule: AttentionRule, heads: int) -> Iterator[list[Span]]:
         """Spans to be attended together: of one count, of similar length, not too many."""
         width = store.shape.heads * (store.shape.key_width + store.shape.value_width)
         for _, same in itertools.groupby(sorted(spans, key=lambda s: (s.count, s.length)), key=lambda s: s.count):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -39,6 +40,8 @@ class SequencePages:
     parent: bytes = ROOT
     """Key of the last page that was offered to the index."""
     num_offered: int = 0
+    states: Any = None
+    """What the model itself keeps of the sequence, where it is not pages."""
 
 
 @dataclass(frozen=True)

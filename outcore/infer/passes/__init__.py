@@ -2,6 +2,7 @@
 
 from outcore.infer.passes.rows import RowCall, TextCall, lay_out, lay_out_texts
 from outcore.infer.passes.runner import Found, PagedRunner, PassRunner, RunnerLimits, TokenScore
+from outcore.infer.passes.whole import WholeRunner
 
 __all__ = [
     "Found",
@@ -11,6 +12,7 @@ __all__ = [
     "RunnerLimits",
     "TextCall",
     "TokenScore",
+    "WholeRunner",
     "lay_out",
     "lay_out_texts",
 ]

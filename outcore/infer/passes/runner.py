@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from outcore.flow import Call, Flow, Part
 from outcore.infer.attention import PagedAttention
-from outcore.infer.passes.rows import lay_out, lay_out_texts
+from outcore.infer.passes.rows import TextCall, lay_out, lay_out_texts
 from outcore.infer.schedule import Work
 
 Found = list[tuple[Work, torch.Tensor]]
@@ -97,12 +97,12 @@ class PagedRunner:
         calls = lay_out_texts(texts, self.limits.call_tokens)
         cache, self.attention.cache = self.attention.cache, None
         try:
-            for group in _grouped(calls, self.limits.score_tokens):
+            for group in grouped(calls, self.limits.score_tokens):
                 self.attention.begin([call.tables() for call in group])
                 batches = [Call(call.batch(self.device), "logprobs") for call in group]
                 for output in self.flow.run(batches, on_part=self._moved):
                     assert output.logprobs is not None and output.is_likeliest is not None
-                    _share_out(group[output.number].texts, output.logprobs, output.is_likeliest, scores)
+                    share_out(group[output.number].texts, output.logprobs, output.is_likeliest, scores)
         finally:
             self.attention.cache = cache
         return scores
@@ -115,8 +115,9 @@ class PagedRunner:
         self.attention.moved(part.index - 1, call)
 
 
-def _grouped(calls: Sequence[Any], most_rows: int) -> list[list[Any]]:
-    groups: list[list[Any]] = []
+def grouped(calls: Sequence[TextCall], most_rows: int) -> list[list[TextCall]]:
+    """Calls for each pass, of at most so many rows together."""
+    groups: list[list[TextCall]] = []
     rows = 0
     for call in calls:
         if not groups or rows + call.num_rows > most_rows:
@@ -127,12 +128,13 @@ def _grouped(calls: Sequence[Any], most_rows: int) -> list[list[Any]]:
     return groups
 
 
-def _share_out(
+def share_out(
     texts: Sequence[tuple[int, Sequence[int]]],
     logprobs: torch.Tensor,
     likeliest: torch.Tensor,
     scores: list[list[TokenScore]],
 ) -> None:
+    """Put a call's results where their texts belong."""
     values, flags = logprobs.flatten().tolist(), likeliest.flatten().tolist()
     at = 0
     for number, tokens in texts:

@@ -1,0 +1,71 @@
+"""Sequences by themselves, each with the model's own cache: for layers whose tokens meet elsewhere than in attention.
+
+Recurrent states, convolutions and biases by position belong to one sequence and cannot be cut into pages. Weights still
+come once a pass for all sequences; each is a call of its own. A sequence's states are kept whole beside its pages,
+which only count: they hold nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from outcore.flow import Call, Flow
+from outcore.infer.passes.rows import lay_out_texts
+from outcore.infer.passes.runner import Found, RunnerLimits, TokenScore, grouped, share_out
+from outcore.infer.schedule import Work
+from outcore.model.inputs import accepted_names
+from outcore.model.weights.load import LoadedModel
+
+
+class WholeRunner:
+    """See the module docstring."""
+
+    can_step_back = False
+
+    def __init__(self, flow: Flow, loaded: LoadedModel, limits: RunnerLimits, device: torch.device) -> None:
+        self.flow, self.limits, self.device = flow, limits, device
+        self._config = loaded.config
+        names, takes_any = accepted_names(flow.units.parts.decoder)
+        self._takes_positions = "position_ids" in names or takes_any
+        self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
+
+    def run(self, works: Sequence[Work]) -> Found:
+        calls = [self._call(work) for work in works]
+        found: Found = []
+        for output in self.flow.run(calls):
+            if output.logits is not None:
+                found.append((works[output.number], output.logits))
+        return found
+
+    def _call(self, work: Work) -> Call:
+        assert not work.num_drafts, "states cannot be taken back"
+        pages = work.sequence.pages
+        assert pages is not None
+        if work.start == 0 or pages.states is None:
+            pages.states = DynamicCache(config=self._config)
+        batch = {"input_ids": torch.tensor([work.tokens], device=self.device)}
+        if self._takes_positions:
+            batch["position_ids"] = torch.arange(work.start, work.start + work.count, device=self.device)[None]
+        inputs: dict[str, Any] = {self._cache_name: pages.states, "use_cache": True}
+        return Call(batch, "logits" if work.is_last else "nothing", inputs=inputs)
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[list[TokenScore]]:
+        scores: list[list[TokenScore]] = [[] for _ in texts]
+        calls = lay_out_texts(texts, 1)  # each text has a call of its own
+        for group in grouped(calls, self.limits.score_tokens):
+            batches = []
+            for call in group:
+                batch = call.batch(self.device)
+                batch.pop("position_ids")
+                batches.append(Call(batch, "logprobs"))
+            for output in self.flow.run(batches):
+                assert output.logprobs is not None and output.is_likeliest is not None
+                share_out(group[output.number].texts, output.logprobs, output.is_likeliest, scores)
+        return scores
+
+    def close(self) -> None:
+        return

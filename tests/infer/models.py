@@ -1,0 +1,66 @@
+"""Engines over tiny models, whole in RAM, and what transformers says to the same prompts."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+
+import torch
+from transformers import GenerationConfig
+
+from outcore.flow import discover_units
+from outcore.infer import InferenceEngine, Speech
+from outcore.infer.opening.check import tiny_runner
+from outcore.infer.requests import Request, Sampling
+from outcore.infer.schedule import ScheduleLimits, Scheduler
+from tests.flow.models import tiny_loaded
+
+
+class Words:
+    """A tokenizer whose tokens are words of one letter."""
+
+    def decode(self, tokens, skip_special_tokens=True):
+        return "".join(chr(0x4E00 + t) for t in tokens)
+
+
+def prompts_of(count: int = 5, seed: int = 0, vocab: int = 128) -> list[list[int]]:
+    """Prompts of ragged lengths, some with a part that repeats."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [3, 17, 1, 26, 9, 12, 5, 20]
+    found = [torch.randint(2, vocab, (lengths[i % 8],), generator=generator).tolist() for i in range(count)]
+    found[1] = found[1][:6] * 3
+    return found
+
+
+@torch.no_grad()
+def greedy_by_transformers(model, prompt: list[int], count: int) -> list[int]:
+    """What `generate` gives, without an end token."""
+    config = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
+    return model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :].tolist()
+
+
+class TinyEngine:
+    """An engine over `tiny_loaded(family)`; close it."""
+
+    def __init__(self, family: str, way="paged", *, limits=None, speculates=True, loaded=None, page_tokens=4, **fields):
+        self.loaded = loaded or tiny_loaded(family, **fields)
+        self.loaded.model.eval()
+        self._undo = ExitStack()
+        units = discover_units(self.loaded)
+        self.runner, self.cache = tiny_runner(self.loaded, units, way, self._undo, page_tokens=page_tokens)
+        self.scheduler = Scheduler(self.cache, limits or ScheduleLimits(8, 64, 16, 32))
+        speech = Speech(Words(), frozenset(), self.loaded.facts.vocab_size, 512)
+        self.engine = InferenceEngine(self.runner, self.scheduler, speech, speculates=speculates)
+
+    def greedy(self, prompts, count: int) -> list[list[int]]:
+        """Answers to all prompts at once."""
+        requests = [
+            Request(f"{os.getpid()}-{i}", tuple(p), Sampling(temperature=0, max_tokens=count))
+            for i, p in enumerate(prompts)
+        ]
+        found = {answer.request: answer for answer in self.engine.generate(requests)}
+        return [[chosen.token for chosen in found[r.name].tokens] for r in requests]
+
+    def close(self) -> None:
+        self.engine.close()
+        self._undo.close()

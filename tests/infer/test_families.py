@@ -1,0 +1,53 @@
+"""Greedy answers equal transformers' generate, token for token: ragged prompts, with and without guesses."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.flow.models import needs, tiny_loaded
+from tests.infer.models import TinyEngine, greedy_by_transformers, prompts_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PAGED = ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "gpt_neox", "mixtral", "qwen3_moe"]
+MORE_PAGED = ["qwen2", "phi", "granite", "cohere", "olmo2", "opt", "phi3", "stablelm", "deepseek_v3", "smollm3"]
+WHOLE = ["bloom", "qwen3_next"]
+MORE_WHOLE = ["falcon", "mamba", "bamba", "falcon_h1", "lfm2", "jamba", "recurrent_gemma"]
+
+
+def check(family: str, way: str) -> None:
+    loaded = tiny_loaded(family)
+    prompts, count = prompts_of(), 14
+    expected = [greedy_by_transformers(loaded.model.eval(), prompt, count) for prompt in prompts]
+    tiny = TinyEngine(family, way, loaded=loaded)
+    try:
+        assert tiny.greedy(prompts, count) == expected
+        if way == "paged":
+            assert tiny.engine.counts.drafted > 0
+            tiny.engine.speculates = False
+            tiny.cache.clear_prefixes()
+            assert tiny.greedy(prompts, count) == expected
+        assert all(used == 0 for used in tiny.cache.used_pages) or tiny.cache.index
+    finally:
+        tiny.close()
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=needs(name)) for name in PAGED])
+def test_in_shared_rows(family):
+    check(family, "paged")
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=needs(name)) for name in WHOLE])
+def test_with_the_models_own_cache(family):
+    check(family, "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [pytest.param(name, marks=needs(name)) for name in MORE_PAGED])
+def test_more_in_shared_rows(family):
+    check(family, "paged")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [pytest.param(name, marks=needs(name)) for name in MORE_WHOLE])
+def test_more_with_the_models_own_cache(family):
+    check(family, "whole")
