@@ -48,7 +48,8 @@ class TinyEngine:
         self._undo = ExitStack()
         units = discover_units(self.loaded)
         self.runner, self.cache = tiny_runner(self.loaded, units, way, self._undo, page_tokens=page_tokens)
-        self.scheduler = Scheduler(self.cache, limits or ScheduleLimits(8, 64, 16, 32))
+        default = ScheduleLimits(8, 64, 16, 32) if way == "paged" else ScheduleLimits(8, 64, 64, 0, whole_chunks=True)
+        self.scheduler = Scheduler(self.cache, limits or default)
         speech = Speech(Words(), frozenset(), self.loaded.facts.vocab_size, 512)
         self.engine = InferenceEngine(self.runner, self.scheduler, speech, speculates=speculates)
 

@@ -32,7 +32,7 @@ TOLERANCE = 2e-4
 """Largest difference of a logit, relative to the largest one, in fp32."""
 LENGTHS = (23, 9, 14)
 """Tokens of the tiny sequences: beyond the tiny copy's windows of 8."""
-CHUNKS = ((5, 1, 9, 8), (9,), (3, 3, 1, 1, 6))
+CHUNKS = {"paged": ((5, 1, 9, 8), (9,), (3, 3, 1, 1, 6)), "whole": ((20, 1, 1, 1), (9,), (12, 1, 1))}
 CPU = torch.device("cpu")
 
 
@@ -81,7 +81,7 @@ def _why_not(loaded: LoadedModel, way: Way) -> str:
     return "" if off <= TOLERANCE else f"a tiny copy gives other logits (off by {off:.0e} of the largest)"
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _run_in_chunks(tiny: LoadedModel, way: Way, texts: list[list[int]]) -> list[list[tuple[int, torch.Tensor]]]:
     """(place, logits there) at the end of every chunk of every text."""
     with ExitStack() as undo:
@@ -89,9 +89,9 @@ def _run_in_chunks(tiny: LoadedModel, way: Way, texts: list[list[int]]) -> list[
         runner, cache = tiny_runner(tiny, units, way, undo)
         running = [_sequence(number, text, cache) for number, text in enumerate(texts)]
         found: list[list[tuple[int, torch.Tensor]]] = [[] for _ in texts]
-        for step in range(max(len(chunks) for chunks in CHUNKS)):
+        for step in range(max(len(chunks) for chunks in CHUNKS[way])):
             works = []
-            for sequence, chunks in zip(running, CHUNKS, strict=True):
+            for sequence, chunks in zip(running, CHUNKS[way], strict=True):
                 if step < len(chunks):
                     start, count = sum(chunks[:step]), chunks[step]
                     assert sequence.pages is not None

@@ -2,7 +2,7 @@
 
 Recurrent states, convolutions and biases by position belong to one sequence and cannot be cut into pages. Weights still
 come once a pass for all sequences; each is a call of its own. A sequence's states are kept whole beside its pages,
-which only count: they hold nothing.
+which only count: they hold nothing. Prompts are not cut: many of these models begin anew with every chunk.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class WholeRunner:
         self._config = loaded.config
         names, takes_any = accepted_names(flow.units.parts.decoder)
         self._takes_positions = "position_ids" in names or takes_any
+        self._takes_mask = "attention_mask" in names
         self._cache_name = "cache_params" if "cache_params" in names else "past_key_values"
 
     def run(self, works: Sequence[Work]) -> Found:
@@ -51,6 +52,10 @@ class WholeRunner:
         if self._takes_positions:
             batch["position_ids"] = torch.arange(work.start, work.start + work.count, device=self.device)[None]
         inputs: dict[str, Any] = {self._cache_name: pages.states, "use_cache": True}
+        if self._takes_mask:  # some models count positions by it
+            inputs["attention_mask"] = torch.ones(
+                (1, work.start + work.count), dtype=torch.long, device=self.device
+            )
         return Call(batch, "logits" if work.is_last else "nothing", inputs=inputs)
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[TokenScore]]:

@@ -2,8 +2,7 @@
 
 Answers that are being written come first, one token each (and their guesses); what is left of the pass goes to prompts
 in chunks, in the order of priority and arrival. A sequence that finds no page waits, or takes those of the one that
-arrived last, which computes its tokens again later. `is_deterministic`: chunks end at fixed places, so that a sequence
-is cut alike whatever runs beside it.
+arrived last, which computes its tokens again later.
 """
 
 from __future__ import annotations
@@ -28,7 +27,10 @@ class ScheduleLimits:
     """Tokens of one call of a layer, and of one chunk of a prompt."""
     draft_tokens: int = 64
     """Guessed tokens of a pass, of all sequences together; 0: none are guessed."""
+    whole_chunks: bool = False
+    """Chunks end at multiples of `chunk_tokens`, never where a pass happens to be full."""
     is_deterministic: bool = False
+    """Nothing that is measured decides: guesses depend on their own text alone."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class Scheduler:
         used, start, end = 0, sequence.computed, len(sequence.tokens)
         while start < end and left > used:
             count = min(end - start, left - used, self.limits.chunk_tokens)
-            if self.limits.is_deterministic:
+            if self.limits.whole_chunks:
                 count = min(end - start, self.limits.chunk_tokens - start % self.limits.chunk_tokens)
                 if count > left - used and (used or works):
                     break  # only whole chunks; one always goes
