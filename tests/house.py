@@ -23,9 +23,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("flow",),
     ("states",),
-    ("engine.base", "engine.stream", "engine.deepspeed"),
+    ("engine.base", "engine.stream", "engine.deepspeed", "infer"),
     ("plan", "monitor"),
-    ("train", "performance"),
+    ("train", "performance", "serve"),
     ("cli",),
 )
 """From the ground up."""
@@ -33,7 +33,7 @@ ARROWS = frozenset({("engine.stream", "engine.base"), ("engine.deepspeed", "engi
 """(from, to) between rooms of one floor."""
 BESIDE = {"install": 3, "probe": 3}
 """Rooms beside the tower: they import from floors up to this one, and no room of the tower imports them."""
-DOORED = ("common", "config", "checkpoint", "data", "flow", "formats", "states", "sizing")
+DOORED = ("common", "config", "checkpoint", "data", "flow", "formats", "infer", "serve", "states", "sizing")
 """Rooms whose files are imported from outside through an `__init__` only."""
 
 

@@ -35,6 +35,7 @@ def prompts_of(count: int = 5, seed: int = 0, vocab: int = 128) -> list[list[int
 @torch.no_grad()
 def greedy_by_transformers(model, prompt: list[int], count: int) -> list[int]:
     """What `generate` gives, without an end token."""
+    model.generation_config.eos_token_id = None
     config = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
     return model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :].tolist()
 

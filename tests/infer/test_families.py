@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from outcore.flow import StreamUnsupported
+from outcore.infer.opening.check import way_of
 from tests.flow.models import needs, tiny_loaded
 from tests.infer.models import TinyEngine, greedy_by_transformers, prompts_of
 
@@ -11,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PAGED = ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "gpt_neox", "mixtral", "qwen3_moe"]
 MORE_PAGED = ["qwen2", "phi", "granite", "cohere", "olmo2", "opt", "phi3", "stablelm", "deepseek_v3", "smollm3"]
 WHOLE = ["bloom", "qwen3_next"]
-MORE_WHOLE = ["falcon", "mamba", "bamba", "falcon_h1", "lfm2", "jamba", "recurrent_gemma"]
+MORE_WHOLE = ["falcon", "falcon_h1", "lfm2"]
 
 
 def check(family: str, way: str) -> None:
@@ -39,6 +41,14 @@ def test_in_shared_rows(family):
 @pytest.mark.parametrize("family", [pytest.param(name, marks=needs(name)) for name in WHOLE])
 def test_with_the_models_own_cache(family):
     check(family, "whole")
+
+
+def test_how_a_model_runs_is_found_by_trying():
+    assert way_of(tiny_loaded("llama")) == ("paged", "")
+    way, why = way_of(tiny_loaded("bloom"))
+    assert (way == "whole" and "alibi" in why) or "attention" in why
+    with pytest.raises(StreamUnsupported, match="kept keys and values"):
+        way_of(tiny_loaded("mamba", attention="eager"))
 
 
 @pytest.mark.slow

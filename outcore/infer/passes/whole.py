@@ -53,9 +53,7 @@ class WholeRunner:
             batch["position_ids"] = torch.arange(work.start, work.start + work.count, device=self.device)[None]
         inputs: dict[str, Any] = {self._cache_name: pages.states, "use_cache": True}
         if self._takes_mask:  # some models count positions by it
-            inputs["attention_mask"] = torch.ones(
-                (1, work.start + work.count), dtype=torch.long, device=self.device
-            )
+            inputs["attention_mask"] = torch.ones((1, work.start + work.count), dtype=torch.long, device=self.device)
         return Call(batch, "logits" if work.is_last else "nothing", inputs=inputs)
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[TokenScore]]:
