@@ -66,3 +66,35 @@ class TinyEngine:
     def close(self) -> None:
         self.engine.close()
         self._undo.close()
+
+
+def save_tiny_model(folder, *, family: str = "llama", seed: int = 0, vocab: int = 320, positions: int = 512):
+    """A tiny model with a tokenizer and a chat template, as a folder that `from_pretrained` loads."""
+    import transformers
+
+    from outcore.data import train_byte_bpe
+    from outcore.model.facts import model_class_of
+
+    tokenizer = train_byte_bpe(["The quick brown fox jumps over the lazy dog. " * 40], vocab)
+    config = transformers.AutoConfig.for_model(
+        family,
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    model = model_class_of(config)._from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.eval(), tokenizer

@@ -1,0 +1,7 @@
+"""A model opened by name: found, tried, placed, its weights brought home."""
+
+from outcore.infer.opening.build import OpenedModel, open_engine, open_found
+from outcore.infer.opening.model import FoundModel, open_model
+from outcore.infer.opening.settings import InferSettings
+
+__all__ = ["FoundModel", "InferSettings", "OpenedModel", "open_engine", "open_found", "open_model"]

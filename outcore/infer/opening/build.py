@@ -1,0 +1,237 @@
+"""A model opened for answers: how sequences share a pass, where every byte lives, then weights, cache and engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from outcore.common.quantities import GIB
+from outcore.flow import Flow, Head, ModelParts, PartRunner, discover_units
+from outcore.flow.tiles import free_device_bytes
+from outcore.infer.attention import PagedAttention
+from outcore.infer.cache import CacheSettings, GroupPlan, KvCache, KvFormat, KvShape
+from outcore.infer.engine import InferenceEngine, Speech
+from outcore.infer.opening.check import Way, kv_of, use_attention, way_of
+from outcore.infer.opening.model import FoundModel, open_model
+from outcore.infer.opening.settings import InferSettings
+from outcore.infer.opening.weights import OpenedWeights, StagingSettings, open_weights
+from outcore.infer.passes import PagedRunner, PassRunner, RunnerLimits, WholeRunner
+from outcore.infer.schedule import ScheduleLimits, Scheduler
+from outcore.machine.host import available_ram_bytes
+from outcore.model.head import unwrap
+from outcore.sizing.inference import (
+    InferenceLimits,
+    InferenceNeeds,
+    KvSize,
+    PartSize,
+    Placement,
+    place_inference,
+)
+
+RAM_LEFT_BYTES = 2 * GIB
+"""RAM that stays free for everything else, unless told."""
+DRAFT_TOKENS = 64
+Shapes = Mapping[int | None, Mapping[int, KvShape]]
+"""window -> layer -> widths."""
+
+
+@dataclass
+class OpenedModel:
+    """A model that answers. Close it."""
+
+    engine: InferenceEngine
+    found: FoundModel
+    placement: Placement
+    way: Way
+    weights: OpenedWeights
+    device: torch.device
+    _undo: ExitStack
+
+    def close(self) -> None:
+        """Let model, memory and drives go."""
+        self.engine.close()
+        self._undo.close()
+
+
+def open_engine(
+    name: str, settings: InferSettings | None = None, progress: Callable[[str], None] = lambda line: None
+) -> OpenedModel:
+    """Open the model called `name`. ValueError (StreamUnsupported, DoesNotFit) or RuntimeError, in words."""
+    settings = settings or InferSettings()
+    device = device_of(settings)
+    settings.check_device(device.type)
+    found = open_model(
+        name,
+        precision=precision_of(settings, device),
+        adapter=settings.adapter,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    progress(f"model: {found.words}")
+    return open_found(found, settings, device, progress)
+
+
+def open_found(
+    found: FoundModel, settings: InferSettings, device: torch.device, progress: Callable[[str], None]
+) -> OpenedModel:
+    """Open a model that is found already."""
+    loaded = found.loaded
+    units = discover_units(loaded)
+    way, why = way_of(loaded)
+    if why:
+        progress(f"sequences run by themselves ({why})")
+    shapes = kv_of(loaded, units) if way == "paged" else {}
+    dtype = units.embed.layout.dtype
+    needs = needs_of(found, units, shapes, dtype, settings.kv_format)
+    placement = place_inference(needs, limits_of(found, settings, device, way), settings.preset)
+    for line in placement.lines():
+        progress(line)
+    with ExitStack() as undo:
+        _buffers_to(units, device)
+        staging = StagingSettings(
+            settings.nvme_path,
+            None if settings.pin_gib is None else int(settings.pin_gib * GIB),
+            num_buffers=settings.num_layer_buffers,
+        )
+        weights = open_weights(units, placement, device, staging, loaded.feed, undo)
+        runner = PartRunner(units)
+        flow = Flow(runner, Head(runner, vocab_size=loaded.facts.vocab_size), weights.arrival, device)
+        cache = cache_of(placement, needs, settings, dtype, way)
+        passes = _runner(found, flow, cache, placement, settings, way, device)
+        scheduler = Scheduler(cache, schedule_limits(placement, settings, way))
+        context = min(n for n in (found.max_context, placement.context_tokens) if n is not None)
+        speech = Speech(found.tokenizer, found.end_tokens, loaded.facts.vocab_size, context)
+        engine = InferenceEngine(passes, scheduler, speech, speculates=settings.draft_tokens != 0)
+        return OpenedModel(engine, found, placement, way, weights, device, undo.pop_all())
+
+
+def device_of(settings: InferSettings) -> torch.device:
+    """The device to run on. ValueError when it is not there."""
+    has_gpu = torch.cuda.is_available()
+    if settings.device == "auto":
+        return torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+    device = torch.device(settings.device)
+    if device.type == "cuda" and not has_gpu:
+        raise ValueError("device is cuda, but torch sees no GPU here. Use --device cpu, or see `python setup.py`.")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def precision_of(settings: InferSettings, device: torch.device) -> str:
+    """bf16 on a GPU; on a CPU fp32, which its matrix products are fastest in, unless told."""
+    if settings.precision != "auto":
+        return settings.precision
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
+def needs_of(
+    found: FoundModel, units: ModelParts, shapes: Shapes, dtype: torch.dtype, kv_format: KvFormat
+) -> InferenceNeeds:
+    """Bytes of the parts, and of a token's keys and values."""
+    layers = {part.index for part in units.layer_units}
+    parts = tuple(PartSize(part.name, part.layout.size_bytes, part.index in layers) for part in units.all)
+    by_window = tuple(
+        (window, sum(shape.token_bytes(dtype, kv_format) for shape in of_layers.values()))
+        for window, of_layers in shapes.items()
+    )
+    facts = found.loaded.facts
+    if not by_window:  # states of their own: no more than keys and values of every layer would be
+        by_window = ((None, 2 * facts.hidden_size * facts.num_layers * dtype.itemsize),)
+    return InferenceNeeds(parts, KvSize(by_window), facts.hidden_size, facts.vocab_size, dtype.itemsize)
+
+
+def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, way: Way) -> InferenceLimits:
+    """What the machine has to give."""
+    vram = free_device_bytes(device)
+    if vram is not None and settings.vram_gib is not None:
+        vram = min(vram, int(settings.vram_gib * GIB))
+    ram = available_ram_bytes() - RAM_LEFT_BYTES if settings.ram_gib is None else int(settings.ram_gib * GIB)
+    context = settings.context
+    if found.max_context is not None and context is not None and context > found.max_context:
+        raise ValueError(f"context is {context}, but the model knows {found.max_context} positions. Lower --context.")
+    kv_home = None if settings.kv_home == "auto" else settings.kv_home
+    if way == "whole" and vram is not None:
+        if kv_home == "ram":
+            raise ValueError("kv_home ram: this model keeps states of its own, which stay on the GPU. Leave it out.")
+        kv_home = "vram"
+    rule_context = context or found.max_context
+    return InferenceLimits(
+        vram,
+        max(0, ram),
+        bool(settings.nvme_path),
+        context if context is not None else (min(8192, rule_context) if rule_context else None),
+        settings.max_sequences,
+        settings.pass_tokens,
+        settings.chunk_tokens,
+        kv_home,
+        settings.kv_bytes,
+        settings.num_layer_buffers,
+    )
+
+
+def cache_of(
+    placement: Placement, needs: InferenceNeeds, settings: InferSettings, dtype: torch.dtype, way: Way
+) -> KvCache:
+    """Pages for as many tokens as the placement's bytes hold, the same for every group without a window."""
+    size, chunk = settings.page_tokens, placement.chunk_tokens
+    sequences = placement.max_sequences
+
+    def pages(tokens: int, window: int | None) -> int:
+        kept = tokens if window is None else min(tokens, sequences * (window + chunk + 2 * size))
+        return max(1, -(-kept // size))
+
+    def total_bytes(tokens: int) -> int:
+        return sum(pages(tokens, window) * size * of_token for window, of_token in needs.kv.bytes_by_window)
+
+    low, high = 1, max(2, placement.kv_bytes // max(1, min(b for _, b in needs.kv.bytes_by_window)))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if total_bytes(middle * size) <= placement.kv_bytes else (low, middle - 1)
+    most = sequences * (placement.context_tokens + size)
+    groups = tuple(GroupPlan(window, pages(min(low * size, most), window)) for window, _ in needs.kv.bytes_by_window)
+    shares = settings.share_prefixes and way == "paged"
+    return KvCache(CacheSettings(groups, size, dtype, settings.kv_format, shares))
+
+
+def schedule_limits(placement: Placement, settings: InferSettings, way: Way) -> ScheduleLimits:
+    """How passes are filled."""
+    drafts = DRAFT_TOKENS if settings.draft_tokens is None else settings.draft_tokens
+    if way == "whole":
+        context = placement.context_tokens
+        return ScheduleLimits(placement.max_sequences, context, context, 0, whole_chunks=True)
+    return ScheduleLimits(
+        placement.max_sequences,
+        placement.pass_tokens,
+        placement.chunk_tokens,
+        drafts,
+        whole_chunks=settings.deterministic,
+        is_deterministic=settings.deterministic,
+    )
+
+
+def _runner(
+    found: FoundModel,
+    flow: Flow,
+    cache: KvCache,
+    placement: Placement,
+    settings: InferSettings,
+    way: Way,
+    device: torch.device,
+) -> PassRunner:
+    limits = RunnerLimits(placement.chunk_tokens, is_deterministic=settings.deterministic)
+    if way == "whole":
+        return WholeRunner(flow, found.loaded, limits, device)
+    home = device if placement.kv_home == "vram" else torch.device("cpu")
+    attention = PagedAttention(cache, lambda layer: home, is_deterministic=settings.deterministic)
+    use_attention(found.loaded.model, attention.name)
+    flow.units.isolation = "position_ids"
+    return PagedRunner(flow, attention, limits, device)
+
+
+def _buffers_to(units: ModelParts, device: torch.device) -> None:
+    """Buffers (rotary frequencies and the like) stay on the device."""
+    for module in unwrap(units.parts.causal).modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

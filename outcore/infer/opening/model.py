@@ -1,0 +1,176 @@
+"""From what a user calls a model (a hub id, a folder, a run, a checkpoint, a LoRA adapter on its base) to one whose
+weights are about to come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, open_checkpoint
+from outcore.data import load_tokenizer
+from outcore.model.head import unwrap
+from outcore.model.names import checkpoint_name
+from outcore.model.settings import ModelSettings
+from outcore.model.source import max_positions
+from outcore.model.weights.load import LoadedModel, load_model
+
+ADAPTER, ADAPTER_WEIGHTS, EXPORT, MANIFEST = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "export",
+    "manifest.json",
+)
+RUNS = Path("final_model")
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<turn|>", "<|return|>")
+"""Tokens that end a turn of a chat; those that a model's own template names end its answers."""
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """A model without values yet, and how one speaks with it."""
+
+    loaded: LoadedModel
+    tokenizer: Any
+    words: str
+    end_tokens: frozenset[int]
+    max_context: int | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the parts of a model are."""
+
+    weights: str
+    """Hub id or folder with weights; '' for a checkpoint's."""
+    tokenizer: str
+    words: str
+    checkpoint: Path | None = None
+    adapter: Path | None = None
+
+
+class CheckpointWeights:
+    """The feed of a checkpoint's 16-bit weights, a layer at a time."""
+
+    def __init__(self, folder: Path, wanted: frozenset[str]) -> None:
+        self._reader = ShardReader(folder, "model")
+        missing = sorted(wanted - set(self._reader.names()))
+        if missing:
+            raise RuntimeError(f"{folder}: lacks {missing[0]}, so it holds no whole model.")
+        self._names = wanted
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self._names
+
+    def groups(self) -> Iterator[dict[str, torch.Tensor]]:
+        for name in self._reader.names():
+            if name in self._names:
+                yield {name: self._reader.read(name)}
+
+
+def find_place(name: str, adapter: str | None = None) -> Place:
+    """Where `name` is. ValueError when it is a folder that holds no model."""
+    path = Path(name).expanduser()
+    if not path.is_dir() and (RUNS / name).is_dir():
+        path = RUNS / name
+    if not path.is_dir():
+        place = Place(name, name, f"{name}")
+    elif (path / ADAPTER).is_file() and not (path / "config.json").is_file():
+        place = _adapter_place(path)
+    elif (path / MANIFEST).is_file() or list_checkpoints(path):
+        place = _checkpoint_place(path)
+    else:
+        place = Place(str(path), str(path), f"{path}")
+    if adapter is None:
+        return place
+    folder = Path(adapter).expanduser()
+    if place.adapter is not None or not (folder / ADAPTER).is_file():
+        why = "the model brings an adapter already" if place.adapter is not None else f"{folder} holds no {ADAPTER}"
+        raise ValueError(f"adapter {adapter!r}: {why}.")
+    return replace(place, adapter=folder, words=f"{place.words} with the adapter {folder}")
+
+
+def open_model(name: str, *, precision: str, adapter: str | None = None, trust_remote_code: bool = False) -> FoundModel:
+    """The model with stand-ins for weights and a feed of their values. ValueError or RuntimeError, in words."""
+    place = find_place(name, adapter)
+    common: dict[str, Any] = {"precision": precision, "trust_remote_code": trust_remote_code, "seq_length": 1}
+    if place.checkpoint is not None:
+        config = place.checkpoint / EXPORT / "config.json"
+        loaded = load_model(ModelSettings(config_file=str(config), **common), lazy=True)
+        wanted = frozenset(checkpoint_name(n) for n, _ in loaded.model.named_parameters())
+        loaded = replace(loaded, feed=CheckpointWeights(place.checkpoint, wanted), words=place.words)
+    else:
+        loaded = load_model(ModelSettings(model_name_or_path=place.weights, **common), lazy=True)
+    if place.adapter is not None:
+        loaded = replace(loaded, model=_with_adapter(loaded.model, place.adapter))
+    loaded.model.eval()
+    for parameter in loaded.model.parameters():
+        parameter.requires_grad_(False)
+    tokenizer = load_tokenizer(place.tokenizer, trust_remote_code)
+    return FoundModel(
+        loaded, tokenizer, place.words, end_tokens_of(loaded.model, tokenizer), max_positions(loaded.config)
+    )
+
+
+def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer, by the model's generation config, its tokenizer and its chat template."""
+    found: set[int] = set()
+    for holder in (getattr(unwrap(model), "generation_config", None), getattr(unwrap(model), "config", None)):
+        ids = getattr(holder, "eos_token_id", None)
+        found |= set(ids) if isinstance(ids, (list, tuple)) else {ids} if isinstance(ids, int) else set()
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    for text in TURN_ENDS:
+        if text in template:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            found |= set(ids) if len(ids) == 1 else set()
+    return frozenset(found)
+
+
+def _checkpoint_place(path: Path) -> Place:
+    found = path if (path / MANIFEST).is_file() else list_checkpoints(path)[-1]
+    try:
+        checkpoint = open_checkpoint(found).path
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+    files = checkpoint / EXPORT
+    if (files / ADAPTER).is_file():
+        raise ValueError(
+            f"{checkpoint} holds a LoRA adapter only. Export it (outcore export {checkpoint}) and name that folder."
+        )
+    if not (files / "config.json").is_file():
+        raise ValueError(
+            f"{checkpoint} holds no {EXPORT}/config.json, so its model is not known here: it is your own module, or "
+            "the checkpoint was made by an older version."
+        )
+    return Place("", str(files), f"checkpoint {checkpoint}", checkpoint)
+
+
+def _adapter_place(path: Path) -> Place:
+    base = json.loads((path / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{path / ADAPTER} names no base model. Name the base, and this folder with --adapter.")
+    has_tokenizer = (path / "tokenizer_config.json").is_file()
+    return Place(base, str(path) if has_tokenizer else base, f"{base} with the adapter {path}", None, path)
+
+
+def _with_adapter(model: Any, folder: Path) -> Any:
+    from peft import PeftModel
+
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}: adapters are read as safetensors only.")
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    try:
+        adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise ValueError(f"the adapter {folder} does not fit the model: {error}") from error
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(dtype)
+    return adapted

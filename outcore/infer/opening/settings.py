@@ -1,0 +1,95 @@
+"""What a user may say about how a model is run; the rest follows from the machine (`outcore.sizing.inference`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from outcore.common.quantities import GIB
+from outcore.sizing.inference import PRESETS
+
+Precision = Literal["auto", "bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True)
+class InferSettings:
+    """ValueError for what cannot work, and for what would do nothing."""
+
+    preset: str = "balanced"
+    device: str = "auto"
+    """auto: the GPU if there is one."""
+    precision: Precision = "auto"
+    """auto: bf16 on a GPU, fp32 on a CPU where the weights fit RAM twice over, else bf16."""
+    adapter: str | None = None
+    """Folder of a LoRA adapter to put beside the model's weights."""
+    context: int | None = None
+    """Tokens of prompt and answer together."""
+    max_sequences: int | None = None
+    """Answers written at the same time."""
+    pass_tokens: int | None = None
+    chunk_tokens: int | None = None
+    page_tokens: int = 64
+    kv_format: Literal["same", "int8"] = "same"
+    kv_home: Literal["auto", "vram", "ram"] = "auto"
+    kv_gib: float | None = None
+    vram_gib: float | None = None
+    """Device memory to stay within; None: what is free."""
+    ram_gib: float | None = None
+    """RAM for weights, keys and values; None: what is free, less 2 GiB."""
+    nvme_path: tuple[Path, ...] = ()
+    """Folders for weights that RAM does not hold."""
+    pin_gib: float | None = None
+    """Page-locked memory at most; None: as much as helps and the machine gives."""
+    num_layer_buffers: int = 3
+    """Layers on the device at a time, of those that travel."""
+    draft_tokens: int | None = None
+    """Guessed tokens of a pass; 0: none. None: 64."""
+    share_prefixes: bool = True
+    deterministic: bool = False
+    """The same text whatever else runs: fixed shapes, guesses by the text alone. Slower."""
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nvme_path", tuple(Path(path).expanduser() for path in self.nvme_path))
+        if self.preset not in PRESETS:
+            raise ValueError(f"preset is {self.preset!r}, but must be one of {', '.join(PRESETS)}.")
+        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith("cuda:"):
+            raise ValueError(f"device is {self.device!r}, but must be auto, cpu, cuda or cuda:N.")
+        if self.precision not in ("auto", "bf16", "fp16", "fp32"):
+            raise ValueError(f"precision is {self.precision!r}, but must be auto, bf16, fp16 or fp32.")
+        if self.kv_format not in ("same", "int8") or self.kv_home not in ("auto", "vram", "ram"):
+            raise ValueError("kv_format must be same or int8, kv_home auto, vram or ram.")
+        for name, least in (
+            ("context", 16),
+            ("max_sequences", 1),
+            ("pass_tokens", 16),
+            ("chunk_tokens", 16),
+            ("page_tokens", 1),
+            ("num_layer_buffers", 1),
+            ("draft_tokens", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ValueError(f"{name} is {value!r}, but must be a whole number of at least {least}.")
+        for name in ("kv_gib", "vram_gib", "ram_gib", "pin_gib"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value!r}, but must be above 0.")
+        if self.pass_tokens is not None and self.chunk_tokens is not None and self.chunk_tokens > self.pass_tokens:
+            raise ValueError(
+                f"chunk_tokens ({self.chunk_tokens}) is above pass_tokens ({self.pass_tokens}): a chunk is part of a "
+                "pass. Lower the one or raise the other."
+            )
+
+    def check_device(self, device_type: str) -> None:
+        """ValueError for what does nothing on this kind of device."""
+        if device_type == "cuda":
+            return
+        for name, idle in (("vram_gib", None), ("pin_gib", None), ("kv_home", "auto")):
+            if getattr(self, name) != idle:
+                raise ValueError(f"{name} does nothing on a CPU, where everything lives in RAM. Leave it out.")
+
+    @property
+    def kv_bytes(self) -> int | None:
+        return None if self.kv_gib is None else int(self.kv_gib * GIB)

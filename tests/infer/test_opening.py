@@ -1,0 +1,100 @@
+"""A model opened by name: wherever its weights live and however it is adapted, it says what the whole model says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outcore.infer import Request, Sampling
+from outcore.infer.opening import InferSettings, open_engine
+from outcore.infer.opening.model import find_place
+from outcore.sizing.inference import DoesNotFit
+from tests.infer.models import greedy_by_transformers, prompts_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPTS = prompts_of(4, vocab=280)
+
+
+def answers(name, count: int = 10, **settings) -> list[list[int]]:
+    opened = open_engine(str(name), InferSettings(**{"context": 128, "ram_gib": 1, **settings}))
+    try:
+        sampling = Sampling(temperature=0, max_tokens=count, ignore_eos=True)
+        requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
+        found = {answer.request: [c.token for c in answer.tokens] for answer in opened.engine.generate(requests)}
+        return [found[str(i)] for i in range(len(PROMPTS))]
+    finally:
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_folder):
+    _, model, _ = tiny_folder
+    return [greedy_by_transformers(model, prompt, 10) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("preset", ["balanced", "latency", "throughput"])
+def test_presets_say_the_same(tiny_folder, expected, preset):
+    assert answers(tiny_folder[0], preset=preset) == expected
+
+
+def test_deterministic_and_small_chunks(tiny_folder, expected):
+    assert answers(tiny_folder[0], deterministic=True, chunk_tokens=16, page_tokens=8) == expected
+    assert answers(tiny_folder[0], pass_tokens=16, chunk_tokens=16, max_sequences=2) == expected
+
+
+def test_weights_on_a_drive(tiny_folder, expected, tmp_path):
+    assert answers(tiny_folder[0], ram_gib=0.0006, kv_gib=0.0002, nvme_path=(tmp_path,), max_sequences=2) == expected
+
+
+def test_keys_and_values_in_8_bits_are_close(tiny_folder, expected):
+    found = answers(tiny_folder[0], kv_format="int8")
+    same = sum(a == b for mine, theirs in zip(found, expected) for a, b in zip(mine, theirs))
+    assert same >= 20  # of 40: a random model falls apart after the first difference
+
+
+def test_an_adapter_beside_its_base(tiny_folder, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_folder[0]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    torch.manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(0, 0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    wanted = [greedy_by_transformers(adapted.eval(), prompt, 10) for prompt in PROMPTS]
+    assert answers(tmp_path / "adapter") == wanted
+    assert answers(folder, adapter=str(tmp_path / "adapter")) == wanted
+
+
+def test_scores_are_the_models_own(tiny_folder):
+    folder, model, _ = tiny_folder
+    opened = open_engine(str(folder), InferSettings(context=128, ram_gib=1, chunk_tokens=32))
+    try:
+        scores = opened.engine.score(PROMPTS)
+    finally:
+        opened.close()
+    for prompt, found in zip(PROMPTS, scores):
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(input_ids=torch.tensor([prompt])).logits[0], -1)
+        wanted = [float(logprobs[i - 1, token]) for i, token in enumerate(prompt) if i]
+        assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_refused_with_numbers(tiny_folder, tmp_path):
+    folder = str(tiny_folder[0])
+    with pytest.raises(DoesNotFit, match="--nvme_path"):
+        open_engine(folder, InferSettings(ram_gib=0.0001, context=64))
+    with pytest.raises(ValueError, match="knows 512 positions"):
+        open_engine(folder, InferSettings(context=4096))
+    with pytest.raises(ValueError, match="does nothing on a CPU"):
+        open_engine(folder, InferSettings(device="cpu", kv_home="vram"))
+    with pytest.raises(ValueError, match="chunk_tokens"):
+        InferSettings(pass_tokens=32, chunk_tokens=64)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="names no base model"):
+        find_place(str(tmp_path))
+    with pytest.raises(ValueError, match="holds no adapter_config"):
+        find_place(folder, folder)
