@@ -68,7 +68,7 @@ class TinyEngine:
         self._undo.close()
 
 
-def save_tiny_model(folder, *, family: str = "llama", seed: int = 0, vocab: int = 320, positions: int = 512):
+def save_tiny_model(folder, *, family: str = "llama", seed: int = 0, vocab: int = 512, positions: int = 512):
     """A tiny model with a tokenizer and a chat template, as a folder that `from_pretrained` loads."""
     import transformers
 

@@ -15,9 +15,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = prompts_of(4, vocab=280)
 
 
-def answers(name, count: int = 10, **settings) -> list[list[int]]:
+def answers(name, count: int = 10, check=lambda opened: None, **settings) -> list[list[int]]:
     opened = open_engine(str(name), InferSettings(**{"context": 128, "ram_gib": 1, **settings}))
     try:
+        check(opened)
         sampling = Sampling(temperature=0, max_tokens=count, ignore_eos=True)
         requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
         found = {answer.request: [c.token for c in answer.tokens] for answer in opened.engine.generate(requests)}
@@ -43,7 +44,11 @@ def test_deterministic_and_small_chunks(tiny_folder, expected):
 
 
 def test_weights_on_a_drive(tiny_folder, expected, tmp_path):
-    assert answers(tiny_folder[0], ram_gib=0.0006, kv_gib=0.0002, nvme_path=(tmp_path,), max_sequences=2) == expected
+    def check(opened):
+        assert opened.placement.bytes_at("nvme") > 0 and opened.weights.homes.nvme_bytes > 0
+
+    small = {"ram_gib": 0.0006, "kv_gib": 0.0002, "max_sequences": 2}
+    assert answers(tiny_folder[0], check=check, nvme_path=(tmp_path,), **small) == expected
 
 
 def test_keys_and_values_in_8_bits_are_close(tiny_folder, expected):

@@ -98,7 +98,7 @@ def find_place(name: str, adapter: str | None = None) -> Place:
 def open_model(name: str, *, precision: str, adapter: str | None = None, trust_remote_code: bool = False) -> FoundModel:
     """The model with stand-ins for weights and a feed of their values. ValueError or RuntimeError, in words."""
     place = find_place(name, adapter)
-    common: dict[str, Any] = {"precision": precision, "trust_remote_code": trust_remote_code, "seq_length": 1}
+    common: dict[str, Any] = {"precision": precision, "trust_remote_code": trust_remote_code, "seq_length": 2}
     if place.checkpoint is not None:
         config = place.checkpoint / EXPORT / "config.json"
         loaded = load_model(ModelSettings(config_file=str(config), **common), lazy=True)
