@@ -26,10 +26,21 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine.base", "engine.stream", "engine.deepspeed", "infer"),
     ("plan", "monitor"),
     ("train", "performance", "serve"),
+    ("evaluate", "ui"),
     ("cli",),
 )
 """From the ground up."""
-ARROWS = frozenset({("engine.stream", "engine.base"), ("engine.deepspeed", "engine.base"), ("performance", "train")})
+ARROWS = frozenset(
+    {
+        ("model", "sizing"),
+        ("optim", "sizing"),
+        ("optim", "machine"),
+        ("engine.stream", "engine.base"),
+        ("engine.deepspeed", "engine.base"),
+        ("performance", "train"),
+        ("ui", "evaluate"),
+    }
+)
 """(from, to) between rooms of one floor."""
 BESIDE = {"install": 3, "probe": 3}
 """Rooms beside the tower: they import from floors up to this one, and no room of the tower imports them."""

@@ -15,7 +15,7 @@ from outcore.engine.deepspeed.config.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
-from outcore.plan.shape import ModelShape, shape_from_fields
+from outcore.sizing.shape import ModelShape, shape_from_fields
 from outcore.train.forecast import STAGE_NAMES, RunFigures, run_plan
 
 OLDER_RING = {"state_ring_slots": 24, "compress_on_nvme": False}

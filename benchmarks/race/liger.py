@@ -29,8 +29,7 @@ from race_common import config_of
 from torch import nn
 
 from outcore.engine.stream.backward.cross_entropy import CrossEntropy
-from outcore.flow.layers.head import EAGER_CHUNKS
-from outcore.model.loss import LOGITS_CHUNK_BYTES, auto_num_chunks
+from outcore.sizing.activations import EAGER_CHUNKS, LOGITS_CHUNK_BYTES, auto_num_chunks
 
 Run = Callable[[], torch.Tensor]
 """Forward and backward; returns the gradient of the input."""

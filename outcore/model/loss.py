@@ -23,20 +23,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from outcore.common.quantities import MIB
 from outcore.model.head import CausalParts, unwrap
 from outcore.model.head_gradient import HeadGradient, has_one_gradient
 from outcore.model.inputs import IGNORE, Batch, Isolation, forward_inputs, shifted_targets
 from outcore.model.loss_terms import USUAL_TERMS, LossTerms, aux_coefficient, mean_cross_entropy
+from outcore.sizing.activations import auto_num_chunks
 
 UserLoss = Callable[[nn.Module, Batch], Any]
 """loss(model, batch) -> mean over the micro-batch's unmasked tokens, or (sum, number of tokens)."""
 
 HeadLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """loss(logits, labels) -> loss of each token: logits [n, V] in fp32, labels [n] the tokens to be predicted there."""
-
-LOGITS_CHUNK_BYTES = 256 * MIB
-"""fp32 logits of one chunk; with their gradient and the 16-bit copies about three times as much is alive at once."""
 
 
 @dataclass
@@ -66,12 +63,6 @@ def _device_of(model: nn.Module) -> torch.device | None:
 def to_device(batch: Batch, device: torch.device | str | None) -> Batch:
     """The micro-batch on the device; tensors that are there already are not copied."""
     return {key: value.to(device, non_blocking=True) for key, value in batch.items()} if device is not None else batch
-
-
-def auto_num_chunks(num_tokens: int, vocab_size: int, chunk_bytes: int = LOGITS_CHUNK_BYTES) -> int:
-    """Chunks so that one chunk's fp32 logits stay within `chunk_bytes` (at least 16 tokens a chunk)."""
-    tokens_per_chunk = max(16, chunk_bytes // (4 * max(vocab_size, 1)))
-    return max(1, -(-num_tokens // tokens_per_chunk))
 
 
 def summed_loss(logits: torch.Tensor, targets: torch.Tensor, head_loss: HeadLoss | None = None) -> torch.Tensor:

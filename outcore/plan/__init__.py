@@ -11,13 +11,13 @@ times are forecasts.
 
 from __future__ import annotations
 
+from outcore.model.shape import preset_shape, resolve_shape
 from outcore.plan.choose import Answer, Change, choose, choose_or_change
 from outcore.plan.hardware import Hardware, Overrides, ProfileError, hardware_of
 from outcore.plan.profile import load_hardware
 from outcore.plan.record import Part, Plan, StepTime, TierUse
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import ModelShape, preset_shape
-from outcore.plan.shape_source import resolve_shape
+from outcore.sizing.shape import ModelShape
 
 __all__ = [
     "Answer",

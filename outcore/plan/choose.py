@@ -18,10 +18,11 @@ from outcore.plan.deepspeed.staged import Staged
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Plan
 from outcore.plan.request import STAGES, RunRequest
-from outcore.plan.shape import ModelShape
 from outcore.plan.stream.forecast import StreamLayout, plan_stream
 from outcore.plan.stream.memory import TILES
 from outcore.sizing.engine_rule import why_not_stream
+from outcore.sizing.shape import ModelShape
+from outcore.sizing.streaming import STAGING_BYTES
 
 MICRO_BATCHES = (8, 4, 2, 1)
 NO_REASON_TO_SPILL = 1.05
@@ -134,7 +135,7 @@ def smaller_micro_batches(rows: int) -> Iterator[tuple[int, int]]:
 
 def _smaller_models(shape: ModelShape) -> Iterator[tuple[str, ModelShape]]:
     from outcore.model.presets import PRESETS
-    from outcore.plan.shape_source import preset_on_targets
+    from outcore.model.shape import preset_on_targets
 
     known = sorted(PRESETS.values(), key=lambda preset: -preset.num_parameters)
     for preset in known:
@@ -193,7 +194,7 @@ def _staged(stage: str, optimizer: str, request: RunRequest, hardware: Hardware)
     """How the run moves what is offloaded: whole to the drive, or within a budget that leaves no RAM idle."""
     if STAGE_NUMBER[stage] < 3 or optimizer == "none":
         return [None]
-    staging = request.staging_bytes or k.DEFAULT_STAGING_BYTES
+    staging = request.staging_bytes or STAGING_BYTES
     whole = Staged(request.format, staging_bytes=staging)
     if stage != "infinity":
         return [whole]

@@ -17,31 +17,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from outcore.common.quantities import GB, GIB, MIB
+from outcore.common.quantities import GIB, MIB
 
 # --- bytes per parameter
 
-BYTES_16BIT = 2
-STATE_FORMATS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {
-        "fp32": (4, 8),
-        "split": (2, 8),
-        "fp32_m8": (4, 2 + 8 / 256),
-        "split8": (2, 2 + 8 / 256),
-        "fp24_m8": (1, 2 + 8 / 256),
-    }
-)
-"""Format of the CPU optimizer -> bytes per parameter of (master, moments); outcore/optim/formats/state_format.py. A
-split master is a 16-bit residual beside the bf16 parameter (lossless), one of 24 bits an 8-bit one; 8-bit moments carry
-two fp32 scales per 256 parameters."""
-COMPRESSED_MOMENTS = 2 * 3.5 + 8 / 256
-"""Bytes of fp32 moments on a drive, without loss (outcore/optim/formats/compressed.py). What does not fit into that is
-next to nothing: 0.001 bytes per parameter and transfer for random gradients, measured. The CPU's rate is not counted:
-two cores update three times what a drive of 7 GB/s brings and takes."""
-COMPRESSION_ROOM = 1
-"""Bytes per parameter kept free for it on the drive, and twice in a slot of the ring."""
-SPLIT_FORMATS = ("split", "split8", "fp24_m8")
-"""Formats whose master is whole only together with the bf16 parameter."""
 CHECKPOINT_STATE_BYTES = 12
 """Beside the weight in the run's precision: exact fp32 master 4, fp32 moments 8. Checkpoints are engine-neutral
 whatever the format of the states."""
@@ -75,24 +54,6 @@ CPU_RAM_OVERHEAD_BYTES = int(0.5 * GIB)
 """The same without a GPU's libraries. Measured on two cores: 0.83 GB resident, 0.3 of them of a tiny model."""
 PAGE_CACHE_RESERVE_BYTES = 2 * GIB
 """Left to data files and to checkpoints being written back; with it a laptop of 64 GB gives a run 56 GiB."""
-STATE_RING_BYTES = GIB
-"""RAM through which states on NVMe flow (outcore/engine/stream/settings.py)."""
-STATE_RING_SLOTS, CHUNK_NUMEL = 64, 1 << 22
-"""Its slots at most, and the parameters whose states are one slot (outcore/states/homes.py)."""
-WEIGHT_READ_AHEAD_BYTES = 512 * MIB
-"""Pinned slots through which parameters on NVMe are read ahead (outcore/engine/stream/settings.py)."""
-LANE_BYTES = 2 * 4 * 16 * MIB
-"""Slots of the streaming engine's two lanes (outcore/engine/stream/settings.py); the rest of the staging pool holds
-homes of parameters and gradients as far as it reaches."""
-DEFAULT_STAGING_BYTES = 8 * GIB
-"""outcore.staging_bytes of deepspeed_config.json."""
-STAY_LAYERS = 2
-"""The last layers' activation checkpoints stay on the GPU (outcore/engine/stream/activations/memory.py)."""
-LAYER_BUFFERS = 3
-"""Layers on the GPU at a time (outcore/engine/stream/settings.py)."""
-GRAPH_LONG_S, GRAPH_FREE_SHARE = 5e-3, 0.4
-"""Layers that compute longer are not captured as CUDA graphs, nor is anything with less of the device free
-(outcore/flow/layers/graphs.py)."""
 GRAPH_POOL, GRAPH_TENSORS = 1.0, 5
 """What the graphs of layers keep: their common pool, in activations of one compiled layer, and tensors of a
 micro-batch's hidden states. Fitted to the allocator's peak in nine runs of 0.1 to 2.9 B parameters on an H200 (S):
@@ -112,22 +73,6 @@ DEFAULT_MICRO_BATCH = 2
 DEFAULT_GLOBAL_BATCH = 8
 """Sequences per step and GPU: deepspeed_config.json's micro-batch 2 x accumulation 4."""
 DEFAULT_SEQ_LENGTH = 1024
-LOGITS_CHUNK_BYTES = 256 * MIB
-"""fp32 logits of one chunk (outcore/model/loss.py)."""
-LOGITS_ALIVE = 3.0
-"""Chunks' worth alive at once where autograd computes the loss: the fp32 log-softmax that it keeps, the gradient of the
-loss with respect to it and the one with respect to the logits (outcore/model/loss.py: of one chunk at a time)."""
-TILED_LOGITS_ALIVE = 4.0
-"""The same where the streaming engine computes the head in tiles. A planning figure."""
-EVAL_LOGITS_ALIVE, EVAL_GROUP = 2.5 / 4, 8
-"""The same in an evaluation of the streaming engine: 16-bit logits, fp32 copy, its log-softmax of chunks a quarter as
-large (outcore/flow/layers/head.py); micro-batches at a time."""
-EAGER_LOSS_ALIVE, EAGER_CHUNKS = 1.5, 2
-"""In the streaming engine's head, which computes loss and gradient at once: beside the logits of the chunk, in fp32
-logits, without a compiler, and how many times smaller chunks are then (outcore/flow/layers/head.py). Compiled: the
-gradient, in the logits' type (outcore/engine/stream/backward/cross_entropy.py)."""
-COMPILED_ACTIVATIONS = 0.6
-"""What a compiled layer's backward holds of what autograd keeps of an eager one. A planning figure."""
 ATTENTION_BACKWARD = 2.5
 """Times attention's forward: five matrix products for two, as flash-attention's own benchmark counts."""
 ATTENTION_SHARE, MASKED_ATTENTION_SHARE = 0.46, 0.26
@@ -223,24 +168,10 @@ DEEPSPEED_STAGED_OVERHEAD_BYTES = int(2.6 * GIB)
 2.6-3.0 GB in three runs (R), 2.7-2.9 (S), 2.6-2.8 (T). The engine itself leaves 3 GiB of a budget for them."""
 DEEPSPEED_DRIVE_SHARE = 0.67
 """Of the mixed drive rate. Measured: 32 B per parameter in 14 s of optimizer phase, 2.8 of about 4.1 GB/s."""
-DEEPSPEED_RAM_BYTES_PER_PARAM = 24
-"""With everything in RAM, above DEEPSPEED_RAM_OVERHEAD_BYTES (16 would do). Measured, resident: 32.6 GB at 1.21 B
-parameters, 71 GB at 2.83 B, and 33.8-34.1 GB with llama-1b (benchmarks/results/engines-h200-1gpu.json): the line gives
-32.9, 71.8 and 33.6 GB."""
-DEEPSPEED_RAM_OVERHEAD_BYTES = int(3.9 * GB)
-MAX_IN_CPU_BYTES = GB
-"""Parameters that --max_in_cpu_gb keeps in RAM where they may go to the drive: its default."""
-DEEPSPEED_NVME_RAM_BYTES_PER_PARAM = 6
-"""RAM with the optimizer (or all) on NVMe, swap buffers not counted: 16-bit parameters and gradients and a copy of the
-gradients while they are written. llama-1b, measured with everything on NVMe: 20.6 GB resident."""
-DEEPSPEED_BUCKET_NUMEL = 50_000_000
-DEEPSPEED_LIVE_NUMEL = 500_000_000
-"""Sizes that outcore/engine/deepspeed/config/zero_section.py chooses."""
 DEEPSPEED_NORM_NUMEL = 250_000_000
 """Elements of an offloaded gradient that DeepSpeed's own offload has in fp64 at a time, on the GPU, for its norm
 (`_constant_buffered_norm2` in runtime/zero/stage3.py). llama-1b with micro-batches of 4 and 8 rows of 1,024, measured:
 3.747 and 3.744 GB of tensors, which is these 2 GB, three times its tied embedding, and a bucket, to 2 %."""
-DEEPSPEED_SWAP_BUDGET_BYTES = 8 * GIB
 DEEPSPEED_OPTIMIZER_BUFFERS = (12, 8, 4)
 DEEPSPEED_PARAM_BUFFERS = 6
 """outcore/sizing/swapping.py: 4 buffers of the largest weight per sub-group in use; parameters' buffers."""

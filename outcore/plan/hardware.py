@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.machine import Drive, LinkRates, Machine, pcie_gb_per_s
 from outcore.plan import constants as k
+from outcore.sizing.states import STATE_FORMATS
 
 LINKS = (
     "h2d_gb_per_s",
@@ -74,10 +75,10 @@ class Hardware:
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}, but a rate must be above 0. Measure it again: gds_optimizer.py")
         for name, value in self.optimizer_gparams_per_s.items():
-            if name not in k.STATE_FORMATS or not value > 0:
+            if name not in STATE_FORMATS or not value > 0:
                 raise ValueError(
                     f"optimizer_gparams_per_s has {name!r}: {value}, but it gives rates above 0 for the formats "
-                    f"{', '.join(k.STATE_FORMATS)}. Measure it again: gds_optimizer.py"
+                    f"{', '.join(STATE_FORMATS)}. Measure it again: gds_optimizer.py"
                 )
 
     def drive_s(self, read_bytes: float, written_bytes: float) -> float:

@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 
 from outcore.common.quantities import GIB
+from outcore.model.shape import resolve_shape
 from outcore.plan.answer.advice import advise
 from outcore.plan.choose import choose_or_change
 from outcore.plan.hardware import Overrides
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import ENGINES, PRECISIONS, STAGES, RunRequest
-from outcore.plan.shape_source import resolve_shape
 
 STAGE_WORDS = {"0": "none", "1": "zero1", "2": "zero2", "3": "zero3"}
 SHORT_NAMES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outcore.plan import constants as k
+from outcore.sizing.states import SPLIT_FORMATS, STATE_FORMATS
 
 STAGES = ("none", "zero1", "zero2", "zero3", "infinity")
 ENGINES = ("auto", "stream", "deepspeed")
@@ -47,8 +47,8 @@ class RunRequest:
         if self.zero_stage is not None:
             _one_of("zero_stage", self.zero_stage, STAGES)
         if self.state_format is not None:
-            _one_of("state_format", self.state_format, tuple(k.STATE_FORMATS))
-            if self.state_format in k.SPLIT_FORMATS and self.precision != "bf16":
+            _one_of("state_format", self.state_format, tuple(STATE_FORMATS))
+            if self.state_format in SPLIT_FORMATS and self.precision != "bf16":
                 raise ValueError(
                     f"state_format {self.state_format} splits the fp32 master into a bf16 parameter and a residual, so "
                     f"it cannot go with precision {self.precision}. Use fp32 or fp32_m8."
@@ -64,7 +64,7 @@ class RunRequest:
     @property
     def element_bytes(self) -> int:
         """Bytes of a weight or activation as it is computed with."""
-        return 4 if self.precision == "fp32" else k.BYTES_16BIT
+        return 4 if self.precision == "fp32" else 2
 
     @property
     def clips(self) -> bool:

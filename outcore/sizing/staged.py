@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outcore.common.quantities import GIB, MIB, round_up
-from outcore.engine.deepspeed.config.settings import Device
+from outcore.sizing.deepspeed import Device
 
 RAM_OVERHEAD_BYTES = 3 * GIB
 """Python, torch, CUDA and DeepSpeed themselves, per rank."""

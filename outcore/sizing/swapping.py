@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outcore.common.quantities import GIB, round_up
-from outcore.engine.deepspeed.config.settings import ELEMENT_BYTES, MIN_AIO_BYTES, ModelFacts, Precision
+from outcore.common.quantities import round_up
+from outcore.sizing.deepspeed import ELEMENT_BYTES, MIN_AIO_BYTES, Precision
 
 SUB_GROUP_NUMEL = 100_000_000
 """Optimizer tile in RAM: 400 MB of fp32 per state."""
@@ -34,8 +34,46 @@ ALIGNED_BYTES = 1024
 PARAM_BUFFERS_BASE = 4
 """Beside what one module reads at once: one weight read ahead, a tied one, one whose release autograd delays, one
 spare."""
-DEFAULT_SWAP_BUDGET_BYTES = 8 * GIB
-"""Locked RAM the optimizer's swap buffers may take per host before pipelining is given up (outcore.staging_bytes)."""
+
+
+@dataclass(frozen=True)
+class WeightCounts:
+    """What the sizes of swap buffers follow from in a model. All counts are of the whole model, not of one rank."""
+
+    total_params: int
+    """Parameters, trainable or not; tied ones once."""
+    largest_weight_numel: int
+    """Elements of the largest single parameter tensor (usually the embedding)."""
+    num_tensors: int = 0
+    """Number of parameter tensors; 0 if unknown."""
+    hidden_size: int | None = None
+    """Width of the model."""
+    trainable_params: int | None = None
+    """Trainable parameters. None: all of them."""
+    max_tensors_per_module: int = 2
+    """Most parameters of at least 1 MiB that one module owns directly, or a ZeRO-3 leaf module (mixture-of-experts
+    block) owns in all: DeepSpeed reads that many at once, each into a swap buffer of its own."""
+    tied_numels: tuple[int, ...] = ()
+    """Elements of each weight that is made and then tied away: ZeRO-3 gives it a share of its own until then."""
+
+    def __post_init__(self) -> None:
+        check_positive_int("total_params", self.total_params)
+        check_positive_int("largest_weight_numel", self.largest_weight_numel)
+        check_positive_int("max_tensors_per_module", self.max_tensors_per_module)
+        if self.largest_weight_numel > self.total_params:
+            raise ValueError(
+                f"largest_weight_numel {self.largest_weight_numel} exceeds total_params {self.total_params}"
+            )
+        if self.trainable_params is not None and not 0 < self.trainable_params <= self.total_params:
+            raise ValueError(
+                f"trainable_params must be between 1 and total_params ({self.total_params}), "
+                f"got {self.trainable_params}: a model without trainable parameters cannot be trained."
+            )
+
+    @property
+    def trainable(self) -> int:
+        """Number of trainable parameters."""
+        return self.total_params if self.trainable_params is None else self.trainable_params
 
 
 @dataclass(frozen=True)
@@ -60,7 +98,7 @@ def partition_numel(numel: int, world_size: int) -> int:
 
 
 def size_optimizer_buffers(
-    model: ModelFacts, world_size: int, local_ranks: int, intra_op_parallelism: int, budget_bytes: int
+    model: WeightCounts, world_size: int, local_ranks: int, intra_op_parallelism: int, budget_bytes: int
 ) -> OptimizerBuffers:
     """Pipelined both ways when that fits the budget of the host, else read ahead only, else not at all."""
     share_numel = round_up(
@@ -74,13 +112,13 @@ def size_optimizer_buffers(
     raise AssertionError("the last choice always applies")
 
 
-def param_buffer_numel(model: ModelFacts, world_size: int, precision: Precision, intra_op_parallelism: int) -> int:
+def param_buffer_numel(model: WeightCounts, world_size: int, precision: Precision, intra_op_parallelism: int) -> int:
     """Elements one parameter swap buffer needs: the largest share, aligned as DeepSpeed aligns it."""
     alignment_numel = ALIGNED_BYTES * intra_op_parallelism // ELEMENT_BYTES[precision]
     return round_up(partition_numel(model.largest_weight_numel, world_size), alignment_numel)
 
 
-def min_param_buffers(model: ModelFacts) -> int:
+def min_param_buffers(model: WeightCounts) -> int:
     """Fewest parameter buffers that cannot run out under the settings in this module's docstring."""
     return model.max_tensors_per_module + PARAM_BUFFERS_BASE
 
@@ -92,7 +130,7 @@ def persistence_cap_numel(precision: Precision, world_size: int, block_size: int
 
 
 def nvme_bytes(
-    model: ModelFacts,
+    model: WeightCounts,
     precision: Precision,
     optimizer: bool,
     params: bool,
@@ -109,3 +147,9 @@ def nvme_bytes(
     if params:
         total += (model.total_params + sum(model.tied_numels)) * ELEMENT_BYTES[precision]
     return total
+
+
+def check_positive_int(name: str, value: object) -> None:
+    """ValueError, with the name under which the user gave it."""
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"{name} must be a whole number above 0, got {value!r}.")

@@ -28,9 +28,6 @@ from outcore.states.placement import GradPlace, StateChunk
 from outcore.states.window import StateWindow
 from outcore.storage import TensorStore
 
-CHUNK_NUMEL = 1 << 22
-"""Parameters per chunk of states: 48 MiB of fp32 states, large enough for a drive, many to a layer."""
-
 
 @dataclass
 class PartHome:

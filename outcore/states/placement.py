@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from outcore.engine.base import EngineError
+from outcore.common.errors import EngineError
 from outcore.flow.parts import ALIGN_NUMEL, Part
 from outcore.optim import StateFormat
 from outcore.optim.formats.compressed import Tail, tail_of

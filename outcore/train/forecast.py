@@ -18,6 +18,7 @@ from outcore.engine.deepspeed.config.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
 from outcore.machine import Machine, detect_machine
 from outcore.model.settings import ModelSettings
+from outcore.model.shape import on_targets, shape_from_config
 from outcore.model.source import resolve_source
 from outcore.plan import (
     Answer,
@@ -30,7 +31,6 @@ from outcore.plan import (
     choose_or_change,
     load_hardware,
 )
-from outcore.plan import constants as k
 from outcore.plan.answer.advice import advise
 from outcore.plan.answer.show import show
 from outcore.plan.choose import best_stage, best_stream, stream_refusal
@@ -39,8 +39,9 @@ from outcore.plan.deepspeed.staged import Staged
 from outcore.plan.hardware import LINKS
 from outcore.plan.profile import MEASURED_PROFILE
 from outcore.plan.request import STAGES
-from outcore.plan.shape_source import on_targets, shape_from_config
 from outcore.plan.stream.forecast import Residency, StreamLayout, plan_stream
+from outcore.sizing.deepspeed import MAX_IN_CPU_BYTES
+from outcore.sizing.streaming import STAGING_BYTES
 from outcore.train.engine_build import Decided
 
 CHECKPOINT_HOMES = {"device": "vram", "ram": "ram", "nvme": "nvme"}
@@ -59,9 +60,9 @@ class RunFigures:
     activation_checkpointing: bool
     save_total_limit: int
     """Checkpoints kept on the drive of offloaded states; 0: none are written there."""
-    staging_bytes: int = k.DEFAULT_STAGING_BYTES
+    staging_bytes: int = STAGING_BYTES
     """Of DeepSpeed's staged offload, all ranks of the host."""
-    max_in_ram_bytes: int = k.MAX_IN_CPU_BYTES
+    max_in_ram_bytes: int = MAX_IN_CPU_BYTES
     """Parameters per rank that staged offload keeps in RAM though they may go to the drive."""
     packed_attention: str = "auto"
     """Of DeepSpeed's engine: 'auto' | 'masks'."""
@@ -77,7 +78,7 @@ class RunFigures:
             max_grad_norm=float(built.get("gradient_clipping") or 0.0),
             activation_checkpointing=settings.gradient_checkpointing,
             save_total_limit=save_total_limit,
-            staging_bytes=int(built.get("outcore", {}).get("staging_bytes", k.DEFAULT_STAGING_BYTES)),
+            staging_bytes=int(built.get("outcore", {}).get("staging_bytes", STAGING_BYTES)),
             max_in_ram_bytes=_max_in_ram_bytes(built, settings.precision),
             packed_attention="auto" if settings.attn_implementation == "auto" else "masks",
         )
@@ -85,7 +86,7 @@ class RunFigures:
 
 def _max_in_ram_bytes(built: Mapping[str, Any], precision: str) -> int:
     block = built.get("zero_optimization", {}).get("offload_param") or {}
-    return int(block.get("max_in_cpu", 0)) * (4 if precision == "fp32" else k.BYTES_16BIT)
+    return int(block.get("max_in_cpu", 0)) * (4 if precision == "fp32" else 2)
 
 
 def run_hardware(

@@ -18,7 +18,6 @@ from outcore.checkpoint.folders import SPACE_MARGIN_BYTES, Checkpoint, check_sam
 from outcore.config import TrainConfig
 from outcore.data import BatchStream, EvalStream, PreparedData
 from outcore.engine.base import Engine
-from outcore.engine.deepspeed.config.settings import ELEMENT_BYTES
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.trace_window import TracePlan
 from outcore.monitor import MetricsLog, Progress, Sampler
@@ -28,6 +27,7 @@ from outcore.monitor.sensors.block_device import nearest_existing
 from outcore.monitor.watches.memory import MemoryWatch
 from outcore.monitor.watches.run_warnings import RunWarnings
 from outcore.monitor.watches.space import SpaceWatch
+from outcore.sizing.deepspeed import ELEMENT_BYTES
 from outcore.train.configure.engine_choice import check_trace
 from outcore.train.configure.rooms import Hardware, lora_alpha
 from outcore.train.configure.schedule import LrSchedule

@@ -13,8 +13,8 @@ import pytest
 from outcore.common.quantities import GIB, MIB
 from outcore.engine.deepspeed.config.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
+from outcore.model.shape import preset_shape
 from outcore.plan import constants as k
-from outcore.plan.shape import preset_shape
 from outcore.train.forecast import Forecast, RunFigures, run_plan
 from tests.plan.fakes import server
 

@@ -140,7 +140,7 @@ def test_compiled_layers_take_borders_and_compile_once_for_all_of_them(
         return CompiledLayers(*args, backend=counting, graphs=CpuGraphs(CPU) if graphed else None, **more)
 
     monkeypatch.setattr(blueprint, "CompiledLayers", compiled_layers)
-    monkeypatch.setattr(graphs, "LONG_S", 60.0)  # however busy the machine is
+    monkeypatch.setattr(graphs, "GRAPH_LONG_S", 60.0)  # however busy the machine is
     losses = {}
     with imitated() as calls:
         for way in ("auto", "masks"):

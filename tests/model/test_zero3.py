@@ -82,7 +82,7 @@ def child(folder: str) -> None:
     import torch
     from deepspeed.utils import safe_get_full_grad
 
-    from outcore.engine.deepspeed.shared_memory import remove_own_buffer
+    from outcore.common.shared_memory import remove_own_buffer
     from outcore.model.generate import generate_tokens
     from outcore.model.settings import LoraSettings, ModelSettings
     from outcore.model.weights.load import load_model

@@ -8,7 +8,7 @@ from typing import Any
 from outcore.common.quantities import GIB
 from outcore.machine import Drive, Gpu, LinkRates, Machine
 from outcore.plan.hardware import Hardware
-from outcore.plan.shape import ModelShape, shape_from_fields
+from outcore.sizing.shape import ModelShape, shape_from_fields
 
 TB = 10**12
 

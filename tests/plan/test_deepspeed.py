@@ -6,17 +6,17 @@ import dataclasses
 
 import pytest
 
-from outcore.engine.deepspeed.config.settings import ModelFacts
 from outcore.engine.deepspeed.infinity import nvme_space_parts_gb
+from outcore.model.shape import preset_shape
 from outcore.plan import constants as k
 from outcore.plan.deepspeed.forecast import OFFLOADS, DeepSpeedLayout, plan_deepspeed
 from outcore.plan.deepspeed.staged import Staged
 from outcore.plan.nvme_space import space_parts_gb
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import preset_shape
-from outcore.plan.work import layer_activation_bytes, layer_backward_bytes
-from outcore.sizing.swapping import nvme_bytes, size_optimizer_buffers
+from outcore.sizing.activations import layer_activation_bytes, layer_backward_bytes
+from outcore.sizing.streaming import STAGING_BYTES
+from outcore.sizing.swapping import WeightCounts, nvme_bytes, size_optimizer_buffers
 from tests.plan.fakes import prototype_shape, server
 
 LAPTOP = load_hardware("rtx4070-laptop")
@@ -137,7 +137,7 @@ def test_gradients_alive_where_a_layers_backward_is_the_peak():
     dense, sparse = preset_shape("llama-8b"), preset_shape("qwen3-30b-a3b")
     for shape, alive in ((dense, 4096 * 14336), (sparse, sparse.layer_params[0])):  # one weight's; all experts'
         p = plan_deepspeed(shape, RunRequest(), server(), 16384, layout)
-        activations = layer_backward_bytes(shape, RunRequest(), 16384, 8 * 16384)
+        activations = layer_backward_bytes(shape, RunRequest().element_bytes, 16384, 8 * 16384)
         assert p.part_bytes("vram", "activations of the largest unit") == activations
         assert p.part_bytes("vram", "gradients before they are summed") == 2 * alive
         adapters = plan_deepspeed(shape.with_lora(8), RunRequest(), server(), 16384, layout)
@@ -213,11 +213,11 @@ def test_drive_traffic_by_hand():
 
 def test_agrees_with_the_configuration_builder():
     shape = preset_shape("llama-3b")
-    facts = ModelFacts(shape.total_params, shape.largest_weight_numel)
+    facts = WeightCounts(shape.total_params, shape.largest_weight_numel)
     p = plan_deepspeed(shape, RunRequest(), LAPTOP, 1024, DeepSpeedLayout("infinity", "nvme", "nvme", 2, 4))
     states = p.used_bytes("nvme") - p.part_bytes("nvme", "checkpoints")
     assert states == nvme_bytes(facts, "bf16", True, True)
-    buffers = size_optimizer_buffers(facts, 1, 1, 1, k.DEEPSPEED_SWAP_BUDGET_BYTES)
+    buffers = size_optimizer_buffers(facts, 1, 1, 1, STAGING_BYTES)
     assert p.part_bytes("pinned", "optimizer swap buffers") == pytest.approx(buffers.locked_bytes, rel=0.001)
     for chosen in ((True, True, True), (False, True, False), (True, False, True)):
         ours = space_parts_gb(10**9, chosen[0], chosen[1], chosen[2])
@@ -238,7 +238,7 @@ def test_without_activation_checkpointing_every_layer_is_kept():
     shape = preset_shape("llama-1b")
     kept = plan_deepspeed(shape, RunRequest(activation_checkpointing=False), server(), 1024, layout)
     recomputed = plan_deepspeed(shape, RunRequest(), server(), 1024, layout)
-    of_all = 16 * layer_activation_bytes(shape, RunRequest(), 1024, 1024)
+    of_all = 16 * layer_activation_bytes(shape, RunRequest().element_bytes, 1024, 1024)
     assert kept.part_bytes("vram", "activations of the largest unit") == of_all
     assert recomputed.part_bytes("vram", "activations of the largest unit") == 0  # the head's logits are more
     assert kept.time.compute_s < recomputed.time.compute_s

@@ -10,12 +10,12 @@ import pytest
 
 from outcore.common.quantities import GIB
 from outcore.machine import Drive, Gpu, LinkRates, Machine
+from outcore.model.shape import preset_shape
 from outcore.plan import constants as k
 from outcore.plan.choose import choose
 from outcore.plan.hardware import Overrides, ProfileError, hardware_of, planning_drive, tflops_of
 from outcore.plan.profile import differs, load_hardware
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import preset_shape
 from tests.plan.fakes import TB, machine, server
 
 

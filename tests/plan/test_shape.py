@@ -11,18 +11,18 @@ from outcore.flow.layers import draws_random_numbers
 from outcore.flow.parts import discover_units
 from outcore.model.presets import PRESETS, preset_config
 from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.model.shape import preset_shape, resolve_shape, shape_from_config
 from outcore.plan.choose import mild_changes
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import preset_shape, shape_from_fields
-from outcore.plan.shape_source import resolve_shape, shape_from_config
-from outcore.plan.work import (
+from outcore.plan.work import step_flops
+from outcore.sizing.activations import (
     checkpoint_bytes,
     layer_activation_bytes,
     layer_backward_bytes,
     logits_bytes,
     mask_bytes,
-    step_flops,
 )
+from outcore.sizing.shape import shape_from_fields
 from outcore.train.configure.rooms import model_settings_of
 from outcore.train.forecast import run_shape
 from tests.flow.models import FAMILIES, tiny_loaded
@@ -173,12 +173,12 @@ def test_names_that_are_nothing(tmp_path):
 
 def test_work_by_hand():
     shape, request = preset_shape("llama-8b"), RunRequest()
-    assert checkpoint_bytes(shape, request, 2048) == 2048 * 4096 * 2 * 33
+    assert checkpoint_bytes(shape, 2, 2048) == 2048 * 4096 * 2 * 33
     # per token: norms 2 x (16,384 + 16,384), residual 16,384, q 32,768, kv 6,144, ffn 114,688, in flight 73,728
-    assert layer_activation_bytes(shape, request, 1024, 1) == 65_536 + 16_384 + 32_768 + 6_144 + 114_688 + 73_728
+    assert layer_activation_bytes(shape, 2, 1024, 1) == 65_536 + 16_384 + 32_768 + 6_144 + 114_688 + 73_728
     assert logits_bytes(shape, 10**6) == 3 * 4 * (2**28 // (4 * 128256)) * 128256
     assert logits_bytes(shape, 7) == 3 * 4 * 7 * 128256
-    assert mask_bytes(shape, request, 1024, 2048) == 2 * 1024 * 1024 * (1 + 2)
+    assert mask_bytes(shape, 2, 1024, 2048) == 2 * 1024 * 1024 * (1 + 2)
     assert mask_bytes(preset_shape("t5-small"), request, 512, 512) == 0  # one document a row
     flops = step_flops(shape, request, 1024, 1)
     layers, attention = 2 * 32 * 218_112_000, 2 * 1024 * 4096 * 32
@@ -213,7 +213,7 @@ def test_a_layer_keeps_for_its_backward_what_the_planner_counts():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.model.layers[0](x, position_embeddings=rotation, attention_mask=None)
     shape = shape_from_config("one layer", config)
-    peak = layer_backward_bytes(shape, RunRequest(), tokens, tokens)
+    peak = layer_backward_bytes(shape, 2, tokens, tokens)
     in_flight = tokens * 2 * shape.ffn_width * (3 - 1)  # three gradients, when the product itself is gone
     factors = tokens * 4 * (2 + shape.num_heads)  # of two norms, and of each head's softmax
     assert sum(storage.nbytes() for storage in kept.values()) == peak - in_flight + factors
@@ -224,5 +224,5 @@ def test_unfused_attention_keeps_its_scores():
 
     shape = preset_shape("tiny")
     unfused = dataclasses.replace(shape, fused_attention=False)
-    more = layer_activation_bytes(unfused, RunRequest(), 512, 1) - layer_activation_bytes(shape, RunRequest(), 512, 1)
+    more = layer_activation_bytes(unfused, 2, 512, 1) - layer_activation_bytes(shape, 2, 512, 1)
     assert more == 4 * 512 * 6  # heads x keys x (16-bit scores and their fp32 softmax)

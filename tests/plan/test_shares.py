@@ -21,9 +21,9 @@ from outcore.model.facts import model_class_of, skeleton_and_tied
 from outcore.model.lora import with_adapters
 from outcore.model.presets import preset_config
 from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.model.shape import preset_shape
 from outcore.optim import state_format
 from outcore.plan.record import Plan
-from outcore.plan.shape import preset_shape
 from outcore.sizing.ring import NEVER, worth_keeping
 from outcore.sizing.swapping import partition_numel
 from outcore.states.placement import GradPlace, StateChunk, spill

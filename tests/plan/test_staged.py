@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from outcore.common.quantities import GIB
-from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, ModelFacts, RunFacts, build_config
+from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, RunFacts, WeightCounts, build_config
 from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.model.settings import ModelSettings
+from outcore.model.shape import preset_shape
 from outcore.plan.choose import best_stage
 from outcore.plan.deepspeed.forecast import DeepSpeedLayout, plan_deepspeed
 from outcore.plan.deepspeed.staged import Staged
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import preset_shape
 from outcore.train.forecast import RunFigures, run_plan
 from tests.plan.fakes import server
 
@@ -108,7 +108,7 @@ def test_a_ring_that_grows_turns_no_run_away(params: Any, least_gib: int):
 
 
 def test_staging_memory_is_shared_by_parameters_gradients_and_the_ring():
-    facts = ModelFacts(8_030_261_248, 128_256 * 4096)
+    facts = WeightCounts(8_030_261_248, 128_256 * 4096)
     run = RunFacts(precision="bf16", lr_scheduler_type="none", ram_available_bytes=200 * GIB)
     chosen = DeepSpeedSettings(zero_stage="infinity", nvme_offload_path="/data", strict_offload=True)
     for outcore in ({}, {"nvme_offload_gradients": True}):
@@ -161,7 +161,7 @@ def test_gradients_on_the_drive_by_hand(passes: int):
 )
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_plan_of_a_run_is_what_the_engine_is_told(settings: dict[str, Any], outcore: dict[str, Any], ranks: int):
-    facts = ModelFacts(SHAPE.total_params, SHAPE.largest_weight_numel, tied_numels=SHAPE.tied_numels)
+    facts = WeightCounts(SHAPE.total_params, SHAPE.largest_weight_numel, tied_numels=SHAPE.tied_numels)
     machine = server(num_gpus=ranks)
     run = RunFacts(precision="bf16", lr_scheduler_type="none", world_size=ranks, ram_available_bytes=machine.ram_bytes)
     chosen = DeepSpeedSettings(**settings, strict_offload=True)

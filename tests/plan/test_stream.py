@@ -9,14 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.common.quantities import GIB, MIB
+from outcore.model.shape import preset_shape
 from outcore.optim import FORMATS
 from outcore.plan import constants as k
 from outcore.plan.choose import choose
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import preset_shape, shape_from_fields
 from outcore.plan.stream.forecast import Residency, StreamLayout, plan_stream
-from outcore.plan.work import checkpoint_bytes, layer_activation_bytes
+from outcore.sizing.activations import checkpoint_bytes, layer_activation_bytes
+from outcore.sizing.shape import shape_from_fields
+from outcore.sizing.states import COMPRESSED_MOMENTS, COMPRESSION_ROOM, SPLIT_FORMATS, STATE_FORMATS
 from tests.plan.fakes import prototype_shape, server
 
 LAPTOP = load_hardware("rtx4070-laptop")
@@ -28,7 +30,7 @@ def test_bytes_by_hand_grouped_query_attention():
     n, layer, head = 8_030_261_248, 218_112_000, 525_340_672
     assert p.part_bytes("vram", "parameters") == 2 * (3 * layer + head)
     assert p.part_bytes("vram", "gradients") == 4 * head + 2 * 2 * head
-    assert p.part_bytes("vram", "activation checkpoints") == checkpoint_bytes(shape, RunRequest(), 8192)
+    assert p.part_bytes("vram", "activation checkpoints") == checkpoint_bytes(shape, 2, 8192)
     # The head's backward is the worst moment: a chunk's logits, their gradient, the weight's before it is summed.
     chunk = (256 << 20) // (4 * 128256)
     assert p.part_bytes("vram", "logits of one chunk") == 2 * 2 * chunk * 128256
@@ -37,7 +39,7 @@ def test_bytes_by_hand_grouped_query_attention():
     assert p.part_bytes("vram", "gradients before they are summed") == 2 * head
     assert p.part_bytes("vram", "activations and gradients between units") == 2 * 8192 * 4096 * 2
     wide = plan_stream(shape, RunRequest(state_format="fp32"), server(), 8192, StreamLayout(8, 1, compiled=False))
-    activations = layer_activation_bytes(shape, RunRequest(), 8192, 65536)
+    activations = layer_activation_bytes(shape, 2, 8192, 65536)
     assert wide.part_bytes("vram", "activations of the largest unit") == activations
     assert wide.part_bytes("vram", "gradients before they are summed") == 2 * layer
     homes = sum(p.part_bytes(tier, "parameters") + p.part_bytes(tier, "gradients") for tier in ("ram", "pinned"))
@@ -92,7 +94,7 @@ def test_seconds_of_an_update_by_hand():
 
 def test_a_measured_optimizer_sets_the_step():
     shape, layout, n = prototype_shape(), StreamLayout(4, 1, cuda_graphs=False), 1_213_302_784
-    slow = server(optimizer_gparams_per_s=dict.fromkeys(k.STATE_FORMATS, 0.5))
+    slow = server(optimizer_gparams_per_s=dict.fromkeys(STATE_FORMATS, 0.5))
     clipped = plan_stream(shape, RunRequest(state_format="split8"), slow, 1024, layout).time
     assert clipped.cpu_optimizer_s == pytest.approx(n / 0.5e9, rel=0.05) and clipped.step_s > n / 0.5e9
     free = plan_stream(shape, RunRequest(state_format="split8", max_grad_norm=0.0), slow, 1024, layout).time
@@ -113,7 +115,7 @@ def test_spill_order_and_traffic():
     everything = plan_stream(shape, RunRequest(), dataclasses.replace(LAPTOP, ram_bytes=8 * GIB), 1024, layout)
     assert everything.zero_stage == "infinity" and everything.offload == "all on NVMe"
     assert not everything.fits and everything.tier("ram").short_bytes > 0
-    states = 2 + k.COMPRESSED_MOMENTS
+    states = 2 + COMPRESSED_MOMENTS
     assert everything.drive_written_bytes_per_step == pytest.approx((states + 2) * n, rel=1e-6)
     up = 2 * (shape.embedding_params + 2 * sum(shape.layer_params) + shape.head_params + shape.head_weight_numel)
     assert everything.drive_read_bytes_per_step == pytest.approx(states * n + up, rel=1e-6)
@@ -137,12 +139,12 @@ def test_without_clipping_few_gradients_are_enough():
 def test_budgets_that_an_engine_was_told():
     shape = preset_shape("llama-3b")
     n = shape.total_params
-    slot_bytes = int((4 + k.COMPRESSED_MOMENTS + 2 * k.COMPRESSION_ROOM + 2) * 2**22)
+    slot_bytes = int((4 + COMPRESSED_MOMENTS + 2 * COMPRESSION_ROOM + 2) * 2**22)
     told = Residency(state_ram_bytes=6 * n, weight_ram_bytes=0, gradient_bytes=1, state_ring_bytes=5 * slot_bytes + 9)
     layout = StreamLayout(1, 8, residency=told)
     p = plan_stream(shape, RunRequest(state_format="fp32", max_grad_norm=0.0), server(), 1024, layout)
     assert p.part_bytes("ram", "master") == 2 * n
-    assert p.part_bytes("nvme", "moments") == int((k.COMPRESSED_MOMENTS + k.COMPRESSION_ROOM) * n / 2)
+    assert p.part_bytes("nvme", "moments") == int((COMPRESSED_MOMENTS + COMPRESSION_ROOM) * n / 2)
     assert p.part_bytes("nvme", "parameters") == 2 * n and p.part_bytes("pinned", "parameters") == 0
     assert p.part_bytes("ram", "ring of states on their way") == 5 * slot_bytes  # whole ones
     assert p.part_bytes("ram", "weights read ahead") == 512 * MIB
@@ -228,7 +230,7 @@ def test_checkpoints_of_activations_in_ram_or_on_the_drive_leave_vram():
         for home in ("vram", "ram", "nvme")
     }
     name = "activation checkpoints"
-    size = checkpoint_bytes(shape, RunRequest(), 8192)
+    size = checkpoint_bytes(shape, 2, 8192)
     assert plans["vram"].part_bytes("vram", name) == size
     assert plans["nvme"].part_bytes("nvme", name) == size
     beyond = "activation checkpoints beyond gradients' homes"
@@ -246,7 +248,7 @@ def test_room_for_an_evaluation_by_hand():
     shape, e, tokens = prototype_shape().with_lora(8), 2, 4096
     p = plan_stream(shape, RunRequest(), server(), 4096, StreamLayout(1, 1, "ram", cuda_graphs=False))
     hidden, name = tokens * 2048 * e, "evaluation beyond a step"
-    layer = int(0.6 * layer_activation_bytes(shape, RunRequest(), 4096, tokens)) + e * shape.adapter_params // 24
+    layer = int(0.6 * layer_activation_bytes(shape, 2, 4096, tokens)) + e * shape.adapter_params // 24
     chunk = (256 << 20) // (4 * 32000)  # tokens whose logits are there at once: 16-bit, and their gradient
     head = (2 + 2) * chunk * 32000
     step = max(layer, head) + (3 + 2) * hidden  # checkpoints of two layers and one on its way, two between units
@@ -294,7 +296,7 @@ def test_nothing_is_lost_between_the_tiers(name, ram_gib, states):
     shape = preset_shape(name)
     hardware = dataclasses.replace(LAPTOP, ram_bytes=ram_gib * GIB)
     p = plan_stream(shape, RunRequest(state_format=states), hardware, 1024, StreamLayout(1, 1))
-    for part, bytes_per_param in (("parameters", 2), ("gradients", 2), ("master", k.STATE_FORMATS[states][0])):
+    for part, bytes_per_param in (("parameters", 2), ("gradients", 2), ("master", STATE_FORMATS[states][0])):
         held = sum(p.part_bytes(tier, part) for tier in ("ram", "pinned", "nvme"))
         assert held == pytest.approx(bytes_per_param * shape.total_params, abs=4)
     if p.uses_drive and p.homes["optimizer states"] != "NVMe":
@@ -326,7 +328,7 @@ def test_packed_rows_by_borders_or_masks_by_hand():
 
 
 def test_formats_are_those_of_the_optimizer():
-    planned = {name: sum(n_bytes) for name, n_bytes in k.STATE_FORMATS.items()}
+    planned = {name: sum(n_bytes) for name, n_bytes in STATE_FORMATS.items()}
     assert {f.name: f.bytes_per_param for f in FORMATS} == pytest.approx(planned)
-    assert {f.name for f in FORMATS if f.split_master} == set(k.SPLIT_FORMATS)
-    assert set(k.OPTIMIZER_DRAM_BYTES) == set(k.STATE_FORMATS)
+    assert {f.name for f in FORMATS if f.split_master} == set(SPLIT_FORMATS)
+    assert set(k.OPTIMIZER_DRAM_BYTES) == set(STATE_FORMATS)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from outcore.common.quantities import GIB
+from outcore.model.shape import preset_shape
 from outcore.plan import constants as k
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import preset_shape, shape_from_fields
 from outcore.plan.stream.forecast import Residency, StreamLayout, plan_stream
-from outcore.plan.work import logits_bytes
+from outcore.sizing.activations import logits_bytes
+from outcore.sizing.shape import shape_from_fields
 from tests.plan.fakes import prototype_shape, server
 
 

@@ -13,8 +13,8 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.tiles_work import work_of_step
 from outcore.flow.parts import discover_units
 from outcore.flow.tiles import plan_tiles
+from outcore.model.shape import shape_from_config
 from outcore.plan.request import RunRequest
-from outcore.plan.shape_source import shape_from_config
 from outcore.plan.stream.layout import StreamLayout
 from outcore.plan.stream.tiles import tiling_of
 from outcore.sizing.tiles import Holding, Model, UnitSize, Work, choose_holding, held_bytes

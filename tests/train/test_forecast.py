@@ -16,7 +16,7 @@ from outcore.engine.deepspeed.config.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
 from outcore.machine import LinkRates
 from outcore.model.settings import LoraSettings, ModelSettings
-from outcore.plan.shape import preset_shape
+from outcore.model.shape import preset_shape
 from outcore.train import forecast as forecast_module
 from outcore.train.forecast import Forecast, Forecaster, RunFigures, run_hardware, run_plan, run_shape
 from outcore.train.run import main

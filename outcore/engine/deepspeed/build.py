@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import MIB
+from outcore.common.shared_memory import remove_own_buffer
 from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.config.builder import build_config
 from outcore.engine.deepspeed.config.offload import usable_for_deepspeed
-from outcore.engine.deepspeed.config.settings import BuiltConfig, DeepSpeedSettings, ModelFacts, RunFacts
+from outcore.engine.deepspeed.config.settings import BuiltConfig, DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.config.user_file import check_by_deepspeed
 from outcore.engine.deepspeed.drive.path import validate_nvme_path
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.environment import accelerator, prepare_environment
-from outcore.engine.deepspeed.shared_memory import remove_own_buffer
 from outcore.engine.deepspeed.staged.binding import check_version
 from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.flow.device_memory import let_segments_grow
@@ -36,6 +36,7 @@ from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.model.weights.load import LoadedModel, load_model
 from outcore.model.weights.zero3 import full_numel
+from outcore.sizing.swapping import WeightCounts
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,15 @@ class Resolved:
     """A DeepSpeed configuration with everything decided, and the facts it was decided from."""
 
     built: BuiltConfig
-    model: ModelFacts
+    model: WeightCounts
     run: RunFacts
 
 
-def facts_for_builder(model: Any, tied_numels: tuple[int, ...] = ()) -> ModelFacts:
-    """Sizes the builder needs, from a live model or a meta-device skeleton. `tied_numels`: see `ModelFacts`."""
+def facts_for_builder(model: Any, tied_numels: tuple[int, ...] = ()) -> WeightCounts:
+    """Sizes the builder needs, from a live model or a meta-device skeleton. `tied_numels`: see `WeightCounts`."""
     facts = model_facts(model)
     big = [sum(1 for p in module.parameters(recurse=False) if full_numel(p) * 2 >= MIB) for module in model.modules()]
-    return ModelFacts(
+    return WeightCounts(
         total_params=facts.total_params,
         largest_weight_numel=facts.largest_weight_numel,
         num_tensors=facts.num_tensors,
@@ -62,7 +63,7 @@ def facts_for_builder(model: Any, tied_numels: tuple[int, ...] = ()) -> ModelFac
     )
 
 
-def facts_before_loading(settings: ModelSettings, tokenizer: Any) -> ModelFacts:
+def facts_before_loading(settings: ModelSettings, tokenizer: Any) -> WeightCounts:
     """The same of a model that transformers will make or read, adapters included, without memory."""
     config = resolve_source(settings, tokenizer).config
     skeleton, tied_numels = skeleton_and_tied(model_class_of(config), config)

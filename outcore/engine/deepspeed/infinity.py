@@ -23,9 +23,10 @@ from typing import Any
 
 from outcore.common.quantities import GB
 from outcore.engine.deepspeed.config.builder import build_config
-from outcore.engine.deepspeed.config.settings import DeepSpeedSettings, ModelFacts, RunFacts
+from outcore.engine.deepspeed.config.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.drive.path import NvmePathError, resolve_nvme_path, validate_nvme_path
 from outcore.engine.deepspeed.drive.speed import NvmePerformance, check_nvme_performance
+from outcore.sizing.swapping import WeightCounts
 
 __all__ = [
     "NvmePathError",
@@ -99,7 +100,7 @@ def build_infinity_config(
     aio_queue_depth: int = 8,
     pin_memory: bool = True,
     max_in_cpu_gb: float = 1.0,
-    model: ModelFacts | None = None,
+    model: WeightCounts | None = None,
     world_size: int = 1,
 ) -> dict[str, Any]:
     """`base_config` with ZeRO-3 and NVMe offload, as a new dict; `base_config` is never changed.
@@ -112,7 +113,7 @@ def build_infinity_config(
         ValueError: an unusable spelling of the path, values out of range, contradictory keys in `base_config`.
     """
     folder = resolve_nvme_path(nvme_path)
-    facts = model or ModelFacts(ASSUMED_LARGEST_WEIGHT_NUMEL * 16, ASSUMED_LARGEST_WEIGHT_NUMEL)
+    facts = model or WeightCounts(ASSUMED_LARGEST_WEIGHT_NUMEL * 16, ASSUMED_LARGEST_WEIGHT_NUMEL)
     settings = DeepSpeedSettings(
         zero_stage="infinity",
         nvme_offload_path=str(folder),

@@ -7,13 +7,22 @@ from typing import Literal
 
 import torch
 
-from outcore.common.quantities import GIB, MIB
-from outcore.model.loss import LOGITS_CHUNK_BYTES
 from outcore.optim import state_format
 from outcore.optim.backend import BackendName
 from outcore.optim.hyper import check_eps
+from outcore.sizing.activations import LOGITS_CHUNK_BYTES
+from outcore.sizing.streaming import (
+    CHUNK_NUMEL,
+    EVAL_GROUP,
+    NUM_SLOTS,
+    SLOT_BYTES,
+    STAGING_BYTES,
+    STATE_RING_BYTES,
+    STATE_RING_SLOTS,
+    WEIGHT_READ_AHEAD_BYTES,
+)
+from outcore.sizing.tiles import LAYER_BUFFERS
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
-from outcore.states.homes import CHUNK_NUMEL
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class StreamSettings:
     weight_ram_bytes: int | None = None
     """RAM for the homes of parameters, likewise, the same share of every layer. A model that is mostly frozen (LoRA)
     keeps what it trains in RAM."""
-    weight_read_ahead_bytes: int = 512 * MIB
+    weight_read_ahead_bytes: int = WEIGHT_READ_AHEAD_BYTES
     """Pinned slots through which parameters on NVMe are read ahead of their use, out of `staging_bytes`."""
     gradient_bytes: int | None = None
     """RAM for gradients on their way to the optimizer, with immediate updates. None: all of them where RAM allows, else
@@ -59,11 +68,10 @@ class StreamSettings:
     compress_on_nvme: bool = True
     """fp32 moments on NVMe in 28 bits each, without loss: fewer bytes to move, some more work for the CPU and 10 % more
     memory for a slot of the ring; see `outcore.optim.formats.compressed`."""
-    state_ring_bytes: int = GIB
+    state_ring_bytes: int = STATE_RING_BYTES
     """RAM through which states on NVMe flow, in slots of one chunk each."""
-    state_ring_slots: int = 64
-    """Slots at most: a drive needs many requests under way, in both directions, and something to read ahead while a
-    backward pass has no gradients for it yet. `state_ring_bytes` holds about 20 of fp32 states, 63 of `split8`."""
+    state_ring_slots: int = STATE_RING_SLOTS
+    """Slots at most."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Layers through torch.compile. auto: on a GPU, where the model allows it; the reason is said where not."""
     cuda_graphs: Literal["auto", "off"] = "auto"
@@ -71,7 +79,7 @@ class StreamSettings:
     packed_attention: Literal["auto", "masks"] = "auto"
     """Documents in packed rows. auto: torch's variable-length kernel where it computes what masks do; see
     `packed_rows`."""
-    num_layer_buffers: int = 3
+    num_layer_buffers: int = LAYER_BUFFERS
     """Layers on the device at a time, at most: where memory is short, fewer (`tile_rule`)."""
     tiling: Literal["auto", "on", "off"] = "auto"
     """Units that do not fit on the device whole, however little else is held, are computed in tiles. on: every unit."""
@@ -79,10 +87,10 @@ class StreamSettings:
     """Device memory to plan for. None: what is free on a GPU (under the allocator's cap), no limit on the CPU."""
     tile_bytes: int | None = None
     """Of one tile of a weight. None: up to 64 MiB, by the device's memory."""
-    staging_bytes: int = 8 * GIB
+    staging_bytes: int = STAGING_BYTES
     """Pinned memory: the lanes' slots first, then homes of parameters and gradients as far as it reaches."""
-    slot_bytes: int = 16 * MIB
-    num_slots: int = 4
+    slot_bytes: int = SLOT_BYTES
+    num_slots: int = NUM_SLOTS
     """Per lane."""
     write_combined: bool = False
     """The upload lane's slots in write-combined memory, which the CPU only writes: for machines where it is faster."""
@@ -92,7 +100,7 @@ class StreamSettings:
     optimizer_backend: BackendName = "auto"
     chunk_numel: int = CHUNK_NUMEL
     logits_chunk_bytes: int = LOGITS_CHUNK_BYTES
-    eval_group: int = 8
+    eval_group: int = EVAL_GROUP
     """Micro-batches of an evaluation that share one pass over the weights."""
     initial_loss_scale: float = 2.0**16
     loss_scale_window: int = 1000

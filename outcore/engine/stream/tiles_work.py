@@ -1,17 +1,14 @@
-"""What a step needs on the device beside units' buffers, as the planner counts it from the model's configuration."""
+"""What a step needs on the device beside units' buffers, counted from the model's configuration as the planner does."""
 
 from __future__ import annotations
 
 import torch
 
 from outcore.engine.stream.settings import StreamSettings
+from outcore.model.shape import shape_from_config
 from outcore.model.weights.load import LoadedModel
-from outcore.plan.request import RunRequest
-from outcore.plan.shape_source import shape_from_config
-from outcore.plan.stream.work import step_work
 from outcore.sizing.tiles import Work
-
-PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+from outcore.sizing.work import step_work
 
 
 def work_of_step(
@@ -33,10 +30,10 @@ def work_of_step(
         return None
     tokens = max(settings.step_tokens)
     home = "vram" if settings.activations_on(device) == "device" else "elsewhere"
-    request = RunRequest(precision=PRECISIONS[next(loaded.model.parameters()).dtype])
+    itemsize = next(loaded.model.parameters()).dtype.itemsize
     return step_work(
         shape,
-        request,
+        itemsize,
         settings.row_tokens or tokens,
         tokens,
         -(-sum(settings.step_tokens) // tokens),
@@ -44,5 +41,5 @@ def work_of_step(
         compiled=compiled,
         tile_bytes=tile_bytes,
         chunk_bytes=chunk_bytes,
-        masks=settings.packed_attention == "masks" or request.element_bytes == 4,
+        masks=settings.packed_attention == "masks" or itemsize == 4,
     )

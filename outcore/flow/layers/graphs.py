@@ -6,7 +6,7 @@ few times is timed in a rehearsal; from then on a graph is captured at the first
 replayed. Inputs are copied into the graphs' own tensors first. Graphs hold the memory of one layer's intermediate
 results for good, in a pool that all of them share (they never run at the same time). Ordinary calls of these shapes
 come before the first capture only, and what they needed goes back then, so the device does not hold it twice. Calls
-that take the device longer than `LONG_S` gain nothing, so they stay as they are, at no memory, and so does everything
+that take the device longer than `GRAPH_LONG_S` gain nothing, so they stay as they are, at no memory, and so does all
 when the device is rather full. Measured side by side with eager layers (H200, 1.2 B parameters, 16,384 tokens a step,
 benchmarks/results/stream_race-h200-eager-graphs.json): 0.803 s a step without, 0.497 s with graphs, which take 0.698 GB
 of the device. By their sizes: inputs and results, nine tensors of a micro-batch's hidden states, 0.151; cuBLAS's
@@ -29,17 +29,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from outcore.flow.tiles import free_device_bytes
 from outcore.flow.trace import Moment, elapsed_s, moment, wait_for
+from outcore.sizing.streaming import GRAPH_FREE_SHARE, GRAPH_LONG_S
 
 logger = logging.getLogger(__name__)
 
 CALLS_BEFORE, REHEARSALS = 4, 2
 """Calls of the same function and shapes before the first capture, and how many of them, the last ones, are rehearsals
 (the first may compile): shapes that come once or twice are not captured."""
-LONG_S = 5e-3
-"""A call that keeps the device busy this long hides its launches many times over."""
-FREE_SHARE = 0.4
-"""Of the device's memory (under the allocator's cap) must be free for a capture: graphs keep theirs for good, and a
-step must never fail for want of it."""
 MAX_GRAPHS = 32
 """Three weight buffers, forward and backward, are six per shape; long-tailed shapes beyond run without."""
 
@@ -144,7 +140,7 @@ class LayerGraphs:
         if known.is_worth_it is None:
             assert known.begin is not None and known.end is not None
             wait_for(known.end, "the layers before its first CUDA graph")
-            known.is_worth_it = elapsed_s(known.begin, known.end) <= LONG_S
+            known.is_worth_it = elapsed_s(known.begin, known.end) <= GRAPH_LONG_S
         if not known.is_worth_it:
             known.static = []
             return call.on(inputs)
@@ -184,7 +180,7 @@ class LayerGraphs:
 
     def _has_room(self) -> bool:
         free = free_device_bytes(self.device)
-        return free is None or free >= FREE_SHARE * (free + torch.cuda.memory_allocated(self.device))
+        return free is None or free >= GRAPH_FREE_SHARE * (free + torch.cuda.memory_allocated(self.device))
 
     def give_up(self, reason: str) -> None:
         """Capture nothing any more; what was captured is let go."""

@@ -14,11 +14,8 @@ from outcore.flow.layers.tiled_head import TiledHead
 from outcore.flow.layers.unit_weights import in_place
 from outcore.flow.parts import StreamUnsupported
 from outcore.model.inputs import IGNORE, shifted_targets
-from outcore.model.loss import LOGITS_CHUNK_BYTES, HeadLoss, auto_num_chunks, summed_loss
-
-LOSS_CHUNKS = 4
-"""So many times smaller are chunks of a loss alone: it makes fp32 copies, and should not need more memory than
-training."""
+from outcore.model.loss import HeadLoss, summed_loss
+from outcore.sizing.activations import LOGITS_CHUNK_BYTES, LOSS_CHUNKS, auto_num_chunks
 
 
 class Head:

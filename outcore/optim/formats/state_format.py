@@ -26,15 +26,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from outcore.common.quantities import round_up
+from outcore.sizing.states import BLOCK_HEAD_BYTES, BLOCK_NUMEL, COMPRESSED_MOMENTS, PLANES_BYTES, STATE_FORMATS
 
-BLOCK_NUMEL = 256
-"""Parameters that share the scales of 8-bit moments."""
 REGION_BYTES = 64
 CHUNK_BYTES = 4096
-PLANES_BYTES = BLOCK_NUMEL * 7 // 2
-"""Of one compressed moment of a block."""
-BLOCK_HEAD_BYTES = 8
-"""Of both compressed moments of a block."""
 
 PARAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GRAD_DTYPES = PARAM_DTYPES
@@ -92,10 +87,8 @@ class StateFormat:
     @property
     def bytes_per_param(self) -> float:
         """States per parameter, the 16-bit parameter, padding and what compression leaves over not counted."""
-        moments = 2 * (1 + 4 / BLOCK_NUMEL) if self.moments8 else 8
-        if self.compressed:
-            moments = (2 * PLANES_BYTES + BLOCK_HEAD_BYTES) / BLOCK_NUMEL
-        return (self.residual_dtype.itemsize if self.split_master else 4) + moments
+        master, moments = STATE_FORMATS[self.plain.name]
+        return master + (COMPRESSED_MOMENTS if self.compressed else moments)
 
     def check_param_dtype(self, dtype: torch.dtype | None) -> None:
         """ValueError when parameters of this type (None: no parameter copy) cannot go with the format."""

@@ -10,7 +10,7 @@ from outcore.plan.choose import choose, smaller_micro_batches
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import TIER_WORDS, Plan
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import ModelShape
+from outcore.sizing.shape import ModelShape
 
 WORTH_SAYING = 1.05
 """A change that gains less than this is not advised."""

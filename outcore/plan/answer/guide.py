@@ -10,13 +10,13 @@ import dataclasses
 from pathlib import Path
 
 from outcore.common.quantities import format_count, format_gb, format_gib, format_s
+from outcore.model.shape import preset_shape
 from outcore.plan.answer.largest import Largest, largest_models
 from outcore.plan.choose import Answer, choose_or_change
 from outcore.plan.hardware import Hardware
 from outcore.plan.profile import load_hardware
 from outcore.plan.record import Plan
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import preset_shape
 
 MACHINE = "rtx4070-laptop"
 MODELS = ("llama-1b", "llama-3b", "llama-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b", "llama-70b")

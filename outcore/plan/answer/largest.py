@@ -13,7 +13,7 @@ from outcore.plan.choose import best_stage, best_stream, seq_length_of
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Plan
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import ModelShape, shape_from_fields
+from outcore.sizing.shape import ModelShape, shape_from_fields
 
 STEP = 256
 WIDEST = 32768

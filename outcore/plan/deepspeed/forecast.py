@@ -13,7 +13,6 @@ last backward pass, alone.
 from __future__ import annotations
 
 from outcore.common.quantities import GB
-from outcore.engine.deepspeed.config.settings import Device
 from outcore.plan import constants as k
 from outcore.plan.cpu import without_gpu
 from outcore.plan.deepspeed.memory import STAGE_NUMBER, DeepSpeedLayout, drive_parts, host_parts, vram_parts
@@ -31,9 +30,10 @@ from outcore.plan.hardware import Hardware
 from outcore.plan.nvme_space import CHECKPOINTS, nvme_use
 from outcore.plan.record import Part, Plan, StepTime, TierUse
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import ModelShape
 from outcore.plan.stream.layout import Spill
 from outcore.plan.work import step_flops, step_traffic
+from outcore.sizing.deepspeed import Device
+from outcore.sizing.shape import ModelShape
 
 OFFLOADS: dict[str, tuple[tuple[Device, Device], ...]] = {
     "none": (("none", "none"),),

@@ -9,14 +9,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from outcore.engine.deepspeed.config.settings import Device
 from outcore.plan import constants as k
 from outcore.plan.deepspeed.staged import Staged
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import BORDERS, COMMUNICATOR, MASKS, OVERHEAD, SPARE, Part
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import ModelShape
-from outcore.plan.work import (
+from outcore.sizing.activations import (
     border_bytes,
     checkpoint_bytes,
     layer_activation_bytes,
@@ -24,7 +22,10 @@ from outcore.plan.work import (
     logits_bytes,
     mask_bytes,
 )
+from outcore.sizing.deepspeed import BUCKET_NUMEL, LIVE_NUMEL, Device
+from outcore.sizing.shape import ModelShape
 from outcore.sizing.staged import NORM_NUMEL
+from outcore.sizing.streaming import STAGING_BYTES
 
 STAGE_NUMBER = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
 
@@ -79,20 +80,20 @@ def vram_parts(
     gpus = hardware.num_gpus
     e, stage = request.element_bytes, STAGE_NUMBER[layout.stage]
     base, trained, tokens = shape.total_params, shape.trainable_params, seq_length * layout.micro_batch
-    bucket = e * k.DEEPSPEED_BUCKET_NUMEL if stage else 0  # of reductions; what is prefetched counts as gathered
+    bucket = e * BUCKET_NUMEL if stage else 0  # of reductions; what is prefetched counts as gathered
     params = e * base // (gpus if stage == 3 else 1)
     gradients = e * trained // (gpus if stage >= 2 else 1)
     share = gpus if stage >= 1 else 1
     master, moments, fp32_gradients = 4 * trained // share, 8 * trained // share, 4 * trained // share
     if stage == 3:
-        fp32_gradients = min(fp32_gradients, 4 * 2 * k.DEEPSPEED_BUCKET_NUMEL)  # one sub-group of 100 M elements
+        fp32_gradients = min(fp32_gradients, 4 * 2 * BUCKET_NUMEL)  # one sub-group of 100 M elements
     if layout.optimizer != "none":
         master = moments = fp32_gradients = gradients = 0
     if layout.params != "none":
         params = 0
     peaks = _peaks(shape, request, seq_length, layout, gpus)
     peak = max(peaks, key=lambda peak: peak.size_bytes)
-    masks = mask_bytes(shape, request, seq_length, tokens) if layout.has_masks(request) else 0
+    masks = mask_bytes(shape, request.element_bytes, seq_length, tokens) if layout.has_masks(request) else 0
     # None of these is there in the step.
     in_step = max(0, fp32_gradients - peak.work - peak.gradients - peak.checkpoints)
     parts = [
@@ -126,12 +127,13 @@ def _peaks(shape: ModelShape, request: RunRequest, seq_length: int, layout: Deep
     def gathered(beyond: int) -> int:
         """Fetching ahead stops at the limit on live parameters, whether they come from RAM or NVMe; what is fetched
         last may lie beyond it."""
-        return e * min(shape.total_params, k.DEEPSPEED_LIVE_NUMEL + beyond) if gathers else 0
+        return e * min(shape.total_params, LIVE_NUMEL + beyond) if gathers else 0
 
-    checkpoints = checkpoint_bytes(shape, request, tokens)
-    activations = layer_backward_bytes(shape, request, seq_length, tokens)
+    checkpoints = checkpoint_bytes(shape, request.element_bytes, tokens)
+    activations = layer_backward_bytes(shape, request.element_bytes, seq_length, tokens)
     if not request.activation_checkpointing:
-        activations, checkpoints = shape.num_layers * layer_activation_bytes(shape, request, seq_length, tokens), 0
+        whole = layer_activation_bytes(shape, request.element_bytes, seq_length, tokens)
+        activations, checkpoints = shape.num_layers * whole, 0
     # A layer's gradients come one weight's at a time, and hooks take each; the head's is one for all chunks of the
     # loss, and where it is tied it waits for the embedding's.
     in_layer = max(shape.layer_params) if shape.is_moe else shape.largest_layer_weight_numel
@@ -141,7 +143,7 @@ def _peaks(shape: ModelShape, request: RunRequest, seq_length: int, layout: Deep
     borders = border_bytes(shape, tokens) if shape.fused_attention and not layout.has_masks(request) else 0
     in_a_layer = ("activations of the largest unit", activations, e * in_layer + waiting)
     # Fetching ahead reaches an untied embedding when the layers that are left lie within the limit.
-    few = min(shape.num_layers, 1 + k.DEEPSPEED_LIVE_NUMEL // max(shape.layer_params)) / (shape.num_layers + 1)
+    few = min(shape.num_layers, 1 + LIVE_NUMEL // max(shape.layer_params)) / (shape.num_layers + 1)
     peaks = [
         # What lies beyond the limit here, and attention, stand for the final norm's tensors, which are not counted.
         _Peak("logits of one chunk", logits_bytes(shape, tokens), of_head, gathered(largest), checkpoints, borders),
@@ -189,7 +191,7 @@ def host_parts(
         )
     buffer_bytes = 4 * -(-shape.largest_weight_numel // gpus)
     count = next(
-        (n for n in k.DEEPSPEED_OPTIMIZER_BUFFERS if n * buffer_bytes * gpus <= k.DEEPSPEED_SWAP_BUDGET_BYTES),
+        (n for n in k.DEEPSPEED_OPTIMIZER_BUFFERS if n * buffer_bytes * gpus <= STAGING_BYTES),
         k.DEEPSPEED_OPTIMIZER_BUFFERS[-1],
     )
     pinned = [Part("pinned", "optimizer swap buffers", count * buffer_bytes * gpus)]

@@ -13,8 +13,6 @@ from itertools import accumulate, compress
 from typing import NamedTuple
 
 from outcore.common.quantities import round_up
-from outcore.plan import constants as k
-from outcore.plan.shape import Blocks, ModelShape
 from outcore.sizing.ring import (
     BLOCK_BYTES,
     kept_counts,
@@ -23,7 +21,9 @@ from outcore.sizing.ring import (
     slot_count,
     worth_keeping,
 )
+from outcore.sizing.shape import Blocks, ModelShape
 from outcore.sizing.staged import MIN_BYTES, RING_SLOTS, frozen_in_ram, leading_in_ram
+from outcore.sizing.streaming import CHUNK_NUMEL
 from outcore.sizing.swapping import SUB_GROUP_NUMEL, partition_numel
 
 
@@ -157,8 +157,8 @@ def _runs(shape: ModelShape, gpus: int, homes: ParamHomes | None, terms: RingTer
         has_param = is_large and homes is not None and place >= homes.num_leading
         has_grad = is_large and terms.gradients_on_drive
         flowing = 1.0 if has_param or has_grad else terms.drive_share
-        whole, rest = divmod(share, k.CHUNK_NUMEL)
-        for numel, count in ((k.CHUNK_NUMEL, whole), (rest, 1)):
+        whole, rest = divmod(share, CHUNK_NUMEL)
+        for numel, count in ((CHUNK_NUMEL, whole), (rest, 1)):
             if numel and count and flowing:
                 states_bytes = round_up(int(terms.state_bytes * numel), BLOCK_BYTES)
                 needed_bytes = needed_in_slot(

@@ -14,14 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outcore.common.quantities import round_up
-from outcore.engine.deepspeed.config.settings import Device
 from outcore.plan import constants as k
 from outcore.plan.deepspeed.shares import RingTerms, on_drive, param_homes, ring_of, trained_shares
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Part
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import ModelShape
+from outcore.sizing.deepspeed import BUCKET_NUMEL, LIVE_NUMEL, MAX_IN_CPU_BYTES, Device
+from outcore.sizing.shape import ModelShape
 from outcore.sizing.staged import StagedFacts, staged_sizes
+from outcore.sizing.states import SPLIT_FORMATS, STATE_FORMATS
+from outcore.sizing.streaming import CHUNK_NUMEL, STAGING_BYTES
 
 NOTE = "staged offload: sizes by the engine's own rule, seconds by the streaming engine's rates; one run compared"
 
@@ -34,8 +36,8 @@ class Staged:
     """Format of the states."""
     ram_budget_bytes: int | None = None
     """Of all ranks of the host. None: what is sent to the drive lives there whole."""
-    staging_bytes: int = k.DEFAULT_STAGING_BYTES
-    max_in_ram_bytes: int = k.MAX_IN_CPU_BYTES
+    staging_bytes: int = STAGING_BYTES
+    max_in_ram_bytes: int = MAX_IN_CPU_BYTES
     gradients_on_nvme: bool = False
 
 
@@ -80,10 +82,10 @@ def staged_homes(
 ) -> StagedHomes:
     """What lives where, by the engine's rule."""
     gpus = hardware.num_gpus
-    e, state_bytes = request.element_bytes, sum(k.STATE_FORMATS[staged.states])
+    e, state_bytes = request.element_bytes, sum(STATE_FORMATS[staged.states])
     trained, whole = -(-shape.trainable_params // gpus), -(-shape.total_params // gpus)
     largest = -(-shape.largest_weight_numel // gpus)
-    chunk = min(k.CHUNK_NUMEL, largest)
+    chunk = min(CHUNK_NUMEL, largest)
     slot = int(chunk * state_bytes) + round_up(chunk * e, 4096) * ((params == "nvme") + staged.gradients_on_nvme)
     budget = staged.ram_budget_bytes
     sizes = staged_sizes(
@@ -92,7 +94,7 @@ def staged_homes(
             gradient_bytes=e * trained,
             whole_bytes=e * whole,
             largest_bytes=round_up(e * largest, 4096),
-            live_bytes=e * (k.DEEPSPEED_LIVE_NUMEL + k.DEEPSPEED_BUCKET_NUMEL) // gpus,
+            live_bytes=e * (LIVE_NUMEL + BUCKET_NUMEL) // gpus,
             state_bytes=int(state_bytes * trained),
             slot_bytes=slot,
             optimizer=optimizer,
@@ -137,7 +139,7 @@ def staged_homes(
 
 def staged_host_parts(homes: StagedHomes, staged: Staged, hardware: Hardware) -> tuple[list[Part], list[Part]]:
     """RAM, and what of it is pinned: staging memory, then homes of gradients and parameters as far as it reaches."""
-    master, moments = k.STATE_FORMATS[staged.states]
+    master, moments = STATE_FORMATS[staged.states]
     ram = [
         Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
         Part("ram", "master", int(homes.states_in_ram * master / (master + moments))),
@@ -161,7 +163,7 @@ def staged_host_parts(homes: StagedHomes, staged: Staged, hardware: Hardware) ->
 
 def staged_drive_parts(homes: StagedHomes, staged: Staged) -> list[Part]:
     """What lives on the drive during the run."""
-    master, moments = k.STATE_FORMATS[staged.states]
+    master, moments = STATE_FORMATS[staged.states]
     return [
         Part("nvme", "master", int(homes.states_on_drive * master / (master + moments))),
         Part("nvme", "moments", int(homes.states_on_drive * moments / (master + moments))),
@@ -175,7 +177,7 @@ def staged_update(shape: ModelShape, homes: StagedHomes, staged: Staged, hardwar
     """The drive and the CPU work at the same time."""
     written = homes.states_moved + homes.trained_on_drive
     read = homes.states_moved + homes.gradients_on_drive
-    if staged.states in k.SPLIT_FORMATS:
+    if staged.states in SPLIT_FORMATS:
         read += homes.params_completing
     return StagedUpdate(
         read_bytes=read,

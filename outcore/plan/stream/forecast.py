@@ -16,12 +16,12 @@ from outcore.plan.hardware import Hardware
 from outcore.plan.nvme_space import CHECKPOINTS, nvme_use
 from outcore.plan.record import SPARE, Part, Plan, TierUse
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import ModelShape
 from outcore.plan.stream.layout import Residency, Spill, StreamLayout
 from outcore.plan.stream.memory import drive_states, graph_bytes, pinned_and_rest, ram_parts, spilled, vram_parts
 from outcore.plan.stream.tiles import Tiling, tiling_of
 from outcore.plan.stream.time import step_time
-from outcore.plan.work import checkpoint_bytes
+from outcore.sizing.activations import checkpoint_bytes
+from outcore.sizing.shape import ModelShape
 
 __all__ = ["Residency", "StreamLayout", "plan_stream"]
 
@@ -33,7 +33,7 @@ def plan_stream(
     asked, request = request, replace(request, activation_checkpointing=True)
     if shape.stays_eager:
         layout = replace(layout, compiled=False, cuda_graphs=False)
-    checkpoints = checkpoint_bytes(shape, request, seq_length * layout.micro_batch * layout.accumulation)
+    checkpoints = checkpoint_bytes(shape, request.element_bytes, seq_length * layout.micro_batch * layout.accumulation)
     tiling = tiling_of(shape, request, hardware, seq_length, layout)
     ram, sizes = ram_parts(shape, request, layout, checkpoints, tiling)
     spill, ram = spilled(ram, sizes, shape, request, hardware, layout, tiling)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outcore.plan import constants as k
 from outcore.plan.request import RunRequest
+from outcore.sizing.states import COMPRESSED_MOMENTS, COMPRESSION_ROOM, STATE_FORMATS
+from outcore.sizing.streaming import STATE_RING_BYTES, STATE_RING_SLOTS
+from outcore.sizing.tiles import LAYER_BUFFERS
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,8 @@ class Residency:
     weight_ram_bytes: int | None = None
     gradient_bytes: int | None = None
     """RAM for gradients on their way, with immediate updates. None: all of them."""
-    state_ring_bytes: int = k.STATE_RING_BYTES
-    state_ring_slots: int = k.STATE_RING_SLOTS
+    state_ring_bytes: int = STATE_RING_BYTES
+    state_ring_slots: int = STATE_RING_SLOTS
     compressed: bool = True
     """fp32 moments on the drive."""
 
@@ -48,7 +50,7 @@ class StreamLayout:
     accumulation: int
     checkpoints_home: str = "vram"
     """'vram' | 'ram' | 'nvme'."""
-    layer_buffers: int = k.LAYER_BUFFERS
+    layer_buffers: int = LAYER_BUFFERS
     compiled: bool = True
     """Layers through torch.compile."""
     cuda_graphs: bool = True
@@ -65,12 +67,10 @@ class StreamLayout:
 
     def stored_states(self, state_format: str) -> StoredStates:
         """How states of this format lie on the drive."""
-        master, moments = k.STATE_FORMATS[state_format]
+        master, moments = STATE_FORMATS[state_format]
         compressed = moments == 8 and (self.residency is None or self.residency.compressed)
         return (
-            StoredStates(master, k.COMPRESSED_MOMENTS, k.COMPRESSION_ROOM)
-            if compressed
-            else StoredStates(master, moments)
+            StoredStates(master, COMPRESSED_MOMENTS, COMPRESSION_ROOM) if compressed else StoredStates(master, moments)
         )
 
     def has_masks(self, request: RunRequest) -> bool:

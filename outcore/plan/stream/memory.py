@@ -12,11 +12,22 @@ from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Part
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import ModelShape
 from outcore.plan.stream.layout import Residency, Spill, StoredStates, StreamLayout
 from outcore.plan.stream.tiles import Tiling
-from outcore.plan.stream.work import step_work
-from outcore.plan.work import compiled_activation_bytes, layer_activation_bytes, step_flops, step_traffic
+from outcore.plan.work import step_flops, step_traffic
+from outcore.sizing.activations import compiled_activation_bytes, layer_activation_bytes
+from outcore.sizing.shape import ModelShape
+from outcore.sizing.states import STATE_FORMATS
+from outcore.sizing.streaming import (
+    CHUNK_NUMEL,
+    GRAPH_FREE_SHARE,
+    GRAPH_LONG_S,
+    LANE_BYTES,
+    STAGING_BYTES,
+    STAY_LAYERS,
+    WEIGHT_READ_AHEAD_BYTES,
+)
+from outcore.sizing.work import step_work
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 STATES = ("master", "moments")
@@ -44,7 +55,7 @@ def vram_parts(
     summed = of_layer + of_ends if shape.tied else max(of_layer, of_ends)
     leaving = max(of_layer, min(holding.part_numel, of_ends) if holding.ends_in_parts else of_ends)
     needs = step_work(
-        shape, request, seq_length, seq_length * layout.micro_batch, layout.accumulation,
+        shape, request.element_bytes, seq_length, seq_length * layout.micro_batch, layout.accumulation,
         checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
         tile_bytes=tiling.tile_bytes, chunk_bytes=tiling.chunk_bytes, masks=layout.has_masks(request),
     )  # fmt: skip
@@ -83,17 +94,17 @@ def graph_bytes(
     head = 2.0 * tokens * shape.head_weight_numel
     slower = 1.0 if layout.compiled else k.EAGER_SLOWDOWN
     layers_s = slower * hardware.compute_s(flops.forward - head, traffic.forward, flops.attention_forward)
-    if layers_s / shape.num_layers > k.GRAPH_LONG_S:
+    if layers_s / shape.num_layers > GRAPH_LONG_S:
         return None
     tensors = sum(p.size_bytes for p in vram if p.name not in NOT_TENSORS)
-    if tensors > (1 - k.GRAPH_FREE_SHARE) * hardware.tensor_bytes:
+    if tensors > (1 - GRAPH_FREE_SHARE) * hardware.tensor_bytes:
         return None
     hidden = tokens * shape.hidden_size * request.element_bytes
     if layout.compiled:
-        held = int(k.GRAPH_POOL * compiled_activation_bytes(shape, request, seq_length, tokens))
+        held = int(k.GRAPH_POOL * compiled_activation_bytes(shape, request.element_bytes, seq_length, tokens))
         return held + k.GRAPH_TENSORS * hidden, k.GRAPH_SPARE_TENSORS * hidden
     return k.EAGER_GRAPH_TENSORS * hidden + k.EAGER_GRAPH_WORKSPACE_BYTES, int(
-        k.EAGER_GRAPH_POOL * layer_activation_bytes(shape, request, seq_length, tokens)
+        k.EAGER_GRAPH_POOL * layer_activation_bytes(shape, request.element_bytes, seq_length, tokens)
     )
 
 
@@ -102,7 +113,7 @@ def ram_parts(
 ) -> tuple[list[Part], dict[str, int]]:
     """RAM with everything in it, and the sizes of what may spill or shrink."""
     e, trained = request.element_bytes, shape.trainable_params
-    master, moments = k.STATE_FORMATS[request.format]
+    master, moments = STATE_FORMATS[request.format]
     sizes = {
         PARAMETERS: e * shape.total_params,
         "master": int(master * trained),
@@ -110,7 +121,7 @@ def ram_parts(
         GRADIENTS: e * trained,
     }
     fixed = [
-        Part("ram", SLOTS, k.LANE_BYTES),
+        Part("ram", SLOTS, LANE_BYTES),
         Part("ram", "framework overhead", k.STREAM_RAM_OVERHEAD_BYTES),
         Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
     ]
@@ -127,7 +138,7 @@ def _beyond(shape: ModelShape, element_bytes: int, all_checkpoints: int) -> int:
     fit; this is what does not."""
     batch_hidden = all_checkpoints // (shape.num_layers + 1)
     lent = element_bytes * (0 if shape.lora_r else min(shape.layer_params))
-    return max(0, shape.num_layers - k.STAY_LAYERS) * max(0, batch_hidden - lent)
+    return max(0, shape.num_layers - STAY_LAYERS) * max(0, batch_hidden - lent)
 
 
 def spilled(
@@ -162,7 +173,7 @@ def spilled(
                 continue
             over += _ring_bytes(sizes, request, Spill(1.0, 0.0), layout) if name == "states" else 0
             if name == PARAMETERS:
-                over += k.WEIGHT_READ_AHEAD_BYTES
+                over += WEIGHT_READ_AHEAD_BYTES
                 over += _ring_bytes(sizes, request, Spill(shares["states"], 1.0), layout) if shares["states"] else 0
                 over -= _ring_bytes(sizes, request, Spill(shares["states"], 0.0), layout) if shares["states"] else 0
             shares[name] = min(1.0, over / group)
@@ -176,18 +187,18 @@ def spilled(
     if spill.states:
         stay.append(Part("ram", RING, _ring_bytes(sizes, request, spill, layout)))
     if spill.parameters:
-        stay.append(Part("ram", "weights read ahead", k.WEIGHT_READ_AHEAD_BYTES))
+        stay.append(Part("ram", "weights read ahead", WEIGHT_READ_AHEAD_BYTES))
     return spill, stay
 
 
 def _ring_bytes(sizes: dict[str, int], request: RunRequest, spill: Spill, layout: StreamLayout) -> int:
     """Whole slots of one chunk's states, with its piece of the parameters where those are on the drive, too."""
     states = sum(sizes[name] for name in STATES)
-    trained = int(states / sum(k.STATE_FORMATS[request.format]))
-    slot = int(k.CHUNK_NUMEL * layout.stored_states(request.format).in_slot)
-    slot += k.CHUNK_NUMEL * request.element_bytes if spill.parameters and spill.states else 0
+    trained = int(states / sum(STATE_FORMATS[request.format]))
+    slot = int(CHUNK_NUMEL * layout.stored_states(request.format).in_slot)
+    slot += CHUNK_NUMEL * request.element_bytes if spill.parameters and spill.states else 0
     told = layout.residency or Residency()
-    chunks = -(-int(spill.states * trained) // k.CHUNK_NUMEL)
+    chunks = -(-int(spill.states * trained) // CHUNK_NUMEL)
     return slot * max(1, min(told.state_ring_slots, chunks, told.state_ring_bytes // slot))
 
 
@@ -203,9 +214,9 @@ def pinned_and_rest(ram: list[Part], request: RunRequest, hardware: Hardware) ->
     if request.staging_bytes is not None:
         pool = request.staging_bytes
     else:
-        pool = min(k.DEFAULT_STAGING_BYTES, max(hardware.pinned_bytes, k.LANE_BYTES))
-    left = max(0, pool - k.LANE_BYTES)
-    pinned = [Part("pinned", SLOTS, k.LANE_BYTES)]
+        pool = min(STAGING_BYTES, max(hardware.pinned_bytes, LANE_BYTES))
+    left = max(0, pool - LANE_BYTES)
+    pinned = [Part("pinned", SLOTS, LANE_BYTES)]
     movable = (PARAMETERS, GRADIENTS)
     homes = sum(p.size_bytes for p in ram if p.name in movable)
     rest: list[Part] = []

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from outcore.common.quantities import format_gib
 from outcore.plan.hardware import Hardware
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import ModelShape
 from outcore.plan.stream.layout import StreamLayout
-from outcore.plan.stream.work import step_work
+from outcore.sizing.shape import ModelShape
 from outcore.sizing.tiles import (
     HELD_WHOLE,
     RESIDENT_SHARE,
@@ -25,6 +24,7 @@ from outcore.sizing.tiles import (
     chunk_bytes_of,
     tile_bytes_of,
 )
+from outcore.sizing.work import step_work
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def tiling_of(
         assert device_bytes is not None
         tokens = seq_length * layout.micro_batch
         work = step_work(
-            shape, request, seq_length, tokens, layout.accumulation,
+            shape, request.element_bytes, seq_length, tokens, layout.accumulation,
             checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
             tile_bytes=tile_bytes, chunk_bytes=chunk_bytes, masks=layout.has_masks(request),
         )  # fmt: skip

@@ -14,10 +14,11 @@ from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import StepTime
 from outcore.plan.request import RunRequest
-from outcore.plan.shape import ModelShape
 from outcore.plan.stream.layout import Spill, StreamLayout
 from outcore.plan.stream.tiles import Tiling
-from outcore.plan.work import mlp_activation_bytes, overlapped_s, step_flops, step_traffic
+from outcore.plan.work import overlapped_s, step_flops, step_traffic
+from outcore.sizing.activations import mlp_activation_bytes
+from outcore.sizing.shape import ModelShape
 
 
 def step_time(
@@ -137,7 +138,7 @@ def _tile_traffic(
         return _TileTraffic(ends)
     chunks = 1
     if tiling.chunk_bytes is not None:
-        chunks = -(-mlp_activation_bytes(shape, request, micro_tokens) // tiling.chunk_bytes)
+        chunks = -(-mlp_activation_bytes(shape, request.element_bytes, micro_tokens) // tiling.chunk_bytes)
     weights = e * sum(shape.layer_params[i] for i in tiling.layers)
     parts = passes * chunks
     again = 0.0

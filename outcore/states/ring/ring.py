@@ -23,8 +23,8 @@ from functools import partial
 import torch
 
 from outcore.common.deadline import CLOSE_TIMEOUT_S, GRACE_S
+from outcore.common.errors import EngineError
 from outcore.common.quantities import format_s
-from outcore.engine.base import EngineError
 from outcore.flow.parts import Part
 from outcore.flow.trace import BusyTime
 from outcore.optim import AdamWHyper, OptimizerPool

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from outcore.engine.base import EngineError
+from outcore.common.errors import EngineError
 from outcore.flow.trace import BusyTime
 from outcore.optim import ChunkJob, ChunkResult, JobBatch, OptimizerPool
 from outcore.states.ring.schedule import Passage, RingTicket

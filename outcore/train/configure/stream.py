@@ -13,11 +13,11 @@ from typing import Any
 
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.config import ConfigError, TrainConfig
-from outcore.engine.deepspeed.config.settings import ELEMENT_BYTES
 from outcore.engine.deepspeed.drive.path import validate_nvme_path
 from outcore.engine.stream.settings import StreamSettings
 from outcore.optim import state_format
 from outcore.plan.constants import SPACE_SAFETY
+from outcore.sizing.deepspeed import ELEMENT_BYTES
 from outcore.train.configure.stream_homes import Wanted, wanted_homes
 
 CPU_STAGING_BYTES = 256 << 20

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from outcore.engine.deepspeed.config.builder import BuiltConfig, DeepSpeedSettings, ModelFacts, RunFacts, build_config
+from outcore.engine.deepspeed.config.builder import BuiltConfig, DeepSpeedSettings, RunFacts, WeightCounts, build_config
 
-TINY = ModelFacts(3_000_000, 1_048_576, 20, 512)
+TINY = WeightCounts(3_000_000, 1_048_576, 20, 512)
 
 
 def accept(path: str, required_space_gb: float) -> tuple[bool, str]:
@@ -17,7 +17,7 @@ def build(
     user: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
     run: dict[str, Any] | None = None,
-    model: ModelFacts = TINY,
+    model: WeightCounts = TINY,
     check: Any = accept,
 ) -> BuiltConfig:
     facts = RunFacts(**{"total_steps": 100, "memlock_limit_bytes": 1 << 60, **(run or {})})

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from outcore.engine.deepspeed.shared_memory import remove_own_buffer
+from outcore.common.shared_memory import remove_own_buffer
 
 
 class Block(torch.nn.Module):

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outcore.common.quantities import GIB
-from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, ModelFacts, RunFacts, build_config
+from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, RunFacts, WeightCounts, build_config
 from outcore.engine.deepspeed.config.offload import usable_for_deepspeed
 from outcore.sizing.swapping import min_param_buffers, nvme_bytes
 from tests.engine.deepspeed.config_cases import INFINITY, TINY, build
 
 ROOT = Path(__file__).parents[3]
-LLAMA_8B = ModelFacts(8_030_261_248, 525_336_576, 291, 4096)
+LLAMA_8B = WeightCounts(8_030_261_248, 525_336_576, 291, 4096)
 
 
 def refuse(path: str, required_space_gb: float) -> tuple[bool, str]:
@@ -339,7 +339,7 @@ def test_shipped_files_build() -> None:
 
 def test_nvme_bytes_counts_what_deepspeed_writes() -> None:
     assert nvme_bytes(TINY, "bf16", True, True) == 18 * TINY.total_params
-    lora = ModelFacts(1000, 100, trainable_params=10)
+    lora = WeightCounts(1000, 100, trainable_params=10)
     assert nvme_bytes(lora, "bf16", True, False) == 160
 
 

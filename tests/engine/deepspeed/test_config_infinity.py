@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from outcore.engine.deepspeed.config.settings import ModelFacts
 from outcore.engine.deepspeed.infinity import (
     build_infinity_config,
     estimate_nvme_space_required,
     nvme_space_parts_gb,
     save_infinity_config,
 )
+from outcore.sizing.swapping import WeightCounts
 
 BILLION = 10**9
 
@@ -47,7 +47,7 @@ def test_build_never_changes_its_input() -> None:
     before = copy.deepcopy(base)
     config = build_infinity_config(
         base, nvme_path="/mnt/a b", aio_block_size=1 << 21, aio_queue_depth=16, pin_memory=False, max_in_cpu_gb=2,
-        model=ModelFacts(BILLION, 10**8), world_size=2,
+        model=WeightCounts(BILLION, 10**8), world_size=2,
     )  # fmt: skip
     assert base == before
     zero = config["zero_optimization"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, ModelFacts, RunFacts, build_config
+from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, RunFacts, WeightCounts, build_config
 from outcore.engine.deepspeed.config.settings import normalize_stage
 from tests.engine.deepspeed.config_cases import INFINITY, TINY, build
 
@@ -101,9 +101,9 @@ def test_refusals_name_the_key(user: dict, settings: dict, run: dict, said: str)
         (lambda: DeepSpeedSettings(max_in_cpu_gb=-1), "max_in_cpu_gb"),
         (lambda: DeepSpeedSettings(offload_params="disk"), "offload_params"),  # type: ignore[arg-type]
         (lambda: DeepSpeedSettings(explicit=frozenset({"nope"})), "explicit"),
-        (lambda: ModelFacts(0, 1), "total_params"),
-        (lambda: ModelFacts(10, 11), "largest_weight_numel"),
-        (lambda: ModelFacts(10, 5, trainable_params=0), "trainable_params"),
+        (lambda: WeightCounts(0, 1), "total_params"),
+        (lambda: WeightCounts(10, 11), "largest_weight_numel"),
+        (lambda: WeightCounts(10, 5, trainable_params=0), "trainable_params"),
         (lambda: RunFacts(world_size=0), "world_size"),
         (lambda: RunFacts(world_size=2, local_world_size=4), "local_world_size"),
         (lambda: RunFacts(device="tpu"), "device"),  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from outcore.engine.deepspeed.config import keys
-from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, ModelFacts, RunFacts, build_config
+from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, RunFacts, WeightCounts, build_config
 from outcore.install.extensions import extension_environment
 from tests.forked import run_script
 
@@ -33,10 +33,10 @@ def accept(path: str, required_space_gb: float) -> tuple[bool, str]:
     return True, "taken as it is"
 
 
-def facts(model: dict[str, Any]) -> ModelFacts:
+def facts(model: dict[str, Any]) -> WeightCounts:
     block = 2 * model["width"] * model["inner"] + 3 * model["width"] + model["inner"]
     embed = model["vocab"] * model["width"]
-    return ModelFacts(2 * block + embed * (1 if model["tied"] else 2), embed, hidden_size=model["width"])
+    return WeightCounts(2 * block + embed * (1 if model["tied"] else 2), embed, hidden_size=model["width"])
 
 
 def training_jobs(nvme: Path) -> dict[str, dict[str, Any]]:
@@ -72,7 +72,7 @@ def training_jobs(nvme: Path) -> dict[str, dict[str, Any]]:
 
 def parse_jobs() -> dict[str, dict[str, Any]]:
     made: dict[str, dict[str, Any]] = {name: json.loads((ROOT / name).read_text()) for name in SHIPPED}
-    model = ModelFacts(8_000_000_000, 525_336_576, hidden_size=4096)
+    model = WeightCounts(8_000_000_000, 525_336_576, hidden_size=4096)
     grid = itertools.product(
         ("none", "zero1", "zero2", "zero3", "infinity"), ("bf16", "fp16", "fp32"), ("warmup_decay", "cosine", "none"),
         (*SHIPPED[::2], None),

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from outcore.common.quantities import GIB
-from outcore.engine.deepspeed.config.builder import BuiltConfig, DeepSpeedSettings, ModelFacts, RunFacts, build_config
+from outcore.engine.deepspeed.config.builder import BuiltConfig, DeepSpeedSettings, RunFacts, WeightCounts, build_config
 from outcore.engine.deepspeed.staged.plan import StagedPlan, make_plan, ring_slot_bytes
 from outcore.engine.deepspeed.staged.shares import element_offsets, real_numel
 from outcore.sizing.staged import RAM_OVERHEAD_BYTES
 
 BILLION = 10**9
-MODEL = ModelFacts(3 * BILLION, 250_000_000, num_tensors=300, hidden_size=3072)
+MODEL = WeightCounts(3 * BILLION, 250_000_000, num_tensors=300, hidden_size=3072)
 NVME = {"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "strict_offload": True, "max_in_cpu_gb": 0.0}
 
 
 def plan_of(
-    settings: dict[str, Any], outcore: dict[str, Any] | None = None, model: ModelFacts = MODEL, **run: Any
+    settings: dict[str, Any], outcore: dict[str, Any] | None = None, model: WeightCounts = MODEL, **run: Any
 ) -> StagedPlan:
     facts = RunFacts(precision=run.pop("precision", "bf16"), lr_scheduler_type="none", **run)
     user = {"outcore": outcore or {}}
@@ -172,7 +172,7 @@ def test_gradients_on_the_drive_save_two_bytes_of_ram() -> None:
 
 
 def built_of(
-    settings: dict[str, Any], found: list[float] | None = None, model: ModelFacts = MODEL, **user: Any
+    settings: dict[str, Any], found: list[float] | None = None, model: WeightCounts = MODEL, **user: Any
 ) -> BuiltConfig:
     """`found` gets the GB that the drive is asked for."""
 

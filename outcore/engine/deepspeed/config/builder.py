@@ -39,14 +39,15 @@ from outcore.engine.deepspeed.config.run_section import (
     precision_section,
     scheduler_section,
 )
-from outcore.engine.deepspeed.config.settings import BuiltConfig, ChosenOffload, DeepSpeedSettings, ModelFacts, RunFacts
+from outcore.engine.deepspeed.config.settings import BuiltConfig, ChosenOffload, DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.config.zero_section import check_locked_bytes, zero_section
 from outcore.engine.deepspeed.staged.choice import can_stage, choose_states, staged_costs
 from outcore.engine.deepspeed.staged.plan import drive_bytes
 from outcore.optim import FORMATS, state_format
 from outcore.optim.hyper import check_eps
+from outcore.sizing.swapping import WeightCounts
 
-__all__ = ["BuiltConfig", "ChosenOffload", "DeepSpeedSettings", "ModelFacts", "RunFacts", "build_config"]
+__all__ = ["BuiltConfig", "ChosenOffload", "DeepSpeedSettings", "RunFacts", "WeightCounts", "build_config"]
 
 OUTCORE_DEFAULTS: dict[str, Any] = {
     "staging_bytes": 8 << 30,
@@ -70,7 +71,7 @@ STEPS_PER_PRINT = 10**9
 def build_config(
     user_config: Mapping[str, Any],
     settings: DeepSpeedSettings,
-    model: ModelFacts,
+    model: WeightCounts,
     run: RunFacts,
     *,
     nvme_check: NvmeCheck = usable_for_deepspeed,

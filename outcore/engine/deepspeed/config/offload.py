@@ -14,22 +14,16 @@ from typing import Any
 
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.engine.deepspeed.config.notes import Notes
-from outcore.engine.deepspeed.config.settings import (
-    STAGES,
-    DeepSpeedSettings,
-    Device,
-    ModelFacts,
-    OffloadChoice,
-    Precision,
-    RunFacts,
-)
+from outcore.engine.deepspeed.config.settings import STAGES, DeepSpeedSettings, OffloadChoice, RunFacts
 from outcore.engine.deepspeed.drive.path import NvmePathError, check_direct_io, resolve_nvme_path, validate_nvme_path
-from outcore.plan.constants import (
-    DEEPSPEED_NVME_RAM_BYTES_PER_PARAM,
-    DEEPSPEED_RAM_BYTES_PER_PARAM,
-    DEEPSPEED_RAM_OVERHEAD_BYTES,
+from outcore.sizing.deepspeed import (
+    NVME_RAM_BYTES_PER_PARAM,
+    RAM_BYTES_PER_PARAM,
+    RAM_OVERHEAD_BYTES,
+    Device,
+    Precision,
 )
-from outcore.sizing.swapping import nvme_bytes
+from outcore.sizing.swapping import WeightCounts, nvme_bytes
 
 NvmeCheck = Callable[[str, float], tuple[bool, str]]
 """(path, required GB) -> (usable, message), as `validate_nvme_path`."""
@@ -51,9 +45,9 @@ class OffloadCosts:
 
 
 STOCK_COSTS = OffloadCosts(
-    ram=DEEPSPEED_RAM_BYTES_PER_PARAM,
-    ram_overhead=DEEPSPEED_RAM_OVERHEAD_BYTES,
-    ram_optimizer_on_nvme=DEEPSPEED_NVME_RAM_BYTES_PER_PARAM,
+    ram=RAM_BYTES_PER_PARAM,
+    ram_overhead=RAM_OVERHEAD_BYTES,
+    ram_optimizer_on_nvme=NVME_RAM_BYTES_PER_PARAM,
     nvme_optimizer=16,
 )
 """Stock DeepSpeed 0.19.8; on the drive fp32 master, two moments and the fp32 gradients."""
@@ -91,7 +85,7 @@ def place(
     zero: Mapping[str, Any],
     outcore: Mapping[str, Any],
     settings: DeepSpeedSettings,
-    model: ModelFacts,
+    model: WeightCounts,
     run: RunFacts,
     precision: Precision,
     notes: Notes,
@@ -313,7 +307,7 @@ def _spill(
     optimizer: Device,
     params: Device,
     settings: DeepSpeedSettings,
-    model: ModelFacts,
+    model: WeightCounts,
     run: RunFacts,
     ram_bytes: int | None,
     costs: OffloadCosts,

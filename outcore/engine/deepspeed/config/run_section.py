@@ -15,7 +15,8 @@ import torch
 from outcore.engine.deepspeed.config import keys
 from outcore.engine.deepspeed.config.notes import Notes
 from outcore.engine.deepspeed.config.offload import Placement
-from outcore.engine.deepspeed.config.settings import Precision, RunFacts
+from outcore.engine.deepspeed.config.settings import RunFacts
+from outcore.sizing.deepspeed import Precision
 
 DEFAULT_MICRO_BATCH = 2
 DEFAULT_ACCUMULATION = 4

@@ -1,6 +1,6 @@
-"""What the DeepSpeed configuration builder is told and what it gives back: four frozen dataclasses.
+"""What the DeepSpeed configuration builder is told and what it gives back: frozen dataclasses.
 
-`DeepSpeedSettings` are the user's offload flags, `ModelFacts` and `RunFacts` describe the model and the run,
+`DeepSpeedSettings` are the user's offload flags, `RunFacts` describes the run (`WeightCounts` the model),
 `BuiltConfig` is the resolved configuration with one note per decision. All checks of single values are here, so that a
 wrong number fails before any work, with the name under which the user gave it.
 """
@@ -11,17 +11,14 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-Device = Literal["none", "cpu", "nvme"]
+from outcore.sizing.deepspeed import Device, Precision
+from outcore.sizing.swapping import check_positive_int
+
 OffloadChoice = Literal["auto", "none", "cpu", "nvme"]
-Precision = Literal["bf16", "fp16", "fp32"]
 Schedule = Literal["warmup_decay", "cosine", "constant", "none"]
 
 STAGES: dict[str, int] = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
 STAGE_ALIASES = {"0": "none", "1": "zero1", "2": "zero2", "3": "zero3", "false": "none"}
-
-MIN_AIO_BYTES = 1 << 20
-"""DeepSpeed keeps a tensor below this size in RAM (deepspeed/runtime/swap_tensor/utils.py)."""
-ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def normalize_stage(stage: str | int | None) -> str | None:
@@ -76,8 +73,8 @@ class DeepSpeedSettings:
         for name in ("offload_optimizer", "offload_params"):
             if getattr(self, name) not in ("auto", "none", "cpu", "nvme"):
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown. Use auto, none, cpu or nvme.")
-        _check_positive_int("aio_block_size", self.aio_block_size)
-        _check_positive_int("aio_queue_depth", self.aio_queue_depth)
+        check_positive_int("aio_block_size", self.aio_block_size)
+        check_positive_int("aio_queue_depth", self.aio_queue_depth)
         if self.aio_block_size % 4096:
             raise ValueError(
                 f"aio_block_size {self.aio_block_size} is not a multiple of 4096 bytes: direct drive transfers need "
@@ -95,46 +92,6 @@ class DeepSpeedSettings:
         """True when the user asked for this value (it is named explicit, or differs from the default)."""
         default = next(f.default for f in fields(self) if f.name == name)
         return name in self.explicit or getattr(self, name) != default
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the builder must know of a model. All counts are of the whole model, not of one rank."""
-
-    total_params: int
-    """Parameters, trainable or not; tied ones once."""
-    largest_weight_numel: int
-    """Elements of the largest single parameter tensor (usually the embedding)."""
-    num_tensors: int = 0
-    """Number of parameter tensors; 0 if unknown."""
-    hidden_size: int | None = None
-    """Width of the model."""
-    trainable_params: int | None = None
-    """Trainable parameters. None: all of them."""
-    max_tensors_per_module: int = 2
-    """Most parameters of at least 1 MiB that one module owns directly, or a ZeRO-3 leaf module (mixture-of-experts
-    block) owns in all: DeepSpeed reads that many at once, each into a swap buffer of its own."""
-    tied_numels: tuple[int, ...] = ()
-    """Elements of each weight that is made and then tied away: ZeRO-3 gives it a share of its own until then."""
-
-    def __post_init__(self) -> None:
-        _check_positive_int("total_params", self.total_params)
-        _check_positive_int("largest_weight_numel", self.largest_weight_numel)
-        _check_positive_int("max_tensors_per_module", self.max_tensors_per_module)
-        if self.largest_weight_numel > self.total_params:
-            raise ValueError(
-                f"largest_weight_numel {self.largest_weight_numel} exceeds total_params {self.total_params}"
-            )
-        if self.trainable_params is not None and not 0 < self.trainable_params <= self.total_params:
-            raise ValueError(
-                f"trainable_params must be between 1 and total_params ({self.total_params}), "
-                f"got {self.trainable_params}: a model without trainable parameters cannot be trained."
-            )
-
-    @property
-    def trainable(self) -> int:
-        """Number of trainable parameters."""
-        return self.total_params if self.trainable_params is None else self.trainable_params
 
 
 @dataclass(frozen=True)
@@ -182,7 +139,7 @@ class RunFacts:
         ):
             value = getattr(self, name)
             if value is not None:
-                _check_positive_int(name, value)
+                check_positive_int(name, value)
         if self.device not in ("cuda", "cpu"):
             raise ValueError(f"device {self.device!r} is unknown. Use cuda or cpu.")
         if self.precision not in (None, "bf16", "fp16", "fp32"):
@@ -244,8 +201,3 @@ class BuiltConfig:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_positive_int(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ValueError(f"{name} must be a whole number above 0, got {value!r}.")

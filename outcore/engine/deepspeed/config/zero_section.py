@@ -14,10 +14,12 @@ from outcore.common.quantities import GB, format_gib
 from outcore.engine.deepspeed.config.aio_section import flag_or_file
 from outcore.engine.deepspeed.config.notes import Notes
 from outcore.engine.deepspeed.config.offload import Placement
-from outcore.engine.deepspeed.config.settings import ELEMENT_BYTES, DeepSpeedSettings, ModelFacts, Precision, RunFacts
+from outcore.engine.deepspeed.config.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.drive.path import memlock_limit_bytes
+from outcore.sizing.deepspeed import BUCKET_NUMEL, ELEMENT_BYTES, LIVE_NUMEL, Precision
 from outcore.sizing.swapping import (
     SUB_GROUP_NUMEL,
+    WeightCounts,
     min_optimizer_buffers,
     min_param_buffers,
     param_buffer_numel,
@@ -26,10 +28,6 @@ from outcore.sizing.swapping import (
     size_optimizer_buffers,
 )
 
-BUCKET_NUMEL = 50_000_000
-"""100 MB of GPU memory per 16-bit bucket; larger gains nothing over one host's links."""
-LIVE_NUMEL = 500_000_000
-"""1 GB of 16-bit weights kept on the GPU between uses."""
 PERSISTENCE_NUMEL = 100_000
 """Norms and biases stay on the GPU."""
 STAGE3_ONLY = (
@@ -47,7 +45,7 @@ def zero_section(
     placement: Placement,
     aio: Mapping[str, Any],
     settings: DeepSpeedSettings,
-    model: ModelFacts,
+    model: WeightCounts,
     run: RunFacts,
     precision: Precision,
     swap_budget_bytes: int,
@@ -108,7 +106,7 @@ def check_locked_bytes(locked_bytes: int, run: RunFacts) -> str | None:
 
 
 def _stage3(
-    zero: dict[str, Any], placement: Placement, aio: Mapping[str, Any], model: ModelFacts, run: RunFacts,
+    zero: dict[str, Any], placement: Placement, aio: Mapping[str, Any], model: WeightCounts, run: RunFacts,
     precision: Precision, notes: Notes, staged: bool,
 ) -> None:  # fmt: skip
     params_on_nvme, optimizer_on_nvme = placement.params == "nvme", placement.optimizer == "nvme"
@@ -185,7 +183,7 @@ def staged_block(
 
 def _param_block(
     user_zero: Mapping[str, Any], placement: Placement, aio: Mapping[str, Any], settings: DeepSpeedSettings,
-    model: ModelFacts, run: RunFacts, precision: Precision, notes: Notes,
+    model: WeightCounts, run: RunFacts, precision: Precision, notes: Notes,
 ) -> tuple[dict[str, Any], int]:  # fmt: skip
     user = dict(user_zero.get("offload_param") or {})
     block: dict[str, Any] = {"device": placement.params, "pin_memory": _pin(user, settings, "offload_param", notes)}
@@ -212,7 +210,7 @@ def _param_block(
 
 def _optimizer_block(
     user_zero: Mapping[str, Any], placement: Placement, aio: Mapping[str, Any], settings: DeepSpeedSettings,
-    model: ModelFacts, run: RunFacts, swap_budget_bytes: int, notes: Notes,
+    model: WeightCounts, run: RunFacts, swap_budget_bytes: int, notes: Notes,
 ) -> tuple[dict[str, Any], int]:  # fmt: skip
     user = dict(user_zero.get("offload_optimizer") or {})
     block: dict[str, Any] = {

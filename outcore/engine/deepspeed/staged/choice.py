@@ -7,8 +7,8 @@ from typing import Any
 
 from outcore.engine.deepspeed.config.notes import Notes
 from outcore.engine.deepspeed.config.offload import OffloadCosts
-from outcore.engine.deepspeed.config.settings import ELEMENT_BYTES, Precision
 from outcore.optim import state_format
+from outcore.sizing.deepspeed import ELEMENT_BYTES, Precision
 from outcore.sizing.staged import RAM_OVERHEAD_BYTES
 
 _SAMPLE_NUMEL = 1 << 22

@@ -9,17 +9,10 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import format_gib, round_up
-from outcore.engine.deepspeed.config.settings import (
-    ELEMENT_BYTES,
-    BuiltConfig,
-    ChosenOffload,
-    ModelFacts,
-    Precision,
-    RunFacts,
-)
-from outcore.engine.deepspeed.staged.shares import CHUNK_NUMEL
+from outcore.engine.deepspeed.config.settings import BuiltConfig, ChosenOffload, RunFacts
 from outcore.optim import default_num_threads, state_format
 from outcore.optim.backend import BackendName
+from outcore.sizing.deepspeed import ELEMENT_BYTES, Precision
 from outcore.sizing.staged import (
     LEAST_SLOTS,
     RING_BYTES,
@@ -28,7 +21,8 @@ from outcore.sizing.staged import (
     StagedSizes,
     staged_sizes,
 )
-from outcore.sizing.swapping import partition_numel
+from outcore.sizing.streaming import CHUNK_NUMEL
+from outcore.sizing.swapping import WeightCounts, partition_numel
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PADDING_BYTES = 8192
@@ -91,7 +85,7 @@ class StagedPlan:
             raise ValueError("parameters on the drive need staging_bytes to flow through")
 
 
-def sizes_of(config: Mapping[str, Any], offload: ChosenOffload, model: ModelFacts, run: RunFacts) -> StagedSizes:
+def sizes_of(config: Mapping[str, Any], offload: ChosenOffload, model: WeightCounts, run: RunFacts) -> StagedSizes:
     """From the resolved blocks zero_optimization, outcore, data_types and that of the precision."""
     zero = config["zero_optimization"]
     element_bytes = ELEMENT_BYTES[_precision(config)]
@@ -130,7 +124,7 @@ def sizes_of(config: Mapping[str, Any], offload: ChosenOffload, model: ModelFact
     )
 
 
-def drive_bytes(config: Mapping[str, Any], offload: ChosenOffload, model: ModelFacts, run: RunFacts) -> int:
+def drive_bytes(config: Mapping[str, Any], offload: ChosenOffload, model: WeightCounts, run: RunFacts) -> int:
     """Of one rank on the drive: the store of parameters (all pass through it when they are made), and states and
     gradients that RAM does not hold."""
     sizes = sizes_of(config, offload, model, run)
@@ -143,7 +137,7 @@ def drive_bytes(config: Mapping[str, Any], offload: ChosenOffload, model: ModelF
     return total_bytes
 
 
-def make_plan(built: BuiltConfig, model: ModelFacts, run: RunFacts) -> StagedPlan:
+def make_plan(built: BuiltConfig, model: WeightCounts, run: RunFacts) -> StagedPlan:
     """From a resolved configuration (`build_config(..., staged=True)`) and the facts of the run."""
     zero, offload = built.config["zero_optimization"], built.offload
     sizes = sizes_of(built.config, offload, model, run)
@@ -192,7 +186,7 @@ def _allowed_bytes(config: Mapping[str, Any], run: RunFacts) -> int:
     return int(config["outcore"]["staging_bytes"]) // run.local_ranks
 
 
-def _padding_bytes(model: ModelFacts) -> int:
+def _padding_bytes(model: WeightCounts) -> int:
     return max(1, model.num_tensors) * PADDING_BYTES
 
 

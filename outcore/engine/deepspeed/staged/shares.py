@@ -15,10 +15,8 @@ import torch
 
 from outcore.common.quantities import round_up
 from outcore.optim import BLOCK_NUMEL, StateFormat
+from outcore.sizing.streaming import CHUNK_NUMEL
 from outcore.states.placement import StateChunk
-
-CHUNK_NUMEL = 1 << 22
-"""Parameters per chunk: 48 MiB of fp32 states, 8 MiB of 16-bit parameters, whole 4 KiB blocks of both."""
 
 
 class ShareLayout(NamedTuple):

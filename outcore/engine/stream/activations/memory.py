@@ -15,12 +15,11 @@ import torch
 from outcore.common.deadline import Deadline
 from outcore.common.quantities import round_up
 from outcore.flow.weights import settle
+from outcore.sizing.streaming import STAY_LAYERS
 from outcore.staging import DownloadLane, LaneTransfer, UploadLane
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
 from outcore.staging.pool.host_memory import HostMemory
 
-STAY_LAYERS = 2
-"""The last layers' checkpoints stay on the device: their backward comes before anything could be fetched."""
 DEVICE_STACKS = 2
 """Buffers on the device for a layer's checkpoints on their way: one gathered or used while the other is copied."""
 

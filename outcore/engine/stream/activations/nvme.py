@@ -15,8 +15,9 @@ import torch
 from outcore.common.deadline import Deadline
 from outcore.common.quantities import round_up
 from outcore.engine.base import EngineError
-from outcore.engine.stream.activations.memory import STAY_LAYERS, DeviceActivations
+from outcore.engine.stream.activations.memory import DeviceActivations
 from outcore.flow.weights import Scratch, settle
+from outcore.sizing.streaming import STAY_LAYERS
 from outcore.staging import DownloadLane, LaneTransfer, UploadLane
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
 from outcore.storage import TensorSpec, TensorStore

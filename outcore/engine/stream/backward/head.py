@@ -17,9 +17,7 @@ from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.flow.layers import Batch, Head, HeadInput, in_place
 from outcore.model.inputs import IGNORE, shifted_targets
 from outcore.model.loss import summed_loss
-
-EAGER_CHUNKS = 2
-"""So many times smaller are chunks whose loss is not compiled: it takes twice the memory (`cross_entropy`)."""
+from outcore.sizing.activations import EAGER_CHUNKS
 
 
 @dataclass

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from outcore.plan.shape import Blocks, ModelShape, in_blocks, preset_shape, stays_eager
+from outcore.sizing.shape import Blocks, ModelShape, in_blocks, shape_from_fields, stays_eager
 
 
 def resolve_shape(model: str, *, lora_target_modules: str = "auto", trust_remote_code: bool = False) -> ModelShape:
@@ -52,6 +52,14 @@ def _names_of(lora_target_modules: str) -> tuple[str, ...]:
 
     targets = LoraSettings(target_modules=lora_target_modules).target_modules
     return () if isinstance(targets, str) else targets
+
+
+def preset_shape(name: str) -> ModelShape:
+    """The shape of a preset by its name; ValueError with the nearest names when there is none."""
+    from outcore.model.presets import check_preset_name
+
+    preset = check_preset_name(name)
+    return shape_from_fields(name, preset.model_type, preset.fields)
 
 
 def preset_on_targets(name: str, targets: tuple[str, ...]) -> ModelShape:

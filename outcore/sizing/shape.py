@@ -1,7 +1,7 @@
-"""What the planner knows of a model: parameter counts by streaming unit and the widths that set activations and FLOPs.
+"""What sizes follow from in a model: parameter counts by part, and the widths that set activations and FLOPs.
 
-`preset_shape` counts from a preset's fields alone (no torch, microseconds); `outcore.plan.shape_source` counts any
-other model on the meta device. tests/plan/test_shape.py holds both against each other and against hand-worked numbers.
+`shape_from_fields` counts from a configuration's fields alone (no torch, microseconds); `outcore.model.shape` counts
+any other model on the meta device. tests/plan/test_shape.py holds both against each other and hand-worked numbers.
 """
 
 from __future__ import annotations
@@ -127,14 +127,6 @@ def in_blocks(blocks: Sequence[Sequence[int]]) -> Blocks:
     return tuple((len(list(equal)), block) for block, equal in groupby(map(tuple, blocks)) if block)
 
 
-def preset_shape(name: str) -> ModelShape:
-    """The shape of a preset by its name; ValueError with the nearest names when there is none."""
-    from outcore.model.presets import check_preset_name
-
-    preset = check_preset_name(name)
-    return shape_from_fields(name, preset.model_type, preset.fields)
-
-
 DROPOUTS = (
     *("attn_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout", "residual_dropout", "resid_dropout"),
     *("activation_dropout", "dropout", "dropout_rate"),
@@ -146,11 +138,6 @@ def stays_eager(fields: Mapping[str, Any]) -> bool:
     """`ModelShape.stays_eager` by a configuration's fields."""
     balances = bool(fields.get("output_router_logits") and fields.get("router_aux_loss_coef"))
     return balances or any((fields.get(name) or 0.0) > 0 for name in DROPOUTS)
-
-
-def can_count(model_type: str) -> bool:
-    """Whether `shape_from_fields` knows this architecture."""
-    return model_type in ("llama", "qwen3", "qwen3_moe", "gpt2", "t5")
 
 
 def shape_from_fields(name: str, model_type: str, fields: Mapping[str, Any]) -> ModelShape:

@@ -1,0 +1,107 @@
+"""What a micro-batch takes on the device while it is computed: activations of a layer, masks, logits.
+
+Notation: T tokens of a micro-batch, h hidden width, q / kv widths of queries / keys, f feed-forward width that one
+token goes through, e bytes of an element. Attention is fused (no T x T scores) unless the shape says otherwise.
+"""
+
+from __future__ import annotations
+
+from outcore.common.quantities import MIB
+from outcore.sizing.shape import ModelShape
+
+LOGITS_CHUNK_BYTES = 256 * MIB
+"""fp32 logits of one chunk; with their gradient and the 16-bit copies about three times as much is alive at once."""
+LOSS_CHUNKS, EAGER_CHUNKS = 4, 2
+"""So many times smaller are chunks of a loss alone, which makes fp32 copies and should not need more memory than
+training; and chunks whose loss and gradient are computed at once without a compiler, which takes twice the memory."""
+LOGITS_ALIVE = 3.0
+"""Chunks' worth alive at once where autograd computes the loss: the fp32 log-softmax that it keeps, the gradient of the
+loss with respect to it and the one with respect to the logits (outcore/model/loss.py: of one chunk at a time)."""
+COMPILED_ACTIVATIONS = 0.6
+"""What a compiled layer's backward holds of what autograd keeps of an eager one. A planning figure."""
+
+
+def auto_num_chunks(num_tokens: int, vocab_size: int, chunk_bytes: int = LOGITS_CHUNK_BYTES) -> int:
+    """Chunks so that one chunk's fp32 logits stay within `chunk_bytes` (at least 16 tokens a chunk)."""
+    tokens_per_chunk = max(16, chunk_bytes // (4 * max(vocab_size, 1)))
+    return max(1, -(-num_tokens // tokens_per_chunk))
+
+
+def chunk_tokens(shape: ModelShape, tokens: int, smaller: int = 1) -> int:
+    """Tokens whose logits are alive at once."""
+    return min(tokens, max(16, LOGITS_CHUNK_BYTES // smaller // (4 * max(shape.vocab_size, 1))))
+
+
+def layer_activation_bytes(shape: ModelShape, e: int, seq_length: int, tokens: int) -> int:
+    """What autograd keeps of one layer, and the gradients alive at the peak of its backward pass.
+
+    Per token: two norms (fp32 copy, normed, output: 4h + 2eh each), the residual stream (2eh), queries before and after
+    rotation, attention output twice (4eq), keys and values (3e kv), gated feed-forward (gate, its activation, up,
+    product: 4ef; plain: 3ef), copies for experts (2eh each); in flight: 2ef + 2eh.
+    """
+    h, f = shape.hidden_size, shape.ffn_width
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    per_token = 2 * (4 * h + 2 * e * h) + 2 * e * h + e * (4 * q + 3 * kv)
+    per_token += e * f * (4 if shape.gated_ffn else 3) + 2 * e * h * shape.experts_per_token
+    per_token += 2 * e * (f + h)
+    if not shape.fused_attention:
+        per_token += shape.num_heads * seq_length * (e + 4)
+    return tokens * per_token
+
+
+def layer_backward_bytes(shape: ModelShape, e: int, seq_length: int, tokens: int) -> int:
+    """Alive at the peak of an uncompiled dense layer's backward: where the gated product is taken apart.
+
+    Per token: two norms (4h + 2eh each), rotated queries and attention's output (2eq), keys and values (2e kv), gate,
+    its activation and up (3ef), and gradients of the product and of both its factors (3ef). What
+    `layer_activation_bytes` has beyond that is not kept for the backward: residual stream, queries and keys before
+    their rotation. Layers of other kinds: as that has them.
+    """
+    if not shape.gated_ffn or shape.is_moe or not shape.fused_attention:
+        return layer_activation_bytes(shape, e, seq_length, tokens)
+    h = shape.hidden_size
+    width = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    return tokens * (2 * (4 * h + 2 * e * h) + 2 * e * width + 6 * e * shape.ffn_width)
+
+
+def compiled_activation_bytes(shape: ModelShape, e: int, seq_length: int, tokens: int) -> int:
+    """Alive at the peak of a compiled layer's backward.
+
+    Adapters add nothing that counts (outcore/flow/layers/adapters.py): in the code that torch 2.13's compiler makes
+    for the CPU, what is alive of a layer of Llama, Qwen3, Gemma 2 or GPT-2 is within 1 % of that without them, or less.
+    """
+    return int(COMPILED_ACTIVATIONS * layer_activation_bytes(shape, e, seq_length, tokens))
+
+
+def mlp_activation_bytes(shape: ModelShape, e: int, tokens: int) -> int:
+    """Of `layer_activation_bytes`, the intermediates of the feed-forward part."""
+    return tokens * e * shape.ffn_width * ((4 if shape.gated_ffn else 3) + 2)
+
+
+def mask_bytes(shape: ModelShape, e: int, seq_length: int, tokens: int) -> int:
+    """Of a micro-batch in which a row holds several documents: a boolean mask [rows, T, T], and the numbers that the
+    attention kernel makes of it. 0 where rows are not packed, or the scores outweigh it."""
+    if shape.is_encoder_decoder or not shape.fused_attention:
+        return 0
+    return tokens * seq_length * (1 + e)
+
+
+def border_bytes(shape: ModelShape, tokens: int) -> int:
+    """What the flash kernel's backward takes for packed rows beyond what it takes for rows of one document: an fp32
+    gradient of the queries for 128 tokens of each of `tokens` / 256 documents (as many as borders are usually held
+    for), and with grouped queries keys' and values' gradients for every head (outcore/model/packed/attention.py)."""
+    width = shape.num_heads * shape.head_dim
+    documents = 1 << max(4, (max(1, tokens // 256) - 1).bit_length())
+    expanded = 4 * tokens * width if shape.num_kv_heads < shape.num_heads else 0
+    return 4 * 128 * documents * width + expanded
+
+
+def checkpoint_bytes(shape: ModelShape, e: int, tokens: int) -> int:
+    """Activation checkpoints: the input of every layer, and the last one's output."""
+    return tokens * shape.hidden_size * e * (shape.num_layers + 1)
+
+
+def logits_bytes(shape: ModelShape, tokens: int, alive: float = LOGITS_ALIVE, smaller: int = 1) -> int:
+    """Alive at once for one chunk of the loss: [chunk, vocabulary] in fp32, `alive` times. `smaller`: so many times are
+    chunks smaller than `LOGITS_CHUNK_BYTES`."""
+    return int(alive * 4 * chunk_tokens(shape, tokens, smaller) * shape.vocab_size)

@@ -1,0 +1,31 @@
+"""Formats of optimizer states: bytes per parameter, in RAM and on a drive. Their layout is outcore/optim/formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+BLOCK_NUMEL = 256
+"""Parameters that share the scales of 8-bit moments."""
+_FP32, _EIGHT_BIT = 8, 2 + 8 / BLOCK_NUMEL
+STATE_FORMATS: Mapping[str, tuple[int, float]] = MappingProxyType(
+    {
+        "fp32": (4, _FP32),
+        "split": (2, _FP32),
+        "fp32_m8": (4, _EIGHT_BIT),
+        "split8": (2, _EIGHT_BIT),
+        "fp24_m8": (1, _EIGHT_BIT),
+    }
+)
+"""Format -> bytes per parameter of (master, moments). A split master is a 16-bit residual beside the bf16 parameter
+(lossless), one of 24 bits an 8-bit one; 8-bit moments carry two fp32 scales per block."""
+SPLIT_FORMATS = tuple(name for name, (master, _) in STATE_FORMATS.items() if master < 4)
+"""Formats whose master is whole only together with the bf16 parameter."""
+PLANES_BYTES, BLOCK_HEAD_BYTES = BLOCK_NUMEL * 7 // 2, 8
+"""One compressed moment of a block, and the head of both (outcore/optim/formats/compressed.py)."""
+COMPRESSED_MOMENTS = (2 * PLANES_BYTES + BLOCK_HEAD_BYTES) / BLOCK_NUMEL
+"""Bytes per parameter of fp32 moments on a drive, without loss. What does not fit into that is next to nothing: 0.001
+bytes per parameter and transfer for random gradients, measured. The CPU's rate is not counted: two cores update three
+times what a drive of 7 GB/s brings and takes."""
+COMPRESSION_ROOM = 1
+"""Bytes per parameter kept free for it on the drive, and twice in a slot of the ring."""

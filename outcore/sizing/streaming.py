@@ -1,0 +1,29 @@
+"""Sizes of the streaming engine: its defaults, which the planner counts with."""
+
+from __future__ import annotations
+
+from outcore.common.quantities import GIB, MIB
+
+STAGING_BYTES = 8 * GIB
+"""Pinned memory: the lanes' slots first, then homes of parameters and gradients as far as it reaches. The default of
+outcore.staging_bytes."""
+SLOT_BYTES, NUM_SLOTS = 16 * MIB, 4
+"""Slots of each of the two lanes: 16 MiB reach 99 % of a link's rate."""
+LANE_BYTES = 2 * NUM_SLOTS * SLOT_BYTES
+WEIGHT_READ_AHEAD_BYTES = 512 * MIB
+"""Pinned slots through which parameters on NVMe are read ahead of their use."""
+STATE_RING_BYTES, STATE_RING_SLOTS = GIB, 64
+"""RAM through which states on NVMe flow, and its slots at most: a drive needs many requests under way, in both
+directions, and something to read ahead while a backward pass has no gradients for it yet. The bytes hold about 20 slots
+of fp32 states, 63 of `split8`."""
+CHUNK_NUMEL = 1 << 22
+"""Parameters per chunk of states: 48 MiB of fp32 states, large enough for a drive, many to a layer."""
+STAY_LAYERS = 2
+"""The last layers' activation checkpoints stay on the device: their backward comes before anything could be fetched."""
+EVAL_GROUP = 8
+"""Micro-batches of an evaluation that share one pass over the weights."""
+GRAPH_LONG_S = 5e-3
+"""A call that keeps the device busy this long hides its launches many times over: it is not captured as a graph."""
+GRAPH_FREE_SHARE = 0.4
+"""Share of the device's memory (under the allocator's cap) that must be free for a capture: graphs keep theirs for
+good, and a step must never fail for want of it."""
