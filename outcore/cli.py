@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
+
+from outcore.common.words import nearest
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     name = args[0]
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name.lower(), list(COMMANDS), n=1, cutoff=0.4)
+        near = nearest(name, COMMANDS, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         print(f"outcore: unknown command {name!r}.{hint} Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
+
+from outcore.common import words
 
 
 class DataError(ValueError):
@@ -20,9 +21,8 @@ class CacheError(DataError):
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """' (nearest: X)' when one of the candidates looks like a misspelling of `name`, else ''."""
-    by_lower = {candidate.lower(): candidate for candidate in candidates}
-    found = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.5)
-    return f" (nearest: {by_lower[found[0]]!r})" if found else ""
+    found = words.nearest(name, candidates)
+    return f" (nearest: {found[0]!r})" if found else ""
 
 
 def shorten(text: str, limit: int = 120) -> str:

@@ -20,7 +20,8 @@ from typing import Any
 
 from torch import nn
 
-from outcore.model.settings import ModelSettings, nearest
+from outcore.common.words import did_you_mean
+from outcore.model.settings import ModelSettings
 from outcore.model.source import windows_path_hint
 
 
@@ -40,7 +41,7 @@ def build_from_module(settings: ModelSettings, tokenizer: Any | None) -> tuple[n
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
         raise ValueError(
-            f"model_module {spec!r}: {file_name} has no function {function_name!r}.{nearest(function_name, own)} "
+            f"model_module {spec!r}: {file_name} has no function {function_name!r}.{did_you_mean(function_name, own)} "
             f"It defines {', '.join(own) if own else 'no functions'}."
         )
     try:
@@ -102,7 +103,7 @@ def _load_file(file_name: str, spec: str) -> ModuleType:
         if hint := windows_path_hint(file_name):
             raise ValueError(f"model_module {spec!r} {hint}.")
         siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise ValueError(f"model_module {spec!r}: there is no file {file_name!r}.{nearest(path.name, siblings)}")
+        raise ValueError(f"model_module {spec!r}: there is no file {file_name!r}.{did_you_mean(path.name, siblings)}")
     loader_spec = importlib.util.spec_from_file_location(f"outcore_model_module_{path.stem}", path)
     if loader_spec is None or loader_spec.loader is None:
         raise ValueError(f"model_module {spec!r}: {file_name!r} is not a Python file (its name must end in .py).")

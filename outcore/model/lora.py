@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.common.words import did_you_mean
 from outcore.model.names import checkpoint_name
-from outcore.model.settings import LoraSettings, nearest
+from outcore.model.settings import LoraSettings
 from outcore.model.weights.initialise import Gather, seeded_cpu
 from outcore.model.weights.zero3 import full_shape
 
@@ -47,7 +48,7 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
         for target in settings.target_modules:
             if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
                 raise ValueError(
-                    f"lora target_modules: the model has no module {target!r}.{nearest(target, leaves)} "
+                    f"lora target_modules: the model has no module {target!r}.{did_you_mean(target, leaves)} "
                     f"Its modules are called {', '.join(leaves[:20])}."
                 )
     config = LoraConfig(

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outcore.common.quantities import format_count
-from outcore.model.settings import nearest
+from outcore.common.words import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def check_preset_name(name: str) -> Preset:
     """The preset of that name; ValueError with the nearest names otherwise."""
     if name not in PRESETS:
         raise ValueError(
-            f"There is no preset {name!r}.{nearest(name, tuple(PRESETS))} Presets: {', '.join(PRESETS)}. "
+            f"There is no preset {name!r}.{did_you_mean(name, tuple(PRESETS))} Presets: {', '.join(PRESETS)}. "
             "A trained model is named by --model_name_or_path instead, your own shape by --config_file."
         )
     return PRESETS[name]

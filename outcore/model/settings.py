@@ -6,11 +6,12 @@ the rest (does the folder hold a model, does the hub answer) by `outcore.model.s
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from outcore.common.words import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -20,16 +21,9 @@ ATTENTION = ("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", 
 LORA_BIAS = ("none", "all", "lora_only")
 
 
-def nearest(word: str, known: list[str] | tuple[str, ...], count: int = 3) -> str:
-    """' Did you mean ...?' with the closest known spellings, or an empty string when nothing is close."""
-    by_lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.5)
-    return f" Did you mean {', '.join(repr(by_lower[name]) for name in close)}?" if close else ""
-
-
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        hint = nearest(str(value), allowed, count=1)
+        hint = did_you_mean(str(value), allowed, count=1)
         raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(allowed)}.{hint}")
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outcore.common.words import did_you_mean
 from outcore.model.facts import language_config
 from outcore.model.presets import PRESETS, check_preset_name, preset_config
-from outcore.model.settings import ModelSettings, nearest
+from outcore.model.settings import ModelSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -115,7 +116,7 @@ def _config_from_file(path: Path) -> PreTrainedConfig:
         raise ValueError(f"config_file {str(path)!r} {hint}.")
     if not path.is_file():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ValueError(f"config_file {str(path)!r} is not a file.{nearest(path.name, siblings)}")
+        raise ValueError(f"config_file {str(path)!r} is not a file.{did_you_mean(path.name, siblings)}")
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix.lower() in (".yaml", ".yml"):
@@ -137,7 +138,8 @@ def _config_from_file(path: Path) -> PreTrainedConfig:
     known = sorted(CONFIG_MAPPING.keys())
     if model_type not in known:
         raise ValueError(
-            f"config_file {str(path)!r}: transformers knows no model_type {model_type!r}.{nearest(model_type, known)}"
+            f"config_file {str(path)!r}: transformers knows no model_type {model_type!r}."
+            f"{did_you_mean(model_type, known)}"
         )
     try:
         return language_config(AutoConfig.for_model(model_type, **fields))
@@ -165,7 +167,7 @@ def _trained_source(settings: ModelSettings) -> ModelSource:
         where = "" if parent.is_dir() else f" (nor is there a folder {str(parent)!r})"
         raise ValueError(
             f"model_name_or_path {name!r} is not a folder here{where} and no hub id either (those look like "
-            f"name or owner/name).{nearest(Path(expanded).name, siblings)}"
+            f"name or owner/name).{did_you_mean(Path(expanded).name, siblings)}"
         )
     return ModelSource(_read_config(settings, name), name, f"weights of {name} from the hub")
 
@@ -216,7 +218,7 @@ def hub_error(name: str, error: BaseException, trust_remote_code: bool = False) 
     if "RepositoryNotFoundError" in kinds or "not a valid model identifier" in text:
         return RuntimeError(
             f"The hub has no model {name!r}, or it is private and you are not logged in (`hf auth login`). It is no "
-            f"folder here either, and no preset.{nearest(name.split('/')[-1], tuple(PRESETS))} "
+            f"folder here either, and no preset.{did_you_mean(name.split('/')[-1], tuple(PRESETS))} "
             f"Check the spelling, or use {_LOCAL_ADVICE}."
         )
     offline = {
@@ -250,7 +252,7 @@ def _apply_overrides(config: PreTrainedConfig, settings: ModelSettings) -> None:
     for key, value in settings.config_overrides.items():
         if key not in known:
             raise ValueError(
-                f"config_overrides: a {config.model_type} config has no field {key!r}.{nearest(key, known)}"
+                f"config_overrides: a {config.model_type} config has no field {key!r}.{did_you_mean(key, known)}"
             )
         setattr(config, key, value)
     if settings.config_overrides:

@@ -7,8 +7,9 @@ once by `build_extension`, does the work at DRAM speed; without a compiler torch
 
 from __future__ import annotations
 
-from outcore.optim.backend import Backend, GradStats, grad_sumsq_and_finite, open_backend
+from outcore.optim.backend import Backend, GradStats
 from outcore.optim.build import BuildFailed, CompilerMissing, ExtensionUnavailable, build_extension
+from outcore.optim.choice import grad_sumsq_and_finite, open_backend
 from outcore.optim.formats.chunk_state import STATE_NAMES, ChunkState
 from outcore.optim.formats.state_format import (
     BLOCK_NUMEL,

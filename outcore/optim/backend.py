@@ -1,24 +1,19 @@
 """What an implementation of the optimizer offers: the C++ extension and torch are two of them, with the same bits.
 
-`open_backend("auto")` takes the extension, building it when it is not built, and torch where it cannot be had, saying
-why. A pool asks its backend for a queue with workers (`WorkQueue`); everything that waits is in `OptimizerPool`.
+A pool asks its backend for a queue with workers (`WorkQueue`); everything that waits is in `OptimizerPool`.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from outcore.optim.build import ExtensionUnavailable
 from outcore.optim.formats.state_format import StateFormat
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import ChunkJob, JobBatch
-
-logger = logging.getLogger(__name__)
 
 Work = Literal["update", "guarded_update", "sum_squares"]
 Status = Literal["done", "skipped", "cancelled", "failed"]
@@ -99,31 +94,3 @@ class Backend(Protocol):
         ...
 
     def new_queue(self, num_threads: int, cpus: Sequence[int] | None, task_numel: int) -> WorkQueue: ...
-
-
-def open_backend(name: BackendName = "auto") -> Backend:
-    """The named implementation. ExtensionUnavailable when "extension" cannot be had; "auto" then logs it."""
-    if name not in ("auto", "extension", "torch"):
-        raise ValueError(f"the optimizer's backend is 'auto', 'extension' or 'torch', not {name!r}")
-    from outcore.optim.torch_backend import TorchBackend  # both import this module
-
-    if name == "torch":
-        return TorchBackend()
-    from outcore.optim.extension import ExtensionBackend
-
-    try:
-        return ExtensionBackend()
-    except (ExtensionUnavailable, TimeoutError) as error:
-        if name == "extension":
-            raise
-        logger.warning("the CPU optimizer runs in torch, several times slower: %s", error)
-        return TorchBackend()
-
-
-def grad_sumsq_and_finite(grad: torch.Tensor, num_threads: int = 1, backend: Backend | None = None) -> GradStats:
-    """(sum of squares in double precision, whether every element is finite) of a bf16, fp16 or fp32 gradient.
-
-    The sum is of blocks of 4096 in a fixed order, so it depends neither on threads nor on the processor. Give `backend`
-    when calling often: opening one takes some milliseconds. ValueError for a tensor that is not dense on the CPU.
-    """
-    return (backend or open_backend()).grad_sumsq_and_finite(grad, num_threads)

@@ -38,7 +38,8 @@ import torch
 
 from outcore.common.quantities import format_s
 from outcore.machine.host import usable_cores
-from outcore.optim.backend import Backend, BackendName, FinishedUnit, Work, WorkQueue, open_backend
+from outcore.optim.backend import Backend, BackendName, FinishedUnit, Work, WorkQueue
+from outcore.optim.choice import open_backend
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import JobBatch
 from outcore.optim.tickets import ChunkResult, PoolClosed, Ticket, UnitResult, UpdateFailed

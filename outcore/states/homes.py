@@ -24,8 +24,8 @@ from outcore.flow.weights import WeightHomes
 from outcore.optim import Backend, ChunkJob, ChunkState, JobBatch, StateFormat, open_backend
 from outcore.optim.formats.chunk_state import StateName
 from outcore.staging.pool.host_memory import HostMemory
+from outcore.states.buffers import StateBuffers
 from outcore.states.placement import GradPlace, StateChunk
-from outcore.states.window import StateWindow
 from outcore.storage import TensorStore
 
 
@@ -58,36 +58,30 @@ class Homes:
         weights: WeightHomes,
         backend: Backend | None = None,
     ) -> None:
-        self.state_format = state_format
+        self.state_format, self.state_store = state_format, store
         self.units = tuple(units)
-        self.state_store = store
-        self._window = StateWindow(store, backend or open_backend()) if store is not None else None
+        self._parts = {unit.index: unit for unit in units}
         self.weights = weights
+        self._buffers = StateBuffers(state_format, store, backend or open_backend())
         weights.adopt()
         self._homes: dict[int, PartHome] = {}
         for unit in units:
             self._homes[unit.index] = PartHome(weights.ram(unit), chunks[unit.index])
             for chunk in chunks[unit.index]:
                 if not chunk.on_nvme:
-                    self._initialise(chunk, memory)
-
-    def _initialise(self, chunk: StateChunk, memory: HostMemory) -> None:
-        # `initialise` zeroes the whole buffer, with all of torch's threads: that makes its pages real
-        chunk.buffer = memory.take(chunk.n_bytes, f"states of {chunk.unit.name}", pinned=False, touch=False)
-        param = self.weights.read_range(chunk.unit, chunk.start, chunk.stop)
-        ChunkState(self.state_format, chunk.buffer, chunk.numel, param).initialise()
+                    self._buffers.initialise(chunk, memory, weights.read_range(unit, chunk.start, chunk.stop))
 
     def __getitem__(self, unit: Part) -> PartHome:
         return self._homes[unit.index]
 
     def param_piece(self, chunk: StateChunk) -> torch.Tensor | None:
         """The chunk's parameters in RAM; None when they live on NVMe."""
-        slab = self[chunk.unit].slab
+        slab = self._homes[chunk.unit.index].slab
         return slab[chunk.start : chunk.stop] if chunk.stop <= len(slab) else None
 
     def param_place(self, chunk: StateChunk) -> tuple[TensorStore, str, int]:
         """(store, name, byte offset) of the chunk's parameters where `param_piece` is None."""
-        place = self.weights.stored_at(chunk.unit, chunk.start)
+        place = self.weights.stored_at(self._part(chunk), chunk.start)
         assert place is not None, "a chunk's parameters live in one place"
         return place
 
@@ -156,24 +150,23 @@ class Homes:
             state.write(family, flat[at : at + stop - start], start)
             if family == "master" and self.param_piece(chunk) is None:
                 assert state.param is not None
-                self.weights.write_range(chunk.unit, chunk.start, state.param)
+                self.weights.write_range(self._part(chunk), chunk.start, state.param)
 
     def flush_states(self) -> None:
         """After `write_state`: let the drive have what was written to chunks on NVMe. Before an update: forget what was
         read of them."""
-        if self._window is not None:
-            self._window.flush()
+        self._buffers.flush()
 
     def _open(self, chunk: StateChunk, family: StateName, *, to_write: bool = False) -> ChunkState:
         param = self.param_piece(chunk)
         if param is None and family == "master":
-            param = self.weights.read_range(chunk.unit, chunk.start, chunk.stop)
+            param = self.weights.read_range(self._part(chunk), chunk.start, chunk.stop)
         elif param is None:  # moments do not look at it
-            param = torch.empty(chunk.numel, dtype=chunk.unit.layout.dtype)
-        if chunk.buffer is not None:
-            return ChunkState(self.state_format, chunk.buffer, chunk.numel, param)
-        assert self._window is not None
-        return self._window.open(chunk, family, param, to_write=to_write)
+            param = torch.empty(chunk.numel, dtype=chunk.unit.dtype)
+        return self._buffers.open(chunk, family, param, to_write=to_write)
+
+    def _part(self, chunk: StateChunk) -> Part:
+        return self._parts[chunk.unit.index]
 
     def _pieces(self, name: str, end: int) -> list[tuple[StateChunk, int, int, int]]:
         """(chunk, offset within the parameter, start and stop within the chunk) of [slot.offset, end)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -20,15 +20,35 @@ from outcore.optim.formats.compressed import Tail, tail_of
 from outcore.storage import TensorStore
 
 
+class Updatable(Protocol):
+    """What the optimizer updates at once: a part of a model, or a rank's share of a parameter."""
+
+    @property
+    def index(self) -> int:
+        """Its place in the order of updates."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """For people and for the store."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its parameters."""
+        ...
+
+
 @dataclass
 class StateChunk:
     """States of the parameters [start, stop) of one unit's trainable range."""
 
-    unit: Part
+    unit: Updatable
     start: int
     stop: int
     element_offset: int
-    """Of the first parameter in the model: the key of stochastic rounding."""
+    """Index of this chunk's first parameter within the whole model. Seeds stochastic rounding, so a chunk rounds alike
+    wherever it lives."""
     state_format: StateFormat
     """Compressed on a drive, if the engine says so (`spill`)."""
     on_nvme: bool = False
@@ -64,6 +84,27 @@ class GradPlace(NamedTuple):
     name: str
     offset_bytes: int
     dtype: torch.dtype
+
+
+class ChunkHomes(Protocol):
+    """Where the three pieces of an update lie, chunk by chunk."""
+
+    @property
+    def state_store(self) -> TensorStore | None:
+        """Holds the states of chunks on NVMe, by the chunks' names."""
+        ...
+
+    def param_piece(self, chunk: StateChunk) -> torch.Tensor | None:
+        """The chunk's parameters in RAM; None when they live on NVMe."""
+        ...
+
+    def param_place(self, chunk: StateChunk) -> tuple[TensorStore, str, int]:
+        """(store, name, byte offset) of the chunk's parameters where `param_piece` is None."""
+        ...
+
+    def grad_place(self, chunk: StateChunk) -> GradPlace | None:
+        """Where the chunk's gradient lies on the drive; None when it is in RAM."""
+        ...
 
 
 def check_tail(chunk: StateChunk, states: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 from collections import Counter
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.quantities import MIB, format_gb
+from outcore.common.words import nearest
 from outcore.data.errors import DataError
 from outcore.data.settings import EMBEDDED, DataSettings
 from outcore.data.sources.embedded import EmbeddedSource
@@ -79,7 +79,7 @@ def open_source(settings: DataSettings, *, evaluation: bool = False) -> Source:
     if exists:
         return _file_source(path, settings)
     if looks_like_hub_id(name) and not is_windows_spelling(name):
-        if difflib.get_close_matches(name.lower(), [EMBEDDED], cutoff=0.8):
+        if nearest(name, [EMBEDDED], cutoff=0.8):
             raise DataError(f"no file or folder is called {name!r} (nearest: {EMBEDDED!r}, the built-in text)")
         return HubSource(name, settings.dataset_config, split, settings.streaming)
     raise missing_file_error(name, path)

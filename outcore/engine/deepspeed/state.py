@@ -205,11 +205,48 @@ class WholeState(StateAccess):
             (fp32 if family == MASTER else self.inner.state[fp32][family]).copy_(value)
 
 
+class StagedState(Stage3State):
+    """Access to the staged optimizer's states: shares are read and written directly, no flat fp32 buffers between.
+
+    Several ranks: a full tensor is gathered from the ranks' shares, one parameter at a time, so any number of ranks can
+    resume. Writing the master writes the 16-bit parameter as well (its rounding), whatever the format of the states.
+    """
+
+    def prepare(self, step: int) -> None:
+        """`step` updates are on the clock; the states exist from the start."""
+        self.optimizer.updates = step
+
+    def get(self, param: Any, family: str) -> torch.Tensor:
+        share = self.optimizer.share_of(param)
+        self.optimizer.settle()
+        value = self.optimizer.states.read(share, family)
+        shape = torch.Size(param.ds_shape)
+        if self.engine.world_size == 1:
+            return value.view(shape)
+        padded = torch.zeros(param.partition_numel(), dtype=torch.float32, device=self.engine.device)
+        padded[: share.numel] = value
+        whole = torch.empty(padded.numel() * self.engine.world_size, dtype=torch.float32, device=padded.device)
+        torch.distributed.all_gather_into_tensor(whole, padded)
+        return whole[: shape.numel()].view(shape)
+
+    def begin_restore(self) -> None:
+        """Parameters that are whole on the device let go of their old values."""
+        self.optimizer.begin_restore()
+
+    def restore(self, param: Any, weight: torch.Tensor, states: dict[str, torch.Tensor]) -> None:
+        """Set this rank's share; `weight` is not needed, it is the master rounded."""
+        share = self.optimizer.share_of(param)
+        start = torch.distributed.get_rank() * param.partition_numel()
+        part = {f: states[f].reshape(-1)[start : start + share.numel].to(torch.float32) for f in FAMILIES}
+        self.optimizer.states.write(share, part)
+
+    def end_restore(self) -> None:
+        self.optimizer.publish()
+
+
 def open_state(engine: Any) -> StateAccess:
     """The access that fits a DeepSpeed engine's optimizer; EngineError for one this program does not know."""
     if hasattr(engine.optimizer, "share_of"):
-        from outcore.engine.deepspeed.staged.access import StagedState  # both import this module
-
         return StagedState(engine)
     kind = type(engine.optimizer).__name__
     if kind == "DeepSpeedZeroOptimizer_Stage3":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -21,7 +22,7 @@ from outcore.engine.stream.gradients.arena import GradientArena
 from outcore.engine.stream.gradients.download import GradientDownload, GradientShipping
 from outcore.engine.stream.gradients.tiled_download import TiledDownload
 from outcore.engine.stream.gradients.tiles import TileGradients
-from outcore.engine.stream.host_sizes import arena_bytes, lender, pool_bytes, read_ahead_bytes, state_store
+from outcore.engine.stream.host_sizes import arena_bytes, lender, pool_bytes, read_ahead_bytes
 from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
@@ -38,6 +39,7 @@ from outcore.optim import Backend, OptimizerPool, default_num_threads, open_back
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
 from outcore.staging.pool.host_memory import HostMemory
 from outcore.staging.pool.pinned_grant import PinnedGrant
+from outcore.states.buffers import open_store
 from outcore.states.homes import Homes
 from outcore.states.ring.ring import StateRing
 from outcore.storage import StorageEngine
@@ -73,7 +75,7 @@ def build_stream_engine(
         ground = _open_ground(plan, pinned_grant, storage, undo)
         weights = WeightHomes(plan.units.all, ground.memory, plan.cuts, ground.scratch, loaded.feed)
         drive_lanes = _open_drive_lanes(plan, ground, undo)
-        stored_states = state_store(plan.chunks, ground.scratch)
+        stored_states = open_store(chain.from_iterable(plan.chunks.values()), ground.scratch)
         backend = open_backend(settings.optimizer_backend)
         homes = Homes(
             plan.units.all, ground.memory, plan.states, plan.chunks, stored_states, weights=weights, backend=backend
@@ -215,9 +217,11 @@ def _open_optimizer(
         num_threads = default_num_threads(cores_left=0 if ground.scratch is None else 2)
     pool = undo.enter_context(OptimizerPool(num_threads, backend=backend))
     ring = None
-    if any(homes.flowing(unit) for unit in plan.units.all):
+    flowing = [homes.flowing(unit) for unit in plan.units.all]
+    if any(flowing):
         ring = StateRing(
             homes,
+            flowing,
             pool,
             ground.memory,
             ring_bytes=settings.state_ring_bytes,

@@ -9,11 +9,8 @@ from outcore.engine.stream.activations.memory import Lend
 from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import ModelParts
-from outcore.flow.weights import Scratch
 from outcore.machine.host import available_ram_bytes
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
-from outcore.states.placement import StateChunk
-from outcore.storage import TensorSpec, TensorStore
 
 FREE_RAM_BYTES = 2 * GIB
 """Left free when gradients of all layers are given homes."""
@@ -43,16 +40,6 @@ def read_ahead_bytes(units: ModelParts, cuts: dict[int, int], settings: StreamSe
     """Of a pool with `free_bytes` beside the lanes: what homes leave, or half of it where they do not all fit."""
     left = free_bytes - home_bytes(units, cuts, settings)
     return min(settings.weight_read_ahead_bytes, max(left, free_bytes // 2))
-
-
-def state_store(chunks: dict[int, list[StateChunk]], scratch: Scratch | None) -> TensorStore | None:
-    """Room on the drive for the states that RAM does not hold; None when it holds all of them."""
-    spilled = [chunk for unit in chunks.values() for chunk in unit if chunk.on_nvme]
-    if not spilled:
-        return None
-    assert scratch is not None, "nvme_path is checked with the settings"
-    specs = [TensorSpec(c.name, torch.uint8, (c.state_format.stored_bytes(c.numel),)) for c in spilled]
-    return scratch.store("optimizer states", specs)
 
 
 def arena_bytes(units: ModelParts, settings: StreamSettings) -> int | None:

@@ -27,7 +27,7 @@ from outcore.staging import LaneTransfer
 from outcore.states.homes import Homes
 from outcore.states.ring.ring import StateRing
 from outcore.states.ring.schedule import RingTicket
-from outcore.states.ring.updates import BEFORE_ALL_UNITS
+from outcore.states.ring.traffic import BEFORE_ALL_UNITS
 from outcore.storage import TensorStore
 
 TIMEOUT_S = 600.0
@@ -109,8 +109,8 @@ class PartUpdates:
 
     def _begin(self, pending: _Pending, grad: torch.Tensor, hyper: AdamWHyper, *, guard: bool) -> None:
         unit = pending.unit
-        if self._ring is not None and self._homes.flowing(unit):
-            pending.ring_ticket = self._ring.submit(unit, grad, hyper)
+        if self._ring is not None and (flowing := self._homes.flowing(unit)):
+            pending.ring_ticket = self._ring.submit(unit, flowing, grad, hyper)
         jobs = self._homes.jobs(unit, grad)
         if jobs is not None:
             pending.ticket = self._pool.submit(unit.name, unit.index, jobs, hyper, guard=guard)

@@ -47,6 +47,11 @@ class Part:
     """The model's own parameter objects, in slot order."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Type of its parameters."""
+        return self.layout.dtype
+
+    @property
     def is_trainable(self) -> bool:
         return self.layout.trainable_numel > 0
 

@@ -7,7 +7,6 @@ record. Nothing is sent anywhere unless the user names the service in report_to.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import math
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from outcore.common.words import nearest
 from outcore.monitor.sensors.sensor import describe
 
 INSTALL_HINTS = {
@@ -180,7 +180,7 @@ def check_report_to(report_to: str | Iterable[str]) -> tuple[str, ...]:
         return tuple(name for name in INSTALL_HINTS if _is_installed(name))
     for name in names:
         if name not in INSTALL_HINTS:
-            near = difflib.get_close_matches(name, [*INSTALL_HINTS, "all", "none"], 1, 0.5)
+            near = nearest(name, [*INSTALL_HINTS, "all", "none"])
             meant = f" Did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"report_to has no {name!r}; it knows {', '.join(INSTALL_HINTS)}, all and none.{meant}")
         if not _is_installed(name):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import IO, TYPE_CHECKING
+from typing import IO, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -10,16 +10,27 @@ from rich.text import Text
 
 from outcore.common.quantities import format_s
 
-if TYPE_CHECKING:
-    from outcore.monitor.screen.progress import Progress
-
 REFRESHES_PER_S = 1.0
+
+
+class Shown(Protocol):
+    """What a display asks of the progress that it shows."""
+
+    total_steps: int | None
+
+    def words(self) -> list[str]: ...
+
+    def tier_words(self) -> list[str]: ...
+
+    def elapsed_s(self) -> float: ...
+
+    def fraction_done(self) -> float: ...
 
 
 class LiveDisplay:
     """Redraws the state of a Progress in place until closed."""
 
-    def __init__(self, progress: Progress, file: IO[str]) -> None:
+    def __init__(self, progress: Shown, file: IO[str]) -> None:
         self._progress = progress
         self._console = Console(file=file, highlight=False)
         self._live = Live(

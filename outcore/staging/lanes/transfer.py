@@ -13,23 +13,33 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from outcore.common.quantities import format_gib, format_s
-from outcore.staging.lanes.copy_streams import CopyEvent
+from outcore.staging.lanes.copy_streams import CopyEvent, CopyStreams
 from outcore.staging.lanes.gate import Gate
 from outcore.staging.lanes.homes import Home
-
-if TYPE_CHECKING:
-    from outcore.staging.lanes.lane import Lane
+from outcore.staging.lanes.stats import LaneClock
 
 logger = logging.getLogger(__name__)
 
 
 class LaneClosed(RuntimeError):
     """The lane was closed before this transfer had begun, or before it was submitted."""
+
+
+class TransferLane(Protocol):
+    """What a transfer asks of its lane."""
+
+    streams: CopyStreams
+    clock: LaneClock
+    timeout_s: float
+
+    def describe(self) -> str:
+        """How many transfers wait for what, for messages."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class LaneTransfer:
     """Made by a lane's `submit` and `submit_host`."""
 
     def __init__(
-        self, lane: Lane, what: str, device_bytes: torch.Tensor, home: Home | None, after: Any, label: str = ""
+        self, lane: TransferLane, what: str, device_bytes: torch.Tensor, home: Home | None, after: Any, label: str = ""
     ) -> None:
         self.n_bytes = device_bytes.numel()
         self.what = what

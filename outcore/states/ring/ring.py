@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -25,17 +25,14 @@ import torch
 from outcore.common.deadline import CLOSE_TIMEOUT_S, GRACE_S
 from outcore.common.errors import EngineError
 from outcore.common.quantities import format_s
-from outcore.flow.parts import Part
 from outcore.flow.trace import BusyTime
 from outcore.optim import AdamWHyper, OptimizerPool
 from outcore.sizing.ring import NEVER, worth_keeping
 from outcore.staging.pool.host_memory import HostMemory
-from outcore.states.homes import Homes
-from outcore.states.placement import StateChunk
+from outcore.states.placement import ChunkHomes, StateChunk, Updatable
 from outcore.states.ring.schedule import Passage, RingSchedule, RingTicket
 from outcore.states.ring.slots import Stretch, initialise_states, needed_bytes, ring_slots
-from outcore.states.ring.traffic import RingTraffic
-from outcore.states.ring.updates import RingUpdates
+from outcore.states.ring.traffic import RingTraffic, RingUpdates
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +40,7 @@ logger = logging.getLogger(__name__)
 class StateRing:
     """See the module docstring. `submit` and the waits may be called from any thread.
 
+    `flowing`: of each unit, in order of need, the chunks that pass through the ring.
     `descending`: units become ready from the last to the first (immediate updates), not the other way round.
     `keep_param(chunk, param)`: called with the new parameters of a chunk that has none in RAM, on the driver thread;
     True when it kept a copy for whoever reads them, so that the unit is done before the drive has them.
@@ -51,7 +49,8 @@ class StateRing:
 
     def __init__(
         self,
-        homes: Homes,
+        homes: ChunkHomes,
+        flowing: Sequence[Sequence[StateChunk]],
         pool: OptimizerPool,
         memory: HostMemory,
         *,
@@ -64,8 +63,7 @@ class StateRing:
     ) -> None:
         self._keep_param = keep_param
         self._homes, self._timeout_s = homes, timeout_s
-        by_unit = [homes.flowing(unit) for unit in homes.units]
-        order = [chunk for chunks in (reversed(by_unit) if descending else by_unit) for chunk in chunks]
+        order = [chunk for chunks in (reversed(flowing) if descending else flowing) for chunk in chunks]
         slots = ring_slots(homes, order, memory, ring_bytes, max_slots)
         self.num_slots, self.slot_bytes = len(slots), slots[0].n_bytes
         self.error: BaseException | None = None
@@ -110,17 +108,19 @@ class StateRing:
         """All tickets are done: the next pass goes the other way, and is read ahead as far as slots are free."""
         self._events.put(self._turn)
 
-    def passed(self, unit: Part) -> None:
+    def passed(self, unit: Updatable) -> None:
         """The unit's gradient is complete; what is read ahead from now on comes after it."""
         self._events.put(lambda: self._schedule.read_ahead_after(unit))
 
-    def submit(self, unit: Part, grad: torch.Tensor | None, hyper: AdamWHyper) -> RingTicket:
-        """Update the unit's chunks on NVMe; `grad` stays as it is until the ticket is done.
+    def submit(
+        self, unit: Updatable, flowing: Sequence[StateChunk], grad: torch.Tensor | None, hyper: AdamWHyper
+    ) -> RingTicket:
+        """Update the unit's chunks that pass through the ring; `grad` stays as it is until the ticket is done.
 
         None: the gradient is on the drive too (`homes.grad_place`), all of it, and is read from now on.
         """
         self.check()
-        ticket = RingTicket(unit, grad, hyper, self._homes.flowing(unit))
+        ticket = RingTicket(unit, grad, hyper, list(flowing))
         self._events.put(lambda: self._begin(ticket))
         return ticket
 

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from outcore.flow.parts import Part
 from outcore.optim import AdamWHyper
 from outcore.sizing.ring import NEVER, kept_places
-from outcore.states.placement import StateChunk
+from outcore.states.placement import StateChunk, Updatable
 from outcore.states.ring.slots import RingSlot
 
 KEPT_SHARE = 4
@@ -31,7 +30,7 @@ KEPT_SHARE = 4
 class RingTicket:
     """One unit's update under way."""
 
-    def __init__(self, unit: Part, grad: torch.Tensor | None, hyper: AdamWHyper, unread: list[StateChunk]) -> None:
+    def __init__(self, unit: Updatable, grad: torch.Tensor | None, hyper: AdamWHyper, unread: list[StateChunk]) -> None:
         self.unit, self.grad, self.hyper = unit, grad, hyper
         self.unread = unread
         self.left = len(unread)
@@ -135,7 +134,7 @@ class RingSchedule:
         """From the first chunk on."""
         self._ahead = 0
 
-    def read_ahead_after(self, unit: Part) -> None:
+    def read_ahead_after(self, unit: Updatable) -> None:
         """From the chunk behind this unit's last one; a unit without any changes nothing."""
         self._ahead = self._place_after.get(unit.index, self._ahead)
 

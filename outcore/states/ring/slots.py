@@ -21,8 +21,7 @@ from outcore.optim.formats.state_format import CHUNK_BYTES
 from outcore.sizing.ring import needed_in_slot, slot_count
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
 from outcore.staging.pool.host_memory import HostMemory
-from outcore.states.homes import Homes
-from outcore.states.placement import GradPlace, StateChunk, check_tail
+from outcore.states.placement import ChunkHomes, GradPlace, StateChunk, check_tail
 from outcore.storage import TensorStore, Transfer
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ class Stretch(NamedTuple):
 class RingSlot:
     """Memory of `n_bytes`, page-aligned, that takes one chunk at a time."""
 
-    def __init__(self, homes: Homes, memory: torch.Tensor) -> None:
+    def __init__(self, homes: ChunkHomes, memory: torch.Tensor) -> None:
         self._homes, self._memory = homes, memory
         self.n_bytes = memory.numel()
 
@@ -63,7 +62,7 @@ class RingSlot:
         if piece is not None:
             return piece
         start = round_up(chunk.n_bytes, ALIGNMENT_BYTES) if chunk.buffer is None else 0
-        return self._memory[start : start + _param_bytes(chunk)].view(chunk.unit.layout.dtype)
+        return self._memory[start : start + _param_bytes(chunk)].view(chunk.unit.dtype)
 
     def holds_param(self, chunk: StateChunk) -> bool:
         return self._homes.param_piece(chunk) is None
@@ -136,7 +135,7 @@ def pieces(chunk: StateChunk, memory: torch.Tensor) -> list[tuple[int, torch.Ten
     return found
 
 
-def needed_bytes(homes: Homes, chunk: StateChunk) -> int:
+def needed_bytes(homes: ChunkHomes, chunk: StateChunk) -> int:
     """What a chunk takes of a slot."""
     place = homes.grad_place(chunk)
     return needed_in_slot(
@@ -147,7 +146,7 @@ def needed_bytes(homes: Homes, chunk: StateChunk) -> int:
 
 
 def ring_slots(
-    homes: Homes, chunks: Sequence[StateChunk], memory: HostMemory, ring_bytes: int, max_slots: int
+    homes: ChunkHomes, chunks: Sequence[StateChunk], memory: HostMemory, ring_bytes: int, max_slots: int
 ) -> list[RingSlot]:
     """As many slots as `slot_count` says, each for any of `chunks`. ValueError for too few."""
     needs_bytes = [needed_bytes(homes, chunk) for chunk in chunks]
@@ -179,7 +178,7 @@ def initialise_states(slots: Sequence[RingSlot], chunks: Sequence[StateChunk], t
 
 
 def _param_bytes(chunk: StateChunk) -> int:
-    return chunk.numel * chunk.unit.layout.dtype.itemsize
+    return chunk.numel * chunk.unit.dtype.itemsize
 
 
 def _gradient_bytes(chunk: StateChunk, place: GradPlace) -> int:

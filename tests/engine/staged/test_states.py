@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outcore.common.quantities import MIB
-from outcore.engine.deepspeed.staged.shares import Share, ShareLayout, element_offsets
+from outcore.engine.deepspeed.staged.shares import Share, element_offsets
 from outcore.engine.deepspeed.staged.states import RingSize, ShareStates
 from outcore.flow.weights import Scratch
 from outcore.optim import AdamWHyper, OptimizerPool, state_format
@@ -40,7 +40,7 @@ class Shares:
         self.grads = [torch.empty(numel, dtype=torch.bfloat16) for numel in numels]
         self.shares = [
             Share(
-                SimpleNamespace(ds_id=index), index, index // 2, numel, 0, offset, ShareLayout(torch.bfloat16),
+                SimpleNamespace(ds_id=index), index, index // 2, numel, 0, offset, torch.bfloat16,
                 grad, torch.randn(numel, generator=generator).bfloat16(),
             )
             for index, (numel, offset, grad) in enumerate(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outcore.common.quantities import MIB, round_up
 from outcore.engine.base import EngineError
-from outcore.engine.deepspeed.staged.shares import Share, ShareLayout, element_offsets
+from outcore.engine.deepspeed.staged.shares import Share, element_offsets
 from outcore.engine.deepspeed.staged.states import RingSize, ShareStates
 from outcore.flow.weights import Scratch
 from outcore.optim import AdamWHyper, OptimizerPool, state_format
@@ -87,7 +87,7 @@ class Run:
                 self.params.put(index, home)
                 home = None
             share = SmallChunks(
-                SimpleNamespace(ds_id=index), index, index // 2, numel, index % 2, offset, ShareLayout(torch.bfloat16),
+                SimpleNamespace(ds_id=index), index, index // 2, numel, index % 2, offset, torch.bfloat16,
                 grad, home,
             )  # fmt: skip
             share.loan = grad if home is None else None

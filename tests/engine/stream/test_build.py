@@ -23,7 +23,7 @@ class Broken(Exception):
 
 STEPS = [
     *("PinnedPool", "Scratch", "UploadLane", "DownloadLane", "HostMemory", "WeightHomes"),
-    *("UploadLane from NVMe", "Homes", "state_store", "GradientArena", "OptimizerPool", "StateRing", "PartUpdates"),
+    *("UploadLane from NVMe", "Homes", "open_store", "GradientArena", "OptimizerPool", "StateRing", "PartUpdates"),
     *("WeightPrefetcher", "GradientDownload", "open_tiles", "PartRunner", "Flow", "NvmeActivations"),
     *("VerticalSchedule", "EngineParts", "StreamEngine"),
 ]

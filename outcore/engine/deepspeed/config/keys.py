@@ -6,9 +6,10 @@ deep inside on unknown nested ones. A test compares these tables with the instal
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from outcore.common.words import nearest
 
 
 def _words(text: str) -> frozenset[str]:
@@ -110,7 +111,7 @@ OUTCORE = _words(
 
 def hint(name: str, known: Iterable[str]) -> str:
     """' Did you mean X?' for the nearest known name, or ''."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    close = nearest(name, known, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -1,5 +1,5 @@
 """The one module that replaces parts of DeepSpeed: its stage-3 optimizer and its parameter swapper, while a model is
-loaded and an engine is made; and what its coordinator of gathers calls to read ahead from the drive.
+loaded and an engine is made.
 
 DeepSpeed looks both up by name when it needs them (`engine.py: _configure_zero_optimizer`, `partition_parameters.py:
 Init.__init__`), so rebinding the names for that time is enough, and nothing of DeepSpeed is changed for anybody else.
@@ -11,14 +11,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.staged.session import StagedSession
-
-if TYPE_CHECKING:
-    from outcore.engine.deepspeed.staged.params import StagedParams
 
 TESTED_VERSIONS = ("0.19.8",)
 
@@ -62,15 +59,3 @@ def staged(session: StagedSession) -> AbstractContextManager[None]:
 
     make_swapper = None if session.params is None else lambda ds_config, dtype: session.params
     return bound(functools.partial(StagedOptimizer, session), make_swapper)
-
-
-def prefetch_by_trace(coordinator: Any, params: StagedParams) -> None:
-    """Let DeepSpeed's coordinator read ahead by bytes along its trace, instead of one weight at a time."""
-    prefix = "_PartitionedParameterCoordinator__"
-
-    def read_ahead() -> None:
-        if coordinator.is_complete_trace():
-            params.read_ahead(entry.param for entry in getattr(coordinator, f"{prefix}param_queue"))
-
-    assert hasattr(coordinator, f"{prefix}prefetch_nvme_param_partitions")
-    setattr(coordinator, f"{prefix}prefetch_nvme_param_partitions", read_ahead)

@@ -24,9 +24,9 @@ from outcore.common.deadline import Deadline
 from outcore.common.quantities import format_gib
 from outcore.engine.deepspeed.environment import accelerator
 from outcore.engine.deepspeed.staged import gradients
-from outcore.engine.deepspeed.staged.binding import prefetch_by_trace
+from outcore.engine.deepspeed.staged.params import prefetch_by_trace
 from outcore.engine.deepspeed.staged.session import StagedSession
-from outcore.engine.deepspeed.staged.shares import Share, ShareLayout, element_offsets, real_numel
+from outcore.engine.deepspeed.staged.shares import Share, element_offsets, real_numel
 from outcore.engine.deepspeed.staged.states import RingSize, ShareStates
 from outcore.optim import OptimizerPool, state_format
 from outcore.optim.formats.state_format import PARAM_DTYPES
@@ -184,7 +184,7 @@ class HousedZero3(DeepSpeedZeroOptimizer_Stage3):
             memory = grads.get(param.ds_id)
             share = Share(
                 param, index, sub_group, numel, self.sub_group_to_group_id[sub_group], element_offset,
-                ShareLayout(self.dtype), None if memory is None else memory[:numel], home, on_device,
+                self.dtype, None if memory is None else memory[:numel], home, on_device,
             )  # fmt: skip
             if self._is_on_drive(param) and memory is not None and memory.dtype.itemsize == self.dtype.itemsize:
                 share.loan = memory.view(self.dtype)

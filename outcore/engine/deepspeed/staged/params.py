@@ -287,3 +287,15 @@ class StagedParams:
         self._ahead.clear()
         self.loans.clear()
         return is_idle
+
+
+def prefetch_by_trace(coordinator: Any, params: StagedParams) -> None:
+    """Let DeepSpeed's coordinator read ahead by bytes along its trace, instead of one weight at a time."""
+    prefix = "_PartitionedParameterCoordinator__"
+
+    def read_ahead() -> None:
+        if coordinator.is_complete_trace():
+            params.read_ahead(entry.param for entry in getattr(coordinator, f"{prefix}param_queue"))
+
+    assert hasattr(coordinator, f"{prefix}prefetch_nvme_param_partitions")
+    setattr(coordinator, f"{prefix}prefetch_nvme_param_partitions", read_ahead)

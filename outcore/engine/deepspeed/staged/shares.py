@@ -9,7 +9,7 @@ own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,12 +17,6 @@ from outcore.common.quantities import round_up
 from outcore.optim import BLOCK_NUMEL, StateFormat
 from outcore.sizing.streaming import CHUNK_NUMEL
 from outcore.states.placement import StateChunk
-
-
-class ShareLayout(NamedTuple):
-    """Of what type its elements are."""
-
-    dtype: torch.dtype
 
 
 @dataclass(eq=False)
@@ -40,7 +34,8 @@ class Share:
     param_group: int
     element_offset: int
     """Key of stochastic rounding: the same whatever the residency."""
-    layout: ShareLayout
+    dtype: torch.dtype
+    """Type of its elements."""
     grad: torch.Tensor | None
     """[numel] in RAM, what DeepSpeed accumulates into; None: on the drive."""
     home: torch.Tensor | None = None
@@ -69,7 +64,7 @@ class Share:
         cut = []
         for start in range(0, self.numel, chunk_numel):
             stop = min(start + chunk_numel, self.numel)
-            cut.append(StateChunk(self, start, stop, self.element_offset + start, state_format))  # pyright: ignore[reportArgumentType]
+            cut.append(StateChunk(self, start, stop, self.element_offset + start, state_format))
         return cut
 
 

@@ -2,9 +2,9 @@
 
 The gradients are read where DeepSpeed accumulated them and the 16-bit parameters are written where the next forward
 takes them from: no fp32 copy of either exists. Unscaling, clipping, AdamW and the cast are one pass over memory. Chunks
-that have states, gradients and parameters in RAM are updated in place; the others flow through the streaming engine's
-ring of host buffers, read ahead and written behind (this class is the ring's `homes`). Updates go through the shares to
-and fro, so that the ring keeps the last chunks of one for the next. Results depend on none of this.
+that have states, gradients and parameters in RAM are updated in place; the others flow through a ring of host buffers,
+read ahead and written behind (this class is the ring's `ChunkHomes`). Updates go through the shares to and fro, so that
+the ring keeps the last chunks of one for the next. Results depend on none of this.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from outcore.engine.deepspeed.staged.gradients import StagedGradients
 from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.shares import Share
 from outcore.flow.weights import Scratch
-from outcore.optim import AdamWHyper, ChunkJob, ChunkState, JobBatch, OptimizerPool, StateFormat
+from outcore.optim import AdamWHyper, ChunkJob, JobBatch, OptimizerPool, StateFormat
 from outcore.optim.formats.chunk_state import STATE_NAMES, StateName
 from outcore.staging.pool.host_memory import HostMemory, pageable
+from outcore.states.buffers import StateBuffers, open_store
 from outcore.states.placement import GradPlace, StateChunk, spill
 from outcore.states.ring.ring import StateRing
-from outcore.states.window import StateWindow
-from outcore.storage import TensorSpec, TensorStore
+from outcore.storage import TensorStore
 
 HyperOf = Callable[[int], AdamWHyper]
 """Hyper-parameters of this update by parameter group."""
@@ -68,24 +68,25 @@ class ShareStates:
         ring: RingSize,
     ) -> None:
         self.units, self.state_format = tuple(share for share in shares if share.numel), state_format
+        self._shares = {share.index: share for share in self.units}
         self._optimizer, self._params, self._gradients = optimizer, params, gradients
         self._chunks = {share.index: share.chunks(state_format) for share in self.units}
         everything = [chunk for chunks in self._chunks.values() for chunk in chunks]
         spill(everything, state_ram_bytes)
-        self.state_store = self._make_store([chunk for chunk in everything if chunk.on_nvme], scratch)
-        self._window = StateWindow(self.state_store, optimizer.backend) if self.state_store is not None else None
+        self.state_store = open_store(everything, scratch)
+        self._buffers = StateBuffers(state_format, self.state_store, optimizer.backend)
         for chunk in everything:
             if not chunk.on_nvme:
-                chunk.buffer = memory.take(chunk.n_bytes, "optimizer states", pinned=False, touch=False)
-                param = self._read_param(chunk)
-                ChunkState(state_format, chunk.buffer, chunk.numel, param).initialise()
+                self._buffers.initialise(chunk, memory, self._read_param(chunk))
         self._in_ram = self._make_units()
         self.ring: StateRing | None = None
         self._step = 1
         """-1 when the next update goes from the last share to the first."""
-        if any(self.flowing(share) for share in self.units):
+        flowing = [self.flowing(share) for share in self.units]
+        if any(flowing):
             self.ring = StateRing(
-                self,  # pyright: ignore[reportArgumentType]
+                self,
+                flowing,
                 optimizer,
                 memory,
                 ring_bytes=ring.n_bytes,
@@ -96,12 +97,6 @@ class ShareStates:
                 turns=True,
             )
             self.ring.begin_step()
-
-    def _make_store(self, spilled: list[StateChunk], scratch: Scratch | None) -> TensorStore | None:
-        if not spilled:
-            return None
-        assert scratch is not None, "states go to the drive only where there is one"
-        return scratch.store("states", [TensorSpec(c.name, torch.uint8, (c.n_bytes,)) for c in spilled])
 
     def _make_units(self) -> list[_Unit]:
         grouped: dict[tuple[int, int], list[ChunkJob]] = {}
@@ -122,17 +117,17 @@ class ShareStates:
 
     def param_piece(self, chunk: StateChunk) -> torch.Tensor | None:
         """The chunk's parameters in RAM; None when the share lives on the drive."""
-        home = _share(chunk).home
+        home = self._share(chunk).home
         return None if home is None else home[chunk.start : chunk.stop]
 
     def param_place(self, chunk: StateChunk) -> tuple[TensorStore, str, int]:
         """(store, name, byte offset) of the chunk's parameters where `param_piece` is None."""
         assert self._params is not None
-        return self._params.store_place(_share(chunk).ds_id, chunk.start)
+        return self._params.store_place(self._share(chunk).ds_id, chunk.start)
 
     def grad_place(self, chunk: StateChunk) -> GradPlace | None:
         """Where the chunk's gradient lies on the drive; None when it is in RAM."""
-        share = _share(chunk)
+        share = self._share(chunk)
         if share.grad is not None:
             return None
         assert self._gradients is not None
@@ -140,7 +135,7 @@ class ShareStates:
 
     def _keep_param(self, chunk: StateChunk, param: torch.Tensor) -> bool:
         """Put the chunk's new parameters where its gradient was; False where that memory is not to be had."""
-        loan = _share(chunk).loan
+        loan = self._share(chunk).loan
         if loan is None:
             return False
         target = loan[chunk.start : chunk.stop]
@@ -160,9 +155,9 @@ class ShareStates:
         in_ring = []
         if self.ring is not None:
             for share in self.units[:: self._step]:
-                if self.flowing(share):
+                if flowing := self.flowing(share):
                     grad = gradients[share.index]
-                    in_ring.append(self.ring.submit(share, grad, hyper_of(share.param_group)))  # pyright: ignore[reportArgumentType]
+                    in_ring.append(self.ring.submit(share, flowing, grad, hyper_of(share.param_group)))
         in_ram = [
             self._optimizer.submit(f"sub-group {unit.sub_group}", place, unit.jobs, hyper_of(unit.param_group))
             for place, unit in enumerate(self._in_ram)
@@ -207,8 +202,8 @@ class ShareStates:
             param = self.param_piece(chunk)
             if param is None:  # a moment can be read without it
                 is_needed = name == "master"
-                param = self._read_param(chunk) if is_needed else torch.empty(chunk.numel, dtype=share.layout.dtype)
-            value[chunk.start : chunk.stop] = self._open(chunk, name, param).read(name)
+                param = self._read_param(chunk) if is_needed else torch.empty(chunk.numel, dtype=share.dtype)
+            value[chunk.start : chunk.stop] = self._buffers.open(chunk, name, param).read(name)
         return value
 
     def write(self, share: Share, values: dict[StateName, torch.Tensor]) -> None:
@@ -218,34 +213,28 @@ class ShareStates:
             for name in STATE_NAMES:
                 if name in values:
                     piece = values[name][chunk.start : chunk.stop]
-                    self._open(chunk, name, param, to_write=True).write(name, piece)
+                    self._buffers.open(chunk, name, param, to_write=True).write(name, piece)
             if self.param_piece(chunk) is None:
                 store, where, offset_bytes = self.param_place(chunk)
                 store.submit_write(where, param, offset_bytes).wait(TIMEOUT_S)
 
     def flush(self) -> None:
         """After `write`: let the drive have the last of it. Before an update: forget what was read."""
-        if self._window is not None:
-            self._window.flush()
+        self._buffers.flush()
 
-    def _open(
-        self, chunk: StateChunk, name: StateName, param: torch.Tensor | None, *, to_write: bool = False
-    ) -> ChunkState:
-        if chunk.buffer is not None:
-            return ChunkState(self.state_format, chunk.buffer, chunk.numel, param)
-        assert self._window is not None
-        return self._window.open(chunk, name, param, to_write=to_write)
+    def _share(self, chunk: StateChunk) -> Share:
+        return self._shares[chunk.unit.index]
 
     def _read_param(self, chunk: StateChunk) -> torch.Tensor:
         """The chunk's parameters: its home, or a copy of what the drive has."""
         piece = self.param_piece(chunk)
         if piece is None:
-            share = _share(chunk)
-            n_bytes = chunk.numel * share.layout.dtype.itemsize
+            share = self._share(chunk)
+            n_bytes = chunk.numel * share.dtype.itemsize
             copy = pageable(n_bytes)
             store, where, offset_bytes = self.param_place(chunk)
             store.submit_read(where, copy, offset_bytes).wait(TIMEOUT_S)
-            piece = copy.view(share.layout.dtype)
+            piece = copy.view(share.dtype)
         return piece
 
     # --- facts and the end
@@ -266,9 +255,3 @@ class ShareStates:
             return True
         deadline.expire()
         return False
-
-
-def _share(chunk: StateChunk) -> Share:
-    share = chunk.unit
-    assert isinstance(share, Share)
-    return share
