@@ -172,9 +172,6 @@ DEEPSPEED_NORM_NUMEL = 250_000_000
 """Elements of an offloaded gradient that DeepSpeed's own offload has in fp64 at a time, on the GPU, for its norm
 (`_constant_buffered_norm2` in runtime/zero/stage3.py). llama-1b with micro-batches of 4 and 8 rows of 1,024, measured:
 3.747 and 3.744 GB of tensors, which is these 2 GB, three times its tied embedding, and a bucket, to 2 %."""
-DEEPSPEED_OPTIMIZER_BUFFERS = (12, 8, 4)
-DEEPSPEED_PARAM_BUFFERS = 6
-"""outcore/sizing/swapping.py: 4 buffers of the largest weight per sub-group in use; parameters' buffers."""
 
 # --- drive
 

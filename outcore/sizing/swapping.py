@@ -29,6 +29,10 @@ SUB_GROUP_NUMEL = 100_000_000
 """Optimizer tile in RAM: 400 MB of fp32 per state."""
 BUFFERS_PER_SUB_GROUP = 4
 """fp32 master, two moments, gradient."""
+OPTIMIZER_BUFFERS = tuple(BUFFERS_PER_SUB_GROUP * groups for groups in (3, 2, 1))
+"""Buffers for the sub-group in use, with one read ahead and one written behind; without the latter; alone."""
+TENSORS_PER_MODULE = 2
+"""Parameters of at least 1 MiB that one module of a dense model owns, at most: weight and bias."""
 ALIGNED_BYTES = 1024
 """Swap sizes are multiples of this times intra_op_parallelism (AIO_ALIGNED_BYTES)."""
 PARAM_BUFFERS_BASE = 4
@@ -50,7 +54,7 @@ class WeightCounts:
     """Width of the model."""
     trainable_params: int | None = None
     """Trainable parameters. None: all of them."""
-    max_tensors_per_module: int = 2
+    max_tensors_per_module: int = TENSORS_PER_MODULE
     """Most parameters of at least 1 MiB that one module owns directly, or a ZeRO-3 leaf module (mixture-of-experts
     block) owns in all: DeepSpeed reads that many at once, each into a swap buffer of its own."""
     tied_numels: tuple[int, ...] = ()

@@ -22,10 +22,18 @@ from outcore.sizing.activations import (
     logits_bytes,
     mask_bytes,
 )
-from outcore.sizing.deepspeed import BUCKET_NUMEL, LIVE_NUMEL, Device
+from outcore.sizing.deepspeed import (
+    BUCKET_NUMEL,
+    LIVE_NUMEL,
+    NVME_RAM_BYTES_PER_PARAM,
+    RAM_BYTES_PER_PARAM,
+    RAM_OVERHEAD_BYTES,
+    Device,
+)
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.staged import NORM_NUMEL
 from outcore.sizing.streaming import STAGING_BYTES
+from outcore.sizing.swapping import OPTIMIZER_BUFFERS, PARAM_BUFFERS_BASE, TENSORS_PER_MODULE
 
 STAGE_NUMBER = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
 
@@ -174,7 +182,7 @@ def host_parts(
         return [*ram, Part("ram", "framework overhead", k.DEEPSPEED_OVERHEAD_BYTES * gpus)], [], []
     if layout.optimizer != "nvme":
         # The measured line holds for parameters in RAM as well; with them on the GPU 2 B less.
-        extra = int((k.DEEPSPEED_RAM_BYTES_PER_PARAM - 16) * trained)
+        extra = int((RAM_BYTES_PER_PARAM - 16) * trained)
         in_ram = layout.params == "cpu"
         return (
             [
@@ -184,22 +192,22 @@ def host_parts(
                 Part("ram", "master", 4 * trained),
                 Part("ram", "moments", 8 * trained),
                 Part("ram", "DeepSpeed's further copies", extra),
-                Part("ram", "framework overhead", k.DEEPSPEED_RAM_OVERHEAD_BYTES * gpus),
+                Part("ram", "framework overhead", RAM_OVERHEAD_BYTES * gpus),
             ],
             [],
             [],
         )
     buffer_bytes = 4 * -(-shape.largest_weight_numel // gpus)
     count = next(
-        (n for n in k.DEEPSPEED_OPTIMIZER_BUFFERS if n * buffer_bytes * gpus <= STAGING_BYTES),
-        k.DEEPSPEED_OPTIMIZER_BUFFERS[-1],
+        (n for n in OPTIMIZER_BUFFERS if n * buffer_bytes * gpus <= STAGING_BYTES),
+        OPTIMIZER_BUFFERS[-1],
     )
     pinned = [Part("pinned", "optimizer swap buffers", count * buffer_bytes * gpus)]
     if layout.params == "nvme":
         size = e * shape.largest_weight_numel
-        pinned.append(Part("pinned", "parameter swap buffers", (k.DEEPSPEED_PARAM_BUFFERS + gpus) * size))
+        pinned.append(Part("pinned", "parameter swap buffers", (PARAM_BUFFERS_BASE + TENSORS_PER_MODULE + gpus) * size))
     notes = [] if count > 4 else ["the swap buffers are so large that DeepSpeed's optimizer I/O is not pipelined"]
-    measured = int(k.DEEPSPEED_NVME_RAM_BYTES_PER_PARAM * trained)
+    measured = int(NVME_RAM_BYTES_PER_PARAM * trained)
     params_bytes = e * (trained + frozen) if layout.params == "cpu" else 0
     ram += [
         Part("ram", "parameters", params_bytes),
