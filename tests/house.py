@@ -177,15 +177,19 @@ def file_edges(found: Iterable[Import]) -> dict[str, set[str]]:
 
 
 def sub_room_edges(found: Iterable[Import], known: Mapping[str, Path]) -> dict[str, set[str]]:
-    """Folder -> folders that its files import from."""
+    """Arrows between sub-rooms, whose files count as one; a file at a room's root, and a room's door, stand for
+    themselves. So two sub-rooms that need each other show, also where that goes through a file beside them."""
 
-    def folder(module: str) -> str:
-        return module if known[module].name == "__init__.py" else module.rpartition(".")[0]
+    def node(module: str) -> str:
+        parent = module.rpartition(".")[0]
+        if known[module].name == "__init__.py":
+            return module
+        return module if parent == f"outcore.{room_of(module)}" else parent
 
     edges: dict[str, set[str]] = {}
     for one in found:
-        if folder(one.importer) != folder(one.imported):
-            edges.setdefault(folder(one.importer), set()).add(folder(one.imported))
+        if node(one.importer) != node(one.imported):
+            edges.setdefault(node(one.importer), set()).add(node(one.imported))
     return edges
 
 
@@ -219,7 +223,7 @@ def main() -> None:
     for title, rows in (
         ("upward", [one.words for one in upward(found)]),
         ("circles of files", [" ".join(group) for group in circles(file_edges(found))]),
-        ("circles of folders", [" ".join(group) for group in circles(sub_room_edges(found, known))]),
+        ("circles of sub-rooms", [" ".join(group) for group in circles(sub_room_edges(found, known))]),
         ("more than 15 files", crowded()),
         ("past doors", [one.words for one in past_doors(found, known)]),
     ):

@@ -11,7 +11,7 @@ from typing import Any
 
 from plan_runs import RUNS, config_of
 
-from outcore.engine.deepspeed.config.settings import ChosenOffload
+from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware

@@ -86,7 +86,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     from race_common import DeviceWatch, cap_allocator, drive_bytes, rss_bytes, synchronize
 
     from outcore.engine.deepspeed.build import build_engine, init_process_group, resolve
-    from outcore.engine.deepspeed.config.settings import DeepSpeedSettings, RunFacts
+    from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
     from outcore.machine.host import detect_ram
     from outcore.model.settings import ModelSettings
     from outcore.train.determinism import fix_order

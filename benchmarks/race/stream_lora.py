@@ -30,8 +30,8 @@ from outcore.common.quantities import GIB, MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.settings import StreamSettings
+from outcore.model.load import LoadedModel, load_model
 from outcore.model.settings import LoraSettings, ModelSettings
-from outcore.model.weights.load import LoadedModel, load_model
 from outcore.optim import state_format
 from outcore.storage import aligned_bytes
 from outcore.train.configure.stream import ELEMENT_BYTES, RunSizes, activation_bytes

@@ -25,7 +25,7 @@ from outcore.optim.formats.moments8 import (
     random_bytes,
     unpack,
 )
-from outcore.optim.formats.split import join_master, round_to_24_bits, split_master
+from outcore.optim.formats.split import cast_param, join_master, one_nan, round_to_24_bits, split_master
 from outcore.optim.formats.state_format import BLOCK_NUMEL, StateFormat
 from outcore.optim.hyper import AdamWHyper, AdamWScalars
 from outcore.optim.jobs import ChunkJob
@@ -122,17 +122,7 @@ def adamw(
     root = exact_sqrt(v)
     denominator = root / scalars.bias_correction2_sqrt + scalars.eps
     w = master * scalars.decay + (m * scalars.negative_step_size) / denominator
-    return _one_nan(w), m, v, root
-
-
-def cast_param(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32 [n] rounded to a parameter type: fp16 to nearest, ties to even; bf16 as `split_master` does.
-
-    The only NaN in it may be the canonical one.
-    """
-    if dtype == torch.bfloat16:
-        return split_master(master)[0]
-    return _one_nan(master).to(dtype)
+    return one_nan(w), m, v, root
 
 
 def sum_squares(grad: torch.Tensor) -> tuple[float, bool, float]:
@@ -163,9 +153,5 @@ def _block_sums(part: torch.Tensor) -> list[float]:
     return lanes[:, 0].tolist()
 
 
-def _one_nan(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x.isnan(), float("nan"), x)
-
-
 def _tidy(x: torch.Tensor, smallest: float) -> torch.Tensor:
-    return _one_nan(torch.where(x.abs() < smallest, 0.0, x))
+    return one_nan(torch.where(x.abs() < smallest, 0.0, x))

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outcore.common.quantities import GIB, MIB
+from outcore.probe.bench.budget import EFFORTS, Effort
 from outcore.probe.bench.drive_file import TestPathError, check_directory
 from outcore.probe.bench.lanes import StagingSettings
-from outcore.probe.budget import EFFORTS, Effort
 from outcore.probe.report.config_file import ConfigError, ProbeConfig, read_config
 
 DESCRIPTION = """\

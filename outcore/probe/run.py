@@ -16,6 +16,7 @@ import torch
 
 from outcore.common.quantities import GIB, MIB, format_gib
 from outcore.machine import Machine, detect_machine, drive_of, pcie_gb_per_s
+from outcore.probe.bench.budget import Budget
 from outcore.probe.bench.compute import measure_compute
 from outcore.probe.bench.device import measure_copies, measure_peers
 from outcore.probe.bench.direct import measure_direct, open_direct_engine
@@ -28,7 +29,6 @@ from outcore.probe.bench.latency import SIZES_BYTES, measure_latency
 from outcore.probe.bench.load_sampler import LoadSampler
 from outcore.probe.bench.memory import measure_ram, thread_counts
 from outcore.probe.bench.update import MOST_NUMEL, measure_updates
-from outcore.probe.budget import Budget
 from outcore.probe.gds.facts import READ_BYTES, GdsFacts, collect_facts
 from outcore.probe.gds.ladder import ladder_rows
 from outcore.probe.gds.verdict import judge

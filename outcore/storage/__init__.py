@@ -3,7 +3,6 @@
 from outcore.storage.block_file import BlockFile
 from outcore.storage.descriptor import BufferedFallbackWarning
 from outcore.storage.engine import StorageEngine, open_engine
-from outcore.storage.engines.faulty import FaultyEngine
 from outcore.storage.engines.kvikio import KvikioEngine
 from outcore.storage.engines.posix import PosixEngine
 from outcore.storage.errors import StorageError, describe_errno
@@ -16,7 +15,6 @@ __all__ = [
     "BlockFile",
     "BufferedFallbackWarning",
     "Extent",
-    "FaultyEngine",
     "KvikioEngine",
     "PosixEngine",
     "StorageEngine",

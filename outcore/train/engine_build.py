@@ -17,17 +17,17 @@ from outcore.config import ConfigError, TrainConfig
 from outcore.engine.deepspeed.build import Resolved, build_engine, init_process_group, resolve
 from outcore.engine.deepspeed.config.aio_section import aio_section
 from outcore.engine.deepspeed.config.builder import zero_block_of
-from outcore.engine.deepspeed.config.notes import Notes
-from outcore.engine.deepspeed.config.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
+from outcore.engine.deepspeed.notes import Notes
+from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.engine import StreamEngine
 from outcore.flow.parts import StreamUnsupported
 from outcore.machine.host import available_ram_bytes
 from outcore.model.facts import ModelFacts, model_facts
+from outcore.model.load import LoadedModel, load_model
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
-from outcore.model.weights.load import LoadedModel, load_model
 from outcore.train.configure.engine_choice import EngineChoice, ask_model, check_trace
 from outcore.train.configure.lora_size import adapter_params
 from outcore.train.configure.rooms import Hardware, deepspeed_settings_of, default_lr

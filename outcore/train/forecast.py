@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from outcore.engine.deepspeed.config.settings import ChosenOffload
+from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
 from outcore.machine import Machine, detect_machine
 from outcore.model.settings import ModelSettings

@@ -7,10 +7,10 @@ from typing import Any
 
 from outcore.config import ConfigError, TrainConfig
 from outcore.data import PreparedData, load_or_train_tokenizer, prepare_data
+from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
 from outcore.model.source import max_positions, resolve_source
 from outcore.model.trial.abilities import check_abilities
-from outcore.model.weights.load import LoadedModel
 from outcore.train.configure.rooms import (
     DEFAULT_SEQ_LENGTH,
     TINY_SEQ_LENGTH,

@@ -30,11 +30,11 @@ from outcore.monitor.watches.space import SpaceWatch
 from outcore.sizing.deepspeed import ELEMENT_BYTES
 from outcore.train.configure.engine_choice import check_trace
 from outcore.train.configure.rooms import Hardware, lora_alpha
-from outcore.train.configure.schedule import LrSchedule
+from outcore.train.configure.schedule import LrSchedule, RunLength
 from outcore.train.engine_build import AnyEngine, Decided
 from outcore.train.forecast import Forecast
 from outcore.train.runs import RunFolder
-from outcore.train.trainer_parts import RunLength, TrainerParts
+from outcore.train.trainer_parts import TrainerParts
 
 DEFAULT_PROMPT = "def "
 SPACE_RESERVE_BYTES = 1 << 30

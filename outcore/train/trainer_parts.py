@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from outcore.config import TrainConfig
 from outcore.engine.base import Engine, MicroBatch
 from outcore.monitor import MetricsLog, Progress, Sampler
-from outcore.train.configure.schedule import LrSchedule
+from outcore.train.configure.schedule import LrSchedule, RunLength
 from outcore.train.runs import RunFolder
 
 
@@ -21,21 +21,6 @@ class TrainStream(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class RunLength:
-    """How long the run is and what happens when; steps count from 1."""
-
-    total_steps: int
-    eval_steps: int
-    sample_steps: int
-    save_steps: int
-    accumulation: int
-
-    def due(self, step: int, every: int) -> bool:
-        """True at every `every`-th step (0: never) but the last, which has its own turn."""
-        return every > 0 and step % every == 0 and step < self.total_steps
 
 
 @dataclass

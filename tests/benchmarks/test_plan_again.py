@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outcore.common.quantities import GIB, MIB
-from outcore.engine.deepspeed.config.settings import ChosenOffload
+from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
 from outcore.model.shape import preset_shape
 from outcore.plan import constants as k

@@ -20,7 +20,7 @@ from outcore.model.inputs import count_target_tokens
 from outcore.model.lora import apply_lora
 from outcore.model.settings import LoraSettings
 from outcore.sizing.tiles import Holding
-from outcore.storage import FaultyEngine, PosixEngine
+from outcore.storage import PosixEngine
 from tests.flow.models import (
     TINY_SETTINGS,
     assert_same_grads,
@@ -30,6 +30,7 @@ from tests.flow.models import (
     set_dropout,
     tiny_loaded,
 )
+from tests.storage.faulty import FaultyEngine
 
 TINY = TINY_SETTINGS
 TILED = replace(TINY, tiling="on", tile_bytes=7000)

@@ -22,8 +22,9 @@ from outcore.model.facts import model_facts
 from outcore.model.lora import apply_lora
 from outcore.model.settings import LoraSettings
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
-from outcore.storage import FaultyEngine, PosixEngine
+from outcore.storage import PosixEngine
 from tests.flow.models import packed_batch, padded_batch, plain_batch, tiny_loaded
+from tests.storage.faulty import FaultyEngine
 
 TINY = StreamSettings(
     staging_bytes=2 * MIB,

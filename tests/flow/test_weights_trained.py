@@ -11,8 +11,9 @@ from outcore.common.quantities import MIB
 from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
-from outcore.storage import FaultyEngine, PosixEngine
+from outcore.storage import PosixEngine
 from tests.flow.models import packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
+from tests.storage.faulty import FaultyEngine
 
 TINY = StreamSettings(
     staging_bytes=2 * MIB,

@@ -9,10 +9,10 @@ import torch
 
 from outcore.model.facts import model_class_of
 from outcore.model.inputs import count_target_tokens, document_numbers, forward_inputs
+from outcore.model.load import enable_activation_checkpointing
 from outcore.model.loss import TokenLoss
 from outcore.model.trial.abilities import TOLERANCE, check_abilities, supports_packing
 from outcore.model.trial.shrink import VOCAB, shrink_config
-from outcore.model.weights.load import enable_activation_checkpointing
 
 transformers = pytest.importorskip("transformers")
 

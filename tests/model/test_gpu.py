@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outcore.model.load import load_model
 from outcore.model.loss import TokenLoss
 from outcore.model.settings import ModelSettings
-from outcore.model.weights.load import load_model
 
 pytestmark = pytest.mark.gpu
 

@@ -14,11 +14,11 @@ from torch import nn
 from outcore.checkpoint.export import export_model
 from outcore.model.facts import model_class_of, model_facts, resolve_attention
 from outcore.model.generate import generate_text, generate_tokens
+from outcore.model.load import enable_activation_checkpointing, load_model
 from outcore.model.names import checkpoint_name, named_checkpoint_parameters
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.model.trial.shrink import shrink_config
 from outcore.model.weights.initialise import init_regions, initialise_weights, iter_initial_weights, meta_skeleton
-from outcore.model.weights.load import enable_activation_checkpointing, load_model
 from outcore.model.weights.zero3 import partition_while_loading
 from tests.model.cases import batch_of, tiny_settings
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from outcore.model.head import CausalParts, find_decoder, unwrap
+from outcore.model.load import load_model
 from outcore.model.loss import LossModule, TokenLoss, compute_loss
-from outcore.model.weights.load import load_model
 from outcore.sizing.activations import auto_num_chunks
 from tests.model.cases import batch_of, tiny_settings
 

@@ -9,8 +9,8 @@ import transformers
 from outcore.engine.stream.check.gradients import why_config_not_trained
 from outcore.model.inputs import count_target_tokens
 from outcore.model.loss import TokenLoss
-from outcore.model.loss_terms import LossTerms
 from outcore.model.trial.abilities import check_abilities
+from outcore.model.trial.loss_terms import LossTerms
 from tests.model.test_architectures import assert_same_grads, grads, random_batch, tiny_model, zero_dropout
 
 pytestmark = pytest.mark.usefixtures("one_thread")

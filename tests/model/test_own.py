@@ -9,8 +9,8 @@ import torch
 
 from outcore.model.generate import generate_tokens
 from outcore.model.hook import build_from_module
+from outcore.model.load import load_model
 from outcore.model.settings import ModelSettings
-from outcore.model.weights.load import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_model.py"

@@ -84,8 +84,8 @@ def child(folder: str) -> None:
 
     from outcore.common.shared_memory import remove_own_buffer
     from outcore.model.generate import generate_tokens
+    from outcore.model.load import load_model
     from outcore.model.settings import LoraSettings, ModelSettings
-    from outcore.model.weights.load import load_model
     from outcore.model.weights.zero3 import is_partitioned, settle
 
     torch.set_num_threads(1)

@@ -16,7 +16,7 @@ from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, RunFacts,
 from outcore.engine.deepspeed.staged.optimizer import StagedOptimizer
 from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.plan import StagedPlan, make_plan
-from outcore.engine.deepspeed.staged.shares import Share, ShareLayout
+from outcore.engine.deepspeed.staged.shares import Share
 from outcore.model.facts import model_class_of, skeleton_and_tied
 from outcore.model.lora import with_adapters
 from outcore.model.presets import preset_config
@@ -107,7 +107,7 @@ def moved_by_engine(params: list[Param], plan: StagedPlan, sub_group_size: int) 
     for index, param in enumerate(trained):
         numel = param.partition_numel()
         home = None if param.on_drive else meta_memory(numel * DTYPE.itemsize).view(DTYPE)
-        share = Share(param, index, 0, numel, 0, index << 40, ShareLayout(DTYPE), None, home)
+        share = Share(param, index, 0, numel, 0, index << 40(DTYPE), None, home)
         chunks += share.chunks(chosen)
     spill(chunks, plan.state_ram_bytes)
     for chunk in chunks:

@@ -14,6 +14,7 @@ import torch
 from outcore.common.quantities import KIB, MIB
 from outcore.probe.bench import direct as direct_bench
 from outcore.probe.bench import drive_file as test_file
+from outcore.probe.bench.budget import EFFORTS, Budget, cell_time_s
 from outcore.probe.bench.device import measure_copies, measure_peers
 from outcore.probe.bench.direct import measure_direct, open_direct_engine
 from outcore.probe.bench.drive import DriveResult, drive_rate, measure_drive, recommended
@@ -31,7 +32,6 @@ from outcore.probe.bench.latency import LatencyResult, measure_latency
 from outcore.probe.bench.load_sampler import LoadSampler
 from outcore.probe.bench.measurement import Measurement, best, smallest_good_enough, timed
 from outcore.probe.bench.memory import measure_ram, thread_counts
-from outcore.probe.budget import EFFORTS, Budget, cell_time_s
 from outcore.probe.gds.facts import GdsFacts, ReadTest
 from outcore.probe.gds.verdict import Verdict
 from outcore.staging import PinnedPool, UploadLane

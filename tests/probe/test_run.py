@@ -22,8 +22,8 @@ from outcore.probe import main as main_module
 from outcore.probe import run as optimizer_module
 from outcore.probe.bench import direct as direct_bench
 from outcore.probe.bench import memory as memory_bench
+from outcore.probe.bench.budget import EFFORTS
 from outcore.probe.bench.drive_file import PREFIX, RUN, SUFFIX, remove_own_files
-from outcore.probe.budget import EFFORTS
 from outcore.probe.gds.facts import GdsFacts, GpuFact, ReadTest
 from outcore.probe.main import main
 from outcore.probe.options import UsageError, parse_options

@@ -11,8 +11,9 @@ import torch
 
 from outcore.common.quantities import KIB, MIB
 from outcore.staging import DownloadLane, Gate, LaneClosed, PinnedPool, UploadLane
-from outcore.storage import FaultyEngine, PosixEngine, StorageError
+from outcore.storage import PosixEngine, StorageError
 from tests.staging.fakes import LateEvent, LateStreams, file_with, random_bytes
+from tests.storage.faulty import FaultyEngine
 
 SLOT = 64 * KIB
 CPU = torch.device("cpu")

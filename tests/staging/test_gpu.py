@@ -13,8 +13,9 @@ import torch
 from outcore.common.quantities import GIB, MIB
 from outcore.staging import AT_ONCE, DownloadLane, PinnedPool, UploadLane, probe_pinned_memory
 from outcore.staging.pool.cuda_runtime import CudaRuntime, find_libcudart
-from outcore.storage import BlockFile, FaultyEngine, PosixEngine, StorageEngine, StorageError
+from outcore.storage import BlockFile, PosixEngine, StorageEngine, StorageError
 from tests.staging.fakes import content_of, file_with, leave_without_closing, random_bytes
+from tests.storage.faulty import FaultyEngine
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,9 @@ from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.weights import scratch
-from outcore.storage import FaultyEngine, open_engine
+from outcore.storage import open_engine
 from tests.flow.models import plain_batch, set_dropout, tiny_loaded
+from tests.storage.faulty import FaultyEngine
 
 TINY = StreamSettings(
     staging_bytes=2 * MIB,

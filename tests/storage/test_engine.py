@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from outcore.common.quantities import KIB, MIB
 from outcore.storage import (
     BlockFile,
-    FaultyEngine,
     PosixEngine,
     StorageEngine,
     StorageError,
@@ -30,6 +29,7 @@ from outcore.storage import (
     open_engine,
 )
 from tests.storage.engine_cases import WAIT_S, Gate
+from tests.storage.faulty import FaultyEngine
 
 
 @pytest.fixture

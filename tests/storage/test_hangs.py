@@ -20,9 +20,10 @@ from outcore.common.quantities import KIB, MIB
 from outcore.flow.weights import Scratch
 from outcore.flow.weights.scratch import FOLDER
 from outcore.staging import PinnedPool
-from outcore.storage import BlockFile, FaultyEngine, PosixEngine, StorageError, TensorSpec, TensorStore, aligned_bytes
+from outcore.storage import BlockFile, PosixEngine, StorageError, TensorSpec, TensorStore, aligned_bytes
 from outcore.storage.engines import request_queue
 from outcore.storage.store import traffic as store_traffic
+from tests.storage.faulty import FaultyEngine
 
 WAIT_S = 30.0
 LIMIT_S = 0.1

@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outcore.common.quantities import KIB, MIB
-from outcore.storage import BlockFile, FaultyEngine, PosixEngine, StorageError, TensorSpec, TensorStore
+from outcore.storage import BlockFile, PosixEngine, StorageError, TensorSpec, TensorStore
 from outcore.storage.store.files import DATA_NAME, LOCK_NAME
 from outcore.storage.store.manifest import FILE_NAME as MANIFEST
 from outcore.storage.store.stripe_layout import StripeLayout, stripe_pattern
+from tests.storage.faulty import FaultyEngine
 from tests.storage.store_cases import SPECS, WAIT_S, assert_holds, read_back, values, write_all
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outcore.config import TrainConfig
-from outcore.engine.deepspeed.config.settings import ChosenOffload
+from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
 from outcore.machine import LinkRates
 from outcore.model.settings import LoraSettings, ModelSettings

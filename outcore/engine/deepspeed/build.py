@@ -18,23 +18,23 @@ from outcore.common.quantities import MIB
 from outcore.common.shared_memory import remove_own_buffer
 from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.config.builder import build_config
-from outcore.engine.deepspeed.config.offload import usable_for_deepspeed
-from outcore.engine.deepspeed.config.settings import BuiltConfig, DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.config.user_file import check_by_deepspeed
 from outcore.engine.deepspeed.drive.path import validate_nvme_path
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.environment import accelerator, prepare_environment
+from outcore.engine.deepspeed.offload import usable_for_deepspeed
+from outcore.engine.deepspeed.settings import BuiltConfig, DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.staged.binding import check_version
 from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.flow.device_memory import let_segments_grow
 from outcore.model.facts import model_class_of, model_facts, skeleton_and_tied
 from outcore.model.head import unwrap
 from outcore.model.inputs import attention_of
+from outcore.model.load import LoadedModel, load_model
 from outcore.model.lora import with_adapters
 from outcore.model.packed.borders import PACKED_ATTENTION
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
-from outcore.model.weights.load import LoadedModel, load_model
 from outcore.model.weights.zero3 import full_numel
 from outcore.sizing.swapping import WeightCounts
 

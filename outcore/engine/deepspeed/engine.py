@@ -29,8 +29,8 @@ from outcore.engine.base import LOWER_RATE, NO_TARGETS, EvalResult, MicroBatch, 
 from outcore.engine.deepspeed.state import FAMILIES, open_state
 from outcore.flow.parts import DeviceBatch, packing_known
 from outcore.model.inputs import count_target_tokens
+from outcore.model.load import LoadedModel
 from outcore.model.names import named_checkpoint_parameters
-from outcore.model.weights.load import LoadedModel
 from outcore.model.weights.zero3 import settle
 
 

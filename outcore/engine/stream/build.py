@@ -34,7 +34,7 @@ from outcore.flow.parts import ModelParts
 from outcore.flow.tiles import TiledParts, open_tiles
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPrefetcher
-from outcore.model.weights.load import LoadedModel
+from outcore.model.load import LoadedModel
 from outcore.optim import Backend, OptimizerPool, default_num_threads, open_backend
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
 from outcore.staging.pool.host_memory import HostMemory

@@ -43,8 +43,8 @@ from outcore.flow.trace import PhaseClock, moment, wait_for
 from outcore.model.generate import context_length_of
 from outcore.model.head import unwrap
 from outcore.model.inputs import count_target_tokens
+from outcore.model.load import LoadedModel
 from outcore.model.names import checkpoint_name
-from outcore.model.weights.load import LoadedModel
 from outcore.optim import AdamWHyper
 from outcore.staging import LaneTransfer
 

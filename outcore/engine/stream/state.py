@@ -22,8 +22,8 @@ from outcore.checkpoint.shards import (
     write_shard,
 )
 from outcore.model.head import unwrap
+from outcore.model.load import LoadedModel
 from outcore.model.names import checkpoint_name
-from outcore.model.weights.load import LoadedModel
 from outcore.optim import STATE_NAMES
 from outcore.optim.formats.chunk_state import StateName
 from outcore.states.homes import Homes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from outcore.engine.stream.settings import StreamSettings
+from outcore.model.load import LoadedModel
 from outcore.model.shape import shape_from_config
-from outcore.model.weights.load import LoadedModel
 from outcore.sizing.tiles import Work
 from outcore.sizing.work import step_work
 

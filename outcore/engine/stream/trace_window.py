@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from outcore.engine.stream.parts import EngineParts
-from outcore.flow.trace import NO_TRACE, Slice, TraceRecorder, write_trace
-from outcore.storage.engines.faulty import FaultyEngine
-from outcore.storage.engines.worker import WorkerEngine
+from outcore.flow.trace import NO_TRACE, Slice, Traced, TraceRecorder, write_trace
 
 logger = logging.getLogger(__name__)
 
@@ -125,11 +123,10 @@ class TraceWindow:
         if (drives := self._drives()) is not None:
             drives.on_finished = None
 
-    def _drives(self) -> WorkerEngine | None:
+    def _drives(self) -> Traced | None:
         """Who reads and writes the scratch files, if there are any."""
         engine = self._parts.scratch.engine if self._parts.scratch is not None else None
-        engine = engine.inner if isinstance(engine, FaultyEngine) else engine
-        return engine if isinstance(engine, WorkerEngine) else None
+        return engine if isinstance(engine, Traced) else None
 
     def _finish(self) -> None:
         assert self._recorder is not None

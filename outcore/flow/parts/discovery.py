@@ -32,8 +32,8 @@ from outcore.flow.parts.shell import (
 from outcore.flow.parts.units import ModelParts, Part, recorders_of, run_to_layers
 from outcore.model.head import CausalParts, unwrap
 from outcore.model.inputs import Isolation, forward_inputs
+from outcore.model.load import LoadedModel
 from outcore.model.names import checkpoint_name
-from outcore.model.weights.load import LoadedModel
 
 
 def discover_units(loaded: LoadedModel) -> ModelParts:

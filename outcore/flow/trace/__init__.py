@@ -3,7 +3,7 @@
 from outcore.flow.trace.clock import PhaseClock
 from outcore.flow.trace.file import Slice, write_trace
 from outcore.flow.trace.moments import Moment, elapsed_s, moment, wait_for
-from outcore.flow.trace.recorder import NO_TRACE, Trace, TraceRecorder
+from outcore.flow.trace.recorder import NO_TRACE, Trace, Traced, TraceRecorder
 from outcore.flow.trace.stalls import BusyTime, Stalls
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Stalls",
     "Trace",
     "TraceRecorder",
+    "Traced",
     "elapsed_s",
     "moment",
     "wait_for",

@@ -7,9 +7,9 @@ Cost while recording: two events for each unit and micro-batch; otherwise nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -37,6 +37,14 @@ class Trace(Protocol):
     def device_wait(self, what: str, reason: str, begin: Moment, end: Moment) -> None:
         """The device had nothing to compute between these moments."""
         ...
+
+
+@runtime_checkable
+class Traced(Protocol):
+    """Who reads and writes files and tells, while somebody listens, of each request that has ended."""
+
+    on_finished: Callable[[Request, float], object] | None
+    """(request, when it ended in seconds of time.perf_counter), called on whatever thread it ended."""
 
 
 class NullTrace:

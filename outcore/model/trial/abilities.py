@@ -20,7 +20,7 @@ from torch import nn
 from outcore.model.facts import model_class_of, resolve_attention
 from outcore.model.head import CausalParts, unwrap
 from outcore.model.inputs import Isolation, forward_inputs
-from outcore.model.loss_terms import USUAL_TERMS, LossTerms, try_loss_terms
+from outcore.model.trial.loss_terms import USUAL_TERMS, LossTerms, try_loss_terms
 from outcore.model.trial.shrink import VOCAB, shrink_config
 from outcore.model.weights.initialise import seeded_cpu
 from outcore.model.weights.zero3 import without_partitioning

@@ -13,9 +13,8 @@ from typing import Literal
 import torch
 
 from outcore.optim.formats.moments8 import Codes, pack_nearest, unpack
-from outcore.optim.formats.split import join_master, round_to_24_bits, split_master
+from outcore.optim.formats.split import cast_param, join_master, round_to_24_bits, split_master
 from outcore.optim.formats.state_format import BLOCK_NUMEL, StateFormat
-from outcore.optim.reference import cast_param
 
 StateName = Literal["master", "exp_avg", "exp_avg_sq"]
 STATE_NAMES: tuple[StateName, ...] = ("master", "exp_avg", "exp_avg_sq")

@@ -51,3 +51,18 @@ def round_to_24_bits(master: torch.Tensor, random: torch.Tensor | None = None) -
     else:
         add = random.to(torch.int32)
     return ((bits + add) & ~0xFF).view(torch.float32)
+
+
+def cast_param(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 [n] rounded to a parameter type: fp16 to nearest, ties to even; bf16 as `split_master` does.
+
+    The only NaN in it may be the canonical one.
+    """
+    if dtype == torch.bfloat16:
+        return split_master(master)[0]
+    return one_nan(master).to(dtype)
+
+
+def one_nan(x: torch.Tensor) -> torch.Tensor:
+    """The same with every NaN the canonical one."""
+    return torch.where(x.isnan(), float("nan"), x)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from outcore.common.quantities import MIB
+from outcore.probe.bench.budget import cell_time_s
 from outcore.probe.bench.measurement import Measurement, timed
-from outcore.probe.budget import cell_time_s
 
 STEP_BYTES = 64 * MIB
 PEER_BYTES = 256 * MIB

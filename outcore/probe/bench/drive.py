@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from outcore.common.quantities import KIB, MIB
+from outcore.probe.bench.budget import Effort, cell_time_s
 from outcore.probe.bench.drive_cell import KINDS, batch_limit_bytes, bench_memory, measure_cell, measure_iops
 from outcore.probe.bench.measurement import Measurement, best, smallest_good_enough
-from outcore.probe.budget import Effort, cell_time_s
 from outcore.storage import BlockFile, StorageEngine, open_engine
 
 REFERENCE_BLOCK_BYTES = 8 * MIB

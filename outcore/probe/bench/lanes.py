@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import MIB, format_gib, round_up
+from outcore.probe.bench.budget import cell_time_s
 from outcore.probe.bench.device import measure_copies
 from outcore.probe.bench.drive_cell import bench_memory, measure_cell
 from outcore.probe.bench.measurement import Measurement, timed
-from outcore.probe.budget import cell_time_s
 from outcore.staging import AT_ONCE, DownloadLane, PinnedPool, UploadLane
 from outcore.storage import BlockFile, StorageEngine
 

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import torch
 
 from outcore.common.quantities import round_up
-from outcore.staging import Lease, PinnedPool, PinnedPoolFull
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
+from outcore.staging.pool.lease import Lease
+from outcore.staging.pool.pool import PinnedPool, PinnedPoolFull
 from outcore.staging.pool.slab import MappedSlab
 
 logger = logging.getLogger(__name__)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from outcore.config import ConfigError, TrainConfig
-from outcore.engine.deepspeed.config.settings import normalize_stage
+from outcore.engine.deepspeed.settings import normalize_stage
 from outcore.engine.stream.check.gradients import why_config_not_trained, why_not_trained
 from outcore.model.facts import resolve_attention
+from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
-from outcore.model.weights.load import LoadedModel
 from outcore.optim.formats.state_format import state_format
 from outcore.sizing.engine_rule import why_not_stream
 

@@ -11,10 +11,9 @@ import torch
 from outcore.config import ConfigError, TrainConfig, nearest
 from outcore.data import DataSettings
 from outcore.data.settings import DEFAULT_TEXT_EXTENSIONS
-from outcore.engine.deepspeed.config.settings import DeepSpeedSettings
+from outcore.engine.deepspeed.settings import DeepSpeedSettings
 from outcore.model.settings import LoraSettings, ModelSettings
-from outcore.train.configure.schedule import COSINE_FLOOR, LrSchedule
-from outcore.train.trainer_parts import RunLength
+from outcore.train.configure.schedule import COSINE_FLOOR, LrSchedule, RunLength
 
 EMBEDDED_STEPS = 150
 """Length of the embedded default's run: a visible fall of the loss in a few minutes on two CPU cores."""

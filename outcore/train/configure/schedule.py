@@ -35,3 +35,18 @@ class LrSchedule:
         if self.kind == "warmup_decay":
             return self.peak_lr * (1.0 - progress)
         raise ValueError(f"unknown learning-rate schedule {self.kind!r}: warmup_decay, cosine or constant")
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long the run is and what happens when; steps count from 1."""
+
+    total_steps: int
+    eval_steps: int
+    sample_steps: int
+    save_steps: int
+    accumulation: int
+
+    def due(self, step: int, every: int) -> bool:
+        """True at every `every`-th step (0: never) but the last, which has its own turn."""
+        return every > 0 and step % every == 0 and step < self.total_steps

@@ -12,9 +12,9 @@ from typing import Any
 
 from outcore.config import ConfigError, TrainConfig
 from outcore.engine.deepspeed.config.builder import zero_block_of
-from outcore.engine.deepspeed.config.notes import Notes
-from outcore.engine.deepspeed.config.offload import nvme_path_of, stage_name, wanted_devices
 from outcore.engine.deepspeed.drive.path import resolve_nvme_path
+from outcore.engine.deepspeed.notes import Notes
+from outcore.engine.deepspeed.offload import nvme_path_of, stage_name, wanted_devices
 from outcore.train.configure.rooms import deepspeed_settings_of
 
 

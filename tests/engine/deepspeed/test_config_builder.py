@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from outcore.common.quantities import GIB
 from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, RunFacts, WeightCounts, build_config
-from outcore.engine.deepspeed.config.offload import usable_for_deepspeed
+from outcore.engine.deepspeed.offload import usable_for_deepspeed
 from outcore.sizing.swapping import min_param_buffers, nvme_bytes
 from tests.engine.deepspeed.config_cases import INFINITY, TINY, build
 

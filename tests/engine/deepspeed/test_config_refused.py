@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, RunFacts, WeightCounts, build_config
-from outcore.engine.deepspeed.config.settings import normalize_stage
+from outcore.engine.deepspeed.settings import normalize_stage
 from tests.engine.deepspeed.config_cases import INFINITY, TINY, build
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from outcore.common.quantities import MIB
-from outcore.engine.deepspeed.config import offload
+from outcore.engine.deepspeed import offload
 from outcore.engine.deepspeed.drive import path as nvme
 from outcore.engine.deepspeed.drive import speed as nvme_speed
 from outcore.engine.deepspeed.infinity import check_nvme_performance, validate_nvme_path

@@ -28,16 +28,17 @@ from typing import Any
 import torch
 
 from outcore.engine.deepspeed.build import build_engine, init_process_group, resolve
-from outcore.engine.deepspeed.config.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
+from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.staged.shares import Share
 from outcore.flow.weights import scratch as scratch_room
 from outcore.model.settings import LoraSettings, ModelSettings
-from outcore.storage import FaultyEngine, Transfer, open_engine
+from outcore.storage import Transfer, open_engine
 from outcore.train.determinism import fix_order
 from tests.flow.models import packed_batch, plain_batch
 from tests.model.branch_model import coded_batches
 from tests.model.varlen_kernel import imitated
+from tests.storage.faulty import FaultyEngine
 
 LR = 1e-3
 ON_GPU = os.environ.get("STAGED_DEVICE") == "cuda"

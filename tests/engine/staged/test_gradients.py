@@ -17,9 +17,10 @@ from outcore.engine.deepspeed.staged.gradients import StagedGradients
 from outcore.engine.deepspeed.staged.optimizer import StagedOptimizer
 from outcore.flow.weights import Scratch
 from outcore.staging import PinnedPool
-from outcore.storage import FaultyEngine, StorageError, open_engine
+from outcore.storage import StorageError, open_engine
 from tests.engine.staged.jobs import job, passed, run_jobs
 from tests.engine.staged.test_nvme import MIB, SMALL, infinity
+from tests.storage.faulty import FaultyEngine
 
 pytestmark = pytest.mark.timeout(600)
 HALVES = [["train", 2], ["eval"], ["train", 2]]

@@ -20,10 +20,11 @@ from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.session import StagedSession
 from outcore.flow.weights import Scratch
 from outcore.staging import PinnedPool
-from outcore.storage import FaultyEngine, PosixEngine, TensorSpec
+from outcore.storage import PosixEngine, TensorSpec
 from tests.engine.staged.jobs import job, passed, run_jobs
 from tests.engine.staged.test_nvme import SMALL as SMALL_SUB_GROUPS
 from tests.engine.staged.test_nvme import infinity
+from tests.storage.faulty import FaultyEngine
 
 pytestmark = pytest.mark.timeout(600)
 NOTHING_STAYS = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}

@@ -20,7 +20,8 @@ from outcore.optim import AdamWHyper, OptimizerPool, state_format
 from outcore.optim.formats.chunk_state import STATE_NAMES
 from outcore.staging.pool.host_memory import HostMemory, pageable
 from outcore.states.placement import GradPlace
-from outcore.storage import FaultyEngine, TensorSpec, open_engine
+from outcore.storage import TensorSpec, open_engine
+from tests.storage.faulty import FaultyEngine
 
 CHUNK = 4096
 

@@ -13,11 +13,11 @@ import torch
 
 from outcore.common.quantities import MIB
 from outcore.engine.deepspeed.build import build_engine, init_process_group, resolve
-from outcore.engine.deepspeed.config.settings import DeepSpeedSettings, RunFacts
+from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
+from outcore.model.load import load_model
 from outcore.model.settings import ModelSettings
-from outcore.model.weights.load import load_model
 from tests.flow.models import packed_batch, plain_batch
 
 LR = 1e-3

@@ -16,8 +16,9 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.flow.weights import Scratch
 from outcore.flow.weights.scratch import FOLDER
 from outcore.staging import LaneTransfer
-from outcore.storage import FaultyEngine, PosixEngine, TensorSpec
+from outcore.storage import PosixEngine, TensorSpec
 from tests.flow.models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
+from tests.storage.faulty import FaultyEngine
 
 TINY = replace(TINY_SETTINGS, max_grad_norm=0.5)
 LR = 3e-3

@@ -30,9 +30,9 @@ from outcore.optim import OptimizerPool, torch_backend
 from outcore.staging import PinnedPool
 from outcore.staging.lanes.copy_streams import HostStreams
 from outcore.storage import open_engine
-from outcore.storage.engines.faulty import FaultyEngine
 from outcore.train.loop import Trainer
 from tests.engine.stream.job import flags, losses, same, states, train, write_corpus
+from tests.storage.faulty import FaultyEngine
 
 RUN = ["--max_steps", "4", "--save_steps", "2", "--save_total_limit", "9", "--no_export"]
 FAILS_AFTER = 2

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from outcore.engine.deepspeed.config import keys
-from outcore.engine.deepspeed.config.notes import Notes
-from outcore.engine.deepspeed.config.settings import DeepSpeedSettings
+from outcore.engine.deepspeed.notes import Notes
+from outcore.engine.deepspeed.settings import DeepSpeedSettings
 
 
 def aio_section(user: Mapping[str, Any], settings: DeepSpeedSettings, notes: Notes) -> dict[str, Any]:

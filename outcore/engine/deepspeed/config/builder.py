@@ -23,8 +23,15 @@ from typing import Any
 
 from outcore.engine.deepspeed.config import keys
 from outcore.engine.deepspeed.config.aio_section import aio_section
-from outcore.engine.deepspeed.config.notes import Notes
-from outcore.engine.deepspeed.config.offload import (
+from outcore.engine.deepspeed.config.run_section import (
+    batch_section,
+    optimizer_section,
+    precision_section,
+    scheduler_section,
+)
+from outcore.engine.deepspeed.config.zero_section import check_locked_bytes, zero_section
+from outcore.engine.deepspeed.notes import Notes
+from outcore.engine.deepspeed.offload import (
     STOCK_COSTS,
     NvmeCheck,
     Placement,
@@ -33,14 +40,7 @@ from outcore.engine.deepspeed.config.offload import (
     usable_for_deepspeed,
     wants_gradients_on_nvme,
 )
-from outcore.engine.deepspeed.config.run_section import (
-    batch_section,
-    optimizer_section,
-    precision_section,
-    scheduler_section,
-)
-from outcore.engine.deepspeed.config.settings import BuiltConfig, ChosenOffload, DeepSpeedSettings, RunFacts
-from outcore.engine.deepspeed.config.zero_section import check_locked_bytes, zero_section
+from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.staged.choice import can_stage, choose_states, staged_costs
 from outcore.engine.deepspeed.staged.plan import drive_bytes
 from outcore.optim import FORMATS, state_format

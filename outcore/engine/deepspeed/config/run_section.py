@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from outcore.engine.deepspeed.config import keys
-from outcore.engine.deepspeed.config.notes import Notes
-from outcore.engine.deepspeed.config.offload import Placement
-from outcore.engine.deepspeed.config.settings import RunFacts
+from outcore.engine.deepspeed.notes import Notes
+from outcore.engine.deepspeed.offload import Placement
+from outcore.engine.deepspeed.settings import RunFacts
 from outcore.sizing.deepspeed import Precision
 
 DEFAULT_MICRO_BATCH = 2

@@ -12,10 +12,10 @@ from typing import Any
 
 from outcore.common.quantities import GB, format_gib
 from outcore.engine.deepspeed.config.aio_section import flag_or_file
-from outcore.engine.deepspeed.config.notes import Notes
-from outcore.engine.deepspeed.config.offload import Placement
-from outcore.engine.deepspeed.config.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.drive.path import memlock_limit_bytes
+from outcore.engine.deepspeed.notes import Notes
+from outcore.engine.deepspeed.offload import Placement
+from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
 from outcore.sizing.deepspeed import BUCKET_NUMEL, ELEMENT_BYTES, LIVE_NUMEL, Precision
 from outcore.sizing.swapping import (
     SUB_GROUP_NUMEL,

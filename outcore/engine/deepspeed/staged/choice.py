@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outcore.engine.deepspeed.config.notes import Notes
-from outcore.engine.deepspeed.config.offload import OffloadCosts
+from outcore.engine.deepspeed.notes import Notes
+from outcore.engine.deepspeed.offload import OffloadCosts
 from outcore.optim import state_format
 from outcore.sizing.deepspeed import ELEMENT_BYTES, Precision
 from outcore.sizing.staged import RAM_OVERHEAD_BYTES

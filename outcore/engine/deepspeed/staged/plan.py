@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import format_gib, round_up
-from outcore.engine.deepspeed.config.settings import BuiltConfig, ChosenOffload, RunFacts
+from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, RunFacts
 from outcore.optim import default_num_threads, state_format
 from outcore.optim.backend import BackendName
 from outcore.sizing.deepspeed import ELEMENT_BYTES, Precision

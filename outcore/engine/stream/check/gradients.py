@@ -13,7 +13,7 @@ from outcore.flow.check import Batch, Trial, slab_of, why_config_not_streamed, w
 from outcore.flow.layers import CompiledLayers, Head, HeadInput, PartRunner, RouterTaps
 from outcore.flow.parts import discover_units
 from outcore.model.inputs import IGNORE
-from outcore.model.weights.load import LoadedModel
+from outcore.model.load import LoadedModel
 
 
 def run_units(

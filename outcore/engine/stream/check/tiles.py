@@ -18,9 +18,9 @@ from outcore.flow.check import TOLERANCE, tiny_copy
 from outcore.flow.parts import StreamUnsupported
 from outcore.flow.trace import PhaseClock
 from outcore.model.inputs import count_target_tokens
+from outcore.model.load import LoadedModel
 from outcore.model.trial.shrink import VOCAB
 from outcore.model.weights.initialise import seeded_cpu
-from outcore.model.weights.load import LoadedModel
 
 TILE_BYTES = 4096
 """A few tiles to each weight of a tiny copy."""

@@ -60,6 +60,15 @@ class FaultyEngine:
         self._faults: list[Fault] = []
 
     @property
+    def on_finished(self) -> Any:
+        """The inner engine's listener."""
+        return getattr(self.inner, "on_finished", None)
+
+    @on_finished.setter
+    def on_finished(self, listener: Any) -> None:
+        self.inner.on_finished = listener
+
+    @property
     def name(self) -> str:
         return f"faulty {self.inner.name}"
 

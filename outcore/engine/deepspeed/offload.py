@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
-from outcore.engine.deepspeed.config.notes import Notes
-from outcore.engine.deepspeed.config.settings import STAGES, DeepSpeedSettings, OffloadChoice, RunFacts
 from outcore.engine.deepspeed.drive.path import NvmePathError, check_direct_io, resolve_nvme_path, validate_nvme_path
+from outcore.engine.deepspeed.notes import Notes
+from outcore.engine.deepspeed.settings import STAGES, DeepSpeedSettings, OffloadChoice, RunFacts
 from outcore.sizing.deepspeed import (
     NVME_RAM_BYTES_PER_PARAM,
     RAM_BYTES_PER_PARAM,
