@@ -107,7 +107,7 @@ def moved_by_engine(params: list[Param], plan: StagedPlan, sub_group_size: int) 
     for index, param in enumerate(trained):
         numel = param.partition_numel()
         home = None if param.on_drive else meta_memory(numel * DTYPE.itemsize).view(DTYPE)
-        share = Share(param, index, 0, numel, 0, index << 40(DTYPE), None, home)
+        share = Share(param, index, 0, numel, 0, index << 40, DTYPE, None, home)
         chunks += share.chunks(chosen)
     spill(chunks, plan.state_ram_bytes)
     for chunk in chunks:
