@@ -37,7 +37,7 @@ from outcore.storage import Transfer, open_engine
 from outcore.train.determinism import fix_order
 from tests.flow.models import packed_batch, plain_batch
 from tests.model.branch_model import coded_batches
-from tests.model.varlen_kernel import imitated
+from tests.model.packed.varlen_kernel import imitated
 from tests.storage.faulty import FaultyEngine
 
 LR = 1e-3

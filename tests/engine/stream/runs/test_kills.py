@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.stream.job import flags, losses, run_killed, same, start, states, train, write_corpus
+from tests.engine.stream.runs.job import flags, losses, run_killed, same, start, states, train, write_corpus
 
 STEPS = 6
 RUN = ["--max_steps", str(STEPS), "--save_steps", "2", "--save_total_limit", "9"]

@@ -14,8 +14,8 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.tiles import TilePlan
 from outcore.sizing.tiles import Holding
 from outcore.staging import DownloadLane
-from tests.flow.holdings import LESS, PART, WHOLE
 from tests.flow.models import TINY_SETTINGS, packed_batch, plain_batch, set_dropout, tiny_loaded
+from tests.flow.tiles.holdings import LESS, PART, WHOLE
 
 TINY = replace(TINY_SETTINGS, max_grad_norm=0.5)
 LR = 3e-3

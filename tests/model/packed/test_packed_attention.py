@@ -26,7 +26,7 @@ from outcore.model.packed.borders import (
 from outcore.model.packed.trial import kernel_error, takes_packed_attention, why_masks_differ, why_no_kernel
 from outcore.model.trial.abilities import DOCUMENTS
 from tests.flow.models import packed_batch, padded_batch, plain_batch, tiny_loaded
-from tests.model.varlen_kernel import imitated
+from tests.model.packed.varlen_kernel import imitated
 
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in DOCUMENTS])
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ def test_engines_agree_and_resume_each_others_checkpoints(tmp_path, stage, preci
         capture_output=True,
         text=True,
         timeout=500,
-        env={**env, "PYTHONPATH": str(CHILD.parents[3])},
+        env={**env, "PYTHONPATH": str(CHILD.parents[4])},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "engines agree" in done.stdout

@@ -15,8 +15,8 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.tiles import TilePlan
 from outcore.sizing.tiles import Holding
-from tests.flow.holdings import LESS, WHOLE
 from tests.flow.models import plain_batch, set_dropout, tiny_loaded
+from tests.flow.tiles.holdings import LESS, WHOLE
 
 SETTINGS = StreamSettings(
     staging_bytes=256 * MIB, slot_bytes=4 * MIB, num_slots=4, optimizer_threads=4, chunk_numel=1 << 16, compile="off"

@@ -31,7 +31,7 @@ from outcore.staging import PinnedPool
 from outcore.staging.lanes.copy_streams import HostStreams
 from outcore.storage import open_engine
 from outcore.train.loop import Trainer
-from tests.engine.stream.job import flags, losses, same, states, train, write_corpus
+from tests.engine.stream.runs.job import flags, losses, same, states, train, write_corpus
 from tests.storage.faulty import FaultyEngine
 
 RUN = ["--max_steps", "4", "--save_steps", "2", "--save_total_limit", "9", "--no_export"]

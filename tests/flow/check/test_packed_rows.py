@@ -20,6 +20,7 @@ from outcore.model.lora import apply_lora
 from outcore.model.packed.borders import PACKED_ATTENTION, are_borders
 from outcore.model.packed.trial import takes_packed_attention
 from outcore.model.settings import LoraSettings
+from tests.flow.layers.test_graphs import CpuGraphs
 from tests.flow.models import (
     assert_same_grads,
     packed_batch,
@@ -29,8 +30,7 @@ from tests.flow.models import (
     set_dropout,
     tiny_loaded,
 )
-from tests.flow.test_graphs import CpuGraphs
-from tests.model.varlen_kernel import imitated
+from tests.model.packed.varlen_kernel import imitated
 
 CPU = torch.device("cpu")
 SETTINGS = StreamSettings(

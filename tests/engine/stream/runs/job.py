@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.forked import fork_server
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[4]
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the {} {} bears\n"
 FAST = "--seq_length 32 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --precision bf16 --run_name r"
 FAST += " --engine stream --sample_steps 0 --sample_tokens 0 --eval_steps 0 --report_to none --logging_steps 100"
