@@ -24,7 +24,7 @@ from outcore.infer.passes import PagedRunner, PassRunner, RunnerLimits, WholeRun
 from outcore.infer.requests import Request, Sampling, TextStream
 from outcore.infer.schedule import Clock, Sequence, Work
 from outcore.model.head import unwrap
-from outcore.model.weights.load import LoadedModel
+from outcore.model.load import LoadedModel
 from outcore.staging.pool.host_memory import HostMemory
 
 Way = Literal["paged", "whole"]

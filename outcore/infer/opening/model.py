@@ -14,10 +14,10 @@ import torch
 from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, open_checkpoint
 from outcore.data import load_tokenizer
 from outcore.model.head import unwrap
+from outcore.model.load import LoadedModel, load_model
 from outcore.model.names import checkpoint_name
 from outcore.model.settings import ModelSettings
 from outcore.model.source import max_positions
-from outcore.model.weights.load import LoadedModel, load_model
 
 ADAPTER, ADAPTER_WEIGHTS, EXPORT, MANIFEST = (
     "adapter_config.json",

@@ -18,7 +18,7 @@ from outcore.infer.passes.rows import lay_out_texts
 from outcore.infer.passes.runner import Found, RunnerLimits, TokenScore, grouped, share_out
 from outcore.infer.schedule import Work
 from outcore.model.inputs import accepted_names
-from outcore.model.weights.load import LoadedModel
+from outcore.model.load import LoadedModel
 
 
 class WholeRunner:
