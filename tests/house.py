@@ -44,7 +44,9 @@ ARROWS = frozenset(
 """(from, to) between rooms of one floor."""
 BESIDE = {"install": 3, "probe": 3}
 """Rooms beside the tower: they import from floors up to this one, and no room of the tower imports them."""
-DOORED = ("common", "config", "checkpoint", "data", "flow", "formats", "infer", "serve", "states", "sizing")
+OPEN = ("common", "sizing", "engine.base")
+"""Rooms whose files are their doors: each is one noun (`common.quantities`, `sizing.tiles`), imported by its name."""
+DOORED = ("config", "checkpoint", "data", "flow", "formats", "infer", "serve", "states", "sizing")
 """Rooms whose files are imported from outside through an `__init__` only."""
 
 
@@ -131,12 +133,12 @@ def past_doors(found: Iterable[Import], known: Mapping[str, Path]) -> list[Impor
 def _is_past_door(one: Import, known: Mapping[str, Path]) -> bool:
     is_file = known[one.imported].name != "__init__.py"
     importer, imported = room_of(one.importer), room_of(one.imported)
-    if not is_file or not imported or imported == "cli":
+    home, room = one.imported.rpartition(".")[0], f"outcore.{imported}"
+    if not is_file or imported in ("", "cli") or (imported in OPEN and home in (room, "outcore.engine")):
         return False
     if importer != imported:
-        return imported != "engine.base"
-    home = one.imported.rpartition(".")[0]
-    return imported in DOORED and home != f"outcore.{imported}" and not f"{one.importer}.".startswith(f"{home}.")
+        return True
+    return imported in DOORED and home != room and not f"{one.importer}.".startswith(f"{home}.")
 
 
 def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:

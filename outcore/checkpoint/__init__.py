@@ -1,6 +1,41 @@
-"""Checkpoints on a drive: folders, shards, manifests, and how they become models that others load."""
+"""Checkpoints on a drive: folders, shards, manifests; `export` makes of them models that others load."""
 
-from outcore.checkpoint.folders import Checkpoint, list_checkpoints, open_checkpoint
-from outcore.checkpoint.shards import CheckpointError, ShardReader
+from outcore.checkpoint.folders import (
+    SPACE_MARGIN_BYTES,
+    Checkpoint,
+    changed_settings,
+    check_same_run,
+    go_back_to,
+    list_checkpoints,
+    newest_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+    step_folder,
+)
+from outcore.checkpoint.shards import (
+    MAX_SHARD_BYTES,
+    CheckpointError,
+    ShardReader,
+    TensorPlan,
+    plan_shards,
+    write_shard,
+)
 
-__all__ = ["Checkpoint", "CheckpointError", "ShardReader", "list_checkpoints", "open_checkpoint"]
+__all__ = [
+    "MAX_SHARD_BYTES",
+    "SPACE_MARGIN_BYTES",
+    "Checkpoint",
+    "CheckpointError",
+    "ShardReader",
+    "TensorPlan",
+    "changed_settings",
+    "check_same_run",
+    "go_back_to",
+    "list_checkpoints",
+    "newest_checkpoint",
+    "open_checkpoint",
+    "plan_shards",
+    "save_checkpoint",
+    "step_folder",
+    "write_shard",
+]

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from outcore.checkpoint.export_files import export_checkpoint, how_to_load
+from outcore.checkpoint.export import export_checkpoint, how_to_load
 from outcore.checkpoint.folders import Checkpoint, list_checkpoints, open_checkpoint
 from outcore.checkpoint.shards import CheckpointError
 

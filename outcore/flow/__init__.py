@@ -8,6 +8,7 @@ copy, `trace` tells what happened when.
 """
 
 from outcore.flow.call import Call, OnPart, Output, Want
+from outcore.flow.device_memory import let_segments_grow
 from outcore.flow.flow import Flow, Passage, PassWatch
 from outcore.flow.layers import CompiledLayers, Head, HeadInput, PartRunner
 from outcore.flow.parts import ModelParts, Part, StreamUnsupported, discover_units
@@ -32,4 +33,5 @@ __all__ = [
     "WeightArrival",
     "WeightSource",
     "discover_units",
+    "let_segments_grow",
 ]

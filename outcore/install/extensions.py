@@ -22,7 +22,7 @@ from outcore.common.quantities import GIB
 from outcore.install.environment import Environment
 from outcore.install.pip import Stream
 from outcore.install.progress import Progress
-from outcore.machine.host import available_ram_bytes, detect_cpu
+from outcore.machine import available_ram_bytes, detect_cpu
 
 # A compiler on torch's headers takes up to 2.0 GB (M).
 RAM_PER_COMPILE_BYTES = 2 * GIB

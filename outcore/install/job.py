@@ -27,8 +27,7 @@ from outcore.install.verify.doctor import probe_rows
 from outcore.install.verify.host_checks import configured_offload_path, host_rows, launcher_row, offload_row
 from outcore.install.verify.report import make_report, print_plain, print_table, write_report
 from outcore.install.verify.rows import MISSING, Row
-from outcore.machine import Machine, detect_machine, drive_of
-from outcore.machine.gpus import Runner, run_command
+from outcore.machine import Machine, Runner, detect_machine, drive_of, run_command
 
 OUTPUT_FOLDERS = ("checkpoints", "logs", "final_model")
 # Variables of a surrounding launcher or interpreter that would mislead the children.

@@ -13,7 +13,14 @@ from pathlib import Path
 
 from outcore.machine.drives import Usage, drive_of, local_drives
 from outcore.machine.gpus import Runner, detect_gpus, run_command
-from outcore.machine.host import detect_cpu, detect_os, detect_ram, memlock_limit_bytes
+from outcore.machine.host import (
+    available_ram_bytes,
+    detect_cpu,
+    detect_os,
+    detect_ram,
+    memlock_limit_bytes,
+    usable_cores,
+)
 from outcore.machine.records import DRIVE_KINDS, Drive, Gpu, LinkRates, Machine, pcie_gb_per_s
 
 __all__ = [
@@ -22,11 +29,13 @@ __all__ = [
     "Gpu",
     "LinkRates",
     "Machine",
+    "available_ram_bytes",
     "detect_machine",
     "drive_of",
     "local_drives",
     "pcie_gb_per_s",
     "run_command",
+    "usable_cores",
 ]
 
 

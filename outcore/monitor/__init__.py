@@ -6,17 +6,22 @@ one sentence; only metrics.jsonl raises (MetricsLogError), because a run without
 
 from __future__ import annotations
 
-from outcore.monitor.metrics.log import MetricsLog, MetricsLogError
-from outcore.monitor.metrics.loggers import Logger, LoggerGroup, NullLogger, check_report_to, make_loggers
-from outcore.monitor.metrics.loss_plot import plot_loss
-from outcore.monitor.metrics.reader import Metrics, read_metrics
-from outcore.monitor.metrics.server import MetricsServer
+from outcore.monitor.metrics import (
+    Logger,
+    LoggerGroup,
+    Metrics,
+    MetricsLog,
+    MetricsLogError,
+    MetricsServer,
+    NullLogger,
+    check_report_to,
+    make_loggers,
+    plot_loss,
+    read_metrics,
+)
 from outcore.monitor.screen.progress import Progress
-from outcore.monitor.sensors.sampler import Sampler
-from outcore.monitor.watches.memory import MemoryWatch
-from outcore.monitor.watches.run_warnings import RunWarnings
-from outcore.monitor.watches.sleep_hold import SleepHold, hold_off_sleep
-from outcore.monitor.watches.space import SpaceWatch, Verdict
+from outcore.monitor.sensors import Sampler
+from outcore.monitor.watches import MemoryWatch, RunWarnings, SleepHold, SpaceWatch, Verdict, hold_off_sleep
 
 __all__ = [
     "Logger",

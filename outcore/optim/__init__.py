@@ -7,24 +7,15 @@ once by `build_extension`, does the work at DRAM speed; without a compiler torch
 
 from __future__ import annotations
 
-from outcore.optim.backend import Backend, GradStats
+from outcore.optim.backend import Backend, BackendName, GradStats
 from outcore.optim.build import BuildFailed, CompilerMissing, ExtensionUnavailable, build_extension
 from outcore.optim.choice import grad_sumsq_and_finite, open_backend
-from outcore.optim.formats.chunk_state import STATE_NAMES, ChunkState
-from outcore.optim.formats.state_format import (
-    BLOCK_NUMEL,
-    FORMATS,
-    FP24_M8,
-    FP32,
-    FP32_M8,
-    SPLIT,
-    SPLIT8,
-    StateFormat,
-    state_format,
-)
-from outcore.optim.hyper import AdamWHyper
+from outcore.optim.formats import BLOCK_NUMEL, FORMATS, STATE_NAMES, ChunkState, StateFormat, state_format
+from outcore.optim.formats.state_format import FP24_M8, FP32, FP32_M8, SPLIT, SPLIT8
+from outcore.optim.hyper import AdamWHyper, check_eps
 from outcore.optim.jobs import ChunkJob, JobBatch
 from outcore.optim.pool import OptimizerPool, default_num_threads
+from outcore.optim.reference import LARGEST_GRAD
 from outcore.optim.tickets import ChunkResult, PoolClosed, Ticket, UnitResult, UpdateFailed
 
 __all__ = [
@@ -33,11 +24,13 @@ __all__ = [
     "FP24_M8",
     "FP32",
     "FP32_M8",
+    "LARGEST_GRAD",
     "SPLIT",
     "SPLIT8",
     "STATE_NAMES",
     "AdamWHyper",
     "Backend",
+    "BackendName",
     "BuildFailed",
     "ChunkJob",
     "ChunkResult",
@@ -53,6 +46,7 @@ __all__ = [
     "UnitResult",
     "UpdateFailed",
     "build_extension",
+    "check_eps",
     "default_num_threads",
     "grad_sumsq_and_finite",
     "open_backend",

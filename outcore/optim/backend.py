@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from outcore.optim.formats.state_format import StateFormat
+from outcore.optim.formats import StateFormat
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import ChunkJob, JobBatch
 

@@ -13,8 +13,8 @@ import torch
 
 from outcore.optim.backend import FinishedChunk, FinishedUnit, GradStats, Status, Work
 from outcore.optim.build import BUILD_COMMAND, ExtensionUnavailable, build_extension
-from outcore.optim.formats.compressed import check_moments, check_unsigned, tail_of
-from outcore.optim.formats.state_format import StateFormat
+from outcore.optim.formats import StateFormat, tail_of
+from outcore.optim.formats.compressed import check_moments, check_unsigned
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import DTYPE_CODES, ChunkJob, CJob, JobBatch, check_grad
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outcore.optim.formats.compressed import tail_of
-from outcore.optim.formats.state_format import BLOCK_NUMEL, GRAD_DTYPES, StateFormat, check_buffer
+from outcore.optim.formats import BLOCK_NUMEL, StateFormat, tail_of
+from outcore.optim.formats.state_format import GRAD_DTYPES, check_buffer
 
 DTYPE_CODES: dict[torch.dtype | None, int] = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """As in abi.h."""

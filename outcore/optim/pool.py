@@ -37,7 +37,7 @@ from typing import Self
 import torch
 
 from outcore.common.quantities import format_s
-from outcore.machine.host import usable_cores
+from outcore.machine import usable_cores
 from outcore.optim.backend import Backend, BackendName, FinishedUnit, Work, WorkQueue
 from outcore.optim.choice import open_backend
 from outcore.optim.hyper import AdamWHyper

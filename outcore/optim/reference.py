@@ -15,6 +15,7 @@ import math
 
 import torch
 
+from outcore.optim.formats import BLOCK_NUMEL, StateFormat
 from outcore.optim.formats.compressed import compress_moments, expand_moments
 from outcore.optim.formats.moments8 import (
     SMALLEST_EXP_AVG,
@@ -26,7 +27,6 @@ from outcore.optim.formats.moments8 import (
     unpack,
 )
 from outcore.optim.formats.split import cast_param, join_master, one_nan, round_to_24_bits, split_master
-from outcore.optim.formats.state_format import BLOCK_NUMEL, StateFormat
 from outcore.optim.hyper import AdamWHyper, AdamWScalars
 from outcore.optim.jobs import ChunkJob
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from outcore.optim.backend import FinishedChunk, FinishedUnit, GradStats, Status, Work
+from outcore.optim.formats import StateFormat
 from outcore.optim.formats.compressed import compress_moments, expand_moments
-from outcore.optim.formats.state_format import StateFormat
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import ChunkJob, JobBatch, check_grad
 from outcore.optim.reference import LARGEST_GRAD, sum_squares, update_chunk

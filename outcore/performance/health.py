@@ -14,12 +14,8 @@ import psutil
 
 from outcore.common.quantities import GIB, MIB, format_gb, format_gib
 from outcore.machine import Machine
-from outcore.monitor.sensors.block_device import nearest_existing
-from outcore.monitor.sensors.drive import DriveSensor
-from outcore.monitor.sensors.gpu import GpuSensor
-from outcore.monitor.sensors.sensor import SensorBoard, describe
-from outcore.monitor.watches.run_warnings import HOT_DRIVE_C, STALL_NVME_FRACTION
-from outcore.monitor.watches.sleep_hold import hold_off_sleep
+from outcore.monitor.sensors import DriveSensor, GpuSensor, SensorBoard, describe, nearest_existing
+from outcore.monitor.watches import HOT_DRIVE_C, STALL_NVME_FRACTION, hold_off_sleep
 from outcore.performance.findings import Check, Level
 from outcore.performance.steps import measured_steps
 from outcore.plan.constants import RATED_WRITES_PER_BYTE

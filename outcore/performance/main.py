@@ -22,7 +22,7 @@ from typing import Any
 from outcore.common.quantities import GB, format_s
 from outcore.config import ConfigError, TrainConfig
 from outcore.machine import Machine, detect_machine
-from outcore.monitor.sensors.block_device import nearest_existing
+from outcore.monitor.sensors import nearest_existing
 from outcore.performance.against_plan import compare, project
 from outcore.performance.findings import Check, Findings
 from outcore.performance.health import before_the_trial, during_the_trial

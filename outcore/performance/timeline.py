@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from outcore.monitor.sensors.block_device import BlockDevice
+from outcore.monitor.sensors import BlockDevice
 
 INTERVAL_S = 0.02
 MOST_POINTS = 4000

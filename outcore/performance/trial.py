@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from outcore.checkpoint.folders import Checkpoint, open_checkpoint, step_folder
+from outcore.checkpoint import Checkpoint, open_checkpoint, step_folder
 from outcore.config import TrainConfig
 from outcore.performance.timeline import Timeline
 from outcore.train.engine_build import AnyEngine

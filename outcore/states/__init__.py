@@ -1,0 +1,28 @@
+"""Where masters and moments live, chunk by chunk, and how they flow past the CPU optimizer; both engines use it.
+
+`placement` cuts states into chunks and says which live on NVMe, `buffers` holds them, `homes` are those of a model's
+parts beside the parameters, `ring` takes chunks on NVMe past the optimizer, `window` reads and writes them for
+checkpoints.
+"""
+
+from outcore.states.buffers import StateBuffers, open_store
+from outcore.states.homes import Homes
+from outcore.states.placement import ChunkHomes, GradPlace, StateChunk, Updatable, cut_states, spill
+from outcore.states.ring.ring import StateRing
+from outcore.states.ring.schedule import RingTicket
+from outcore.states.ring.traffic import BEFORE_ALL_UNITS
+
+__all__ = [
+    "BEFORE_ALL_UNITS",
+    "ChunkHomes",
+    "GradPlace",
+    "Homes",
+    "RingTicket",
+    "StateBuffers",
+    "StateChunk",
+    "StateRing",
+    "Updatable",
+    "cut_states",
+    "open_store",
+    "spill",
+]

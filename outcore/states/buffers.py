@@ -8,8 +8,8 @@ import torch
 
 from outcore.flow.weights import Scratch
 from outcore.optim import Backend, ChunkState, StateFormat
-from outcore.optim.formats.chunk_state import StateName
-from outcore.staging.pool.host_memory import HostMemory
+from outcore.optim.formats import StateName
+from outcore.staging.pool import HostMemory
 from outcore.states.placement import StateChunk
 from outcore.states.window import StateWindow
 from outcore.storage import TensorSpec, TensorStore

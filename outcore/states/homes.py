@@ -22,8 +22,8 @@ from outcore.common.quantities import round_up
 from outcore.flow.parts import ALIGN_NUMEL, Part, Slot
 from outcore.flow.weights import WeightHomes
 from outcore.optim import Backend, ChunkJob, ChunkState, JobBatch, StateFormat, open_backend
-from outcore.optim.formats.chunk_state import StateName
-from outcore.staging.pool.host_memory import HostMemory
+from outcore.optim.formats import StateName
+from outcore.staging.pool import HostMemory
 from outcore.states.buffers import StateBuffers
 from outcore.states.placement import GradPlace, StateChunk
 from outcore.storage import TensorStore

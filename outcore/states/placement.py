@@ -16,7 +16,7 @@ import torch
 from outcore.common.errors import EngineError
 from outcore.flow.parts import ALIGN_NUMEL, Part
 from outcore.optim import StateFormat
-from outcore.optim.formats.compressed import Tail, tail_of
+from outcore.optim.formats import Tail, tail_of
 from outcore.storage import TensorStore
 
 

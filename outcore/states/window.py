@@ -16,9 +16,8 @@ from collections.abc import Iterable
 import torch
 
 from outcore.optim import Backend, ChunkState
-from outcore.optim.formats.chunk_state import StateName
-from outcore.optim.formats.compressed import Tail, tail_of
-from outcore.staging.pool.host_memory import pageable
+from outcore.optim.formats import StateName, Tail, tail_of
+from outcore.staging.pool import pageable
 from outcore.states.placement import StateChunk, check_tail
 from outcore.storage import TensorStore, Transfer
 

@@ -3,12 +3,10 @@
 from outcore.storage.block_file import BlockFile
 from outcore.storage.descriptor import BufferedFallbackWarning
 from outcore.storage.engine import StorageEngine, open_engine
-from outcore.storage.engines.kvikio import KvikioEngine
-from outcore.storage.engines.posix import PosixEngine
-from outcore.storage.errors import StorageError, describe_errno
+from outcore.storage.engines import KvikioEngine, PosixEngine
+from outcore.storage.errors import StorageError, StoreInUse, describe_errno
 from outcore.storage.host_buffer import aligned_bytes
-from outcore.storage.store.tensor_spec import Extent, TensorSpec
-from outcore.storage.store.tensor_store import TensorStore
+from outcore.storage.store import Extent, TensorSpec, TensorStore
 from outcore.storage.transfer import Transfer, gather
 
 __all__ = [
@@ -19,6 +17,7 @@ __all__ = [
     "PosixEngine",
     "StorageEngine",
     "StorageError",
+    "StoreInUse",
     "TensorSpec",
     "TensorStore",
     "Transfer",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from outcore.storage.block_file import BlockFile
-from outcore.storage.engines.kvikio import KvikioEngine
-from outcore.storage.engines.posix import PosixEngine
+from outcore.storage.engines import KvikioEngine, PosixEngine
 from outcore.storage.engines.worker import STALL_S
 from outcore.storage.transfer import Transfer
 

@@ -23,7 +23,7 @@ from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.engine import StreamEngine
 from outcore.flow.parts import StreamUnsupported
-from outcore.machine.host import available_ram_bytes
+from outcore.machine import available_ram_bytes
 from outcore.model.facts import ModelFacts, model_facts
 from outcore.model.load import LoadedModel, load_model
 from outcore.model.settings import ModelSettings

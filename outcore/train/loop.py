@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from outcore.checkpoint.export_files import save_export_files
-from outcore.checkpoint.folders import Checkpoint, go_back_to, save_checkpoint
+from outcore.checkpoint import Checkpoint, go_back_to, save_checkpoint
+from outcore.checkpoint.export import save_export_files
 from outcore.engine.base import LOWER_RATE, MicroBatch, NonFiniteLossError, StepResult
 from outcore.monitor import plot_loss
 from outcore.train.memory_advice import TierFull

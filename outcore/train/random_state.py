@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outcore.checkpoint.shards import ShardReader, TensorPlan, write_shard
+from outcore.checkpoint import ShardReader, TensorPlan, write_shard
 
 
 def seed_everything(seed: int) -> None:

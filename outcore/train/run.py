@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from outcore.checkpoint.export_files import how_to_load
-from outcore.checkpoint.folders import changed_settings, check_same_run
+from outcore.checkpoint import changed_settings, check_same_run
+from outcore.checkpoint.export import how_to_load
 from outcore.common.quantities import format_count, format_s
 from outcore.config import ConfigError, TrainConfig
 from outcore.data import PreparedData
@@ -24,7 +24,7 @@ from outcore.engine.deepspeed.config.user_file import read_user_config
 from outcore.engine.deepspeed.environment import prepare_environment
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
-from outcore.monitor.watches.sleep_hold import hold_off_sleep
+from outcore.monitor.watches import hold_off_sleep
 from outcore.train.configure.arguments import parse_config
 from outcore.train.configure.engine_choice import EngineChoice, choose_engine, with_flags
 from outcore.train.configure.rooms import choose_hardware, model_settings_of, run_length, schedule_of

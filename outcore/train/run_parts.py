@@ -14,19 +14,16 @@ from typing import Any
 import torch
 
 from outcore import __version__
-from outcore.checkpoint.folders import SPACE_MARGIN_BYTES, Checkpoint, check_same_run
+from outcore.checkpoint import SPACE_MARGIN_BYTES, Checkpoint, check_same_run
 from outcore.config import TrainConfig
 from outcore.data import BatchStream, EvalStream, PreparedData
 from outcore.engine.base import Engine
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.trace_window import TracePlan
 from outcore.monitor import MetricsLog, Progress, Sampler
-from outcore.monitor.metrics.loggers import make_loggers
-from outcore.monitor.metrics.server import MetricsServer
-from outcore.monitor.sensors.block_device import nearest_existing
-from outcore.monitor.watches.memory import MemoryWatch
-from outcore.monitor.watches.run_warnings import RunWarnings
-from outcore.monitor.watches.space import SpaceWatch
+from outcore.monitor.metrics import MetricsServer, make_loggers
+from outcore.monitor.sensors import nearest_existing
+from outcore.monitor.watches import MemoryWatch, RunWarnings, SpaceWatch
 from outcore.sizing.deepspeed import ELEMENT_BYTES
 from outcore.train.configure.engine_choice import check_trace
 from outcore.train.configure.rooms import Hardware, lora_alpha

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from outcore.checkpoint.export_files import export_checkpoint, how_to_load, save_export_files
+from outcore.checkpoint.export import export_checkpoint, how_to_load, save_export_files
 from outcore.checkpoint.folders import Checkpoint, open_checkpoint, save_checkpoint
 from outcore.checkpoint.shards import TensorPlan, plan_shards, write_shard
 from outcore.cli import main
@@ -99,7 +99,7 @@ def test_a_copy_that_fails_half_way_is_removed(tmp_path: Path, monkeypatch: pyte
         target.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("outcore.checkpoint.export_files.copy_file", fails)
+    monkeypatch.setattr("outcore.checkpoint.export.files.copy_file", fails)
     with pytest.raises(OSError, match="No space left"):
         export_checkpoint(checkpoint, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from outcore.checkpoint import published as published_module
-from outcore.checkpoint.export import export_model
-from outcore.checkpoint.export_files import save_export_files
+from outcore.checkpoint.export import export_model, save_export_files
 from outcore.checkpoint.folders import save_checkpoint
 from outcore.checkpoint.shards import TensorPlan, plan_shards, write_shard
 from outcore.cli import main

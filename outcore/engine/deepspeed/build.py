@@ -26,7 +26,7 @@ from outcore.engine.deepspeed.offload import usable_for_deepspeed
 from outcore.engine.deepspeed.settings import BuiltConfig, DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.staged.binding import check_version
 from outcore.engine.deepspeed.staged.plan import make_plan
-from outcore.flow.device_memory import let_segments_grow
+from outcore.flow import let_segments_grow
 from outcore.model.facts import model_class_of, model_facts, skeleton_and_tied
 from outcore.model.head import unwrap
 from outcore.model.inputs import attention_of

@@ -16,15 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.checkpoint import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
 from outcore.checkpoint.export import export_model
-from outcore.checkpoint.shards import (
-    MAX_SHARD_BYTES,
-    CheckpointError,
-    ShardReader,
-    TensorPlan,
-    plan_shards,
-    write_shard,
-)
 from outcore.engine.base import LOWER_RATE, NO_TARGETS, EvalResult, MicroBatch, NonFiniteLossError, StepResult
 from outcore.engine.deepspeed.state import FAMILIES, open_state
 from outcore.flow.parts import DeviceBatch, packing_known

@@ -20,7 +20,7 @@ from outcore.flow.tiles import TilePlan, free_device_bytes, plan_tiles
 from outcore.flow.weights import plan_cuts
 from outcore.model.load import LoadedModel
 from outcore.optim import StateFormat, state_format
-from outcore.states.placement import StateChunk, cut_states, spill
+from outcore.states import StateChunk, cut_states, spill
 
 logger = logging.getLogger(__name__)
 

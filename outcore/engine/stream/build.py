@@ -27,8 +27,7 @@ from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import TIMEOUT_S, PartUpdates, UpdatedWeights
-from outcore.flow.device_memory import let_segments_grow
-from outcore.flow.flow import Flow
+from outcore.flow import Flow, let_segments_grow
 from outcore.flow.layers import Head, PartRunner, RouterTaps
 from outcore.flow.parts import ModelParts
 from outcore.flow.tiles import TiledParts, open_tiles
@@ -37,11 +36,8 @@ from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPref
 from outcore.model.load import LoadedModel
 from outcore.optim import Backend, OptimizerPool, default_num_threads, open_backend
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
-from outcore.staging.pool.host_memory import HostMemory
-from outcore.staging.pool.pinned_grant import PinnedGrant
-from outcore.states.buffers import open_store
-from outcore.states.homes import Homes
-from outcore.states.ring.ring import StateRing
+from outcore.staging.pool import HostMemory, PinnedGrant
+from outcore.states import Homes, StateRing, open_store
 from outcore.storage import StorageEngine
 
 

@@ -37,7 +37,7 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.state import StreamState
 from outcore.engine.stream.trace_window import NoTracing, StepTracing, TracePlan, TraceWindow
 from outcore.engine.stream.updates import is_usable
-from outcore.flow.call import Call
+from outcore.flow import Call
 from outcore.flow.parts import DeviceBatch, Part
 from outcore.flow.trace import PhaseClock, moment, wait_for
 from outcore.model.generate import context_length_of

@@ -9,8 +9,8 @@ from outcore.engine.stream.activations.memory import Lend
 from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import ModelParts
-from outcore.machine.host import available_ram_bytes
-from outcore.staging.pool.allocator import ALIGNMENT_BYTES
+from outcore.machine import available_ram_bytes
+from outcore.staging.pool import ALIGNMENT_BYTES
 
 FREE_RAM_BYTES = 2 * GIB
 """Left free when gradients of all layers are given homes."""

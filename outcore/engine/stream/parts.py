@@ -16,16 +16,15 @@ from outcore.engine.stream.gradients.download import GradientShipping
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import PartUpdates
-from outcore.flow.flow import Flow
+from outcore.flow import Flow
 from outcore.flow.parts import ModelParts
 from outcore.flow.tiles import TilePlan
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch
 from outcore.optim import OptimizerPool
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
-from outcore.staging.pool.host_memory import HostMemory
-from outcore.states.homes import Homes
-from outcore.states.ring.ring import StateRing
+from outcore.staging.pool import HostMemory
+from outcore.states import Homes, StateRing
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.gradients.download import GradientShipping
 from outcore.engine.stream.rng import PartRandom, generators_kept
-from outcore.flow.flow import Flow, Passage
+from outcore.flow import Flow, Passage
 from outcore.flow.layers import Batch, HeadInput
 from outcore.flow.parts import Part
 from outcore.flow.trace import PhaseClock

@@ -7,9 +7,7 @@ from typing import Literal
 
 import torch
 
-from outcore.optim import state_format
-from outcore.optim.backend import BackendName
-from outcore.optim.hyper import check_eps
+from outcore.optim import BackendName, check_eps, state_format
 from outcore.sizing.activations import LOGITS_CHUNK_BYTES
 from outcore.sizing.streaming import (
     CHUNK_NUMEL,
@@ -22,7 +20,7 @@ from outcore.sizing.streaming import (
     WEIGHT_READ_AHEAD_BYTES,
 )
 from outcore.sizing.tiles import LAYER_BUFFERS
-from outcore.staging.pool.allocator import ALIGNMENT_BYTES
+from outcore.staging.pool import ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,13 @@ from pathlib import Path
 
 import torch
 
-from outcore.checkpoint.shards import (
-    MAX_SHARD_BYTES,
-    CheckpointError,
-    ShardReader,
-    TensorPlan,
-    plan_shards,
-    write_shard,
-)
+from outcore.checkpoint import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
 from outcore.model.head import unwrap
 from outcore.model.load import LoadedModel
 from outcore.model.names import checkpoint_name
 from outcore.optim import STATE_NAMES
-from outcore.optim.formats.chunk_state import StateName
-from outcore.states.homes import Homes
+from outcore.optim.formats import StateName
+from outcore.states import Homes
 
 OnFile = Callable[[Path, int], None]
 

@@ -21,13 +21,9 @@ from outcore.engine.base import LOWER_RATE, EngineError, NonFiniteLossError
 from outcore.engine.stream.gradients.arena import GradientArena
 from outcore.flow.parts import Part
 from outcore.flow.trace import Stalls
-from outcore.optim import AdamWHyper, OptimizerPool, Ticket
-from outcore.optim.reference import LARGEST_GRAD
+from outcore.optim import LARGEST_GRAD, AdamWHyper, OptimizerPool, Ticket
 from outcore.staging import LaneTransfer
-from outcore.states.homes import Homes
-from outcore.states.ring.ring import StateRing
-from outcore.states.ring.schedule import RingTicket
-from outcore.states.ring.traffic import BEFORE_ALL_UNITS
+from outcore.states import BEFORE_ALL_UNITS, Homes, RingTicket, StateRing
 from outcore.storage import TensorStore
 
 TIMEOUT_S = 600.0

@@ -16,8 +16,8 @@ import torch
 from outcore.flow.trace.file import Slice
 from outcore.flow.trace.moments import HostTime, Moment, moment
 from outcore.optim import Ticket
-from outcore.staging.lanes.copy_streams import CopyEvent
-from outcore.storage.engines.request_queue import Request
+from outcore.staging.lanes import CopyEvent
+from outcore.storage.engines import Request
 
 MIN_WAIT_S = 10e-6
 """Shorter waits are bookkeeping and would only hide the others."""

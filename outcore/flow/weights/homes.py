@@ -22,7 +22,7 @@ from outcore.flow.parts import Part, Slot
 from outcore.flow.weights.scratch import Scratch
 from outcore.model.weights.feed import WeightFeed
 from outcore.model.weights.standin import stand_in
-from outcore.staging.pool.host_memory import HostMemory
+from outcore.staging.pool import HostMemory
 from outcore.storage import StorageError, TensorSpec, TensorStore, Transfer
 
 TIMEOUT_S = 600.0

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from outcore.common.deadline import CLOSE_TIMEOUT_S, Deadline
 from outcore.common.errors import EngineError
-from outcore.storage import StorageEngine, StorageError, TensorSpec, TensorStore, open_engine
-from outcore.storage.errors import StoreInUse
-from outcore.storage.store.files import DirectoryLock, lock_directories
+from outcore.storage import StorageEngine, StorageError, StoreInUse, TensorSpec, TensorStore, open_engine
+from outcore.storage.store import DirectoryLock, lock_directories
 
 logger = logging.getLogger(__name__)
 

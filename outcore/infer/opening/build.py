@@ -20,7 +20,7 @@ from outcore.infer.opening.settings import InferSettings
 from outcore.infer.opening.weights import OpenedWeights, StagingSettings, open_weights
 from outcore.infer.passes import PagedRunner, PassRunner, RunnerLimits, WholeRunner
 from outcore.infer.schedule import ScheduleLimits, Scheduler
-from outcore.machine.host import available_ram_bytes
+from outcore.machine import available_ram_bytes
 from outcore.model.head import unwrap
 from outcore.sizing.inference import (
     InferenceLimits,

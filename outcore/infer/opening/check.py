@@ -25,7 +25,7 @@ from outcore.infer.requests import Request, Sampling, TextStream
 from outcore.infer.schedule import Clock, Sequence, Work
 from outcore.model.head import unwrap
 from outcore.model.load import LoadedModel
-from outcore.staging.pool.host_memory import HostMemory
+from outcore.staging.pool import HostMemory
 
 Way = Literal["paged", "whole"]
 TOLERANCE = 2e-4

@@ -16,7 +16,7 @@ from outcore.infer.opening.arrival import ResidentWeights
 from outcore.model.weights.feed import WeightFeed
 from outcore.sizing.inference import Placement
 from outcore.staging import PinnedPool, UploadLane
-from outcore.staging.pool.host_memory import HostMemory
+from outcore.staging.pool import HostMemory
 
 GRAIN_NUMEL = 1 << 20
 """Where a layer is cut between RAM and NVMe: at multiples of so many elements."""

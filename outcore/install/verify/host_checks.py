@@ -16,8 +16,7 @@ from outcore.install.extensions import find_nvcc, has_header
 from outcore.install.requirement_set import WSL2_HOWTO, RequirementSet
 from outcore.install.verify.rows import DEGRADED, MISSING, OK, Row
 from outcore.install.verify.wsl import wsl_memory_row
-from outcore.machine import Drive, Machine, drive_of
-from outcore.machine.gpus import Runner
+from outcore.machine import Drive, Machine, Runner, drive_of
 
 # Below this torch, DeepSpeed and one of its compilers (2 GiB each) leave no room for a model.
 MIN_RAM_BYTES = 4 * GIB

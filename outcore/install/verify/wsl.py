@@ -6,8 +6,7 @@ import re
 
 from outcore.common.quantities import GIB, format_gib
 from outcore.install.verify.rows import DEGRADED, OK, Row
-from outcore.machine import Machine
-from outcore.machine.gpus import Runner
+from outcore.machine import Machine, Runner
 
 # Leave Windows an eighth of the memory, and not less than 4 GiB.
 GUEST_SHARE = 7 / 8

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from outcore.monitor.sensors.sensor import describe
+from outcore.monitor.sensors import describe
 
 FSYNC_INTERVAL_S = 30.0
 

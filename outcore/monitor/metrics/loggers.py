@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outcore.common.words import nearest
-from outcore.monitor.sensors.sensor import describe
+from outcore.monitor.sensors import describe
 
 INSTALL_HINTS = {
     "tensorboard": "pip install tensorboard",

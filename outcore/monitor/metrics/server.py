@@ -12,7 +12,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from outcore.monitor.sensors.sensor import describe
+from outcore.monitor.sensors import describe
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Metrics whose values only grow over a run; all others are gauges. Summed here from the figures per step.

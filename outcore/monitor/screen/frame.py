@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from outcore.common.quantities import GB, format_count, format_gb, format_s
+from outcore.monitor.metrics import Metrics
 from outcore.monitor.metrics.loss_plot import smooth
-from outcore.monitor.metrics.reader import Metrics
 from outcore.monitor.screen.live import bar
 from outcore.monitor.screen.tiers import tiers_of
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from outcore.monitor.metrics.reader import Metrics
+from outcore.monitor.metrics import Metrics
 from outcore.monitor.screen.frame import RunFrame
 
 METRICS_NAME = "metrics.jsonl"

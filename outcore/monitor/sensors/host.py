@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.quantities import KIB
-from outcore.machine.host import detect_ram
+from outcore.machine import detect_ram
 from outcore.monitor.sensors.sensor import SensorBoard
 
 CHILDREN_REFRESH_S = 10.0

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from outcore.common.quantities import GIB, MIB, format_gib
-from outcore.machine.host import detect_ram
+from outcore.machine import detect_ram
+from outcore.monitor.sensors import SensorBoard
 from outcore.monitor.sensors.host import HostSensor
-from outcore.monitor.sensors.sensor import SensorBoard
 from outcore.monitor.watches.space import LOW_FACTOR, Verdict
 
 MAX_DEFAULT_RESERVE_BYTES = 1 * GIB

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from outcore.common.quantities import GB, MIB, format_gib
-from outcore.monitor.sensors.sensor import describe
+from outcore.monitor.sensors import describe
 from outcore.monitor.watches.space import Verdict
 
 WINDOW_STEPS = 10

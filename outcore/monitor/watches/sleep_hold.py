@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from outcore.machine.host import detect_os
-from outcore.monitor.sensors.sensor import describe
+from outcore.machine import detect_os
+from outcore.monitor.sensors import describe
 
 WAIT_S = 8.0
 """PowerShell takes seconds to start."""

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outcore.common.quantities import format_gb
-from outcore.monitor.sensors.block_device import nearest_existing
+from outcore.monitor.sensors import describe, nearest_existing
 from outcore.monitor.sensors.drive import free_bytes
-from outcore.monitor.sensors.sensor import describe
 
 LOW_FACTOR = 2.0
 LEVELS = ("ok", "unknown", "low", "full")

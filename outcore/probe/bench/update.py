@@ -18,10 +18,19 @@ from dataclasses import dataclass
 import torch
 
 from outcore.common.quantities import round_up
-from outcore.machine.host import available_ram_bytes
-from outcore.optim import FORMATS, AdamWHyper, ChunkJob, ChunkState, JobBatch, OptimizerPool, StateFormat, open_backend
-from outcore.optim.backend import BackendName
-from outcore.staging.pool.slab import MappedSlab
+from outcore.machine import available_ram_bytes
+from outcore.optim import (
+    FORMATS,
+    AdamWHyper,
+    BackendName,
+    ChunkJob,
+    ChunkState,
+    JobBatch,
+    OptimizerPool,
+    StateFormat,
+    open_backend,
+)
+from outcore.staging.pool import MappedSlab
 
 CHUNK_NUMEL = 1 << 22
 """As the engines cut states."""

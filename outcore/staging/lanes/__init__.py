@@ -1,0 +1,20 @@
+"""Transfers between homes and the device through pinned slots, in order, each with a receipt."""
+
+from outcore.staging.lanes.copy_streams import CopyEvent, CopyStreams
+from outcore.staging.lanes.directions import DownloadLane, UploadLane
+from outcore.staging.lanes.gate import Gate
+from outcore.staging.lanes.lane import AT_ONCE
+from outcore.staging.lanes.stats import LaneStats
+from outcore.staging.lanes.transfer import LaneClosed, LaneTransfer
+
+__all__ = [
+    "AT_ONCE",
+    "CopyEvent",
+    "CopyStreams",
+    "DownloadLane",
+    "Gate",
+    "LaneClosed",
+    "LaneStats",
+    "LaneTransfer",
+    "UploadLane",
+]

@@ -9,8 +9,8 @@ import torch
 
 from outcore.staging.lanes.lane import After, Lane
 from outcore.staging.lanes.transfer import LaneTransfer
-from outcore.storage.block_file import BlockFile
-from outcore.storage.store.tensor_store import TensorStore
+from outcore.storage import BlockFile
+from outcore.storage.store import TensorStore
 
 
 class UploadLane(Lane):

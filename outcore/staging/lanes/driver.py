@@ -31,8 +31,7 @@ from outcore.staging.lanes.homes import BLOCK_BYTES, Home
 from outcore.staging.lanes.slots import Place, SlotRing
 from outcore.staging.lanes.stats import LaneClock
 from outcore.staging.lanes.transfer import LaneTransfer
-from outcore.storage.errors import StorageError
-from outcore.storage.transfer import Transfer
+from outcore.storage import StorageError, Transfer
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,8 @@ from typing import Protocol
 import torch
 
 from outcore.common.quantities import MIB
-from outcore.storage.block_file import BlockFile
-from outcore.storage.engine import StorageEngine
-from outcore.storage.store.checksums import CHUNK_BYTES
-from outcore.storage.store.tensor_store import TensorStore
-from outcore.storage.transfer import Transfer
+from outcore.storage import BlockFile, StorageEngine, Transfer
+from outcore.storage.store import CHUNK_BYTES, TensorStore
 
 BLOCK_BYTES = 4096
 MIN_COPY_BYTES = 2 * MIB

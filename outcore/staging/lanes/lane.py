@@ -36,12 +36,9 @@ from outcore.staging.lanes.homes import FileHome, HostCopier, RamHome, StoreHome
 from outcore.staging.lanes.slots import SlotRing
 from outcore.staging.lanes.stats import LaneClock, LaneStats
 from outcore.staging.lanes.transfer import LaneClosed, LaneTransfer, Unwatched
-from outcore.staging.pool.allocator import ALIGNMENT_BYTES
-from outcore.staging.pool.lease import Lease
-from outcore.staging.pool.pool import PinnedPool
-from outcore.storage.block_file import BlockFile
-from outcore.storage.engine import StorageEngine
-from outcore.storage.store.tensor_store import TensorStore
+from outcore.staging.pool import ALIGNMENT_BYTES, Lease, PinnedPool
+from outcore.storage import BlockFile, StorageEngine
+from outcore.storage.store import TensorStore
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from outcore.staging.lanes.homes import BLOCK_BYTES
-from outcore.staging.pool.lease import Lease
+from outcore.staging.pool import Lease
 
 
 @dataclass

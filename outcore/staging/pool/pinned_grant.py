@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from outcore.common.quantities import GIB, format_gib
-from outcore.machine.host import available_ram_bytes, detect_ram
+from outcore.machine import available_ram_bytes, detect_ram
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
 from outcore.staging.pool.cuda_runtime import find_libcudart
 

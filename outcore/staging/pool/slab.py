@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from outcore.common.quantities import MIB, format_gib, round_up
-from outcore.machine.host import usable_cores
+from outcore.machine import usable_cores
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
 from outcore.staging.pool.cuda_runtime import CudaRuntime, PinRefused
 from outcore.staging.pool.pinned_grant import PinnedGrant

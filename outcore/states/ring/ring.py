@@ -28,7 +28,7 @@ from outcore.common.quantities import format_s
 from outcore.flow.trace import BusyTime
 from outcore.optim import AdamWHyper, OptimizerPool
 from outcore.sizing.ring import NEVER, worth_keeping
-from outcore.staging.pool.host_memory import HostMemory
+from outcore.staging.pool import HostMemory
 from outcore.states.placement import ChunkHomes, StateChunk, Updatable
 from outcore.states.ring.schedule import Passage, RingSchedule, RingTicket
 from outcore.states.ring.slots import Stretch, initialise_states, needed_bytes, ring_slots

@@ -16,11 +16,9 @@ import torch
 
 from outcore.common.quantities import format_gib, format_s, round_up
 from outcore.optim import ChunkState
-from outcore.optim.formats.compressed import tail_of
-from outcore.optim.formats.state_format import CHUNK_BYTES
+from outcore.optim.formats import CHUNK_BYTES, tail_of
 from outcore.sizing.ring import needed_in_slot, slot_count
-from outcore.staging.pool.allocator import ALIGNMENT_BYTES
-from outcore.staging.pool.host_memory import HostMemory
+from outcore.staging.pool import ALIGNMENT_BYTES, HostMemory
 from outcore.states.placement import ChunkHomes, GradPlace, StateChunk, check_tail
 from outcore.storage import TensorStore, Transfer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outcore.config import ConfigError, TrainConfig, parse
-from outcore.monitor.metrics.loggers import check_report_to
+from outcore.monitor.metrics import check_report_to
 
 PROG = "train_model.py"
 DESCRIPTION = "Train a language model larger than the GPU. Without flags: a tiny model on Python's own source."

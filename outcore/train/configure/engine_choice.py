@@ -17,7 +17,7 @@ from outcore.model.facts import resolve_attention
 from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
-from outcore.optim.formats.state_format import state_format
+from outcore.optim.formats import state_format
 from outcore.sizing.engine_rule import why_not_stream
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from outcore.checkpoint.folders import Checkpoint, list_checkpoints, newest_checkpoint, open_checkpoint
-from outcore.checkpoint.shards import CheckpointError
+from outcore.checkpoint import Checkpoint, CheckpointError, list_checkpoints, newest_checkpoint, open_checkpoint
 from outcore.config import ConfigError, TrainConfig, nearest
 from outcore.train.runs.folder import RunFolder, default_name, folder_of, numbered_names
 from outcore.train.runs.lock import RunInUse, RunLock

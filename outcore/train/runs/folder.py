@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from outcore.checkpoint.folders import list_checkpoints
+from outcore.checkpoint import list_checkpoints
 from outcore.config import ConfigError, TrainConfig
 from outcore.train.runs.lock import RunLock
 

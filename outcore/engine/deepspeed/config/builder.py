@@ -43,8 +43,7 @@ from outcore.engine.deepspeed.offload import (
 from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.staged.choice import can_stage, choose_states, staged_costs
 from outcore.engine.deepspeed.staged.plan import drive_bytes
-from outcore.optim import FORMATS, state_format
-from outcore.optim.hyper import check_eps
+from outcore.optim import FORMATS, check_eps, state_format
 from outcore.sizing.swapping import WeightCounts
 
 __all__ = ["BuiltConfig", "ChosenOffload", "DeepSpeedSettings", "RunFacts", "WeightCounts", "build_config"]

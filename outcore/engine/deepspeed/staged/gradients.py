@@ -25,9 +25,9 @@ from outcore.flow.weights import Scratch
 from outcore.sizing.staged import GRADIENT_SLOT_BYTES, GRADIENT_SLOTS
 from outcore.sizing.staged import MIN_BYTES as MIN_BYTES  # for whoever decides which live here
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
-from outcore.staging.lanes.transfer import LaneTransfer
-from outcore.staging.pool.host_memory import pageable
-from outcore.states.placement import GradPlace
+from outcore.staging.lanes import LaneTransfer
+from outcore.staging.pool import pageable
+from outcore.states import GradPlace
 from outcore.storage import TensorSpec, TensorStore
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from outcore.engine.deepspeed.staged.session import StagedSession
 from outcore.engine.deepspeed.staged.shares import Share, element_offsets, real_numel
 from outcore.engine.deepspeed.staged.states import RingSize, ShareStates
 from outcore.optim import OptimizerPool, state_format
-from outcore.optim.formats.state_format import PARAM_DTYPES
+from outcore.optim.formats import PARAM_DTYPES
 from outcore.sizing.staged import frozen_in_ram, leading_in_ram
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch
 
 from outcore.common.quantities import format_gib
 from outcore.staging import PinnedPool
-from outcore.staging.pool.host_memory import HostMemory
+from outcore.staging.pool import HostMemory
 
 
 class StagedMemory:

@@ -14,7 +14,7 @@ import torch
 from outcore.common.quantities import format_gib, round_up
 from outcore.engine.base import EngineError
 from outcore.staging import Lease
-from outcore.staging.pool.allocator import ALIGNMENT_BYTES
+from outcore.staging.pool import ALIGNMENT_BYTES
 from outcore.storage import TensorStore, Transfer
 
 logger = logging.getLogger(__name__)

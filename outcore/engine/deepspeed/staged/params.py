@@ -30,7 +30,7 @@ from outcore.engine.deepspeed.staged.loans import Loans
 from outcore.engine.deepspeed.staged.param_store import ParamStore, ShareBuffer, ShareTransfer
 from outcore.sizing.staged import MIN_BYTES
 from outcore.staging import PinnedPool, PinnedPoolFull
-from outcore.staging.pool.host_memory import pageable
+from outcore.staging.pool import pageable
 from outcore.storage import TensorStore
 
 logger = logging.getLogger(__name__)

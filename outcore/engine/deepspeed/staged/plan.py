@@ -10,8 +10,7 @@ import torch
 
 from outcore.common.quantities import format_gib, round_up
 from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, RunFacts
-from outcore.optim import default_num_threads, state_format
-from outcore.optim.backend import BackendName
+from outcore.optim import BackendName, default_num_threads, state_format
 from outcore.sizing.deepspeed import ELEMENT_BYTES, Precision
 from outcore.sizing.staged import (
     LEAST_SLOTS,

@@ -16,7 +16,7 @@ import torch
 from outcore.common.quantities import round_up
 from outcore.optim import BLOCK_NUMEL, StateFormat
 from outcore.sizing.streaming import CHUNK_NUMEL
-from outcore.states.placement import StateChunk
+from outcore.states import StateChunk
 
 
 @dataclass(eq=False)

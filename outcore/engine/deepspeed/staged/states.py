@@ -21,11 +21,9 @@ from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.shares import Share
 from outcore.flow.weights import Scratch
 from outcore.optim import AdamWHyper, ChunkJob, JobBatch, OptimizerPool, StateFormat
-from outcore.optim.formats.chunk_state import STATE_NAMES, StateName
-from outcore.staging.pool.host_memory import HostMemory, pageable
-from outcore.states.buffers import StateBuffers, open_store
-from outcore.states.placement import GradPlace, StateChunk, spill
-from outcore.states.ring.ring import StateRing
+from outcore.optim.formats import STATE_NAMES, StateName
+from outcore.staging.pool import HostMemory, pageable
+from outcore.states import GradPlace, StateBuffers, StateChunk, StateRing, open_store, spill
 from outcore.storage import TensorStore
 
 HyperOf = Callable[[int], AdamWHyper]

@@ -17,8 +17,7 @@ from outcore.common.quantities import round_up
 from outcore.flow.weights import settle
 from outcore.sizing.streaming import STAY_LAYERS
 from outcore.staging import DownloadLane, LaneTransfer, UploadLane
-from outcore.staging.pool.allocator import ALIGNMENT_BYTES
-from outcore.staging.pool.host_memory import HostMemory
+from outcore.staging.pool import ALIGNMENT_BYTES, HostMemory
 
 DEVICE_STACKS = 2
 """Buffers on the device for a layer's checkpoints on their way: one gathered or used while the other is copied."""

@@ -19,7 +19,7 @@ from outcore.engine.stream.activations.memory import DeviceActivations
 from outcore.flow.weights import Scratch, settle
 from outcore.sizing.streaming import STAY_LAYERS
 from outcore.staging import DownloadLane, LaneTransfer, UploadLane
-from outcore.staging.pool.allocator import ALIGNMENT_BYTES
+from outcore.staging.pool import ALIGNMENT_BYTES
 from outcore.storage import TensorSpec, TensorStore
 
 NAME = "activations"

@@ -15,8 +15,7 @@ import torch
 
 from outcore.common.quantities import format_gib, round_up
 from outcore.flow.parts import Part
-from outcore.staging.pool.allocator import ALIGNMENT_BYTES, Extent, ExtentAllocator
-from outcore.staging.pool.host_memory import HostMemory
+from outcore.staging.pool import ALIGNMENT_BYTES, Extent, ExtentAllocator, HostMemory
 
 DEFAULT_LARGEST = 3
 """An arena that is not given a size holds so many of the largest gradient."""

@@ -26,7 +26,7 @@ from outcore.flow.parts import Part
 from outcore.flow.tiles import TiledMatrix, TiledPart
 from outcore.flow.weights import settle
 from outcore.staging import AT_ONCE, DownloadLane, LaneTransfer, UploadLane
-from outcore.staging.pool.host_memory import HostMemory
+from outcore.staging.pool import HostMemory
 
 NUM_BUFFERS = 2
 SUM_DTYPE = torch.float32

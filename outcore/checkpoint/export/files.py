@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.checkpoint.export import write_config, write_model
+from outcore.checkpoint.export.model import write_config, write_model
 from outcore.checkpoint.folders import Checkpoint, check_space
 from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, read_header, write_shard
