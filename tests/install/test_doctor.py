@@ -23,8 +23,8 @@ from outcore.install.verify.doctor import (
     read_findings,
 )
 from outcore.install.verify.probe import main as probe_main
-from outcore.install.verify.probe_packages import check_packages
-from outcore.install.verify.probe_recorder import Recorder, Unneeded
+from outcore.install.verify.probes.packages import check_packages
+from outcore.install.verify.probes.recorder import Recorder, Unneeded
 from outcore.install.verify.rows import Row, all_hold
 from tests.install.fakes import REPOSITORY, fake_environment, gpu_machine, machine
 
@@ -229,7 +229,8 @@ def test_deepspeed_takes_a_right_step_here(tmp_path: Path) -> None:
 
 
 def test_probe_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outcore.install.verify import probe_deepspeed, probe_packages
+    from outcore.install.verify.probes import deepspeed as probe_deepspeed
+    from outcore.install.verify.probes import packages as probe_packages
 
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr(probe_packages, "check_packages", lambda recorder, *rest: calls.append(rest))
@@ -244,7 +245,7 @@ def test_probe_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_deepspeed_trials_with_fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outcore.install.verify import probe_deepspeed
+    from outcore.install.verify.probes import deepspeed as probe_deepspeed
 
     class Handle:
         def __init__(self, damage: bool) -> None:

@@ -14,22 +14,22 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from outcore.install.verify.probe_recorder import Recorder
+from outcore.install.verify.probes.recorder import Recorder
 
 
 def main(arguments: list[str]) -> None:
     if arguments[0] == "build":
-        from outcore.install.verify.probe_deepspeed import build
+        from outcore.install.verify.probes.deepspeed import build
 
         build(arguments[1])
         return
     recorder, accelerator = Recorder(Path(arguments[1])), arguments[2]
     if arguments[0] == "packages":
-        from outcore.install.verify.probe_packages import check_packages
+        from outcore.install.verify.probes.packages import check_packages
 
         check_packages(recorder, accelerator)
     elif arguments[0] == "deepspeed":
-        from outcore.install.verify.probe_deepspeed import check_deepspeed
+        from outcore.install.verify.probes.deepspeed import check_deepspeed
 
         check_deepspeed(recorder, accelerator, [name for name in arguments[3].split(",") if name], Path(arguments[4]))
     else:

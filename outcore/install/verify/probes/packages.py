@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from outcore.install.verify.probe_recorder import Recorder, Unneeded
+from outcore.install.verify.probes.recorder import Recorder, Unneeded
 
 
 def check_packages(recorder: Recorder, accelerator: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outcore.install.verify.probe_recorder import Recorder
+from outcore.install.verify.probes.recorder import Recorder
 
 
 def check_deepspeed(recorder: Recorder, accelerator: str, built: list[str], offload_dir: Path) -> None:
