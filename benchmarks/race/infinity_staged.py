@@ -107,7 +107,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     run = RunFacts(
         device="cuda" if has_cuda else "cpu", precision="bf16", micro_batch_size=options["micro_batch"],
         gradient_accumulation_steps=options["accumulation"], learning_rate=1e-4, max_grad_norm=1.0,
-        lr_scheduler_type="none", total_steps=1000, ram_available_bytes=detect_ram(Path("/")).available_bytes,
+        ram_available_bytes=detect_ram(Path("/")).available_bytes,
     )  # fmt: skip
     config = {"aio": TUNED_AIO, "outcore": options["outcore"], "zero_optimization": {"overlap_comm": True}}
     config["zero_optimization"] |= options.get("zero", {})

@@ -159,8 +159,3 @@ def _initialise_adapters(model: nn.Module, seed: int, gather: Gather | None) -> 
                 nn.init.normal_(value)
         with gather([parameter]) if gather is not None and hasattr(parameter, "ds_id") else nullcontext():
             parameter.data.copy_(value)
-
-
-def is_lora(model: nn.Module) -> bool:
-    """True for a peft model."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")

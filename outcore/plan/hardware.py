@@ -6,7 +6,6 @@ caller allows that. Overrides win over both.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -345,11 +344,6 @@ def tflops_of(gpu_name: str) -> tuple[float, float, str] | None:
         if re.search(rf"\b{re.escape(key)}(?! ?(super|ti\b|laptop))", name):
             return row
     return None
-
-
-def with_ram(hardware: Hardware, ram_bytes: int) -> Hardware:
-    """The same machine with another amount of RAM for the run."""
-    return dataclasses.replace(hardware, ram_bytes=ram_bytes)
 
 
 def _bytes_or(gib: float | None, otherwise: int) -> int:

@@ -97,7 +97,6 @@ class EngineRequest:
             adam_epsilon=config.adam_epsilon,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
-            lr_scheduler_type="none",
             run_name=self.run_name,
             ram_available_bytes=available_ram_bytes(),
         )

@@ -152,7 +152,7 @@ def both(
             model = with_adapters(model, LoraSettings(r=lora_r, alpha=lora_r))
     facts = facts_for_builder(model, tied_numels)
     run = RunFacts(
-        precision="bf16", lr_scheduler_type="none", world_size=ranks, ram_available_bytes=RAM_BYTES,
+        precision="bf16", world_size=ranks, ram_available_bytes=RAM_BYTES,
         gradient_accumulation_steps=PASSES,
     )  # fmt: skip
     chosen = DeepSpeedSettings(

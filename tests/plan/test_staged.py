@@ -109,7 +109,7 @@ def test_a_ring_that_grows_turns_no_run_away(params: Any, least_gib: int):
 
 def test_staging_memory_is_shared_by_parameters_gradients_and_the_ring():
     facts = WeightCounts(8_030_261_248, 128_256 * 4096)
-    run = RunFacts(precision="bf16", lr_scheduler_type="none", ram_available_bytes=200 * GIB)
+    run = RunFacts(precision="bf16", ram_available_bytes=200 * GIB)
     chosen = DeepSpeedSettings(zero_stage="infinity", nvme_offload_path="/data", strict_offload=True)
     for outcore in ({}, {"nvme_offload_gradients": True}):
         said = {"outcore": outcore}
@@ -163,7 +163,7 @@ def test_gradients_on_the_drive_by_hand(passes: int):
 def test_the_plan_of_a_run_is_what_the_engine_is_told(settings: dict[str, Any], outcore: dict[str, Any], ranks: int):
     facts = WeightCounts(SHAPE.total_params, SHAPE.largest_weight_numel, tied_numels=SHAPE.tied_numels)
     machine = server(num_gpus=ranks)
-    run = RunFacts(precision="bf16", lr_scheduler_type="none", world_size=ranks, ram_available_bytes=machine.ram_bytes)
+    run = RunFacts(precision="bf16", world_size=ranks, ram_available_bytes=machine.ram_bytes)
     chosen = DeepSpeedSettings(**settings, strict_offload=True)
     built = build_config({"outcore": outcore}, chosen, facts, run, nvme_check=lambda path, gb: (True, ""), staged=True)
     told = make_plan(built, facts, run)

@@ -126,7 +126,7 @@ def build_infinity_config(
         max_in_cpu_gb=max_in_cpu_gb,
         strict_offload=True,
     )
-    run = RunFacts(world_size=world_size, lr_scheduler_type="none", memlock_limit_bytes=1 << 62)
+    run = RunFacts(world_size=world_size, memlock_limit_bytes=1 << 62)
     built = build_config(base_config, settings, facts, run, nvme_check=_unchecked)
     config = copy.deepcopy(dict(base_config))
     config["zero_optimization"] = built.config["zero_optimization"]

@@ -15,7 +15,6 @@ from outcore.sizing.deepspeed import Device, Precision
 from outcore.sizing.swapping import check_positive_int
 
 OffloadChoice = Literal["auto", "none", "cpu", "nvme"]
-Schedule = Literal["warmup_decay", "cosine", "constant", "none"]
 
 STAGES: dict[str, int] = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
 STAGE_ALIASES = {"0": "none", "1": "zero1", "2": "zero2", "3": "zero3", "false": "none"}
@@ -116,12 +115,6 @@ class RunFacts:
     """Decoupled weight decay. Default 0.01."""
     max_grad_norm: float | None = None
     """Global gradient norm to clip at; 0 turns clipping off. Default 1.0."""
-    lr_scheduler_type: Schedule | None = None
-    """none: no scheduler block; the caller sets the learning rate itself. Default warmup_decay."""
-    warmup_steps: int | None = None
-    """Optimizer steps of linear warm-up. Default 3 % of the run, at most 100."""
-    total_steps: int | None = None
-    """Optimizer steps of the whole run; needed by warmup_decay and cosine."""
     run_name: str | None = None
     """Keeps this run's swap files apart from another run's on the same drive."""
     ram_available_bytes: int | None = None
@@ -135,7 +128,6 @@ class RunFacts:
             "local_world_size",
             "micro_batch_size",
             "gradient_accumulation_steps",
-            "total_steps",
         ):
             value = getattr(self, name)
             if value is not None:
@@ -144,12 +136,6 @@ class RunFacts:
             raise ValueError(f"device {self.device!r} is unknown. Use cuda or cpu.")
         if self.precision not in (None, "bf16", "fp16", "fp32"):
             raise ValueError(f"precision {self.precision!r} is unknown. Use bf16, fp16 or fp32.")
-        if self.lr_scheduler_type not in (None, "warmup_decay", "cosine", "constant", "none"):
-            raise ValueError(
-                f"lr_scheduler_type {self.lr_scheduler_type!r} is unknown. Use warmup_decay, cosine, constant or none."
-            )
-        if self.warmup_steps is not None and (not isinstance(self.warmup_steps, int) or self.warmup_steps < 0):
-            raise ValueError(f"warmup_steps must be a whole number, 0 or more, got {self.warmup_steps!r}.")
         if self.local_world_size is not None and self.local_world_size > self.world_size:
             raise ValueError(f"local_world_size {self.local_world_size} exceeds world_size {self.world_size}.")
         if self.run_name is not None and (self.run_name in ("", ".", "..") or "/" in self.run_name):

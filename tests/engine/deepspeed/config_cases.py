@@ -20,7 +20,7 @@ def build(
     model: WeightCounts = TINY,
     check: Any = accept,
 ) -> BuiltConfig:
-    facts = RunFacts(**{"total_steps": 100, "memlock_limit_bytes": 1 << 60, **(run or {})})
+    facts = RunFacts(**{"memlock_limit_bytes": 1 << 60, **(run or {})})
     return build_config(user or {}, DeepSpeedSettings(**(settings or {})), model, facts, nvme_check=check)
 
 

@@ -65,11 +65,6 @@ from tests.engine.deepspeed.config_cases import INFINITY, TINY, build
         ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, {}, {}, "learning_rate"),
         ({}, {}, {"adam_beta2": 1.0}, "adam_beta2"),
         ({"gradient_clipping": -1}, {}, {}, "gradient_clipping"),
-        ({"scheduler": {"type": "OneCycle"}}, {}, {}, "scheduler.type 'OneCycle'"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}}, {}, {}, "scheduler.params.warmup"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "square"}}}, {}, {}, "warmup_type"),
-        ({}, {}, {"total_steps": None}, "total_num_steps"),
-        ({}, {}, {"warmup_steps": 101}, "warmup_steps 101 exceeds"),
         ({"aio": {"block_size": 1000}}, {}, {}, "aio.block_size"),
         ({"aio": {"intra_op_parallelism": 3}}, {}, {}, "intra_op_parallelism"),
         ({"aio": {"queue_depth": 0}}, {}, {}, "aio.queue_depth"),
@@ -108,8 +103,6 @@ def test_refusals_name_the_key(user: dict, settings: dict, run: dict, said: str)
         (lambda: RunFacts(world_size=2, local_world_size=4), "local_world_size"),
         (lambda: RunFacts(device="tpu"), "device"),  # type: ignore[arg-type]
         (lambda: RunFacts(precision="fp8"), "precision"),  # type: ignore[arg-type]
-        (lambda: RunFacts(lr_scheduler_type="step"), "lr_scheduler_type"),  # type: ignore[arg-type]
-        (lambda: RunFacts(warmup_steps=-1), "warmup_steps"),
         (lambda: RunFacts(run_name="a/b"), "run_name"),
     ],
 )

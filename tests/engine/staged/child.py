@@ -173,7 +173,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     model = ModelSettings(precision=precision, seq_length=64, lora=lora, **job["model"])
     numbers = {
         "device": "cuda" if ON_GPU else "cpu", "micro_batch_size": 2, "gradient_accumulation_steps": 2,
-        "learning_rate": LR, "max_grad_norm": 1.0, "lr_scheduler_type": "none", "total_steps": 50,
+        "learning_rate": LR, "max_grad_norm": 1.0,
         "precision": precision, "world_size": torch.distributed.get_world_size(), "memlock_limit_bytes": 1 << 60,
     }  # fmt: skip
     run = RunFacts(**{**numbers, **job["run"]})

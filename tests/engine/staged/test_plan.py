@@ -23,7 +23,7 @@ NVME = {"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "strict_offl
 def plan_of(
     settings: dict[str, Any], outcore: dict[str, Any] | None = None, model: WeightCounts = MODEL, **run: Any
 ) -> StagedPlan:
-    facts = RunFacts(precision=run.pop("precision", "bf16"), lr_scheduler_type="none", **run)
+    facts = RunFacts(precision=run.pop("precision", "bf16"), **run)
     user = {"outcore": outcore or {}}
     check = lambda path, gb: (True, path)  # noqa: E731
     built = build_config(user, DeepSpeedSettings(**settings), model, facts, nvme_check=check, staged=True)
@@ -104,7 +104,7 @@ def test_a_budget_is_kept_and_states_spill_before_parameters(budget_gib: int) ->
 @pytest.mark.parametrize("budget_gib", [None, 12, 20, 30, 60])
 def test_the_drive_must_hold_what_the_budget_leaves(budget_gib: int | None, gradients: bool, world_size: int) -> None:
     asked: list[float] = []
-    facts = RunFacts(precision="bf16", lr_scheduler_type="none", world_size=world_size)
+    facts = RunFacts(precision="bf16", world_size=world_size)
     settings = DeepSpeedSettings(**NVME, nvme_offload_gradients=gradients)
     check = lambda path, gb: (not asked.append(gb), path)  # noqa: E731
     built = build_config(
@@ -138,7 +138,7 @@ def test_a_staging_size_too_small_is_raised_and_said(staging_bytes: int) -> None
 
 
 def test_users_swap_sizes_and_zero_limits_are_not_needed() -> None:
-    facts = RunFacts(precision="bf16", lr_scheduler_type="none")
+    facts = RunFacts(precision="bf16")
     block = {"device": "nvme", "nvme_path": "/mnt/nvme", "buffer_count": 1, "buffer_size": 10}
     user = {"zero_optimization": {"stage": 3, "offload_param": block, "offload_optimizer": {**block, "pipeline": True}}}
     user["zero_optimization"]["offload_optimizer"] = {
@@ -167,7 +167,7 @@ def test_gradients_on_the_drive_save_two_bytes_of_ram() -> None:
     taken = asked.grad_staging_bytes + roomier.ring_bytes - tight.ring_bytes
     assert in_ram[1] - in_ram[0] == 2 * MODEL.total_params - taken  # a budget's RAM is for other things then
     summed_in_fp32 = built_of(NVME, data_types={"grad_accum_dtype": "fp32"})
-    facts = RunFacts(precision="bf16", lr_scheduler_type="none")
+    facts = RunFacts(precision="bf16")
     assert make_plan(summed_in_fp32, MODEL, facts).grad_bytes - usual.grad_bytes == 2 * MODEL.total_params
 
 
@@ -181,7 +181,7 @@ def built_of(
             found.append(required_gb)
         return True, path
 
-    facts = RunFacts(precision="bf16", lr_scheduler_type="none")
+    facts = RunFacts(precision="bf16")
     return build_config(user, DeepSpeedSettings(**settings), model, facts, nvme_check=check, staged=True)
 
 
@@ -200,7 +200,7 @@ def test_gradients_go_nowhere_without_states_on_the_drive() -> None:
         built_of({"zero_stage": "zero3", "nvme_offload_gradients": True})
     with pytest.raises(ValueError, match=r"outcore\.nvme_offload_gradients must be true or false"):
         built_of(NVME, outcore={"nvme_offload_gradients": "yes"})
-    facts = RunFacts(precision="bf16", lr_scheduler_type="none")
+    facts = RunFacts(precision="bf16")
     settings = DeepSpeedSettings(**{**NVME, "strict_offload": False, "nvme_offload_gradients": True})
     broken = build_config({}, settings, MODEL, facts, nvme_check=lambda path, gb: (False, "no drive."), staged=True)
     assert not broken.offload.gradients_on_nvme and broken.config["outcore"]["nvme_offload_gradients"] is False

@@ -27,7 +27,6 @@ from outcore.engine.deepspeed.config.run_section import (
     batch_section,
     optimizer_section,
     precision_section,
-    scheduler_section,
 )
 from outcore.engine.deepspeed.config.zero_section import check_locked_bytes, zero_section
 from outcore.engine.deepspeed.notes import Notes
@@ -135,7 +134,8 @@ def build_config(
     if placement.nvme_path is not None:
         config["aio"] = aio
     config.update(optimizer_section(user, placement, run, precision, notes))
-    config.update(scheduler_section(user, run, config["optimizer"]["params"]["lr"], notes))
+    if keys.check_block("scheduler", user.get("scheduler"), frozenset({"type", "params"})):
+        notes.lines.append("scheduler left out: the training loop sets the learning rate itself")
     config["gradient_clipping"] = _clipping(user, run, notes)
     _check_combinations(user, placement, precision)
     for key, value in user.items():

@@ -93,15 +93,6 @@ ADAM = _words(
     """lr betas eps weight_decay torch_adam adam_w_mode bias_correction amsgrad fp32_optimizer_states fused
     foreach"""
 )
-SCHEDULES: dict[str, frozenset[str]] = {
-    "WarmupLR": _words("warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"),
-    "WarmupDecayLR": _words(
-        "total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"
-    ),
-    "WarmupCosineLR": _words(
-        "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type last_batch_iteration"
-    ),
-}
 DATA_TYPES = _words("grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules")
 OUTCORE = _words(
     "staging_bytes write_combined streams engine nvme_path residency state_format ram_budget_gib storage lanes "

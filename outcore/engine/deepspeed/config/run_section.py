@@ -21,7 +21,6 @@ from outcore.sizing.deepspeed import Precision
 DEFAULT_MICRO_BATCH = 2
 DEFAULT_ACCUMULATION = 4
 DEFAULT_LR = 3e-4
-SCHEDULE_TYPES = {"warmup_decay": "WarmupDecayLR", "cosine": "WarmupCosineLR", "constant": "WarmupLR"}
 
 
 def batch_section(user: Mapping[str, Any], run: RunFacts, notes: Notes) -> dict[str, int]:
@@ -172,66 +171,6 @@ def optimizer_section(
         if "bias_correction" in params:
             resolved["bias_correction"] = params["bias_correction"]
     return {"optimizer": {"type": "AdamW" if kind.lower() == "adamw" else "Adam", "params": resolved}}
-
-
-def scheduler_section(user: Mapping[str, Any], run: RunFacts, lr: float, notes: Notes) -> dict[str, Any]:
-    """DeepSpeed's scheduler block, or nothing for lr_scheduler_type none.
-
-    DeepSpeed holds the first two optimizer steps at the warm-up's first value (it is set once when the schedule is
-    made and again after step one), so that value is lr / warm-up steps here rather than 0: no step is taken in vain.
-    """
-    block = keys.check_block("scheduler", user.get("scheduler"), frozenset({"type", "params"}))
-    if run.lr_scheduler_type == "none":
-        if block:
-            notes.lines.append("scheduler left out: the training loop sets the learning rate itself")
-        return {}
-    kind = SCHEDULE_TYPES[run.lr_scheduler_type] if run.lr_scheduler_type else block.get("type")
-    if kind is None:
-        kind = "WarmupDecayLR"
-        notes.chose("scheduler.type", kind, "linear warm-up, linear decay to 0")
-    if kind not in keys.SCHEDULES:
-        raise ValueError(
-            f"deepspeed_config.json: scheduler.type {kind!r} is not supported.{keys.hint(str(kind), keys.SCHEDULES)} "
-            f"Use one of {', '.join(sorted(keys.SCHEDULES))}."
-        )
-    same = block.get("type", kind) == kind
-    params = keys.check_block("scheduler.params", block.get("params") if same else {}, keys.SCHEDULES[kind])
-    params.pop("last_batch_iteration", None)
-    needs_total = "total_num_steps" in keys.SCHEDULES[kind]
-    total = run.total_steps or _positive(params, "total_num_steps", "scheduler.params.")
-    if needs_total and total is None:
-        raise ValueError(f"scheduler.params.total_num_steps: {kind} needs the number of steps of the run (max_steps).")
-    warmup = run.warmup_steps
-    if warmup is None:
-        warmup = _positive(params, "warmup_num_steps", "scheduler.params.", least=0)
-    if warmup is None:
-        warmup = max(1, min(100, round(0.03 * total))) if total else 100
-        notes.chose("scheduler.params.warmup_num_steps", warmup, "3 % of the run, at most 100 steps")
-    if total is not None and warmup > total:
-        raise ValueError(f"warmup_steps {warmup} exceeds the run's {total} steps (max_steps). Lower one of them.")
-    if warmup == 0:
-        notes.lines.append("scheduler.params.warmup_num_steps = 1: DeepSpeed has no schedule without warm-up")
-        warmup = 1
-    resolved: dict[str, Any] = {"warmup_num_steps": warmup, "warmup_type": params.get("warmup_type", "linear")}
-    if resolved["warmup_type"] not in ("linear", "log"):
-        raise ValueError(
-            "deepspeed_config.json: scheduler.params.warmup_type must be linear or log, got "
-            f"{resolved['warmup_type']!r}."
-        )
-    first_share = 1.0 / max(2, warmup)
-    if kind == "WarmupCosineLR":
-        resolved["warmup_min_ratio"] = params.get("warmup_min_ratio", first_share)
-        resolved["cos_min_ratio"] = params.get("cos_min_ratio", 0.0001)
-    else:
-        resolved["warmup_min_lr"] = params.get("warmup_min_lr", lr * first_share)
-        resolved["warmup_max_lr"] = lr
-        if params.get("warmup_max_lr", lr) != lr:
-            notes.changed(
-                "scheduler.params.warmup_max_lr", params["warmup_max_lr"], lr, "the optimizer's learning rate"
-            )
-    if needs_total:
-        resolved["total_num_steps"] = total
-    return {"scheduler": {"type": kind, "params": resolved}}
 
 
 def _cpu_has_fp16() -> bool:

@@ -50,7 +50,6 @@ def main(folder: Path, stage: str, precision: str) -> None:
         gradient_accumulation_steps=2,
         learning_rate=LR,
         max_grad_norm=1.0,
-        lr_scheduler_type="none",
         total_steps=20,
     )
     resolved, _ = resolve({}, DeepSpeedSettings(zero_stage=stage), settings, run, None)
