@@ -78,6 +78,11 @@ def mlp_activation_bytes(shape: ModelShape, e: int, tokens: int) -> int:
     return tokens * e * shape.ffn_width * ((4 if shape.gated_ffn else 3) + 2)
 
 
+def has_masks(packed_attention: str, e: int) -> bool:
+    """Whether packed rows have masks of T x T: asked for, or in fp32, which the flash kernel does not take."""
+    return packed_attention == "masks" or e == 4
+
+
 def mask_bytes(shape: ModelShape, e: int, seq_length: int, tokens: int) -> int:
     """Of a micro-batch in which a row holds several documents: a boolean mask [rows, T, T], and the numbers that the
     attention kernel makes of it. 0 where rows are not packed, or the scores outweigh it."""

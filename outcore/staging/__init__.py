@@ -9,6 +9,7 @@ from outcore.staging.lanes import (
     LaneStats,
     LaneTransfer,
     UploadLane,
+    whole_device,
 )
 from outcore.staging.pool import Lease, LeaseError, PinnedGrant, PinnedPool, PinnedPoolFull, probe_pinned_memory
 
@@ -27,4 +28,5 @@ __all__ = [
     "PinnedPoolFull",
     "UploadLane",
     "probe_pinned_memory",
+    "whole_device",
 ]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from outcore.common.quantities import KIB
+from outcore.engine.stream.device_work import work_of_step
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.tiles_work import work_of_step
 from outcore.flow.parts import discover_units
 from outcore.flow.tiles import plan_tiles
 from outcore.model.shape import shape_from_config

@@ -37,6 +37,7 @@ from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.model.weights.zero3 import full_numel
 from outcore.sizing.swapping import WeightCounts
+from outcore.staging import whole_device
 
 
 @dataclass(frozen=True)
@@ -156,12 +157,12 @@ def build_engine(
     config = resolved.built.config
     offload = resolved.built.offload
     if resolved.run.device != "cpu":
-        let_segments_grow(torch.device("cuda", torch.cuda.current_device()))
+        let_segments_grow(whole_device("cuda"))
     with ExitStack() as opened:
         if offload.staged:
             opened.enter_context(staged_offload(resolved, say))
         if loaded is None:
-            device = "cpu" if resolved.run.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+            device = whole_device(resolved.run.device)
             zero3_config = config if offload.stage == 3 else None
             loaded = load_model(model_settings, tokenizer=tokenizer, zero3_config=zero3_config, device=device)
         for note in loaded.notes:
@@ -188,7 +189,7 @@ def _packed_rows(loaded: LoadedModel, settings: ModelSettings, run: RunFacts) ->
 
     if loaded.loss_fn is not None:
         return ""
-    device = torch.device("cpu") if run.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    device = whole_device(run.device)
     return attention_to_packed_rows(loaded, device, settings.dtype, wanted=settings.attn_implementation == "auto")
 
 
@@ -228,7 +229,7 @@ def staged_offload(resolved: Resolved, say: Callable[[str], None]) -> Iterator[N
     plan = make_plan(resolved.built, resolved.model, resolved.run)
     for note in plan.notes:
         say(f"offload: {note}")
-    device = torch.device("cpu" if resolved.run.device == "cpu" else f"cuda:{torch.cuda.current_device()}")
+    device = whole_device(resolved.run.device)
     session = StagedSession(plan, device, torch.distributed.get_rank())
     try:
         with staged(session):

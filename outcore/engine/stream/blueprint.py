@@ -11,8 +11,8 @@ import torch
 
 from outcore.engine.stream.check.gradients import GRADIENTS
 from outcore.engine.stream.check.tiles import try_tiled_copy
+from outcore.engine.stream.device_work import work_of_step
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.tiles_work import work_of_step
 from outcore.flow.check import attention_to_packed_rows, sharing_holds, try_tiny_copy
 from outcore.flow.layers import CompiledLayers, LayerGraphs, draws_random_numbers
 from outcore.flow.parts import ModelParts, discover_units

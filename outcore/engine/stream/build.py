@@ -35,7 +35,7 @@ from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPrefetcher
 from outcore.model.load import LoadedModel
 from outcore.optim import Backend, OptimizerPool, default_num_threads, open_backend
-from outcore.staging import DownloadLane, PinnedPool, UploadLane
+from outcore.staging import DownloadLane, PinnedPool, UploadLane, whole_device
 from outcore.staging.pool import HostMemory, PinnedGrant
 from outcore.states import Homes, StateRing, open_store
 from outcore.storage import StorageEngine
@@ -63,7 +63,7 @@ def build_stream_engine(
     for settings; PinnedPoolFull or RuntimeError when the machine does not give the staging memory, EngineError when the
     drives have no room.
     """
-    device = _whole_name(torch.device(device))
+    device = whole_device(device)
     plan = draw_blueprint(loaded, settings, device, trial=trial, build=build_stream_engine)
     let_segments_grow(device)
     _prepare_model(plan.units, device, expert_by_expert=bool(plan.tile_plan.tiled))
@@ -106,13 +106,6 @@ def build_stream_engine(
         engine = StreamEngine(loaded, settings, parts)
         undo.pop_all()
         return engine
-
-
-def _whole_name(device: torch.device) -> torch.device:
-    """With its number, where several may be meant."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def _prepare_model(units: ModelParts, device: torch.device, *, expert_by_expert: bool) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from outcore.common.errors import line_of
 from outcore.flow.tiles import free_device_bytes
 from outcore.flow.trace import Moment, elapsed_s, moment, wait_for
 from outcore.sizing.streaming import GRAPH_FREE_SHARE, GRAPH_LONG_S
@@ -147,7 +148,7 @@ class LayerGraphs:
         try:
             graph = self._graphs[key] = self._capture(call, known.static)
         except (RuntimeError, torch.OutOfMemoryError) as error:  # nothing has run: the call can still be made
-            self.give_up(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
+            self.give_up(line_of(error))
             return call.on(inputs)
         return self._replay(graph, inputs)
 

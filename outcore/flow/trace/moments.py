@@ -84,3 +84,38 @@ class HostTime:
         span_s = elapsed_s(first, last) if last is not first else 0.0
         rate = (last_s - first_s) / span_s if span_s > 0 else 1.0
         return first_s + device_s * rate
+
+
+class PhaseClock:
+    """Seconds by phase of a step: `start` a phase ends the one before, `stop` the last."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._events: list[tuple[str, torch.cuda.Event]] = []
+        self._times: list[tuple[str, float]] = []
+
+    def start(self, phase: str) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append((phase, event))
+        else:
+            self._times.append((phase, time.perf_counter()))
+
+    def stop(self) -> None:
+        self.start("")
+
+    def wait(self) -> None:
+        """Until the device has reached the last `start` or `stop`; TimeoutError when it hangs."""
+        if self._cuda and self._events:
+            wait_for(self._events[-1][1], "the step")
+
+    def seconds(self) -> dict[str, float]:
+        """Phase -> seconds, summed over its parts. Waits for the device to reach `stop`."""
+        total: dict[str, float] = {}
+        self.wait()
+        for (phase, begin), (_, end) in zip(self._events, self._events[1:], strict=False):
+            total[phase] = total.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
+        for (phase, begin_s), (_, end_s) in zip(self._times, self._times[1:], strict=False):
+            total[phase] = total.get(phase, 0.0) + end_s - begin_s
+        return total

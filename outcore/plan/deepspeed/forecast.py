@@ -32,6 +32,7 @@ from outcore.plan.record import Part, Plan, StepTime, TierUse
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.layout import Spill
 from outcore.plan.work import step_flops, step_traffic
+from outcore.sizing.activations import has_masks
 from outcore.sizing.deepspeed import Device
 from outcore.sizing.shape import ModelShape
 
@@ -169,7 +170,7 @@ def _time(
         flops.forward + flops.backward,
         traffic.forward + traffic.backward,
         flops.attention,
-        k.MASKED_ATTENTION_SHARE if layout.has_masks(request) else k.ATTENTION_SHARE,
+        k.MASKED_ATTENTION_SHARE if has_masks(layout.packed_attention, request.element_bytes) else k.ATTENTION_SHARE,
     )
     per_call = k.DEEPSPEED_HOST_LAYERS if stage == 3 else k.DEEPSPEED_PLAIN_HOST_LAYERS
     host_s = hardware.host_s(per_call * shape.num_layers * passes)

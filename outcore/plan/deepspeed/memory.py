@@ -17,6 +17,7 @@ from outcore.plan.request import RunRequest
 from outcore.sizing.activations import (
     border_bytes,
     checkpoint_bytes,
+    has_masks,
     layer_activation_bytes,
     layer_backward_bytes,
     logits_bytes,
@@ -52,10 +53,6 @@ class DeepSpeedLayout:
     """How outcore moves what is offloaded in DeepSpeed's place; None: stock DeepSpeed, or nothing is offloaded."""
     packed_attention: str = "auto"
     """'auto' | 'masks': as the streaming engine's setting."""
-
-    def has_masks(self, request: RunRequest) -> bool:
-        """Whether packed rows have masks of T x T: asked for, or in fp32, which the flash kernel does not take."""
-        return self.packed_attention == "masks" or request.element_bytes == 4
 
     @property
     def homes(self) -> tuple[Device, Device]:
@@ -101,7 +98,11 @@ def vram_parts(
         params = 0
     peaks = _peaks(shape, request, seq_length, layout, gpus)
     peak = max(peaks, key=lambda peak: peak.size_bytes)
-    masks = mask_bytes(shape, request.element_bytes, seq_length, tokens) if layout.has_masks(request) else 0
+    masks = (
+        mask_bytes(shape, request.element_bytes, seq_length, tokens)
+        if has_masks(layout.packed_attention, request.element_bytes)
+        else 0
+    )
     # None of these is there in the step.
     in_step = max(0, fp32_gradients - peak.work - peak.gradients - peak.checkpoints)
     parts = [
@@ -148,7 +149,11 @@ def _peaks(shape: ModelShape, request: RunRequest, seq_length: int, layout: Deep
     largest = max(shape.largest_weight_numel, in_layer)
     numel, of_head = shape.head_weight_numel, e * shape.head_weight_numel
     waiting = of_head if shape.tied else 0
-    borders = border_bytes(shape, tokens) if shape.fused_attention and not layout.has_masks(request) else 0
+    borders = (
+        border_bytes(shape, tokens)
+        if shape.fused_attention and not has_masks(layout.packed_attention, request.element_bytes)
+        else 0
+    )
     in_a_layer = ("activations of the largest unit", activations, e * in_layer + waiting)
     # Fetching ahead reaches an untied embedding when the layers that are left lie within the limit.
     few = min(shape.num_layers, 1 + LIVE_NUMEL // max(shape.layer_params)) / (shape.num_layers + 1)

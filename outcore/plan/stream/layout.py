@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outcore.plan.request import RunRequest
 from outcore.sizing.states import COMPRESSED_MOMENTS, COMPRESSION_ROOM, STATE_FORMATS
 from outcore.sizing.streaming import STATE_RING_BYTES, STATE_RING_SLOTS
 from outcore.sizing.tiles import LAYER_BUFFERS
@@ -72,10 +71,6 @@ class StreamLayout:
         return (
             StoredStates(master, COMPRESSED_MOMENTS, COMPRESSION_ROOM) if compressed else StoredStates(master, moments)
         )
-
-    def has_masks(self, request: RunRequest) -> bool:
-        """Whether packed rows have masks of T x T: asked for, or in fp32, which the flash kernel does not take."""
-        return self.packed_attention == "masks" or request.element_bytes == 4
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from outcore.plan.request import RunRequest
 from outcore.plan.stream.layout import Residency, Spill, StoredStates, StreamLayout
 from outcore.plan.stream.tiles import Tiling
 from outcore.plan.work import step_flops, step_traffic
-from outcore.sizing.activations import compiled_activation_bytes, layer_activation_bytes
+from outcore.sizing.activations import compiled_activation_bytes, has_masks, layer_activation_bytes
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.states import STATE_FORMATS
 from outcore.sizing.streaming import (
@@ -57,7 +57,8 @@ def vram_parts(
     needs = step_work(
         shape, request.element_bytes, seq_length, seq_length * layout.micro_batch, layout.accumulation,
         checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
-        tile_bytes=tiling.tile_bytes, chunk_bytes=tiling.chunk_bytes, masks=layout.has_masks(request),
+        tile_bytes=tiling.tile_bytes, chunk_bytes=tiling.chunk_bytes,
+        masks=has_masks(layout.packed_attention, request.element_bytes),
     )  # fmt: skip
     layer_peak = (needs.tiled_layer if tiling.layers else needs.layer, e * of_layer)
     head_peak = (needs.tiled_head if tiling.ends else needs.head, e * of_ends)
@@ -74,7 +75,7 @@ def vram_parts(
         Part("vram", "activation checkpoints", needs.checkpoints),
         Part("vram", "activations and gradients between units", needs.between),
         Part("vram", name, work),
-        Part("vram", MASKS if layout.has_masks(request) else BORDERS, needs.masks),
+        Part("vram", MASKS if has_masks(layout.packed_attention, request.element_bytes) else BORDERS, needs.masks),
         Part("vram", EVALUATION, beyond),
         Part("vram", OVERHEAD, hardware.gpu_context_bytes),
         Part("vram", SPARE, k.GPU_SPARE_BYTES),

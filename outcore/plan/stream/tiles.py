@@ -12,6 +12,7 @@ from outcore.common.quantities import format_gib
 from outcore.plan.hardware import Hardware
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.layout import StreamLayout
+from outcore.sizing.activations import has_masks
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.tiles import (
     HELD_WHOLE,
@@ -87,7 +88,8 @@ def tiling_of(
         work = step_work(
             shape, request.element_bytes, seq_length, tokens, layout.accumulation,
             checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
-            tile_bytes=tile_bytes, chunk_bytes=chunk_bytes, masks=layout.has_masks(request),
+            tile_bytes=tile_bytes, chunk_bytes=chunk_bytes,
+            masks=has_masks(layout.packed_attention, request.element_bytes),
         )  # fmt: skip
         holding = choose_holding(
             model, device_bytes, tile_bytes,

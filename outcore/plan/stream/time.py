@@ -17,7 +17,7 @@ from outcore.plan.request import RunRequest
 from outcore.plan.stream.layout import Spill, StreamLayout
 from outcore.plan.stream.tiles import Tiling
 from outcore.plan.work import overlapped_s, step_flops, step_traffic
-from outcore.sizing.activations import mlp_activation_bytes
+from outcore.sizing.activations import has_masks, mlp_activation_bytes
 from outcore.sizing.shape import ModelShape
 
 
@@ -35,7 +35,7 @@ def step_time(
     compiled = layout.compiled and len(tiling.layers) < shape.num_layers  # tiled layers are eager
     slower = 1.0 if compiled else k.EAGER_SLOWDOWN
     again = 2.0 * micro_tokens * layout.accumulation * shape.head_weight_numel if tiling.ends else 0.0  # its logits
-    share = k.MASKED_ATTENTION_SHARE if layout.has_masks(request) else k.ATTENTION_SHARE
+    share = k.MASKED_ATTENTION_SHARE if has_masks(layout.packed_attention, request.element_bytes) else k.ATTENTION_SHARE
     device_s = [
         slower * hardware.compute_s(flops.forward, traffic.forward, flops.attention_forward, share),
         slower * hardware.compute_s(flops.backward + again, traffic.backward, flops.attention_backward, share),

@@ -196,3 +196,11 @@ def open_streams(device: torch.device, count: int) -> CopyStreams:
     if device.type == "cpu":
         return HostStreams()
     raise ValueError(f"lanes serve CUDA devices and the CPU, not {device.type!r}")
+
+
+def whole_device(device: torch.device | str) -> torch.device:
+    """cuda -> cuda:0 (the current one), so that it compares equal to a tensor's device."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

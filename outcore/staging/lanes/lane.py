@@ -29,7 +29,7 @@ from typing import Any, Literal, Self
 import torch
 
 from outcore.common.quantities import MIB, format_gib, format_s
-from outcore.staging.lanes.copy_streams import CopyStreams, open_streams
+from outcore.staging.lanes.copy_streams import CopyStreams, open_streams, whole_device
 from outcore.staging.lanes.driver import LaneDriver
 from outcore.staging.lanes.gate import Gate
 from outcore.staging.lanes.homes import FileHome, HostCopier, RamHome, StoreHome
@@ -106,7 +106,7 @@ class Lane:
                 f"direct=True needs a storage engine that moves device memory, and {name!r} does not here: run "
                 "gds_optimizer.py to see whether GPUDirect Storage works on this machine, or leave direct off (staged)"
             )
-        self.device = _with_index(torch.device(device))
+        self.device = whole_device(device)
         self.owner = owner or self.direction
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
@@ -370,10 +370,3 @@ def _lease_slots(pool: PinnedPool, slot_bytes: int, num_slots: int, owner: str, 
 
 def _named(label: str) -> str:
     return f"{label}, " if label else ""
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """cuda -> cuda:0 (the current one), so that it compares equal to a tensor's device."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from outcore.common.errors import line_of
 from outcore.common.quantities import MIB
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.check import TOLERANCE, tiny_copy
@@ -43,10 +44,8 @@ def try_tiled_copy(loaded: LoadedModel, build: Callable[..., Any]) -> None:
     except StreamUnsupported:
         raise
     except Exception as error:  # any model's own code may fail in any way when a weight is not a tensor
-        lines = str(error).strip().splitlines() or [""]
         raise StreamUnsupported(
-            f"it does not fit on the device whole, and a tiny copy of it failed in tiles ({type(error).__name__}: "
-            f"{lines[0][:200]})"
+            f"it does not fit on the device whole, and a tiny copy of it failed in tiles ({line_of(error)})"
         ) from error
     largest = max((float(g.abs().max()) for g in expected.values() if g is not None), default=1.0)
     for name, grad in expected.items():

@@ -7,6 +7,7 @@ import torch
 from outcore.engine.stream.settings import StreamSettings
 from outcore.model.load import LoadedModel
 from outcore.model.shape import shape_from_config
+from outcore.sizing.activations import has_masks
 from outcore.sizing.tiles import Work
 from outcore.sizing.work import step_work
 
@@ -41,5 +42,5 @@ def work_of_step(
         compiled=compiled,
         tile_bytes=tile_bytes,
         chunk_bytes=chunk_bytes,
-        masks=settings.packed_attention == "masks" or itemsize == 4,
+        masks=has_masks(settings.packed_attention, itemsize),
     )
