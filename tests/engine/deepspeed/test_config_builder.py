@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -327,11 +325,3 @@ def test_nvme_bytes_counts_what_deepspeed_writes() -> None:
     assert nvme_bytes(TINY, "bf16", True, True) == 18 * TINY.total_params
     lora = WeightCounts(1000, 100, trainable_params=10)
     assert nvme_bytes(lora, "bf16", True, False) == 160
-
-
-@pytest.mark.parametrize("module", ["build", "config.offload", "config.zero_section"])
-def test_each_module_of_the_planner_and_the_builder_may_be_the_first(module: str) -> None:
-    """The planner asks the engine for sizes, and the builder the planner."""
-    command = [sys.executable, "-c", f"import outcore.engine.deepspeed.{module}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
