@@ -20,22 +20,3 @@ from outcore.checkpoint.shards import (
     plan_shards,
     write_shard,
 )
-
-__all__ = [
-    "MAX_SHARD_BYTES",
-    "SPACE_MARGIN_BYTES",
-    "Checkpoint",
-    "CheckpointError",
-    "ShardReader",
-    "TensorPlan",
-    "changed_settings",
-    "check_same_run",
-    "go_back_to",
-    "list_checkpoints",
-    "newest_checkpoint",
-    "open_checkpoint",
-    "plan_shards",
-    "save_checkpoint",
-    "step_folder",
-    "write_shard",
-]

@@ -13,25 +13,3 @@ from outcore.flow.flow import Flow, Passage, PassWatch
 from outcore.flow.layers import CompiledLayers, Head, HeadInput, PartRunner
 from outcore.flow.parts import ModelParts, Part, StreamUnsupported, discover_units
 from outcore.flow.weights import FixedWeights, WeightArrival, WeightSource
-
-__all__ = [
-    "Call",
-    "CompiledLayers",
-    "FixedWeights",
-    "Flow",
-    "Head",
-    "HeadInput",
-    "ModelParts",
-    "OnPart",
-    "Output",
-    "Part",
-    "PartRunner",
-    "PassWatch",
-    "Passage",
-    "StreamUnsupported",
-    "Want",
-    "WeightArrival",
-    "WeightSource",
-    "discover_units",
-    "let_segments_grow",
-]

@@ -23,21 +23,6 @@ from outcore.machine.host import (
 )
 from outcore.machine.records import DRIVE_KINDS, Drive, Gpu, LinkRates, Machine, pcie_gb_per_s
 
-__all__ = [
-    "DRIVE_KINDS",
-    "Drive",
-    "Gpu",
-    "LinkRates",
-    "Machine",
-    "available_ram_bytes",
-    "detect_machine",
-    "drive_of",
-    "local_drives",
-    "pcie_gb_per_s",
-    "run_command",
-    "usable_cores",
-]
-
 
 def detect_machine(
     *,

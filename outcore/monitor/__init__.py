@@ -22,25 +22,3 @@ from outcore.monitor.metrics import (
 from outcore.monitor.screen.progress import Progress
 from outcore.monitor.sensors import Sampler
 from outcore.monitor.watches import MemoryWatch, RunWarnings, SleepHold, SpaceWatch, Verdict, hold_off_sleep
-
-__all__ = [
-    "Logger",
-    "LoggerGroup",
-    "MemoryWatch",
-    "Metrics",
-    "MetricsLog",
-    "MetricsLogError",
-    "MetricsServer",
-    "NullLogger",
-    "Progress",
-    "RunWarnings",
-    "Sampler",
-    "SleepHold",
-    "SpaceWatch",
-    "Verdict",
-    "check_report_to",
-    "hold_off_sleep",
-    "make_loggers",
-    "plot_loss",
-    "read_metrics",
-]

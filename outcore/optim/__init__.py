@@ -17,38 +17,3 @@ from outcore.optim.jobs import ChunkJob, JobBatch
 from outcore.optim.pool import OptimizerPool, default_num_threads
 from outcore.optim.reference import LARGEST_GRAD
 from outcore.optim.tickets import ChunkResult, PoolClosed, Ticket, UnitResult, UpdateFailed
-
-__all__ = [
-    "BLOCK_NUMEL",
-    "FORMATS",
-    "FP24_M8",
-    "FP32",
-    "FP32_M8",
-    "LARGEST_GRAD",
-    "SPLIT",
-    "SPLIT8",
-    "STATE_NAMES",
-    "AdamWHyper",
-    "Backend",
-    "BackendName",
-    "BuildFailed",
-    "ChunkJob",
-    "ChunkResult",
-    "ChunkState",
-    "CompilerMissing",
-    "ExtensionUnavailable",
-    "GradStats",
-    "JobBatch",
-    "OptimizerPool",
-    "PoolClosed",
-    "StateFormat",
-    "Ticket",
-    "UnitResult",
-    "UpdateFailed",
-    "build_extension",
-    "check_eps",
-    "default_num_threads",
-    "grad_sumsq_and_finite",
-    "open_backend",
-    "state_format",
-]

@@ -18,23 +18,3 @@ from outcore.plan.profile import load_hardware
 from outcore.plan.record import Part, Plan, StepTime, TierUse
 from outcore.plan.request import RunRequest
 from outcore.sizing.shape import ModelShape
-
-__all__ = [
-    "Answer",
-    "Change",
-    "Hardware",
-    "ModelShape",
-    "Overrides",
-    "Part",
-    "Plan",
-    "ProfileError",
-    "RunRequest",
-    "StepTime",
-    "TierUse",
-    "choose",
-    "choose_or_change",
-    "hardware_of",
-    "load_hardware",
-    "preset_shape",
-    "resolve_shape",
-]

@@ -12,21 +12,3 @@ from outcore.staging.lanes import (
     whole_device,
 )
 from outcore.staging.pool import Lease, LeaseError, PinnedGrant, PinnedPool, PinnedPoolFull, probe_pinned_memory
-
-__all__ = [
-    "AT_ONCE",
-    "CopyStreams",
-    "DownloadLane",
-    "Gate",
-    "LaneClosed",
-    "LaneStats",
-    "LaneTransfer",
-    "Lease",
-    "LeaseError",
-    "PinnedGrant",
-    "PinnedPool",
-    "PinnedPoolFull",
-    "UploadLane",
-    "probe_pinned_memory",
-    "whole_device",
-]

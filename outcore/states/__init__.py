@@ -11,18 +11,3 @@ from outcore.states.placement import ChunkHomes, GradPlace, StateChunk, Updatabl
 from outcore.states.ring.ring import StateRing
 from outcore.states.ring.schedule import RingTicket
 from outcore.states.ring.traffic import BEFORE_ALL_UNITS
-
-__all__ = [
-    "BEFORE_ALL_UNITS",
-    "ChunkHomes",
-    "GradPlace",
-    "Homes",
-    "RingTicket",
-    "StateBuffers",
-    "StateChunk",
-    "StateRing",
-    "Updatable",
-    "cut_states",
-    "open_store",
-    "spill",
-]

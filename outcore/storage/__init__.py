@@ -8,21 +8,3 @@ from outcore.storage.errors import StorageError, StoreInUse, describe_errno
 from outcore.storage.host_buffer import aligned_bytes
 from outcore.storage.store import Extent, TensorSpec, TensorStore
 from outcore.storage.transfer import Transfer, gather
-
-__all__ = [
-    "BlockFile",
-    "BufferedFallbackWarning",
-    "Extent",
-    "KvikioEngine",
-    "PosixEngine",
-    "StorageEngine",
-    "StorageError",
-    "StoreInUse",
-    "TensorSpec",
-    "TensorStore",
-    "Transfer",
-    "aligned_bytes",
-    "describe_errno",
-    "gather",
-    "open_engine",
-]

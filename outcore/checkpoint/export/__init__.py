@@ -2,5 +2,3 @@
 
 from outcore.checkpoint.export.files import export_checkpoint, how_to_load, save_export_files
 from outcore.checkpoint.export.model import export_model
-
-__all__ = ["export_checkpoint", "export_model", "how_to_load", "save_export_files"]

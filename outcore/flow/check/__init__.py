@@ -12,16 +12,3 @@ from outcore.flow.check.trial import (
     why_config_not_streamed,
     why_not_streamed,
 )
-
-__all__ = [
-    "TOLERANCE",
-    "Batch",
-    "Trial",
-    "attention_to_packed_rows",
-    "sharing_holds",
-    "slab_of",
-    "tiny_copy",
-    "try_tiny_copy",
-    "why_config_not_streamed",
-    "why_not_streamed",
-]

@@ -7,19 +7,3 @@ from outcore.flow.layers.routers import RouterTaps
 from outcore.flow.layers.runner import Batch, HeadInput, PartRunner
 from outcore.flow.layers.tiled_head import Row, TiledHead
 from outcore.flow.layers.unit_weights import in_place
-
-__all__ = [
-    "Batch",
-    "CompiledLayers",
-    "Head",
-    "HeadInput",
-    "LayerForward",
-    "LayerGraphs",
-    "PartRunner",
-    "RouterTaps",
-    "Row",
-    "TiledHead",
-    "compiler_errors",
-    "draws_random_numbers",
-    "in_place",
-]

@@ -6,24 +6,3 @@ from outcore.flow.parts.packing import DeviceBatch, packing_known
 from outcore.flow.parts.shell import CallLog, LayerCall, Stand, StreamUnsupported, bound, shell_of, with_memory
 from outcore.flow.parts.structure import alike
 from outcore.flow.parts.units import ModelParts, Part
-
-__all__ = [
-    "ALIGN_NUMEL",
-    "CallLog",
-    "DeviceBatch",
-    "LayerCall",
-    "ModelParts",
-    "Part",
-    "SlabLayout",
-    "Slot",
-    "Stand",
-    "StreamUnsupported",
-    "alike",
-    "bound",
-    "discover_units",
-    "packing_known",
-    "several_types",
-    "shell_of",
-    "tensors_in",
-    "with_memory",
-]

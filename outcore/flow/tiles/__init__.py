@@ -4,16 +4,3 @@ from outcore.flow.tiles.matrix import TiledMatrix, TiledPart
 from outcore.flow.tiles.plan import TilePlan, free_device_bytes, plan_tiles
 from outcore.flow.tiles.sink import RowSink, TileSink
 from outcore.flow.tiles.units import TiledParts, Tiles, open_tiles
-
-__all__ = [
-    "RowSink",
-    "TilePlan",
-    "TileSink",
-    "TiledMatrix",
-    "TiledPart",
-    "TiledParts",
-    "Tiles",
-    "free_device_bytes",
-    "open_tiles",
-    "plan_tiles",
-]

@@ -4,19 +4,3 @@ from outcore.flow.trace.file import Slice, write_trace
 from outcore.flow.trace.moments import Moment, PhaseClock, elapsed_s, moment, wait_for
 from outcore.flow.trace.recorder import NO_TRACE, Trace, Traced, TraceRecorder
 from outcore.flow.trace.stalls import BusyTime, Stalls
-
-__all__ = [
-    "NO_TRACE",
-    "BusyTime",
-    "Moment",
-    "PhaseClock",
-    "Slice",
-    "Stalls",
-    "Trace",
-    "TraceRecorder",
-    "Traced",
-    "elapsed_s",
-    "moment",
-    "wait_for",
-    "write_trace",
-]

@@ -5,16 +5,3 @@ from outcore.flow.weights.prefetch import WeightPrefetcher, settle
 from outcore.flow.weights.ranges import RangeUpload, SlabRanges
 from outcore.flow.weights.scratch import Scratch
 from outcore.flow.weights.source import FixedWeights, WeightArrival, WeightSource
-
-__all__ = [
-    "FixedWeights",
-    "RangeUpload",
-    "Scratch",
-    "SlabRanges",
-    "WeightArrival",
-    "WeightHomes",
-    "WeightPrefetcher",
-    "WeightSource",
-    "plan_cuts",
-    "settle",
-]

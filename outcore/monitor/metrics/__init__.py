@@ -5,17 +5,3 @@ from outcore.monitor.metrics.loggers import Logger, LoggerGroup, NullLogger, che
 from outcore.monitor.metrics.loss_plot import plot_loss
 from outcore.monitor.metrics.reader import Metrics, read_metrics
 from outcore.monitor.metrics.server import MetricsServer
-
-__all__ = [
-    "Logger",
-    "LoggerGroup",
-    "Metrics",
-    "MetricsLog",
-    "MetricsLogError",
-    "MetricsServer",
-    "NullLogger",
-    "check_report_to",
-    "make_loggers",
-    "plot_loss",
-    "read_metrics",
-]

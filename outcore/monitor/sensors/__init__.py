@@ -5,13 +5,3 @@ from outcore.monitor.sensors.drive import DriveSensor
 from outcore.monitor.sensors.gpu import GpuSensor
 from outcore.monitor.sensors.sampler import Sampler
 from outcore.monitor.sensors.sensor import SensorBoard, describe
-
-__all__ = [
-    "BlockDevice",
-    "DriveSensor",
-    "GpuSensor",
-    "Sampler",
-    "SensorBoard",
-    "describe",
-    "nearest_existing",
-]

@@ -10,17 +10,3 @@ from outcore.optim.formats.state_format import (
     StateFormat,
     state_format,
 )
-
-__all__ = [
-    "BLOCK_NUMEL",
-    "CHUNK_BYTES",
-    "FORMATS",
-    "PARAM_DTYPES",
-    "STATE_NAMES",
-    "ChunkState",
-    "StateFormat",
-    "StateName",
-    "Tail",
-    "state_format",
-    "tail_of",
-]

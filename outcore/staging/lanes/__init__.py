@@ -6,16 +6,3 @@ from outcore.staging.lanes.gate import Gate
 from outcore.staging.lanes.lane import AT_ONCE
 from outcore.staging.lanes.stats import LaneStats
 from outcore.staging.lanes.transfer import LaneClosed, LaneTransfer
-
-__all__ = [
-    "AT_ONCE",
-    "CopyEvent",
-    "CopyStreams",
-    "DownloadLane",
-    "Gate",
-    "LaneClosed",
-    "LaneStats",
-    "LaneTransfer",
-    "UploadLane",
-    "whole_device",
-]

@@ -6,18 +6,3 @@ from outcore.staging.pool.lease import Lease, LeaseError
 from outcore.staging.pool.pinned_grant import PinnedGrant, probe_pinned_memory
 from outcore.staging.pool.pool import PinnedPool, PinnedPoolFull
 from outcore.staging.pool.slab import MappedSlab
-
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "Extent",
-    "ExtentAllocator",
-    "HostMemory",
-    "Lease",
-    "LeaseError",
-    "MappedSlab",
-    "PinnedGrant",
-    "PinnedPool",
-    "PinnedPoolFull",
-    "pageable",
-    "probe_pinned_memory",
-]

@@ -4,12 +4,3 @@ from outcore.storage.store.checksums import CHUNK_BYTES
 from outcore.storage.store.files import DirectoryLock, lock_directories
 from outcore.storage.store.tensor_spec import Extent, TensorSpec
 from outcore.storage.store.tensor_store import TensorStore
-
-__all__ = [
-    "CHUNK_BYTES",
-    "DirectoryLock",
-    "Extent",
-    "TensorSpec",
-    "TensorStore",
-    "lock_directories",
-]
