@@ -1,7 +1,6 @@
 """The data room: sources, shapes, tokenizers, the token cache, packing, and the streams of micro-batches.
 
-Door: `DataSettings` -> `load_or_train_tokenizer` -> `prepare_data` -> `BatchStream` / `EvalStream`. What the model must
-be given so that packed documents stay apart is in `isolation`.
+Door: `DataSettings` -> `load_or_train_tokenizer` -> `prepare_data` -> `BatchStream` / `EvalStream`.
 """
 
 from __future__ import annotations
@@ -13,10 +12,6 @@ from outcore.data.layout import (
     EvalStream,
     MicroBatch,
     RowDataset,
-    document_ids,
-    isolates,
-    packed_attention_mask,
-    varlen_kwargs,
 )
 from outcore.data.prepare import DataSummary, PreparedData, prepare_data
 from outcore.data.render import render_sample
@@ -35,13 +30,9 @@ __all__ = [
     "PreparedData",
     "RowDataset",
     "TemplateError",
-    "document_ids",
-    "isolates",
     "load_or_train_tokenizer",
     "load_tokenizer",
-    "packed_attention_mask",
     "prepare_data",
     "render_sample",
     "train_byte_bpe",
-    "varlen_kwargs",
 ]

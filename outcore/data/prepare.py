@@ -119,7 +119,7 @@ def prepare_data(
 ) -> PreparedData:
     """Reads, tokenises (or finds the cache), splits and packs. `say` gets progress in words (default: the log).
 
-    `packing_allowed`: False for models that cannot keep packed documents apart (see isolation.py). A tokenizer
+    `packing_allowed`: False for models that cannot keep packed documents apart. A tokenizer
     without a chat template is given the default one. Raises DataError (data, settings) and CacheError (folder,
     drive, lock).
     """

@@ -78,21 +78,6 @@ def generate_tokens(
     return torch.tensor(new_tokens, dtype=torch.long)
 
 
-def generate_text(model: nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int = 64, **settings: Any) -> str:
-    """The continuation of `prompt` as text; `settings` as in generate_tokens. ValueError for no tokens."""
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    if ids.numel() == 0:
-        start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        if start is None:
-            raise ValueError(
-                "The sample prompt has no tokens, and the tokenizer has no start token. Give a prompt with text."
-            )
-        ids = torch.tensor([[start]])
-    settings.setdefault("eos_token_id", tokenizer.eos_token_id)
-    new_tokens = generate_tokens(model, ids.long(), max_new_tokens, **settings)
-    return tokenizer.decode(new_tokens.tolist(), skip_special_tokens=True)
-
-
 def _start_token(config: Any) -> int:
     for name in ("decoder_start_token_id", "pad_token_id", "bos_token_id"):
         if isinstance(getattr(config, name, None), int):

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from outcore.common.quantities import format_count
 from outcore.common.words import did_you_mean
 
 
@@ -245,9 +244,3 @@ def preset_config(name: str, vocab_size: int | None = None):
         elif vocab_size > config.vocab_size:
             config.vocab_size = -(-vocab_size // 64) * 64
     return config
-
-
-def preset_table() -> str:
-    """The presets as lines of text: name, parameters, what it is."""
-    width = max(len(name) for name in PRESETS)
-    return "\n".join(f"{p.name:<{width}}  {format_count(p.num_parameters):>9}  {p.summary}" for p in PRESETS.values())

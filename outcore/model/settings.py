@@ -135,11 +135,6 @@ class ModelSettings:
         return [f"{name} {getattr(self, name)!r}" for name in names if getattr(self, name) is not None]
 
     @property
-    def from_scratch(self) -> bool:
-        """True when no trained weights are read (the model_module hook decides for itself)."""
-        return self.preset is not None or self.config_file is not None
-
-    @property
     def dtype(self) -> torch.dtype:
         """The torch dtype of the weights as they are computed with."""
         import torch

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from outcore.data.cache.encode import NO_LOSS, carries_loss, token_ids
 from outcore.data.layout.dataset import RowDataset, labels_of
-from outcore.data.layout.isolation import document_ids
 from outcore.data.layout.packing import pack
 from outcore.data.layout.permutation import Permutation
 from outcore.data.layout.segments import (
@@ -23,6 +22,7 @@ from outcore.data.layout.segments import (
     supervised_segments,
     text_windows,
 )
+from tests.data.isolation import document_ids
 
 QUICK = settings(max_examples=60, deadline=None)
 

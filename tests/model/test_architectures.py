@@ -11,7 +11,7 @@ from outcore.model.facts import model_class_of
 from outcore.model.inputs import count_target_tokens, document_numbers, forward_inputs
 from outcore.model.load import enable_activation_checkpointing
 from outcore.model.loss import TokenLoss
-from outcore.model.trial.abilities import TOLERANCE, check_abilities, supports_packing
+from outcore.model.trial.abilities import TOLERANCE, check_abilities
 from outcore.model.trial.shrink import VOCAB, shrink_config
 
 transformers = pytest.importorskip("transformers")
@@ -158,9 +158,9 @@ def test_packed_loss_equals_the_sum_of_its_documents():
     ],
 )
 def test_models_that_cannot_pack_say_why(model_type, attention, words):
-    allowed, reason = supports_packing(transformers.AutoConfig.for_model(model_type), attention)
-    assert not allowed
-    assert words in reason
+    abilities = check_abilities(transformers.AutoConfig.for_model(model_type), attention)
+    assert not abilities.packing
+    assert words in abilities.packing_reason
 
 
 def test_layers_that_mix_tokens_outside_attention_are_found_out():
@@ -169,11 +169,7 @@ def test_layers_that_mix_tokens_outside_attention_are_found_out():
     assert check_abilities(transformers.AutoConfig.for_model("lfm2", num_hidden_layers=2)).packing
 
 
-def test_a_model_without_config_is_not_packed():
-    allowed, reason = supports_packing(torch.nn.Linear(2, 2))
-    assert not allowed and "config" in reason
-    model = tiny_model("llama")
-    assert supports_packing(model) == (True, "")
+def test_auto_takes_an_attention_that_packs():
     assert check_abilities(transformers.AutoConfig.for_model("gemma2")).packing, (
         "auto takes eager where sdpa is missing"
     )

@@ -13,7 +13,7 @@ from torch import nn
 
 from outcore.checkpoint.export import export_model
 from outcore.model.facts import model_class_of, model_facts, resolve_attention
-from outcore.model.generate import generate_text, generate_tokens
+from outcore.model.generate import generate_tokens
 from outcore.model.load import enable_activation_checkpointing, load_model
 from outcore.model.names import checkpoint_name, named_checkpoint_parameters
 from outcore.model.settings import LoraSettings, ModelSettings
@@ -321,24 +321,3 @@ def test_drawn_samples_follow_the_seed_and_leave_the_stream_alone():
         generate_tokens(loaded.model, ids[:, :0], 2)
     with pytest.raises(ValueError, match="at least 1"):
         generate_tokens(loaded.model, ids, 0)
-
-
-def test_sample_text():
-    class Bytes:
-        bos_token_id: int | None = None
-        eos_token_id: int | None = 1
-
-        def __call__(self, text, return_tensors):
-            return {"input_ids": torch.tensor([list(text.encode())])}
-
-        def decode(self, ids, skip_special_tokens):
-            return f"{len(ids)} tokens"
-
-    loaded = load_model(tiny_settings())
-    assert generate_text(loaded.model, Bytes(), "def", 5, eos_token_id=None) == "5 tokens"
-    assert generate_text(loaded.model, Bytes(), "", 5, eos_token_id=None) == "5 tokens"
-    encoder_decoder = load_model(tiny_settings("tiny-t5"))
-    assert generate_text(encoder_decoder.model, Bytes(), "def", 2, eos_token_id=None) == "2 tokens"
-    Bytes.eos_token_id = None
-    with pytest.raises(ValueError, match="no tokens"):
-        generate_text(loaded.model, Bytes(), "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from outcore.data.layout.dataset import IGNORE_INDEX, MicroBatch, RowDataset, labels_of
-from outcore.data.layout.isolation import document_ids, isolates, packed_attention_mask, varlen_kwargs
 from outcore.data.layout.segments import (
     LAYOUT_VERSION,
     Segments,
@@ -25,14 +24,10 @@ __all__ = [
     "RowDataset",
     "Segments",
     "choose_rows",
-    "document_ids",
-    "isolates",
     "labels_of",
-    "packed_attention_mask",
     "rows_of",
     "seq2seq_segments",
     "split_documents",
     "supervised_segments",
     "text_windows",
-    "varlen_kwargs",
 ]

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from outcore.model.facts import model_class_of, resolve_attention
-from outcore.model.head import CausalParts, unwrap
+from outcore.model.head import CausalParts
 from outcore.model.inputs import Isolation, forward_inputs
 from outcore.model.trial.loss_terms import USUAL_TERMS, LossTerms, try_loss_terms
 from outcore.model.trial.shrink import VOCAB, shrink_config
@@ -88,18 +88,6 @@ def check_abilities(
             chunked_reason = f"its head cannot be run apart: {chunked_reason}"
         isolation, packing_reason = _find_isolation(model)
     return Abilities(not chunked_reason, chunked_reason, isolation, packing_reason, terms)
-
-
-def supports_packing(model_or_config: Any, attn_implementation: str | None = None) -> tuple[bool, str]:
-    """(True, '') when packed documents are isolated, else (False, why). For a live model or a config."""
-    config = model_or_config
-    if isinstance(model_or_config, nn.Module):
-        config = getattr(unwrap(model_or_config), "config", None)
-        if not hasattr(config, "to_dict"):
-            return False, "a module without a transformers config is not checked for packing"
-    attention = attn_implementation or getattr(config, "_attn_implementation", None) or "auto"
-    abilities = check_abilities(config, attention)
-    return abilities.packing, abilities.packing_reason
 
 
 def _tiny_model(

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outcore.data import packed_attention_mask
 from outcore.model.packed import trial as packed_trial
 from outcore.model.packed.attention import attend, kernel_takes, register
 from outcore.model.packed.borders import (
@@ -25,6 +24,7 @@ from outcore.model.packed.borders import (
 )
 from outcore.model.packed.trial import kernel_error, takes_packed_attention, why_masks_differ, why_no_kernel
 from outcore.model.trial.abilities import DOCUMENTS
+from tests.data.isolation import packed_attention_mask
 from tests.flow.models import packed_batch, padded_batch, plain_batch, tiny_loaded
 from tests.model.packed.varlen_kernel import imitated
 
