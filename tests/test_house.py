@@ -7,6 +7,7 @@ fails, and so does a line that is not needed any more.
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -95,3 +96,11 @@ def test_rooms_that_need_no_torch_import_none(room):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not [name for name in names if name.split(".")[0] in ("torch", "transformers")], module
+
+
+def test_contributing_names_files_that_are_there():
+    text = (house.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_/]+(?:/|\.py|\.md))", text))
+    tops = (house.ROOT, house.PACKAGE, house.PACKAGE / "engine/stream", house.PACKAGE / "flow/layers")
+    assert len(named) > 40
+    assert not [name for name in named if not any((top / name).exists() for top in tops)]
