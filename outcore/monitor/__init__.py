@@ -21,4 +21,4 @@ from outcore.monitor.metrics import (
 )
 from outcore.monitor.screen.progress import Progress
 from outcore.monitor.sensors import Sampler
-from outcore.monitor.watches import MemoryWatch, RunWarnings, SleepHold, SpaceWatch, Verdict, hold_off_sleep
+from outcore.monitor.watches import MemoryWatch, RunWarnings, SleepHold, SpaceVerdict, SpaceWatch, hold_off_sleep

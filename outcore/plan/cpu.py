@@ -6,7 +6,7 @@ import dataclasses
 
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import COMMUNICATOR, OVERHEAD, SPARE, Part, Plan, TierUse
+from outcore.plan.record import COMMUNICATOR, OVERHEAD, SPARE, Item, Plan, TierUse
 
 DROPPED = (OVERHEAD, SPARE, COMMUNICATOR, "desktop reserve")
 """Of a GPU only."""
@@ -18,10 +18,10 @@ def without_gpu(plan: Plan, hardware: Hardware) -> Plan:
     for part in plan.parts:
         if part.tier == "vram":
             if part.name not in DROPPED:
-                parts.append(Part("ram", f"device: {part.name}", part.size_bytes))
+                parts.append(Item("ram", f"device: {part.name}", part.size_bytes))
         elif part.tier in ("ram", "pinned"):
             size = k.CPU_RAM_OVERHEAD_BYTES if part.name == OVERHEAD else part.size_bytes
-            parts.append(Part("ram", part.name, size))
+            parts.append(Item("ram", part.name, size))
         else:
             parts.append(part)
     used = sum(part.size_bytes for part in parts if part.tier == "ram")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from outcore.common.quantities import GB
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import Part, TierUse
+from outcore.plan.record import Item, TierUse
 
 SPACE_BYTES_PER_PARAM: dict[str, int] = {"parameters": 6, "optimizer": 8, "gradients": 4}
 """Drive bytes per parameter: 16-bit weight and fp32 master; two fp32 moments; fp32 gradient."""
@@ -23,7 +23,7 @@ def space_parts_gb(total_params: int, parameters: bool, optimizer: bool, gradien
     return {part: total_params * SPACE_BYTES_PER_PARAM[part] / GB if on else 0.0 for part, on in chosen.items()}
 
 
-def nvme_use(parts: list[Part], hardware: Hardware) -> TierUse:
+def nvme_use(parts: list[Item], hardware: Hardware) -> TierUse:
     """The drive's use with margins, against what is free without its reserve."""
     on_drive = [part for part in parts if part.tier == "nvme"]
     states = sum(part.size_bytes for part in on_drive if part.name != CHECKPOINTS)

@@ -22,7 +22,7 @@ TIER_WORDS = {"vram": "VRAM", "pinned": "pinned RAM", "ram": "RAM", "nvme": "NVM
 
 
 @dataclass(frozen=True)
-class Part:
+class Item:
     """Bytes of one thing in one tier."""
 
     tier: str
@@ -101,7 +101,7 @@ class Plan:
     lora_r: int
     homes: dict[str, str]
     """State -> home in words ('RAM', 'RAM 40 % + NVMe 60 %')."""
-    parts: tuple[Part, ...]
+    parts: tuple[Item, ...]
     tiers: tuple[TierUse, ...]
     time: StepTime
     drive_read_bytes_per_step: int

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import FrameType
 
 from outcore.probe.bench.drive_file import TestPathError, remove_own_files
-from outcore.probe.options import Options, UsageError, parse_options
+from outcore.probe.options import ProbeOptions, UsageError, parse_options
 from outcore.probe.progress import StageProgress
-from outcore.probe.report.config_file import ConfigError, apply_changes
+from outcore.probe.report.config_file import FileError, apply_changes
 from outcore.probe.report.plot import save_plot
-from outcore.probe.report.record import Findings, build_report, measured_machine, to_json, write_text
+from outcore.probe.report.record import Measured, build_report, measured_machine, to_json, write_text
 from outcore.probe.report.show import render
-from outcore.probe.run import STAGES, Optimizer
+from outcore.probe.run import STAGES, ProbeRun
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -31,11 +31,11 @@ def main(argv: Sequence[str], root: Path) -> int:
     """Runs everything; returns the exit code. `root` is the repository."""
     signal.signal(signal.SIGTERM, _terminate)
     logging.getLogger("outcore.staging").setLevel(logging.ERROR)  # the pool's notes are among our warnings
-    options: Options | None = None
+    options: ProbeOptions | None = None
     try:
         options = parse_options(argv, root)
         with StageProgress((*STAGES, "report")) as progress:
-            found = Optimizer(options, progress).run()
+            found = ProbeRun(options, progress).run()
             progress.stage("report")
             written, text = _write(options, found)
         out = sys.stderr if options.json else sys.stdout
@@ -45,7 +45,7 @@ def main(argv: Sequence[str], root: Path) -> int:
         if options.json:
             sys.stdout.write(text)
         return 0
-    except (UsageError, TestPathError, ConfigError) as error:
+    except (UsageError, TestPathError, FileError) as error:
         print(f"gds_optimizer: {error}", file=sys.stderr)
         return EXIT_USAGE
     except Terminated:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str], root: Path) -> int:
         return EXIT_INTERRUPTED
 
 
-def _clean_up(options: Options | None) -> str:
+def _clean_up(options: ProbeOptions | None) -> str:
     """Removes what a signal between two contexts left; the words for it. A second Ctrl-C does not stop this."""
     former = signal.signal(signal.SIGINT, signal.SIG_IGN)
     left = remove_own_files(options.paths if options is not None else ())
@@ -68,7 +68,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def _write(options: Options, found: Findings) -> tuple[list[str], str]:
+def _write(options: ProbeOptions, found: Measured) -> tuple[list[str], str]:
     """Report, picture and machine profile; (lines that say so, the report's text)."""
     logs = options.logs_dir
     text = to_json(build_report(found))
@@ -92,7 +92,7 @@ def _write(options: Options, found: Findings) -> tuple[list[str], str]:
     return lines, text
 
 
-def _apply(options: Options, found: Findings) -> list[str]:
+def _apply(options: ProbeOptions, found: Measured) -> list[str]:
     if not options.apply:
         return [f"nothing was changed in {options.config_path}; --apply writes these settings into it"]
     changed = apply_changes(options.config_path, found.settings.changes(), create=options.create)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outcore.common.quantities import GIB, MIB
-from outcore.probe.bench.budget import EFFORTS, Effort
+from outcore.probe.bench.budget import EFFORTS, ProbeEffort
 from outcore.probe.bench.drive_file import TestPathError, check_directory
-from outcore.probe.bench.lanes import StagingSettings
-from outcore.probe.report.config_file import ConfigError, ProbeConfig, read_config
+from outcore.probe.bench.lanes import ProbeStaging
+from outcore.probe.report.config_file import FileError, ProbeConfig, read_config
 
 DESCRIPTION = """\
 Finds out which path data really takes between drive, RAM and GPU on this machine (GPUDirect Storage or not, and why),
@@ -27,14 +27,14 @@ class UsageError(ValueError):
 
 
 @dataclass(frozen=True)
-class Options:
+class ProbeOptions:
     """What to measure and where to write."""
 
     paths: tuple[Path, ...]
     """Directories on the drives to measure; checked to exist and to be writable."""
     paths_named: bool
     """Whether the user named them (then the fastest becomes outcore.nvme_path)."""
-    effort: Effort
+    effort: ProbeEffort
     config_path: Path
     config: ProbeConfig
     logs_dir: Path
@@ -44,7 +44,7 @@ class Options:
     notes: tuple[str, ...] = ()
 
 
-def parse_options(argv: Sequence[str], root: Path) -> Options:
+def parse_options(argv: Sequence[str], root: Path) -> ProbeOptions:
     """Options from the command line; `root` is the repository (default place of the configuration).
 
     Raises `UsageError`; argparse itself exits with code 2 for an unknown flag.
@@ -53,7 +53,7 @@ def parse_options(argv: Sequence[str], root: Path) -> Options:
     config_path = Path(args.config)
     try:
         config = read_config(config_path)
-    except ConfigError as error:
+    except FileError as error:
         raise UsageError(str(error)) from error
     if args.apply and not config.exists and not args.create:
         raise UsageError(
@@ -68,8 +68,8 @@ def parse_options(argv: Sequence[str], root: Path) -> Options:
             raise UsageError(str(error)) from error
     staging = config.staging
     if args.staging_gib is not None:
-        staging = StagingSettings(int(args.staging_gib * GIB), staging.write_combined, staging.streams)
-    return Options(
+        staging = ProbeStaging(int(args.staging_gib * GIB), staging.write_combined, staging.streams)
+    return ProbeOptions(
         paths=tuple(paths),
         paths_named=named,
         effort=_effort(args),
@@ -131,7 +131,7 @@ def _paths(named: list[str] | None, config: ProbeConfig, notes: list[str]) -> tu
     return [Path.cwd()], False
 
 
-def _effort(args: argparse.Namespace) -> Effort:
+def _effort(args: argparse.Namespace) -> ProbeEffort:
     effort = EFFORTS["quick" if args.quick else "full" if args.full else "default"]
     if args.file_mib is not None:
         effort = replace(effort, file_bytes=max(1, int(args.file_mib)) * MIB)

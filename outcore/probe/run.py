@@ -24,7 +24,7 @@ from outcore.probe.bench.drive import DriveResult, drive_rate, measure_drive, re
 from outcore.probe.bench.drive_cell import batch_limit_bytes
 from outcore.probe.bench.drive_file import TestFile
 from outcore.probe.bench.host import measure_host
-from outcore.probe.bench.lanes import StagingSettings, StagingTest, build_pool, choose_write_combined, run_staging_test
+from outcore.probe.bench.lanes import ProbeStaging, StagingTest, build_pool, choose_write_combined, run_staging_test
 from outcore.probe.bench.latency import SIZES_BYTES, measure_latency
 from outcore.probe.bench.load_sampler import LoadSampler
 from outcore.probe.bench.memory import measure_ram, thread_counts
@@ -34,13 +34,13 @@ from outcore.probe.gds.ladder import ladder_rows
 from outcore.probe.gds.verdict import judge
 from outcore.probe.report import advice
 from outcore.probe.report.recommend import recommend
-from outcore.probe.report.record import Findings
+from outcore.probe.report.record import Measured
 from outcore.probe.system import RealSystem, System
 from outcore.staging import PinnedPool, UploadLane
 from outcore.storage import BlockFile, BufferedFallbackWarning, PosixEngine, StorageEngine, StorageError
 
 if TYPE_CHECKING:
-    from outcore.probe.options import Options
+    from outcore.probe.options import ProbeOptions
     from outcore.probe.progress import StageProgress
 
 WEIGHTS = {
@@ -78,12 +78,12 @@ LATENCY_SLOTS = 4
 FALLBACK_BLOCK_BYTES, FALLBACK_DEPTH = 8 * MIB, 8
 
 
-class Optimizer:
+class ProbeRun:
     """One run. `system` and `machine` stand in for this computer in tests."""
 
     def __init__(
         self,
-        options: Options,
+        options: ProbeOptions,
         progress: StageProgress,
         system: System | None = None,
         machine: Machine | None = None,
@@ -100,7 +100,7 @@ class Optimizer:
         if torch.cuda.device_count() < 2:
             self.budget.drop("peers")
 
-    def run(self) -> Findings:
+    def run(self) -> Measured:
         """All stages; returns what was found. Raises `TestPathError` when a directory cannot be measured."""
         start_s = time.monotonic()
         with warnings.catch_warnings(), ExitStack() as stack:
@@ -126,14 +126,14 @@ class Optimizer:
         found.elapsed_s = time.monotonic() - start_s
         return found
 
-    def _ladder(self) -> tuple[Findings, GdsFacts]:
+    def _ladder(self) -> tuple[Measured, GdsFacts]:
         self.progress.stage("machine and GPUDirect Storage")
         directory = self.options.paths[0]
         machine = self._machine or detect_machine()
         with TestFile(directory, READ_BYTES) as test_file:
             test_file.fill(limit_s=10.0)
             facts = collect_facts(self.system, str(test_file.path), drive_of(directory))
-        found = Findings(machine, judge(facts), ladder_rows(facts), self.effort.name)
+        found = Measured(machine, judge(facts), ladder_rows(facts), self.effort.name)
         found.warnings += self.options.notes
         if machine.gpus and not self.has_gpu:
             found.warnings.append(
@@ -147,7 +147,7 @@ class Optimizer:
         return ["posix", "kvikio"] if self.has_gpu and facts.auto.status == "ok" else ["posix"]
 
     def _drives(
-        self, found: Findings, facts: GdsFacts, pool: PinnedPool | None, stack: ExitStack
+        self, found: Measured, facts: GdsFacts, pool: PinnedPool | None, stack: ExitStack
     ) -> dict[str, BlockFile]:
         """Measures every directory and keeps the files open for the stages after it."""
         self.progress.stage("drives")
@@ -190,13 +190,13 @@ class Optimizer:
         leases.close()
         return files
 
-    def _ram(self, found: Findings) -> None:
+    def _ram(self, found: Measured) -> None:
         self.progress.stage("memory")
         stage_s = self.budget.begin("ram")
         counts = thread_counts(found.machine.cpu_cores, found.machine.cpu_threads)
         found.measurements += measure_ram(counts, stage_s, self.effort.cell_s)
 
-    def _updates(self, found: Findings) -> None:
+    def _updates(self, found: Measured) -> None:
         self.progress.stage("CPU optimizer")
         stage_s = self.budget.begin("updates", LEAST_UPDATES_SHARE * self.effort.total_s)
         try:
@@ -206,7 +206,7 @@ class Optimizer:
         except (MemoryError, RuntimeError, TimeoutError) as error:
             found.skipped.append(f"the CPU optimizer: {error}")
 
-    def _compute(self, found: Findings) -> None:
+    def _compute(self, found: Measured) -> None:
         self.progress.stage("compute")
         stage_s = self.budget.begin("compute")
         limit_s = min(MOST_COMPUTE_S, max(stage_s, LEAST_STAGE_S))
@@ -216,7 +216,7 @@ class Optimizer:
         found.host_layer_s = measure_host(self.device, HOST_SHARE * limit_s)
         found.compute = measure_compute(self.device, (1 - HOST_SHARE) * limit_s)
 
-    def _pool(self, found: Findings, stack: ExitStack) -> PinnedPool | None:
+    def _pool(self, found: Measured, stack: ExitStack) -> PinnedPool | None:
         self.progress.stage("staging buffer")
         asked = self.options.config.staging
         limits = [self.effort.staging_cap_bytes, None if self.has_gpu else NO_GPU_POOL_BYTES]
@@ -226,7 +226,7 @@ class Optimizer:
             found.skipped.append(f"no GPU: {built} of plain memory stand in for {configured} of pinned staging memory")
         test = StagingTest(wanted_bytes)
         try:
-            pool = build_pool(StagingSettings(wanted_bytes, asked.write_combined, asked.streams), self.device, test)
+            pool = build_pool(ProbeStaging(wanted_bytes, asked.write_combined, asked.streams), self.device, test)
         except RuntimeError as error:
             found.warnings.append(str(error))
             return None
@@ -234,7 +234,7 @@ class Optimizer:
         found.staging = test
         return pool
 
-    def _copies(self, found: Findings, pool: PinnedPool) -> None:
+    def _copies(self, found: Measured, pool: PinnedPool) -> None:
         self.progress.stage("copies")
         assert found.staging is not None
         if not self.has_gpu:
@@ -257,7 +257,7 @@ class Optimizer:
             asked, found.measurements, self.device
         )
 
-    def _lanes(self, found: Findings, pool: PinnedPool, file: BlockFile, drive: DriveResult, facts: GdsFacts) -> None:
+    def _lanes(self, found: Measured, pool: PinnedPool, file: BlockFile, drive: DriveResult, facts: GdsFacts) -> None:
         self.progress.stage("lanes")
         assert found.staging is not None
         setting = recommended(drive)
@@ -283,7 +283,7 @@ class Optimizer:
             self._latency(found, pool, engine, file, facts)
 
     def _latency(
-        self, found: Findings, pool: PinnedPool, engine: StorageEngine, file: BlockFile, facts: GdsFacts
+        self, found: Measured, pool: PinnedPool, engine: StorageEngine, file: BlockFile, facts: GdsFacts
     ) -> None:
         self.progress.stage("latency")
         assert found.staging is not None
@@ -296,7 +296,7 @@ class Optimizer:
             with lane:
                 found.latency = measure_latency(file, self.device, lane, stage_s, repeats, direct, self.progress.tick)
 
-    def _direct(self, found: Findings, file: BlockFile, facts: GdsFacts, stack: ExitStack) -> dict[str, StorageEngine]:
+    def _direct(self, found: Measured, file: BlockFile, facts: GdsFacts, stack: ExitStack) -> dict[str, StorageEngine]:
         """Reads into GPU memory without our staging; the engine stays open for the latency test."""
         name, engine, reason = open_direct_engine(found.verdict, facts)
         if engine is None:
@@ -314,7 +314,7 @@ class Optimizer:
         found.direct_gb_per_s[name] = rate.gb_per_s
         return {name: engine}
 
-    def _peers(self, found: Findings) -> None:
+    def _peers(self, found: Measured) -> None:
         self.progress.stage("peers")
         count = torch.cuda.device_count()
         if count < 2:
@@ -327,7 +327,7 @@ class Optimizer:
         found.measurements += measured
         found.warnings += notes
 
-    def _warn(self, found: Findings) -> None:
+    def _warn(self, found: Measured) -> None:
         measured = {drive.target: drive for drive in found.drives}
         for directory in self.options.paths:
             drive = drive_of(directory)
@@ -339,7 +339,7 @@ class Optimizer:
         found.warnings += advice.gpu_warnings(found.pcie, found.machine)
         found.warnings += advice.staging_warnings(found.staging, self._cap_said(found))
 
-    def _cap_said(self, found: Findings) -> int | None:
+    def _cap_said(self, found: Measured) -> int | None:
         cap = self.effort.staging_cap_bytes
         return cap if self.has_gpu and found.staging and found.staging.asked_bytes == cap else None
 

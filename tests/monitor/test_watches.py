@@ -17,7 +17,7 @@ import pytest
 from outcore.monitor import MemoryWatch, MetricsLog, RunWarnings, SpaceWatch, hold_off_sleep
 from outcore.monitor.screen.frame import sparkline
 from outcore.monitor.screen.watch import find_run, main, watch
-from outcore.monitor.watches.space import Verdict
+from outcore.monitor.watches.space import SpaceVerdict
 from tests.monitor.fakes import fake_system
 
 GB = 10**9
@@ -207,8 +207,8 @@ def test_a_battery_that_cannot_be_read_is_said_once() -> None:
 
 def test_verdicts_are_said_once_by_level(tmp_path: Path) -> None:
     warnings = make_warnings()
-    low, full = Verdict("low", "running out", tmp_path), Verdict("full", "nearly full", tmp_path)
-    ok, ram = Verdict("ok", "fine", tmp_path), Verdict("low", "RAM: little", None)
+    low, full = SpaceVerdict("low", "running out", tmp_path), SpaceVerdict("full", "nearly full", tmp_path)
+    ok, ram = SpaceVerdict("ok", "fine", tmp_path), SpaceVerdict("low", "RAM: little", None)
     assert warnings.check(quiet(), [ok]) == []
     assert warnings.check(quiet(), [low, ram]) == ["running out", "RAM: little"]
     assert warnings.check(quiet(), [low, ram]) == []

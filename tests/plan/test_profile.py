@@ -179,18 +179,18 @@ def test_mixed_rate_is_used_for_the_common_part():
 
 
 def test_what_gds_optimizer_saves_is_what_the_planner_loads(tmp_path):
-    from outcore.probe.gds.verdict import Verdict
-    from outcore.probe.report.record import Findings, measured_machine
+    from outcore.probe.gds.verdict import PathVerdict
+    from outcore.probe.report.record import Measured, measured_machine
 
-    names = {f.name for f in dataclasses.fields(Verdict)}
-    verdict = Verdict(
+    names = {f.name for f in dataclasses.fields(PathVerdict)}
+    verdict = PathVerdict(
         **{
             n: v
             for n, v in {"path": "staged", "headline": "", "reasons": [], "why_not": {}, "would_change": []}.items()
             if n in names
         }
     )
-    saved = measured_machine(Findings(machine(), verdict, [], "quick")).save(tmp_path / "p.json")
+    saved = measured_machine(Measured(machine(), verdict, [], "quick")).save(tmp_path / "p.json")
     assert Machine.load(saved).links is not None
     with pytest.raises(ProfileError, match="no link of it was measured"):
         load_hardware(str(saved))

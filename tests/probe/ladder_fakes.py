@@ -12,7 +12,7 @@ from outcore.probe.gds.child import LINE_PREFIX
 from outcore.probe.gds.facts import READ_BYTES, collect_facts
 from outcore.probe.gds.ladder import ladder_rows
 from outcore.probe.gds.nvidia_fs import parse_stats
-from outcore.probe.gds.verdict import PATHS, Verdict, judge
+from outcore.probe.gds.verdict import PATHS, PathVerdict, judge
 from outcore.probe.system import ChildResult
 
 STATS = """GDS Version: 1.7.0.149
@@ -120,7 +120,7 @@ class FakeSystem:
         return result
 
 
-def probe(system: FakeSystem, drive: Any = NVME) -> tuple[Verdict, str]:
+def probe(system: FakeSystem, drive: Any = NVME) -> tuple[PathVerdict, str]:
     """The verdict and the whole table as text."""
     facts = collect_facts(system, "/data/test.bin", drive)
     verdict = judge(facts)

@@ -21,7 +21,7 @@ from outcore.probe.bench.drive import DriveResult, drive_rate, measure_drive, re
 from outcore.probe.bench.drive_cell import KINDS, batch_limit_bytes, bench_memory, measure_cell, measure_iops
 from outcore.probe.bench.drive_file import TestFile
 from outcore.probe.bench.lanes import (
-    StagingSettings,
+    ProbeStaging,
     StagingTest,
     build_pool,
     choose_write_combined,
@@ -33,7 +33,7 @@ from outcore.probe.bench.load_sampler import LoadSampler
 from outcore.probe.bench.measurement import Measurement, best, smallest_good_enough, timed
 from outcore.probe.bench.memory import measure_ram, thread_counts
 from outcore.probe.gds.facts import GdsFacts, ReadTest
-from outcore.probe.gds.verdict import Verdict
+from outcore.probe.gds.verdict import PathVerdict
 from outcore.staging import PinnedPool, UploadLane
 from outcore.storage import BlockFile, PosixEngine
 
@@ -201,7 +201,7 @@ def test_peers() -> None:
 @pytest.mark.parametrize("quick", [True, False])
 def test_staging_test(open_file: BlockFile, quick: bool) -> None:
     test = StagingTest(32 * MIB)
-    settings = StagingSettings(32 * MIB, "auto")
+    settings = ProbeStaging(32 * MIB, "auto")
     pool = build_pool(settings, CPU, test)
     try:
         test.write_combined, test.write_combined_reason = choose_write_combined(settings, [], CPU)
@@ -239,15 +239,15 @@ def test_slot_plans_fit_the_pool() -> None:
 
 def test_write_combined_is_measured() -> None:
     cuda = torch.device("cuda", 0)
-    auto = StagingSettings(1, "auto")
+    auto = ProbeStaging(1, "auto")
     faster = [cell("h2d", 12.0, engine="default"), cell("h2d", 12.1, engine="write-combined")]
     slower = [cell("h2d", 12.0, engine="default"), cell("h2d", 9.0, engine="write-combined")]
     assert choose_write_combined(auto, faster, cuda)[0] is True
     use, reason = choose_write_combined(auto, slower, cuda)
     assert use is False and "9.0 GB/s" in reason
     assert choose_write_combined(auto, slower[:1], cuda) == (False, "the machine gave no write-combined memory")
-    assert choose_write_combined(StagingSettings(1, "on"), slower, cuda)[0] is True
-    assert choose_write_combined(StagingSettings(1, "off"), faster, cuda)[0] is False
+    assert choose_write_combined(ProbeStaging(1, "on"), slower, cuda)[0] is True
+    assert choose_write_combined(ProbeStaging(1, "off"), faster, cuda)[0] is False
 
 
 def test_latency(open_file: BlockFile) -> None:
@@ -328,8 +328,8 @@ def test_what_nvml_refuses_stays_unknown() -> None:
     assert "Not Found" in sampler.seen.error and not sampler.seen.thermal
 
 
-def verdict(path: str) -> Verdict:
-    return Verdict(path, "", ())
+def verdict(path: str) -> PathVerdict:
+    return PathVerdict(path, "", ())
 
 
 def test_direct_reads(open_file: BlockFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +362,7 @@ def test_nothing_is_left_in_the_working_directory() -> None:
 def test_copies_on_a_gpu() -> None:
     device = torch.device("cuda", 0)
     test = StagingTest(256 * MIB)
-    pool = build_pool(StagingSettings(256 * MIB, "auto"), device, test)
+    pool = build_pool(ProbeStaging(256 * MIB, "auto"), device, test)
     try:
         assert test.is_pinned
         with pool.lease(64 * MIB, "d") as lease, pool.lease(64 * MIB, "w", True) as combined:

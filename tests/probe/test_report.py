@@ -21,11 +21,11 @@ from outcore.probe.bench.measurement import Measurement
 from outcore.probe.bench.update import UpdateRates
 from outcore.probe.gds.facts import GdsFacts
 from outcore.probe.gds.ladder import ladder_rows
-from outcore.probe.gds.verdict import Verdict, judge
+from outcore.probe.gds.verdict import PathVerdict, judge
 from outcore.probe.report.advice import drive_link_warning, drive_warnings, gpu_warnings, staging_warnings
 from outcore.probe.report.plot import save_plot
 from outcore.probe.report.recommend import recommend
-from outcore.probe.report.record import Findings, build_report, check_report, measured_machine, to_json, write_text
+from outcore.probe.report.record import Measured, build_report, check_report, measured_machine, to_json, write_text
 from outcore.probe.report.show import render
 
 
@@ -71,7 +71,7 @@ def staging_test(**changes: Any) -> StagingTest:
     return dataclasses.replace(test, **changes)
 
 
-def findings(**changes: Any) -> Findings:
+def findings(**changes: Any) -> Measured:
     """A laptop with a GeForce on native Linux."""
     chunks = {64 * KIB: 0.3, MIB: 0.85, 16 * MIB: 0.99, 256 * MIB: 1.0}
     copies = []
@@ -103,7 +103,7 @@ def findings(**changes: Any) -> Findings:
         "updates": UpdateRates("extension (avx512)", 14, 1 << 27, {"fp32": 4.125, "split8": 5.25}, 3.0),
         "elapsed_s": 61.0,
     }
-    found = Findings(**{**values, **changes})
+    found = Measured(**{**values, **changes})
     found.settings = recommend(found.verdict, found.main_drive(), found.staging, {"kvikio": 5.9}, None)
     return found
 
@@ -143,7 +143,7 @@ def test_a_deep_queue_is_split_into_threads() -> None:
     ],
 )
 def test_gds_is_used_only_where_it_works_and_is_faster(path: str, rates: Any, use: bool, words: str) -> None:
-    found = recommend(Verdict(path, "", ()), drive_result(), staging_test(), rates, None)
+    found = recommend(PathVerdict(path, "", ()), drive_result(), staging_test(), rates, None)
     assert found.aio["use_gds"] is False, "train_model.py refuses a file that has it on"
     assert words in found.why["aio.use_gds"]
     assert found.outcore["transfer_path"] == ("gds" if use else "staged")
@@ -240,7 +240,7 @@ def test_the_report_follows_its_schema_and_survives_json() -> None:
     assert report["links"]["peer_gb_per_s"] is None
     assert report["latency"]["lower_pct"]["staged"] == pytest.approx(40.0)
     assert report["pcie"]["line_rate_gb_per_s"] == pytest.approx(15.752)
-    empty = Findings(laptop(), judge(GdsFacts()), [], "quick")
+    empty = Measured(laptop(), judge(GdsFacts()), [], "quick")
     assert check_report(json.loads(to_json(build_report(empty)))) == []
 
 
@@ -286,7 +286,7 @@ def test_the_planner_can_load_the_profile(tmp_path: Path) -> None:
 def test_pictures(tmp_path: Path) -> None:
     full, empty = tmp_path / "full.png", tmp_path / "sub" / "empty.png"
     save_plot(findings(), full)
-    bare = Findings(laptop(gpus=()), judge(GdsFacts()), [], "quick")
+    bare = Measured(laptop(gpus=()), judge(GdsFacts()), [], "quick")
     save_plot(bare, empty)
     bare.measurements = [cell("ram", 20.0, depth=1), cell("ram", 30.0, depth=2)]
     save_plot(bare, empty)
@@ -315,7 +315,7 @@ def test_the_text() -> None:
     assert "run it again" not in " ".join(text.split())
     assert max(len(line) for line in text.splitlines() if not line.startswith("expected")) <= 100
     assert "rate changed meanwhile" in render(findings(staging=staging_test(up_overlap=1.3)), width=100)
-    bare = render(Findings(laptop(gpus=()), judge(GdsFacts()), ladder_rows(GdsFacts()), "quick"))
+    bare = render(Measured(laptop(gpus=()), judge(GdsFacts()), ladder_rows(GdsFacts()), "quick"))
     assert "no drive could be measured" in bare and "no drive was measured" in bare
 
 

@@ -29,7 +29,7 @@ from outcore.probe.main import main
 from outcore.probe.options import UsageError, parse_options
 from outcore.probe.progress import StageProgress
 from outcore.probe.report.record import check_report
-from outcore.probe.run import STAGES, Optimizer
+from outcore.probe.run import STAGES, ProbeRun
 from outcore.probe.system import ChildResult, RealSystem
 from outcore.storage import PosixEngine, StorageError
 
@@ -171,7 +171,7 @@ def test_a_test_file_that_cannot_be_removed_is_named(
     other.touch()
     assert remove_own_files([tmp_path]) == [] and list(tmp_path.iterdir()) == [other]
     monkeypatch.setattr(main_module, "remove_own_files", lambda directories: [left])
-    monkeypatch.setattr(main_module.Optimizer, "run", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(main_module.ProbeRun, "run", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main([*TINY, "--path", str(tmp_path), "--logs", str(tmp_path / "logs")], tmp_path) == 130
     assert f"interrupted; remove {left} by hand" in capsys.readouterr().err
 
@@ -209,10 +209,10 @@ def test_logs_that_cannot_be_written(tmp_path: Path, capsys: Any) -> None:
     assert "--logs" in capsys.readouterr().err
 
 
-def optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Optimizer:
+def optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> ProbeRun:
     options = parse_options([*TINY, "--path", str(tmp_path), "--logs", str(tmp_path)], tmp_path)
     with StageProgress(STAGES) as progress:
-        return Optimizer(replace(options, **changes), progress)
+        return ProbeRun(replace(options, **changes), progress)
 
 
 def test_a_drive_that_fails_is_left_out_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def test_the_stages_of_a_gpu_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         gpus=(GpuFact("NVIDIA H200"),), kvikio_version="26.10", auto=read, direct=ReadTest("refused", "no")
     )
     monkeypatch.setattr(optimizer_module, "collect_facts", lambda *arguments: facts)
-    monkeypatch.setattr(Optimizer, "_gpu_id", lambda self: 0)
+    monkeypatch.setattr(ProbeRun, "_gpu_id", lambda self: 0)
     monkeypatch.setattr(direct_bench, "open_engine", lambda name, **settings: PosixEngine(num_threads=2))
     run = optimizer(tmp_path, monkeypatch)
     run.has_gpu = True
@@ -292,7 +292,7 @@ def test_a_gpu_that_torch_cannot_use_is_said(tmp_path: Path, monkeypatch: pytest
 
     options = parse_options([*TINY, "--path", str(tmp_path)], tmp_path)
     with StageProgress(STAGES) as progress:
-        run = Optimizer(options, progress, System(), Machine.load("rtx4070-laptop"))
+        run = ProbeRun(options, progress, System(), Machine.load("rtx4070-laptop"))
         found, _ = run._ladder()
     assert any("cannot use the NVIDIA GeForce RTX 4070" in warning for warning in found.warnings)
 
@@ -314,12 +314,12 @@ def test_the_progress_bar_on_a_terminal() -> None:
 
 
 def test_termination_unwinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def stop(self: Optimizer) -> None:
+    def stop(self: ProbeRun) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(main_module.Optimizer, "run", stop)
+    monkeypatch.setattr(main_module.ProbeRun, "run", stop)
     try:
         assert main([*TINY, "--path", str(tmp_path)], tmp_path) == 143
     finally:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.common.quantities import round_up
-from outcore.staging.pool.allocator import ALIGNMENT_BYTES, Extent, ExtentAllocator
+from outcore.staging.pool.allocator import ALIGNMENT_BYTES, ExtentAllocator, PoolExtent
 
 CAPACITY_BYTES = 64 * ALIGNMENT_BYTES
 
@@ -18,7 +18,7 @@ CAPACITY_BYTES = 64 * ALIGNMENT_BYTES
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 20 * ALIGNMENT_BYTES)), max_size=80))
 def test_any_mix_of_takes_and_returns_keeps_extents_apart_and_merges_at_the_end(steps: list[tuple[bool, int]]) -> None:
     allocator = ExtentAllocator(CAPACITY_BYTES)
-    taken: list[Extent] = []
+    taken: list[PoolExtent] = []
     for give_back, number in steps:
         if give_back and taken:
             allocator.give_back(taken.pop(number % len(taken)))
@@ -46,7 +46,7 @@ def test_any_mix_of_takes_and_returns_keeps_extents_apart_and_merges_at_the_end(
         assert allocator.largest_free_bytes == max((e.size_bytes for e in free), default=0)
     for extent in taken:
         allocator.give_back(extent)
-    assert allocator.free_extents == (Extent(0, CAPACITY_BYTES),)
+    assert allocator.free_extents == (PoolExtent(0, CAPACITY_BYTES),)
 
 
 def test_best_fit_leaves_the_big_extent_whole() -> None:
@@ -68,7 +68,7 @@ def test_double_and_foreign_returns_and_bad_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="released twice"):
         allocator.give_back(extent)
     with pytest.raises(ValueError, match="not taken"):
-        allocator.give_back(Extent(8192, 4096))
+        allocator.give_back(PoolExtent(8192, 4096))
     with pytest.raises(ValueError, match="positive size"):
         allocator.take(0)
     with pytest.raises(ValueError, match="multiple of 4096"):

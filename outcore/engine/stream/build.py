@@ -14,7 +14,7 @@ import torch
 
 from outcore.engine.stream.activations.memory import Activations, DeviceActivations, RamActivations
 from outcore.engine.stream.activations.nvme import NvmeActivations
-from outcore.engine.stream.backward.head import HeadGradient
+from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.blueprint import Blueprint, draw_blueprint
 from outcore.engine.stream.engine import StreamEngine
@@ -287,7 +287,7 @@ def _flow(plan: Blueprint, traffic: _Traffic) -> Flow:
 
 
 def _schedule(plan: Blueprint, flow: Flow, download: GradientShipping, activations: Activations) -> VerticalSchedule:
-    head = HeadGradient(flow.head, aux_coefficient=plan.aux_coefficient, compiled=not plan.compiled.why_not)
+    head = StreamedHeadGradient(flow.head, aux_coefficient=plan.aux_coefficient, compiled=not plan.compiled.why_not)
     return VerticalSchedule(flow, BackwardRunner(flow.runner), head, download, activations, plan.settings.seed)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from outcore.common.deadline import after
 from outcore.engine.stream.activations.memory import Activations
-from outcore.engine.stream.backward.head import HeadGradient
+from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.gradients.download import GradientShipping
@@ -106,7 +106,7 @@ class VerticalSchedule:
         self,
         flow: Flow,
         backward: BackwardRunner,
-        head: HeadGradient,
+        head: StreamedHeadGradient,
         download: GradientShipping,
         activations: Activations,
         seed: int = 0,

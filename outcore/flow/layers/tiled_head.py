@@ -22,7 +22,7 @@ from outcore.model.inputs import IGNORE, shifted_targets
 
 
 @dataclass
-class Row:
+class HeadRow:
     """One batch at the head."""
 
     flat: torch.Tensor
@@ -36,7 +36,7 @@ class Row:
     """[N] fp32: the target's logit."""
 
     @classmethod
-    def of(cls, final: torch.Tensor, labels: torch.Tensor) -> Row:
+    def of(cls, final: torch.Tensor, labels: torch.Tensor) -> HeadRow:
         """For the decoder's result [B, T, H']."""
         flat = final.reshape(-1, final.shape[-1])
         n, device = len(flat), flat.device
@@ -96,7 +96,7 @@ class TiledHead:
         with bound(unit.owners, taken):
             yield
 
-    def chunks(self, row: Row, num_rows: int) -> Iterator[slice]:
+    def chunks(self, row: HeadRow, num_rows: int) -> Iterator[slice]:
         """Ranges of a row's tokens, such that their logits over so many rows of the weight may be held."""
         step = max(16, self.chunk_bytes // (4 * num_rows))
         for start in range(0, len(row.flat), step):
@@ -113,7 +113,7 @@ class TiledHead:
         return logits[0]
 
     @torch.no_grad()
-    def gather(self, tensors: Sequence[Any], rows: list[Row]) -> None:
+    def gather(self, tensors: Sequence[Any], rows: list[HeadRow]) -> None:
         """Log-sum-exp and the targets' logits, over all tiles."""
         for number, tile in self.tiles.work.ring.tiles(self.matrix, "head forward"):
             first, last = self.matrix.rows(number)
@@ -134,11 +134,11 @@ class TiledHead:
     def losses(self, slab: torch.Tensor, inputs: Iterable[HeadInput]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """As `Head.losses`."""
         tensors = self.tiles.tensors(self.units.head, slab)
-        rows: list[Row] = []
+        rows: list[HeadRow] = []
         for item in inputs:
             self.tiles.begin_forward(self.units.head)
             with bound(self.units.head.owners, tensors):
-                rows.append(Row.of(self.units.finish(item.hidden, item.batch, item.log), item.batch["labels"]))
+                rows.append(HeadRow.of(self.units.finish(item.hidden, item.batch, item.log), item.batch["labels"]))
         self.tiles.work.ring.restart("head")
         self.gather(tensors, rows)
         return [row.loss() for row in rows]

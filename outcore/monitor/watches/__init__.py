@@ -3,4 +3,4 @@
 from outcore.monitor.watches.memory import MemoryWatch
 from outcore.monitor.watches.run_warnings import HOT_DRIVE_C, STALL_NVME_FRACTION, RunWarnings
 from outcore.monitor.watches.sleep_hold import SleepHold, hold_off_sleep
-from outcore.monitor.watches.space import SpaceWatch, Verdict
+from outcore.monitor.watches.space import SpaceVerdict, SpaceWatch

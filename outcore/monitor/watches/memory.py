@@ -16,7 +16,7 @@ from outcore.common.quantities import GIB, MIB, format_gib
 from outcore.machine import detect_ram
 from outcore.monitor.sensors import SensorBoard
 from outcore.monitor.sensors.host import HostSensor
-from outcore.monitor.watches.space import LOW_FACTOR, Verdict
+from outcore.monitor.watches.space import LOW_FACTOR, SpaceVerdict
 
 MAX_DEFAULT_RESERVE_BYTES = 1 * GIB
 INTERVAL_S = 0.5
@@ -46,12 +46,12 @@ class MemoryWatch:
         self._root = Path(root)
         self._interval_s = interval_s
         self._looked_at_s = float("-inf")
-        self._verdict: Verdict | None = None
+        self._verdict: SpaceVerdict | None = None
         total_bytes = self._host.ram_total_bytes or 0
         default_bytes = min(MAX_DEFAULT_RESERVE_BYTES, total_bytes * 3 // 100)
         self.reserve_bytes = default_bytes if reserve_bytes is None else reserve_bytes
 
-    def check(self) -> Verdict:
+    def check(self) -> SpaceVerdict:
         """The verdict; "unknown" where the system does not tell."""
         now_s = time.monotonic()
         if self._verdict is None or now_s - self._looked_at_s >= self._interval_s:
@@ -59,11 +59,11 @@ class MemoryWatch:
             self._verdict = self._look()
         return self._verdict
 
-    def _look(self) -> Verdict:
+    def _look(self) -> SpaceVerdict:
         ram = self._board.read("ram", lambda: detect_ram(self._root), what="RAM")
         if ram is None or not ram.total_bytes:
             reason = " ".join(self._board.explanations()) or "this system does not tell how much RAM there is."
-            return Verdict("unknown", f"RAM is not watched: {reason}")
+            return SpaceVerdict("unknown", f"RAM is not watched: {reason}")
         swapped_bytes = self._host.read_own_swap_bytes() or 0
         words = f"RAM: {format_gib(ram.available_bytes)} of {format_gib(ram.total_bytes)} left"
         words += f", {format_gib(swapped_bytes)} of the run in swap" if swapped_bytes >= SWAPPED_BYTES else ""
@@ -77,4 +77,4 @@ class MemoryWatch:
         elif swapped_bytes >= SWAPPED_BYTES:
             level = "low"
             words += "; every swapped page costs a drive access. Close other programs or keep less in RAM."
-        return Verdict(level, words, None, ram.available_bytes, self.reserve_bytes)
+        return SpaceVerdict(level, words, None, ram.available_bytes, self.reserve_bytes)

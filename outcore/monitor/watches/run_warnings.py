@@ -15,7 +15,7 @@ from typing import Any
 
 from outcore.common.quantities import GB, MIB, format_gib
 from outcore.monitor.sensors import describe
-from outcore.monitor.watches.space import Verdict
+from outcore.monitor.watches.space import SpaceVerdict
 
 WINDOW_STEPS = 10
 STALL_NVME_FRACTION = 0.25
@@ -56,7 +56,7 @@ class RunWarnings:
         self._first_swap_bytes: int | None = None
         self._said: set[str] = set()
 
-    def check(self, record: dict[str, Any], verdicts: Iterable[Verdict] = ()) -> list[str]:
+    def check(self, record: dict[str, Any], verdicts: Iterable[SpaceVerdict] = ()) -> list[str]:
         """The warnings that this step adds; each comes once in a run.
 
         Args:

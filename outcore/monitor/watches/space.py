@@ -22,7 +22,7 @@ LEVELS = ("ok", "unknown", "low", "full")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SpaceVerdict:
     """The answer of a watch."""
 
     level: str
@@ -67,24 +67,24 @@ class SpaceWatch:
         """One folder for each drive."""
         self._ask = ask
 
-    def check(self) -> Verdict:
+    def check(self) -> SpaceVerdict:
         """The verdict on the drive that is worst off."""
         return max((self._check(path) for path in self.reserves), key=lambda verdict: LEVELS.index(verdict.level))
 
-    def _check(self, path: Path) -> Verdict:
+    def _check(self, path: Path) -> SpaceVerdict:
         reserve_bytes = self.reserves[path]
         try:
             free = self._ask(path)
         except OSError as error:
             words = f"Free space under {path} cannot be read ({describe(error)}): is the drive still there?"
-            return Verdict("unknown", words, path, None, reserve_bytes)
+            return SpaceVerdict("unknown", words, path, None, reserve_bytes)
         amounts = f"{format_gb(free)} free under {path}, reserve {format_gb(reserve_bytes)}"
         if free < reserve_bytes:
             words = f"The drive is nearly full: {amounts}. "
             words += "Free some space or move the folder to another drive, then resume."
-            return Verdict("full", words, path, free, reserve_bytes)
+            return SpaceVerdict("full", words, path, free, reserve_bytes)
         if free < LOW_FACTOR * reserve_bytes:
             words = f"Space is running out: {amounts}. "
             words += "The run saves and stops when the reserve is reached: free some space."
-            return Verdict("low", words, path, free, reserve_bytes)
-        return Verdict("ok", amounts, path, free, reserve_bytes)
+            return SpaceVerdict("low", words, path, free, reserve_bytes)
+        return SpaceVerdict("ok", amounts, path, free, reserve_bytes)

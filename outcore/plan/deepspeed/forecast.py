@@ -28,7 +28,7 @@ from outcore.plan.deepspeed.staged import (
 )
 from outcore.plan.hardware import Hardware
 from outcore.plan.nvme_space import CHECKPOINTS, nvme_use
-from outcore.plan.record import Part, Plan, StepTime, TierUse
+from outcore.plan.record import Item, Plan, StepTime, TierUse
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.layout import Spill
 from outcore.plan.work import step_flops, step_traffic
@@ -64,7 +64,7 @@ def plan_deepspeed(
     saved_bytes = (request.element_bytes + k.CHECKPOINT_STATE_BYTES) * shape.trainable_params
     in_drive = sum(p.size_bytes for p in drive if p.name in ("master", "moments"))
     if not request.checkpoints_elsewhere:
-        drive.append(Part("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
+        drive.append(Item("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
     parts = tuple(p for p in (*vram, *pinned, *ram, *drive) if p.size_bytes > 0)
     pinned_bytes = sum(p.size_bytes for p in pinned)
     time, read, written = _time(shape, request, hardware, seq_length, layout, homes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from outcore.plan import constants as k
 from outcore.plan.deepspeed.staged import Staged
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import BORDERS, COMMUNICATOR, MASKS, OVERHEAD, SPARE, Part
+from outcore.plan.record import BORDERS, COMMUNICATOR, MASKS, OVERHEAD, SPARE, Item
 from outcore.plan.request import RunRequest
 from outcore.sizing.activations import (
     border_bytes,
@@ -80,7 +80,7 @@ class _Peak:
 
 def vram_parts(
     shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: DeepSpeedLayout
-) -> list[Part]:
+) -> list[Item]:
     """Of one GPU."""
     gpus = hardware.num_gpus
     e, stage = request.element_bytes, STAGE_NUMBER[layout.stage]
@@ -106,26 +106,26 @@ def vram_parts(
     # None of these is there in the step.
     in_step = max(0, fp32_gradients - peak.work - peak.gradients - peak.checkpoints)
     parts = [
-        Part("vram", "parameters", params),
-        Part("vram", "gradients", gradients),
-        Part("vram", "master", master),
-        Part("vram", "moments", moments),
-        Part("vram", "gradients before they are summed", peak.gradients),
-        Part("vram", "fp32 gradients in the step beyond activations", in_step),
-        Part("vram", "gathered parameters", peak.gathered),
-        Part("vram", "buckets", bucket),
-        Part("vram", "activation checkpoints", peak.checkpoints),
-        Part("vram", peak.name, peak.work),
-        Part("vram", MASKS, masks),
-        Part("vram", BORDERS, peak.borders),
-        Part("vram", OVERHEAD, hardware.gpu_context_bytes),
-        Part("vram", COMMUNICATOR, k.NCCL_BYTES),
-        Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
+        Item("vram", "parameters", params),
+        Item("vram", "gradients", gradients),
+        Item("vram", "master", master),
+        Item("vram", "moments", moments),
+        Item("vram", "gradients before they are summed", peak.gradients),
+        Item("vram", "fp32 gradients in the step beyond activations", in_step),
+        Item("vram", "gathered parameters", peak.gathered),
+        Item("vram", "buckets", bucket),
+        Item("vram", "activation checkpoints", peak.checkpoints),
+        Item("vram", peak.name, peak.work),
+        Item("vram", MASKS, masks),
+        Item("vram", BORDERS, peak.borders),
+        Item("vram", OVERHEAD, hardware.gpu_context_bytes),
+        Item("vram", COMMUNICATOR, k.NCCL_BYTES),
+        Item("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
     ]
     # What gathered parameters leave behind is kept while there is room: the allocator gives it back before it fails.
     room = hardware.vram_bytes - sum(part.size_bytes for part in parts)
     left_behind = int(k.ZERO3_SPARE_SHARE * max(peak.gathered for peak in peaks))
-    return [*parts, Part("vram", SPARE, max(k.GPU_SPARE_BYTES, min(left_behind, room)))]
+    return [*parts, Item("vram", SPARE, max(k.GPU_SPARE_BYTES, min(left_behind, room)))]
 
 
 def _peaks(shape: ModelShape, request: RunRequest, seq_length: int, layout: DeepSpeedLayout, gpus: int) -> list[_Peak]:
@@ -178,13 +178,13 @@ def _peaks(shape: ModelShape, request: RunRequest, seq_length: int, layout: Deep
 
 def host_parts(
     shape: ModelShape, request: RunRequest, gpus: int, layout: DeepSpeedLayout
-) -> tuple[list[Part], list[Part], list[str]]:
+) -> tuple[list[Item], list[Item], list[str]]:
     """RAM, locked swap buffers, and what there is to say of them."""
     e, trained = request.element_bytes, shape.trainable_params
     frozen = shape.total_params - trained
-    ram = [Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES)]
+    ram = [Item("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES)]
     if layout.optimizer == "none" and layout.params == "none":
-        return [*ram, Part("ram", "framework overhead", k.DEEPSPEED_OVERHEAD_BYTES * gpus)], [], []
+        return [*ram, Item("ram", "framework overhead", k.DEEPSPEED_OVERHEAD_BYTES * gpus)], [], []
     if layout.optimizer != "nvme":
         # The measured line holds for parameters in RAM as well; with them on the GPU 2 B less.
         extra = int((RAM_BYTES_PER_PARAM - 16) * trained)
@@ -192,12 +192,12 @@ def host_parts(
         return (
             [
                 *ram,
-                Part("ram", "parameters", e * (trained + frozen) if in_ram else 0),
-                Part("ram", "gradients", e * trained),
-                Part("ram", "master", 4 * trained),
-                Part("ram", "moments", 8 * trained),
-                Part("ram", "DeepSpeed's further copies", extra),
-                Part("ram", "framework overhead", RAM_OVERHEAD_BYTES * gpus),
+                Item("ram", "parameters", e * (trained + frozen) if in_ram else 0),
+                Item("ram", "gradients", e * trained),
+                Item("ram", "master", 4 * trained),
+                Item("ram", "moments", 8 * trained),
+                Item("ram", "DeepSpeed's further copies", extra),
+                Item("ram", "framework overhead", RAM_OVERHEAD_BYTES * gpus),
             ],
             [],
             [],
@@ -207,34 +207,34 @@ def host_parts(
         (n for n in OPTIMIZER_BUFFERS if n * buffer_bytes * gpus <= STAGING_BYTES),
         OPTIMIZER_BUFFERS[-1],
     )
-    pinned = [Part("pinned", "optimizer swap buffers", count * buffer_bytes * gpus)]
+    pinned = [Item("pinned", "optimizer swap buffers", count * buffer_bytes * gpus)]
     if layout.params == "nvme":
         size = e * shape.largest_weight_numel
-        pinned.append(Part("pinned", "parameter swap buffers", (PARAM_BUFFERS_BASE + TENSORS_PER_MODULE + gpus) * size))
+        pinned.append(Item("pinned", "parameter swap buffers", (PARAM_BUFFERS_BASE + TENSORS_PER_MODULE + gpus) * size))
     notes = [] if count > 4 else ["the swap buffers are so large that DeepSpeed's optimizer I/O is not pipelined"]
     measured = int(NVME_RAM_BYTES_PER_PARAM * trained)
     params_bytes = e * (trained + frozen) if layout.params == "cpu" else 0
     ram += [
-        Part("ram", "parameters", params_bytes),
-        Part("ram", "gradients", e * trained),
-        Part("ram", "DeepSpeed's further copies", max(0, measured - 2 * e * trained)),
-        Part("ram", "framework overhead", k.DEEPSPEED_OVERHEAD_BYTES * gpus),
+        Item("ram", "parameters", params_bytes),
+        Item("ram", "gradients", e * trained),
+        Item("ram", "DeepSpeed's further copies", max(0, measured - 2 * e * trained)),
+        Item("ram", "framework overhead", k.DEEPSPEED_OVERHEAD_BYTES * gpus),
     ]
     if layout.params == "nvme":
         # Measured alike with parameters in RAM and on NVMe: what is saved is taken by buffers and copies.
-        ram.append(Part("ram", "parameters kept or copied in RAM", e * trained))
+        ram.append(Item("ram", "parameters kept or copied in RAM", e * trained))
     return ram, pinned, notes
 
 
-def drive_parts(shape: ModelShape, request: RunRequest, layout: DeepSpeedLayout) -> list[Part]:
+def drive_parts(shape: ModelShape, request: RunRequest, layout: DeepSpeedLayout) -> list[Item]:
     """What lives on the drive during the run."""
     trained, parts = shape.trainable_params, []
     if layout.optimizer == "nvme":
         parts += [
-            Part("nvme", "master", 4 * trained),
-            Part("nvme", "moments", 8 * trained),
-            Part("nvme", "gradients", 4 * trained),
+            Item("nvme", "master", 4 * trained),
+            Item("nvme", "moments", 8 * trained),
+            Item("nvme", "gradients", 4 * trained),
         ]
     if layout.params == "nvme":
-        parts.append(Part("nvme", "parameters", request.element_bytes * shape.total_params))
+        parts.append(Item("nvme", "parameters", request.element_bytes * shape.total_params))
     return parts

@@ -17,7 +17,7 @@ from outcore.common.quantities import round_up
 from outcore.plan import constants as k
 from outcore.plan.deepspeed.shares import RingTerms, on_drive, param_homes, ring_of, trained_shares
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import Part
+from outcore.plan.record import Item
 from outcore.plan.request import RunRequest
 from outcore.sizing.deepspeed import BUCKET_NUMEL, LIVE_NUMEL, MAX_IN_CPU_BYTES, Device
 from outcore.sizing.shape import ModelShape
@@ -137,15 +137,15 @@ def staged_homes(
     )
 
 
-def staged_host_parts(homes: StagedHomes, staged: Staged, hardware: Hardware) -> tuple[list[Part], list[Part]]:
+def staged_host_parts(homes: StagedHomes, staged: Staged, hardware: Hardware) -> tuple[list[Item], list[Item]]:
     """RAM, and what of it is pinned: staging memory, then homes of gradients and parameters as far as it reaches."""
     master, moments = STATE_FORMATS[staged.states]
     ram = [
-        Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
-        Part("ram", "master", int(homes.states_in_ram * master / (master + moments))),
-        Part("ram", "moments", int(homes.states_in_ram * moments / (master + moments))),
-        Part("ram", "ring of states on their way", homes.ring),
-        Part("ram", "framework overhead", homes.overhead),
+        Item("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
+        Item("ram", "master", int(homes.states_in_ram * master / (master + moments))),
+        Item("ram", "moments", int(homes.states_in_ram * moments / (master + moments))),
+        Item("ram", "ring of states on their way", homes.ring),
+        Item("ram", "framework overhead", homes.overhead),
     ]
     pinned, left = [], hardware.pinned_bytes
     for name, size in (
@@ -156,20 +156,20 @@ def staged_host_parts(homes: StagedHomes, staged: Staged, hardware: Hardware) ->
     ):
         taken = min(left, size)
         left -= taken
-        pinned.append(Part("pinned", name, taken))
-        ram.append(Part("ram", name, size - taken))
+        pinned.append(Item("pinned", name, taken))
+        ram.append(Item("ram", name, size - taken))
     return ram, pinned
 
 
-def staged_drive_parts(homes: StagedHomes, staged: Staged) -> list[Part]:
+def staged_drive_parts(homes: StagedHomes, staged: Staged) -> list[Item]:
     """What lives on the drive during the run."""
     master, moments = STATE_FORMATS[staged.states]
     return [
-        Part("nvme", "master", int(homes.states_on_drive * master / (master + moments))),
-        Part("nvme", "moments", int(homes.states_on_drive * moments / (master + moments))),
-        Part("nvme", "parameters", homes.params_on_drive),
-        Part("nvme", "room set aside for parameters", max(0, homes.param_store - homes.params_on_drive)),
-        Part("nvme", "gradients", homes.gradients_on_drive),
+        Item("nvme", "master", int(homes.states_on_drive * master / (master + moments))),
+        Item("nvme", "moments", int(homes.states_on_drive * moments / (master + moments))),
+        Item("nvme", "parameters", homes.params_on_drive),
+        Item("nvme", "room set aside for parameters", max(0, homes.param_store - homes.params_on_drive)),
+        Item("nvme", "gradients", homes.gradients_on_drive),
     ]
 
 

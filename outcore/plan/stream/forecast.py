@@ -14,7 +14,7 @@ from outcore.plan import constants as k
 from outcore.plan.cpu import without_gpu
 from outcore.plan.hardware import Hardware
 from outcore.plan.nvme_space import CHECKPOINTS, nvme_use
-from outcore.plan.record import SPARE, Part, Plan, TierUse
+from outcore.plan.record import SPARE, Item, Plan, TierUse
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.layout import Residency, Spill, StreamLayout
 from outcore.plan.stream.memory import drive_states, graph_bytes, pinned_and_rest, ram_parts, spilled, vram_parts
@@ -42,14 +42,14 @@ def plan_stream(
     graphs = graph_bytes(shape, request, hardware, seq_length, layout, vram) if not tiling.layers else None
     if graphs is not None:
         tensors, spare = graphs
-        vram.append(Part("vram", "CUDA graphs of layers", tensors))
+        vram.append(Item("vram", "CUDA graphs of layers", tensors))
         vram = [replace(p, size_bytes=p.size_bytes + spare) if p.name == SPARE else p for p in vram]
     drive = drive_states(shape, sizes, spill, layout.stored_states(request.format))
     if layout.checkpoints_home == "nvme":
-        drive.append(Part("nvme", "activation checkpoints", checkpoints))
+        drive.append(Item("nvme", "activation checkpoints", checkpoints))
     saved_bytes = (request.element_bytes + k.CHECKPOINT_STATE_BYTES) * shape.trainable_params
     if not request.checkpoints_elsewhere:
-        drive.append(Part("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
+        drive.append(Item("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
     parts = [p for p in (*vram, *pinned, *ram, *drive) if p.size_bytes > 0]
     time, read_bytes, written_bytes = step_time(
         shape, request, hardware, seq_length, layout, sizes, spill, pageable, checkpoints, tiling,

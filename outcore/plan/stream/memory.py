@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
-from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Part
+from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Item
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.layout import Residency, Spill, StoredStates, StreamLayout
 from outcore.plan.stream.tiles import Tiling
@@ -42,7 +42,7 @@ LEAST_GRADIENTS = 3
 def vram_parts(
     shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout,
     tiling: Tiling,
-) -> list[Part]:  # fmt: skip
+) -> list[Item]:  # fmt: skip
     """Of the GPU. The peak is the worse of a layer's backward and the head's: activations or logits, and gradients as
     autograd returns them, before they are added to the sum. Tiled units hold tiles instead of all that."""
     e, holding = request.element_bytes, tiling.holding
@@ -68,23 +68,23 @@ def vram_parts(
     beyond = 0 if tiling.ends else max(0, needs.evaluation - in_step)
     name = "activations of the largest unit" if (work, gradients) == layer_peak else "logits of one chunk"
     return [
-        Part("vram", PARAMETERS, e * buffers),
-        Part("vram", TILES, tiling.held_tile_bytes),
-        Part("vram", GRADIENTS, 4 * summed + holding.ship_buffers * e * leaving),
-        Part("vram", "gradients before they are summed", gradients),
-        Part("vram", "activation checkpoints", needs.checkpoints),
-        Part("vram", "activations and gradients between units", needs.between),
-        Part("vram", name, work),
-        Part("vram", MASKS if has_masks(layout.packed_attention, request.element_bytes) else BORDERS, needs.masks),
-        Part("vram", EVALUATION, beyond),
-        Part("vram", OVERHEAD, hardware.gpu_context_bytes),
-        Part("vram", SPARE, k.GPU_SPARE_BYTES),
-        Part("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
+        Item("vram", PARAMETERS, e * buffers),
+        Item("vram", TILES, tiling.held_tile_bytes),
+        Item("vram", GRADIENTS, 4 * summed + holding.ship_buffers * e * leaving),
+        Item("vram", "gradients before they are summed", gradients),
+        Item("vram", "activation checkpoints", needs.checkpoints),
+        Item("vram", "activations and gradients between units", needs.between),
+        Item("vram", name, work),
+        Item("vram", MASKS if has_masks(layout.packed_attention, request.element_bytes) else BORDERS, needs.masks),
+        Item("vram", EVALUATION, beyond),
+        Item("vram", OVERHEAD, hardware.gpu_context_bytes),
+        Item("vram", SPARE, k.GPU_SPARE_BYTES),
+        Item("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
     ]
 
 
 def graph_bytes(
-    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout, vram: list[Part]
+    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout, vram: list[Item]
 ) -> tuple[int, int] | None:
     """(tensors, allocator's spare memory) that CUDA graphs of layers keep on the GPU. None where nothing is captured:
     layers compute long or the GPU is rather full."""
@@ -111,7 +111,7 @@ def graph_bytes(
 
 def ram_parts(
     shape: ModelShape, request: RunRequest, layout: StreamLayout, all_checkpoints: int, tiling: Tiling
-) -> tuple[list[Part], dict[str, int]]:
+) -> tuple[list[Item], dict[str, int]]:
     """RAM with everything in it, and the sizes of what may spill or shrink."""
     e, trained = request.element_bytes, shape.trainable_params
     master, moments = STATE_FORMATS[request.format]
@@ -122,16 +122,16 @@ def ram_parts(
         GRADIENTS: e * trained,
     }
     fixed = [
-        Part("ram", SLOTS, LANE_BYTES),
-        Part("ram", "framework overhead", k.STREAM_RAM_OVERHEAD_BYTES),
-        Part("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
+        Item("ram", SLOTS, LANE_BYTES),
+        Item("ram", "framework overhead", k.STREAM_RAM_OVERHEAD_BYTES),
+        Item("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
     ]
     if tiling.layers and layout.accumulation >= TILED_SUMS_FROM and not shape.lora_r:
         largest = max(shape.layer_params[i] for i in tiling.layers)
-        fixed.append(Part("ram", "sums of tiled gradients", 4 * largest))
+        fixed.append(Item("ram", "sums of tiled gradients", 4 * largest))
     if layout.checkpoints_home == "ram":
-        fixed.append(Part("ram", "activation checkpoints beyond gradients' homes", _beyond(shape, e, all_checkpoints)))
-    return [Part("ram", name, size) for name, size in sizes.items()] + fixed, sizes
+        fixed.append(Item("ram", "activation checkpoints beyond gradients' homes", _beyond(shape, e, all_checkpoints)))
+    return [Item("ram", name, size) for name, size in sizes.items()] + fixed, sizes
 
 
 def _beyond(shape: ModelShape, element_bytes: int, all_checkpoints: int) -> int:
@@ -143,14 +143,14 @@ def _beyond(shape: ModelShape, element_bytes: int, all_checkpoints: int) -> int:
 
 
 def spilled(
-    parts: list[Part],
+    parts: list[Item],
     sizes: dict[str, int],
     shape: ModelShape,
     request: RunRequest,
     hardware: Hardware,
     layout: StreamLayout,
     tiling: Tiling,
-) -> tuple[Spill, list[Part]]:
+) -> tuple[Spill, list[Item]]:
     """Shares that go to the drive, and the RAM parts that stay: a vocabulary in tiles has its parameters in RAM."""
     may_spill = max(0, sizes[PARAMETERS] - request.element_bytes * tiling.params_in_ram(shape))
     states = sum(sizes[name] for name in STATES)
@@ -182,13 +182,13 @@ def spilled(
         spill = Spill(shares["states"], shares[PARAMETERS] * may_spill / sizes[PARAMETERS])
     shares = {PARAMETERS: spill.parameters, **dict.fromkeys(STATES, spill.states)}
     stay = [
-        Part(p.tier, p.name, gradients if p.name == GRADIENTS else int(p.size_bytes * (1 - shares.get(p.name, 0.0))))
+        Item(p.tier, p.name, gradients if p.name == GRADIENTS else int(p.size_bytes * (1 - shares.get(p.name, 0.0))))
         for p in parts
     ]
     if spill.states:
-        stay.append(Part("ram", RING, _ring_bytes(sizes, request, spill, layout)))
+        stay.append(Item("ram", RING, _ring_bytes(sizes, request, spill, layout)))
     if spill.parameters:
-        stay.append(Part("ram", "weights read ahead", WEIGHT_READ_AHEAD_BYTES))
+        stay.append(Item("ram", "weights read ahead", WEIGHT_READ_AHEAD_BYTES))
     return spill, stay
 
 
@@ -207,7 +207,7 @@ def _over(size: int, budget: int | None) -> float:
     return 0.0 if budget is None or not size else max(0.0, 1.0 - budget / size)
 
 
-def pinned_and_rest(ram: list[Part], request: RunRequest, hardware: Hardware) -> tuple[list[Part], list[Part], float]:
+def pinned_and_rest(ram: list[Item], request: RunRequest, hardware: Hardware) -> tuple[list[Item], list[Item], float]:
     """RAM without what the staging pool takes, the pool's parts, and the share of homes that stays pageable.
 
     The pool is as large as parameters and gradients need, up to what it may take.
@@ -217,27 +217,27 @@ def pinned_and_rest(ram: list[Part], request: RunRequest, hardware: Hardware) ->
     else:
         pool = min(STAGING_BYTES, max(hardware.pinned_bytes, LANE_BYTES))
     left = max(0, pool - LANE_BYTES)
-    pinned = [Part("pinned", SLOTS, LANE_BYTES)]
+    pinned = [Item("pinned", SLOTS, LANE_BYTES)]
     movable = (PARAMETERS, GRADIENTS)
     homes = sum(p.size_bytes for p in ram if p.name in movable)
-    rest: list[Part] = []
+    rest: list[Item] = []
     for part in ram:
         if part.name == SLOTS:
             continue
         taken = min(left, part.size_bytes) if part.name in movable else 0
         left -= taken
         if taken:
-            pinned.append(Part("pinned", part.name, taken))
-        rest.append(Part(part.tier, part.name, part.size_bytes - taken))
+            pinned.append(Item("pinned", part.name, taken))
+        rest.append(Item(part.tier, part.name, part.size_bytes - taken))
     kept = sum(p.size_bytes for p in rest if p.name in movable)
     return rest, pinned, kept / homes if homes else 0.0
 
 
-def drive_states(shape: ModelShape, sizes: dict[str, int], spill: Spill, stored: StoredStates) -> list[Part]:
+def drive_states(shape: ModelShape, sizes: dict[str, int], spill: Spill, stored: StoredStates) -> list[Item]:
     """What lives on the drive during the run."""
     trained = spill.states * shape.trainable_params
     return [
-        Part("nvme", PARAMETERS, int(sizes[PARAMETERS] * spill.parameters)),
-        Part("nvme", "master", int(stored.master * trained)),
-        Part("nvme", "moments", int((stored.moments + stored.room) * trained)),
+        Item("nvme", PARAMETERS, int(sizes[PARAMETERS] * spill.parameters)),
+        Item("nvme", "master", int(stored.master * trained)),
+        Item("nvme", "moments", int((stored.moments + stored.room) * trained)),
     ]

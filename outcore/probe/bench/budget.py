@@ -16,7 +16,7 @@ MIN_CELL_S = 0.03
 
 
 @dataclass(frozen=True)
-class Effort:
+class ProbeEffort:
     """What one level of thoroughness measures."""
 
     name: str
@@ -40,7 +40,7 @@ class Effort:
 
 
 EFFORTS = {
-    "quick": Effort(
+    "quick": ProbeEffort(
         name="quick",
         total_s=10.0,
         cell_s=0.2,
@@ -53,7 +53,7 @@ EFFORTS = {
         latency_repeats=4,
         staging_cap_bytes=GIB // 2,
     ),
-    "default": Effort(
+    "default": ProbeEffort(
         name="default",
         total_s=75.0,
         cell_s=0.5,
@@ -66,7 +66,7 @@ EFFORTS = {
         latency_repeats=12,
         staging_cap_bytes=None,
     ),
-    "full": Effort(
+    "full": ProbeEffort(
         name="full",
         total_s=480.0,
         cell_s=1.0,

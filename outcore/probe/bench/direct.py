@@ -14,7 +14,7 @@ import torch
 from outcore.common.quantities import MIB
 from outcore.probe.bench.measurement import Measurement, timed
 from outcore.probe.gds.facts import GdsFacts
-from outcore.probe.gds.verdict import Verdict
+from outcore.probe.gds.verdict import PathVerdict
 from outcore.storage import BlockFile, StorageEngine, Transfer, open_engine
 
 BATCH_BYTES = 64 * MIB
@@ -23,7 +23,7 @@ DIRECT_THREADS = 16
 DIRECT_TASK_BYTES = 8 * MIB
 
 
-def open_direct_engine(verdict: Verdict, facts: GdsFacts) -> tuple[str, StorageEngine | None, str]:
+def open_direct_engine(verdict: PathVerdict, facts: GdsFacts) -> tuple[str, StorageEngine | None, str]:
     """(name, engine, reason): an engine that reads into device memory, or None and why there is none."""
     name = "gds" if verdict.is_direct else "kvikio"
     if not facts.kvikio_version:

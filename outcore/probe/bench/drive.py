@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from outcore.common.quantities import KIB, MIB
-from outcore.probe.bench.budget import Effort, cell_time_s
+from outcore.probe.bench.budget import ProbeEffort, cell_time_s
 from outcore.probe.bench.drive_cell import KINDS, batch_limit_bytes, bench_memory, measure_cell, measure_iops
 from outcore.probe.bench.measurement import Measurement, best, smallest_good_enough
 from outcore.storage import BlockFile, StorageEngine, open_engine
@@ -40,7 +40,7 @@ class DriveResult:
 def measure_drive(
     file: BlockFile,
     target: str,
-    effort: Effort,
+    effort: ProbeEffort,
     stage_s: float,
     engines: Sequence[str] = ("posix",),
     tick: Callable[[str], None] = lambda label: None,
@@ -96,7 +96,7 @@ def recommended(result: DriveResult) -> Measurement | None:
     return None
 
 
-def _cell_count(effort: Effort, engines: Sequence[str]) -> int:
+def _cell_count(effort: ProbeEffort, engines: Sequence[str]) -> int:
     blocks, depths = len(effort.blocks_bytes), len(effort.depths)
     swept = 3 * blocks * depths if effort.full_grid else depths + 3 * blocks
     others = swept if effort.full_grid else 2 * len(KINDS)
@@ -109,7 +109,7 @@ class _Cells:
     def __init__(
         self,
         file: BlockFile,
-        effort: Effort,
+        effort: ProbeEffort,
         cell_s: float,
         result: DriveResult,
         tick: Callable[[str], None],

@@ -32,7 +32,7 @@ SLOT_CANDIDATES_BYTES = (8 * MIB, 32 * MIB, 64 * MIB)
 
 
 @dataclass(frozen=True)
-class StagingSettings:
+class ProbeStaging:
     """What the configuration asks of the pool and its lanes."""
 
     staging_bytes: int
@@ -66,7 +66,7 @@ class StagingTest:
     measurements: list[Measurement] = field(default_factory=list)
 
 
-def build_pool(settings: StagingSettings, device: torch.device, test: StagingTest) -> PinnedPool:
+def build_pool(settings: ProbeStaging, device: torch.device, test: StagingTest) -> PinnedPool:
     """The pool as configured: half of it write-combined when that is on or to be measured, and there is a GPU."""
     wants_combined = settings.write_combined != "off" and device.type == "cuda"
     start_s = time.perf_counter()
@@ -83,9 +83,7 @@ def build_pool(settings: StagingSettings, device: torch.device, test: StagingTes
     return pool
 
 
-def choose_write_combined(
-    settings: StagingSettings, copies: list[Measurement], device: torch.device
-) -> tuple[bool, str]:
+def choose_write_combined(settings: ProbeStaging, copies: list[Measurement], device: torch.device) -> tuple[bool, str]:
     """Whether upload slots are write-combined, and the figures that say so. 'auto' is on unless measured slower."""
     if device.type != "cuda":
         return False, "no GPU: write-combined memory is a kind of pinned memory"

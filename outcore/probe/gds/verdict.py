@@ -37,7 +37,7 @@ class LadderRow:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PathVerdict:
     """The path, in words and with reasons."""
 
     path: str
@@ -70,7 +70,7 @@ def on_p2pdma_list(name: str) -> bool:
     return gpu_class(name) == "data-centre" and any(gpu in words for gpu in P2PDMA_GPUS)
 
 
-def judge(facts: GdsFacts) -> Verdict:
+def judge(facts: GdsFacts) -> PathVerdict:
     """The verdict for these facts."""
     path, headline, reasons = _path(facts)
     better = PATHS[: PATHS.index(path)]
@@ -81,7 +81,7 @@ def judge(facts: GdsFacts) -> Verdict:
         "kvikio-posix": _why_not_kvikio,
     }
     why_not = {name: tuple(explain[name](facts)) for name in better}
-    return Verdict(path, headline, tuple(reasons), why_not, tuple(_would_change(facts, path)))
+    return PathVerdict(path, headline, tuple(reasons), why_not, tuple(_would_change(facts, path)))
 
 
 def _path(facts: GdsFacts) -> tuple[str, str, list[str]]:

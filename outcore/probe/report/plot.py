@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 from outcore.common.quantities import GIB, KIB, MIB
 from outcore.machine import pcie_gb_per_s
 from outcore.probe.bench.measurement import Measurement
-from outcore.probe.report.record import Findings
+from outcore.probe.report.record import Measured
 
 # Okabe and Ito's palette: told apart by people with colour-blindness too.
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
@@ -47,7 +47,7 @@ COPY_STYLES = {
 PATH_STYLES = {"plain": (GREY, "x"), "staged": (BLUE, "o"), "kvikio": (PURPLE, "^"), "gds": (GREEN, "D")}
 
 
-def save_plot(findings: Findings, path: Path) -> None:
+def save_plot(findings: Measured, path: Path) -> None:
     """Draws the report's figures into a PNG; OSError when it cannot be written."""
     figure = Figure(figsize=(15.5, 5.6), dpi=110, layout="constrained")
     drive, host, latency = figure.subplots(1, 3, width_ratios=(1.15, 1.0, 1.0))
@@ -63,7 +63,7 @@ def save_plot(findings: Findings, path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_drive(axes: Axes, findings: Findings) -> None:
+def _draw_drive(axes: Axes, findings: Measured) -> None:
     axes.set_title("Drive and lanes")
     main = findings.main_drive()
     top = 0.0
@@ -89,7 +89,7 @@ def _draw_drive(axes: Axes, findings: Findings) -> None:
         _say(axes, "not measured")
 
 
-def _draw_copies(axes: Axes, findings: Findings) -> None:
+def _draw_copies(axes: Axes, findings: Measured) -> None:
     axes.set_title("Host and GPU")
     top = 0.0
     for (link, kind), (label, color, marker) in COPY_STYLES.items():
@@ -110,7 +110,7 @@ def _draw_copies(axes: Axes, findings: Findings) -> None:
     _finish(axes, top, "chunk size")
 
 
-def _draw_ram(axes: Axes, findings: Findings) -> None:
+def _draw_ram(axes: Axes, findings: Measured) -> None:
     axes.set_title("Memory bandwidth of the CPU (triad)")
     points = {m.depth: m.gb_per_s for m in findings.measurements if m.link == "ram"}
     if not points:
@@ -125,7 +125,7 @@ def _draw_ram(axes: Axes, findings: Findings) -> None:
     axes.set_axisbelow(True)
 
 
-def _draw_latency(axes: Axes, findings: Findings) -> None:
+def _draw_latency(axes: Axes, findings: Measured) -> None:
     axes.set_title("Latency of one transfer from the drive")
     result = findings.latency
     if result is None or not any(result.median_s.values()):
@@ -168,7 +168,7 @@ def _best_by_block(measurements: Iterable[Measurement], link: str) -> dict[int, 
     return dict(sorted(found.items()))
 
 
-def _lane_label(words: str, findings: Findings) -> str:
+def _lane_label(words: str, findings: Measured) -> str:
     return words if findings.machine.gpus else words.replace("GPU", "memory")
 
 

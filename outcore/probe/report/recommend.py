@@ -12,7 +12,7 @@ from outcore.common.quantities import KIB, MIB, format_gib
 from outcore.probe.bench.drive import DriveResult, recommended
 from outcore.probe.bench.lanes import StagingTest
 from outcore.probe.bench.measurement import Measurement
-from outcore.probe.gds.verdict import Verdict
+from outcore.probe.gds.verdict import PathVerdict
 
 AIO_MAX_THREADS = 8
 AIO_MIN_QUEUE_DEPTH = 8
@@ -32,7 +32,7 @@ class Recommendation:
 
 
 def recommend(
-    verdict: Verdict,
+    verdict: PathVerdict,
     drive: DriveResult | None,
     staging: StagingTest | None,
     direct_gb_per_s: dict[str, float],
@@ -83,7 +83,7 @@ def _recommend_io(found: Recommendation, setting: Measurement) -> None:
     found.why["outcore.storage"] = f"fastest engine measured: {setting.engine}; {rate}"
 
 
-def _use_gds(verdict: Verdict, staging: StagingTest | None, rates: dict[str, float]) -> tuple[bool, str]:
+def _use_gds(verdict: PathVerdict, staging: StagingTest | None, rates: dict[str, float]) -> tuple[bool, str]:
     if not verdict.is_direct:
         return False, f"GPUDirect Storage does not work here (path: {verdict.path})"
     staged = staging.up_gb_per_s if staging else 0.0
@@ -96,7 +96,7 @@ def _use_gds(verdict: Verdict, staging: StagingTest | None, rates: dict[str, flo
 
 
 def _recommend_staging(
-    found: Recommendation, staging: StagingTest, verdict: Verdict, use_gds: bool, rates: dict[str, float]
+    found: Recommendation, staging: StagingTest, verdict: PathVerdict, use_gds: bool, rates: dict[str, float]
 ) -> None:
     if staging.granted_bytes < staging.asked_bytes:
         found.outcore["staging_bytes"] = staging.granted_bytes

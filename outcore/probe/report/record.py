@@ -23,7 +23,7 @@ from outcore.probe.bench.latency import LatencyResult
 from outcore.probe.bench.load_sampler import LinkUnderLoad
 from outcore.probe.bench.measurement import Measurement, best
 from outcore.probe.bench.update import UpdateRates
-from outcore.probe.gds.verdict import LadderRow, Verdict
+from outcore.probe.gds.verdict import LadderRow, PathVerdict
 from outcore.probe.report.recommend import Recommendation
 
 SCHEMA_VERSION = 3
@@ -70,11 +70,11 @@ LINKS = (
 
 
 @dataclass
-class Findings:
+class Measured:
     """Everything a run found out, as the stages fill it in."""
 
     machine: Machine
-    verdict: Verdict
+    verdict: PathVerdict
     ladder: list[LadderRow]
     effort: str
     drives: list[DriveResult] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Findings:
         return rates
 
 
-def build_report(findings: Findings) -> dict[str, Any]:
+def build_report(findings: Measured) -> dict[str, Any]:
     """The report as plain JSON values."""
     verdict = findings.verdict
     return {
@@ -176,7 +176,7 @@ def check_report(report: Any) -> list[str]:
     return problems
 
 
-def measured_machine(findings: Findings) -> Machine:
+def measured_machine(findings: Measured) -> Machine:
     """The machine with its measured links, as the planner loads it. A link that was not measured stays None."""
     rates, compute, updates = findings.link_rates(), findings.compute, findings.updates
     links = LinkRates(
@@ -258,7 +258,7 @@ def _latency(result: LatencyResult | None) -> dict[str, Any] | None:
     }
 
 
-def _compute(findings: Findings) -> dict[str, Any] | None:
+def _compute(findings: Measured) -> dict[str, Any] | None:
     rates, host_s = findings.compute, findings.host_layer_s
     if rates is None:
         return None

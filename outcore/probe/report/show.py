@@ -9,7 +9,7 @@ from typing import Any
 
 from outcore.common.quantities import KIB, MIB, format_gb, format_gib, format_s
 from outcore.probe.bench.drive import drive_rate
-from outcore.probe.report.record import Findings
+from outcore.probe.report.record import Measured
 
 LINK_NAMES = {
     "drive_read": "drive read",
@@ -26,7 +26,7 @@ LINK_NAMES = {
 STATES = {"yes": "yes", "no": "NO", "unknown": "?", "info": "-"}
 
 
-def render(found: Findings, width: int | None = None) -> str:
+def render(found: Measured, width: int | None = None) -> str:
     """The whole report as text, wrapped to the terminal."""
     width = width or min(140, max(72, shutil.get_terminal_size((110, 24)).columns))
     parts = [
@@ -47,7 +47,7 @@ def render(found: Findings, width: int | None = None) -> str:
     return "\n".join(parts)
 
 
-def _written(found: Findings) -> str:
+def _written(found: Measured) -> str:
     """How much the run wrote to the drives: measuring is wear."""
     total = sum(drive.written_bytes for drive in found.drives)
     rates = ", ".join(f"{drive.target} {drive_rate(drive, 'drive_read'):.2f} GB/s read" for drive in found.drives)
@@ -75,7 +75,7 @@ def _table(rows: list[list[str]], width: int) -> str:
     return "\n".join(lines)
 
 
-def _verdict(found: Findings, width: int) -> str:
+def _verdict(found: Measured, width: int) -> str:
     verdict = found.verdict
     lines = ["", f"Verdict: {verdict.path}. {verdict.headline}"]
     notes = [f"because {reason}" for reason in verdict.reasons]
@@ -87,7 +87,7 @@ def _verdict(found: Findings, width: int) -> str:
     return "\n".join([*lines, _bullets(notes, width)])
 
 
-def _links(found: Findings) -> str:
+def _links(found: Measured) -> str:
     device = "GPU" if found.machine.gpus else "memory"
     lines = [
         f"{LINK_NAMES[link].format(device=device):<40} {rate:8.2f} GB/s"
@@ -120,7 +120,7 @@ def _links(found: Findings) -> str:
     return "\n".join(lines) or "nothing could be measured"
 
 
-def _staging(found: Findings, width: int) -> list[str]:
+def _staging(found: Measured, width: int) -> list[str]:
     test = found.staging
     if test is None:
         return []
@@ -143,7 +143,7 @@ def _staging(found: Findings, width: int) -> list[str]:
     return [_heading("Staging buffer, double-buffered"), _bullets(lines, width)]
 
 
-def _latency(found: Findings) -> list[str]:
+def _latency(found: Measured) -> list[str]:
     result = found.latency
     if result is None:
         return []
@@ -162,7 +162,7 @@ def _microseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
-def _settings(found: Findings, width: int) -> str:
+def _settings(found: Measured, width: int) -> str:
     lines = []
     for section, values in (("aio", found.settings.aio), ("outcore", found.settings.outcore)):
         for key, value in values.items():

@@ -28,7 +28,7 @@ import torch
 from outcore.staging.lanes.copy_streams import CopyEvent, CopyStreams
 from outcore.staging.lanes.copy_waiter import CopyWaiter
 from outcore.staging.lanes.homes import BLOCK_BYTES, Home
-from outcore.staging.lanes.slots import Place, SlotRing
+from outcore.staging.lanes.slots import SlotPlace, SlotRing
 from outcore.staging.lanes.stats import LaneClock
 from outcore.staging.lanes.transfer import LaneTransfer
 from outcore.storage import StorageError, Transfer
@@ -42,7 +42,7 @@ class Chunk:
 
     transfer: LaneTransfer
     start_bytes: int
-    place: Place
+    place: SlotPlace
     device_bytes: torch.Tensor
     home: Home
 

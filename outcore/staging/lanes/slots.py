@@ -16,7 +16,7 @@ from outcore.staging.pool import Lease
 
 
 @dataclass
-class Slot:
+class LaneSlot:
     """One lease and how far it is filled."""
 
     index: int
@@ -26,10 +26,10 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Place:
+class SlotPlace:
     """Where a chunk sits; `memory` is 1-D uint8 of its exact size."""
 
-    slot: Slot
+    slot: LaneSlot
     memory: torch.Tensor
 
 
@@ -37,12 +37,12 @@ class SlotRing:
     """Places chunks into slots, oldest free slot first."""
 
     def __init__(self, leases: list[Lease]) -> None:
-        self._slots = [Slot(i, lease) for i, lease in enumerate(leases)]
+        self._slots = [LaneSlot(i, lease) for i, lease in enumerate(leases)]
         self._free = list(self._slots)
-        self._open: Slot | None = None
+        self._open: LaneSlot | None = None
         self.slot_bytes = min(lease.n_bytes for lease in leases)
 
-    def place(self, n_bytes: int, phase_bytes: int) -> Place | None:
+    def place(self, n_bytes: int, phase_bytes: int) -> SlotPlace | None:
         """A place for `n_bytes` at a position of `phase_bytes` modulo 4 KiB, or None until a slot is free."""
         for slot in (self._open, self._free[0] if self._free else None):
             if slot is None:
@@ -54,10 +54,10 @@ class SlotRing:
                 self._open = self._free.pop(0)
             slot.used_bytes = start_bytes + n_bytes
             slot.chunks += 1
-            return Place(slot, slot.lease.tensor[start_bytes : start_bytes + n_bytes])
+            return SlotPlace(slot, slot.lease.tensor[start_bytes : start_bytes + n_bytes])
         return None
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: SlotPlace) -> None:
         """The chunk is gone; the last one to leave frees its slot."""
         slot = place.slot
         slot.chunks -= 1

@@ -1,6 +1,6 @@
 """Pinned memory: the pool that owns it, leases of exact sizes, and homes in it or beside it."""
 
-from outcore.staging.pool.allocator import ALIGNMENT_BYTES, Extent, ExtentAllocator
+from outcore.staging.pool.allocator import ALIGNMENT_BYTES, ExtentAllocator, PoolExtent
 from outcore.staging.pool.host_memory import HostMemory, pageable
 from outcore.staging.pool.lease import Lease, LeaseError
 from outcore.staging.pool.pinned_grant import PinnedGrant, probe_pinned_memory

@@ -18,7 +18,7 @@ ALIGNMENT_BYTES = 4096
 """Start and length of every extent: the page size, and the largest logical block of today's drives (O_DIRECT)."""
 
 
-class Extent(NamedTuple):
+class PoolExtent(NamedTuple):
     """A range of bytes inside a slab."""
 
     start_bytes: int
@@ -39,8 +39,8 @@ class ExtentAllocator:
                 "round the size up with units.round_up"
             )
         self.capacity_bytes = capacity_bytes
-        self._free: list[Extent] = [Extent(0, capacity_bytes)]
-        self._taken: dict[int, Extent] = {}
+        self._free: list[PoolExtent] = [PoolExtent(0, capacity_bytes)]
+        self._taken: dict[int, PoolExtent] = {}
 
     @property
     def free_bytes(self) -> int:
@@ -53,7 +53,7 @@ class ExtentAllocator:
         return max((extent.size_bytes for extent in self._free), default=0)
 
     @property
-    def free_extents(self) -> tuple[Extent, ...]:
+    def free_extents(self) -> tuple[PoolExtent, ...]:
         """Free extents by start; exactly one when nothing is taken."""
         return tuple(self._free)
 
@@ -62,7 +62,7 @@ class ExtentAllocator:
         wanted_bytes = round_up(n_bytes, ALIGNMENT_BYTES)
         return min((e.size_bytes for e in self._free if e.size_bytes >= wanted_bytes), default=None)
 
-    def take(self, n_bytes: int) -> Extent | None:
+    def take(self, n_bytes: int) -> PoolExtent | None:
         """An extent of at least `n_bytes` (rounded up to 4 KiB, never further), or None when no free extent fits."""
         if n_bytes <= 0:
             raise ValueError(f"an extent needs a positive size, got {n_bytes} bytes")
@@ -74,15 +74,15 @@ class ExtentAllocator:
         if best is None:
             return None
         chosen = self._free[best]
-        taken = Extent(chosen.start_bytes, wanted_bytes)
+        taken = PoolExtent(chosen.start_bytes, wanted_bytes)
         if chosen.size_bytes == wanted_bytes:
             del self._free[best]
         else:
-            self._free[best] = Extent(taken.end_bytes, chosen.size_bytes - wanted_bytes)
+            self._free[best] = PoolExtent(taken.end_bytes, chosen.size_bytes - wanted_bytes)
         self._taken[taken.start_bytes] = taken
         return taken
 
-    def give_back(self, extent: Extent) -> None:
+    def give_back(self, extent: PoolExtent) -> None:
         """Frees an extent that `take` returned; ValueError when it is not taken (a double release)."""
         if self._taken.get(extent.start_bytes) != extent:
             raise ValueError(f"extent {tuple(extent)} is not taken: released twice, or never handed out by this slab")
@@ -94,4 +94,4 @@ class ExtentAllocator:
         if i > 0 and self._free[i - 1].end_bytes == start_bytes:
             start_bytes = self._free.pop(i - 1).start_bytes
             i -= 1
-        self._free.insert(i, Extent(start_bytes, end_bytes - start_bytes))
+        self._free.insert(i, PoolExtent(start_bytes, end_bytes - start_bytes))

@@ -22,7 +22,7 @@ from types import TracebackType
 import torch
 
 from outcore.common.quantities import format_gib, round_up
-from outcore.staging.pool.allocator import ALIGNMENT_BYTES, Extent, ExtentAllocator
+from outcore.staging.pool.allocator import ALIGNMENT_BYTES, ExtentAllocator, PoolExtent
 from outcore.staging.pool.cuda_runtime import CudaRuntime
 from outcore.staging.pool.lease import Lease
 from outcore.staging.pool.pinned_grant import PinnedGrant, settle_grant
@@ -69,7 +69,7 @@ class PinnedPool:
         """What was not given as asked, a sentence each; logged as warnings once."""
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
-        self._leases: dict[Lease, tuple[int, Extent]] = {}
+        self._leases: dict[Lease, tuple[int, PoolExtent]] = {}
         self._write_combined_asked = write_combined_bytes > 0
         self._slabs: list[Slab] = []
         self._allocators: list[ExtentAllocator] = []

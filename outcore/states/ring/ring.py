@@ -30,7 +30,7 @@ from outcore.optim import AdamWHyper, OptimizerPool
 from outcore.sizing.ring import NEVER, worth_keeping
 from outcore.staging.pool import HostMemory
 from outcore.states.placement import ChunkHomes, StateChunk, Updatable
-from outcore.states.ring.schedule import Passage, RingSchedule, RingTicket
+from outcore.states.ring.schedule import ChunkPassage, RingSchedule, RingTicket
 from outcore.states.ring.slots import Stretch, initialise_states, needed_bytes, ring_slots
 from outcore.states.ring.traffic import RingTraffic, RingUpdates
 
@@ -201,7 +201,7 @@ class StateRing:
         for passage in self._schedule.add(ticket):
             self._go_on(passage)
 
-    def _go_on(self, passage: Passage) -> None:
+    def _go_on(self, passage: ChunkPassage) -> None:
         """Its unit is ready, and its states are in the slot or on their way."""
         gradient = self._gradient(passage)  # read ahead or kept, it came without
         if gradient:
@@ -218,28 +218,28 @@ class StateRing:
             self._schedule.turn()
             self._schedule.read_ahead()
 
-    def _gradient(self, passage: Passage) -> list[Stretch]:
+    def _gradient(self, passage: ChunkPassage) -> list[Stretch]:
         """What is to be read of it, once it is complete."""
         if passage.ticket is None or passage.ticket.grad is not None:
             return []
         return passage.slot.gradient_reads(passage.chunk)
 
-    def _fetch(self, passage: Passage, parts: list[Stretch]) -> None:
+    def _fetch(self, passage: ChunkPassage, parts: list[Stretch]) -> None:
         passage.reads_left += 1
         self._traffic.read(passage.chunk.name, parts, partial(self._arrived, passage))
 
-    def _arrived(self, passage: Passage) -> None:
+    def _arrived(self, passage: ChunkPassage) -> None:
         passage.reads_left -= 1
         if passage.ticket is not None and passage.is_read:
             self._update(passage)
 
-    def _update(self, passage: Passage) -> None:
+    def _update(self, passage: ChunkPassage) -> None:
         assert passage.ticket is not None
         passage.slot.check_states(passage.chunk)
         passage.is_leaving, passage.is_kept = True, False
         self._updates.submit(passage, passage.ticket, partial(self._updated, passage, passage.ticket))
 
-    def _updated(self, passage: Passage, ticket: RingTicket) -> None:
+    def _updated(self, passage: ChunkPassage, ticket: RingTicket) -> None:
         chunk, slot = passage.chunk, passage.slot
         slot.updated(chunk)
         waits_for_drive = slot.holds_param(chunk)
@@ -254,7 +254,7 @@ class StateRing:
         done = partial(self._written, passage, ticket if waits_for_drive else None, is_kept=is_kept)
         self._traffic.write(chunk.name, parts, done)
 
-    def _written(self, passage: Passage, ticket: RingTicket | None, *, is_kept: bool) -> None:
+    def _written(self, passage: ChunkPassage, ticket: RingTicket | None, *, is_kept: bool) -> None:
         if ticket is not None:
             self._schedule.count_down(ticket)
         if not is_kept:

@@ -39,7 +39,7 @@ class RingTicket:
 
 
 @dataclass
-class Passage:
+class ChunkPassage:
     """A chunk on its way through a slot."""
 
     chunk: StateChunk
@@ -81,7 +81,7 @@ class RingSchedule:
         """Place in the order of what is read ahead next."""
         self._max_ahead = len(slots) - max(1, len(slots) // KEPT_SHARE)
         self._free = list(slots)
-        self._passages: dict[int, Passage] = {}
+        self._passages: dict[int, ChunkPassage] = {}
         """By `element_offset` of the chunk."""
         self._tickets: set[RingTicket] = set()
         self._ready: list[RingTicket] = []
@@ -103,7 +103,7 @@ class RingSchedule:
         """Whether this pass leaves the chunk in its slot."""
         return chunk.element_offset in self._keeping
 
-    def keep(self, passage: Passage) -> bool:
+    def keep(self, passage: ChunkPassage) -> bool:
         """Its update is over and it stays. True when its unit is ready again: it is to be updated at once."""
         passage.ticket, passage.is_leaving, passage.is_staying, passage.is_kept = None, False, False, True
         for ticket in self._ready:
@@ -115,7 +115,7 @@ class RingSchedule:
         return False
 
     @property
-    def kept(self) -> list[Passage]:
+    def kept(self) -> list[ChunkPassage]:
         """Chunks that wait in their slots for the next pass, newer than the drive; not those whose unit is ready, which
         are about to be updated."""
         idle = (passage for passage in self._passages.values() if passage.ticket is None and not passage.is_leaving)
@@ -141,12 +141,12 @@ class RingSchedule:
     def stop_reading_ahead(self) -> None:
         self._ahead = len(self._order)
 
-    def add(self, ticket: RingTicket) -> list[Passage]:
+    def add(self, ticket: RingTicket) -> list[ChunkPassage]:
         """Its unit is ready. Returns those of its chunks that were read ahead (perhaps not to the end yet)."""
         self._tickets.add(ticket)
         if self._turns:
             self.stop_reading_ahead()  # until the turn: the next pass begins with what this one keeps
-        found: list[Passage] = []
+        found: list[ChunkPassage] = []
         unread: list[StateChunk] = []
         for chunk in ticket.unread[:: self._step]:
             passage = self._passages.get(chunk.element_offset)
@@ -161,7 +161,7 @@ class RingSchedule:
             self._ready.sort(key=lambda ready: self._step * ready.unit.index)
         return found
 
-    def next_read(self) -> Passage | None:
+    def next_read(self) -> ChunkPassage | None:
         """The chunk to be read now, in a slot that was free; None until something changes."""
         if not self._free:
             return None
@@ -192,11 +192,11 @@ class RingSchedule:
                 return chunk
         return None
 
-    def _enter(self, chunk: StateChunk, ticket: RingTicket | None) -> Passage:
-        passage = self._passages[chunk.element_offset] = Passage(chunk, self._free.pop(), ticket)
+    def _enter(self, chunk: StateChunk, ticket: RingTicket | None) -> ChunkPassage:
+        passage = self._passages[chunk.element_offset] = ChunkPassage(chunk, self._free.pop(), ticket)
         return passage
 
-    def leave(self, passage: Passage) -> None:
+    def leave(self, passage: ChunkPassage) -> None:
         """Its slot is free for another chunk."""
         del self._passages[passage.chunk.element_offset]
         self._free.append(passage.slot)

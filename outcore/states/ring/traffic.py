@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from outcore.common.errors import EngineError
 from outcore.flow.trace import BusyTime
 from outcore.optim import ChunkJob, ChunkResult, JobBatch, OptimizerPool
-from outcore.states.ring.schedule import Passage, RingTicket
+from outcore.states.ring.schedule import ChunkPassage, RingTicket
 from outcore.states.ring.slots import Stretch
 from outcore.storage import Transfer, gather
 
@@ -84,13 +84,13 @@ class RingUpdates:
         self._pool, self._timeout_s, self._report = pool, timeout_s, report
         self.busy_time = BusyTime()
         """When the optimizer had a chunk of the ring to work at."""
-        self._under_way: dict[int, tuple[Passage, Callable[[], None]]] = {}
+        self._under_way: dict[int, tuple[ChunkPassage, Callable[[], None]]] = {}
         self._out = threading.Semaphore(0)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._collect, name="state-ring-collect", daemon=True)
         self._thread.start()
 
-    def submit(self, passage: Passage, ticket: RingTicket, then: Callable[[], None]) -> None:
+    def submit(self, passage: ChunkPassage, ticket: RingTicket, then: Callable[[], None]) -> None:
         """Update a chunk in its slot; `then` on the driver thread when it is over, or what went wrong there."""
         chunk, slot = passage.chunk, passage.slot
         job = ChunkJob(

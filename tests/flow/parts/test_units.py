@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from outcore.engine.stream.backward.head import HeadGradient
+from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.check.gradients import why_not_trained
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
@@ -43,7 +43,7 @@ def run_units(loaded, batches, *, chunk_bytes=4 * 128 * 16, seed=None):
     runner = PartRunner(units, taps=RouterTaps(units) if aux_coefficient else None)
     backward = BackwardRunner(runner)
     head = Head(runner, vocab_size=loaded.facts.vocab_size, logits_chunk_bytes=chunk_bytes)
-    head_gradient = HeadGradient(head, aux_coefficient=aux_coefficient)
+    head_gradient = StreamedHeadGradient(head, aux_coefficient=aux_coefficient)
     total = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
     slabs = {id(unit): slab_of(unit) for unit in units.all}
     sums = {id(u): GradAccumulator(u.layout, torch.full((u.layout.numel,), float("nan"))) for u in units.all}
@@ -200,7 +200,7 @@ def test_frozen_parameters_get_no_gradient():
         inputs.append(hidden)
         hidden, _ = runner.layer(i, slab_of(unit), hidden, log.call(i))
     into = GradAccumulator(units.head.layout, torch.empty(units.head.layout.numel))
-    head = HeadGradient(Head(runner, vocab_size=128))
+    head = StreamedHeadGradient(Head(runner, vocab_size=128))
     result = head.one(slab_of(units.head), HeadInput(hidden, batches[0], log), grad_scale=1 / total, into=into)
     last = units.layer_units[-1]
     found = GradAccumulator(last.layout, torch.empty(last.layout.numel))

@@ -24,7 +24,7 @@ TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamPlace:
     """Where a share lies in the store."""
 
     offset_bytes: int
@@ -43,7 +43,7 @@ class ShareBuffer:
     def __init__(self, memory: torch.Tensor, lease: Lease | None) -> None:
         self.memory, self._lease = memory, lease
 
-    def data(self, place: Place) -> torch.Tensor:
+    def data(self, place: ParamPlace) -> torch.Tensor:
         """[numel] of the share."""
         return self.memory[: place.numel * place.dtype.itemsize].view(place.dtype)
 
@@ -93,23 +93,23 @@ class ParamStore:
         self._store = store
         self.capacity_bytes = store.spec(STORE_NAME).n_bytes
         self._end_bytes = 0
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, ParamPlace] = {}
         self.read_bytes = self.written_bytes = 0
         """Moved so far, but for shares that were brought into RAM for good."""
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def __getitem__(self, ds_id: int) -> Place:
+    def __getitem__(self, ds_id: int) -> ParamPlace:
         return self._places[ds_id]
 
-    def get(self, ds_id: int) -> Place | None:
+    def get(self, ds_id: int) -> ParamPlace | None:
         """Where a share lives on the drive; None when it does not."""
         return self._places.get(ds_id)
 
-    def add(self, ds_id: int, numel: int, dtype: torch.dtype) -> Place:
+    def add(self, ds_id: int, numel: int, dtype: torch.dtype) -> ParamPlace:
         """A place for a new share. EngineError when the store is full."""
-        place = Place(self._end_bytes, numel, dtype)
+        place = ParamPlace(self._end_bytes, numel, dtype)
         if self._end_bytes + place.n_bytes > self.capacity_bytes:
             raise EngineError(
                 f"the store of parameters on NVMe was made for {format_gib(self.capacity_bytes)} and the model needs "

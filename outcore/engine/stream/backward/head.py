@@ -35,7 +35,7 @@ class HeadResult:
     """Gradient of the objective with respect to every router's logits, in order."""
 
 
-class HeadGradient:
+class StreamedHeadGradient:
     """Loss and gradients of what `head` computes. `aux_coefficient`: of the balancing loss, 0 without; `compiled`: the
     cross-entropy through torch.compile."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.flow.layers import HeadInput, Row, TiledHead
+from outcore.flow.layers import HeadInput, HeadRow, TiledHead
 from outcore.flow.parts import bound
 from outcore.model.inputs import IGNORE
 
@@ -43,13 +43,13 @@ class TiledHeadGradient:
     ) -> list[TiledHeadResult]:
         """As `HeadGradient.run`."""
         leaves, trainable = self.tiles.leaves(self.units.head, slab)
-        rows: list[Row] = []
+        rows: list[HeadRow] = []
         hidden: list[torch.Tensor] = []
         for item in inputs:
             self.tiles.begin_backward(self.units.head)
             x = item.hidden.detach().requires_grad_()
             with torch.enable_grad(), bound(self.units.head.owners, leaves):
-                rows.append(Row.of(self.units.finish(x, item.batch, item.log), item.batch["labels"]))
+                rows.append(HeadRow.of(self.units.finish(x, item.batch, item.log), item.batch["labels"]))
             hidden.append(x)
         self.tiles.work.ring.restart("head")
         self.head.gather(leaves, rows)
@@ -70,7 +70,7 @@ class TiledHeadGradient:
         self,
         leaves: Sequence[Any],
         trainable: Sequence[torch.Tensor],
-        rows: list[Row],
+        rows: list[HeadRow],
         grad_scale: float,
         into: GradAccumulator | None,
     ) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from outcore.engine.stream.backward.head import HeadGradient
+from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.flow.check import Batch, Trial, slab_of, why_config_not_streamed, why_not_streamed
@@ -30,7 +30,7 @@ def run_units(
         logits_chunk_bytes=4 * 16 * loaded.facts.vocab_size,
         head_loss=loaded.head_loss,
     )
-    head_gradient = HeadGradient(head, aux_coefficient=aux_coefficient)
+    head_gradient = StreamedHeadGradient(head, aux_coefficient=aux_coefficient)
     total = int((batch["labels"][:, 1:] != IGNORE).sum())
     slabs = {unit.index: slab_of(unit) for unit in units.all}
     sums = {u.index: GradAccumulator(u.layout, torch.zeros(u.layout.numel, dtype=u.layout.dtype)) for u in units.all}

@@ -15,7 +15,7 @@ import torch
 
 from outcore.common.quantities import format_gib, round_up
 from outcore.flow.parts import Part
-from outcore.staging.pool import ALIGNMENT_BYTES, Extent, ExtentAllocator, HostMemory
+from outcore.staging.pool import ALIGNMENT_BYTES, ExtentAllocator, HostMemory, PoolExtent
 
 DEFAULT_LARGEST = 3
 """An arena that is not given a size holds so many of the largest gradient."""
@@ -47,7 +47,7 @@ class GradientArena:
         early: Part | None = None,
     ) -> None:
         trainable = [unit for unit in units if unit.is_trainable]
-        self._held: dict[int, tuple[torch.Tensor, Extent | None]] = {}
+        self._held: dict[int, tuple[torch.Tensor, PoolExtent | None]] = {}
         self._allocator: ExtentAllocator | None = None
         total_bytes = sum(round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES) for unit in trainable)
         if limit_bytes is None or limit_bytes >= total_bytes:
