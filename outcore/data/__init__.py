@@ -5,7 +5,7 @@ Door: `DataSettings` -> `load_or_train_tokenizer` -> `prepare_data` -> `BatchStr
 
 from __future__ import annotations
 
-from outcore.data.errors import CacheError, DataError, TemplateError
+from outcore.data.basis import DEFAULT_TEXT_EXTENSIONS, CacheError, DataError, DataSettings, TemplateError
 from outcore.data.layout import (
     IGNORE_INDEX,
     BatchStream,
@@ -15,10 +15,10 @@ from outcore.data.layout import (
 )
 from outcore.data.prepare import DataSummary, PreparedData, prepare_data
 from outcore.data.render import render_sample
-from outcore.data.settings import DataSettings
 from outcore.data.tokenizer import load_or_train_tokenizer, load_tokenizer, train_byte_bpe
 
 __all__ = [
+    "DEFAULT_TEXT_EXTENSIONS",
     "IGNORE_INDEX",
     "BatchStream",
     "CacheError",

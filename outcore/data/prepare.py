@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from outcore.common.quantities import format_count
+from outcore.data.basis import EMBEDDED, DataError, DataSettings
 from outcore.data.cache import (
     Arrays,
     ArraysWriter,
@@ -28,7 +29,6 @@ from outcore.data.cache import (
     token_ids,
 )
 from outcore.data.chat import ensure_chat_template
-from outcore.data.errors import DataError
 from outcore.data.layout import (
     LAYOUT_VERSION,
     RowDataset,
@@ -42,7 +42,6 @@ from outcore.data.layout import (
     text_windows,
 )
 from outcore.data.render import render_sample
-from outcore.data.settings import EMBEDDED, DataSettings
 from outcore.data.sources import open_source
 from outcore.data.tokenizer import tokenizer_hash
 
@@ -74,6 +73,10 @@ class DataSummary:
     dropped_documents: int
     cache_hit: bool
     cache_path: str
+    loss_shares: list[int] = field(default_factory=list)
+    """Documents by the share of their tokens that carry loss, in tenths."""
+    notices: dict[str, int] = field(default_factory=dict)
+    """What the rows hold that is not used, in words -> in how many rows."""
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -96,6 +99,7 @@ class DataSummary:
             lines.append(
                 f"left out: {self.dropped_documents:,} documents whose answer begins behind seq_length: raise it"
             )
+        lines += [f"{words} ({count:,} rows)" for words, count in self.notices.items()]
         return lines + self.notes
 
 
@@ -126,7 +130,7 @@ def prepare_data(
     say = say or logging.getLogger(__name__).info
     kind = _kind(settings, encoder_decoder, packing_allowed)
     template_note = ensure_chat_template(tokenizer)
-    encoder = DocumentEncoder(tokenizer, settings.train_on_prompt, encoder_decoder)
+    encoder = DocumentEncoder(tokenizer, settings.train_on_prompt, encoder_decoder, settings.train_on_last_turn)
     encoder.end_token_id()
     hashed = tokenizer_hash(tokenizer)
     source = open_source(settings)
@@ -289,6 +293,8 @@ def _summary(
         dropped_documents=layout.meta["dropped"],
         cache_hit=cache.hit,
         cache_path=str(cache.arrays.path),
+        loss_shares=list(meta["loss_share_counts"]),
+        notices=dict(meta["notices"]),
         notes=notes,
     )
 

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from outcore.data.basis import DataError, DataSettings, shorten
 from outcore.data.cache import build_lock, cache_folder, digest_of, explained, sync_folder
 from outcore.data.chat import default_template
-from outcore.data.errors import DataError, shorten
-from outcore.data.rows import ChatExample, detect_shape
-from outcore.data.settings import DataSettings
+from outcore.data.rows import ChatExample, TextExample, detect_shape
 from outcore.data.sources import (
     Record,
     RowError,
@@ -182,8 +181,10 @@ def _texts_of(source: Source, settings: DataSettings) -> Iterator[str]:
             yield example
         elif isinstance(example, ChatExample):
             yield "\n".join(message["content"] for message in example.messages)
-        else:
+        elif isinstance(example, TextExample):
             yield example.text if example.prompt is None else f"{example.prompt} {example.text}"
+        else:
+            raise DataError(f"{source.name} holds tokens already: name the tokenizer that they were made with")
 
 
 def _save(tokenizer: Any, path: Path) -> None:

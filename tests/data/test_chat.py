@@ -6,8 +6,8 @@ import pytest
 
 from outcore.data import DataError, DataSettings, TemplateError
 from outcore.data.cache.encode import DocumentEncoder, carries_loss, cut_text, token_ids
-from outcore.data.chat.encoder import ChatEncoder, ensure_chat_template
-from outcore.data.rows.shapes import ChatExample, TextExample, detect_shape
+from outcore.data.chat import ChatEncoder, default_template, ensure_chat_template
+from outcore.data.rows import ChatExample, TextExample, detect_shape
 from outcore.data.sources.records import RowError
 from tests.data.fixtures import tiny_tokenizer
 
@@ -37,6 +37,11 @@ REASONING = (
 )
 
 
+def encode(tokenizer, example, **settings):
+    encoded = ChatEncoder(tokenizer, **settings).encode(example)
+    return encoded.ids, encoded.has_loss
+
+
 def learned(tokenizer, ids, mask) -> list[str]:
     """The runs of tokens that carry loss, decoded."""
     runs, run = [], []
@@ -51,7 +56,7 @@ def learned(tokenizer, ids, mask) -> list[str]:
 
 def test_own_default_template_marks_what_the_assistant_wrote():
     tokenizer = tiny_tokenizer()
-    ids, mask = ChatEncoder(tokenizer).encode(ChatExample(TALK))
+    ids, mask = encode(tokenizer, ChatExample(TALK))
     assert learned(tokenizer, ids, mask) == ["a lazy dog<|im_end|>", "boil jars<|im_end|>"]
     assert tokenizer.decode(ids).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
 
@@ -61,12 +66,12 @@ def test_own_default_template_marks_what_the_assistant_wrote():
     [
         (PLAIN_CHATML, ["a lazy dog<|im_end|>\n", "boil jars<|im_end|>\n"]),
         (LLAMA2_STYLE, [" a lazy dog <|endoftext|>", " boil jars <|endoftext|>"]),
-        (REASONING, ["a lazy dog<|im_end|>", "<think>\n\n</think>\n\nboil jars<|im_end|>\n"]),
+        (REASONING, ["a lazy dog<|im_end|>\n", "<think>\n\n</think>\n\nboil jars<|im_end|>\n"]),
     ],
 )
 def test_templates_without_marks(template, expected):
     tokenizer = tiny_tokenizer(template)
-    ids, mask = ChatEncoder(tokenizer).encode(ChatExample(TALK))
+    ids, mask = encode(tokenizer, ChatExample(TALK))
     assert learned(tokenizer, ids, mask) == expected
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK, tokenize=False)
 
@@ -77,15 +82,15 @@ def test_prefix_rendering_agrees_with_generation_marks():
         "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n{% endgeneration %}"
         "{% else %}{{ m.content }}<|im_end|>\n{% endif %}",
     )
-    by_mark = ChatEncoder(tiny_tokenizer(marked)).encode(ChatExample(TALK))
-    by_prefix = ChatEncoder(tiny_tokenizer(PLAIN_CHATML)).encode(ChatExample(TALK))
+    by_mark = encode(tiny_tokenizer(marked), ChatExample(TALK))
+    by_prefix = encode(tiny_tokenizer(PLAIN_CHATML), ChatExample(TALK))
     assert by_mark[0].tolist() == by_prefix[0].tolist() and by_mark[1].tolist() == by_prefix[1].tolist()
 
 
 def test_two_assistant_turns_in_a_row():
     talk = [*TALK[:3], {"role": "assistant", "content": "over jars"}]
     tokenizer = tiny_tokenizer(PLAIN_CHATML)
-    assert learned(tokenizer, *ChatEncoder(tokenizer).encode(ChatExample(talk))) == [
+    assert learned(tokenizer, *encode(tokenizer, ChatExample(talk))) == [
         "a lazy dog<|im_end|>\n",
         "over jars<|im_end|>\n",
     ]
@@ -94,8 +99,9 @@ def test_two_assistant_turns_in_a_row():
 @pytest.mark.parametrize(
     "template",
     [
-        # The number of messages at the beginning: no rendering is a beginning of another.
-        "{{ messages|length }} {% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+        # The text is written behind the loop, where nothing tells who said what.
+        "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t + m.role + ': ' + m.content + '\n' %}"
+        "{% endfor %}{{ ns.t }}",
         # Earlier answers are rewritten.
         "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' and not loop.last %}(removed)"
         "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}",
@@ -103,28 +109,27 @@ def test_two_assistant_turns_in_a_row():
 )
 def test_template_that_hides_the_assistant_is_refused(template):
     with pytest.raises(TemplateError, match=r"does not let the assistant's tokens be told apart.*generation"):
-        ChatEncoder(tiny_tokenizer(template)).encode(ChatExample(TALK))
-    ids, mask = ChatEncoder(tiny_tokenizer(template), train_on_all=True).encode(ChatExample(TALK))
+        encode(tiny_tokenizer(template), ChatExample(TALK))
+    ids, mask = encode(tiny_tokenizer(template), ChatExample(TALK), train_on_all=True)
     assert mask.all() and len(ids) == len(mask)
 
 
 def test_generation_marks_around_nothing_are_refused():
     template = "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}"
     with pytest.raises(TemplateError, match="cover no token"):
-        ChatEncoder(tiny_tokenizer(template)).encode(ChatExample(TALK))
+        encode(tiny_tokenizer(template), ChatExample(TALK))
 
 
 def test_template_that_refuses_a_role_is_a_bad_row():
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + PLAIN_CHATML
     with pytest.raises(RowError, match="refuses this conversation: no system role"):
-        ChatEncoder(tiny_tokenizer(template)).encode(ChatExample(TALK))
+        encode(tiny_tokenizer(template), ChatExample(TALK))
 
 
 def test_default_template_is_given_once_and_ends_turns_with_eos_if_need_be():
     tokenizer = tiny_tokenizer(None)
     assert "ChatML" in (ensure_chat_template(tokenizer) or "")
     assert ensure_chat_template(tokenizer) is None
-    from outcore.data.chat.encoder import default_template
 
     class NoChatTokens:
         unk_token_id, eos_token = None, "</s>"
@@ -137,10 +142,10 @@ def test_default_template_is_given_once_and_ends_turns_with_eos_if_need_be():
 
 def test_tools_reach_the_template():
     template = "{{ tools|length if tools else 0 }} tools\n" + PLAIN_CHATML
-    encoder = ChatEncoder(tiny_tokenizer(template))
+    tokenizer = tiny_tokenizer(template)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    ids, mask = encoder.encode(ChatExample(TALK, tools))
-    assert encoder.tokenizer.decode(ids).startswith("1 tools") and mask.any()
+    ids, mask = encode(tokenizer, ChatExample(TALK, tools))
+    assert tokenizer.decode(ids).startswith("1 tools") and mask.any()
 
 
 class NoOffsets:
@@ -159,7 +164,7 @@ class NoOffsets:
 
 def test_tokenizers_without_offsets():
     tokenizer = NoOffsets(tiny_tokenizer(PLAIN_CHATML))
-    ids, mask = ChatEncoder(tokenizer).encode(ChatExample(TALK))
+    ids, mask = encode(tokenizer, ChatExample(TALK))
     assert learned(tokenizer, ids, mask) == ["a lazy dog<|im_end|>\n", "boil jars<|im_end|>\n"]
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK, tokenize=False)
 

@@ -22,7 +22,9 @@ class DataFields:
     """Separate evaluation data; otherwise `eval_fraction` of the documents is held out."""
     eval_fraction: float = setting(0.05, least=0, below=1)
     """Share of documents held out for evaluation when there is no eval_dataset."""
-    data_format: Literal["auto", "text", "prompt_completion", "alpaca", "sharegpt", "messages"] = "auto"
+    data_format: Literal[
+        "auto", "text", "prompt_completion", "alpaca", "sharegpt", "messages", "preference", "tokens"
+    ] = "auto"
     """Shape of the rows; auto tells them apart."""
     text_extensions: str | None = None
     """Comma-separated: which files are text. Default: .txt,.text,.md,.rst."""
@@ -40,8 +42,12 @@ class DataFields:
     """Tokenize without holding the data in RAM."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A malformed row stops the run, or is skipped and counted."""
+    long_rows: Literal["keep_start", "keep_end", "split", "drop"] = "keep_start"
+    """What becomes of a conversation or completion longer than a row; plain text is always split."""
     train_on_prompt: bool = False
     """Take the loss on prompt tokens as well."""
+    train_on_last_turn: bool = False
+    """Of a conversation train the last assistant turn only."""
     max_train_samples: int | None = setting(None, above=0)
     """Use at most this many training documents."""
     max_eval_samples: int | None = setting(None, above=0)

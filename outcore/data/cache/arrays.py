@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 from outcore.common.quantities import GIB, MIB, format_gb
-from outcore.data.errors import CacheError
+from outcore.data.basis import CacheError
 
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 16 * MIB

@@ -6,7 +6,7 @@ CUDA nor a tokenizer's threads are forked; at most two batches per worker are un
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ from multiprocessing import get_context
 import numpy as np
 
 from outcore.data.cache.encode import DocumentEncoder, cut_text
-from outcore.data.rows import ChatExample, Shape, TextExample
-from outcore.data.sources import BadRow, Record, RowError, Where
+from outcore.data.rows import Example, Shape, TextExample, TokensExample
+from outcore.data.sources import BadRow, Record, RowError, Where, half_a_pair
 
 BATCH_CHARS = 1024 * 1024
 BATCH_ITEMS = 512
@@ -34,7 +34,7 @@ class Piece:
 class Whole:
     """An example that is tokenised in one go, and where it came from."""
 
-    example: TextExample | ChatExample
+    example: Example
     where: Where
 
 
@@ -44,6 +44,8 @@ class Batch:
 
     items: list[Piece | Whole | BadRow]
     encoded: list[np.ndarray | BadRow] = field(default_factory=list)
+    notices: Counter[str] = field(default_factory=Counter)
+    """What the rows hold that is not used, in words, and in how many rows."""
 
 
 def encode_batch(batch: Batch, encoder: DocumentEncoder) -> Batch:
@@ -56,7 +58,7 @@ def encode_batch(batch: Batch, encoder: DocumentEncoder) -> Batch:
             batch.encoded.append(item)
         else:
             try:
-                batch.encoded.append(encoder.encode(item.example))
+                batch.encoded.append(encoder.encode(item.example, batch.notices))
             except RowError as error:
                 batch.encoded.append(BadRow(item.where, str(error)))
     return batch
@@ -65,16 +67,19 @@ def encode_batch(batch: Batch, encoder: DocumentEncoder) -> Batch:
 def batches_of(records: Iterator[Record | BadRow], shape: Shape) -> Iterator[Batch]:
     """Groups records into batches of about 1 Mi characters, cutting long texts into pieces."""
     items: list[Piece | Whole | BadRow] = []
+    notices: Counter[str] = Counter()
     chars = 0
     for record in records:
+        if isinstance(record, Record):
+            notices.update(f"column {column!r} is not used" for column in shape.unused(record.row))
         for item in _items_of(record, shape):
             items.append(item)
             chars += _chars(item)
             if chars >= BATCH_CHARS or len(items) >= BATCH_ITEMS:
-                yield Batch(items)
-                items, chars = [], 0
+                yield Batch(items, notices=notices)
+                items, notices, chars = [], Counter(), 0
     if items:
-        yield Batch(items)
+        yield Batch(items, notices=notices)
 
 
 def _items_of(record: Record | BadRow, shape: Shape) -> Iterator[Piece | Whole | BadRow]:
@@ -86,8 +91,13 @@ def _items_of(record: Record | BadRow, shape: Shape) -> Iterator[Piece | Whole |
     except RowError as error:
         yield BadRow(record.where, str(error))
         return
-    if isinstance(example, ChatExample) or example.prompt is not None:
+    if not isinstance(example, TextExample) or example.prompt is not None:
         yield Whole(example, record.where)
+        return
+    try:
+        example.text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        yield BadRow(record.where, half_a_pair(example.text[error.start]))
         return
     previous: str | None = None
     for piece in cut_text(example.text):
@@ -102,6 +112,8 @@ def _chars(item: Piece | Whole | BadRow) -> int:
         return 0
     if isinstance(item, Piece):
         return len(item.text)
+    if isinstance(item.example, TokensExample):
+        return len(item.example.ids)
     if isinstance(item.example, TextExample):
         return len(item.example.text) + len(item.example.prompt or "")
     return sum(len(message["content"]) for message in item.example.messages)

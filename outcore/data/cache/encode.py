@@ -7,6 +7,7 @@ and a large file never sits in RAM. A document ends with EOS, and begins with BO
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from outcore.data.basis import DataError
 from outcore.data.chat import ChatEncoder
-from outcore.data.errors import DataError
-from outcore.data.rows import ChatExample, TextExample
+from outcore.data.rows import ChatExample, Example, TokensExample
 
 NO_LOSS = np.uint32(1 << 31)
 TOKEN = np.uint32(NO_LOSS - np.uint32(1))
@@ -65,6 +66,16 @@ class DocumentEncoder:
     tokenizer: Any
     train_on_prompt: bool = False
     encoder_decoder: bool = False
+    last_turn_only: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Only the settings travel to another process; what was learned about the template is learned again there."""
+        return DocumentEncoder, (self.tokenizer, self.train_on_prompt, self.encoder_decoder, self.last_turn_only)
+
+    @cached_property
+    def chat(self) -> ChatEncoder:
+        """Encoder of conversations."""
+        return ChatEncoder(self.tokenizer, self.train_on_prompt, self.last_turn_only)
 
     def end_token_id(self) -> int:
         """EOS, or SEP for tokenizers that only have that; DataError when there is neither."""
@@ -105,33 +116,55 @@ class DocumentEncoder:
         return [_checked(ids) for ids in encoded]
 
     def encode_text(self, text: str) -> np.ndarray:
-        before, after = self.edges
-        return np.concatenate([before, *self.encode_pieces(list(cut_text(text))), after])
+        """One document's tokens, between BOS and EOS."""
+        return self.between_edges(np.concatenate([*self.encode_pieces(list(cut_text(text))), np.empty(0, np.uint32)]))
 
-    def encode(self, example: TextExample | ChatExample) -> np.ndarray:
-        """One document's tokens with loss bits; encoder-decoder: source tokens (no loss), then target tokens (loss)."""
+    def between_edges(self, ids: np.ndarray) -> np.ndarray:
+        """The tokens with BOS before and EOS behind them, where the text does not have them already."""
+        before, after = self.edges
+        parts = [ids]
+        if len(before) and not (len(ids) and ids[0] == before[0]):
+            parts.insert(0, before)
+        if not (len(ids) and ids[-1] == after[0]):
+            parts.append(after)
+        return np.concatenate(parts)
+
+    def encode(self, example: Example, notices: Counter[str] | None = None) -> np.ndarray:
+        """One document's tokens with loss bits; encoder-decoder: source tokens (no loss), then target tokens (loss).
+
+        `notices` counts what of a conversation the chat template does not write. Raises RowError.
+        """
         if isinstance(example, ChatExample):
-            return self._encode_chat(example)
+            return self._encode_chat(example, notices)
+        if isinstance(example, TokensExample):
+            ids = _checked(example.ids)
+            return np.where(np.asarray(example.has_loss, dtype=bool), ids, ids | NO_LOSS).astype(np.uint32)
         if example.prompt is None:
             return self.encode_text(example.text)
-        before, after = self.edges
         prompt, completion = self.encode_pieces([example.prompt, example.text])
         if self.encoder_decoder:
-            source, target = np.concatenate([prompt, after]), np.concatenate([completion, after])
-        else:
-            source, target = np.concatenate([before, prompt]), np.concatenate([completion, after])
-        if not self.train_on_prompt or self.encoder_decoder:
-            source = source | NO_LOSS
-        return np.concatenate([source, target])
+            source, target = (self._ended(ids) for ids in (prompt, completion))
+            return np.concatenate([source | NO_LOSS, target])
+        whole = self.between_edges(np.concatenate([prompt, completion]))
+        begin = len(self.edges[0]) if len(self.edges[0]) and not (len(prompt) and prompt[0] == self.edges[0][0]) else 0
+        asked = min(begin + len(prompt), len(whole))
+        if not self.train_on_prompt:
+            whole[:asked] |= NO_LOSS
+        return whole
 
-    def _encode_chat(self, example: ChatExample) -> np.ndarray:
-        encoder = ChatEncoder(self.tokenizer, self.train_on_prompt)
+    def _ended(self, ids: np.ndarray) -> np.ndarray:
+        after = self.edges[1]
+        return ids if len(ids) and ids[-1] == after[0] else np.concatenate([ids, after])
+
+    def _encode_chat(self, example: ChatExample, notices: Counter[str] | None) -> np.ndarray:
         if self.encoder_decoder:
-            after = self.edges[1]
-            source, target = encoder.split_last_turn(example)
-            return np.concatenate([np.concatenate([_checked(source), after]) | NO_LOSS, _checked(target), after])
-        ids, has_loss = encoder.encode(example)
-        return np.where(has_loss, _checked(ids), _checked(ids) | NO_LOSS).astype(np.uint32)
+            source, target = self.chat.split_last_turn(example)
+            return np.concatenate([self._ended(_checked(source)) | NO_LOSS, self._ended(_checked(target))])
+        encoded = self.chat.encode(example)
+        if notices is not None:
+            notices.update(encoded.notices)
+        ids = _checked(encoded.ids)
+        return np.where(encoded.has_loss, ids, ids | NO_LOSS).astype(np.uint32)
 
 
 def _checked(ids: Any) -> np.ndarray:

@@ -12,8 +12,8 @@ from typing import Any
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from outcore.common.quantities import format_s
+from outcore.data.basis import CacheError
 from outcore.data.cache.arrays import Arrays, ArraysWriter, DamagedArrays, explained, open_arrays
-from outcore.data.errors import CacheError
 
 SAY_AFTER_S = 2.0
 

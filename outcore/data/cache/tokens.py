@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -20,19 +21,20 @@ from typing import Any
 import numpy as np
 
 from outcore.common.quantities import format_count
+from outcore.data.basis import DataError, DataSettings
 from outcore.data.cache.arrays import Arrays, ArraysWriter, ArrayWriter
 from outcore.data.cache.batches import Batch, Piece, batches_of, encode_in_order
 from outcore.data.cache.encode import TOKEN, DocumentEncoder, carries_loss
 from outcore.data.cache.lock import open_or_build
-from outcore.data.errors import DataError
 from outcore.data.rows import Shape, detect_shape
-from outcore.data.settings import DataSettings
 from outcore.data.sources import BadRow, BadRows, Record, Source, translate
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 """Part of every key: raise it when what is stored, or how text becomes tokens, changes."""
 DETECT_ROWS = 16
 TELL_EVERY_S = 10.0
+LOSS_SHARES = 10
+"""Documents are counted by the share of their tokens that carry loss, in tenths."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ def open_token_cache(
         "columns": [settings.text_column, settings.prompt_column, settings.completion_column, settings.messages_column],
         "on_bad_row": settings.on_bad_row,
         "train_on_prompt": settings.train_on_prompt,
+        "train_on_last_turn": settings.train_on_last_turn,
         "encoder_decoder": encoder.encoder_decoder,
         "limit": None if limit is None else [limit.rows, limit.seq_length, limit.packed],
     }
@@ -156,6 +159,8 @@ def _build(
         "loss_tokens": documents.loss_tokens,
         "bad_rows": bad_rows.count,
         "bad_row_examples": bad_rows.examples,
+        "notices": dict(documents.notices.most_common()),
+        "loss_share_counts": documents.loss_shares,
         "source": source.name,
         "stopped_early": documents.is_enough,
     }
@@ -201,10 +206,13 @@ class _Documents:
         self.before, self.after = encoder.edges
         self.bad_rows, self.limit = bad_rows, limit
         self.count = self.empty = self.loss_tokens = self.max_token_id = 0
+        self.notices: Counter[str] = Counter()
+        self.loss_shares = [0] * LOSS_SHARES
         self._ends: list[int] = [0]
         self._first: list[int] = []
         self._start: int | None = None
-        self._row_tokens = 0
+        self._first_token = self._row_tokens = 0
+        self._last_id = -1
 
     @property
     def is_enough(self) -> bool:
@@ -215,6 +223,7 @@ class _Documents:
         )
 
     def add(self, batch: Batch) -> None:
+        self.notices.update(batch.notices)
         for item, encoded in zip(batch.items, batch.encoded, strict=True):
             if self.is_enough:
                 return
@@ -236,15 +245,20 @@ class _Documents:
     def _add_piece(self, ids: np.ndarray, is_last: bool) -> None:
         if self._start is None:
             self._start = self.tokens.length
-            self.tokens.append(self.before)
+            if not (len(self.before) and len(ids) and ids[0] == self.before[0]):  # the text may begin with BOS itself
+                self.tokens.append(self.before)
+            self._first_token = self.tokens.length
         self.tokens.append(ids)
+        if len(ids):
+            self._last_id = int(ids[-1])
         if not is_last:
             return
-        if self.tokens.length == self._start + len(self.before):
+        if self.tokens.length == self._first_token:
             self._take_back()
             self.empty += 1
             return
-        self.tokens.append(self.after)
+        if self._last_id != int(self.after[0]):
+            self.tokens.append(self.after)
         length = self.tokens.length - self._start
         self._start = None
         self._close(length, 1, length - 1)
@@ -257,6 +271,7 @@ class _Documents:
     def _close(self, length: int, first_loss: int, loss_tokens: int) -> None:
         self.count += 1
         self.loss_tokens += loss_tokens
+        self.loss_shares[min(LOSS_SHARES - 1, LOSS_SHARES * loss_tokens // max(1, length - 1))] += 1
         self._row_tokens += length if self.limit is None else min(length, self.limit.seq_length)
         self._ends.append(self.tokens.length)
         self._first.append(first_loss)

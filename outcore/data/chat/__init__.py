@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from outcore.data.chat.encoder import ChatEncoder, default_template, ensure_chat_template
+from outcore.data.chat.default import default_template, ensure_chat_template
+from outcore.data.chat.encoder import ChatEncoder, Encoded
 
-__all__ = ["ChatEncoder", "default_template", "ensure_chat_template"]
+__all__ = ["ChatEncoder", "Encoded", "default_template", "ensure_chat_template"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from outcore.data.errors import DataError
+from outcore.data.basis import DataError
 from outcore.data.layout.dataset import MicroBatch, RowDataset
 from outcore.data.layout.permutation import Permutation
 

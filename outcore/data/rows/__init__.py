@@ -1,7 +1,8 @@
-"""Shapes of rows, told apart by their columns, and what each row becomes: a text or a conversation."""
+"""Shapes of rows, told apart by their columns, and what each row becomes: text, a conversation, or tokens."""
 
 from __future__ import annotations
 
-from outcore.data.rows.shapes import ChatExample, Shape, TextExample, detect_shape
+from outcore.data.rows.examples import ChatExample, Example, TextExample, TokensExample
+from outcore.data.rows.shapes import KINDS, Kind, Shape, detect_shape
 
-__all__ = ["ChatExample", "Shape", "TextExample", "detect_shape"]
+__all__ = ["KINDS", "ChatExample", "Example", "Kind", "Shape", "TextExample", "TokensExample", "detect_shape"]

@@ -1,54 +1,74 @@
-"""Shapes of rows told apart by themselves, and each turned into one of two examples: text, or a conversation.
+"""Shapes of rows: one table of what each is known by, what is asked, what carries loss; and how the first rows choose.
 
 Columns named in the settings decide; otherwise the first rows' column names and the types of their values do. Every
-other row must have the shape of the first: one that has not is a bad row, with the reason.
+other row must have the shape of the first: one that has not is a bad row, with the reason. A column that a shape does
+not use is counted and named, never dropped without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outcore.data.errors import DataError, nearest, shorten
-from outcore.data.settings import DataSettings
+from outcore.data.basis import DataError, DataSettings, nearest
+from outcore.data.rows import readings
+from outcore.data.rows.examples import Example
+from outcore.data.rows.messages import message_list
 from outcore.data.sources import RowError
 
 TEXT_COLUMNS = ("text", "content", "document", "body", "raw_content", "markdown", "code")
-PROMPT_COLUMNS = ("prompt", "question", "query", "input", "source", "problem")
-COMPLETION_COLUMNS = ("completion", "response", "answer", "output", "target", "solution", "chosen")
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat")
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "assistant",
-}
-ROLES = ("system", "developer", "user", "assistant", "tool")
+PROMPT_COLUMNS = ("prompt", "question", "query", "problem", "input", "source")
+COMPLETION_COLUMNS = ("completion", "response", "output", "solution", "answer", "target", "chosen")
+"""In the order of preference: a worked solution is trained before the bare answer beside it."""
+SOURCE_PARTNERS = ("target",)
+"""`source` is a prompt beside these only; elsewhere it names where a row comes from."""
+ANSWERS_TO_INSTRUCTION = ("output", "response", "completion", "answer")
+MEDIA_COLUMNS = ("image", "images", "audio", "audios", "video", "videos")
+PLACEHOLDERS = ("<image>", "<audio>", "<video>", "<|image|>", "<|image_pad|>")
+_CHAT_EXTRAS = ("tools", "functions", "chat_template_kwargs")
 
 
-@dataclass(frozen=True, slots=True)
-class TextExample:
-    """Plain text, all of it trained on; or, with `prompt`, a completion after a prompt."""
+@dataclass(frozen=True)
+class Kind:
+    """One line of the table of shapes."""
 
-    text: str
-    prompt: str | None = None
+    name: str
+    known_by: str
+    """The columns that make a row one of this kind, in words."""
+    asked: str
+    """What carries no loss."""
+    loss: str
+    """What carries loss."""
+    extras: tuple[str, ...]
+    """Further columns that are used where a row has them."""
+    read: Callable[[Mapping[str, Any], tuple[str, ...]], Example]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatExample:
-    """Messages with `role` and `content`, for the tokenizer's chat template."""
-
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None = None
+KINDS: Mapping[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("tokens", "input_ids", "labels of -100, masks of 0", "labels, or every token where there are none",
+             ("labels", "attention_mask", "assistant_masks", "completion_mask"), readings.tokens),
+        Kind("messages", "messages (or conversations, dialog, chat) of {role, content}", "all other messages",
+             "every assistant message: reasoning, words, tool calls, end of turn",
+             ("system", *_CHAT_EXTRAS), readings.conversation),
+        Kind("sharegpt", "conversations of {from, value}", "all other messages",
+             "every assistant (gpt, function_call) message", ("system", *_CHAT_EXTRAS), readings.conversation),
+        Kind("alpaca", "instruction + output (or response, completion, answer)",
+             "system, history's questions, instruction, input or context", "output, and history's answers",
+             ("input", "context", "history", "system", *_CHAT_EXTRAS), readings.alpaca),
+        Kind("prompt_completion", "prompt + completion, question + answer, problem + solution, ...",
+             "the prompt, with context before it; a list of messages too", "the completion",
+             ("context", "rejected", *_CHAT_EXTRAS), readings.pair),
+        Kind("preference", "chosen + rejected", "what chosen and rejected have in common", "the rest of chosen",
+             ("rejected", *_CHAT_EXTRAS), readings.preference),
+        Kind("text", "text (or content, document, ...; or the only column of text)", "nothing", "all of it", (),
+             readings.text),
+    )
+}  # fmt: skip
+"""Name -> kind, in the order in which rows are tried."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +81,35 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.format} (from {', '.join(self.columns)})"
 
-    def example(self, row: Mapping[str, Any]) -> TextExample | ChatExample:
+    @property
+    def kind(self) -> Kind:
+        """The line of the table."""
+        return KINDS[self.format]
+
+    def example(self, row: Mapping[str, Any]) -> Example:
         """One row's example. Raises RowError saying what is wrong with the row."""
         for column in self.columns:
             if column not in row:
                 raise RowError(f"no column {column!r}{nearest(column, row)}; the row has: {', '.join(row) or 'none'}")
-        if self.format == "text":
-            return TextExample(_text(row, self.columns[0]))
-        if self.format == "prompt_completion":
-            return _prompt_completion(row, *self.columns)
-        if self.format == "alpaca":
-            return _alpaca(row)
-        tools = row.get("tools")
-        messages = _messages(row[self.columns[0]], self.columns[0], sharegpt=self.format == "sharegpt")
-        if isinstance(row.get("system"), str) and row["system"].strip() and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": row["system"]})
-        return ChatExample(messages, tools if isinstance(tools, list) and tools else None)
+        self._check_media(row)
+        return self.kind.read(row, self.columns)
+
+    def unused(self, row: Mapping[str, Any]) -> Iterator[str]:
+        """Columns of the row that hold something and that this shape does not read."""
+        for column, value in row.items():
+            if column not in self.columns and column not in self.kind.extras and value not in (None, "", [], {}):
+                yield column
+
+    def _check_media(self, row: Mapping[str, Any]) -> None:
+        for column in MEDIA_COLUMNS:
+            if column in self.columns or row.get(column) in (None, "", [], {}):
+                continue
+            texts = "" if self.format != "text" else str(row[self.columns[0]])
+            if self.format != "text" or any(mark in texts for mark in PLACEHOLDERS):
+                raise RowError(
+                    f"column {column!r} holds media that belong to the text, and only text can be trained. Leave such "
+                    "rows out, or drop the column if the text stands without it"
+                )
 
 
 def detect_shape(rows: Sequence[Mapping[str, Any]], settings: DataSettings, name: str) -> Shape:
@@ -90,39 +123,57 @@ def detect_shape(rows: Sequence[Mapping[str, Any]], settings: DataSettings, name
         return Shape(
             "prompt_completion", (prompt, _existing(settings.completion_column, columns, "completion_column", name))
         )
-    conversation = _conversation_column(first)
     if settings.messages_column:
-        conversation = _existing(settings.messages_column, columns, "messages_column", name)
-    is_sharegpt = conversation is not None and _is_sharegpt(first[conversation])
-    alpaca = "instruction" in first and "output" in first
-    prompt = next((column for column in PROMPT_COLUMNS if _is_prompt(first.get(column))), None)
-    completion = next((column for column in COMPLETION_COLUMNS if _is_prompt(first.get(column))), None)
-    text = next((column for column in TEXT_COLUMNS if isinstance(first.get(column), str)), None)
-    if text is None:
-        texts = [column for column in columns if isinstance(first[column], str)]
-        text = texts[0] if len(texts) == 1 and not conversation else None
-
-    found: dict[str, Shape] = {}  # in the order in which auto prefers them
-    if conversation and is_sharegpt:
-        found["sharegpt"] = Shape("sharegpt", (conversation,))
-    elif conversation:
-        found["messages"] = Shape("messages", (conversation,))
-    if alpaca:
-        found["alpaca"] = Shape("alpaca", ("instruction", "output"))
-    if prompt and completion:
-        found["prompt_completion"] = Shape("prompt_completion", (prompt, completion))
-    if text:
-        found["text"] = Shape("text", (text,))
+        _existing(settings.messages_column, columns, "messages_column", name)
+    found = _found(first, columns, settings.messages_column)
     if settings.format == "auto" and found:
         return next(iter(found.values()))
     if settings.format in found:
         return found[settings.format]
     wanted = "no known shape" if settings.format == "auto" else f"not the shape {settings.format!r}"
+    known = "; ".join(f"{kind.name}: {kind.known_by}" for kind in KINDS.values())
     raise DataError(
         f"{name}: its columns ({', '.join(columns) or 'none'}) have {wanted}. Name them with text_column, with "
-        "prompt_column and completion_column, or with messages_column; known without naming: text; prompt + "
-        f"completion; instruction (+ input) + output; conversations [{{from, value}}]; messages [{{role, content}}]"
+        f"prompt_column and completion_column, or with messages_column; known without naming: {known}"
     )
+
+
+def _found(first: Mapping[str, Any], columns: Sequence[str], messages_column: str | None) -> dict[str, Shape]:
+    """The shapes that fit, in the order in which auto prefers them."""
+    found: dict[str, Shape] = {}
+    if isinstance(first.get("input_ids"), list):
+        found["tokens"] = Shape("tokens", ("input_ids",))
+    conversation = messages_column or next((c for c in CONVERSATION_COLUMNS if message_list(first.get(c))), None)
+    if conversation:
+        messages = message_list(first[conversation]) or []
+        is_sharegpt = bool(messages) and "from" in messages[0] and "role" not in messages[0]
+        name = "sharegpt" if is_sharegpt else "messages"
+        found[name] = Shape(name, (conversation,))
+    answer = next((c for c in ANSWERS_TO_INSTRUCTION if isinstance(first.get(c), str)), None)
+    if isinstance(first.get("instruction"), str) and answer:
+        found["alpaca"] = Shape("alpaca", ("instruction", answer))
+    if pair := _pair(first):
+        found["prompt_completion"] = Shape("prompt_completion", pair)
+    if _is_prompt(first.get("chosen")) and _is_prompt(first.get("rejected")):
+        found["preference"] = Shape("preference", ("chosen", "rejected"))
+    text = next((column for column in TEXT_COLUMNS if isinstance(first.get(column), str)), None)
+    if text is None:
+        texts = [column for column in columns if isinstance(first[column], str)]
+        text = texts[0] if len(texts) == 1 and not conversation else None
+    if text:
+        found["text"] = Shape("text", (text,))
+    return found
+
+
+def _pair(first: Mapping[str, Any]) -> tuple[str, str] | None:
+    for prompt in PROMPT_COLUMNS:
+        if not _is_prompt(first.get(prompt)):
+            continue
+        partners = SOURCE_PARTNERS if prompt == "source" else COMPLETION_COLUMNS
+        for completion in partners:
+            if _is_prompt(first.get(completion)):
+                return prompt, completion
+    return None
 
 
 def _existing(column: str, columns: Sequence[str], setting: str, name: str) -> str:
@@ -134,93 +185,5 @@ def _existing(column: str, columns: Sequence[str], setting: str, name: str) -> s
     return column
 
 
-def _is_message_list(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
-
-
-def _is_sharegpt(value: Any) -> bool:
-    return _is_message_list(value) and "from" in value[0] and "role" not in value[0]
-
-
 def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or _is_message_list(value)
-
-
-def _conversation_column(first: Mapping[str, Any]) -> str | None:
-    for column in CONVERSATION_COLUMNS:
-        if _is_message_list(first.get(column)) and ({"role", "from"} & set(first[column][0])):
-            return column
-    return None
-
-
-def _text(row: Mapping[str, Any], column: str) -> str:
-    value = row[column]
-    if not isinstance(value, str):
-        found = "nothing (null)" if value is None else f"{type(value).__name__} {shorten(repr(value), 60)}"
-        raise RowError(f"column {column!r} should hold text, found {found}")
-    return value
-
-
-def _prompt_completion(row: Mapping[str, Any], prompt: str, completion: str) -> TextExample | ChatExample:
-    if _is_message_list(row[prompt]) or _is_message_list(row[completion]):
-        asked = row[prompt] if _is_message_list(row[prompt]) else [{"role": "user", "content": _text(row, prompt)}]
-        told = row[completion]
-        if not _is_message_list(told):
-            told = [{"role": "assistant", "content": _text(row, completion)}]
-        return ChatExample(_messages([*asked, *told], prompt, sharegpt=False))
-    text = _text(row, completion)
-    if not text.strip():
-        raise RowError(f"column {completion!r} is empty: nothing to learn from")
-    return TextExample(text, prompt=_text(row, prompt))
-
-
-def _alpaca(row: Mapping[str, Any]) -> ChatExample:
-    asked, told = _text(row, "instruction"), _text(row, "output")
-    if not told.strip():
-        raise RowError("column 'output' is empty: nothing to learn from")
-    if row.get("input") is not None and (more := _text(row, "input").strip()):
-        asked = f"{asked}\n\n{more}"
-    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]
-    if isinstance(row.get("system"), str) and row["system"].strip():
-        messages.insert(0, {"role": "system", "content": row["system"]})
-    return ChatExample(messages)
-
-
-def _messages(value: Any, column: str, *, sharegpt: bool) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise RowError(f"column {column!r} should hold a list of messages, found {shorten(repr(value), 60)}")
-    role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
-    messages = []
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, Mapping):
-            raise RowError(f"message {number} of {column!r} is not an object: {shorten(repr(message), 60)}")
-        for key in (role_key, content_key):
-            if key not in message and not (key == "content" and message.get("tool_calls")):
-                raise RowError(f"message {number} of {column!r} has no {key!r}; it has: {', '.join(message)}")
-        role = message[role_key]
-        role = SHAREGPT_ROLES.get(str(role).lower()) if sharegpt else role
-        if role not in ROLES:
-            allowed = SHAREGPT_ROLES if sharegpt else ROLES
-            raise RowError(
-                f"message {number} of {column!r} has an unknown role {message[role_key]!r}; known: {', '.join(allowed)}"
-            )
-        kept = {key: item for key, item in message.items() if key not in (role_key, content_key) and item is not None}
-        messages.append({**kept, "role": role, "content": _content(message.get(content_key), number, column)})
-    if not any(message["role"] == "assistant" for message in messages):
-        raise RowError(f"column {column!r} has no assistant message: nothing to learn from")
-    return messages
-
-
-def _content(value: Any, number: int, column: str) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        parts = []
-        for part in value:
-            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise RowError(f"message {number} of {column!r} has a part that is not text: {shorten(repr(part), 60)}")
-            parts.append(part["text"])
-        return "".join(parts)
-    raise RowError(f"the content of message {number} of {column!r} should be text, found {type(value).__name__}")
+    return isinstance(value, str) or message_list(value) is not None

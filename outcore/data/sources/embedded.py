@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.quantities import MB
-from outcore.data.errors import DataError
+from outcore.data.basis import DataError
 from outcore.data.sources.records import BadRow, Record, Where
 
 MAX_TOTAL_BYTES = 12 * MB

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from outcore.data.errors import DataError, nearest, shorten
+from outcore.data.basis import DataError, nearest, shorten
 from outcore.data.sources.paths import LOCAL_ALTERNATIVES
-from outcore.data.sources.records import BadRow, Record, Where
+from outcore.data.sources.records import BadRow, Record, Where, without_filled_nulls
 
 STREAM_ABOVE_SHARE_OF_RAM = 0.25
 
@@ -70,7 +70,7 @@ class HubSource:
     def records(self) -> Iterator[Record | BadRow]:
         try:
             for number, row in enumerate(self._dataset, start=1):
-                yield Record(Where(self.name, "row", number), dict(row))
+                yield Record(Where(self.name, "row", number), without_filled_nulls(row))
         except (OSError, RuntimeError) as error:
             raise _explain(error, self.name, self.dataset_id) from error
 
@@ -103,7 +103,7 @@ class SavedDatasetSource:
 
     def records(self) -> Iterator[Record | BadRow]:
         for number, row in enumerate(self._dataset, start=1):
-            yield Record(Where(self.name, "row", number), dict(row))
+            yield Record(Where(self.name, "row", number), without_filled_nulls(row))
 
     def notes(self) -> list[str]:
         return []

@@ -11,7 +11,7 @@ import platform
 import re
 from pathlib import Path
 
-from outcore.data.errors import DataError, nearest
+from outcore.data.basis import DataError, nearest
 
 DATA_EXTENSIONS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 COMPRESSED_EXTENSIONS = (".gz", ".zst")

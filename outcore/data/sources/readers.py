@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.quantities import MIB, format_gib
-from outcore.data.errors import DataError, shorten
-from outcore.data.sources.records import BadRow, Record, Where
+from outcore.data.basis import DataError, shorten
+from outcore.data.sources.records import BadRow, Record, Where, without_filled_nulls
 from outcore.data.sources.textfile import HEAD_BYTES, BadText, decode, iterate_lines, iterate_text, plain_suffix
 
 PARQUET_ROWS = 1024
@@ -227,7 +227,7 @@ def read_parquet(path: Path) -> RowsOf:
             for batch in file.iter_batches(batch_size=PARQUET_ROWS):
                 for row in batch.to_pylist():
                     number += 1
-                    yield Record(Where(str(path), "row", number), row)
+                    yield Record(Where(str(path), "row", number), without_filled_nulls(row))
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
             f"{path} is not a readable parquet file ({shorten(str(error))}). Was it damaged or cut short? Copy it again"

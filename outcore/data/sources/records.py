@@ -5,11 +5,11 @@ Sources are iterated once per cache build and hold one row, or one block of a la
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from outcore.data.errors import DataError
+from outcore.data.basis import DataError
 
 
 class Where(NamedTuple):
@@ -45,6 +45,26 @@ class BadRow:
 
 class RowError(ValueError):
     """Raised while one row is turned into an example; becomes a BadRow with its place."""
+
+
+def half_a_pair(character: str) -> str:
+    """What is wrong with a text that no tokenizer can take."""
+    return f"a text contains half of a surrogate pair (U+{ord(character):04X}), which is no character"
+
+
+def without_filled_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a file with typed columns, without the nulls that such a file fills in.
+
+    There every object of a column has the keys of all of them, so that one row's tool arguments appear as nulls in the
+    others. The row's own columns stay, null or not.
+    """
+    return {column: _without_nulls(value) for column, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 @dataclass

@@ -11,8 +11,7 @@ from typing import Any
 
 from outcore.common.quantities import MIB, format_gb
 from outcore.common.words import nearest
-from outcore.data.errors import DataError
-from outcore.data.settings import EMBEDDED, DataSettings
+from outcore.data.basis import EMBEDDED, DataError, DataSettings
 from outcore.data.sources.embedded import EmbeddedSource
 from outcore.data.sources.hub import HubSource, SavedDatasetSource
 from outcore.data.sources.paths import (

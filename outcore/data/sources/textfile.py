@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from outcore.common.quantities import MIB
-from outcore.data.errors import DataError
+from outcore.data.basis import DataError
 
 BLOCK_BYTES = 4 * MIB
 HEAD_BYTES = 4096

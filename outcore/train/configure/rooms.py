@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from outcore.config import ConfigError, TrainConfig, nearest
-from outcore.data import DataSettings
-from outcore.data.settings import DEFAULT_TEXT_EXTENSIONS
+from outcore.data import DEFAULT_TEXT_EXTENSIONS, DataSettings
 from outcore.engine.deepspeed.settings import DeepSpeedSettings
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.train.configure.schedule import COSINE_FLOOR, LrSchedule, RunLength
@@ -115,6 +114,8 @@ def data_settings_of(config: TrainConfig, seq_length: int, packing: str) -> Data
         max_train_samples=config.max_train_samples,
         max_eval_samples=config.max_eval_samples,
         train_on_prompt=config.train_on_prompt,
+        train_on_last_turn=config.train_on_last_turn,
+        long_rows=config.long_rows,
         text_extensions=tuple(config.text_extensions.split(",")) if config.text_extensions else DEFAULT_TEXT_EXTENSIONS,
     )
 

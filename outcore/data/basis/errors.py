@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from outcore.common import words
 
@@ -23,6 +23,13 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     """' (nearest: X)' when one of the candidates looks like a misspelling of `name`, else ''."""
     found = words.nearest(name, candidates)
     return f" (nearest: {found[0]!r})" if found else ""
+
+
+def common_beginning(texts: Sequence[str]) -> str:
+    """The longest text that all of them begin with; "" of none."""
+    shortest, longest = (min(texts), max(texts)) if texts else ("", "")  # in alphabetical order: others lie between
+    same = next((i for i, (a, b) in enumerate(zip(shortest, longest)) if a != b), min(len(shortest), len(longest)))
+    return shortest[:same]
 
 
 def shorten(text: str, limit: int = 120) -> str:

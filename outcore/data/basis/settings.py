@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from outcore.data.errors import DataError, nearest
+from outcore.data.basis.errors import DataError, nearest
 
 EMBEDDED = "embedded"
-FORMATS = ("auto", "text", "prompt_completion", "alpaca", "sharegpt", "messages")
+FORMATS = ("auto", "text", "prompt_completion", "alpaca", "sharegpt", "messages", "preference", "tokens")
 SWITCHES = ("auto", "on", "off")
 BAD_ROW_POLICIES = ("error", "skip")
+LONG_ROWS = ("keep_start", "keep_end", "split", "drop")
 DEFAULT_TEXT_EXTENSIONS = (".txt", ".text", ".md", ".rst")
 DEFAULT_CACHE_DIR = ".cache/outcore"
 """Beside the run, like checkpoints/ and logs/: token caches are large and belong on the drive the person chose."""
@@ -42,7 +43,7 @@ class DataSettings:
     completion_column: str | None = None
     messages_column: str | None = None
     format: str = "auto"
-    """auto | text | prompt_completion | alpaca | sharegpt | messages."""
+    """auto | text | prompt_completion | alpaca | sharegpt | messages | preference | tokens."""
     seq_length: int = 1024
     """Tokens in a row: long documents are cut into windows of this length, short ones packed or padded up to it."""
     packing: str = "auto"
@@ -62,6 +63,11 @@ class DataSettings:
     """At most this many evaluation rows."""
     train_on_prompt: bool = False
     """True: the loss covers prompts and user turns too, not only completions and assistant turns."""
+    train_on_last_turn: bool = False
+    """True: of a conversation only the last assistant turn carries loss."""
+    long_rows: str = "keep_start"
+    """keep_start | keep_end | split | drop: what becomes of a conversation or completion longer than seq_length. Plain
+    text is always split."""
     num_proc: int = 1
     """Processes that tokenise; 1 is right for fast tokenizers, which use every core by themselves."""
     text_extensions: tuple[str, ...] = DEFAULT_TEXT_EXTENSIONS
@@ -77,6 +83,11 @@ class DataSettings:
         self._one_of("packing", SWITCHES)
         self._one_of("streaming", SWITCHES)
         self._one_of("on_bad_row", BAD_ROW_POLICIES)
+        self._one_of("long_rows", LONG_ROWS)
+        if self.train_on_prompt and self.train_on_last_turn:
+            raise DataError(
+                "train_on_prompt puts loss on every turn and train_on_last_turn on the last only: choose one of them"
+            )
         self._whole("seq_length", MIN_SEQ_LENGTH, MAX_SEQ_LENGTH)
         self._whole("num_proc", 1, 1024)
         self._whole("seed", 0, 2**63 - 1)

@@ -1,0 +1,18 @@
+"""What every part of the data room uses: settings, and errors in words."""
+
+from __future__ import annotations
+
+from outcore.data.basis.errors import CacheError, DataError, TemplateError, common_beginning, nearest, shorten
+from outcore.data.basis.settings import DEFAULT_TEXT_EXTENSIONS, EMBEDDED, DataSettings
+
+__all__ = [
+    "DEFAULT_TEXT_EXTENSIONS",
+    "EMBEDDED",
+    "CacheError",
+    "DataError",
+    "DataSettings",
+    "TemplateError",
+    "common_beginning",
+    "nearest",
+    "shorten",
+]

@@ -1,0 +1,42 @@
+"""The template of tokenizers that have none: ChatML with tools, tool calls and reasoning, its marks in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_CHATML = (
+    "{%- set first = 0 -%}{%- if tools -%}{{- '<|im_start|>system\n' -}}"
+    "{%- if messages[0]['role'] == 'system' -%}{%- set first = 1 -%}{{- messages[0]['content'] + '\n\n' -}}"
+    "{%- endif -%}"
+    "{{- 'You may call these functions, described as JSON in <tools></tools>:\n<tools>' -}}"
+    "{%- for tool in tools -%}{{- '\n' + (tool | tojson) -}}{%- endfor -%}"
+    '{{- \'\n</tools>\nTo call one, write <tool_call>{"name": ..., "arguments": {...}}</tool_call>.\' -}}'
+    "{{- END + '\n' -}}"
+    "{%- endif -%}"
+    "{%- for message in messages[first:] -%}{{- '<|im_start|>' + message['role'] + '\n' -}}"
+    "{%- if message['role'] == 'assistant' -%}{%- generation -%}"
+    "{%- if message['reasoning_content'] -%}{{- '<think>\n' + message['reasoning_content'] + '\n</think>\n\n' -}}"
+    "{%- endif -%}{{- message['content'] -}}"
+    "{%- for call in message['tool_calls'] or [] -%}{%- set function = call['function'] or call -%}"
+    "{{- ('\n' if message['content'] or not loop.first else '') + '<tool_call>{\"name\": ' -}}"
+    "{{- (function['name'] | tojson) + ', \"arguments\": ' + (function['arguments'] | tojson) + '}</tool_call>' -}}"
+    "{%- endfor -%}"
+    "{{- END -}}{%- endgeneration -%}"
+    "{%- else -%}{{- message['content'] + END -}}{%- endif -%}{{- '\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
+
+
+def default_template(tokenizer: Any) -> str:
+    """ChatML, its turns ended by <|im_end|> where the tokenizer has that token, by its own EOS token otherwise."""
+    knows_chatml = tokenizer.convert_tokens_to_ids("<|im_end|>") not in (None, tokenizer.unk_token_id)
+    return _CHATML.replace("\n", "\\n").replace("END", "'<|im_end|>'" if knows_chatml else "eos_token")
+
+
+def ensure_chat_template(tokenizer: Any) -> str | None:
+    """Gives a tokenizer without chat template the default one; returns what to tell, None if it had one."""
+    if tokenizer.chat_template:
+        return None
+    tokenizer.chat_template = default_template(tokenizer)
+    end = "<|im_end|>" if "'<|im_end|>'" in tokenizer.chat_template else tokenizer.eos_token
+    return f"the tokenizer has no chat template: conversations are written as ChatML, each turn ended by {end}"
