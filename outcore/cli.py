@@ -12,6 +12,7 @@ from outcore.common.words import nearest
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "plan": ("outcore.plan.main", "will a model fit this machine, how fast, what to change"),
+        "data": ("outcore.data.main", "how rows are read, and which of their tokens bear loss"),
         "export": ("outcore.checkpoint.main", "a checkpoint as a model that from_pretrained loads, without a GPU"),
         "watch": ("outcore.monitor.screen.watch", "a running or finished run, live in the terminal"),
     }

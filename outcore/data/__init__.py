@@ -13,8 +13,9 @@ from outcore.data.layout import (
     MicroBatch,
     RowDataset,
 )
-from outcore.data.prepare import DataSummary, PreparedData, prepare_data
-from outcore.data.render import render_sample
+from outcore.data.prepare import PreparedData, prepare_data
+from outcore.data.show import render_sample
+from outcore.data.summary import DataSummary
 from outcore.data.tokenizer import load_or_train_tokenizer, load_tokenizer, train_byte_bpe
 
 __all__ = [

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from outcore.common.quantities import format_count
 from outcore.data.basis import EMBEDDED, DataError, DataSettings
 from outcore.data.cache import (
     Arrays,
@@ -35,72 +34,20 @@ from outcore.data.layout import (
     Segments,
     choose_rows,
     labels_of,
+    merged,
     rows_of,
     seq2seq_segments,
     split_documents,
     supervised_segments,
     text_windows,
 )
-from outcore.data.render import render_sample
+from outcore.data.show import render_sample
 from outcore.data.sources import open_source
+from outcore.data.summary import DataSummary
 from outcore.data.tokenizer import tokenizer_hash
 
 EMBEDDED_MAX_EVAL_SAMPLES = 64
 """Rows that the built-in text is evaluated on unless max_eval_samples says otherwise: seconds, not minutes."""
-
-
-@dataclass(frozen=True)
-class DataSummary:
-    """What was read and what became of it; `lines()` for people."""
-
-    source: str
-    shape: str
-    kind: str
-    seq_length: int
-    documents: int
-    tokens: int
-    loss_tokens: int
-    max_token_id: int
-    """Must be below the vocabulary size of the model."""
-    train_rows: int
-    train_tokens: int
-    eval_rows: int
-    padding_share: float
-    bad_rows: int
-    bad_row_examples: list[str]
-    empty_documents: int
-    truncated_documents: int
-    dropped_documents: int
-    cache_hit: bool
-    cache_path: str
-    loss_shares: list[int] = field(default_factory=list)
-    """Documents by the share of their tokens that carry loss, in tenths."""
-    notices: dict[str, int] = field(default_factory=dict)
-    """What the rows hold that is not used, in words -> in how many rows."""
-    notes: list[str] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        lines = [
-            f"data: {self.source}: {self.documents:,} documents, {format_count(self.tokens)} tokens "
-            f"({self.loss_tokens / max(1, self.tokens):.0%} carry loss), {self.shape}; "
-            f"{'token cache found' if self.cache_hit else 'tokenised'} in {self.cache_path}",
-            f"rows: {self.train_rows:,} to train on, {self.eval_rows:,} to evaluate, of {self.seq_length} tokens, "
-            f"{self.kind}, {self.padding_share:.1%} padding",
-        ]
-        if self.bad_rows:
-            lines.append(f"left out: {self.bad_rows:,} malformed rows, e.g. {'; '.join(self.bad_row_examples[:2])}")
-        if self.empty_documents:
-            lines.append(f"left out: {self.empty_documents:,} documents without anything to learn from")
-        if self.truncated_documents:
-            lines.append(
-                f"cut off at seq_length: {self.truncated_documents:,} documents (raise seq_length to keep their ends)"
-            )
-        if self.dropped_documents:
-            lines.append(
-                f"left out: {self.dropped_documents:,} documents whose answer begins behind seq_length: raise it"
-            )
-        lines += [f"{words} ({count:,} rows)" for words, count in self.notices.items()]
-        return lines + self.notes
 
 
 @dataclass(frozen=True)
@@ -111,6 +58,9 @@ class PreparedData:
     eval: RowDataset | None
     summary: DataSummary
     sample_text: str
+    """One document of each shape of rows, what bears loss in brackets."""
+    cache: TokenCache
+    """Every document of the training source."""
 
 
 def prepare_data(
@@ -135,8 +85,8 @@ def prepare_data(
     hashed = tokenizer_hash(tokenizer)
     source = open_source(settings)
     cache = open_token_cache(source, settings, encoder, hashed, _limit(settings, kind), say)
-    notes = source.notes()
-    if template_note and (cache.meta["is_text"] or "prompt_completion" in cache.meta["shape"]):
+    notes = [*source.notes(), *cache.meta["templates"]]
+    if template_note and not cache.meta["uses_template"]:
         tokenizer.chat_template = None  # not needed here, and an export should not claim one
     elif template_note:
         notes.append(template_note)
@@ -157,16 +107,23 @@ def prepare_data(
     if len(train) == 0:
         raise DataError(
             f"{source.name} leaves no row to train on: all {cache.documents} documents have their answer behind "
-            f"seq_length {settings.seq_length}. Raise seq_length"
+            f"seq_length {settings.seq_length} (long_rows: {settings.long_rows}). Raise seq_length"
         )
     if len(evaluation) == 0 and (settings.eval_fraction > 0 or eval_cache):
         notes.append("no evaluation: the data is a single row; name --eval_dataset to have one")
     summary = _summary(cache, train, evaluation, layout, kind, settings, notes)
-    return PreparedData(train, evaluation if len(evaluation) else None, summary, _sample(tokenizer, train))
+    return PreparedData(
+        train, evaluation if len(evaluation) else None, summary, _sample(tokenizer, cache, train), cache
+    )
 
 
 def _kind(settings: DataSettings, encoder_decoder: bool, packing_allowed: bool) -> str:
     if encoder_decoder:
+        if settings.long_rows != "keep_start":
+            raise DataError(
+                f"long_rows {settings.long_rows} does not go with an encoder-decoder model, whose source and target "
+                "are cut to seq_length each: use --long_rows keep_start"
+            )
         if settings.packing == "on":
             raise DataError("packing on does not go with an encoder-decoder model: use --packing auto or off")
         return "seq2seq"
@@ -200,12 +157,13 @@ def _open_layout(
             cache.key,
             eval_cache.key if eval_cache else None,
             [settings.seq_length, kind, settings.seed, fraction, settings.max_train_samples, max_eval],
+            settings.long_rows,
         ]
     )
 
     def build(writer: ArraysWriter) -> dict[str, Any]:
         segments = _split_segments(cache, eval_cache, settings, kind, fraction)
-        meta: dict[str, Any] = {"truncated": 0, "dropped": 0}
+        meta: dict[str, Any] = {"truncated": 0, "dropped": 0, "split": 0}
         for part, rows in (("train", settings.max_train_samples), ("eval", max_eval)):
             placed, row_ends = rows_of(segments[part], settings.seq_length, kind == "packed")
             placed, row_ends = choose_rows(placed, row_ends, rows, settings.seed)
@@ -213,6 +171,7 @@ def _open_layout(
                 writer.array(f"{part}_{name}", np.int64).append(values)
             meta["truncated"] += segments[part].truncated
             meta["dropped"] += segments[part].dropped
+            meta["split"] += segments[part].split
         return meta
 
     path = cache_folder(settings) / f"layout-{key}"
@@ -231,17 +190,21 @@ def _split_segments(
     elif fraction > 0 and len(eval_documents) == 0 and len(train) > 1:
         # Fewer documents than would make one for evaluation: the tail of the segments, in document order.
         kept = len(train) - max(1, int(len(train) * fraction))
-        evaluation = replace(train.take(slice(kept, None)), truncated=0, dropped=0)
+        evaluation = replace(train.take(slice(kept, None)), truncated=0, dropped=0, split=0)
         train = train.take(slice(0, kept))
     return {"train": train, "eval": evaluation}
 
 
 def _segments(cache: TokenCache, documents: np.ndarray, settings: DataSettings, kind: str) -> Segments:
-    if cache.meta["is_text"]:
-        window = settings.seq_length * (2 if kind == "seq2seq" else 1)
-        return text_windows(cache.offsets, documents, window)
-    cut = seq2seq_segments if kind == "seq2seq" else supervised_segments
-    return cut(cache.offsets, cache.first_loss, documents, settings.seq_length)
+    is_text = np.asarray(cache.is_text[documents], dtype=bool)
+    if kind == "seq2seq":
+        if is_text.all():
+            return text_windows(cache.offsets, documents, 2 * settings.seq_length)
+        if is_text.any():
+            raise DataError("an encoder-decoder model reads plain text or prompts with answers, not both in one folder")
+        return seq2seq_segments(cache.offsets, cache.first_loss, documents, settings.seq_length)
+    windows = text_windows(cache.offsets, documents[is_text], settings.seq_length)
+    return merged(windows, supervised_segments(cache, documents[~is_text], settings.seq_length, settings.long_rows))
 
 
 def _dataset(
@@ -291,19 +254,27 @@ def _summary(
         empty_documents=meta["empty_documents"],
         truncated_documents=layout.meta["truncated"],
         dropped_documents=layout.meta["dropped"],
+        split_documents=layout.meta["split"],
+        long_rows=settings.long_rows,
         cache_hit=cache.hit,
         cache_path=str(cache.arrays.path),
         loss_shares=list(meta["loss_share_counts"]),
+        loss_tokens_range=dict(meta["loss_tokens_range"]),
         notices=dict(meta["notices"]),
         notes=notes,
     )
 
 
-def _sample(tokenizer: Any, train: RowDataset) -> str:
-    tokens = train.documents_of(0)[0]
+def _sample(tokenizer: Any, cache: TokenCache, train: RowDataset) -> str:
+    """The first document of each shape, as far as a row holds it."""
     if train.kind == "seq2seq":
         batch = train.batch([0])
         source = batch["input_ids"][0][batch["attention_mask"][0].bool()].tolist()
         target = [label for label in batch["labels"][0].tolist() if label >= 0]
         return render_sample(tokenizer, source + target, [-100] * len(source) + target)
-    return render_sample(tokenizer, token_ids(tokens), labels_of(tokens))
+    found = []
+    for document in cache.meta["shape_firsts"].values():
+        start, end = int(cache.offsets[document]), int(cache.offsets[document + 1])
+        tokens = np.asarray(cache.tokens[start : min(end, start + train.seq_length)])
+        found.append(render_sample(tokenizer, token_ids(tokens), labels_of(tokens)))
+    return "\n\n".join(found)

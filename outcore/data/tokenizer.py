@@ -17,7 +17,7 @@ from typing import Any
 from outcore.data.basis import DataError, DataSettings, shorten
 from outcore.data.cache import build_lock, cache_folder, digest_of, explained, sync_folder
 from outcore.data.chat import default_template
-from outcore.data.rows import ChatExample, TextExample, detect_shape
+from outcore.data.rows import ChatExample, TextExample, shaped_records
 from outcore.data.sources import (
     Record,
     RowError,
@@ -166,20 +166,15 @@ def load_or_train_tokenizer(
 
 def _texts_of(source: Source, settings: DataSettings) -> Iterator[str]:
     """Every n-th text, so that the sample is spread over the data (files come in alphabetical order)."""
-    records = (item for item in source.records() if isinstance(item, Record))
-    shape = None
-    for number, record in enumerate(records):
-        if shape is None:
-            shape = None if source.is_text else detect_shape([record.row], settings, source.name)
+    records = (pair for pair in shaped_records(source, settings) if isinstance(pair[0], Record))
+    for number, (record, shape) in enumerate(records):
         if source.name.startswith("embedded") and number % 3 == 2:  # a third left out stays within TRAIN_CHARS
             continue
         try:
-            example = shape.example(record.row) if shape else record.row["text"]
+            example = shape.example(record.row)
         except RowError:
             continue  # reported, or counted, when the data is tokenised
-        if isinstance(example, str):
-            yield example
-        elif isinstance(example, ChatExample):
+        if isinstance(example, ChatExample):
             yield "\n".join(message["content"] for message in example.messages)
         elif isinstance(example, TextExample):
             yield example.text if example.prompt is None else f"{example.prompt} {example.text}"

@@ -73,5 +73,5 @@ def load_data(
     for line in data.summary.lines():
         say(line)
     if data.sample_text:
-        say(f"first sample, loss on the marked part:\n{data.sample_text}")
+        say(f"a sample of each shape of rows, loss on the marked parts:\n{data.sample_text}")
     return data

@@ -210,6 +210,7 @@ class RunContext:
                 "links": self._links(),
             },
             "model": {"words": engine.loaded.words, **asdict(engine.loaded.facts)},
+            "data": self.data.summary.header(),
             "plan": {
                 "total_steps": self.length.total_steps,
                 "train_batch_size": self.decided.config["train_batch_size"],

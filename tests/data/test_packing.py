@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -42,8 +43,12 @@ def dataset_of(lengths: list[int], seq_length: int, kind: str, first_loss: list[
     else:
         for number, first in enumerate(first_loss):
             tokens[offsets[number] : offsets[number] + first] |= NO_LOSS
-        cut = seq2seq_segments if kind == "seq2seq" else supervised_segments
-        segments = cut(offsets, np.asarray(first_loss), documents, seq_length)
+        first = np.asarray(first_loss)
+        if kind == "seq2seq":
+            segments = seq2seq_segments(offsets, first, documents, seq_length)
+        else:
+            cache = SimpleNamespace(tokens=tokens, offsets=offsets, first_loss=first)
+            segments = supervised_segments(cache, documents, seq_length)
     segments, row_ends = rows_of(segments, seq_length, kind == "packed")
     return RowDataset(tokens, segments.starts, segments.lengths, row_ends, seq_length, kind, 999_999, "f", is_text)
 
@@ -136,10 +141,30 @@ def test_conversations_are_cut_off_and_dropped_when_no_loss_is_left():
     dataset = dataset_of([10, 30, 30, 9], 16, "padded", first_loss=[4, 10, 20, 1])
     assert dataset.lengths.tolist() == [10, 16, 9] and dataset.starts.tolist() == [0, 10, 70]
     tokens, offsets = corpus([10, 30, 30, 9])
-    segments = supervised_segments(offsets, np.asarray([4, 10, 20, 1]), np.arange(4), 16)
+    cache = SimpleNamespace(tokens=tokens, offsets=offsets, first_loss=np.asarray([4, 10, 20, 1]))
+    segments = supervised_segments(cache, np.arange(4), 16)
     assert (segments.truncated, segments.dropped) == (1, 1)
     labels = dataset.batch([0])["labels"][0]
     assert (labels[:4] == -100).all() and labels[4:10].tolist() == tokens[4:10].tolist()
+
+
+def test_long_conversations_as_long_rows_says():
+    tokens, offsets = corpus([10, 30, 30])
+    tokens[:40] |= NO_LOSS
+    tokens[5] &= ~NO_LOSS
+    tokens[12] &= ~NO_LOSS  # the second document learns its third token only, the last one all
+    cache = SimpleNamespace(tokens=tokens, offsets=offsets, first_loss=np.asarray([5, 2, 1]))
+    everyone = np.arange(3)
+
+    def cut(how: str):
+        found = supervised_segments(cache, everyone, 16, how)
+        left_out = (found.truncated, found.dropped, found.split)
+        return list(zip(found.starts.tolist(), found.lengths.tolist())), left_out
+
+    assert cut("keep_start") == ([(0, 10), (10, 16), (40, 16)], (2, 0, 0))
+    assert cut("keep_end") == ([(0, 10), (54, 16)], (1, 1, 0))
+    assert cut("drop") == ([(0, 10)], (0, 2, 0))
+    assert cut("split") == ([(0, 10), (10, 16), (40, 16), (56, 14)], (0, 1, 2))
 
 
 def test_labels_of_marks_prompt_and_first_token():

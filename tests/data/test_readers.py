@@ -107,7 +107,7 @@ def test_csv(tmp_path: Path):
     path = tmp_path / "x.csv"
     path.write_bytes('\ufeffprompt, completion\r\n"a, b","line1\r\nline2"\r\nonly one\r\nc,d\r\n'.encode())
     records = list(read_csv(path))
-    assert rows(records) == [{"prompt": "a, b", "completion": "line1\nline2"}, {"prompt": "c", "completion": "d"}]
+    assert rows(records) == [{"prompt": "a, b", "completion": "line1\r\nline2"}, {"prompt": "c", "completion": "d"}]
     assert "line 4: 1 fields where the header has 2" in problems(records)[0]
 
 

@@ -28,6 +28,7 @@ class Piece:
 
     text: str
     is_last: bool
+    shape: str = "text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Whole:
 
     example: Example
     where: Where
+    shape: str
 
 
 @dataclass
@@ -64,12 +66,12 @@ def encode_batch(batch: Batch, encoder: DocumentEncoder) -> Batch:
     return batch
 
 
-def batches_of(records: Iterator[Record | BadRow], shape: Shape) -> Iterator[Batch]:
+def batches_of(records: Iterable[tuple[Record | BadRow, Shape]]) -> Iterator[Batch]:
     """Groups records into batches of about 1 Mi characters, cutting long texts into pieces."""
     items: list[Piece | Whole | BadRow] = []
     notices: Counter[str] = Counter()
     chars = 0
-    for record in records:
+    for record, shape in records:
         if isinstance(record, Record):
             notices.update(f"column {column!r} is not used" for column in shape.unused(record.row))
         for item in _items_of(record, shape):
@@ -92,7 +94,7 @@ def _items_of(record: Record | BadRow, shape: Shape) -> Iterator[Piece | Whole |
         yield BadRow(record.where, str(error))
         return
     if not isinstance(example, TextExample) or example.prompt is not None:
-        yield Whole(example, record.where)
+        yield Whole(example, record.where, str(shape))
         return
     try:
         example.text.encode("utf-8")
@@ -102,9 +104,9 @@ def _items_of(record: Record | BadRow, shape: Shape) -> Iterator[Piece | Whole |
     previous: str | None = None
     for piece in cut_text(example.text):
         if previous is not None:
-            yield Piece(previous, is_last=False)
+            yield Piece(previous, is_last=False, shape=str(shape))
         previous = piece
-    yield Piece(previous or "", is_last=not record.continued)
+    yield Piece(previous or "", is_last=not record.continued, shape=str(shape))
 
 
 def _chars(item: Piece | Whole | BadRow) -> int:

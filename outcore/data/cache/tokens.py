@@ -1,20 +1,22 @@
 """The token cache: every document of a source as tokens on the drive, built once per (data, tokenizer, format).
 
-Arrays: `tokens` uint32 (top bit = no loss), `offsets` int64 [documents + 1], `first_loss` int64 [documents]
-(position in the document of the first token that carries loss, the first token apart; the document's length if none
-does). The length of rows does not enter here but in the layout (layout.py), so that another seq_length does not
-tokenise again. Memory while building does not grow with the data: a batch of 1 Mi characters is under way at a time.
+Arrays: `tokens` uint32 (top bit = no loss), `offsets` int64 [documents + 1], `is_text` uint8 [documents] (1: plain
+text, which may be cut into windows), `first_loss` int64 [documents] (position in the document of the first token that
+carries loss, the first token apart; the document's length if none does). The length of rows does not enter here but in
+the layout, so that another seq_length does not tokenise again. Memory while building does not grow with the data: a
+batch of 1 Mi characters is under way at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,14 @@ import numpy as np
 from outcore.common.quantities import format_count
 from outcore.data.basis import DataError, DataSettings
 from outcore.data.cache.arrays import Arrays, ArraysWriter, ArrayWriter
-from outcore.data.cache.batches import Batch, Piece, batches_of, encode_in_order
+from outcore.data.cache.batches import Batch, Piece, Whole, batches_of, encode_in_order
 from outcore.data.cache.encode import TOKEN, DocumentEncoder, carries_loss
 from outcore.data.cache.lock import open_or_build
-from outcore.data.rows import Shape, detect_shape
-from outcore.data.sources import BadRow, BadRows, Record, Source, translate
+from outcore.data.rows import ChatExample, shaped_records
+from outcore.data.sources import BadRow, BadRows, Source, translate
 
 CACHE_VERSION = 2
 """Part of every key: raise it when what is stored, or how text becomes tokens, changes."""
-DETECT_ROWS = 16
 TELL_EVERY_S = 10.0
 LOSS_SHARES = 10
 """Documents are counted by the share of their tokens that carry loss, in tenths."""
@@ -65,6 +66,10 @@ class TokenCache:
     @property
     def first_loss(self) -> np.ndarray:
         return self.arrays["first_loss"]
+
+    @property
+    def is_text(self) -> np.ndarray:
+        return self.arrays["is_text"]
 
     @property
     def documents(self) -> int:
@@ -131,17 +136,22 @@ def _build(
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     bad_rows = BadRows(settings.on_bad_row)
-    shape, records = _shape_and_records(source.records(), source, settings, bad_rows)
-    say(f"tokenising {source.name}" + ("" if source.is_text else f": {shape}"))
+    records = shaped_records(source, settings)
+    first = next(records, None)
+    if first is None:
+        raise DataError(f"{source.name} is empty: it has no row to train on")
+    say(f"tokenising {source.name}" + ("" if source.is_text else f": {first[1]}"))
     documents = _Documents(writer, encoder, bad_rows, limit)
     told_s = time.monotonic()
-    for batch in encode_in_order(batches_of(records, shape), encoder, settings.num_proc):
+    for batch in encode_in_order(batches_of(chain([first], records)), encoder, settings.num_proc):
         documents.add(batch)
         if documents.is_enough:
             break
         if time.monotonic() - told_s >= TELL_EVERY_S:
             told_s = time.monotonic()
             say(f"tokenised {documents.count:,} documents, {format_count(documents.tokens.length)} tokens so far")
+    if documents.count == 0 and documents.empty == 0 and bad_rows.examples:
+        raise DataError(f"{source.name} has no usable row to train on; the first one: {bad_rows.examples[0]}")
     if documents.count == 0:
         raise DataError(
             f"{source.name} has nothing to train on: {documents.empty} empty and {bad_rows.count} malformed documents"
@@ -150,8 +160,11 @@ def _build(
     documents.finish()
     return {
         "key": description,
-        "shape": str(shape),
-        "is_text": shape.format == "text",
+        "shape": "; ".join(documents.shape_firsts),
+        "shape_firsts": documents.shape_firsts,
+        "is_text": documents.text_documents == documents.count,
+        "uses_template": documents.conversations > 0,
+        "templates": encoder.chat.describe() if documents.conversations and not encoder.encoder_decoder else [],
         "documents": documents.count,
         "empty_documents": documents.empty,
         "tokens": documents.tokens.length,
@@ -161,37 +174,10 @@ def _build(
         "bad_row_examples": bad_rows.examples,
         "notices": dict(documents.notices.most_common()),
         "loss_share_counts": documents.loss_shares,
+        "loss_tokens_range": {"least": documents.loss_least, "most": documents.loss_most},
         "source": source.name,
         "stopped_early": documents.is_enough,
     }
-
-
-def _shape_and_records(
-    records: Iterator[Record | BadRow], source: Source, settings: DataSettings, bad_rows: BadRows
-) -> tuple[Shape, Iterator[Record | BadRow]]:
-    if source.is_text:
-        if settings.format not in ("auto", "text"):
-            raise DataError(
-                f"{source.name} is plain text, but the format is {settings.format!r}: use --data_format text or auto"
-            )
-        for setting in ("text_column", "prompt_column", "messages_column"):
-            if (column := getattr(settings, setting)) is not None:
-                raise DataError(
-                    f"{setting} is {column!r}, but {source.name} is plain text, which has no columns: drop it"
-                )
-        return Shape("text", ("text",)), records
-    head = list(islice(records, DETECT_ROWS))
-    rows = [item.row for item in head if isinstance(item, Record)]
-    while not rows:
-        item = next(records, None)
-        if item is None:
-            if bad := next((item for item in head if isinstance(item, BadRow)), None):
-                bad_rows.add(bad)
-                raise DataError(f"{source.name} has no usable row to train on; the first one: {bad.error()}")
-            raise DataError(f"{source.name} is empty: it has no row to train on")
-        head.append(item)
-        rows = [item.row] if isinstance(item, Record) else []
-    return detect_shape(rows, settings, source.name), chain(head, records)
 
 
 class _Documents:
@@ -203,9 +189,14 @@ class _Documents:
         self.tokens: ArrayWriter = writer.array("tokens", np.uint32)
         self.offsets: ArrayWriter = writer.array("offsets", np.int64)
         self.first_loss: ArrayWriter = writer.array("first_loss", np.int64)
+        self.is_text: ArrayWriter = writer.array("is_text", np.uint8)
         self.before, self.after = encoder.edges
         self.bad_rows, self.limit = bad_rows, limit
         self.count = self.empty = self.loss_tokens = self.max_token_id = 0
+        self.text_documents = self.conversations = 0
+        self.shape_firsts: dict[str, int] = {}
+        self.loss_least, self.loss_most = sys.maxsize, 0
+        self._text: list[int] = []
         self.notices: Counter[str] = Counter()
         self.loss_shares = [0] * LOSS_SHARES
         self._ends: list[int] = [0]
@@ -234,15 +225,19 @@ class _Documents:
             if len(encoded):
                 self.max_token_id = max(self.max_token_id, int((encoded & TOKEN).max()))
             if isinstance(item, Piece):
-                self._add_piece(encoded, item.is_last)
+                self._add_piece(encoded, item)
             elif not carries_loss(encoded)[1:].any():
                 self.empty += 1
             else:
+                assert isinstance(item, Whole)
+                self.conversations += isinstance(item.example, ChatExample)
                 has_loss = carries_loss(encoded)
                 self.tokens.append(encoded)
+                self._text.append(0)
+                self.shape_firsts.setdefault(item.shape, self.count)
                 self._close(len(encoded), 1 + int(np.argmax(has_loss[1:])), int(has_loss[1:].sum()))
 
-    def _add_piece(self, ids: np.ndarray, is_last: bool) -> None:
+    def _add_piece(self, ids: np.ndarray, piece: Piece) -> None:
         if self._start is None:
             self._start = self.tokens.length
             if not (len(self.before) and len(ids) and ids[0] == self.before[0]):  # the text may begin with BOS itself
@@ -251,7 +246,7 @@ class _Documents:
         self.tokens.append(ids)
         if len(ids):
             self._last_id = int(ids[-1])
-        if not is_last:
+        if not piece.is_last:
             return
         if self.tokens.length == self._first_token:
             self._take_back()
@@ -261,6 +256,9 @@ class _Documents:
             self.tokens.append(self.after)
         length = self.tokens.length - self._start
         self._start = None
+        self._text.append(1)
+        self.shape_firsts.setdefault(piece.shape, self.count)
+        self.text_documents += 1
         self._close(length, 1, length - 1)
 
     def _take_back(self) -> None:
@@ -271,6 +269,7 @@ class _Documents:
     def _close(self, length: int, first_loss: int, loss_tokens: int) -> None:
         self.count += 1
         self.loss_tokens += loss_tokens
+        self.loss_least, self.loss_most = min(self.loss_least, loss_tokens), max(self.loss_most, loss_tokens)
         self.loss_shares[min(LOSS_SHARES - 1, LOSS_SHARES * loss_tokens // max(1, length - 1))] += 1
         self._row_tokens += length if self.limit is None else min(length, self.limit.seq_length)
         self._ends.append(self.tokens.length)
@@ -281,7 +280,8 @@ class _Documents:
     def _flush(self) -> None:
         self.offsets.append(np.asarray(self._ends, dtype=np.int64))
         self.first_loss.append(np.asarray(self._first, dtype=np.int64))
-        self._ends, self._first = [], []
+        self.is_text.append(np.asarray(self._text, dtype=np.uint8))
+        self._ends, self._first, self._text = [], [], []
 
     def finish(self) -> None:
         assert self._start is None, "a document was left open"

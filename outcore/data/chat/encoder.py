@@ -70,6 +70,12 @@ class ChatEncoder:
             self._templates[source] = template
         return self._templates[source]
 
+    def describe(self) -> list[str]:
+        """A sentence for every template that was used; for the default one when none was yet."""
+        if not self._templates:
+            self.template(ChatExample([]))
+        return [] if self.train_on_all else [template.describe() for template in self._templates.values()]
+
     def split_last_turn(self, example: ChatExample) -> tuple[np.ndarray, np.ndarray]:
         """For encoder-decoder models: (ids before the last assistant turn, ids of its words)."""
         last = max(i for i, message in enumerate(example.messages) if message["role"] == "assistant")

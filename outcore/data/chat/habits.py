@@ -20,12 +20,13 @@ Render = Callable[..., Rendering | None]
 """(messages, generation_prompt=False) -> the rendering; None where the template refuses the conversation."""
 
 ASKED, ASKED_AGAIN, TOLD, TOLD_AGAIN = "Quill hums?", "Fjord bends?", "Vortex blinks.", "Sphinx jogs."
-THOUGHT, RESULT = "Zebra first.", "Waltz nine"
+THOUGHT = "Zebra first."
 CALL = {
     "id": "call00001",
     "type": "function",
     "function": {"name": "lookup_gizmo", "arguments": {"place": "Ghyll"}},
 }
+RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "lookup_gizmo", "content": "Waltz nine"}
 _HALF_TOKEN = re.compile(r"[<\[][^<>\[\]\n]*$")
 _THOUGHT = re.compile(r"<think>.*", re.DOTALL)
 """Some generation prompts open the reasoning, or close it at once. It carries loss in every family alike, so that its
@@ -60,10 +61,9 @@ def told(words: str, **more: Any) -> dict[str, Any]:
 
 def learn(render: Render, specials: Sequence[str], call: Mapping[str, Any]) -> Habits:
     """Habits of the template behind `render`; `specials` are the tokenizer's special tokens, longest first."""
-    result = {"role": "tool", "tool_call_id": CALL["id"], "name": CALL["function"]["name"], "content": RESULT}
     before: dict[str, list[dict[str, Any]]] = {
         "user": [user(ASKED)],
-        "tool": [user(ASKED), told("", tool_calls=[call]), result],
+        "tool": [user(ASKED), told("", tool_calls=[call]), RESULT],
         "assistant": [user(ASKED), told("Hedge.")],
         "system": [{"role": "system", "content": "Be brief."}],
     }

@@ -2,21 +2,34 @@
 
 Documents are split into training and evaluation (by a permutation of the documents; the tail of the windows when there
 are fewer documents than a share of them makes sense for), cut into segments, and the segments packed into rows or given
-a row each. Text longer than a row is cut into windows that lose no token; a conversation or completion is cut off at
-the row's end instead, since its later windows would lack their prompt, and dropped (counted) when no loss is left.
+a row each. Text longer than a row is cut into windows that lose no token. A conversation or completion is cut off at
+the row's end instead, since its later windows would lack their prompt, unless `long_rows` says otherwise; it is dropped
+(counted) when no loss is left.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
+from outcore.data.cache import carries_loss
 from outcore.data.layout.packing import pack
 from outcore.data.layout.permutation import Permutation
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
+
+
+class Documents(Protocol):
+    """What of a token cache the layout reads."""
+
+    @property
+    def tokens(self) -> np.ndarray: ...
+    @property
+    def offsets(self) -> np.ndarray: ...
+    @property
+    def first_loss(self) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -27,12 +40,14 @@ class Segments:
     lengths: np.ndarray
     truncated: int = 0
     dropped: int = 0
+    split: int = 0
+    """Documents of which windows were made."""
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def take(self, chosen: Any) -> Segments:
-        return Segments(self.starts[chosen], self.lengths[chosen], self.truncated, self.dropped)
+        return replace(self, starts=self.starts[chosen], lengths=self.lengths[chosen])
 
 
 def split_documents(documents: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -65,16 +80,52 @@ def text_windows(offsets: np.ndarray, documents: np.ndarray, window: int) -> Seg
 
 
 def supervised_segments(
-    offsets: np.ndarray, first_loss: np.ndarray, documents: np.ndarray, seq_length: int
+    cache: Documents, documents: np.ndarray, seq_length: int, long_rows: str = "keep_start"
 ) -> Segments:
-    """One segment a document, cut off at `seq_length`; documents whose loss begins behind the cut are dropped."""
-    starts, lengths = offsets[documents], offsets[documents + 1] - offsets[documents]
-    kept = first_loss[documents] < np.minimum(lengths, seq_length)
+    """A conversation or completion a segment; one longer than `seq_length` as `long_rows` says.
+
+    keep_start and keep_end cut it off, drop leaves it out, split makes windows of it. What is left without loss is
+    left out and counted as dropped.
+    """
+    starts, lengths = cache.offsets[documents], cache.offsets[documents + 1] - cache.offsets[documents]
+    is_long = lengths > seq_length
+    if long_rows == "drop":
+        kept = ~is_long
+        return Segments(starts[kept], lengths[kept], dropped=int(is_long.sum()))
+    if long_rows == "split":
+        windows = text_windows(cache.offsets, documents, seq_length)
+        kept = _with_loss(cache.tokens, windows, only=windows.lengths >= 0)
+        return replace(windows.take(kept), truncated=0, dropped=int((~kept).sum()), split=int(is_long.sum()))
+    cut = np.minimum(lengths, seq_length)
+    if long_rows == "keep_end":
+        ends = Segments(starts + lengths - cut, cut)
+        kept = _with_loss(cache.tokens, ends, only=is_long)
+    else:
+        ends = Segments(starts, cut)
+        kept = cache.first_loss[documents] < cut
+    return replace(ends.take(kept), truncated=int((is_long & kept).sum()), dropped=int((~kept).sum()))
+
+
+def _with_loss(tokens: np.ndarray, segments: Segments, only: np.ndarray) -> np.ndarray:
+    """True for segments that have a token to learn behind their first one; those not in `only` are known to have."""
+    kept = np.ones(len(segments), dtype=bool)
+    for i in np.flatnonzero(only):
+        start = int(segments.starts[i])
+        kept[i] = bool(carries_loss(np.asarray(tokens[start + 1 : start + int(segments.lengths[i])])).any())
+    return kept
+
+
+def merged(some: Segments, others: Segments) -> Segments:
+    """Both, in the order of the token array."""
+    starts = np.concatenate([some.starts, others.starts])
+    order = np.argsort(starts, kind="stable")
+    lengths = np.concatenate([some.lengths, others.lengths])
     return Segments(
-        starts[kept],
-        np.minimum(lengths, seq_length)[kept],
-        truncated=int(((lengths > seq_length) & kept).sum()),
-        dropped=int((~kept).sum()),
+        starts[order],
+        lengths[order],
+        truncated=some.truncated + others.truncated,
+        dropped=some.dropped + others.dropped,
+        split=some.split + others.split,
     )
 
 

@@ -12,6 +12,7 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ PARQUET_ROWS = 1024
 MAX_JSON_OBJECT_BYTES = 512 * MIB
 """A .json file that is one object is parsed whole, at about ten times its size in RAM."""
 MAX_JSON_ELEMENT_CHARS = 64 * MIB
+HEAD_MIB = 5
+"""Of a .jsonl file whose first line is no whole object, to see whether the object goes on in the next lines."""
 
 RowsOf = Iterator[Record | BadRow]
 
@@ -45,7 +48,22 @@ def read_text(path: Path) -> RowsOf:
 
 
 def read_jsonl(path: Path) -> RowsOf:
-    """One JSON object a line; blank lines are passed over."""
+    """One JSON object a line; blank lines are passed over. Objects over several lines, and an array, are told apart."""
+    first = next((line for _, _, line in iterate_lines(path) if line.strip()), b"").lstrip()
+    if not first.startswith((b"{", b"[")) or (first.startswith(b"{") and _is_whole_json(first)):
+        return _read_lines(path)
+    try:
+        head = "".join(islice(iterate_text(path, MIB), HEAD_MIB)).lstrip()
+    except BadText:
+        return _read_lines(path)
+    if head.startswith("[") and head[1:].lstrip().startswith("{"):
+        return _read_json_values(path, is_array=True)
+    if head.startswith("{") and _spans_lines(head):
+        return _read_json_values(path, is_array=False)
+    return _read_lines(path)
+
+
+def _read_lines(path: Path) -> RowsOf:
     for number, offset, line in iterate_lines(path):
         where = Where(str(path), "line", number)
         if not line.strip():
@@ -71,12 +89,12 @@ def read_csv(path: Path) -> RowsOf:
     bad_bytes: list[BadText] = []
 
     def lines() -> Iterator[str]:
-        for _, offset, line in iterate_lines(path):
+        for _, offset, line in iterate_lines(path, keep_ends=True):
             try:
-                yield decode(line, path, offset) + "\n"
+                yield decode(line, path, offset)
             except BadText as error:
                 bad_bytes.append(error)
-                yield line.decode("utf-8", errors="replace") + "\n"
+                yield line.decode("utf-8", errors="replace")
 
     usual_limit = csv.field_size_limit()
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # documents are longer than csv's 128 KiB
@@ -130,7 +148,7 @@ def read_json(path: Path) -> RowsOf:
     if not head:
         return iter(())
     if head[0] == "[":
-        return _read_json_array(path)
+        return _read_json_values(path, is_array=True)
     if head[0] != "{":
         raise DataError(f"{path}, line 1: expected an array of objects or an object, found {shorten(head, 40)!r}")
     lines = (line for _, _, line in iterate_lines(path) if line.strip())
@@ -147,20 +165,34 @@ def _is_whole_json(line: bytes) -> bool:
     return True
 
 
-def _read_json_array(path: Path) -> RowsOf:
+def _spans_lines(head: str) -> bool:
+    """True when the file's first object is whole but not in one line."""
+    first = head.partition("\n")[0]
+    try:
+        value, end = json.JSONDecoder().raw_decode(head)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and end > len(first)
+
+
+def _read_json_values(path: Path, *, is_array: bool) -> RowsOf:
+    """Objects one behind the other, in an array or with white space between them, from a growing buffer."""
     blocks = iterate_text(path, MIB)
     decoder = json.JSONDecoder()
-    buffer, line, element = next(block for block in blocks if "[" in block), 1, 0
-    position = buffer.index("[") + 1
+    buffer, line, element = next(block for block in blocks if block.strip()), 1, 0
+    position = buffer.index("[") + 1 if is_array else 0
     line += buffer.count("\n", 0, position)
+    between = " \t\n\r," if is_array else " \t\n\r"
     more = True
     while True:
         end = position
-        while end < len(buffer) and buffer[end] in " \t\n\r,":
+        while end < len(buffer) and buffer[end] in between:
             end += 1
         line += buffer.count("\n", position, end)
         position = end
-        if position < len(buffer) and buffer[position] == "]":
+        if is_array and position < len(buffer) and buffer[position] == "]":
+            return
+        if position == len(buffer) and not more and not is_array:
             return
         problem = "the array is not closed: the file seems cut short"
         if position < len(buffer):

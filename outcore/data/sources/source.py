@@ -26,7 +26,8 @@ from outcore.data.sources.records import BadRow, Record, Source
 from outcore.data.sources.textfile import plain_suffix
 
 HASHED_UP_TO_BYTES = 64 * MIB
-"""Smaller data is identified by content (survives a copy or a checkout), larger by path, size and mtime."""
+"""Smaller data is identified by content (survives a copy or a checkout), larger by path, size, inode and both times:
+a copy can set the time of modification back (cp -p, rsync -t), but never the time of the inode's change."""
 
 
 class FilesSource:
@@ -47,9 +48,12 @@ class FilesSource:
                 digest.update(f"{name}\0{stat.st_size}\0".encode())
                 digest.update(path.read_bytes())
             return {"kind": "files", "files": len(self.files), "content": digest.hexdigest()}
-        listing = [[str(path.absolute()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(self.files, stats)]
+        listing = [
+            [str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+            for path, stat in zip(self.files, stats)
+        ]
         digest = hashlib.blake2b(repr(listing).encode(), digest_size=16)
-        return {"kind": "files", "files": len(self.files), "path_size_mtime": digest.hexdigest()}
+        return {"kind": "files", "files": len(self.files), "path_size_times": digest.hexdigest()}
 
     def records(self) -> Iterator[Record | BadRow]:
         for path in self.files:

@@ -94,9 +94,9 @@ def check_head(head: bytes, path: Path) -> None:
         raise BadText(f"{path} is a binary file, not text (a zero byte at byte offset {head.index(0)})")
 
 
-def iterate_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """(line number from 1, byte offset, bytes of the line without its line end), BOM removed; one line in RAM at a
-    time."""
+def iterate_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[int, int, bytes]]:
+    """(line number from 1, byte offset, bytes of the line), BOM removed; one line in RAM at a time. Line ends are
+    removed unless they are to be kept."""
     with open_bytes(path) as file:
         offset = 0
         for number, line in enumerate(file, start=1):
@@ -107,7 +107,7 @@ def iterate_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
                 if line.startswith(codecs.BOM_UTF8):
                     start += len(codecs.BOM_UTF8)
                     line = line[len(codecs.BOM_UTF8) :]
-            yield number, start, line.rstrip(b"\r\n")
+            yield number, start, line if keep_ends else line.rstrip(b"\r\n")
 
 
 def iterate_text(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[str]:

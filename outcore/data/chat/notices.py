@@ -1,0 +1,65 @@
+"""What of a conversation a chat template does not write: named and counted, or refused where words would be lost."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from outcore.data.basis import shorten
+from outcore.data.chat.marks import Rendering
+from outcore.data.rows import ChatExample
+from outcore.data.sources import RowError
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_THINKING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_NO_WORDS = re.compile(r"[\W_]+")
+
+
+def notices_of(example: ChatExample, rendering: Rendering, read: frozenset[str]) -> list[str]:
+    """Sentences that are the same for every conversation, so that they can be counted.
+
+    `read` are the words of the template's source. Raises RowError when words or a tool call would be missing from what
+    is trained.
+    """
+    text, notices = rendering.text, []
+    messages = example.messages
+    last_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    for i, message in enumerate(messages):
+        content, role = str(message["content"]), message["role"]
+        thought = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
+        if role == "assistant" and thought is None and (inside := _THINKING.search(content)):
+            thought = inside[1]
+        words = content.rpartition("</think>")[2] if role == "assistant" else content
+        if not _is_written(words, text) and message.get("tool_calls"):
+            notices.append("words beside a tool call are not written by the chat template")
+        elif not _is_written(words, text):
+            raise RowError(f"the chat template leaves out what message {i + 1} ({role}) says: {shorten(words, 60)!r}")
+        for call in message.get("tool_calls") or ():
+            name = str((call.get("function") or call).get("name"))
+            if not any(name in text[piece.start : piece.end] for piece in rendering.of(i)):
+                raise RowError(f"the chat template does not write the tool call {name!r} of message {i + 1}")
+        if thought and not _is_written(str(thought), text):
+            which = "the last answer" if i > last_user else "earlier answers"
+            notices.append(f"reasoning of {which} is not written by the chat template")
+        unread = [k for k in message if k not in ("role", "content", *REASONING_KEYS) and k not in read]
+        notices += [f"message key {key!r} is not read by the chat template" for key in unread]
+    if example.tools and not any(_tool_name(tool) in text for tool in example.tools):
+        notices.append("'tools' is not written by the chat template")
+    unread = [key for key in example.variables if key not in read]
+    notices += [f"chat_template_kwargs key {key!r} is not read by the chat template" for key in unread]
+    return notices
+
+
+def _tool_name(tool: Any) -> str:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    return str(function.get("name", "")) if isinstance(function, Mapping) else ""
+
+
+def _is_written(words: str, text: str) -> bool:
+    """True when the words stand in the text, also as JSON or with other white space."""
+    words = words.strip()
+    if words in text or json.dumps(words, ensure_ascii=False)[1:-1] in text:
+        return True
+    return _NO_WORDS.sub("", words)[:400] in _NO_WORDS.sub("", text)

@@ -1,0 +1,8 @@
+"""Data as people see it: rows with the tokens that bear loss marked, in the terminal and as a page."""
+
+from __future__ import annotations
+
+from outcore.data.show.page import write_page
+from outcore.data.show.render import render_sample
+
+__all__ = ["render_sample", "write_page"]

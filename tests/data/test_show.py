@@ -1,0 +1,73 @@
+"""`outcore data`: rows shown with what bears loss, the page, and the tables of the docs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outcore.cli import main as outcore
+from outcore.data import DataSettings, prepare_data
+from tests.data import tables
+from tests.data.fixtures import tiny_tokenizer, write_jsonl
+
+TALK = {
+    "messages": [{"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "a dog 🙂 <b>"}],
+    "url": "x",
+}
+
+
+def shown(folder: Path, *flags: str) -> list[str]:
+    tiny_tokenizer().save_pretrained(str(folder / "model"))
+    page = str(folder / "page.html")
+    given = [str(folder / "data"), "--model", str(folder / "model"), "--data_cache_dir", str(folder / "cache")]
+    return ["data", *given, "--html", page, *flags]
+
+
+def test_rows_are_shown_with_what_bears_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "a.jsonl", [TALK] * 6 + ["{broken"])
+    write_jsonl(tmp_path / "data" / "b.jsonl", [{"prompt": "the fox ", "completion": "jumps"}])
+    write_jsonl(tmp_path / "data" / "c.jsonl", [{"text": "seven wizards"}])
+    assert outcore(shown(tmp_path, "--rows", "4")) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "messages: loss on every assistant message",
+        "<|im_start|>assistant\n⟦a dog 🙂 <b><|im_end|>⟧\n",
+        "the fox ⟦jumps<|endoftext|>⟧",
+        "column 'url' is not used (6 rows)",
+        "left out: 1 malformed rows",
+        "marks what the assistant writes itself",
+        "(from text)",
+    ):
+        assert words in said, said
+    assert said.count("document ") == 4
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert '<span class="l" title="' in page and "🙂" in page and "&lt;</span>" in page and "<script" not in page
+
+
+def test_wrong_usage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert outcore(["data", str(tmp_path / "nothing.jsonl"), "--html", "none"]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "a.jsonl", [TALK])
+    assert outcore(shown(tmp_path, "--rows", "0")) == 2
+    assert outcore([*shown(tmp_path), "--html", str(tmp_path / "no" / "page.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_header_tells_what_bears_loss(tmp_path: Path):
+    write_jsonl(tmp_path / "a.jsonl", [TALK, {"messages": [*TALK["messages"], *TALK["messages"]]}])
+    settings = DataSettings(str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path), eval_fraction=0.0)
+    header = prepare_data(settings, tiny_tokenizer()).summary.header()
+    assert json.loads(json.dumps(header)) == header
+    assert header["documents"] == 2 and sum(header["documents_by_tenths_of_loss"]) == 2
+    spread = header["loss_tokens_per_document"]
+    assert 2 * spread["least"] == spread["most"] and spread["mean"] * 2 == header["loss_tokens"]
+    assert header["not_used"] == {"column 'url' is not used": 1}
+
+
+def test_the_docs_have_the_tables_of_the_code():
+    page = tables.PAGE.read_text(encoding="utf-8")
+    assert page == tables.with_tables(page), "write them: python -m tests.data.tables"
