@@ -131,10 +131,11 @@ def detect_shape(rows: Sequence[Mapping[str, Any]], settings: DataSettings, name
     if settings.format in found:
         return found[settings.format]
     wanted = "no known shape" if settings.format == "auto" else f"not the shape {settings.format!r}"
-    known = "; ".join(f"{kind.name}: {kind.known_by}" for kind in KINDS.values())
     raise DataError(
         f"{name}: its columns ({', '.join(columns) or 'none'}) have {wanted}. Name them with text_column, with "
-        f"prompt_column and completion_column, or with messages_column; known without naming: {known}"
+        "prompt_column and completion_column, or with messages_column; known without naming: text; prompt + "
+        "completion; instruction (+ input) + output; conversations [{from, value}]; messages [{role, content}]; chosen "
+        "+ rejected; input_ids (docs/data.md has the table)"
     )
 
 
