@@ -90,6 +90,8 @@ def prepare_data(
         tokenizer.chat_template = None  # not needed here, and an export should not claim one
     elif template_note:
         notes.append(template_note)
+    elif not cache.meta["uses_template"] and "prompt_completion" in cache.meta["shape"]:
+        notes.append("prompts and completions are joined as they are, without the chat template; messages would use it")
     eval_cache = None
     if settings.eval_dataset is not None or settings.eval_split is not None:
         eval_source = open_source(settings, evaluation=True)
@@ -260,6 +262,7 @@ def _summary(
         cache_path=str(cache.arrays.path),
         loss_shares=list(meta["loss_share_counts"]),
         loss_tokens_range=dict(meta["loss_tokens_range"]),
+        unused_columns=dict(meta["unused_columns"]),
         notices=dict(meta["notices"]),
         notes=notes,
     )

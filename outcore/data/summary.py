@@ -38,8 +38,10 @@ class DataSummary:
     """Documents by the share of their tokens that carry loss, in tenths."""
     loss_tokens_range: dict[str, int] = field(default_factory=dict)
     """Least and most loss tokens of a document."""
+    unused_columns: dict[str, int] = field(default_factory=dict)
+    """Column -> rows in which it holds something that is not read."""
     notices: dict[str, int] = field(default_factory=dict)
-    """What the rows hold that is not used, in words -> in how many rows."""
+    """What else of the rows is not used, or was added, in words -> in how many rows."""
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -69,6 +71,9 @@ class DataSummary:
             lines.append(
                 f"left out: {self.dropped_documents:,} {what} without a trained token within seq_length: raise it"
             )
+        unused = [f"{column!r} ({count:,} rows)" for column, count in self.unused_columns.items()]
+        if unused:
+            lines.append(f"columns that are not used: {', '.join(unused)}")
         lines += [f"{words} ({count:,} rows)" for words, count in self.notices.items()]
         return lines + self.notes
 
@@ -93,5 +98,6 @@ class DataSummary:
             "cut_documents": self.truncated_documents,
             "split_documents": self.split_documents,
             "dropped_documents": self.dropped_documents,
-            "not_used": self.notices,
+            "unused_columns": self.unused_columns,
+            "notices": self.notices,
         }

@@ -22,6 +22,7 @@ from outcore.data.sources import (
     Record,
     RowError,
     Source,
+    is_sound,
     is_windows_spelling,
     looks_like_hub_id,
     missing_file_error,
@@ -175,11 +176,13 @@ def _texts_of(source: Source, settings: DataSettings) -> Iterator[str]:
         except RowError:
             continue  # reported, or counted, when the data is tokenised
         if isinstance(example, ChatExample):
-            yield "\n".join(message["content"] for message in example.messages)
+            text = "\n".join(message["content"] for message in example.messages)
         elif isinstance(example, TextExample):
-            yield example.text if example.prompt is None else f"{example.prompt} {example.text}"
+            text = example.text if example.prompt is None else f"{example.prompt} {example.text}"
         else:
             raise DataError(f"{source.name} holds tokens already: name the tokenizer that they were made with")
+        if is_sound(text):
+            yield text
 
 
 def _save(tokenizer: Any, path: Path) -> None:

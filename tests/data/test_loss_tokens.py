@@ -219,7 +219,7 @@ def test_what_is_not_used_is_named_with_a_count(tmp_path: Path):
     ]
     said = prepared(tmp_path, rows, tokenizer_of("deepseek_r1_distill")).summary.lines()
     for line in (
-        "column 'url' is not used (2 rows)",
+        "columns that are not used: 'url' (2 rows)",
         "reasoning of the last answer is not written by the chat template (1 rows)",
         "message key 'mood' is not read by the chat template (1 rows)",
         "chat_template_kwargs key 'pace' is not read by the chat template (1 rows)",
@@ -257,6 +257,11 @@ def test_a_large_file_rewritten_with_its_old_time_is_read_again(tmp_path: Path, 
         DataSettings(dataset=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"), seq_length=2048,
                      packing="off", eval_fraction=0), tokenizer)  # fmt: skip
     assert decoded(again, tokenizer) == "the dog<|endoftext|>"
+
+
+def test_messages_as_python_writes_them_are_refused(tmp_path: Path):
+    with pytest.raises(DataError, match="as JSON: Python's own way"):
+        learned(tmp_path, {"messages": str([user("a?"), told("jars")])}, tiny_tokenizer())
 
 
 # --- refused though others train it -----------------------------------------------------------------------------------

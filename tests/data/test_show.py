@@ -36,7 +36,7 @@ def test_rows_are_shown_with_what_bears_loss(tmp_path: Path, capsys: pytest.Capt
         "messages: loss on every assistant message",
         "<|im_start|>assistant\n⟦a dog 🙂 <b><|im_end|>⟧\n",
         "the fox ⟦jumps<|endoftext|>⟧",
-        "column 'url' is not used (6 rows)",
+        "columns that are not used: 'url' (6 rows)",
         "left out: 1 malformed rows",
         "marks what the assistant writes itself",
         "(from text)",
@@ -65,7 +65,7 @@ def test_the_header_tells_what_bears_loss(tmp_path: Path):
     assert header["documents"] == 2 and sum(header["documents_by_tenths_of_loss"]) == 2
     spread = header["loss_tokens_per_document"]
     assert 2 * spread["least"] == spread["most"] and spread["mean"] * 2 == header["loss_tokens"]
-    assert header["not_used"] == {"column 'url' is not used": 1}
+    assert header["unused_columns"] == {"url": 1} and header["notices"] == {}
 
 
 def test_the_docs_have_the_tables_of_the_code():

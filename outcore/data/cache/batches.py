@@ -47,7 +47,9 @@ class Batch:
     items: list[Piece | Whole | BadRow]
     encoded: list[np.ndarray | BadRow] = field(default_factory=list)
     notices: Counter[str] = field(default_factory=Counter)
-    """What the rows hold that is not used, in words, and in how many rows."""
+    """What of conversations the chat template does not write, in words, and in how many rows."""
+    unused_columns: Counter[str] = field(default_factory=Counter)
+    """Columns that the shape of the rows does not read."""
 
 
 def encode_batch(batch: Batch, encoder: DocumentEncoder) -> Batch:
@@ -69,19 +71,19 @@ def encode_batch(batch: Batch, encoder: DocumentEncoder) -> Batch:
 def batches_of(records: Iterable[tuple[Record | BadRow, Shape]]) -> Iterator[Batch]:
     """Groups records into batches of about 1 Mi characters, cutting long texts into pieces."""
     items: list[Piece | Whole | BadRow] = []
-    notices: Counter[str] = Counter()
+    unused: Counter[str] = Counter()
     chars = 0
     for record, shape in records:
         if isinstance(record, Record):
-            notices.update(f"column {column!r} is not used" for column in shape.unused(record.row))
+            unused.update(shape.unused(record.row))
         for item in _items_of(record, shape):
             items.append(item)
             chars += _chars(item)
             if chars >= BATCH_CHARS or len(items) >= BATCH_ITEMS:
-                yield Batch(items, notices=notices)
-                items, notices, chars = [], Counter(), 0
+                yield Batch(items, unused_columns=unused)
+                items, unused, chars = [], Counter(), 0
     if items:
-        yield Batch(items, notices=notices)
+        yield Batch(items, unused_columns=unused)
 
 
 def _items_of(record: Record | BadRow, shape: Shape) -> Iterator[Piece | Whole | BadRow]:

@@ -172,6 +172,7 @@ def _build(
         "loss_tokens": documents.loss_tokens,
         "bad_rows": bad_rows.count,
         "bad_row_examples": bad_rows.examples,
+        "unused_columns": dict(documents.unused_columns.most_common()),
         "notices": dict(documents.notices.most_common()),
         "loss_share_counts": documents.loss_shares,
         "loss_tokens_range": {"least": documents.loss_least, "most": documents.loss_most},
@@ -198,6 +199,7 @@ class _Documents:
         self.loss_least, self.loss_most = sys.maxsize, 0
         self._text: list[int] = []
         self.notices: Counter[str] = Counter()
+        self.unused_columns: Counter[str] = Counter()
         self.loss_shares = [0] * LOSS_SHARES
         self._ends: list[int] = [0]
         self._first: list[int] = []
@@ -215,6 +217,7 @@ class _Documents:
 
     def add(self, batch: Batch) -> None:
         self.notices.update(batch.notices)
+        self.unused_columns.update(batch.unused_columns)
         for item, encoded in zip(batch.items, batch.encoded, strict=True):
             if self.is_enough:
                 return

@@ -80,6 +80,7 @@ class ChatTemplate:
             how = f"a turn begins with {header!r} (no loss), then all bears loss"
             how += f" up to its end {end!r}" if end else "; it writes no end of a turn"
         cannot = [name for name, talk in self._unusual().items() if not self._can_mark(talk)]
+        how += "; it writes the date of the day on which the data is tokenised" if "strftime_now" in self._words else ""
         return f"{self.name}: {how}" + (f"; it cannot take {', '.join(cannot)}" if cannot else "")
 
     def _unusual(self) -> dict[str, list[dict[str, Any]]]:

@@ -47,7 +47,8 @@ def read_messages(value: Any, column: str) -> tuple[list[dict[str, Any]], frozen
     if isinstance(value, str) and (parsed := message_list(value)) is not None:
         value = parsed
     if not isinstance(value, list) or not value:
-        raise RowError(f"column {column!r} should hold a list of messages, found {shorten(repr(value), 60)}")
+        hint = " (as JSON: Python's own way to write a list is not read)" if str(value).startswith("[{'") else ""
+        raise RowError(f"column {column!r} should hold a list of messages{hint}, found {shorten(repr(value), 60)}")
     messages, untrained = [], set()
     for number, message in enumerate(value):
         if not isinstance(message, Mapping):

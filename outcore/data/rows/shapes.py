@@ -107,8 +107,8 @@ class Shape:
             texts = "" if self.format != "text" else str(row[self.columns[0]])
             if self.format != "text" or any(mark in texts for mark in PLACEHOLDERS):
                 raise RowError(
-                    f"column {column!r} holds media that belong to the text, and only text can be trained. Leave such "
-                    "rows out, or drop the column if the text stands without it"
+                    f"column {column!r} holds media that belong to the text, and only text can be trained (drop the "
+                    "column if the text stands without it)"
                 )
 
 
@@ -144,7 +144,7 @@ def _found(first: Mapping[str, Any], columns: Sequence[str], messages_column: st
     found: dict[str, Shape] = {}
     if isinstance(first.get("input_ids"), list):
         found["tokens"] = Shape("tokens", ("input_ids",))
-    conversation = messages_column or next((c for c in CONVERSATION_COLUMNS if message_list(first.get(c))), None)
+    conversation = messages_column or next((c for c in CONVERSATION_COLUMNS if _is_talk(first.get(c))), None)
     if conversation:
         messages = message_list(first[conversation]) or []
         is_sharegpt = bool(messages) and "from" in messages[0] and "role" not in messages[0]
@@ -184,6 +184,11 @@ def _existing(column: str, columns: Sequence[str], setting: str, name: str) -> s
             f"{', '.join(columns) or 'none'}"
         )
     return column
+
+
+def _is_talk(value: Any) -> bool:
+    """True for messages, and for a text that looks like a list of them: it is never read as plain text."""
+    return message_list(value) is not None or (isinstance(value, str) and value.lstrip().startswith(("[{", "[ {")))
 
 
 def _is_prompt(value: Any) -> bool:

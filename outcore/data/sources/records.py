@@ -47,6 +47,15 @@ class RowError(ValueError):
     """Raised while one row is turned into an example; becomes a BadRow with its place."""
 
 
+def is_sound(text: str) -> bool:
+    """False for a text with half of a surrogate pair, which JSON can spell and no tokenizer can take."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def half_a_pair(character: str) -> str:
     """What is wrong with a text that no tokenizer can take."""
     return f"a text contains half of a surrogate pair (U+{ord(character):04X}), which is no character"
