@@ -29,6 +29,11 @@ def check_config(config: TrainConfig) -> None:
     _check_offload(config)
     if config.lora_r == 0 and config.lora_alpha is not None:
         raise ConfigError("lora_alpha is given but lora_r is 0: add --lora_r 16 (or another rank) to train adapters.")
+    if config.quantize != "none" and config.lora_r == 0:
+        raise ConfigError(
+            f"quantize {config.quantize} packs what is frozen, and without adapters all of the model is trained: add "
+            "--lora_r 16 (or another rank)."
+        )
 
 
 def _check_names(config: TrainConfig) -> None:
@@ -58,6 +63,7 @@ def _check_engine(config: TrainConfig) -> None:
         )
     if config.engine == "deepspeed":
         only_stream = [n for n in ("activations", "compile", "tiling") if getattr(config, n) != "auto"]
+        only_stream += ["quantize"] if config.quantize != "none" else []
         only_stream += ["tile_bytes"] if config.tile_bytes is not None else []
         if only_stream:
             raise ConfigError(

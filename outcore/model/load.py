@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,6 +57,10 @@ class LoadedModel:
     notes: tuple[str, ...] = field(default_factory=tuple)
     load_s: float = 0.0
     """Seconds that making or reading it took."""
+    quantize: str | None = None
+    """Format into which the frozen matrices of its layers are packed (streaming engine); None: they stay in 16 bits."""
+    packed: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters that the feed gives packed, as published: name -> `outcore.formats.PackedSpec`."""
     feed: WeightFeed | None = None
     """Where the values of the parameters come from when the model was loaded lazily; None: they are there."""
 
@@ -122,7 +126,17 @@ def load_model(
     model.train()
     load_s, notes = time.perf_counter() - began_s, source.notes + notes
     facts = model_facts(model)
-    return LoadedModel(model, source.config, facts, abilities, source.words, notes=notes, load_s=load_s, feed=feed)
+    return LoadedModel(
+        model,
+        source.config,
+        facts,
+        abilities,
+        source.words,
+        notes=notes,
+        load_s=load_s,
+        quantize=settings.quantize,
+        feed=feed,
+    )
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:
@@ -267,7 +281,8 @@ def _load_own(settings: ModelSettings, tokenizer: Any | None, device: torch.devi
     words, facts = f"own model {settings.model_module}", model_facts(model)
     of_tokens = is_head_loss(loss_fn)
     whole: Any = None if of_tokens else loss_fn
-    return LoadedModel(model, config, facts, abilities, words, whole, loss_fn if of_tokens else None)
+    per_token = loss_fn if of_tokens else None
+    return LoadedModel(model, config, facts, abilities, words, whole, per_token, quantize=settings.quantize)
 
 
 def _own_abilities(model: Any) -> Abilities:

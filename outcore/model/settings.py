@@ -89,6 +89,8 @@ class ModelSettings:
     """The tokenizer's size. Presets made for the embedded tokenizer take it; real shapes only grow to it."""
     lora: LoraSettings | None = None
     """Adapters instead of full fine-tuning."""
+    quantize: str | None = None
+    """Frozen matrices of layers are kept packed (nf4, int8) and expanded as they are used: beside adapters only."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     seed: int = 42

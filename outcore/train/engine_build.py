@@ -22,14 +22,14 @@ from outcore.engine.deepspeed.notes import Notes
 from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.engine import StreamEngine
-from outcore.flow.parts import StreamUnsupported
+from outcore.flow.parts import StreamUnsupported, saved_bytes
 from outcore.machine import available_ram_bytes
 from outcore.model.facts import ModelFacts, model_facts
 from outcore.model.load import LoadedModel, load_model
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.train.configure.engine_choice import EngineChoice, ask_model, check_trace
-from outcore.train.configure.lora_size import adapter_params
+from outcore.train.configure.lora_size import lora_size
 from outcore.train.configure.rooms import Hardware, deepspeed_settings_of, default_lr
 from outcore.train.configure.stream import RunSizes, StreamPlan, stream_settings_of
 
@@ -124,6 +124,11 @@ def decide(request: EngineRequest, choice: EngineChoice, say: Say) -> Decided:
 
 def _deepspeed(request: EngineRequest, choice: EngineChoice, loaded: LoadedModel | None) -> Decided:
     """Rank 0 decides (free space and drives are looked at once); the others follow."""
+    if request.settings.quantize is not None:
+        raise ConfigError(
+            f"quantize {request.settings.quantize}: only the streaming engine keeps a packed base, and this run is "
+            f"DeepSpeed's ({choice.reason}). Leave quantize out."
+        )
     init_process_group(request.hardware.has_cuda, request.config.local_rank)
     offload = deepspeed_settings_of(request.config)
     resolved, loaded = resolve(
@@ -156,11 +161,12 @@ def _stream(request: EngineRequest, choice: EngineChoice, loaded: LoadedModel | 
 def _sizes(request: EngineRequest, built: dict[str, Any], facts: ModelFacts, loaded: LoadedModel | None) -> RunSizes:
     micro, accumulation = built["train_micro_batch_size_per_gpu"], built["gradient_accumulation_steps"]
     trainable, total = facts.trainable_params, facts.total_params
-    available = available_ram_bytes()
+    available, saved = available_ram_bytes(), 0
     if loaded is not None:
         available += total * request.settings.dtype.itemsize  # the homes take its place
+        saved = 0 if loaded.quantize is None else saved_bytes(loaded.model, loaded.quantize)
     elif request.settings.lora is not None:
-        trainable = adapter_params(request.settings, request.tokenizer)
+        trainable, saved = lora_size(request.settings, request.tokenizer)
         total += trainable
     return RunSizes(
         total_params=total,
@@ -172,6 +178,7 @@ def _sizes(request: EngineRequest, built: dict[str, Any], facts: ModelFacts, loa
         ram_available_bytes=available,
         has_cuda=request.hardware.has_cuda,
         row_tokens=request.settings.seq_length,
+        saved_bytes=saved,
     )
 
 

@@ -20,5 +20,7 @@ class LoraFields:
     """Dropout on the adapters' input."""
     lora_target_modules: str = "auto"
     """Comma-separated module names; auto: every linear layer but the head."""
+    quantize: Literal["none", "nf4", "int8"] = setting("none", common=True)
+    """Keep the frozen base in 4 (nf4) or 8 bits (int8), in RAM, on NVMe and on the way to the GPU. QLoRA."""
     lora_export: Literal["merged", "adapter"] = "merged"
     """Export the merged model, or the adapter alone."""

@@ -60,7 +60,7 @@ class Blueprint:
     @property
     def on_nvme(self) -> frozenset[int]:
         """Indices of the units with parameters on NVMe."""
-        return frozenset(unit.index for unit in self.units.all if self.cuts[unit.index] < unit.layout.numel)
+        return frozenset(unit.index for unit in self.units.all if self.cuts[unit.index] < unit.layout.home_numel)
 
 
 def draw_blueprint(

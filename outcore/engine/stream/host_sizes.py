@@ -31,7 +31,7 @@ def home_bytes(units: ModelParts, cuts: dict[int, int], settings: StreamSettings
 def pool_bytes(units: ModelParts, cuts: dict[int, int], settings: StreamSettings) -> int:
     """Pinned memory to ask for: what may be taken, but no more than lanes, homes and weights read ahead can use."""
     ahead = 0
-    if any(cuts[unit.index] < unit.layout.numel for unit in units.all):
+    if any(cuts[unit.index] < unit.layout.home_numel for unit in units.all):
         ahead = max(settings.weight_read_ahead_bytes, SMALLEST_READ_AHEAD_SLOTS * settings.slot_bytes)
     return min(settings.staging_bytes, settings.lane_bytes + home_bytes(units, cuts, settings) + ahead)
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from outcore.flow.parts.layout import SlabLayout, several_types
+from outcore.flow.parts.packed import Packing, packing_of
 from outcore.flow.parts.shell import (
     CallLog,
     Owner,
@@ -59,7 +60,7 @@ def discover_units(loaded: LoadedModel) -> ModelParts:
         raise StreamUnsupported("its parameters are not in memory")
     if why := several_types({checkpoint_name(name): p.dtype for name, p in causal.named_parameters()}):
         raise StreamUnsupported(why)
-    return _Discovery(causal, parts, loaded.abilities.isolation or "position_ids").run()
+    return _Discovery(causal, parts, loaded.abilities.isolation or "position_ids", packing_of(loaded)).run()
 
 
 def module_lists(decoder: nn.Module) -> dict[str, nn.ModuleList]:
@@ -125,8 +126,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 class _Discovery:
     """One run over a model; see the module docstring."""
 
-    def __init__(self, causal: nn.Module, parts: CausalParts, isolation: Isolation) -> None:
-        self.causal, self.parts = causal, parts
+    def __init__(self, causal: nn.Module, parts: CausalParts, isolation: Isolation, packing: Packing) -> None:
+        self.causal, self.parts, self.packing = causal, parts, packing
         self.isolation: Isolation = isolation
         self.stack: str = ""
         self.layers: list[nn.Module] = []
@@ -158,7 +159,8 @@ class _Discovery:
             units.embed = self._unit(0, "embedding", embed)
             units.head = self._unit(len(self.layers) + 1, "head", head)
         units.layer_units = [
-            self._unit(i + 1, f"layer {i}", list(layer.parameters())) for i, layer in enumerate(self.layers)
+            self._unit(i + 1, f"layer {i}", list(layer.parameters()), is_layer=True)
+            for i, layer in enumerate(self.layers)
         ]
         return units
 
@@ -245,10 +247,12 @@ class _Discovery:
         if idle:
             raise StreamUnsupported(f"{_holders(idle, used)} take no part in its language-model forward")
 
-    def _unit(self, index: int, name: str, parameters: list[nn.Parameter]) -> Part:
+    def _unit(self, index: int, name: str, parameters: list[nn.Parameter], *, is_layer: bool = False) -> Part:
         wanted = {id(p): p for p in parameters}
         once = {key: wanted[key] for key in self.names if key in wanted}  # in the model's own order
-        layout = SlabLayout([(self.names[key], p) for key, p in once.items()])
+        packed = {self.names[key]: self.packing(self.names[key], p, self.owners[key]) for key, p in once.items()}
+        found = {name: spec for name, spec in packed.items() if spec is not None and is_layer}
+        layout = SlabLayout([(self.names[key], p) for key, p in once.items()], found)
         by_name = {self.names[key]: p for key, p in once.items()}
         ordered = [by_name[slot.name] for slot in layout.slots]
         return Part(index, name, layout, [self.owners[id(p)] for p in ordered], ordered)

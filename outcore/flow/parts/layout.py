@@ -4,6 +4,10 @@ Trainable parameters come first, frozen ones after them, so that a gradient or a
 range [0, trainable_numel) and a frozen base (LoRA) costs nothing but its upload. Every parameter starts at a multiple
 of 256 elements: whole cache lines, and whole blocks of 8-bit moments, so that states do not depend on the neighbours.
 Gaps hold zeros; their gradient is zero, so they stay zero.
+
+At home (RAM, NVMe) and on the way a slab may be smaller: frozen parameters that are packed come last, as their packed
+bytes, and are expanded on the device into the slab that layers use. Up to them both are the same, element by element;
+where nothing is packed the home is the slab.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from outcore.common.quantities import round_up
+from outcore.formats import PackedSpec
 from outcore.optim import BLOCK_NUMEL
 
 ALIGN_NUMEL = BLOCK_NUMEL
@@ -46,10 +51,19 @@ class Slot:
     offset: int
     """In elements from the start of the slab."""
     trainable: bool
+    home_offset: int
+    """In elements from the start of the slab's home."""
+    packed: PackedSpec | None = None
+    """How it is packed at home; None: as it is."""
 
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
+
+    def home_range(self, itemsize: int) -> tuple[int, int]:
+        """[start, end) in elements of `itemsize` bytes within the home. Packed bytes are whole elements."""
+        numel = self.numel if self.packed is None else self.packed.size_bytes // itemsize
+        return self.home_offset, self.home_offset + numel
 
     @property
     def end(self) -> int:
@@ -57,31 +71,58 @@ class Slot:
 
 
 class SlabLayout:
-    """The static layout of one unit's slab. ValueError for parameters that do not fit into one slab."""
+    """The static layout of one unit's slab. `packed`: frozen parameters that are packed at home, by name.
 
-    def __init__(self, parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+    ValueError for parameters that do not fit into one slab.
+    """
+
+    def __init__(
+        self, parameters: Sequence[tuple[str, torch.nn.Parameter]], packed: Mapping[str, PackedSpec] | None = None
+    ) -> None:
         if why := several_types({name: p.dtype for name, p in parameters}):
             raise ValueError(why)
         self.dtype: torch.dtype = parameters[0][1].dtype if parameters else torch.float32
-        offset = 0
+        packed = packed or {}
+        groups = [
+            [(name, p) for name, p in parameters if p.requires_grad],
+            [(name, p) for name, p in parameters if not p.requires_grad and name not in packed],
+            [(name, p) for name, p in parameters if not p.requires_grad and name in packed],
+        ]
+        ends, offset, home = [], 0, 0
         slots: list[Slot] = []
-        trainable_end = 0
-        for wanted in (True, False):
-            for name, p in parameters:
-                if p.requires_grad == wanted:
-                    slots.append(Slot(name, tuple(p.shape), offset, wanted))
-                    offset = round_up(offset + p.numel(), ALIGN_NUMEL)
-            if wanted:
-                trainable_end = offset
+        for group in groups:
+            for name, p in group:
+                spec = packed.get(name) if not p.requires_grad else None
+                assert spec is None or spec.value_shape == tuple(p.shape), name
+                slots.append(Slot(name, tuple(p.shape), offset, p.requires_grad, home, spec))
+                offset = round_up(offset + p.numel(), ALIGN_NUMEL)
+                at_home = p.numel() if spec is None else spec.size_bytes // self.dtype.itemsize
+                home = round_up(home + at_home, ALIGN_NUMEL)
+            ends.append(offset)
         self.slots = tuple(slots)
-        self.trainable_numel = trainable_end
+        self.trainable_numel = ends[0]
         """Elements of the range with gradients and states, gaps included; 0 when the unit is frozen."""
+        self.plain_numel = ends[1]
+        """Elements up to the first packed parameter: the same at home and on the device."""
         self.numel = offset
         """Elements of the slab, gaps included."""
+        self.home_numel = home
+        """Elements of the slab's home, gaps included: fewer where parameters are packed."""
 
     @property
     def size_bytes(self) -> int:
+        """Bytes on the device."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def home_bytes(self) -> int:
+        """Bytes in RAM or on NVMe, and on the way to the device."""
+        return self.home_numel * self.dtype.itemsize
+
+    @property
+    def packed_slots(self) -> tuple[Slot, ...]:
+        """Parameters that are packed at home."""
+        return tuple(slot for slot in self.slots if slot.packed is not None)
 
     @property
     def trainable_slots(self) -> tuple[Slot, ...]:
@@ -107,6 +148,18 @@ class SlabLayout:
     def views(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """All parameters as views of a 1-D slab of at least `numel` elements, in slot order."""
         return [slab[slot.offset : slot.end].view(slot.shape) for slot in self.slots]
+
+    def expand(self, home: torch.Tensor, slab: torch.Tensor) -> None:
+        """Fill `slab` (at least `numel` elements) from the bytes of its home, uint8 and on the same device.
+
+        On a GPU the work is queued on the current stream.
+        """
+        slab[: self.plain_numel].copy_(home.view(self.dtype)[: self.plain_numel])
+        for slot in self.packed_slots:
+            assert slot.packed is not None
+            start = slot.home_offset * self.dtype.itemsize
+            data = home[start : start + slot.packed.size_bytes]
+            slot.packed.expand(data, slab[slot.offset : slot.end].view(slot.shape))
 
     def grad_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The trainable parameters as views of a 1-D tensor of at least `trainable_numel` elements."""

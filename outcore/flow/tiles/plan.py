@@ -80,6 +80,8 @@ def plan_tiles(
     """
     if tile_bytes is None:
         tile_bytes = tile_bytes_of(device_bytes)
+    if device_bytes is not None:  # one packed unit at a time is expanded beside the buffers, which hold packed bytes
+        device_bytes -= max((unit.layout.size_bytes for unit in units.all if unit.layout.packed_slots), default=0)
     chunk_bytes = None if device_bytes is None else chunk_bytes_of(device_bytes)
     holding = Holding(layer_buffers=num_layer_buffers)
     if choice == "on":
@@ -123,7 +125,7 @@ def _sizes(units: ModelParts, tile_bytes: int) -> tuple[UnitSize, ...]:
         UnitSize(
             unit.index,
             unit.index in layers,
-            unit.layout.size_bytes,
+            unit.layout.home_bytes,
             unit.layout.trainable_numel,
             _has_large(unit, tile_bytes),
         )
@@ -133,6 +135,8 @@ def _sizes(units: ModelParts, tile_bytes: int) -> tuple[UnitSize, ...]:
 
 def _has_large(unit: Part, tile_bytes: int) -> bool:
     itemsize = unit.layout.dtype.itemsize
+    if unit.layout.packed_slots:  # tiles are ranges of slabs, which packed bytes do not have
+        return False
     return any(is_large(slot, itemsize, tile_bytes) for slot in unit.layout.slots)
 
 

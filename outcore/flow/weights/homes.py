@@ -1,4 +1,4 @@
-"""Homes of the 16-bit parameters: the first part of each unit's slab in RAM, the rest in scratch on NVMe.
+"""Homes of the parameters: the first part of each unit's slab in RAM, the rest in scratch on NVMe.
 
 A RAM budget is spread evenly: every layer keeps the same share in RAM. The drive then reads a little for every layer
 while the rest of it comes from RAM, so it is busy through the whole pass and each layer's reads hide behind its
@@ -7,8 +7,9 @@ all that is waited for. Embedding and head come first into RAM: they have one de
 behind. A unit that is mostly frozen (LoRA) keeps what it trains in RAM. Elsewhere the cut lies between two chunks of
 optimizer states, so a chunk's parameters are in one place; those on NVMe are written back by the ring of states.
 
-A module's parameter is a view of its home where that is RAM, else a stand-in of the right shape without memory: who
-needs values asks here, by name.
+Frozen parameters may be packed (`SlabLayout`): each is packed as its value comes, and expanded when it is asked for.
+A module's parameter is a view of its home where that is RAM and not packed, else a stand-in of the right shape without
+memory: who needs values asks here, by name. Offsets and lengths are elements of the home.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from outcore.common.errors import EngineError
 from outcore.flow.parts import Part, Slot
 from outcore.flow.weights.scratch import Scratch
+from outcore.formats import PackedTensor
 from outcore.model.weights.feed import WeightFeed
 from outcore.model.weights.standin import stand_in
 from outcore.staging.pool import HostMemory
@@ -41,7 +43,7 @@ def plan_cuts(
     `whole`: indices of units that must live in RAM. They, and what a mostly frozen unit trains, may exceed the budget.
     """
     if ram_bytes is None:
-        return {unit.index: unit.layout.numel for unit in units}
+        return {unit.index: unit.layout.home_numel for unit in units}
     cuts = {unit.index: _least(unit, whole) for unit in units}
     left = ram_bytes - sum(cuts[unit.index] * unit.layout.dtype.itemsize for unit in units)
 
@@ -49,7 +51,7 @@ def plan_cuts(
         nonlocal left
         layout, cut = unit.layout, cuts[unit.index]
         reach = cut + max(0, budget_bytes) // layout.dtype.itemsize
-        new = layout.numel if reach >= layout.numel else max(cut, reach // grain_numel * grain_numel)
+        new = layout.home_numel if reach >= layout.home_numel else max(cut, reach // grain_numel * grain_numel)
         cuts[unit.index] = new
         left -= (new - cut) * layout.dtype.itemsize
 
@@ -57,7 +59,7 @@ def plan_cuts(
     for unit in units:
         if unit.index not in layers:
             extend(unit, left)
-    short = sorted(layer_units, key=lambda unit: unit.layout.numel - cuts[unit.index])
+    short = sorted(layer_units, key=lambda unit: unit.layout.home_numel - cuts[unit.index])
     for number, unit in enumerate(short):
         extend(unit, left // (len(short) - number))
     for unit in layer_units:  # what rounding to the grain left over
@@ -67,9 +69,9 @@ def plan_cuts(
 
 def _least(unit: Part, whole: frozenset[int]) -> int:
     if unit.index in whole:
-        return unit.layout.numel
+        return unit.layout.home_numel
     trained = unit.layout.trainable_numel
-    return trained if 2 * trained < unit.layout.numel else 0
+    return trained if 2 * trained < unit.layout.home_numel else 0
 
 
 class WeightHomes:
@@ -92,7 +94,7 @@ class WeightHomes:
         self._slots: dict[str, tuple[Part, Slot]] = {
             slot.name: (unit, slot) for unit in units for slot in unit.layout.slots
         }
-        spilled = [unit for unit in units if cuts[unit.index] < unit.layout.numel]
+        spilled = [unit for unit in units if cuts[unit.index] < unit.layout.home_numel]
         self.store: TensorStore | None = None
         if spilled:
             assert scratch is not None, "nvme_path is checked with the settings"
@@ -106,7 +108,7 @@ class WeightHomes:
 
     @property
     def nvme_bytes(self) -> int:
-        return sum(unit.layout.size_bytes for unit in self._units) - self.ram_bytes
+        return sum(unit.layout.home_bytes for unit in self._units) - self.ram_bytes
 
     def ram(self, unit: Part) -> torch.Tensor:
         """The part of the unit's slab in RAM, from its beginning: all of it, or less, or nothing."""
@@ -115,7 +117,7 @@ class WeightHomes:
     def stored_at(self, unit: Part, start: int) -> tuple[TensorStore, str, int] | None:
         """(store, name, byte offset) of element `start` of the unit's slab; None where it lives in RAM."""
         cut = self._cuts[unit.index]
-        if start < cut or start >= unit.layout.numel:
+        if start < cut or start >= unit.layout.home_numel:
             return None
         assert self.store is not None
         return self.store, unit.name, (start - cut) * unit.layout.dtype.itemsize
@@ -140,16 +142,15 @@ class WeightHomes:
                 parameter.data = self._bound(unit, slot)
         for group in () if self._feed is None else self._feed.groups():
             for name, value in group.items():
-                if value.shape != torch.Size(self._slots[name][1].shape):
-                    raise EngineError(
-                        f"{name}: the model has shape {self._slots[name][1].shape}, its value {value.shape}"
-                    )
+                shape = tuple(value.spec.value_shape if isinstance(value, PackedTensor) else value.shape)
+                if shape != self._slots[name][1].shape:
+                    raise EngineError(f"{name}: the model has shape {self._slots[name][1].shape}, its value {shape}")
                 self.write(name, value)
                 missing.discard(name)
         assert not missing, f"the feed promised {sorted(missing)[0]} and did not give it"
 
     def _bound(self, unit: Part, slot: Slot) -> torch.Tensor:
-        if slot.end <= self._cuts[unit.index]:
+        if slot.packed is None and slot.end <= self._cuts[unit.index]:
             return self._ram[unit.index][slot.offset : slot.end].view(slot.shape)
         return stand_in(slot.shape, unit.layout.dtype)
 
@@ -161,14 +162,21 @@ class WeightHomes:
         return list(self._slots)
 
     def read(self, name: str) -> torch.Tensor:
-        """A parameter: a view of its home in RAM, or a new tensor read from the drive. EngineError."""
+        """A parameter: a view of its home in RAM, or a new tensor read from the drive or expanded. EngineError."""
         unit, slot = self._slots[name]
-        return self.read_range(unit, slot.offset, slot.end).view(slot.shape)
+        found = self.read_range(unit, *slot.home_range(unit.layout.dtype.itemsize))
+        if slot.packed is not None:
+            return slot.packed.unpack(found.view(torch.uint8), unit.layout.dtype)
+        return found.view(slot.shape)
 
-    def write(self, name: str, value: torch.Tensor) -> None:
-        """Set a parameter, rounding to its type. EngineError."""
+    def write(self, name: str, value: torch.Tensor | PackedTensor) -> None:
+        """Set a parameter, rounding to its type, or packing it where its home is packed. EngineError."""
         unit, slot = self._slots[name]
-        self.write_range(unit, slot.offset, value.reshape(-1))
+        if slot.packed is not None:
+            data = value.data if isinstance(value, PackedTensor) else slot.packed.pack(value.to(unit.layout.dtype))
+            value = data.view(unit.layout.dtype)
+        assert isinstance(value, torch.Tensor), f"{name} comes packed, and its home is not"
+        self.write_range(unit, slot.home_offset, value.reshape(-1))
 
     def read_range(self, unit: Part, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a slab, 1-D: a view of RAM, or a new tensor."""
@@ -199,7 +207,7 @@ class WeightHomes:
 
 
 def _spec(unit: Part, cut: int) -> TensorSpec:
-    return TensorSpec(unit.name, unit.layout.dtype, (unit.layout.numel - cut,))
+    return TensorSpec(unit.name, unit.layout.dtype, (unit.layout.home_numel - cut,))
 
 
 def _wait(transfer: Transfer, what: str) -> None:

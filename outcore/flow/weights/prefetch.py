@@ -5,6 +5,8 @@ a vocabulary is often larger than a layer. Copies are issued in order of need as
 on the compute stream) and the unit's last update is over; a copy that would have to wait for the optimizer is left for
 later, so that the host goes on launching work. Cost: buffers, and one upload per use that is not still there.
 
+Packed parts cross as they are stored and are expanded when they are acquired, into one buffer.
+
 What lives on NVMe comes through a lane of its own, gated: its reads are submitted for the whole pass at once, in order
 of need, and go ahead as far as that lane's slots reach; the gate of each opens when its device buffer is free.
 """
@@ -46,14 +48,19 @@ class WeightPrefetcher:
         stalls: Stalls | None = None,
         drive_lane: UploadLane | None = None,
     ) -> None:
-        layers = [unit.layout.size_bytes for unit in units.layer_units if unit.index not in skip]
+        whole = {unit.index: unit for unit in units.all if unit.index not in skip}
+        layers = [unit.layout.home_bytes for unit in units.layer_units if unit.index in whole]
         layer_bytes = max(layers, default=0)
-        ends_bytes = max((u.layout.size_bytes for u in (units.embed, units.head) if u.index not in skip), default=0)
+        ends_bytes = max((u.layout.home_bytes for u in (units.embed, units.head) if u.index in whole), default=0)
         counts = [max(1, min(num_layer_buffers, len(layers))), 1]
         self._buffers = [
             [torch.zeros(size, dtype=torch.uint8, device=lane.device) for _ in range(count)]
             for size, count in zip([layer_bytes, ends_bytes], counts, strict=True)
         ]
+        packed_bytes = max((u.layout.size_bytes for u in whole.values() if u.layout.packed_slots), default=0)
+        self._expanded = torch.zeros(packed_bytes, dtype=torch.uint8, device=lane.device)
+        """Where packed parts are expanded when they are acquired: one at a time, on the compute stream, in every pass
+        over a layer, so that nothing made from expanded weights outlives them."""
         self._ends = {id(units.embed), id(units.head)}
         self._source, self._lane, self._drive_lane = source, lane, drive_lane
         self._over: dict[tuple[int, int], Any] = {}
@@ -71,7 +78,7 @@ class WeightPrefetcher:
 
     @property
     def device_bytes(self) -> int:
-        return sum(buffer.nbytes for kind in self._buffers for buffer in kind)
+        return self._expanded.nbytes + sum(buffer.nbytes for kind in self._buffers for buffer in kind)
 
     def begin(self, sequence: Sequence[Part]) -> None:
         """Plan a pass that uses these units in this order, and start the first uploads."""
@@ -107,7 +114,12 @@ class WeightPrefetcher:
             if from_drive is not None:
                 with self.stalls.because("nvme", f"weights of {unit.name} from NVMe"):
                     wait_for_drive(unit, from_drive)
-        return self._target(at).view(unit.layout.dtype)
+        arrived = self._target(at)
+        if not unit.layout.packed_slots:
+            return arrived.view(unit.layout.dtype)
+        slab = self._expanded[: unit.layout.size_bytes].view(unit.layout.dtype)
+        unit.layout.expand(arrived, slab)
+        return slab
 
     def release(self, at: int) -> None:
         """Everything that reads use `at` has been queued."""
@@ -128,7 +140,7 @@ class WeightPrefetcher:
 
     def _target(self, at: int) -> torch.Tensor:
         unit, kind, use = self._uses[at]
-        return self._buffers[kind][use.buffer][: unit.layout.size_bytes]
+        return self._buffers[kind][use.buffer][: unit.layout.home_bytes]
 
     def _issue(self, needed: int) -> None:
         while self._copies:

@@ -116,7 +116,7 @@ def tiny_runner(
     tiny: LoadedModel, units: ModelParts, way: Way, undo: ExitStack, *, page_tokens: int = 4
 ) -> tuple[PassRunner, KvCache]:
     """A runner of a model that is whole in RAM, as it is; also for tests."""
-    homes = WeightHomes(units.all, HostMemory(), {part.index: part.layout.numel for part in units.all}, None)
+    homes = WeightHomes(units.all, HostMemory(), {part.index: part.layout.home_numel for part in units.all}, None)
     homes.adopt()
     slabs = {part.index: homes.ram(part) for part in units.all}
     runner = PartRunner(units)

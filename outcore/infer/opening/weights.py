@@ -69,10 +69,10 @@ def open_weights(
     home_of = {home.part: home for home in placement.parts}
     stays = [part for part in units.all if home_of[part.name].home == "vram" or _in_place(home_of, part, device)]
     travels = [part for part in units.all if part not in stays]
-    cuts = {part.index: part.layout.numel for part in units.all}
+    cuts = {part.index: part.layout.home_numel for part in units.all}
     for part in travels:
         cuts[part.index] = _cut(part, home_of[part.name].ram_bytes)
-    spills = [part for part in travels if cuts[part.index] < part.layout.numel]
+    spills = [part for part in travels if cuts[part.index] < part.layout.home_numel]
     pool, lanes = _open_lanes(travels, spills, cuts, device, settings, undo)
     memory = _PlacedMemory(pool, stays if device.type != "cpu" else (), device)
     undo.callback(memory.close)
@@ -100,7 +100,7 @@ def _in_place(home_of: dict, part: Part, device: torch.device) -> bool:
 
 def _cut(part: Part, ram_bytes: int) -> int:
     numel = ram_bytes // part.layout.dtype.itemsize
-    return part.layout.numel if numel >= part.layout.numel else numel // GRAIN_NUMEL * GRAIN_NUMEL
+    return part.layout.home_numel if numel >= part.layout.home_numel else numel // GRAIN_NUMEL * GRAIN_NUMEL
 
 
 def _open_lanes(

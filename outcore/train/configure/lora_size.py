@@ -1,23 +1,35 @@
-"""How many parameters LoRA adapters will have, counted on a model without memory."""
+"""What LoRA adapters and a packed base will take, counted on a model without memory."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from outcore.flow.parts import saved_bytes
 from outcore.model.facts import model_class_of, model_facts
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.model.weights.initialise import meta_skeleton
 
 
-def adapter_params(settings: ModelSettings, tokenizer: Any) -> int:
-    """Trainable parameters of the run's adapters. ValueError when no module matches the targets."""
+class LoraSize(NamedTuple):
+    """Of one run."""
+
+    adapter_params: int
+    """Trainable parameters."""
+    saved_bytes: int
+    """Bytes less that the base takes because it is packed."""
+
+
+def lora_size(settings: ModelSettings, tokenizer: Any) -> LoraSize:
+    """ValueError when no module matches the targets."""
     from outcore.model.lora import apply_lora
 
     assert settings.lora is not None
     source = resolve_source(settings, tokenizer)
-    skeleton = meta_skeleton(model_class_of(source.config), source.config)
+    skeleton = meta_skeleton(model_class_of(source.config), source.config).to(settings.dtype)
     with torch.device("meta"):
-        return model_facts(apply_lora(skeleton, settings.lora, settings.seed)).trainable_params
+        model = apply_lora(skeleton, settings.lora, settings.seed)
+    saved = 0 if settings.quantize is None else saved_bytes(model, settings.quantize)
+    return LoraSize(model_facts(model).trainable_params, saved)

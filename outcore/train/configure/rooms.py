@@ -87,6 +87,7 @@ def model_settings_of(config: TrainConfig, precision: str, seq_length: int) -> M
         attn_implementation=config.attn_implementation,
         seq_length=seq_length,
         lora=lora,
+        quantize=None if config.quantize == "none" else config.quantize,
         gradient_checkpointing=recompute,
         seed=config.seed,
     )

@@ -43,6 +43,8 @@ class RunSizes:
     has_cuda: bool
     row_tokens: int | None = None
     """Tokens of a row."""
+    saved_bytes: int = 0
+    """Bytes less that the parameters take at home because frozen ones are packed."""
 
 
 @dataclass
@@ -168,7 +170,8 @@ def _homes(
 ) -> dict[str, Any]:
     """nvme_path, state_ram_bytes and weight_ram_bytes of the settings; {} when everything lives in RAM."""
     element = ELEMENT_BYTES[sizes.precision]
-    weights, gradients = element * sizes.total_params, element * sizes.trainable_params
+    weights = element * sizes.total_params - sizes.saved_bytes
+    gradients = element * sizes.trainable_params
     state_bytes = int(state_format(states).bytes_per_param * sizes.trainable_params)
     in_ram = activations == "ram" or (activations == "auto" and sizes.has_cuda)
     waiting = max(0, activation_bytes(sizes) - gradients) if in_ram else 0  # they borrow the gradients' homes

@@ -1,0 +1,67 @@
+"""Which parameters of a model are packed at home: frozen matrices of its layers.
+
+With `quantize` those of linear layers (Conv1D too) and stacked experts, as bitsandbytes chooses them: embedding, head,
+norms, biases and what routes between experts stay in 16 bits, and so does a matrix whose rows do not divide into the
+format's blocks. A checkpoint that is packed as published says it by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from outcore.flow.parts.shell import Owner
+from outcore.formats import PackedSpec, packed_format
+from outcore.model.load import LoadedModel
+
+Packing = Callable[[str, nn.Parameter, Sequence[Owner]], PackedSpec | None]
+"""(checkpoint name, parameter, where modules hold it) -> how it is packed; None: as it is."""
+STACKED_DIMS = 3
+"""Dimensions of a weight that holds all experts of a layer."""
+
+
+def packing_of(loaded: LoadedModel) -> Packing:
+    """The rule for this model."""
+    return _rule(loaded.quantize, loaded.packed)
+
+
+def saved_bytes(model: nn.Module, quantize: str) -> int:
+    """Bytes less that the frozen matrices of this model (or of its skeleton without memory) take when they are packed.
+
+    Counts every linear layer but the head; a few may lie outside the layers and stay as they are.
+    """
+    rule, head = _rule(quantize, {}), getattr(model, "get_output_embeddings", lambda: None)()
+    owners: dict[nn.Parameter, list[Owner]] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((module, attribute))
+    saved = 0
+    for parameter, held in owners.items():
+        spec = rule("", parameter, held)
+        if spec is not None and all(module is not head for module, _ in held):
+            saved += parameter.numel() * parameter.dtype.itemsize - spec.size_bytes
+    return saved
+
+
+def _rule(quantize: str | None, packed: Mapping[str, PackedSpec]) -> Packing:
+    wanted = None if quantize is None else packed_format(quantize)
+
+    def packing(name: str, parameter: nn.Parameter, owners: Sequence[Owner]) -> PackedSpec | None:
+        if parameter.requires_grad:
+            return None
+        if name in packed:
+            return packed[name]
+        if wanted is None or parameter.shape[-1] % wanted.block or not _is_matrix(parameter, owners):
+            return None
+        return PackedSpec(wanted, tuple(parameter.shape))
+
+    return packing
+
+
+def _is_matrix(parameter: nn.Parameter, owners: Sequence[Owner]) -> bool:
+    if parameter.ndim == STACKED_DIMS:
+        return True
+    return parameter.ndim == 2 and all(isinstance(module, (nn.Linear, Conv1D)) for module, _ in owners)

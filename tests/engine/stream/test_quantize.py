@@ -1,0 +1,118 @@
+"""A packed frozen base under adapters: training equals, to the bit, that over the same base expanded and resident."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outcore.engine.stream.build import build_stream_engine
+from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.model.load import load_model
+from tests.engine.stream.test_lazy import TINY
+from tests.flow.models import padded_batch, plain_batch
+
+FIELDS = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+}
+MIXTURE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 300}
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
+
+
+@pytest.fixture
+def build(tmp_path, engines):
+    def make(settings: ModelSettings, *, lazy: bool = True, **changes):
+        where = {"nvme_path": str(tmp_path / f"drive{len(engines)}")} if "weight_ram_bytes" in changes else {}
+        loaded = load_model(settings, lazy=lazy)
+        made = build_stream_engine(
+            loaded, replace(TINY, **where, **changes), device="cpu", pinned_grant=False, trial=False
+        )
+        engines.append(made)
+        return made
+
+    return make
+
+
+def settings_for(quantize: str | None, preset: str = "llama-1b", precision: str = "bf16") -> ModelSettings:
+    lora = (
+        LoraSettings(r=4, alpha=8) if preset != "tiny-moe" else LoraSettings(r=4, target_modules=("q_proj", "o_proj"))
+    )
+    return ModelSettings(
+        preset=preset,
+        precision=precision,
+        seq_length=64,
+        config_overrides=FIELDS if preset != "tiny-moe" else MIXTURE,
+        lora=lora,
+        quantize=quantize,
+    )
+
+
+def packed_names(engine) -> set[str]:
+    return {slot.name for unit in engine._parts.units.all for slot in unit.layout.packed_slots}
+
+
+def trained(engine, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses = []
+    for step in range(steps):
+        batches = [plain_batch(2, 12, seed=step), padded_batch(2, 16, seed=50 + step)]
+        losses.append(engine.train_step(batches, 1e-2).loss)
+    engine._parts.updates.drain()
+    homes = engine._parts.homes
+    names = homes.weights.names()
+    return losses, {name: homes.weight(name).clone() for name in names if "lora_" in name}
+
+
+@pytest.mark.parametrize(
+    ("quantize", "preset", "precision", "changes"),
+    [
+        ("nf4", "llama-1b", "bf16", {}),
+        ("nf4", "llama-1b", "bf16", {"weight_ram_bytes": 60_000}),
+        ("nf4", "llama-1b", "bf16", {"weight_ram_bytes": 0, "num_layer_buffers": 1}),
+        ("int8", "llama-1b", "fp32", {"activations": "ram"}),
+        ("nf4", "tiny-moe", "bf16", {}),
+    ],
+)
+def test_training_equals_that_over_the_expanded_base(build, quantize, preset, precision, changes):
+    engine = build(settings_for(quantize, preset, precision), **changes)
+    resident = build(settings_for(None, preset, precision), lazy=False)
+    homes = engine._parts.homes
+    packed = packed_names(engine)
+    assert packed and all("lora_" not in name and "layers." in name for name in packed)
+    plain = {name for name in homes.weights.names() if name not in packed and "lora_" not in name}
+    assert all(torch.equal(homes.weight(name), resident._parts.homes.weight(name)) for name in plain)
+    changed = 0
+    for name in packed:
+        value = homes.weight(name)
+        changed += not torch.equal(value, resident._parts.homes.weight(name))
+        resident._parts.homes.weights.write(name, value)
+    assert changed == len(packed)
+    (losses, adapters), (expected, expected_adapters) = trained(engine), trained(resident)
+    assert losses == expected
+    assert all(torch.equal(value, expected_adapters[name]) for name, value in adapters.items())
+    assert any("lora_B" in name and value.abs().max() > 0 for name, value in adapters.items())
+
+
+def test_homes_hold_packed_bytes_and_the_way_up_carries_them(build):
+    engine, resident = build(settings_for("nf4")), build(settings_for(None))
+    layers = engine._parts.units.layer_units
+    whole = [unit.layout.size_bytes for unit in layers]
+    assert all(unit.layout.home_bytes < 0.45 * size for unit, size in zip(layers, whole, strict=True))
+    saved = resident._parts.homes.weights.ram_bytes - engine._parts.homes.weights.ram_bytes
+    assert saved == sum(size - unit.layout.home_bytes for unit, size in zip(layers, whole, strict=True))
+    for unit in layers:
+        kinds = {slot.name.split(".")[-2] for slot in unit.layout.slots if slot.packed is None}
+        assert kinds == {"lora_A", "lora_B", "input_layernorm", "post_attention_layernorm"} or "lora_A" in str(kinds)
+
+
+def test_expanded_weights_are_the_same_from_ram_and_from_the_drive(build, tmp_path):
+    first = build(settings_for("nf4"))
+    second = build(settings_for("nf4"), weight_ram_bytes=0)
+    for name in packed_names(first):
+        assert torch.equal(first._parts.homes.weight(name), second._parts.homes.weight(name))
+    assert second._parts.homes.weights.nvme_bytes > 0
