@@ -23,6 +23,7 @@ from outcore.common.deadline import Deadline
 from outcore.common.errors import EngineError
 from outcore.flow.parts import ModelParts, Part
 from outcore.flow.trace import Stalls
+from outcore.flow.weights.expansion import Expansion
 from outcore.flow.weights.slots import SlotUse, plan_slots
 from outcore.flow.weights.source import WeightSource
 from outcore.staging import AT_ONCE, Gate, LaneTransfer, UploadLane
@@ -57,10 +58,7 @@ class WeightPrefetcher:
             [torch.zeros(size, dtype=torch.uint8, device=lane.device) for _ in range(count)]
             for size, count in zip([layer_bytes, ends_bytes], counts, strict=True)
         ]
-        packed_bytes = max((u.layout.size_bytes for u in whole.values() if u.layout.packed_slots), default=0)
-        self._expanded = torch.zeros(packed_bytes, dtype=torch.uint8, device=lane.device)
-        """Where packed parts are expanded when they are acquired: one at a time, on the compute stream, in every pass
-        over a layer, so that nothing made from expanded weights outlives them."""
+        self._expansion = Expansion(whole.values(), lane.device)
         self._ends = {id(units.embed), id(units.head)}
         self._source, self._lane, self._drive_lane = source, lane, drive_lane
         self._over: dict[tuple[int, int], Any] = {}
@@ -78,7 +76,7 @@ class WeightPrefetcher:
 
     @property
     def device_bytes(self) -> int:
-        return self._expanded.nbytes + sum(buffer.nbytes for kind in self._buffers for buffer in kind)
+        return self._expansion.device_bytes + sum(buffer.nbytes for kind in self._buffers for buffer in kind)
 
     def begin(self, sequence: Sequence[Part]) -> None:
         """Plan a pass that uses these units in this order, and start the first uploads."""
@@ -114,12 +112,7 @@ class WeightPrefetcher:
             if from_drive is not None:
                 with self.stalls.because("nvme", f"weights of {unit.name} from NVMe"):
                     wait_for_drive(unit, from_drive)
-        arrived = self._target(at)
-        if not unit.layout.packed_slots:
-            return arrived.view(unit.layout.dtype)
-        slab = self._expanded[: unit.layout.size_bytes].view(unit.layout.dtype)
-        unit.layout.expand(arrived, slab)
-        return slab
+        return self._expansion.slab(unit, self._target(at))
 
     def release(self, at: int) -> None:
         """Everything that reads use `at` has been queued."""

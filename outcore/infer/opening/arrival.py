@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from outcore.common.deadline import Deadline
 from outcore.flow import Part, WeightArrival
 from outcore.flow.trace import Stalls
+from outcore.flow.weights import Expansion, WeightHomes
 
 
 class ResidentWeights:
-    """The `WeightArrival` of a model of which some parts stay. `slabs`: those, by index; `travelling`: who brings the
+    """The `WeightArrival` of a model of which some parts stay. `parts`: those; `travelling`: who brings the
     others; None: none travels."""
 
     def __init__(
-        self, slabs: Mapping[int, torch.Tensor], travelling: WeightArrival | None, device: torch.device
+        self, parts: Sequence[Part], homes: WeightHomes, travelling: WeightArrival | None, device: torch.device
     ) -> None:
-        self._slabs, self._travelling = dict(slabs), travelling
+        self._slabs, self._travelling = {part.index: homes.ram(part) for part in parts}, travelling
+        self._expansion = Expansion(parts, device)
         self.stalls = travelling.stalls if travelling is not None else Stalls(device)
         self._uses: list[tuple[Part, int]] = []
         """Each use of the pass, with its number among those that travel (-1: it stays)."""
@@ -26,7 +28,7 @@ class ResidentWeights:
     @property
     def device_bytes(self) -> int:
         held = sum(slab.nbytes for slab in self._slabs.values() if slab.device.type != "cpu")
-        return held + (0 if self._travelling is None else self._travelling.device_bytes)
+        return held + self._expansion.device_bytes + (0 if self._travelling is None else self._travelling.device_bytes)
 
     def begin(self, sequence: Sequence[Part]) -> None:
         moving = [part for part in sequence if part.index not in self._slabs]
@@ -38,7 +40,7 @@ class ResidentWeights:
     def acquire(self, at: int) -> torch.Tensor:
         part, number = self._uses[at]
         if number < 0:
-            return self._slabs[part.index]
+            return self._expansion.slab(part, self._slabs[part.index])
         assert self._travelling is not None
         return self._travelling.acquire(number)
 

@@ -118,9 +118,9 @@ def tiny_runner(
     """A runner of a model that is whole in RAM, as it is; also for tests."""
     homes = WeightHomes(units.all, HostMemory(), {part.index: part.layout.home_numel for part in units.all}, None)
     homes.adopt()
-    slabs = {part.index: homes.ram(part) for part in units.all}
+    arrival = ResidentWeights(units.all, homes, None, CPU)
     runner = PartRunner(units)
-    flow = Flow(runner, Head(runner, vocab_size=tiny.facts.vocab_size), ResidentWeights(slabs, None, CPU), CPU)
+    flow = Flow(runner, Head(runner, vocab_size=tiny.facts.vocab_size), arrival, CPU)
     if way == "whole":
         cache = KvCache(CacheSettings((GroupPlan(None, 64),), page_tokens, torch.float32, shares_prefixes=False))
         return WholeRunner(flow, tiny, RunnerLimits(call_tokens=64), CPU), cache

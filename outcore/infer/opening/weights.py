@@ -89,8 +89,7 @@ def open_weights(
             frozenset(part.index for part in stays),
             drive_lane=lanes.get("drive"),
         )
-    slabs = {part.index: homes.ram(part) for part in stays}
-    return OpenedWeights(ResidentWeights(slabs, travelling, device), homes, pool, lanes)
+    return OpenedWeights(ResidentWeights(stays, homes, travelling, device), homes, pool, lanes)
 
 
 def _in_place(home_of: dict, part: Part, device: torch.device) -> bool:

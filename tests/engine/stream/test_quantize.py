@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outcore.engine.stream.build import build_stream_engine
-from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.model.load import load_model
+from outcore.model.settings import LoraSettings, ModelSettings
 from tests.engine.stream.test_lazy import TINY
 from tests.flow.models import padded_batch, plain_batch
 

@@ -1,0 +1,33 @@
+"""The slab that a layer uses, from what its home holds: the same bytes, or packed ones expanded into one buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from outcore.flow.parts import Part
+
+
+class Expansion:
+    """Slabs of parts on a device, one at a time.
+
+    A packed part is expanded again for each use, on the compute stream, also in recomputation: nothing that autograd
+    keeps can be overwritten behind its back, because a backward pass ends before the next part is expanded.
+    """
+
+    def __init__(self, parts: Iterable[Part], device: torch.device) -> None:
+        size_bytes = max((part.layout.size_bytes for part in parts if part.layout.packed_slots), default=0)
+        self._buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def device_bytes(self) -> int:
+        return self._buffer.nbytes
+
+    def slab(self, part: Part, home: torch.Tensor) -> torch.Tensor:
+        """The part's slab from the bytes of its home, on the device; good until the next call."""
+        if not part.layout.packed_slots:
+            return home.view(part.layout.dtype)
+        slab = self._buffer[: part.layout.size_bytes].view(part.layout.dtype)
+        part.layout.expand(home.view(torch.uint8), slab)
+        return slab
