@@ -149,7 +149,8 @@ def captured_layers(
 
 
 def head_run(weight: torch.Tensor, x: torch.Tensor, targets: torch.Tensor, *, compiled: bool) -> Run:
-    """As the streaming engine's head: logits in chunks, the gradient of each with its loss (`HeadRunner.one`)."""
+    """As the streaming engine's head: logits in chunks, the gradient of each with its loss
+    (`StreamedHeadGradient.one`)."""
     cross_entropy = CrossEntropy(compiled=compiled)
     chunk_bytes = LOGITS_CHUNK_BYTES // (1 if compiled else EAGER_CHUNKS)
     num_chunks = auto_num_chunks(len(x), len(weight), chunk_bytes)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from outcore.common.deadline import after
 from outcore.flow.call import Call, OnPart, Output
 from outcore.flow.layers import Batch, Head, HeadInput, PartRunner
-from outcore.flow.parts import CallLog, Part
+from outcore.flow.parts import CallLog, ModelParts, Part
 from outcore.flow.trace import NO_TRACE, Trace
 from outcore.flow.weights import WeightArrival
 
@@ -40,40 +40,35 @@ class Passage:
         return HeadInput(self.take_hidden(), self.batch, self.log)
 
 
-class PassWatch(Protocol):
-    """Sees each part run on each call."""
+class PassWatch:
+    """Sees each part run on each call, and may put another tensor in place of what it gave; this one does neither."""
 
     def before(self, part: Part, number: int) -> None:
         """The part is about to run on this call."""
-        ...
 
     def embedded(self, number: int, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The embedding gave `hidden`; what is returned replaces it."""
-        ...
+        """The embedding gave `hidden`."""
 
     def passed(
         self, layer: int, number: int, given: torch.Tensor, hidden: torch.Tensor, routers: list[torch.Tensor]
     ) -> torch.Tensor | None:
-        """The layer made `hidden` out of `given`; what is returned replaces `hidden`."""
-        ...
+        """The layer made `hidden` out of `given`."""
 
 
-class HookWatch:
+class HookWatch(PassWatch):
     """Has a hook see what each part gives."""
 
-    def __init__(self, parts: Sequence[Part], embed: Part, on_part: OnPart | None) -> None:
-        self._layers, self._embed, self._on_part = parts, embed, on_part
-
-    def before(self, part: Part, number: int) -> None:
-        return
+    def __init__(self, units: ModelParts, on_part: OnPart) -> None:
+        super().__init__()
+        self._units, self._on_part = units, on_part
 
     def embedded(self, number: int, hidden: torch.Tensor) -> torch.Tensor | None:
-        return None if self._on_part is None else self._on_part(self._embed, number, hidden)
+        return self._on_part(self._units.embed, number, hidden)
 
     def passed(
         self, layer: int, number: int, given: torch.Tensor, hidden: torch.Tensor, routers: list[torch.Tensor]
     ) -> torch.Tensor | None:
-        return None if self._on_part is None else self._on_part(self._layers[layer], number, hidden)
+        return self._on_part(self._units.layer_units[layer], number, hidden)
 
 
 class Flow:
@@ -100,7 +95,8 @@ class Flow:
         try:
             self.arrival.begin([self.units.embed, *self.units.layer_units, *ends])
             passages = [Passage(call.batch, call.inputs) for call in calls]
-            at = self.forward(passages, HookWatch(self.units.layer_units, self.units.embed, on_part))
+            watch = PassWatch() if on_part is None else HookWatch(self.units, on_part)
+            at = self.forward(passages, watch)
             if not needs_head:
                 yield from (Output(number) for number in range(len(calls)))
                 return

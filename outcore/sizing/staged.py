@@ -4,9 +4,9 @@ RAM must hold the ring of states, the staging memory of parameters, and gradient
 of what a budget leaves, parameters take what they need before states do: on the drive both are read and written once by
 an update, and parameters are read twice more by every micro-batch but the first.
 
-The ring keeps chunks from one update to the next (`ring_schedule`), so memory for it is worth as much as memory for
-states. Without a budget, where all states were sent to the drive, it takes a third of what flows through it: as far as
-the user allows staging memory, and at most half of the RAM that the run leaves beside `RAM_RESERVE_BYTES`.
+The ring keeps chunks from one update to the next (`states/ring/schedule`), so memory for it is worth as much as memory
+for states. Without a budget, where all states were sent to the drive, it takes a third of what flows through it: as far
+as the user allows staging memory, and at most half of the RAM that the run leaves beside `RAM_RESERVE_BYTES`.
 """
 
 from __future__ import annotations

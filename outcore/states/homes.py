@@ -1,14 +1,14 @@
 """Homes: where the 16-bit parameters and optimizer states of every unit live, in RAM or on NVMe.
 
-Parameters are in `weights` (RAM, NVMe, or a part of a unit in each), gradients in `gradient_arena`. Optimizer states
-come in chunks of up to `chunk_numel` parameters (one buffer each, see `outcore.optim.formats.state_format`), the form
-in which they can be updated, moved and saved. Bytes per trainable parameter: 2 (parameter) and the format's, e.g. 12
-for `fp32`.
+Parameters are in `weights` (RAM, NVMe, or a part of a unit in each), gradients wait in RAM with the engine. Optimizer
+states come in chunks of up to `chunk_numel` parameters (one buffer each, see `outcore.optim.formats.state_format`), the
+form in which they can be updated, moved and saved. Bytes per trainable parameter: 2 (parameter) and the format's, e.g.
+12 for `fp32`.
 
 Residency is decided chunk by chunk (`placement`). An update needs three pieces: gradient, states, parameter. Chunks
 that have all of it in RAM are updated in place (`jobs`); the others flow through the ring (`flowing`), whose slots take
 the states when they live on NVMe, and the parameter piece when that does (`param_piece` is then None, `param_place`
-says where): read first where the format needs it (split), written back always (`ring_slots`).
+says where): read first where the format needs it (split), written back always (`ring/slots`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Homes:
         return place
 
     def grad_place(self, chunk: StateChunk) -> GradPlace | None:
-        """Nowhere on a drive: gradients wait in RAM (`gradient_arena`)."""
+        """Nowhere on a drive: gradients wait in RAM."""
         return None
 
     def flowing(self, unit: Part) -> list[StateChunk]:

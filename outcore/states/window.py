@@ -26,7 +26,8 @@ MOMENTS: tuple[StateName, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class StateWindow:
-    """No update of these chunks may be under way, nor may they wait in the ring (`UnitUpdates.drain`).
+    """No update of these chunks may be under way, nor may they wait in the ring (whoever updates them drains that
+    first).
 
     `backend`: of the optimizer, which compresses and expands.
 

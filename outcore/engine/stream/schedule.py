@@ -23,7 +23,7 @@ from outcore.engine.stream.backward.layer import BackwardRunner
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.gradients.download import GradientShipping
 from outcore.engine.stream.rng import PartRandom, generators_kept
-from outcore.flow import Flow, Passage
+from outcore.flow import Flow, Passage, PassWatch
 from outcore.flow.layers import Batch, HeadInput
 from outcore.flow.parts import Part
 from outcore.flow.trace import PhaseClock
@@ -73,10 +73,11 @@ class PassSums:
         return PassSums(self.ce_sum + ce_sum, aux_sum, self.n_tokens + n_tokens)
 
 
-class _Keeping:
+class _Keeping(PassWatch):
     """Watches the forward of a step: seeds dropout by place, and keeps what backward needs."""
 
     def __init__(self, micro: list[_MicroBatch], random: PartRandom, schedule: VerticalSchedule) -> None:
+        super().__init__()
         self._micro, self._random, self._schedule = micro, random, schedule
         self._sizes_bytes: list[int] = []
 

@@ -78,7 +78,7 @@ class StreamSettings:
     """Documents in packed rows. auto: torch's variable-length kernel where it computes what masks do; see
     `packed_rows`."""
     num_layer_buffers: int = LAYER_BUFFERS
-    """Layers on the device at a time, at most: where memory is short, fewer (`tile_rule`)."""
+    """Layers on the device at a time, at most: where memory is short, fewer (`sizing.tiles`)."""
     tiling: Literal["auto", "on", "off"] = "auto"
     """Units that do not fit on the device whole, however little else is held, are computed in tiles. on: every unit."""
     device_bytes: int | None = None

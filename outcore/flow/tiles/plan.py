@@ -1,6 +1,6 @@
-"""How a model's units are held on the device, and which in tiles: the rule of `tile_rule` asked about them.
+"""How a model's units are held on the device, and which in tiles: the rule of `sizing.tiles` asked about them.
 
-Tiling costs time (weights cross the link more often, see `tiles_weight` and `tiles_head`), so nothing is tiled that
+Tiling costs time (weights cross the link more often, see `weight` and `layers/tiled_head`), so nothing is tiled that
 fits. Pure, but for `free_device_bytes`.
 """
 

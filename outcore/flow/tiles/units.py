@@ -1,8 +1,8 @@
-"""The units that are computed in tiles, as the rest of the engine sees them.
+"""The parts that are computed in tiles, as whoever runs a pass sees them.
 
-The schedule acquires a unit's slab, hands it to the runner, adds up gradients and ships them, tiled or not:
-`TiledParts` tells the runner what to bind in place of a unit's parameters; `TiledWeights` and `TiledDownload` stand
-before the prefetcher and the gradient download, look after tiled units and pass everything else on.
+A pass acquires a part's slab and hands it to the runner, tiled or not: `TiledParts` tells the runner what to bind in
+place of a part's parameters; `TiledArrival` stands before the prefetcher, looks after tiled parts and passes everything
+else on.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The ring: chunks of states on NVMe pass through a few host buffers, read ahead, updated, written behind.
 
-Algorithm: one driver thread owns all decisions (`ring_schedule`: which chunk is read next); reads and writes
-(`ring_traffic`) and updates (`ring_updates`) report to it and it starts the next ones. A chunk takes a slot, is read,
-waits there for its unit's gradient (`submit`), is updated by the optimizer pool as a batch of its own, is written back
-and leaves. Several reads and writes are always under way: the drive waits neither for the CPU nor for one chunk. A unit
-counts as done when its parameters may be read; writes of states go on under the next step.
+Algorithm: one driver thread owns all decisions (`schedule`: which chunk is read next); reads, writes and updates
+(`traffic`) report to it and it starts the next ones. A chunk takes a slot, is read, waits there for its unit's gradient
+(`submit`), is updated by the optimizer pool as a batch of its own, is written back and leaves. Several reads and writes
+are always under way: the drive waits neither for the CPU nor for one chunk. A unit counts as done when its parameters
+may be read; writes of states go on under the next step.
 
 Cost: `slots x slot_bytes` of RAM; a chunk is read once and written once per update, but for those that a ring whose
-passes go to and fro keeps in its slots for the next pass (`ring_schedule`): of them only the parameters are written, so
+passes go to and fro keeps in its slots for the next pass (`schedule`): of them only the parameters are written, so
 that they may be read from the drive, and `flush` takes their states there. A failed transfer or update breaks the ring:
 nothing is started any more and whoever waits gets an EngineError with the cause.
 """

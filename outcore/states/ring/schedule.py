@@ -62,7 +62,7 @@ class ChunkPassage:
 class RingSchedule:
     """See the module docstring. `order`: the chunks as updates will need them. All calls from one thread.
 
-    `worth`: of a chunk that keeps its slot (`ring_sizes`); only for a ring that turns, and where every unit becomes
+    `worth`: of a chunk that keeps its slot (`sizing.ring`); only for a ring that turns, and where every unit becomes
     ready in every pass, because what is kept leaves when its unit is updated.
     """
 
