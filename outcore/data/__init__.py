@@ -17,23 +17,3 @@ from outcore.data.prepare import PreparedData, prepare_data
 from outcore.data.show import render_sample
 from outcore.data.summary import DataSummary
 from outcore.data.tokenizer import load_or_train_tokenizer, load_tokenizer, train_byte_bpe
-
-__all__ = [
-    "DEFAULT_TEXT_EXTENSIONS",
-    "IGNORE_INDEX",
-    "BatchStream",
-    "CacheError",
-    "DataError",
-    "DataSettings",
-    "DataSummary",
-    "EvalStream",
-    "MicroBatch",
-    "PreparedData",
-    "RowDataset",
-    "TemplateError",
-    "load_or_train_tokenizer",
-    "load_tokenizer",
-    "prepare_data",
-    "render_sample",
-    "train_byte_bpe",
-]

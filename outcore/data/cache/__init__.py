@@ -6,20 +6,3 @@ from outcore.data.cache.arrays import Arrays, ArraysWriter, explained, sync_fold
 from outcore.data.cache.encode import DocumentEncoder, carries_loss, token_ids
 from outcore.data.cache.lock import build_lock, open_or_build
 from outcore.data.cache.tokens import RowLimit, TokenCache, cache_folder, digest_of, open_token_cache
-
-__all__ = [
-    "Arrays",
-    "ArraysWriter",
-    "DocumentEncoder",
-    "RowLimit",
-    "TokenCache",
-    "build_lock",
-    "cache_folder",
-    "carries_loss",
-    "digest_of",
-    "explained",
-    "open_or_build",
-    "open_token_cache",
-    "sync_folder",
-    "token_ids",
-]

@@ -4,5 +4,3 @@ from __future__ import annotations
 
 from outcore.data.chat.default import default_template, ensure_chat_template
 from outcore.data.chat.encoder import ChatEncoder, Encoded
-
-__all__ = ["ChatEncoder", "Encoded", "default_template", "ensure_chat_template"]

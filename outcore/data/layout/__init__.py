@@ -15,21 +15,3 @@ from outcore.data.layout.segments import (
     text_windows,
 )
 from outcore.data.layout.stream import BatchStream, EvalStream
-
-__all__ = [
-    "IGNORE_INDEX",
-    "LAYOUT_VERSION",
-    "BatchStream",
-    "EvalStream",
-    "MicroBatch",
-    "RowDataset",
-    "Segments",
-    "choose_rows",
-    "labels_of",
-    "merged",
-    "rows_of",
-    "seq2seq_segments",
-    "split_documents",
-    "supervised_segments",
-    "text_windows",
-]

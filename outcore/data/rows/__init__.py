@@ -5,15 +5,3 @@ from __future__ import annotations
 from outcore.data.rows.examples import ChatExample, Example, TextExample, TokensExample
 from outcore.data.rows.mixture import shaped_records
 from outcore.data.rows.shapes import KINDS, Kind, Shape, detect_shape
-
-__all__ = [
-    "KINDS",
-    "ChatExample",
-    "Example",
-    "Kind",
-    "Shape",
-    "TextExample",
-    "TokensExample",
-    "detect_shape",
-    "shaped_records",
-]

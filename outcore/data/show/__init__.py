@@ -4,5 +4,3 @@ from __future__ import annotations
 
 from outcore.data.show.page import write_page
 from outcore.data.show.render import render_sample
-
-__all__ = ["render_sample", "write_page"]
