@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from outcore.common.quantities import round_up
-from outcore.flow.parts import ALIGN_NUMEL, Part, Slot
+from outcore.flow.parts import ALIGN_NUMEL, Part
 from outcore.flow.weights import WeightHomes
 from outcore.optim import Backend, ChunkJob, ChunkState, JobBatch, StateFormat, open_backend
 from outcore.optim.formats import StateName
@@ -108,25 +108,6 @@ class Homes:
         elif home.jobs.grads[0].data_ptr() != jobs[0].grad.data_ptr():
             home.jobs = home.jobs.with_grads([job.grad for job in jobs])
         return home.jobs
-
-    def names(self) -> list[str]:
-        """Every parameter's checkpoint name, in order of need."""
-        return self.weights.names()
-
-    def slot(self, name: str) -> Slot:
-        return self.weights.slot(name)[1]
-
-    def weight(self, name: str) -> torch.Tensor:
-        """A parameter as it is used in the forward: a view of its home in RAM, or a new tensor read from NVMe."""
-        return self.weights.read(name)
-
-    def write_weight(self, name: str, value: torch.Tensor) -> None:
-        """Set a parameter alone; its master is not asked."""
-        self.weights.write(name, value)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The type in which a parameter is used."""
-        return self.weights.slot(name)[0].layout.dtype
 
     def read_state(self, name: str, family: StateName) -> torch.Tensor:
         """master, exp_avg or exp_avg_sq of a trainable parameter as a new fp32 tensor of its shape."""

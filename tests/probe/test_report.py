@@ -25,8 +25,9 @@ from outcore.probe.gds.verdict import PathVerdict, judge
 from outcore.probe.report.advice import drive_link_warning, drive_warnings, gpu_warnings, staging_warnings
 from outcore.probe.report.plot import save_plot
 from outcore.probe.report.recommend import recommend
-from outcore.probe.report.record import Measured, build_report, check_report, measured_machine, to_json, write_text
+from outcore.probe.report.record import Measured, build_report, measured_machine, to_json, write_text
 from outcore.probe.report.show import render
+from tests.probe.report_schema import check_report
 
 
 def cell(link: str, rate: float, block_bytes: int = 8 * MIB, depth: int = 8, engine: str = "posix") -> Measurement:

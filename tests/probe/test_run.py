@@ -28,10 +28,10 @@ from outcore.probe.gds.facts import GdsFacts, GpuFact, ReadTest
 from outcore.probe.main import main
 from outcore.probe.options import UsageError, parse_options
 from outcore.probe.progress import StageProgress
-from outcore.probe.report.record import check_report
 from outcore.probe.run import STAGES, ProbeRun
 from outcore.probe.system import ChildResult, RealSystem
 from outcore.storage import PosixEngine, StorageError
+from tests.probe.report_schema import check_report
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--quick", "--file-mib", "8", "--staging-gib", "0.03"]

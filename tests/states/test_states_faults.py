@@ -198,7 +198,7 @@ def test_a_head_that_is_not_the_one_that_was_written_stops_the_run(build):
     trained(engine, 2)
     engine._parts.updates.drain()
     homes = engine._parts.homes
-    name = next(iter(homes.names()))
+    name = next(iter(homes.weights.names()))
     unit = homes.weights.slot(name)[0]
     chunk = homes[unit].chunks[0]
     chunk.tail = Tail(chunk.tail.offset_bytes, chunk.tail.size_bytes + 1)

@@ -79,8 +79,8 @@ def everything(engine) -> dict[str, torch.Tensor]:
     engine._parts.updates.drain()
     homes = engine._parts.homes
     found = {}
-    for name in homes.names():
-        found[name] = homes.weight(name).clone()
+    for name in homes.weights.names():
+        found[name] = homes.weights.read(name).clone()
         for family in ("master", "exp_avg", "exp_avg_sq"):
             found[f"{family} {name}"] = homes.read_state(name, family)
     return found

@@ -285,7 +285,7 @@ class StreamEngine:
         names = {id(p): checkpoint_name(name) for name, p in unwrap(self.loaded.model).named_parameters()}
 
         def weight_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-            return self._parts.homes.weight(names[id(parameter)])
+            return self._parts.homes.weights.read(names[id(parameter)])
 
         export_model(folder, self.loaded.model, weight_of, tokenizer=tokenizer, adapter_only=adapter_only)
 

@@ -29,7 +29,7 @@ class StreamState:
 
     def __init__(self, loaded: LoadedModel, homes: Homes) -> None:
         self._loaded, self._homes = loaded, homes
-        slots = [homes.slot(checkpoint_name(name)) for name, _ in unwrap(loaded.model).named_parameters()]
+        slots = [homes.weights.slot(checkpoint_name(name))[1] for name, _ in unwrap(loaded.model).named_parameters()]
         self._trainable = {slot.name: slot.shape for slot in slots if slot.trainable}
 
     def _buffers(self) -> dict[str, torch.Tensor]:
@@ -41,17 +41,17 @@ class StreamState:
     def size_bytes(self) -> int:
         """Bytes of tensors that `save` writes."""
         numel = {name: torch.Size(shape).numel() for name, shape in self._trainable.items()}
-        weights = sum(numel[name] * self._homes.dtype(name).itemsize for name in numel)
+        weights = sum(numel[name] * self._homes.weights.dtype(name).itemsize for name in numel)
         return weights + 12 * sum(numel.values()) + sum(t.nbytes for t in self._buffers().values())
 
     def save(self, folder: Path, on_file: OnFile, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write every family into `folder`; `on_file(path, crc32)` for each finished file."""
         buffers = self._buffers()
-        plans = [TensorPlan(n, self._homes.dtype(n), shape) for n, shape in self._trainable.items()]
+        plans = [TensorPlan(n, self._homes.weights.dtype(n), shape) for n, shape in self._trainable.items()]
         plans += [TensorPlan(n, t.dtype, tuple(t.shape)) for n, t in buffers.items()]
 
         def weight(name: str) -> torch.Tensor:
-            return buffers[name] if name in buffers else self._homes.weight(name)
+            return buffers[name] if name in buffers else self._homes.weights.read(name)
 
         for file_name, group in plan_shards(plans, "model", max_shard_bytes):
             on_file(folder / file_name, write_shard(folder / file_name, group, weight))
@@ -81,8 +81,8 @@ class StreamState:
                     _check_mean_of_squares(folder, name, value)
                 self._homes.write_state(name, family, value)
             saved = weights.read(name)
-            if saved.dtype == self._homes.dtype(name) and not self._homes.state_format.split_master:
-                self._homes.write_weight(name, saved)
+            if saved.dtype == self._homes.weights.dtype(name) and not self._homes.state_format.split_master:
+                self._homes.weights.write(name, saved)
         self._homes.flush_states()
         for name, buffer in self._buffers().items():
             if name in weights:

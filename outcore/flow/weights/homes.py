@@ -154,6 +154,10 @@ class WeightHomes:
             return self._ram[unit.index][slot.offset : slot.end].view(slot.shape)
         return stand_in(slot.shape, unit.layout.dtype)
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in which a parameter is used."""
+        return self._slots[name][0].dtype
+
     def slot(self, name: str) -> tuple[Part, Slot]:
         return self._slots[name]
 

@@ -79,7 +79,6 @@ class WeightPrefetcher:
         return self._expansion.device_bytes + sum(buffer.nbytes for kind in self._buffers for buffer in kind)
 
     def begin(self, sequence: Sequence[Part]) -> None:
-        """Plan a pass that uses these units in this order, and start the first uploads."""
         self._uses = []
         uses: dict[int, tuple[int, SlotUse]] = {}
         for kind in (0, 1):
@@ -102,7 +101,6 @@ class WeightPrefetcher:
         self._issue(needed=-1)
 
     def acquire(self, at: int) -> torch.Tensor:
-        """The slab of use number `at` on the device; work queued on the current stream from now on may read it."""
         unit, kind, use = self._uses[at]
         with self.stalls.until(f"weights of {unit.name}", "pcie"):
             self._issue(needed=at)
@@ -115,7 +113,6 @@ class WeightPrefetcher:
         return self._expansion.slab(unit, self._target(at))
 
     def release(self, at: int) -> None:
-        """Everything that reads use `at` has been queued."""
         _, kind, use = self._uses[at]
         self._over[kind, use.buffer] = self._lane.streams.now()
         self._released = at
@@ -123,7 +120,6 @@ class WeightPrefetcher:
         self._issue(needed=-1)
 
     def abort(self, deadline: Deadline | None = None) -> None:
-        """After a failure in mid-pass: wait for uploads under way, so that no buffer is written to later."""
         self._copies, self._reads = [], []
         for gate, _ in self._ahead.values():
             gate.cancel(RuntimeError("the pass that needed it was given up"))

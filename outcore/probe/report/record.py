@@ -1,7 +1,4 @@
-"""The report of a run: `logs/gds_report.json` (schema below and in docs/gds.md), and the planner's machine profile.
-
-`check_report` is the schema as code: it names every field that is missing or of the wrong kind.
-"""
+"""The report of a run: `logs/gds_report.json` (its schema is in docs/gds.md), and the planner's machine profile."""
 
 from __future__ import annotations
 
@@ -28,33 +25,6 @@ from outcore.probe.report.recommend import Recommendation
 
 SCHEMA_VERSION = 3
 
-_NUMBER = (int, float)
-_OPTIONAL_NUMBER = (int, float, type(None))
-FIELDS: dict[str, tuple[type, ...]] = {
-    "schema_version": (int,),
-    "created_at": (str,),
-    "outcore_version": (str,),
-    "effort": (str,),
-    "elapsed_s": _NUMBER,
-    "verdict": (str,),
-    "headline": (str,),
-    "reasons": (list,),
-    "why_not": (dict,),
-    "would_change": (list,),
-    "ladder": (list,),
-    "links": (dict,),
-    "compute": (dict, type(None)),
-    "optimizer": (dict, type(None)),
-    "drives": (list,),
-    "staging": (dict, type(None)),
-    "latency": (dict, type(None)),
-    "pcie": (dict, type(None)),
-    "measurements": (list,),
-    "settings": (dict,),
-    "machine": (dict,),
-    "warnings": (list,),
-    "skipped": (list,),
-}
 LINKS = (
     "drive_read",
     "drive_write",
@@ -151,29 +121,6 @@ def build_report(findings: Measured) -> dict[str, Any]:
         "warnings": findings.warnings,
         "skipped": findings.skipped,
     }
-
-
-def check_report(report: Any) -> list[str]:
-    """What is wrong with a report, a sentence each; empty when it follows the schema."""
-    if not isinstance(report, dict):
-        return [f"a report is a JSON object, got {type(report).__name__}"]
-    problems = [f"{name} is missing" for name in FIELDS if name not in report]
-    for name, kinds in FIELDS.items():
-        if name in report and not isinstance(report[name], kinds):
-            problems.append(f"{name} has the type {type(report[name]).__name__}")
-    problems += [f"{name} is not part of the schema" for name in report if name not in FIELDS]
-    if report.get("schema_version") != SCHEMA_VERSION:
-        problems.append(f"schema_version is {report.get('schema_version')!r}, this outcore writes {SCHEMA_VERSION}")
-    links = report.get("links")
-    if isinstance(links, dict):
-        wanted = {f"{link}_gb_per_s" for link in LINKS}
-        problems += [f"links lacks {name}" for name in sorted(wanted - set(links))]
-        problems += [
-            f"links.{name} is {value!r}, not a rate"
-            for name, value in links.items()
-            if not isinstance(value, _OPTIONAL_NUMBER) or isinstance(value, bool) or (value is not None and value < 0)
-        ]
-    return problems
 
 
 def measured_machine(findings: Measured) -> Machine:

@@ -116,7 +116,7 @@ def test_second_moments_below_zero_are_refused_and_minus_zero_is_zero(build, tmp
     engine = build("llama")
     state = engine.save(tmp_path, lambda path, crc: None)
     homes = engine._parts.homes
-    name = next(iter(homes.names()))
+    name = next(iter(homes.weights.names()))
     path = tmp_path / "exp_avg_sq-00001-of-00001.safetensors"
     values = load_file(path)
     for value, bits in ((-0.0, 0), (-1e-12, None)):

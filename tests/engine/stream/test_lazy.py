@@ -80,7 +80,7 @@ def compare(build, settings: ModelSettings, **changes):
     homes = engine._parts.homes
     assert set(homes.weights.names()) == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(homes.weight(name), value), name
+        assert torch.equal(homes.weights.read(name), value), name
     batches = [plain_batch(2, 12, seed=1)]
     for _ in range(2):
         assert engine.train_step(batches, 1e-3).loss == other.train_step(batches, 1e-3).loss
@@ -144,7 +144,7 @@ def test_shards_of_trained_models_give_the_same_bits_as_from_pretrained(build, t
         state = again.state_dict()
         homes = engine._parts.homes
         norms = [name for name in homes.weights.names() if "layernorm" in name]
-        assert norms and all(torch.equal(state[name], homes.weight(name)) for name in norms)
+        assert norms and all(torch.equal(state[name], homes.weights.read(name)) for name in norms)
 
 
 @pytest.fixture

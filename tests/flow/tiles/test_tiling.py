@@ -168,7 +168,7 @@ def test_tiles_come_from_the_drive_with_the_same_bits(build, tmp_path, model, ma
         losses = [engine.train_step(batches_of(s, 1 + s), LR).loss for s in range(3)]
         parts = engine._parts
         parts.updates.drain()
-        found = {name: parts.homes.weights.read(name).clone() for name in parts.homes.names()}
+        found = {name: parts.homes.weights.read(name).clone() for name in parts.homes.weights.names()}
         layers = sum(unit.layout.size_bytes for unit in parts.units.layer_units)
         ends = sum(unit.layout.size_bytes for unit in parts.units.all) - layers
         if ram_bytes is not None:

@@ -88,7 +88,7 @@ def batches_of(step: int):
 def weights_of(engine) -> dict[str, torch.Tensor]:
     engine._parts.updates.drain()
     homes = engine._parts.homes
-    return {name: homes.weight(name).clone() for name in homes.weights.names()}
+    return {name: homes.weights.read(name).clone() for name in homes.weights.names()}
 
 
 def run(engine, steps=3):

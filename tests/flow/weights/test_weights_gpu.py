@@ -46,7 +46,7 @@ def train(folder, *, lora: bool, steps: int = 6, **changes):
         losses = [engine.train_step(batches_of(s), LR).loss for s in range(steps)]
         losses.append(engine.evaluate([plain_batch(seed=77)]).loss)
         homes = engine._parts.homes
-        return losses, homes.weights.nvme_bytes, {n: homes.weight(n).clone() for n in homes.weights.names()}
+        return losses, homes.weights.nvme_bytes, {n: homes.weights.read(n).clone() for n in homes.weights.names()}
     finally:
         engine.close()
 

@@ -24,30 +24,15 @@ from outcore.staging import DownloadLane, LaneTransfer
 
 
 class GradientShipping(Protocol):
-    """Where a step's gradients are added up on the device, counted and sent from."""
+    """Where a step's gradients are added up on the device, counted and sent from; see `GradientDownload`."""
 
     @property
     def device_bytes(self) -> int: ...
-
-    def begin(self) -> None:
-        """Start a step: nothing is counted yet."""
-        ...
-
-    def accumulator(self, unit: Part, *, only_once: bool = False) -> GradAccumulator:
-        """Where the part's gradients are added up. `only_once`: each comes once, so no wider type is needed."""
-        ...
-
-    def ship(self, unit: Part, accumulator: GradAccumulator) -> Any:
-        """Send the part's complete gradient to its home; a `LaneTransfer`, or a `TransferGroup` of several."""
-        ...
-
-    def norm_of(self, unit: Part) -> float | None:
-        """L2 norm of a part's gradient once that has arrived in its home; None where it is not known."""
-        ...
-
-    def norm(self) -> torch.Tensor:
-        """fp64 scalar on the device: L2 norm of everything shipped in this step; not finite if anything was not."""
-        ...
+    def begin(self) -> None: ...
+    def accumulator(self, unit: Part, *, only_once: bool = False) -> GradAccumulator: ...
+    def ship(self, unit: Part, accumulator: GradAccumulator) -> Any: ...
+    def norm_of(self, unit: Part) -> float | None: ...
+    def norm(self) -> torch.Tensor: ...
 
 
 class GradientDownload:
