@@ -12,7 +12,7 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import discover_units, shell
 from outcore.flow.parts.masks import BitMask, MaskShrinker, restored
-from tests.data.isolation import packed_attention_mask
+from tests.data.layout.isolation import packed_attention_mask
 from tests.flow.models import packed_batch, padded_batch, plain_batch, tiny_loaded
 
 SETTINGS = StreamSettings(

@@ -24,7 +24,7 @@ from outcore.model.packed.borders import (
 )
 from outcore.model.packed.trial import kernel_error, takes_packed_attention, why_masks_differ, why_no_kernel
 from outcore.model.trial.abilities import DOCUMENTS
-from tests.data.isolation import packed_attention_mask
+from tests.data.layout.isolation import packed_attention_mask
 from tests.flow.models import packed_batch, padded_batch, plain_batch, tiny_loaded
 from tests.model.packed.varlen_kernel import imitated
 

@@ -23,7 +23,7 @@ from outcore.data.layout.segments import (
     supervised_segments,
     text_windows,
 )
-from tests.data.isolation import document_ids
+from tests.data.layout.isolation import document_ids
 
 QUICK = settings(max_examples=60, deadline=None)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.data import BatchStream, DataError, EvalStream
-from tests.data.test_packing import dataset_of
+from tests.data.layout.test_packing import dataset_of
 
 QUICK = settings(max_examples=40, deadline=None)
 

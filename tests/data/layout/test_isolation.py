@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.data.isolation import document_ids, isolates, packed_attention_mask, varlen_kwargs
+from tests.data.layout.isolation import document_ids, isolates, packed_attention_mask, varlen_kwargs
 
 POSITIONS = torch.cat([torch.arange(7), torch.arange(12), torch.arange(5)])
 LENGTHS = (7, 12, 5)
