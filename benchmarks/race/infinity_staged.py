@@ -85,8 +85,10 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     import torch
     from race_common import DeviceWatch, cap_allocator, drive_bytes, rss_bytes, synchronize
 
-    from outcore.engine.deepspeed.build import build_engine, init_process_group, resolve
-    from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
+    from outcore.config import Place, TrainConfig, resolve, understand
+    from outcore.engine.deepspeed.build import build_engine, init_process_group
+    from outcore.engine.deepspeed.build import resolve as decide
+    from outcore.engine.deepspeed.settings import RunFacts
     from outcore.machine.host import detect_ram
     from outcore.model.settings import ModelSettings
     from outcore.train.determinism import fix_order
@@ -105,13 +107,15 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     if options["where"] != "ram":
         zero |= {"nvme_offload_path": options["nvme"], "strict_offload": True}
     run = RunFacts(
-        device="cuda" if has_cuda else "cpu", precision="bf16", micro_batch_size=options["micro_batch"],
-        gradient_accumulation_steps=options["accumulation"], learning_rate=1e-4, max_grad_norm=1.0,
-        ram_available_bytes=detect_ram(Path("/")).available_bytes,
+        device="cuda" if has_cuda else "cpu", ram_available_bytes=detect_ram(Path("/")).available_bytes
+    )  # fmt: skip
+    said = TrainConfig(
+        per_device_train_batch_size=options["micro_batch"], gradient_accumulation_steps=options["accumulation"],
+        learning_rate=1e-4, max_grad_norm=1.0, **zero,
     )  # fmt: skip
     config = {"aio": TUNED_AIO, "outcore": options["outcore"], "zero_optimization": {"overlap_comm": True}}
     config["zero_optimization"] |= options.get("zero", {})
-    resolved, _ = resolve(config, DeepSpeedSettings(**zero), model, run, None)
+    resolved, _ = decide(resolve(said, understand(config), Place("bf16")), model, run, None)
     engine = build_engine(resolved, model, None, say=lambda line: print(line, flush=True))
     generator = torch.Generator().manual_seed(0)
     shape = (options["micro_batch"], options["seq_length"])

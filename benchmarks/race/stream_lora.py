@@ -34,7 +34,7 @@ from outcore.model.load import LoadedModel, load_model
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.optim import state_format
 from outcore.storage import aligned_bytes
-from outcore.train.configure.stream import ELEMENT_BYTES, RunSizes, activation_bytes
+from outcore.train.configure.stream import RunSizes, activation_bytes
 
 PROBE_BYTES = 4 * GIB
 PIECE_BYTES = 32 * MIB
@@ -84,19 +84,24 @@ def raw_read_rate(engine: StreamEngine, n_bytes: int) -> float:
     return len(places) * PIECE_BYTES / (time.perf_counter() - begin_s) / 1e9
 
 
+BF16_BYTES = 2
+
+
 def bytes_beside_weights(loaded: LoadedModel, settings: StreamSettings) -> int:
     """Gradients, states and activation checkpoints, as train_model.py counts them against its budget."""
     facts, config = loaded.facts, loaded.model.config
     assert settings.step_tokens is not None
     sizes = RunSizes(
         facts.total_params, facts.trainable_params, config.num_hidden_layers, config.hidden_size, settings.step_tokens,
-        "bf16", ram_available_bytes=0, has_cuda=True,
+        ram_available_bytes=0, has_cuda=True,
     )  # fmt: skip
-    gradients_bytes = ELEMENT_BYTES[sizes.precision] * facts.trainable_params
+    gradients_bytes = BF16_BYTES * facts.trainable_params
     states_bytes = int(state_format(settings.states).bytes_per_param * facts.trainable_params)
     if settings.activations != "ram":
         return gradients_bytes + states_bytes
-    return max(gradients_bytes, activation_bytes(sizes)) + states_bytes  # checkpoints borrow the gradients' homes
+    return (
+        max(gradients_bytes, activation_bytes(sizes, BF16_BYTES)) + states_bytes
+    )  # checkpoints borrow the gradients' homes
 
 
 def main() -> None:

@@ -7,12 +7,16 @@ Memory (RAM, VRAM, pinned) is shown in GiB as the tools of the field do, drives 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 MB = 10**6
 GB = 10**9
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp16": 2, "fp32": 4})
+"""Bytes of a parameter by the precision that it is computed with."""
 
 
 def format_gib(n_bytes: float) -> str:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from outcore.config.convert import ConfigError, nearest
+from outcore.config.deepspeed_file import DeepSpeedFile, read_deepspeed_file, understand
+from outcore.config.doors import parse
 from outcore.config.fields import FIELDS, TrainConfig
-from outcore.config.parse import parse
+from outcore.config.resolver import Place, is_tiny, recomputes, resolve
+from outcore.config.run_settings import Device, Offload, Precision, RunSettings
 from outcore.config.spec import Field, fields_of, setting
 
 __all__ = [
     "FIELDS",
     "ConfigError",
+    "DeepSpeedFile",
+    "Device",
     "Field",
+    "Offload",
+    "Place",
+    "Precision",
+    "RunSettings",
     "TrainConfig",
     "fields_of",
+    "is_tiny",
     "nearest",
     "parse",
+    "read_deepspeed_file",
+    "recomputes",
+    "resolve",
     "setting",
+    "understand",
 ]

@@ -10,6 +10,8 @@ from outcore.config.fields import TrainConfig
 from outcore.config.spec import Field
 
 BELOW_ZERO3 = ("none", "zero1", "zero2")
+SPLIT_FORMATS = ("split", "split8", "fp24_m8")
+"""State formats that keep the fp32 master as the bf16 parameter and a residual."""
 
 
 def check_ranges(config: TrainConfig, rows: Mapping[str, Field]) -> None:
@@ -25,14 +27,30 @@ def check_config(config: TrainConfig) -> None:
     """Raise ConfigError for settings that contradict each other, and for names that cannot be."""
     _check_names(config)
     _check_length(config)
-    _check_engine(config)
-    _check_offload(config)
+    check_homes(config)
     if config.lora_r == 0 and config.lora_alpha is not None:
         raise ConfigError("lora_alpha is given but lora_r is 0: add --lora_r 16 (or another rank) to train adapters.")
     if config.quantize != "none" and config.lora_r == 0:
         raise ConfigError(
             f"quantize {config.quantize} packs what is frozen, and without adapters all of the model is trained: add "
             "--lora_r 16 (or another rank)."
+        )
+
+
+def check_homes(config: TrainConfig) -> None:
+    """Raise ConfigError where engine, ZeRO stage and homes contradict each other."""
+    _check_engine(config)
+    _check_offload(config)
+    _check_infinity(config)
+
+
+def check_state_format(name: str, precision: str) -> None:
+    """Raise ConfigError for a format of optimizer states that cannot go with the precision."""
+    if name in SPLIT_FORMATS and precision != "bf16":
+        other = "fp32" if name == "split" else "fp32_m8"
+        raise ConfigError(
+            f"state_format {name} keeps the master as the bf16 parameter and a residual, so it needs --precision bf16; "
+            f"this run computes in {precision}. Use --state_format {other}."
         )
 
 
@@ -72,14 +90,36 @@ def _check_engine(config: TrainConfig) -> None:
 
 
 def _check_offload(config: TrainConfig) -> None:
-    if config.zero_stage == "none" and "nvme" in (config.offload_optimizer, config.offload_params):
+    stage, optimizer, params = config.zero_stage, config.offload_optimizer, config.offload_params
+    if stage == "none" and "nvme" in (optimizer, params):
         raise ConfigError("zero_stage none and offload to nvme contradict each other: use --zero_stage infinity.")
-    if config.zero_stage in BELOW_ZERO3 and config.offload_params in ("cpu", "nvme"):
+    if stage in BELOW_ZERO3 and params in ("cpu", "nvme"):
         raise ConfigError(
-            f"zero_stage {config.zero_stage} keeps parameters on the GPU: offload_params {config.offload_params} "
-            "needs --zero_stage zero3 or infinity."
+            f"zero_stage {stage} keeps parameters on the GPU: offload_params {params} needs --zero_stage zero3 or "
+            "infinity."
         )
-    if config.zero_stage == "none" and config.offload_optimizer == "cpu":
+    if stage == "none" and optimizer == "cpu":
         raise ConfigError("zero_stage none keeps everything on the GPU: offload_optimizer cpu needs zero1, 2 or 3.")
-    if config.strict_offload and config.zero_stage == "infinity" and not config.nvme_offload_path:
-        raise ConfigError("strict_offload with zero_stage infinity needs --nvme_offload_path DIR.")
+    if stage in ("zero1", "zero2") and optimizer == "nvme":
+        raise ConfigError(
+            f"offload_optimizer nvme needs zero_stage zero3 or infinity: with {stage} DeepSpeed would quietly keep the "
+            "states in RAM. Use --offload_optimizer cpu or another stage."
+        )
+
+
+def _check_infinity(config: TrainConfig) -> None:
+    if config.zero_stage != "infinity":
+        return
+    for suffix, choice, on_nvme in (
+        ("optimizer", config.offload_optimizer, config.nvme_offload_optimizer),
+        ("params", config.offload_params, config.nvme_offload_params),
+    ):
+        if on_nvme and choice in ("none", "cpu"):
+            raise ConfigError(
+                f"zero_stage infinity with nvme_offload_{suffix} and offload_{suffix} {choice} contradict each other. "
+                f"Add --nvme_offload_{suffix} false, or leave offload_{suffix} out."
+            )
+        if not on_nvme and choice == "nvme":
+            raise ConfigError(
+                f"nvme_offload_{suffix} false and offload_{suffix} nvme contradict each other. Leave one of them out."
+            )

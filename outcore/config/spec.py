@@ -25,6 +25,8 @@ class Spec:
     """What the file counts in, in units of the field."""
     words: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of its values -> ours."""
+    file_words: Mapping[str, str] = field(default_factory=dict)
+    """What the file's values mean, where they are of another kind -> ours."""
     above: float | None = None
     least: float | None = None
     below: float | None = None

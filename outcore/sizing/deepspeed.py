@@ -8,7 +8,6 @@ from outcore.common.quantities import GB
 
 Device = Literal["none", "cpu", "nvme"]
 Precision = Literal["bf16", "fp16", "fp32"]
-ELEMENT_BYTES: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
 MIN_AIO_BYTES = 1 << 20
 """DeepSpeed keeps a tensor below this size in RAM (deepspeed/runtime/swap_tensor/utils.py)."""
 MAX_IN_CPU_BYTES = GB

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outcore.common.quantities import round_up
-from outcore.sizing.deepspeed import ELEMENT_BYTES, MIN_AIO_BYTES, Precision
+from outcore.common.quantities import ELEMENT_BYTES, round_up
+from outcore.sizing.deepspeed import MIN_AIO_BYTES, Precision
 
 SUB_GROUP_NUMEL = 100_000_000
 """Optimizer tile in RAM: 400 MB of fp32 per state."""

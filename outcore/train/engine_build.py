@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from outcore.config import ConfigError, TrainConfig
+from outcore.config import ConfigError, RunSettings
 from outcore.engine.deepspeed.build import Resolved, build_engine, init_process_group, resolve
-from outcore.engine.deepspeed.config.aio_section import aio_section
-from outcore.engine.deepspeed.config.builder import zero_block_of
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
-from outcore.engine.deepspeed.notes import Notes
-from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
+from outcore.engine.deepspeed.settings import RunFacts
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.engine import StreamEngine
 from outcore.flow.parts import StreamUnsupported, saved_bytes
@@ -30,7 +27,7 @@ from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.train.configure.engine_choice import EngineChoice, ask_model, check_trace
 from outcore.train.configure.lora_size import lora_size
-from outcore.train.configure.rooms import Hardware, deepspeed_settings_of, default_lr
+from outcore.train.configure.rooms import Hardware
 from outcore.train.configure.stream import RunSizes, StreamPlan, stream_settings_of
 
 AnyEngine = DeepSpeedEngine | StreamEngine
@@ -42,8 +39,7 @@ class Decided:
     """What is settled before data is read."""
 
     choice: EngineChoice
-    config: dict[str, Any]
-    """Batch, precision, clipping, optimizer and outcore block, resolved; for DeepSpeed its whole configuration."""
+    settings: RunSettings
     notes: tuple[str, ...]
     nvme_path: str | None
     """Where states live during the run, when on a drive."""
@@ -55,48 +51,41 @@ class Decided:
     def record(self) -> dict[str, Any]:
         """For logs/<run>/plan.json."""
         engine: dict[str, Any] = {"name": self.choice.name, "reason": self.choice.reason}
-        record: dict[str, Any] = {"engine": engine, "notes": self.notes}
+        record: dict[str, Any] = {"engine": engine, "notes": self.notes, "settings": settings_record(self.settings)}
         if self.deepspeed is not None:
-            return {**record, "deepspeed": self.config, "offload": asdict(self.deepspeed.built.offload)}
+            built = self.deepspeed.built
+            return {**record, "deepspeed": built.config, "offload": asdict(built.offload)}
         assert self.stream is not None
-        keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "outcore")
-        settled = {key: self.config[key] for key in keys}
-        return {**record, "settings": settled, "stream": asdict(self.stream.settings), "unused": self.stream.unused}
+        return {**record, "stream": asdict(self.stream.settings), "unused": self.stream.unused}
+
+
+def settings_record(settings: RunSettings) -> dict[str, Any]:
+    """Every resolved value with its reason, as plain values."""
+    plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.compare}
+    nested = {"offload": asdict(settings.offload), "loss_scaling": asdict(settings.loss_scaling)}
+    return {"train_batch_size": settings.train_batch_size, **plain, **nested, "reasons": dict(settings.reasons)}
 
 
 @dataclass(frozen=True)
 class EngineRequest:
     """What deciding and building an engine start from."""
 
-    config: TrainConfig
-    user_config: dict[str, Any]
+    run: RunSettings
     settings: ModelSettings
     tokenizer: Any
     hardware: Hardware
-    world_size: int
     run_name: str
+    local_rank: int = -1
+    trace: int = 0
 
     def run_facts(self) -> RunFacts:
-        """The numbers of the run as the configuration builder takes them."""
-        config = self.config
-        file_lr = ((self.user_config.get("optimizer") or {}).get("params") or {}).get("lr", "auto")
-        learning_rate = config.learning_rate
-        if learning_rate is None and file_lr == "auto":
-            learning_rate = default_lr(config)
-        local = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", self.world_size))
+        """Processes and host as DeepSpeed's configuration builder takes them."""
+        world_size = self.run.world_size
+        local = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size))
         return RunFacts(
-            world_size=self.world_size,
+            world_size=world_size,
             local_world_size=int(local),
             device="cuda" if self.hardware.has_cuda else "cpu",
-            precision=self.hardware.precision,  # pyright: ignore[reportArgumentType]
-            micro_batch_size=config.per_device_train_batch_size,
-            gradient_accumulation_steps=config.gradient_accumulation_steps,
-            learning_rate=learning_rate,
-            adam_beta1=config.adam_beta1,
-            adam_beta2=config.adam_beta2,
-            adam_epsilon=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
             run_name=self.run_name,
             ram_available_bytes=available_ram_bytes(),
         )
@@ -109,14 +98,14 @@ def decide(request: EngineRequest, choice: EngineChoice, say: Say) -> Decided:
         loaded = load_model(request.settings, tokenizer=request.tokenizer)
     choice = ask_model(choice, request.settings, request.tokenizer, loaded)
     say(f"engine: {choice.name} ({choice.reason})")
-    check_trace(request.config, choice)
+    check_trace(request.trace, choice)
     try:
         decided = _stream(request, choice, loaded) if choice.name == "stream" else _deepspeed(request, choice, loaded)
     except ValueError as error:
         if not str(error).startswith("deepspeed_config.json:"):
             raise
         words = str(error).removeprefix("deepspeed_config.json")
-        raise ConfigError(f"{request.config.deepspeed_config}{words}") from error
+        raise ConfigError(f"{request.run.file.path}{words}") from error
     for line in _loud(decided):
         say(line)
     return decided
@@ -129,37 +118,25 @@ def _deepspeed(request: EngineRequest, choice: EngineChoice, loaded: LoadedModel
             f"quantize {request.settings.quantize}: only the streaming engine keeps a packed base, and this run is "
             f"DeepSpeed's ({choice.reason}). Leave quantize out."
         )
-    init_process_group(request.hardware.has_cuda, request.config.local_rank)
-    offload = deepspeed_settings_of(request.config)
-    resolved, loaded = resolve(
-        request.user_config, offload, request.settings, request.run_facts(), request.tokenizer, loaded
-    )
-    if request.world_size > 1:
+    init_process_group(request.hardware.has_cuda, request.local_rank)
+    resolved, loaded = resolve(request.run, request.settings, request.run_facts(), request.tokenizer, loaded)
+    if request.run.world_size > 1:
         shared = [resolved.built]
         torch.distributed.broadcast_object_list(shared, src=0)
-        resolved = Resolved(shared[0], resolved.model, resolved.run)
+        resolved = replace(resolved, built=shared[0])
     built = resolved.built
-    return Decided(choice, built.config, built.notes, built.offload.nvme_path, resolved, None, loaded)
+    return Decided(choice, request.run, built.notes, built.offload.nvme_path, resolved, None, loaded)
 
 
 def _stream(request: EngineRequest, choice: EngineChoice, loaded: LoadedModel | None) -> Decided:
-    """The file is read by DeepSpeed's builder, so that one file means one thing; homes are the engine's own."""
-    user = dict(request.user_config)
-    zero_block_of(user)
-    aio_section(user, deepspeed_settings_of(request.config), Notes())
-    plain = {key: value for key, value in user.items() if key not in ("zero_optimization", "aio")}
-    in_ram = DeepSpeedSettings(zero_stage="zero3", offload_optimizer="cpu", offload_params="cpu")
-    run = replace(request.run_facts(), ram_available_bytes=None)
-    resolved, loaded = resolve(plain, in_ram, request.settings, run, request.tokenizer, loaded)
-    built = resolved.built.config
     facts = model_facts(loaded.model if loaded else resolve_source(request.settings, request.tokenizer).config)
-    plan = stream_settings_of(request.config, user, built, _sizes(request, built, facts, loaded))
+    plan = stream_settings_of(request.run, _sizes(request, facts, loaded))
     path = plan.settings.nvme_paths
-    return Decided(choice, built, tuple(plan.notes), path[0] if path else None, None, plan, loaded)
+    return Decided(choice, request.run, tuple(plan.notes), path[0] if path else None, None, plan, loaded)
 
 
-def _sizes(request: EngineRequest, built: dict[str, Any], facts: ModelFacts, loaded: LoadedModel | None) -> RunSizes:
-    micro, accumulation = built["train_micro_batch_size_per_gpu"], built["gradient_accumulation_steps"]
+def _sizes(request: EngineRequest, facts: ModelFacts, loaded: LoadedModel | None) -> RunSizes:
+    micro, accumulation = request.run.per_device_train_batch_size, request.run.gradient_accumulation_steps
     trainable, total = facts.trainable_params, facts.total_params
     available, saved = available_ram_bytes(), 0
     if loaded is not None:
@@ -174,7 +151,6 @@ def _sizes(request: EngineRequest, built: dict[str, Any], facts: ModelFacts, loa
         num_layers=facts.num_layers,
         hidden_size=facts.hidden_size,
         step_tokens=(micro * request.settings.seq_length,) * accumulation,
-        precision=request.hardware.precision,
         ram_available_bytes=available,
         has_cuda=request.hardware.has_cuda,
         row_tokens=request.settings.seq_length,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from outcore.config import RunSettings
 from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
 from outcore.machine import Machine, detect_machine
@@ -68,25 +69,20 @@ class RunFigures:
     """Of DeepSpeed's engine: 'auto' | 'masks'."""
 
     @classmethod
-    def of(cls, settings: ModelSettings, built: Mapping[str, Any], save_total_limit: int) -> RunFigures:
-        """From the model room's settings and the resolved DeepSpeed configuration."""
+    def of(cls, settings: ModelSettings, run: RunSettings, save_total_limit: int) -> RunFigures:
+        """From the model room's settings and the run's."""
         return cls(
             seq_length=settings.seq_length,
-            micro_batch=built["train_micro_batch_size_per_gpu"],
-            accumulation=built["gradient_accumulation_steps"],
-            precision=settings.precision,
-            max_grad_norm=float(built.get("gradient_clipping") or 0.0),
-            activation_checkpointing=settings.gradient_checkpointing,
+            micro_batch=run.per_device_train_batch_size,
+            accumulation=run.gradient_accumulation_steps,
+            precision=run.precision,
+            max_grad_norm=run.max_grad_norm,
+            activation_checkpointing=run.activation_checkpointing,
             save_total_limit=save_total_limit,
-            staging_bytes=int(built.get("outcore", {}).get("staging_bytes", STAGING_BYTES)),
-            max_in_ram_bytes=_max_in_ram_bytes(built, settings.precision),
-            packed_attention="auto" if settings.attn_implementation == "auto" else "masks",
+            staging_bytes=run.staging_bytes,
+            max_in_ram_bytes=run.offload.max_in_cpu_numel * run.element_bytes,
+            packed_attention=run.packed_attention,
         )
-
-
-def _max_in_ram_bytes(built: Mapping[str, Any], precision: str) -> int:
-    block = built.get("zero_optimization", {}).get("offload_param") or {}
-    return int(block.get("max_in_cpu", 0)) * (4 if precision == "fp32" else 2)
 
 
 def run_hardware(
@@ -193,7 +189,7 @@ def _staged(offload: ChosenOffload, figures: RunFigures, num_gpus: int) -> Stage
         offload.states,
         None if per_rank is None else per_rank * num_gpus,
         figures.staging_bytes,
-        figures.max_in_ram_bytes,
+        figures.max_in_ram_bytes if offload.params == "nvme" else 0,
         offload.gradients_on_nvme,
     )
 
@@ -266,7 +262,7 @@ class Forecaster:
             return Forecast(None, None, self.problem)
         shape, hardware = self._known
         try:
-            figures = RunFigures.of(self._settings, decided.config, save_total_limit)
+            figures = RunFigures.of(self._settings, decided.settings, save_total_limit)
             stream = decided.stream.settings if decided.stream is not None else None
             offload = decided.deepspeed.built.offload if decided.deepspeed is not None else None
             plan = run_plan(shape, figures, hardware, stream=stream, offload=offload)

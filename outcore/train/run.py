@@ -17,16 +17,15 @@ import torch
 from outcore.checkpoint import changed_settings, check_same_run
 from outcore.checkpoint.export import how_to_load
 from outcore.common.quantities import format_count, format_s
-from outcore.config import ConfigError, TrainConfig
+from outcore.config import ConfigError, Place, RunSettings, TrainConfig, read_deepspeed_file, resolve
 from outcore.data import PreparedData
 from outcore.engine.deepspeed.build import init_process_group
-from outcore.engine.deepspeed.config.user_file import read_user_config
 from outcore.engine.deepspeed.environment import prepare_environment
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.monitor.watches import hold_off_sleep
 from outcore.train.configure.arguments import parse_config
-from outcore.train.configure.engine_choice import EngineChoice, choose_engine, with_flags
+from outcore.train.configure.engine_choice import EngineChoice, choose_engine
 from outcore.train.configure.rooms import choose_hardware, model_settings_of, run_length, schedule_of
 from outcore.train.determinism import explain_order, fix_order
 from outcore.train.engine_build import AnyEngine, EngineRequest, build, decide
@@ -71,28 +70,20 @@ class Run:
     def main(self) -> int:
         """Train, evaluate, save, export; the process's exit code."""
         config, started_s = self.config, time.perf_counter()
-        user_config = with_flags(config, read_user_config(config.deepspeed_config), self.hardware.precision)
-        world_size = self._join()
-        choice = choose_engine(config, user_config, world_size, self.hardware.precision)
-        precision = self.hardware.precision
+        file, precision = read_deepspeed_file(config.deepspeed_config), self.hardware.precision
+        run = resolve(config, file, Place(precision, self._join()))
+        choice = choose_engine(run)
         settings = model_settings_of(config, precision, config.seq_length or default_seq_length(config, precision))
         if settings.model_module is None:
             resolve_source(settings)  # a wrong name or folder is told before anything is made, read or built
         if config.plan:
-            return self._plan(user_config, choice, settings, world_size)
+            return self._plan(run, choice, settings)
         with self.opened:
-            return self._run(user_config, choice, settings, world_size, started_s)
+            return self._run(run, choice, settings, started_s)
 
-    def _run(
-        self,
-        user_config: dict[str, Any],
-        choice: EngineChoice,
-        settings: ModelSettings,
-        world_size: int,
-        started_s: float,
-    ) -> int:
+    def _run(self, run: RunSettings, choice: EngineChoice, settings: ModelSettings, started_s: float) -> int:
         """From the run's name, which is this process's alone from here on, to its end."""
-        config = self.config
+        config, world_size = self.config, run.world_size
         taken = take_run_together(config, self.say, world_size, is_main=self.is_main)
         folder, checkpoint = taken.folder, taken.checkpoint
         if taken.lock is not None:
@@ -104,17 +95,15 @@ class Run:
             fix_order()
 
         tokenizer = load_tokenizer(config, settings, self.say)
-        request = EngineRequest(config, user_config, settings, tokenizer, self.hardware, world_size, folder.name)
+        request = self._request(run, settings, tokenizer, folder.name)
         decided = decide(request, choice, self.say)
         self.engine_name = decided.choice.name
-        self.micro_batch_size = decided.config["train_micro_batch_size_per_gpu"]
+        self.micro_batch_size = run.per_device_train_batch_size
         self.clock.mark("settings")
         data = load_data(config, settings, tokenizer, decided.loaded, self.say)
         self.clock.mark("data")
-        length = run_length(
-            config, self._batches_per_epoch(data, world_size), decided.config["gradient_accumulation_steps"]
-        )
-        schedule = schedule_of(config, user_config, decided.config["optimizer"]["params"]["lr"], length.total_steps)
+        length = run_length(config, self._batches_per_epoch(data, world_size), run.gradient_accumulation_steps)
+        schedule = schedule_of(config, dict(run.file.blocks), run.learning_rate, length.total_steps)
         context = RunContext(
             config, self.hardware, folder, decided, data, tokenizer, schedule, length, checkpoint, self.is_main
         )
@@ -152,13 +141,15 @@ class Run:
         if error is not None:
             tell(error, self)
 
-    def _plan(self, user_config: dict[str, Any], choice: EngineChoice, settings: ModelSettings, world_size: int) -> int:
+    def _request(self, run: RunSettings, settings: ModelSettings, tokenizer: Any, name: str) -> EngineRequest:
+        return EngineRequest(run, settings, tokenizer, self.hardware, name, self.config.local_rank, self.config.trace)
+
+    def _plan(self, run: RunSettings, choice: EngineChoice, settings: ModelSettings) -> int:
         """`--plan`: everything up to the engine's settings, then the forecast; the exit code says whether it fits."""
         config = self.config
         tokenizer = load_tokenizer(config, settings, self.say)
-        name = config.run_name or default_name(config)
-        request = EngineRequest(config, user_config, settings, tokenizer, self.hardware, world_size, name)
-        forecaster = Forecaster(settings, tokenizer, has_cuda=self.hardware.has_cuda, num_gpus=world_size)
+        request = self._request(run, settings, tokenizer, config.run_name or default_name(config))
+        forecaster = Forecaster(settings, tokenizer, has_cuda=self.hardware.has_cuda, num_gpus=run.world_size)
         if forecaster.problem:
             raise ConfigError(f"--plan: {forecaster.problem}.")
         decided = decide(request, choice, self.say)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from outcore.config import ConfigError, TrainConfig
+from outcore.config import ConfigError, TrainConfig, is_tiny
 from outcore.data import PreparedData, load_or_train_tokenizer, prepare_data
 from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
@@ -15,7 +15,6 @@ from outcore.train.configure.rooms import (
     DEFAULT_SEQ_LENGTH,
     TINY_SEQ_LENGTH,
     data_settings_of,
-    is_tiny,
     model_settings_of,
 )
 from outcore.train.configure.vocabulary import check_token_ids, embedding_rows

@@ -15,6 +15,7 @@ import torch
 
 from outcore import __version__
 from outcore.checkpoint import SPACE_MARGIN_BYTES, Checkpoint, check_same_run
+from outcore.common.quantities import ELEMENT_BYTES
 from outcore.config import TrainConfig
 from outcore.data import BatchStream, EvalStream, PreparedData
 from outcore.engine.base import Engine
@@ -24,7 +25,6 @@ from outcore.monitor import MetricsLog, Progress, Sampler
 from outcore.monitor.metrics import MetricsServer, make_loggers
 from outcore.monitor.sensors import nearest_existing
 from outcore.monitor.watches import MemoryWatch, RunWarnings, SpaceWatch
-from outcore.sizing.deepspeed import ELEMENT_BYTES
 from outcore.train.configure.engine_choice import check_trace
 from outcore.train.configure.rooms import Hardware, lora_alpha
 from outcore.train.configure.schedule import LrSchedule, RunLength
@@ -88,7 +88,7 @@ class RunContext:
         """What must be the same for a resumed run to be the same run, and is known before the model is loaded."""
         return {
             "precision": self.hardware.precision,
-            "train_batch_size": self.decided.config["train_batch_size"],
+            "train_batch_size": self.decided.settings.train_batch_size,
             "lora_r": self.config.lora_r,
             "lora_alpha": lora_alpha(self.config),
             "seed": self.config.seed,
@@ -98,18 +98,18 @@ class RunContext:
     @property
     def changeable(self) -> dict[str, Any]:
         """By flag what a resumed run may change: the checkpoint does not depend on it, what comes after does."""
-        decided, optimizer = self.decided, self.decided.config["optimizer"]["params"]
+        decided, settings = self.decided, self.decided.settings
         if decided.stream is not None:
             states = decided.stream.settings.states
         else:
             assert decided.deepspeed is not None
             states = decided.deepspeed.built.offload.states
         return {
-            "weight_decay": optimizer["weight_decay"],
-            "adam_beta1": optimizer["betas"][0],
-            "adam_beta2": optimizer["betas"][1],
-            "adam_epsilon": optimizer["eps"],
-            "max_grad_norm": self.decided.config["gradient_clipping"],
+            "weight_decay": settings.weight_decay,
+            "adam_beta1": settings.adam_beta1,
+            "adam_beta2": settings.adam_beta2,
+            "adam_epsilon": settings.adam_epsilon,
+            "max_grad_norm": settings.max_grad_norm,
             "lora_dropout": self.config.lora_dropout,
             "state_format": states,
         }
@@ -123,7 +123,7 @@ class RunContext:
         if not self.config.trace:
             return
         if not isinstance(engine, StreamEngine):
-            check_trace(self.config, self.decided.choice)
+            check_trace(self.config.trace, self.decided.choice)
             return
         steps_done = self.checkpoint.step if self.checkpoint else 0
         plan = TracePlan.for_run(
@@ -134,7 +134,7 @@ class RunContext:
     def make_parts(self, engine: AnyEngine, opened: ExitStack, say: Callable[[str], None]) -> TrainerParts:
         """The loop's parts; what must be closed is left with `opened`."""
         config, folder, is_main = self.config, self.folder, self.is_main
-        micro = self.decided.config["train_micro_batch_size_per_gpu"]
+        micro = self.decided.settings.per_device_train_batch_size
         eval_micro = config.per_device_eval_batch_size or micro
         stream = BatchStream(self.data.train, micro, engine.rank, engine.world_size, seed=config.seed)
         fingerprint = {"parameters": engine.loaded.facts.total_params, **self.fingerprint}
@@ -213,7 +213,7 @@ class RunContext:
             "data": self.data.summary.header(),
             "plan": {
                 "total_steps": self.length.total_steps,
-                "train_batch_size": self.decided.config["train_batch_size"],
+                "train_batch_size": self.decided.settings.train_batch_size,
                 "engine": choice.name,
                 "engine_reason": choice.reason,
                 "forecast": self.forecast.header() if self.forecast else None,

@@ -14,7 +14,6 @@ def test_defaults_without_flags() -> None:
     config = parse_config([])
     assert config == TrainConfig()
     assert config.dataset == "embedded" and config.nvme_offload_params and not config.nvme_offload_gradients
-    assert config.aio_block_size == 1048576 and config.aio_queue_depth == 8 and config.max_in_cpu_gb == 1
 
 
 def test_every_field_is_a_documented_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +79,6 @@ def test_spellings(argv: list[str], name: str, value: object) -> None:
         (["--zero_stage", "1", "--offload_params", "cpu"], "needs --zero_stage zero3"),
         (["--zero_stage", "none", "--offload_optimizer", "cpu"], "needs zero1, 2 or 3"),
         (["--warmup_steps", "9", "--max_steps", "5"], "is more than max_steps"),
-        (["--strict_offload", "--zero_stage", "infinity"], "needs --nvme_offload_path"),
         (["--lora_alpha", "8"], "lora_r is 0"),
         (["--run_name", "a/b"], "plain folder name"),
         (["tiny"], "every setting is a flag"),

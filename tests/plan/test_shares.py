@@ -12,7 +12,7 @@ import torch
 import outcore.engine.deepspeed.staged.homes as homes_room
 from outcore.common.quantities import GIB
 from outcore.engine.deepspeed.build import facts_for_builder
-from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, RunFacts, build_config
+from outcore.engine.deepspeed.config.builder import build_config
 from outcore.engine.deepspeed.staged.optimizer import StagedOptimizer
 from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.plan import StagedPlan, make_plan
@@ -30,6 +30,7 @@ from outcore.states.placement import GradPlace, StateChunk, spill
 from outcore.states.ring.schedule import RingSchedule
 from outcore.states.ring.slots import needed_bytes, ring_slots
 from outcore.train.forecast import RunFigures, run_plan
+from tests.engine.deepspeed.config_cases import run_of
 from tests.plan.fakes import server
 
 DTYPE = torch.bfloat16
@@ -151,22 +152,17 @@ def both(
         with torch.device("meta"):
             model = with_adapters(model, LoraSettings(r=lora_r, alpha=lora_r))
     facts = facts_for_builder(model, tied_numels)
-    run = RunFacts(
-        precision="bf16", world_size=ranks, ram_available_bytes=RAM_BYTES,
-        gradient_accumulation_steps=PASSES,
-    )  # fmt: skip
-    chosen = DeepSpeedSettings(
-        zero_stage="infinity", nvme_offload_path="/mnt/nvme", strict_offload=True, explicit=frozenset(settings),
-        **settings,
-    )  # fmt: skip
-    built = build_config({"outcore": outcore}, chosen, facts, run, nvme_check=lambda path, gb: (True, ""), staged=True)
+    flags = {"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "strict_offload": True, **settings}
+    flags |= {"gradient_accumulation_steps": PASSES}
+    chosen, run = run_of({"outcore": outcore}, flags, {"world_size": ranks, "ram_available_bytes": RAM_BYTES})
+    built = build_config(chosen, facts, run, nvme_check=lambda path, gb: (True, ""), staged=True)
     model_settings = ModelSettings(preset=preset, seq_length=64, precision="bf16", gradient_checkpointing=True)
-    figures = RunFigures.of(model_settings, built.config, 2)
+    figures = RunFigures.of(model_settings, chosen, 2)
     planned = run_plan(shape, figures, server(num_gpus=ranks, ram_bytes=RAM_BYTES), offload=built.offload)
     assert planned.staged and planned.accumulation == PASSES
     params = [Param(weight, ranks) for weight in model.parameters()]
     sub_group_size = built.config["zero_optimization"]["sub_group_size"]
-    return planned, moved_by_engine(params, make_plan(built, facts, run), sub_group_size)
+    return planned, moved_by_engine(params, make_plan(chosen, built.offload, facts, run), sub_group_size)
 
 
 SLOW = pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outcore.common.quantities import GIB
-from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, RunFacts, WeightCounts, build_config
+from outcore.engine.deepspeed.config.builder import build_config
 from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.model.settings import ModelSettings
 from outcore.model.shape import preset_shape
@@ -17,7 +17,9 @@ from outcore.plan.deepspeed.forecast import DeepSpeedLayout, plan_deepspeed
 from outcore.plan.deepspeed.staged import Staged
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
+from outcore.sizing.swapping import WeightCounts
 from outcore.train.forecast import RunFigures, run_plan
+from tests.engine.deepspeed.config_cases import run_of
 from tests.plan.fakes import server
 
 LAPTOP = load_hardware("rtx4070-laptop")
@@ -109,12 +111,11 @@ def test_a_ring_that_grows_turns_no_run_away(params: Any, least_gib: int):
 
 def test_staging_memory_is_shared_by_parameters_gradients_and_the_ring():
     facts = WeightCounts(8_030_261_248, 128_256 * 4096)
-    run = RunFacts(precision="bf16", ram_available_bytes=200 * GIB)
-    chosen = DeepSpeedSettings(zero_stage="infinity", nvme_offload_path="/data", strict_offload=True)
+    flags = {"zero_stage": "infinity", "nvme_offload_path": "/data", "strict_offload": True}
     for outcore in ({}, {"nvme_offload_gradients": True}):
-        said = {"outcore": outcore}
-        built = build_config(said, chosen, facts, run, nvme_check=lambda path, gb: (True, ""), staged=True)
-        plan = make_plan(built, facts, run)
+        chosen, run = run_of({"outcore": outcore}, flags, {"ram_available_bytes": 200 * GIB})
+        built = build_config(chosen, facts, run, nvme_check=lambda path, gb: (True, ""), staged=True)
+        plan = make_plan(chosen, built.offload, facts, run)
         assert plan.ring_bytes + plan.staging_bytes + plan.grad_staging_bytes == 8 * GIB
         assert not plan.notes  # nothing was raised
 
@@ -163,13 +164,14 @@ def test_gradients_on_the_drive_by_hand(passes: int):
 def test_the_plan_of_a_run_is_what_the_engine_is_told(settings: dict[str, Any], outcore: dict[str, Any], ranks: int):
     facts = WeightCounts(SHAPE.total_params, SHAPE.largest_weight_numel, tied_numels=SHAPE.tied_numels)
     machine = server(num_gpus=ranks)
-    run = RunFacts(precision="bf16", world_size=ranks, ram_available_bytes=machine.ram_bytes)
-    chosen = DeepSpeedSettings(**settings, strict_offload=True)
-    built = build_config({"outcore": outcore}, chosen, facts, run, nvme_check=lambda path, gb: (True, ""), staged=True)
-    told = make_plan(built, facts, run)
+    where = {"world_size": ranks, "ram_available_bytes": machine.ram_bytes}
+    asked = settings if settings.get("zero_stage") != "infinity" else {**settings, "strict_offload": True}
+    chosen, run = run_of({"outcore": outcore}, asked, where)
+    built = build_config(chosen, facts, run, nvme_check=lambda path, gb: (True, ""), staged=True)
+    told = make_plan(chosen, built.offload, facts, run)
     figures = RunFigures.of(
         ModelSettings(preset="llama-1b", seq_length=1024, precision="bf16", gradient_checkpointing=True),
-        built.config,
+        chosen,
         2,
     )
     assert figures.packed_attention == "auto"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outcore.common.quantities import GIB
-from outcore.config import ConfigError, TrainConfig
+from outcore.config import ConfigError, DeepSpeedFile, Place, TrainConfig, resolve
 from outcore.model.facts import ModelFacts
 from outcore.model.settings import ModelSettings
 from outcore.train import engine_build
@@ -13,22 +13,23 @@ from outcore.train.configure.engine_choice import EngineChoice, ask_model
 from outcore.train.configure.rooms import Hardware
 from tests.flow.models import tiny_loaded
 
+SETTINGS = resolve(TrainConfig(), DeepSpeedFile(), Place("bf16"))
+
 
 def test_ram_is_that_of_the_control_group(monkeypatch):
     """The ring of states takes a part of it: the host's free RAM would end a run in a container."""
     monkeypatch.setattr(engine_build, "available_ram_bytes", lambda: 5 * GIB)
-    request = engine_build.EngineRequest(TrainConfig(), {}, None, None, Hardware(False, "bf16", ""), 1, "run")  # pyright: ignore[reportArgumentType]
+    request = engine_build.EngineRequest(SETTINGS, None, None, Hardware(False, "bf16", ""), "run")  # pyright: ignore[reportArgumentType]
     assert request.run_facts().ram_available_bytes == 5 * GIB
 
 
 def test_the_streaming_engine_is_told_the_same(monkeypatch):
     monkeypatch.setattr(engine_build, "available_ram_bytes", lambda: 5 * GIB)
     request = engine_build.EngineRequest(
-        TrainConfig(), {}, ModelSettings(preset="tiny", precision="bf16"), None, Hardware(False, "bf16", ""), 1, "run"
-    )  # pyright: ignore[reportArgumentType]
+        SETTINGS, ModelSettings(preset="tiny", precision="bf16"), None, Hardware(False, "bf16", ""), "run"
+    )
     facts = ModelFacts(4_000_000, 4_000_000, 1_000_000, 30, 128, 2, 4096, False, False, False)
-    built = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
-    sizes = engine_build._sizes(request, built, facts, None)
+    sizes = engine_build._sizes(request, facts, None)
     assert sizes.ram_available_bytes == 5 * GIB
 
 

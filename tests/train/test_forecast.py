@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outcore.config import TrainConfig
+from outcore.config import DeepSpeedFile, Place, TrainConfig, resolve
 from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
 from outcore.machine import LinkRates
@@ -133,8 +133,9 @@ def test_a_good_profile_is_taken_and_a_gpu_that_torch_cannot_use_is_none(tmp_pat
 
 
 def _decided(stream: StreamSettings) -> Any:
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
-    return SimpleNamespace(config=config, stream=SimpleNamespace(settings=stream), deepspeed=None)
+    said = TrainConfig(per_device_train_batch_size=2, gradient_accumulation_steps=1)
+    settings = resolve(said, DeepSpeedFile(), Place("bf16"))
+    return SimpleNamespace(settings=settings, stream=SimpleNamespace(settings=stream), deepspeed=None)
 
 
 def test_checkpoints_count_where_they_are_written(tmp_path: Path):

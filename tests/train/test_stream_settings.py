@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from outcore.common.quantities import GIB, MIB
-from outcore.config import ConfigError, TrainConfig
-from outcore.engine.deepspeed.config.builder import OUTCORE_DEFAULTS
-from outcore.train.configure.engine_choice import choose_engine, with_flags
+from outcore.config import ConfigError, Place, TrainConfig, resolve, understand
+from outcore.train.configure.engine_choice import choose_engine
 from outcore.train.configure.stream import (
     RAM_RESERVE_BYTES,
     RunSizes,
@@ -30,7 +29,6 @@ SIZES = RunSizes(
     hidden_size=100,
     step_tokens=(64, 64),
     row_tokens=32,
-    precision="bf16",
     ram_available_bytes=40 * GIB,
     has_cuda=True,
 )
@@ -41,22 +39,21 @@ def usable(path: str, required_gb: float) -> tuple[bool, str]:
     return True, f"{path} is writable."
 
 
+ADAM = {
+    "optimizer": {"params": {"betas": [0.8, 0.9], "eps": 1e-7, "weight_decay": 0.5}},
+    "gradient_clipping": 0.25,
+}
+
+
 def plan_of(
-    config: TrainConfig | None = None, file: dict | None = None, check=usable, sizes: RunSizes = SIZES
+    config: TrainConfig | None = None, file: dict | None = None, check=usable, sizes: RunSizes = SIZES, precision="bf16"
 ) -> StreamPlan:
-    config, file = config or TrainConfig(), file or {}
-    file = with_flags(config, file, sizes.precision)
-    built = {
-        "outcore": {**OUTCORE_DEFAULTS, **file.get("outcore", {})},
-        "optimizer": {"params": {"betas": [0.8, 0.9], "eps": 1e-7, "weight_decay": 0.5}},
-        "gradient_clipping": 0.25,
-        "fp16": file.get("fp16", {}),
-    }
-    return stream_settings_of(config, file, built, sizes, nvme_check=check)
+    settings = resolve(config or TrainConfig(), understand({**ADAM, **(file or {})}), Place(precision))
+    return stream_settings_of(settings, sizes, nvme_check=check)
 
 
 def engine_of(config: TrainConfig | None = None, file: dict | None = None, processes: int = 1, precision="bf16"):
-    return choose_engine(config or TrainConfig(), file or {}, processes, precision)
+    return choose_engine(resolve(config or TrainConfig(), understand(file or {}), Place(precision, processes)))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +91,7 @@ def test_everything_fits_in_ram():
     assert s.states == "split" and s.betas == (0.8, 0.9) and s.eps == 1e-7 and s.weight_decay == 0.5
     assert s.max_grad_norm == 0.25 and s.step_tokens == (64, 64) and s.row_tokens == 32 and s.activations == "auto"
     assert any("all of it in RAM" in note and "40.00 GiB available" in note for note in plan.notes)
-    assert plan_of(sizes=replace(SIZES, precision="fp32")).settings.states == "fp32"
+    assert plan_of(precision="fp32").settings.states == "fp32"
 
 
 def test_ram_first_then_the_drive():
@@ -151,7 +148,7 @@ def test_keys_of_the_file_that_are_honoured():
         "activation_checkpointing": {"cpu_checkpointing": True},
         "outcore": {"staging_bytes": GIB, "write_combined": "on", "lanes": {"slot_bytes": MIB, "num_slots": 5}},
     }
-    s = plan_of(file=file, sizes=replace(SIZES, precision="fp16")).settings
+    s = plan_of(file=file, precision="fp16").settings
     assert (s.initial_loss_scale, s.loss_scale_window, s.loss_scale_hysteresis, s.min_loss_scale) == (256.0, 7, 3, 4.0)
     assert s.accumulate == "weights" and s.activations == "ram" and s.write_combined and s.states == "fp32"
     assert (s.staging_bytes, s.slot_bytes, s.num_slots) == (GIB, MIB, 5)
@@ -165,11 +162,11 @@ def test_state_formats():
     assert compact.settings.states == "split8" and any("8 bits" in note for note in compact.notes)
     assert plan_of(file={"outcore": {"state_format": "fp32_m8"}}).settings.states == "fp32_m8"
     with pytest.raises(ConfigError, match=r"needs --precision bf16.*fp32_m8"):
-        with_flags(TrainConfig(state_format="split8"), {}, "fp16")
+        plan_of(TrainConfig(state_format="split8"), precision="fp16")
     shortest = plan_of(TrainConfig(state_format="fp24_m8"))
     assert shortest.settings.states == "fp24_m8" and any("masters in 24" in note for note in shortest.notes)
     with pytest.raises(ConfigError, match=r"fp24_m8.*needs --precision bf16.*fp32_m8"):
-        with_flags(TrainConfig(state_format="fp24_m8"), {}, "fp32")
+        plan_of(TrainConfig(state_format="fp24_m8"), precision="fp32")
 
 
 def test_keys_without_effect_are_listed_once():
@@ -181,4 +178,4 @@ def test_keys_without_effect_are_listed_once():
 
 
 def test_activations_are_counted_layer_by_layer():
-    assert activation_bytes(SIZES) == 10 * 128 * 100 * 2
+    assert activation_bytes(SIZES, 2) == 10 * 128 * 100 * 2

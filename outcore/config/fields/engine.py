@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from outcore.common.quantities import GIB
 from outcore.config.spec import setting
 
 ZeroStage = Literal["none", "zero1", "zero2", "zero3", "infinity"]
 StateFormat = Literal["auto", "fp32", "split", "fp32_m8", "split8", "fp24_m8"]
-STAGE_WORDS = {"0": "none", "1": "zero1", "2": "zero2", "3": "zero3", "false": "none", "true": "zero1"}
+STAGE_WORDS = {"0": "none", "1": "zero1", "2": "zero2", "3": "zero3"}
 NVME_PATHS = (
     "zero_optimization.offload_optimizer.nvme_path",
     "zero_optimization.offload_param.nvme_path",
@@ -31,7 +32,22 @@ class EngineFields:
     ram_budget_gib: float | None = setting(None, file=("outcore.ram_budget_gib",), least=0, common=True)
     """GiB of RAM for parameters, gradients and optimizer states; what does not fit goes to the NVMe path. Default: what
     is available now, less 3 GiB (DeepSpeed's engine: 2 GiB, and it counts the whole process)."""
-    activations: Literal["auto", "device", "ram", "nvme"] = "auto"
+    staging_gib: float | None = setting(None, file=("outcore.staging_bytes",), file_unit=1 / GIB, above=0)
+    """GiB of pinned memory: the lanes' slots, then homes of parameters and gradients as far as it reaches. Default: 8,
+    or what the machine lets a process pin."""
+    residency: Literal["auto", "ram", "nvme"] | None = setting(None, file=("outcore.residency",))
+    """ram: nothing goes to a drive; nvme: all that can go there does; auto (default): what RAM does not hold."""
+    write_combined: Literal["auto", "on", "off"] | None = setting(None, file=("outcore.write_combined",))
+    """Engine stream: the upload lane's slots in memory that the CPU only writes. Default: auto, which is off."""
+    lane_slots: int | None = setting(None, file=("outcore.lanes.num_slots",), above=0)
+    """Engine stream: slots of a transfer lane. Default: 4."""
+    lane_slot_bytes: int | None = setting(None, file=("outcore.lanes.slot_bytes",), above=0)
+    """Engine stream: bytes of a slot, a multiple of 4096. Default: 16 MiB."""
+    grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = setting(None, file=("data_types.grad_accum_dtype",))
+    """Type in which gradients of several micro-batches are added up. Default: fp32 (DeepSpeed's engine: the run's)."""
+    activations: Literal["auto", "device", "ram", "nvme"] = setting(
+        "auto", file=("activation_checkpointing.cpu_checkpointing",), file_words={"true": "ram", "false": "auto"}
+    )
     """Engine stream: where activation checkpoints wait for their backward; auto: in RAM beside a GPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Engine stream: layers through torch.compile; auto: on a GPU, where the model allows it."""
@@ -49,8 +65,9 @@ class EngineFields:
     """With infinity: optimizer states on NVMe."""
     nvme_offload_params: bool = True
     """With infinity: parameters on NVMe."""
-    nvme_offload_gradients: bool = setting(False, file=("outcore.nvme_offload_gradients",))
-    """DeepSpeed with the optimizer on NVMe: gradients on NVMe too. Slower; saves 2 B of RAM per parameter."""
+    nvme_offload_gradients: bool | None = setting(None, file=("outcore.nvme_offload_gradients",))
+    """DeepSpeed with the optimizer on NVMe: gradients on NVMe too. Slower; saves 2 B of RAM per parameter.
+    Default: false."""
     offload_optimizer: Literal["auto", "none", "cpu", "nvme"] = setting(
         "auto", file=("zero_optimization.offload_optimizer.device",)
     )
@@ -59,16 +76,28 @@ class EngineFields:
         "auto", file=("zero_optimization.offload_param.device",)
     )
     """Where parameters live below infinity; auto: deepspeed_config.json's, RAM for zero3."""
-    aio_block_size: int = setting(1048576, file=("aio.block_size",), above=0, most=1 << 30, usual="1048576 to 16777216")
-    """DeepSpeed's own NVMe offload: bytes per drive request."""
-    aio_queue_depth: int = setting(8, file=("aio.queue_depth",), above=0, most=4096)
-    """DeepSpeed's own NVMe offload: drive requests in flight."""
-    pin_memory: bool = setting(
-        True, file=("zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory")
+    initial_scale_power: int | None = setting(None, file=("fp16.initial_scale_power",), least=0, most=64)
+    """fp16: the loss scale begins at 2 to this power. Default: 16."""
+    loss_scale_window: int | None = setting(None, file=("fp16.loss_scale_window",), above=0)
+    """fp16: steps without overflow after which the scale doubles. Default: 1000."""
+    loss_scale_hysteresis: int | None = setting(None, file=("fp16.hysteresis",), above=0)
+    """fp16: overflows before the scale is halved. Default: 2."""
+    min_loss_scale: float | None = setting(None, file=("fp16.min_loss_scale",), above=0)
+    """fp16: the smallest scale. Default: 1."""
+    deepspeed_offload: Literal["staged", "stock"] | None = setting(None, file=("outcore.offload",))
+    """Engine deepspeed: who moves what is offloaded: outcore (staged, the default), or DeepSpeed itself (stock)."""
+    aio_block_size: int | None = setting(
+        None, file=("aio.block_size",), above=0, most=1 << 30, usual="1048576 to 16777216"
     )
-    """Pinned staging buffers."""
-    max_in_cpu_gb: float = setting(1.0, least=0)
-    """DeepSpeed with parameters on NVMe: GB of them kept in RAM."""
+    """DeepSpeed's own NVMe offload: bytes per drive request, a multiple of 4096. Default: 1048576."""
+    aio_queue_depth: int | None = setting(None, file=("aio.queue_depth",), above=0, most=4096)
+    """DeepSpeed's own NVMe offload: drive requests in flight. Default: 8."""
+    pin_memory: bool | None = setting(
+        None, file=("zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory")
+    )
+    """Page-locked RAM for what is offloaded. Default: true."""
+    max_in_cpu_gb: float | None = setting(None, least=0)
+    """DeepSpeed with parameters on NVMe: GB of them kept in RAM. Default: 1."""
     strict_offload: bool = False
     """An unusable NVMe path is an error; otherwise the run falls back to RAM and says so."""
     local_rank: int = -1

@@ -16,14 +16,15 @@ import torch
 
 from outcore.common.quantities import MIB
 from outcore.common.shared_memory import remove_own_buffer
+from outcore.config import RunSettings
 from outcore.engine.base import EngineError
+from outcore.engine.deepspeed.config.accepted import check_by_deepspeed
 from outcore.engine.deepspeed.config.builder import build_config
-from outcore.engine.deepspeed.config.user_file import check_by_deepspeed
 from outcore.engine.deepspeed.drive.path import validate_nvme_path
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.environment import accelerator, prepare_environment
 from outcore.engine.deepspeed.offload import usable_for_deepspeed
-from outcore.engine.deepspeed.settings import BuiltConfig, DeepSpeedSettings, RunFacts
+from outcore.engine.deepspeed.settings import BuiltConfig, RunFacts
 from outcore.engine.deepspeed.staged.binding import check_version
 from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.flow import let_segments_grow
@@ -44,6 +45,7 @@ from outcore.staging import whole_device
 class Resolved:
     """A DeepSpeed configuration with everything decided, and the facts it was decided from."""
 
+    settings: RunSettings
     built: BuiltConfig
     model: WeightCounts
     run: RunFacts
@@ -75,8 +77,7 @@ def facts_before_loading(settings: ModelSettings, tokenizer: Any) -> WeightCount
 
 
 def resolve(
-    user_config: dict[str, Any],
-    settings: DeepSpeedSettings,
+    settings: RunSettings,
     model_settings: ModelSettings,
     run: RunFacts,
     tokenizer: Any,
@@ -87,20 +88,15 @@ def resolve(
     if loaded is None and model_settings.model_module is not None:
         loaded = load_model(model_settings, tokenizer=tokenizer)
     facts = facts_before_loading(model_settings, tokenizer) if loaded is None else facts_for_builder(loaded.model)
-    staged = _wants_staged(user_config)
+    staged = settings.offload.engine == "staged"
     if staged:
         check_version()
     check = validate_nvme_path if staged else usable_here
-    built = build_config(user_config, settings, facts, run, nvme_check=check, staged=staged)
+    built = build_config(settings, facts, run, nvme_check=check, staged=staged)
     if staged and built.offload.uses_nvme and not built.offload.staged:
-        built = build_config(user_config, settings, facts, run, nvme_check=usable_here)
+        built = build_config(settings, facts, run, nvme_check=usable_here)
     check_by_deepspeed(built.config)
-    return Resolved(built, facts, run), loaded
-
-
-def _wants_staged(user_config: dict[str, Any]) -> bool:
-    block = user_config.get("outcore")
-    return (block.get("offload", "staged") if isinstance(block, dict) else "staged") == "staged"
+    return Resolved(settings, built, facts, run), loaded
 
 
 def usable_here(path: str, required_space_gb: float) -> tuple[bool, str]:
@@ -169,15 +165,14 @@ def build_engine(
             say(f"model: {note}")
         if packed_rows := _packed_rows(loaded, model_settings, resolved.run):
             say(f"packed rows: {packed_rows}")
-        engine = _initialize(loaded, config, offload.staged)
+        engine = _initialize(loaded, config, resolved.settings, offload.staged)
         if offload.staged:
             say(f"offload: {engine.optimizer.words()}")
     return DeepSpeedEngine(
         engine,
         loaded,
-        config=config,
         nvme_state=offload.optimizer == "nvme" and not offload.staged,
-        check_finite=resolved.run.precision != "fp16",
+        check_finite=resolved.settings.precision != "fp16",
         takes_borders=attention_of(unwrap(loaded.model)) == PACKED_ATTENTION,
     )
 
@@ -193,7 +188,7 @@ def _packed_rows(loaded: LoadedModel, settings: ModelSettings, run: RunFacts) ->
     return attention_to_packed_rows(loaded, device, settings.dtype, wanted=settings.attn_implementation == "auto")
 
 
-def _initialize(loaded: LoadedModel, config: dict[str, Any], staged: bool) -> Any:
+def _initialize(loaded: LoadedModel, config: dict[str, Any], settings: RunSettings, staged: bool) -> Any:
     import deepspeed
 
     module = loaded.loss_module()
@@ -202,13 +197,12 @@ def _initialize(loaded: LoadedModel, config: dict[str, Any], staged: bool) -> An
         raise EngineError("the model has no trainable parameter: check requires_grad in your model_module.")
     optimizer = None
     if staged:  # holds the parameter groups; its own step is never called
-        params = config["optimizer"]["params"]
         optimizer = torch.optim.AdamW(
             trainable,
-            lr=params["lr"],
-            betas=(params["betas"][0], params["betas"][1]),
-            eps=params["eps"],
-            weight_decay=params["weight_decay"],
+            lr=settings.learning_rate,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_epsilon,
+            weight_decay=settings.weight_decay,
         )
     engine, *_ = deepspeed.initialize(
         model=module,
@@ -226,7 +220,7 @@ def staged_offload(resolved: Resolved, say: Callable[[str], None]) -> Iterator[N
     from outcore.engine.deepspeed.staged.binding import staged
     from outcore.engine.deepspeed.staged.session import StagedSession
 
-    plan = make_plan(resolved.built, resolved.model, resolved.run)
+    plan = make_plan(resolved.settings, resolved.built.offload, resolved.model, resolved.run)
     for note in plan.notes:
         say(f"offload: {note}")
     device = whole_device(resolved.run.device)

@@ -37,7 +37,6 @@ class DeepSpeedEngine:
         engine: Any,
         loaded: LoadedModel,
         *,
-        config: dict,
         nvme_state: bool,
         check_finite: bool,
         takes_borders: bool = False,
@@ -47,7 +46,6 @@ class DeepSpeedEngine:
         self.takes_borders = takes_borders
         self.loaded = loaded
         self.network: nn.Module = engine.module.network
-        self.config = config
         self.nvme_state = nvme_state
         self.check_finite = check_finite
         self.rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.quantities import GB
+from outcore.config import Place, TrainConfig, resolve, understand
 from outcore.engine.deepspeed.config.builder import build_config
 from outcore.engine.deepspeed.drive.path import NvmePathError, resolve_nvme_path, validate_nvme_path
 from outcore.engine.deepspeed.drive.speed import NvmePerformance, check_nvme_performance
-from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
+from outcore.engine.deepspeed.settings import RunFacts
 from outcore.sizing.swapping import WeightCounts
 
 __all__ = [
@@ -114,7 +115,7 @@ def build_infinity_config(
     """
     folder = resolve_nvme_path(nvme_path)
     facts = model or WeightCounts(ASSUMED_LARGEST_WEIGHT_NUMEL * 16, ASSUMED_LARGEST_WEIGHT_NUMEL)
-    settings = DeepSpeedSettings(
+    asked = TrainConfig(
         zero_stage="infinity",
         nvme_offload_path=str(folder),
         nvme_offload_optimizer=offload_optimizer,
@@ -126,8 +127,9 @@ def build_infinity_config(
         max_in_cpu_gb=max_in_cpu_gb,
         strict_offload=True,
     )
+    settings = resolve(asked, understand(base_config), Place(world_size=world_size))
     run = RunFacts(world_size=world_size, memlock_limit_bytes=1 << 62)
-    built = build_config(base_config, settings, facts, run, nvme_check=_unchecked)
+    built = build_config(settings, facts, run, nvme_check=_unchecked)
     config = copy.deepcopy(dict(base_config))
     config["zero_optimization"] = built.config["zero_optimization"]
     if "aio" in built.config:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from outcore.config import ConfigError, TrainConfig, nearest
+from outcore.config import ConfigError, Precision, TrainConfig, nearest, recomputes
 from outcore.data import DEFAULT_TEXT_EXTENSIONS, DataSettings
-from outcore.engine.deepspeed.settings import DeepSpeedSettings
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.train.configure.schedule import COSINE_FLOOR, LrSchedule, RunLength
 
@@ -18,8 +17,6 @@ EMBEDDED_STEPS = 150
 """Length of the embedded default's run: a visible fall of the loss in a few minutes on two CPU cores."""
 TINY_SEQ_LENGTH = 256
 DEFAULT_SEQ_LENGTH = 1024
-LORA_LR, FINE_TUNE_LR, SCRATCH_LR, TINY_LR = 2e-4, 2e-5, 3e-4, 2e-3
-"""Usual peak learning rates: LoRA (Hu et al. 2021, table 12), full fine-tuning, pre-training of small models."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Hardware:
     """What this process computes on."""
 
     has_cuda: bool
-    precision: str
+    precision: Precision
     reason: str
 
 
@@ -52,12 +49,6 @@ def choose_hardware(config: TrainConfig) -> Hardware:
     return Hardware(False, config.precision, f"{words} in {config.precision}, as asked")
 
 
-def is_tiny(config: TrainConfig) -> bool:
-    """True for the presets that are made to be seen working, on two CPU cores."""
-    named = config.model_name_or_path or config.config_file or config.model_module
-    return not named and (config.preset or "tiny").startswith("tiny")
-
-
 def lora_alpha(config: TrainConfig) -> float:
     """Scale of the adapters; 0 without LoRA."""
     return float(config.lora_alpha or 2 * config.lora_r)
@@ -66,9 +57,6 @@ def lora_alpha(config: TrainConfig) -> float:
 def model_settings_of(config: TrainConfig, precision: str, seq_length: int) -> ModelSettings:
     """The model room's settings."""
     named = config.model_name_or_path or config.config_file or config.model_module
-    recompute = config.activation_checkpointing
-    if recompute is None:
-        recompute = not is_tiny(config) and config.model_module is None
     lora = None
     if config.lora_r:
         lora = LoraSettings(
@@ -88,7 +76,7 @@ def model_settings_of(config: TrainConfig, precision: str, seq_length: int) -> M
         seq_length=seq_length,
         lora=lora,
         quantize=None if config.quantize == "none" else config.quantize,
-        gradient_checkpointing=recompute,
+        gradient_checkpointing=recomputes(config),
         seed=config.seed,
     )
 
@@ -119,12 +107,6 @@ def data_settings_of(config: TrainConfig, seq_length: int, packing: str) -> Data
         long_rows=config.long_rows,
         text_extensions=tuple(config.text_extensions.split(",")) if config.text_extensions else DEFAULT_TEXT_EXTENSIONS,
     )
-
-
-def deepspeed_settings_of(config: TrainConfig) -> DeepSpeedSettings:
-    """The offload flags, by the same names."""
-    names = {f.name for f in fields(DeepSpeedSettings)}
-    return DeepSpeedSettings(**{k: v for k, v in asdict(config).items() if k in names})
 
 
 def schedule_of(config: TrainConfig, user_config: dict[str, Any], peak_lr: float, total_steps: int) -> LrSchedule:
@@ -174,15 +156,6 @@ def _check_scheduler_params(params: dict[str, Any], schedule: LrSchedule, file: 
                 f"{file}: scheduler.params.{name} is {value!r}, but this run's is {here!r}, which {by} changes. "
                 "Delete the key, or make them equal."
             )
-
-
-def default_lr(config: TrainConfig) -> float:
-    """Peak learning rate when neither flag nor file names one."""
-    if config.lora_r:
-        return LORA_LR
-    if config.model_name_or_path:
-        return FINE_TUNE_LR
-    return TINY_LR if is_tiny(config) else SCRATCH_LR
 
 
 def run_length(config: TrainConfig, batches_per_epoch: int, accumulation: int) -> RunLength:

@@ -1,4 +1,4 @@
-"""From flags and deepspeed_config.json to the streaming engine's settings: what is taken, from where, and why.
+"""From `RunSettings` to the streaming engine's settings: what lives where, and why.
 
 RAM first, NVMe when RAM fills: the budget for parameters, gradients and optimizer states is `ram_budget_gib`, or what
 is available now less a reserve. Gradients come first (they have no other home), then parameters (each of their bytes
@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
-from outcore.config import ConfigError, TrainConfig
-from outcore.engine.deepspeed.drive.path import validate_nvme_path
+from outcore.config import ConfigError, RunSettings
+from outcore.engine.deepspeed.drive.path import resolve_nvme_path, validate_nvme_path
 from outcore.engine.stream.settings import StreamSettings
 from outcore.optim import state_format
 from outcore.plan.constants import SPACE_SAFETY
-from outcore.sizing.deepspeed import ELEMENT_BYTES
-from outcore.train.configure.stream_homes import Wanted, wanted_homes
 
 CPU_STAGING_BYTES = 256 << 20
 """Without a GPU nothing is pinned: the lanes' slots are all that is needed."""
@@ -38,7 +36,6 @@ class RunSizes:
     hidden_size: int
     step_tokens: tuple[int, ...]
     """Tokens (rows x length) of each micro-batch of a step."""
-    precision: str
     ram_available_bytes: int
     has_cuda: bool
     row_tokens: int | None = None
@@ -58,126 +55,112 @@ class StreamPlan:
     """Keys of deepspeed_config.json that the engine has no use for."""
 
 
-def stream_settings_of(
-    config: TrainConfig,
-    user_config: Mapping[str, Any],
-    built: Mapping[str, Any],
-    sizes: RunSizes,
-    *,
-    nvme_check: NvmeCheck = validate_nvme_path,
-) -> StreamPlan:
-    """Decide every setting. `built`: batch, precision, clipping and optimizer as resolved for DeepSpeed.
+@dataclass(frozen=True)
+class Wanted:
+    """Which of the engine's data may leave RAM, before the drive was tried."""
 
-    ConfigError for contradictions, for an unusable drive under `strict_offload`, and for a run that fits nowhere.
+    states: bool
+    params: bool
+    is_explicit: bool
+    """NVMe was asked for by name, so a drive that cannot be used is worth a loud line."""
+    folder: str | None
+    """The folder on the drive; None when no drive is named. The engine makes one of its own in it, and removes what a
+    killed run left there."""
+
+
+def wanted_homes(settings: RunSettings) -> Wanted:
+    """`cpu` (a flag) keeps it in RAM, `nvme` lets it go to the drive when RAM is full, and so does a named drive."""
+    offload = settings.offload
+    return Wanted(
+        states=offload.optimizer == "nvme" or offload.optimizer_may_spill,
+        params=offload.params == "nvme" or offload.params_may_spill,
+        is_explicit="nvme" in (offload.optimizer, offload.params),
+        folder=str(resolve_nvme_path(offload.nvme_path)) if offload.nvme_path is not None else None,
+    )
+
+
+def stream_settings_of(
+    settings: RunSettings, sizes: RunSizes, *, nvme_check: NvmeCheck = validate_nvme_path
+) -> StreamPlan:
+    """Decide every setting of the streaming engine.
+
+    ConfigError for an unusable drive under `strict_offload`, and for a run that fits nowhere.
     """
-    outcore, optimizer = built["outcore"], built["optimizer"]["params"]
     notes: list[str] = []
     warnings: list[str] = []
-    states = _state_format(outcore, sizes, notes)
-    wanted = wanted_homes(config, user_config, outcore, notes)
-    activations = _activations(config, user_config, wanted)
-    lanes = _lanes(outcore)
-    slots_bytes = (
-        2 * lanes.get("num_slots", StreamSettings.num_slots) * lanes.get("slot_bytes", StreamSettings.slot_bytes)
-    )
-    pinned = outcore["staging_bytes"] if sizes.has_cuda else CPU_STAGING_BYTES
-    if not config.pin_memory or _file_pins_nothing(user_config):
+    if state_format(settings.state_format).moments8:
+        master = ", masters in 24" if state_format(settings.state_format).short_residual else ""
+        notes.append(
+            f"state_format {settings.state_format}: the optimizer's moments are kept in 8 bits{master}, so results "
+            "differ from fp32's"
+        )
+    wanted = wanted_homes(settings)
+    for what, device in (("optimizer states", settings.offload.optimizer), ("parameters", settings.offload.params)):
+        if device == "none":
+            notes.append(f"{what}: in RAM (offload none keeps them on the GPU with DeepSpeed only)")
+    if settings.offload.gradients_on_nvme:
+        notes.append("nvme_offload_gradients: gradients stay in RAM, where the optimizer takes them from")
+    if settings.activations == "nvme" and wanted.folder is None:
+        raise ConfigError("activations nvme needs a drive: give --nvme_offload_path DIR.")
+    slots_bytes = 2 * settings.lane_slots * settings.lane_slot_bytes
+    pinned = settings.staging_bytes if sizes.has_cuda else CPU_STAGING_BYTES
+    if not settings.offload.pin_memory:
         pinned = slots_bytes
         notes.append("pin_memory false: only the lanes' slots are pinned, homes are pageable and flow through them")
-    homes = _homes(config, outcore, sizes, states, activations, wanted, nvme_check, warnings, notes)
-    fp16 = built.get("fp16") or {}
-    settings = StreamSettings(
-        betas=(optimizer["betas"][0], optimizer["betas"][1]),
-        eps=optimizer["eps"],
-        weight_decay=optimizer["weight_decay"],
-        max_grad_norm=built["gradient_clipping"],
-        states=states,
-        accumulate=_accumulate(user_config, sizes.precision),
-        activations=activations,
-        compile=config.compile,
-        packed_attention="auto" if config.attn_implementation == "auto" else "masks",
-        tiling=config.tiling,
-        tile_bytes=config.tile_bytes,
+    homes = _homes(settings, sizes, wanted, nvme_check, warnings, notes)
+    scaling, accumulates_as = settings.loss_scaling, settings.grad_accum_dtype
+    told = StreamSettings(
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        states=settings.state_format,
+        accumulate="weights" if accumulates_as == settings.precision != "fp32" else "fp32",
+        activations=settings.activations,
+        compile=settings.compile,
+        packed_attention=settings.packed_attention,
+        tiling=settings.tiling,
+        tile_bytes=settings.tile_bytes,
         staging_bytes=max(pinned, slots_bytes),
-        write_combined=outcore["write_combined"] in ("on", True) and not homes,
+        slot_bytes=settings.lane_slot_bytes,
+        num_slots=settings.lane_slots,
+        write_combined=settings.write_combined == "on" and not homes,
         step_tokens=sizes.step_tokens,
         row_tokens=sizes.row_tokens,
-        initial_loss_scale=2.0 ** fp16.get("initial_scale_power", 16),
-        loss_scale_window=fp16.get("loss_scale_window", StreamSettings.loss_scale_window),
-        loss_scale_hysteresis=fp16.get("hysteresis", StreamSettings.loss_scale_hysteresis),
-        min_loss_scale=float(fp16.get("min_loss_scale", StreamSettings.min_loss_scale)),
-        seed=config.seed,
-        **lanes,
+        initial_loss_scale=2.0**scaling.initial_power,
+        loss_scale_window=scaling.window,
+        loss_scale_hysteresis=scaling.hysteresis,
+        min_loss_scale=float(scaling.minimum),
+        seed=settings.seed,
         **homes,
     )
-    return StreamPlan(settings, notes, warnings, unused_keys(user_config))
+    return StreamPlan(told, notes, [*settings.warnings, *warnings], unused_keys(settings.file.blocks))
 
 
-def _state_format(outcore: Mapping[str, Any], sizes: RunSizes, notes: list[str]) -> str:
-    name = outcore["state_format"]
-    if name == "auto":
-        return "split" if sizes.precision == "bf16" else "fp32"
-    if state_format(name).moments8:
-        master = ", masters in 24" if state_format(name).short_residual else ""
-        notes.append(
-            f"state_format {name}: the optimizer's moments are kept in 8 bits{master}, so results differ from fp32's"
-        )
-    return name
-
-
-def _accumulate(user_config: Mapping[str, Any], precision: str) -> Any:
-    wanted = _block(user_config, "data_types").get("grad_accum_dtype")
-    return "weights" if wanted == precision and precision != "fp32" else "fp32"
-
-
-def _file_pins_nothing(user_config: Mapping[str, Any]) -> bool:
-    zero = _block(user_config, "zero_optimization")
-    return all(_block(zero, name).get("pin_memory") is False for name in ("offload_optimizer", "offload_param"))
-
-
-def _lanes(outcore: Mapping[str, Any]) -> dict[str, int]:
-    block = outcore.get("lanes") or {}
-    return {key: block[key] for key in ("slot_bytes", "num_slots") if key in block}
-
-
-def _activations(config: TrainConfig, user_config: Mapping[str, Any], wanted: Wanted) -> Any:
-    """Where activation checkpoints wait: the flag, else the file's cpu_checkpointing, else the engine's own choice."""
-    if config.activations == "nvme" and wanted.folder is None:
-        raise ConfigError("activations nvme needs a drive: give --nvme_offload_path DIR.")
-    if (
-        config.activations == "auto"
-        and _block(user_config, "activation_checkpointing").get("cpu_checkpointing") is True
-    ):
-        return "ram"
-    return config.activations
-
-
-def activation_bytes(sizes: RunSizes) -> int:
+def activation_bytes(sizes: RunSizes, element_bytes: int) -> int:
     """Activation checkpoints of a step: every layer's input for every micro-batch."""
-    return sizes.num_layers * sum(sizes.step_tokens) * sizes.hidden_size * ELEMENT_BYTES[sizes.precision]
+    return sizes.num_layers * sum(sizes.step_tokens) * sizes.hidden_size * element_bytes
 
 
 def _homes(
-    config: TrainConfig,
-    outcore: Mapping[str, Any],
+    settings: RunSettings,
     sizes: RunSizes,
-    states: str,
-    activations: str,
     wanted: Wanted,
     nvme_check: NvmeCheck,
     warnings: list[str],
     notes: list[str],
 ) -> dict[str, Any]:
     """nvme_path, state_ram_bytes and weight_ram_bytes of the settings; {} when everything lives in RAM."""
-    element = ELEMENT_BYTES[sizes.precision]
+    element, states, activations = settings.element_bytes, settings.state_format, settings.activations
     weights = element * sizes.total_params - sizes.saved_bytes
     gradients = element * sizes.trainable_params
     state_bytes = int(state_format(states).bytes_per_param * sizes.trainable_params)
     in_ram = activations == "ram" or (activations == "auto" and sizes.has_cuda)
-    waiting = max(0, activation_bytes(sizes) - gradients) if in_ram else 0  # they borrow the gradients' homes
+    # Checkpoints that wait in RAM borrow the gradients' homes.
+    waiting = max(0, activation_bytes(sizes, element) - gradients) if in_ram else 0
     needed = weights + gradients + state_bytes + waiting
-    given = outcore["ram_budget_gib"]
-    if given is None and wanted.everything:
+    given = settings.offload.ram_budget_gib
+    if given is None and settings.offload.everything:
         given = 0.0
     budget = int(given * GIB) if given is not None else max(0, sizes.ram_available_bytes - RAM_RESERVE_BYTES)
     words = (
@@ -193,14 +176,14 @@ def _homes(
     form, chunk_numel = state_format(states), StreamSettings.chunk_numel
     spilled = (state_bytes - state_ram) / form.bytes_per_param  # parameters
     on_drive = weights - weight_ram + int(spilled * form.on_drive.stored_bytes(chunk_numel) / chunk_numel)
-    drive_needed = on_drive + (activation_bytes(sizes) if activations == "nvme" else 0)
+    drive_needed = on_drive + (activation_bytes(sizes, settings.element_bytes) if activations == "nvme" else 0)
     folder = None
     if wanted.is_explicit or drive_needed:
-        folder = _drive(config, wanted, drive_needed, nvme_check, warnings, notes)
+        folder = _drive(wanted, settings.offload.strict, drive_needed, nvme_check, warnings, notes)
     if folder is None:
         if activations == "nvme":
             raise ConfigError("activations nvme: the drive cannot be used (see above). Use --activations ram.")
-        _check_ram(needed, sizes, states, given, words, wanted, warnings)
+        _check_ram(needed, settings, sizes, given, words, wanted, warnings)
         notes.append(f"RAM: {format_gib(needed)} of parameters, gradients and states, all of it in RAM ({words})")
         return {}
     notes.append(
@@ -217,8 +200,8 @@ def _homes(
 
 
 def _drive(
-    config: TrainConfig,
     wanted: Wanted,
+    strict: bool,
     drive_needed: int,
     nvme_check: NvmeCheck,
     warnings: list[str],
@@ -239,7 +222,7 @@ def _drive(
     if usable:
         (warnings if "Warning:" in message else notes).append(f"NVMe: {message}")
         return wanted.folder
-    if config.strict_offload:
+    if strict:
         raise ConfigError(f"strict_offload: offloading to NVMe is not possible. {message}")
     warnings.append(
         f"NVMe OFFLOAD IS NOT USED: {message} Falling back to RAM for everything; --strict_offload makes this an error."
@@ -248,11 +231,19 @@ def _drive(
 
 
 def _check_ram(
-    needed: int, sizes: RunSizes, states: str, given: float | None, words: str, wanted: Wanted, warnings: list[str]
+    needed: int,
+    settings: RunSettings,
+    sizes: RunSizes,
+    given: float | None,
+    words: str,
+    wanted: Wanted,
+    warnings: list[str],
 ) -> None:
     """ConfigError for what does not fit the machine at all, a warning for what leaves too little."""
-    compact = "split8" if sizes.precision == "bf16" else "fp32_m8"
-    smaller = f"8-bit moments (--state_format {compact}; other numerics), " * (not state_format(states).moments8)
+    compact = "split8" if settings.precision == "bf16" else "fp32_m8"
+    smaller = f"8-bit moments (--state_format {compact}; other numerics), " * (
+        not state_format(settings.state_format).moments8
+    )
     way = f"Give a drive (--nvme_offload_path DIR), {smaller}or train adapters (--lora_r 16)."
     if wanted.folder is not None and not (wanted.states and wanted.params):
         way = "Let states and parameters go to the drive: --zero_stage infinity, or leave offload_* and residency out."
@@ -296,8 +287,3 @@ def unused_keys(user_config: Mapping[str, Any]) -> list[str]:
 
     look(user_config, "")
     return found
-
-
-def _block(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    block = config.get(name)
-    return block if isinstance(block, Mapping) else {}

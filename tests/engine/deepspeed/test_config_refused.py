@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, RunFacts, WeightCounts, build_config
-from outcore.engine.deepspeed.settings import normalize_stage
-from tests.engine.deepspeed.config_cases import INFINITY, TINY, build
+from outcore.engine.deepspeed.config.builder import RunFacts
+from outcore.sizing.swapping import WeightCounts
+from tests.engine.deepspeed.config_cases import INFINITY, build, settings_of
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,7 @@ from tests.engine.deepspeed.config_cases import INFINITY, TINY, build
         ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, {}, {}, "learning_rate"),
         ({}, {}, {"adam_beta2": 1.0}, "adam_beta2"),
         ({"gradient_clipping": -1}, {}, {}, "gradient_clipping"),
+        ({"scheduler": {"type": "OneCycle"}}, {}, {}, "scheduler.type (lr_scheduler_type) must be one of"),
         ({"aio": {"block_size": 1000}}, {}, {}, "aio.block_size"),
         ({"aio": {"intra_op_parallelism": 3}}, {}, {}, "intra_op_parallelism"),
         ({"aio": {"queue_depth": 0}}, {}, {}, "aio.queue_depth"),
@@ -90,19 +91,17 @@ def test_refusals_name_the_key(user: dict, settings: dict, run: dict, said: str)
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda: DeepSpeedSettings(aio_block_size=1000), "aio_block_size"),
-        (lambda: DeepSpeedSettings(aio_queue_depth=0), "aio_queue_depth"),
-        (lambda: DeepSpeedSettings(aio_queue_depth=10**6), "aio_queue_depth"),
-        (lambda: DeepSpeedSettings(max_in_cpu_gb=-1), "max_in_cpu_gb"),
-        (lambda: DeepSpeedSettings(offload_params="disk"), "offload_params"),  # type: ignore[arg-type]
-        (lambda: DeepSpeedSettings(explicit=frozenset({"nope"})), "explicit"),
+        (lambda: settings_of(flags={"aio_block_size": 1000}), "aio_block_size"),
+        (lambda: settings_of(flags={"aio_queue_depth": 0}), "aio_queue_depth"),
+        (lambda: settings_of(flags={"aio_queue_depth": 10**6}), "aio_queue_depth"),
+        (lambda: settings_of(flags={"max_in_cpu_gb": -1}), "max_in_cpu_gb"),
+        (lambda: settings_of(flags={"offload_params": "disk"}), "offload_params"),
         (lambda: WeightCounts(0, 1), "total_params"),
         (lambda: WeightCounts(10, 11), "largest_weight_numel"),
         (lambda: WeightCounts(10, 5, trainable_params=0), "trainable_params"),
         (lambda: RunFacts(world_size=0), "world_size"),
         (lambda: RunFacts(world_size=2, local_world_size=4), "local_world_size"),
         (lambda: RunFacts(device="tpu"), "device"),  # type: ignore[arg-type]
-        (lambda: RunFacts(precision="fp8"), "precision"),  # type: ignore[arg-type]
         (lambda: RunFacts(run_name="a/b"), "run_name"),
     ],
 )
@@ -113,6 +112,5 @@ def test_facts_are_checked(make: Any, said: str) -> None:
 
 def test_unknown_types_of_file() -> None:
     with pytest.raises(ValueError, match="JSON object"):
-        build_config([], DeepSpeedSettings(), TINY, RunFacts())  # type: ignore[arg-type]
-    assert normalize_stage(None) is None
+        settings_of([])
     assert "_note" not in build({"_note": "mine", "comment": "x"}).config

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
-from outcore.engine.deepspeed.config import keys
-from outcore.engine.deepspeed.config.builder import DeepSpeedSettings, RunFacts, WeightCounts, build_config
+from outcore.config import deepspeed_keys as keys
+from outcore.engine.deepspeed.config.builder import RunFacts, build_config
 from outcore.install.extensions import extension_environment
+from outcore.sizing.swapping import WeightCounts
+from tests.engine.deepspeed.config_cases import accept, settings_of
 from tests.forked import run_script
 
 ROOT = Path(__file__).parents[3]
@@ -27,10 +29,6 @@ EVEN = {"vocab": 2048, "width": 512, "inner": 1024, "tied": False}
 TIED = {**EVEN, "tied": True}
 ODD = {"vocab": 1100, "width": 516, "inner": 1028, "tied": False}
 """No weight is a whole number of sectors: multi-weight tiles would corrupt its gradients."""
-
-
-def accept(path: str, required_space_gb: float) -> tuple[bool, str]:
-    return True, "taken as it is"
 
 
 def facts(model: dict[str, Any]) -> WeightCounts:
@@ -58,12 +56,10 @@ def training_jobs(nvme: Path) -> dict[str, dict[str, Any]]:
     }
     made: dict[str, dict[str, Any]] = {}
     for name, (user, settings, model, run) in jobs.items():
-        numbers = RunFacts(
-            device="cpu", micro_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-3,
-            run_name=name, **run,
-        )  # fmt: skip
-        chosen = DeepSpeedSettings(nvme_offload_path=str(nvme), **settings)
-        built = build_config(user, chosen, facts(model), numbers, nvme_check=accept)
+        said = {"nvme_offload_path": str(nvme), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        said |= {"learning_rate": 1e-3, **settings}
+        chosen = settings_of(user, said, **run)
+        built = build_config(chosen, facts(model), RunFacts(device="cpu", run_name=name), nvme_check=accept)
         made[name] = {
             "config": built.config, "model": model, "steps": 2, "needs_async_io": built.offload.uses_nvme,
         }  # fmt: skip
@@ -74,14 +70,13 @@ def parse_jobs() -> dict[str, dict[str, Any]]:
     made: dict[str, dict[str, Any]] = {name: json.loads((ROOT / name).read_text()) for name in SHIPPED}
     model = WeightCounts(8_000_000_000, 525_336_576, hidden_size=4096)
     grid = itertools.product(
-        ("none", "zero1", "zero2", "zero3", "infinity"), ("bf16", "fp16", "fp32"),
-        (*SHIPPED[::2], None),
+        ("none", "zero1", "zero2", "zero3", "infinity"), ("bf16", "fp16", "fp32"), (*SHIPPED[::2], None),
     )  # fmt: skip
     for stage, precision, file in grid:
         user = json.loads((ROOT / file).read_text()) if file else {}
-        run = RunFacts(precision=precision, memlock_limit_bytes=1 << 60)
-        settings = DeepSpeedSettings(zero_stage=stage, nvme_offload_path="/mnt/a drive")
-        made[f"{stage}-{precision}-{file}"] = build_config(user, settings, model, run, nvme_check=accept).config
+        settings = settings_of(user, {"zero_stage": stage, "nvme_offload_path": "/mnt/a drive"}, precision)
+        run = RunFacts(memlock_limit_bytes=1 << 60)
+        made[f"{stage}-{precision}-{file}"] = build_config(settings, model, run, nvme_check=accept).config
     return made
 
 

@@ -2,9 +2,9 @@
 or on the GPU with STAGED_DEVICE=cuda in the environment.
 
 Usage: python staged_child.py FOLDER. Reads FOLDER/jobs.json, writes FOLDER/results-RANK.json. A job:
-{"name", "model": ModelSettings fields, "zero": DeepSpeedSettings fields, "config": deepspeed_config.json's content,
- "run": RunFacts fields, "min_bytes": smallest share that goes to the drive, "chunk_numel": parameters per chunk of
- states, "flight_bytes", "slot_bytes": of gradients on their way, "num_chunks": of the head,
+{"name", "model": ModelSettings fields, "zero": flags of offload, "config": deepspeed_config.json's content,
+ "run": fields of RunFacts and further flags, "min_bytes": smallest share that goes to the drive, "chunk_numel":
+ parameters per chunk of states, "flight_bytes", "slot_bytes": of gradients on their way, "num_chunks": of the head,
  "imitated_kernel": whether packed rows go to an imitation of the flash kernel, whose calls the result then counts,
  "do": [["train", steps], ["save", path], ["load", path], ["eval"], ["export", path], ["fault", ...],
         ["train codes", [[code of each micro-batch] of each step]]: of `branch_model`,
@@ -29,12 +29,12 @@ import torch
 
 from outcore.engine.deepspeed.build import build_engine, init_process_group, resolve
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
-from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
 from outcore.engine.deepspeed.staged.shares import Share
 from outcore.flow.weights import scratch as scratch_room
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.storage import Transfer, open_engine
 from outcore.train.determinism import fix_order
+from tests.engine.deepspeed.config_cases import run_of
 from tests.flow.models import packed_batch, plain_batch
 from tests.model.branch_model import coded_batches
 from tests.model.packed.varlen_kernel import imitated
@@ -172,12 +172,12 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     lora = LoraSettings(**job["model"].pop("lora")) if "lora" in job["model"] else None
     model = ModelSettings(precision=precision, seq_length=64, lora=lora, **job["model"])
     numbers = {
-        "device": "cuda" if ON_GPU else "cpu", "micro_batch_size": 2, "gradient_accumulation_steps": 2,
+        "device": "cuda" if ON_GPU else "cpu", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
         "learning_rate": LR, "max_grad_norm": 1.0,
         "precision": precision, "world_size": torch.distributed.get_world_size(), "memlock_limit_bytes": 1 << 60,
     }  # fmt: skip
-    run = RunFacts(**{**numbers, **job["run"]})
-    resolved, _ = resolve(job.get("config", {}), DeepSpeedSettings(**job["zero"]), model, run, None)
+    settings, run = run_of(job.get("config", {}), job["zero"], {**numbers, **job["run"]})
+    resolved, _ = resolve(settings, model, run, None)
     said: list[str] = []
     engine = build_engine(resolved, model, None, say=said.append)
     engine.ds.module.token_loss.num_chunks = job.get("num_chunks")

@@ -144,7 +144,7 @@ def test_two_ranks_agree_on_it(tmp_path: Path) -> None:
     run = {"precision": "fp32", "max_grad_norm": CLIP}
     do = [["train codes", CODES], ["save", str(tmp_path / "saved")]]
     small = {"chunk_numel": 2048}
-    two = job("two", do, model=MODEL, zero=zero, config=SMALL, small=small, micro_batch_size=1, **run)
+    two = job("two", do, model=MODEL, zero=zero, config=SMALL, small=small, per_device_train_batch_size=1, **run)
     ranks = run_jobs(tmp_path / "jobs", [two], world_size=2)
     assert ranks[1]["two"]["moved"]["gradient_bytes"] > 0
     check(passed(ranks[0], "two"), tmp_path / "saved", run)

@@ -136,8 +136,8 @@ def test_what_only_deepspeed_does_is_left_to_it_and_said(one_rank: dict[str, Any
 def test_two_ranks_train_as_one(tmp_path: Path, one_rank: dict[str, Any]) -> None:
     checkpoint = str(tmp_path / "checkpoint")
     jobs = [
-        job("two", [["train", 3], ["save", checkpoint], ["train", 3]], micro_batch_size=1),
-        job("resumed", [["load", checkpoint], ["train", 3]], micro_batch_size=1),
+        job("two", [["train", 3], ["save", checkpoint], ["train", 3]], per_device_train_batch_size=1),
+        job("resumed", [["load", checkpoint], ["train", 3]], per_device_train_batch_size=1),
     ]
     ranks = run_jobs(tmp_path / "two", jobs, world_size=2)
     assert ranks[0]["two"].get("fingerprint") == ranks[1]["two"].get("fingerprint")

@@ -78,7 +78,7 @@ def test_residency_does_not_change_a_bit_on_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_train_as_one(tmp_path: Path) -> None:
     alone = run_jobs(tmp_path / "one", jobs_of(tmp_path / "a")[:1], device="cuda")[0]
-    jobs = jobs_of(tmp_path / "b", micro_batch_size=1)
+    jobs = jobs_of(tmp_path / "b", per_device_train_batch_size=1)
     ranks = run_jobs(tmp_path / "two", jobs, world_size=2, device="cuda", timeout_s=800)
     check(ranks[0])
     for (loss, _), (one, _) in zip(ranks[0]["RAM"]["losses"], passed(alone, "RAM")["losses"], strict=True):

@@ -218,8 +218,8 @@ def test_two_ranks_keep_a_share_each(tmp_path: Path, results: dict[str, Any]) ->
     nvme.mkdir()
     go = [["train", 3]]
     jobs = [
-        job("NVMe", go, zero=on_drive(nvme), config=SMALL, small=SMALL_CHUNKS, micro_batch_size=1),
-        job("RAM", go, config=SMALL, micro_batch_size=1),
+        job("NVMe", go, zero=on_drive(nvme), config=SMALL, small=SMALL_CHUNKS, per_device_train_batch_size=1),
+        job("RAM", go, config=SMALL, per_device_train_batch_size=1),
     ]
     ranks = run_jobs(tmp_path / "jobs", jobs, world_size=2)
     whole = passed(results, "NVMe, two micro-batches")["moved"]["gradient_bytes"]

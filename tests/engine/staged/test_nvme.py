@@ -143,8 +143,8 @@ def test_two_ranks_have_a_share_and_a_store_each(tmp_path: Path, results: dict[s
     nvme.mkdir()
     go = [["train", 3]]
     jobs = [
-        job("all", go, zero=infinity(nvme), config=SMALL, micro_batch_size=1, run_name="run"),
-        job("RAM", go, config=SMALL, micro_batch_size=1),
+        job("all", go, zero=infinity(nvme), config=SMALL, per_device_train_batch_size=1, run_name="run"),
+        job("RAM", go, config=SMALL, per_device_train_batch_size=1),
     ]
     ranks = run_jobs(tmp_path / "jobs", jobs, world_size=2)
     ram = passed(ranks[0], "RAM")
@@ -186,8 +186,8 @@ def test_vocabularies_that_go_to_the_drive_train_with_weights_tied_after_they_ar
     model = {"preset": preset, "config_overrides": {"vocab_size": 16384}}  # x 128 x 2 B: 4 MiB, 2 MiB of two ranks
     go = [["train", 2]]
     jobs = [
-        job("all", go, model=model, zero=infinity(nvme), config=SMALL, micro_batch_size=1, min_bytes=MIB),
-        job("RAM", go, model=model, config=SMALL, micro_batch_size=1),
+        job("all", go, model=model, zero=infinity(nvme), config=SMALL, per_device_train_batch_size=1, min_bytes=MIB),
+        job("RAM", go, model=model, config=SMALL, per_device_train_batch_size=1),
     ]
     for world_size in (1, 2):
         for rank in run_jobs(tmp_path / f"jobs-{world_size}", jobs, world_size):
@@ -230,7 +230,7 @@ def test_the_base_under_adapters_is_in_ram_as_far_as_that_was_allowed(tmp_path: 
     jobs = [
         job(
             name, do, model=TINY | {"lora": {"r": 4, "alpha": 8}}, zero=zero, min_bytes=4096 // ranks,
-            config={"zero_optimization": SMALL["zero_optimization"] | more}, micro_batch_size=2 // ranks,
+            config={"zero_optimization": SMALL["zero_optimization"] | more}, per_device_train_batch_size=2 // ranks,
         )
         for name, zero in [
             ("RAM", None), *((n, infinity(nvme, max_in_cpu_gb=n_bytes / 1e9)) for n, n_bytes in allowed.items())

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from outcore.common.quantities import GIB
-from outcore.engine.deepspeed.config.builder import BuiltConfig, DeepSpeedSettings, RunFacts, WeightCounts, build_config
+from outcore.engine.deepspeed.config.builder import BuiltConfig, RunFacts, build_config
 from outcore.engine.deepspeed.staged.plan import StagedPlan, make_plan, ring_slot_bytes
 from outcore.engine.deepspeed.staged.shares import element_offsets, real_numel
 from outcore.sizing.staged import RAM_OVERHEAD_BYTES
+from outcore.sizing.swapping import WeightCounts
+from tests.engine.deepspeed.config_cases import run_of, settings_of
 
 BILLION = 10**9
 MODEL = WeightCounts(3 * BILLION, 250_000_000, num_tensors=300, hidden_size=3072)
@@ -23,12 +25,11 @@ NVME = {"zero_stage": "infinity", "nvme_offload_path": "/mnt/nvme", "strict_offl
 def plan_of(
     settings: dict[str, Any], outcore: dict[str, Any] | None = None, model: WeightCounts = MODEL, **run: Any
 ) -> StagedPlan:
-    facts = RunFacts(precision=run.pop("precision", "bf16"), **run)
-    user = {"outcore": outcore or {}}
+    asked, facts = run_of({"outcore": outcore or {}}, settings, {"precision": "bf16", **run})
     check = lambda path, gb: (True, path)  # noqa: E731
-    built = build_config(user, DeepSpeedSettings(**settings), model, facts, nvme_check=check, staged=True)
+    built = build_config(asked, model, facts, nvme_check=check, staged=True)
     assert built.offload.staged
-    return make_plan(built, model, facts)
+    return make_plan(asked, built.offload, model, facts)
 
 
 def test_everything_in_ram_needs_no_drive_and_no_staging() -> None:
@@ -104,13 +105,11 @@ def test_a_budget_is_kept_and_states_spill_before_parameters(budget_gib: int) ->
 @pytest.mark.parametrize("budget_gib", [None, 12, 20, 30, 60])
 def test_the_drive_must_hold_what_the_budget_leaves(budget_gib: int | None, gradients: bool, world_size: int) -> None:
     asked: list[float] = []
-    facts = RunFacts(precision="bf16", world_size=world_size)
-    settings = DeepSpeedSettings(**NVME, nvme_offload_gradients=gradients)
+    flags = {**NVME, "nvme_offload_gradients": gradients, "ram_budget_gib": budget_gib}
+    settings, facts = run_of({}, flags, {"world_size": world_size})
     check = lambda path, gb: (not asked.append(gb), path)  # noqa: E731
-    built = build_config(
-        {"outcore": {"ram_budget_gib": budget_gib}}, settings, MODEL, facts, nvme_check=check, staged=True
-    )
-    plan = make_plan(built, MODEL, facts)
+    built = build_config(settings, MODEL, facts, nvme_check=check, staged=True)
+    plan = make_plan(settings, built.offload, MODEL, facts)
     states, on_drive = 10 * MODEL.total_params, 2 * MODEL.total_params * gradients
     if budget_gib is None:  # everything that may go there
         on_drive += states + 2 * MODEL.total_params
@@ -138,19 +137,18 @@ def test_a_staging_size_too_small_is_raised_and_said(staging_bytes: int) -> None
 
 
 def test_users_swap_sizes_and_zero_limits_are_not_needed() -> None:
-    facts = RunFacts(precision="bf16")
     block = {"device": "nvme", "nvme_path": "/mnt/nvme", "buffer_count": 1, "buffer_size": 10}
     user = {"zero_optimization": {"stage": 3, "offload_param": block, "offload_optimizer": {**block, "pipeline": True}}}
     user["zero_optimization"]["offload_optimizer"] = {
         "device": "nvme", "nvme_path": "/mnt/nvme", "buffer_count": 1, "pipeline_read": True,
     }  # fmt: skip
     check = lambda path, gb: (True, path)  # noqa: E731
-    built = build_config(user, DeepSpeedSettings(), MODEL, facts, nvme_check=check, staged=True)
+    built = build_config(settings_of(user), MODEL, RunFacts(), nvme_check=check, staged=True)
     zero = built.config["zero_optimization"]
     assert "buffer_count" not in zero["offload_param"] and zero["stage3_max_live_parameters"] > 0
     assert zero["sub_group_size"] > 1 and built.offload.locked_bytes == 0
     assert any("buffer_count" in note and "not used" in note for note in built.notes)
-    stock = build_config(user, DeepSpeedSettings(), MODEL, facts, nvme_check=check)
+    stock = build_config(settings_of(user), MODEL, RunFacts(), nvme_check=check)
     assert not stock.offload.staged and stock.config["zero_optimization"]["offload_param"]["buffer_count"] > 1
 
 
@@ -159,16 +157,16 @@ def test_gradients_on_the_drive_save_two_bytes_of_ram() -> None:
     assert usual.grad_bytes - asked.grad_bytes == 2 * MODEL.total_params
     assert usual.grad_staging_bytes == 0 < asked.grad_staging_bytes <= 256 << 20
     assert plan_of(NVME, {"nvme_offload_gradients": True}) == asked
-    refused = plan_of({**NVME, "explicit": frozenset({"nvme_offload_gradients"})}, {"nvme_offload_gradients": True})
+    refused = plan_of({**NVME, "nvme_offload_gradients": False}, {"nvme_offload_gradients": True})
     assert refused == usual  # the flag false wins over the file
     budget = {"ram_budget_gib": 12}
     tight, roomier = plan_of(NVME, budget), plan_of({**NVME, "nvme_offload_gradients": True}, budget)
     in_ram = [(plan.param_ram_bytes or 0) + (plan.state_ram_bytes or 0) for plan in (tight, roomier)]
     taken = asked.grad_staging_bytes + roomier.ring_bytes - tight.ring_bytes
     assert in_ram[1] - in_ram[0] == 2 * MODEL.total_params - taken  # a budget's RAM is for other things then
-    summed_in_fp32 = built_of(NVME, data_types={"grad_accum_dtype": "fp32"})
-    facts = RunFacts(precision="bf16")
-    assert make_plan(summed_in_fp32, MODEL, facts).grad_bytes - usual.grad_bytes == 2 * MODEL.total_params
+    summed_in_fp32 = settings_of({"data_types": {"grad_accum_dtype": "fp32"}}, NVME)
+    offload = built_of(NVME).offload
+    assert make_plan(summed_in_fp32, offload, MODEL, RunFacts()).grad_bytes - usual.grad_bytes == 2 * MODEL.total_params
 
 
 def built_of(
@@ -181,8 +179,7 @@ def built_of(
             found.append(required_gb)
         return True, path
 
-    facts = RunFacts(precision="bf16")
-    return build_config(user, DeepSpeedSettings(**settings), model, facts, nvme_check=check, staged=True)
+    return build_config(settings_of(user, settings), model, RunFacts(), nvme_check=check, staged=True)
 
 
 def test_gradients_on_the_drive_are_counted_there_and_said() -> None:
@@ -191,21 +188,20 @@ def test_gradients_on_the_drive_are_counted_there_and_said() -> None:
     built_of(NVME, usual_gb)
     built = built_of({**NVME, "nvme_offload_gradients": True}, asked_gb)
     assert asked_gb[0] - usual_gb[0] == pytest.approx(1.1 * 2 * MODEL.total_params / 1e9)
-    assert built.offload.gradients_on_nvme and built.config["outcore"]["nvme_offload_gradients"] is True
+    assert built.offload.gradients_on_nvme
     assert any("gradients go to the drive" in note for note in built.notes) and not built.warnings
 
 
 def test_gradients_go_nowhere_without_states_on_the_drive() -> None:
     with pytest.raises(ValueError, match="nvme_offload_gradients needs the optimizer on NVMe"):
         built_of({"zero_stage": "zero3", "nvme_offload_gradients": True})
-    with pytest.raises(ValueError, match=r"outcore\.nvme_offload_gradients must be true or false"):
+    with pytest.raises(ValueError, match=r"outcore\.nvme_offload_gradients .*must be true or false"):
         built_of(NVME, outcore={"nvme_offload_gradients": "yes"})
-    facts = RunFacts(precision="bf16")
-    settings = DeepSpeedSettings(**{**NVME, "strict_offload": False, "nvme_offload_gradients": True})
-    broken = build_config({}, settings, MODEL, facts, nvme_check=lambda path, gb: (False, "no drive."), staged=True)
-    assert not broken.offload.gradients_on_nvme and broken.config["outcore"]["nvme_offload_gradients"] is False
+    settings = settings_of({}, {**NVME, "strict_offload": False, "nvme_offload_gradients": True})
+    broken = build_config(settings, MODEL, RunFacts(), nvme_check=lambda path, gb: (False, "no drive."), staged=True)
+    assert not broken.offload.gradients_on_nvme
     assert any("optimizer states and parameters and gradients" in warning for warning in broken.warnings)
-    assert make_plan(broken, MODEL, facts).grad_staging_bytes == 0
+    assert make_plan(settings, broken.offload, MODEL, RunFacts()).grad_staging_bytes == 0
 
 
 def test_shares_cover_every_element_once_and_keys_never_meet() -> None:

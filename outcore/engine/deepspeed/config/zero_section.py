@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outcore.common.quantities import GB, format_gib
-from outcore.engine.deepspeed.config.aio_section import flag_or_file
+from outcore.common.quantities import format_gib
+from outcore.config import RunSettings
 from outcore.engine.deepspeed.drive.path import memlock_limit_bytes
 from outcore.engine.deepspeed.notes import Notes
 from outcore.engine.deepspeed.offload import Placement
-from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
-from outcore.sizing.deepspeed import BUCKET_NUMEL, ELEMENT_BYTES, LIVE_NUMEL, Precision
+from outcore.engine.deepspeed.settings import RunFacts
+from outcore.sizing.deepspeed import BUCKET_NUMEL, LIVE_NUMEL, Precision
 from outcore.sizing.swapping import (
     SUB_GROUP_NUMEL,
     WeightCounts,
@@ -41,14 +41,11 @@ STAGE3_ONLY = (
 
 
 def zero_section(
-    user_zero: Mapping[str, Any],
+    settings: RunSettings,
     placement: Placement,
     aio: Mapping[str, Any],
-    settings: DeepSpeedSettings,
     model: WeightCounts,
     run: RunFacts,
-    precision: Precision,
-    swap_budget_bytes: int,
     notes: Notes,
     *,
     staged: bool = False,
@@ -57,6 +54,7 @@ def zero_section(
 
     `staged`: outcore moves what is offloaded: DeepSpeed's swap buffers and the settings that spare them are left out.
     """
+    user_zero = settings.file.get("zero_optimization", {})
     zero = {
         key: value for key, value in user_zero.items() if key not in ("stage", "offload_optimizer", "offload_param")
     }
@@ -76,17 +74,17 @@ def zero_section(
             zero.pop(key, None)
     locked_bytes = 0
     if placement.stage == 3:
-        _stage3(zero, placement, aio, model, run, precision, notes, staged)
+        _stage3(zero, placement, aio, model, run, settings.precision, notes, staged)
         if placement.params != "none" and staged:
-            zero["offload_param"] = staged_block("offload_param", user_zero, placement, settings, precision, notes)
+            zero["offload_param"] = staged_block("offload_param", placement, settings, notes)
         elif placement.params != "none":
-            block, locked = _param_block(user_zero, placement, aio, settings, model, run, precision, notes)
+            block, locked = _param_block(placement, aio, settings, model, run, notes)
             zero["offload_param"] = block
             locked_bytes += locked
     if placement.optimizer != "none" and staged:
-        zero["offload_optimizer"] = staged_block("offload_optimizer", user_zero, placement, settings, precision, notes)
+        zero["offload_optimizer"] = staged_block("offload_optimizer", placement, settings, notes)
     elif placement.optimizer != "none":
-        block, locked = _optimizer_block(user_zero, placement, aio, settings, model, run, swap_budget_bytes, notes)
+        block, locked = _optimizer_block(placement, aio, settings, model, run, notes)
         zero["offload_optimizer"] = block
         locked_bytes += locked
     return zero, locked_bytes
@@ -155,15 +153,12 @@ def _live(zero: dict[str, Any], notes: Notes) -> None:
     _default(zero, "stage3_max_reuse_distance", LIVE_NUMEL, notes, "1 GB of GPU memory in 16 bit")
 
 
-def staged_block(
-    name: str, user_zero: Mapping[str, Any], placement: Placement, settings: DeepSpeedSettings, precision: Precision,
-    notes: Notes,
-) -> dict[str, Any]:  # fmt: skip
+def staged_block(name: str, placement: Placement, settings: RunSettings, notes: Notes) -> dict[str, Any]:
     """offload_param or offload_optimizer as the staged engine needs it: where, and how much may stay in RAM.
 
     offload_optimizer's pin_memory says whether outcore pins the homes of parameters and gradients.
     """
-    user = dict(user_zero.get(name) or {})
+    user = _user_block(settings, name)
     device = placement.params if name == "offload_param" else placement.optimizer
     block: dict[str, Any] = {"device": device, "pin_memory": _pin(user, settings, name, notes)}
     if device == "nvme":
@@ -174,29 +169,28 @@ def staged_block(
     if unused:
         notes.lines.append(f"{name}.{', '.join(unused)}: not used, outcore sizes its staging memory itself")
     if name == "offload_param" and device == "nvme":
-        max_in_cpu = int(settings.max_in_cpu_gb * GB) // ELEMENT_BYTES[precision]
-        if "max_in_cpu" in user and not settings.was_given("max_in_cpu_gb"):
-            max_in_cpu = int(user["max_in_cpu"])
-        block["max_in_cpu"] = max_in_cpu
+        block["max_in_cpu"] = settings.offload.max_in_cpu_numel
     return block
 
 
+def _user_block(settings: RunSettings, name: str) -> dict[str, Any]:
+    """A copy of a block of the file's zero_optimization."""
+    return dict(settings.file.get(f"zero_optimization.{name}", {}))
+
+
 def _param_block(
-    user_zero: Mapping[str, Any], placement: Placement, aio: Mapping[str, Any], settings: DeepSpeedSettings,
-    model: WeightCounts, run: RunFacts, precision: Precision, notes: Notes,
+    placement: Placement, aio: Mapping[str, Any], settings: RunSettings, model: WeightCounts, run: RunFacts,
+    notes: Notes,
 ) -> tuple[dict[str, Any], int]:  # fmt: skip
-    user = dict(user_zero.get("offload_param") or {})
+    user = _user_block(settings, "offload_param")
     block: dict[str, Any] = {"device": placement.params, "pin_memory": _pin(user, settings, "offload_param", notes)}
     if placement.params == "cpu":
         return block, 0
     need_count = min_param_buffers(model)
-    need_numel = param_buffer_numel(model, run.world_size, precision, int(aio["intra_op_parallelism"]))
+    need_numel = param_buffer_numel(model, run.world_size, settings.precision, int(aio["intra_op_parallelism"]))
     count = _at_least(user, "buffer_count", need_count, "offload_param", notes, "fewer run out while a module is read")
     numel = _at_least(user, "buffer_size", need_numel, "offload_param", notes, "the largest weight must fit")
-    element_bytes = ELEMENT_BYTES[precision]
-    max_in_cpu = int(settings.max_in_cpu_gb * GB) // element_bytes
-    if "max_in_cpu" in user and not settings.was_given("max_in_cpu_gb"):
-        max_in_cpu = user["max_in_cpu"]
+    max_in_cpu = settings.offload.max_in_cpu_numel
     share = partition_numel(model.trainable, run.world_size)
     if max_in_cpu >= share:
         notes.warn(
@@ -205,14 +199,14 @@ def _param_block(
         )
         max_in_cpu = share
     block.update(nvme_path=placement.nvme_path, buffer_count=count, buffer_size=numel, max_in_cpu=max_in_cpu)
-    return block, (count * numel + model.largest_weight_numel) * element_bytes
+    return block, (count * numel + model.largest_weight_numel) * settings.element_bytes
 
 
 def _optimizer_block(
-    user_zero: Mapping[str, Any], placement: Placement, aio: Mapping[str, Any], settings: DeepSpeedSettings,
-    model: WeightCounts, run: RunFacts, swap_budget_bytes: int, notes: Notes,
+    placement: Placement, aio: Mapping[str, Any], settings: RunSettings, model: WeightCounts, run: RunFacts,
+    notes: Notes,
 ) -> tuple[dict[str, Any], int]:  # fmt: skip
-    user = dict(user_zero.get("offload_optimizer") or {})
+    user = _user_block(settings, "offload_optimizer")
     block: dict[str, Any] = {
         "device": placement.optimizer,
         "pin_memory": _pin(user, settings, "offload_optimizer", notes),
@@ -230,14 +224,14 @@ def _optimizer_block(
     if user.get("fast_init"):
         notes.changed("offload_optimizer.fast_init", True, False, "it needs parameter buffers as large as a whole tile")
     sized = size_optimizer_buffers(
-        model, run.world_size, run.local_ranks, int(aio["intra_op_parallelism"]), swap_budget_bytes
+        model, run.world_size, run.local_ranks, int(aio["intra_op_parallelism"]), settings.staging_bytes
     )
     read = bool(user.get("pipeline_read", sized.pipeline_read))
     write = bool(user.get("pipeline_write", sized.pipeline_write))
     if "pipeline_read" not in user and "pipeline_write" not in user:
         notes.chose(
             "offload_optimizer.pipeline_read/write", f"{read}/{write}",
-            f"what {format_gib(swap_budget_bytes)} of swap buffers (outcore.staging_bytes) hold",
+            f"what {format_gib(settings.staging_bytes)} of swap buffers (outcore.staging_bytes) hold",
         )  # fmt: skip
     count = _at_least(
         user, "buffer_count", min_optimizer_buffers(read, write), "offload_optimizer", notes,
@@ -249,13 +243,14 @@ def _optimizer_block(
     return block, sized.locked_bytes // sized.buffer_count * count
 
 
-def _pin(user: Mapping[str, Any], settings: DeepSpeedSettings, name: str, notes: Notes) -> bool:
-    value = flag_or_file(settings, "pin_memory", user.get("pin_memory"), f"{name}.pin_memory", notes)
-    if not isinstance(value, bool):
-        raise ValueError(
-            f"deepspeed_config.json: zero_optimization.{name}.pin_memory must be true or false, got {value!r}."
-        )
-    return value
+def _pin(user: Mapping[str, Any], settings: RunSettings, name: str, notes: Notes) -> bool:
+    """The flag, else the block's own, else true."""
+    in_file = user.get("pin_memory", settings.offload.pin_memory)
+    if not settings.offload.pin_is_asked:
+        return bool(in_file)
+    if in_file != settings.offload.pin_memory:
+        notes.lines.append(f"{name}.pin_memory = {settings.offload.pin_memory}: --pin_memory wins over {in_file}")
+    return settings.offload.pin_memory
 
 
 def _at_least(user: Mapping[str, Any], key: str, need: int, block: str, notes: Notes, reason: str) -> int:

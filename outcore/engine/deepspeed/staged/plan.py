@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from outcore.common.quantities import format_gib, round_up
-from outcore.engine.deepspeed.settings import BuiltConfig, ChosenOffload, RunFacts
+from outcore.common.quantities import ELEMENT_BYTES, format_gib, round_up
+from outcore.config import Precision, RunSettings
+from outcore.engine.deepspeed.settings import ChosenOffload, RunFacts
+from outcore.engine.deepspeed.staged.shares import CHUNK_NUMEL
 from outcore.optim import BackendName, default_num_threads, state_format
-from outcore.sizing.deepspeed import ELEMENT_BYTES, Precision
 from outcore.sizing.staged import (
     LEAST_SLOTS,
     RING_BYTES,
@@ -20,7 +19,6 @@ from outcore.sizing.staged import (
     StagedSizes,
     staged_sizes,
 )
-from outcore.sizing.streaming import CHUNK_NUMEL
 from outcore.sizing.swapping import WeightCounts, partition_numel
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -84,23 +82,18 @@ class StagedPlan:
             raise ValueError("parameters on the drive need staging_bytes to flow through")
 
 
-def sizes_of(config: Mapping[str, Any], offload: ChosenOffload, model: WeightCounts, run: RunFacts) -> StagedSizes:
-    """From the resolved blocks zero_optimization, outcore, data_types and that of the precision."""
-    zero = config["zero_optimization"]
-    element_bytes = ELEMENT_BYTES[_precision(config)]
-    grad_element_bytes = _gradient_element_bytes(config)
+def sizes_of(settings: RunSettings, offload: ChosenOffload, model: WeightCounts, run: RunFacts) -> StagedSizes:
+    """What lives where and flows through what, of one rank."""
+    element_bytes, grad_element_bytes = settings.element_bytes, _gradient_element_bytes(settings)
     largest_numel = partition_numel(model.largest_weight_numel, run.world_size)
-    live_numel = max_in_cpu = 0
-    if offload.params == "nvme":
-        live_numel = int(zero["stage3_max_live_parameters"]) + int(zero["stage3_prefetch_bucket_size"])
-        max_in_cpu = int(zero["offload_param"].get("max_in_cpu", 0))
+    max_in_cpu = settings.offload.max_in_cpu_numel if offload.params == "nvme" else 0
     return staged_sizes(
         StagedFacts(
             trainable_bytes=partition_numel(model.trainable, run.world_size) * element_bytes,
             gradient_bytes=partition_numel(model.trainable, run.world_size) * grad_element_bytes,
             whole_bytes=partition_numel(model.total_params, run.world_size) * element_bytes,
             largest_bytes=round_up(largest_numel * element_bytes, 4096),
-            live_bytes=live_numel * element_bytes // run.world_size,
+            live_bytes=offload.live_numel * element_bytes // run.world_size,
             state_bytes=state_format(offload.states).chunk_bytes(partition_numel(model.trainable, run.world_size)),
             slot_bytes=ring_slot_bytes(
                 offload.states,
@@ -110,7 +103,7 @@ def sizes_of(config: Mapping[str, Any], offload: ChosenOffload, model: WeightCou
             ),
             optimizer=offload.optimizer,
             params=offload.params,
-            allowed_bytes=_allowed_bytes(config, run),
+            allowed_bytes=_allowed_bytes(settings, run),
             ram_budget_bytes=offload.ram_budget_bytes,
             max_in_ram_bytes=max_in_cpu * element_bytes,
             tied_bytes=sum(
@@ -123,24 +116,23 @@ def sizes_of(config: Mapping[str, Any], offload: ChosenOffload, model: WeightCou
     )
 
 
-def drive_bytes(config: Mapping[str, Any], offload: ChosenOffload, model: WeightCounts, run: RunFacts) -> int:
+def drive_bytes(settings: RunSettings, offload: ChosenOffload, model: WeightCounts, run: RunFacts) -> int:
     """Of one rank on the drive: the store of parameters (all pass through it when they are made), and states and
     gradients that RAM does not hold."""
-    sizes = sizes_of(config, offload, model, run)
+    sizes = sizes_of(settings, offload, model, run)
     trainable = partition_numel(model.trainable, run.world_size)
     total_bytes = sizes.store_bytes
     if sizes.state_ram_bytes is not None:
         total_bytes += max(0, state_format(offload.states).chunk_bytes(trainable) - sizes.state_ram_bytes)
     if offload.gradients_on_nvme:
-        total_bytes += trainable * _gradient_element_bytes(config)
+        total_bytes += trainable * _gradient_element_bytes(settings)
     return total_bytes
 
 
-def make_plan(built: BuiltConfig, model: WeightCounts, run: RunFacts) -> StagedPlan:
-    """From a resolved configuration (`build_config(..., staged=True)`) and the facts of the run."""
-    zero, offload = built.config["zero_optimization"], built.offload
-    sizes = sizes_of(built.config, offload, model, run)
-    allowed_bytes = _allowed_bytes(built.config, run)
+def make_plan(settings: RunSettings, offload: ChosenOffload, model: WeightCounts, run: RunFacts) -> StagedPlan:
+    """From the settings, where things live (`build_config(..., staged=True)`) and the facts of the run."""
+    sizes = sizes_of(settings, offload, model, run)
+    allowed_bytes = _allowed_bytes(settings, run)
     needed_bytes = sizes.ring_bytes + sizes.staging_bytes + sizes.grad_staging_bytes
     notes = []
     if offload.uses_nvme and allowed_bytes < needed_bytes:
@@ -154,10 +146,10 @@ def make_plan(built: BuiltConfig, model: WeightCounts, run: RunFacts) -> StagedP
         in_ram_bytes = min(sizes.param_bytes, sizes.param_ram_bytes + _padding_bytes(model))
     return StagedPlan(
         states=offload.states,
-        dtype=DTYPES[_precision(built.config)],
+        dtype=DTYPES[settings.precision],
         home_bytes=in_ram_bytes,
         grad_bytes=sizes.grad_bytes,
-        pin=bool(zero["offload_optimizer"].get("pin_memory", True)),
+        pin=_pins(settings),
         nvme_path=offload.nvme_path,
         owns_nvme_path=offload.nvme_path is not None and bool(run.run_name),
         state_ram_bytes=sizes.state_ram_bytes,
@@ -181,22 +173,21 @@ def ring_slot_bytes(
     return state_format(states).chunk_bytes(chunk_numel) + homes_bytes
 
 
-def _allowed_bytes(config: Mapping[str, Any], run: RunFacts) -> int:
-    return int(config["outcore"]["staging_bytes"]) // run.local_ranks
+def _allowed_bytes(settings: RunSettings, run: RunFacts) -> int:
+    return settings.staging_bytes // run.local_ranks
+
+
+def _pins(settings: RunSettings) -> bool:
+    """Whether homes of parameters and gradients are pinned: the flag, else what the optimizer's block says."""
+    if settings.offload.pin_is_asked:
+        return settings.offload.pin_memory
+    return bool(settings.file.get("zero_optimization.offload_optimizer.pin_memory", settings.offload.pin_memory))
 
 
 def _padding_bytes(model: WeightCounts) -> int:
     return max(1, model.num_tensors) * PADDING_BYTES
 
 
-def _gradient_element_bytes(config: Mapping[str, Any]) -> int:
+def _gradient_element_bytes(settings: RunSettings) -> int:
     """Of the type in which gradients are summed."""
-    chosen = (config.get("data_types") or {}).get("grad_accum_dtype")
-    return ELEMENT_BYTES[chosen or _precision(config)]
-
-
-def _precision(config: Mapping[str, Any]) -> Precision:
-    for name in ("bf16", "fp16"):
-        if (config.get(name) or {}).get("enabled"):
-            return name  # pyright: ignore[reportReturnType]
-    return "fp32"
+    return ELEMENT_BYTES[settings.grad_accum_dtype or settings.precision]

@@ -13,11 +13,12 @@ import torch
 
 from outcore.common.quantities import MIB
 from outcore.engine.deepspeed.build import build_engine, init_process_group, resolve
-from outcore.engine.deepspeed.settings import DeepSpeedSettings, RunFacts
+from outcore.engine.deepspeed.settings import RunFacts
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.model.load import load_model
 from outcore.model.settings import ModelSettings
+from tests.engine.deepspeed.config_cases import settings_of
 from tests.flow.models import packed_batch, plain_batch
 
 LR = 1e-3
@@ -43,16 +44,9 @@ def main(folder: Path, stage: str, precision: str) -> None:
         },
     )
     init_process_group(False, 0)
-    run = RunFacts(
-        device="cpu",
-        precision=precision,  # pyright: ignore[reportArgumentType]
-        micro_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=LR,
-        max_grad_norm=1.0,
-        total_steps=20,
-    )
-    resolved, _ = resolve({}, DeepSpeedSettings(zero_stage=stage), settings, run, None)
+    flags = {"zero_stage": stage, "gradient_accumulation_steps": 2, "learning_rate": LR}
+    run = settings_of({}, flags, precision)
+    resolved, _ = resolve(run, settings, RunFacts(device="cpu"), None)
     theirs = build_engine(resolved, settings, None)
     mine = build_stream_engine(
         load_model(settings),

@@ -100,6 +100,11 @@ OUTCORE = _words(
 )
 
 
+def is_comment(key: str) -> bool:
+    """Whether a key is a person's note."""
+    return key.startswith(("_", "//", "#")) or key == "comment"
+
+
 def hint(name: str, known: Iterable[str]) -> str:
     """' Did you mean X?' for the nearest known name, or ''."""
     close = nearest(name, known, cutoff=0.6)
@@ -124,7 +129,7 @@ def check_block(name: str, block: object, known: frozenset[str], ignored: frozen
 def check_top_level(config: Mapping[str, Any]) -> None:
     """ValueError for a key that DeepSpeed would ignore, has removed, or that outcore cannot drive."""
     for key, value in config.items():
-        if key == "outcore" or key.startswith(("_", "//", "#")) or key == "comment":
+        if key == "outcore" or is_comment(key):
             continue
         if key in REMOVED:
             raise ValueError(

@@ -1,0 +1,121 @@
+"""`RunSettings`: what engines, planner and the run's header are told; every value settled, with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from outcore.common.quantities import ELEMENT_BYTES
+from outcore.config.deepspeed_file import DeepSpeedFile
+
+Device = Literal["none", "cpu", "nvme"]
+Precision = Literal["bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where the user wants what lives, before RAM and drive were looked at."""
+
+    optimizer: Device
+    """Home of the optimizer states; none: the GPU (streaming: RAM)."""
+    params: Device
+    """Home of the parameters."""
+    optimizer_may_spill: bool
+    """Whether optimizer states may go to the drive although nobody said nvme."""
+    params_may_spill: bool
+    gradients_on_nvme: bool
+    """Gradients on the drive as well, with DeepSpeed's engine."""
+    residency: Literal["auto", "ram", "nvme"]
+    everything: bool
+    """All that can live on the drive goes there, not only what RAM does not hold."""
+    nvme_path: str | None
+    """The folder as the user wrote it; None: no drive is named."""
+    path_is_asked: bool = field(compare=False)
+    """Whether the folder was named by a flag."""
+    strict: bool
+    """Whether a drive that cannot be used is an error."""
+    ram_budget_gib: float | None
+    """RAM for parameters, gradients and states. None: what is available."""
+    engine: Literal["staged", "stock"]
+    """Who moves offloaded data under DeepSpeed."""
+    pin_memory: bool
+    pin_is_asked: bool = field(compare=False)
+    """Whether `pin_memory` was said for everything, or each block of the file keeps its own."""
+    max_in_cpu_numel: int
+    """Parameters per rank that DeepSpeed keeps in RAM where they may go to the drive."""
+    aio_block_size: int
+    aio_queue_depth: int
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """Dynamic loss scaling; fp16 only."""
+
+    initial_power: int
+    window: int
+    hysteresis: int
+    minimum: float
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """A run's settings for its engine and its planner."""
+
+    precision: Precision
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    world_size: int
+    learning_rate: float
+    weight_decay: float
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    max_grad_norm: float
+    """0: no clipping."""
+    activation_checkpointing: bool
+    seed: int
+    engine: Literal["auto", "stream", "deepspeed"]
+    zero_stage: str
+    """none, zero1, zero2, zero3 or infinity."""
+    state_format: str
+    """Format of offloaded optimizer states."""
+    offload: Offload
+    staging_bytes: int
+    write_combined: Literal["auto", "on", "off"]
+    lane_slots: int
+    lane_slot_bytes: int
+    activations: Literal["auto", "device", "ram", "nvme"]
+    compile: Literal["auto", "on", "off"]
+    tiling: Literal["auto", "on", "off"]
+    tile_bytes: int | None
+    packed_attention: Literal["auto", "masks"]
+    grad_accum_dtype: Precision | None
+    loss_scaling: LossScaling
+    file: DeepSpeedFile = field(default_factory=DeepSpeedFile, compare=False)
+    """deepspeed_config.json: what of it only DeepSpeed reads passes through."""
+    reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Field -> where its value comes from, or why it was chosen."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What was overruled, a line each."""
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+    """What has no effect or was changed, a line each; must be seen."""
+
+    @property
+    def train_batch_size(self) -> int:
+        """Rows of an optimizer step, of all ranks."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of a parameter as it is computed with."""
+        return ELEMENT_BYTES[self.precision]
+
+    def words(self) -> list[str]:
+        """A line per setting with its reason."""
+        named = [name for name in self.reasons if hasattr(self, name) or hasattr(self.offload, name)]
+        return [f"{name} = {_of(self, name)}: {self.reasons[name]}" for name in named]
+
+
+def _of(settings: RunSettings, name: str) -> object:
+    return getattr(settings, name) if hasattr(settings, name) else getattr(settings.offload, name)
