@@ -1,7 +1,7 @@
 """Chat templates of published models, and for each a small tokenizer with its special tokens, made on the spot.
 
-The templates (tests/data/templates/*.jinja) are facts taken from the package TRL 1.16.0 (Apache-2.0), which keeps them
-as the named model repositories publish them. The tokenizers are ours: a byte-level BPE of 600 tokens to which each
+The templates (tests/data/templates/*.jinja) are facts: the texts that the named model repositories publish, taken from
+where templates/README.md says. The tokenizers are ours: a byte-level BPE of 600 tokens to which each
 family's special tokens are added, because no model repository can be reached from a test.
 """
 
@@ -67,6 +67,14 @@ FAMILIES = {
         Family("qwen3_6", "Qwen/Qwen3.6-27B", None, "<|im_end|>"),
         Family("qwen3_8", "Qwen/Qwen3.8-27B", None, "<|im_end|>"),
         Family("qwen3_instruct_2507", "Qwen/Qwen3-*-Instruct-2507", None, "<|im_end|>"),
+        Family("qwen1_5", "Qwen/Qwen1.5-72B-Chat", None, "<|im_end|>"),
+        Family("zephyr", "HuggingFaceH4/zephyr-7b-beta", "<s>", "</s>"),
+        Family("mistral_nemo", "mistralai/Mistral-Nemo-Instruct-2407", "<s>", "</s>"),
+        Family("deepseek_coder", "deepseek-ai/deepseek-coder-33b-instruct", "<s>", "<|EOT|>"),
+        Family("internlm2", "internlm/internlm2-chat-7b", "<s>", "</s>"),
+        Family("solar", "upstage/SOLAR-10.7B-Instruct-v1.0", "<s>", "</s>"),
+        Family("kimi_k2", "moonshotai/Kimi-K2-Thinking", "[BOS]", "[EOS]"),
+        Family("glm_5_1", "zai-org/GLM-5.1", None, "<|endoftext|>"),
         Family("smolvlm", "HuggingFaceTB/SmolVLM-Instruct", "<|im_start|>", "<end_of_utterance>"),
     )
 }  # fmt: skip

@@ -10,6 +10,7 @@ from outcore.data.chat import ChatEncoder, default_template, ensure_chat_templat
 from outcore.data.rows import ChatExample, TextExample, detect_shape
 from outcore.data.sources.records import RowError
 from tests.data.fixtures import tiny_tokenizer
+from tests.data.runs import runs
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -44,14 +45,7 @@ def encode(tokenizer, example, **settings):
 
 def learned(tokenizer, ids, mask) -> list[str]:
     """The runs of tokens that carry loss, decoded."""
-    runs, run = [], []
-    for token, has_loss in zip([*ids.tolist(), 0], [*mask.tolist(), False]):
-        if has_loss:
-            run.append(token)
-        elif run:
-            runs.append(tokenizer.decode(run))
-            run = []
-    return runs
+    return runs(tokenizer, ids.tolist(), mask.tolist())
 
 
 def test_own_default_template_marks_what_the_assistant_wrote():

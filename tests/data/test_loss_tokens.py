@@ -12,6 +12,7 @@ import pytest
 from outcore.data import DataError, DataSettings, PreparedData, prepare_data
 from tests.data.families import tokenizer_of
 from tests.data.fixtures import tiny_tokenizer, write_jsonl
+from tests.data.runs import runs
 
 CALL = {"id": "call00001", "type": "function", "function": {"name": "lookup", "arguments": {"place": "dog"}}}
 RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "lookup", "content": "seven jars"}
@@ -34,15 +35,8 @@ def prepared(folder: Path, rows: list[Any], tokenizer: Any, **settings: Any) -> 
 def learned(folder: Path, row: Any, tokenizer: Any, **settings: Any) -> list[str]:
     """The runs of tokens with loss of one row, decoded."""
     tokenizer = tokenizer_of(tokenizer) if isinstance(tokenizer, str) else tokenizer
-    batch = prepared(folder, [row], tokenizer, **settings).train.batch([0])
-    found, run = [], []
-    for label in [*batch["labels"][0].tolist(), -100]:
-        if label >= 0:
-            run.append(label)
-        elif run:
-            found.append(tokenizer.decode(run))
-            run = []
-    return found
+    labels = prepared(folder, [row], tokenizer, **settings).train.batch([0])["labels"][0].tolist()
+    return runs(tokenizer, labels, [label >= 0 for label in labels])
 
 
 # --- wrong loss, silently ---------------------------------------------------------------------------------------------

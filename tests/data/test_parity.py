@@ -20,10 +20,12 @@ from outcore.data.rows import ChatExample, detect_shape
 from outcore.data.sources import RowError
 from tests.data.families import FAMILIES, tokenizer_of
 from tests.data.generated import TOOLS, conversation, conversations, words
+from tests.data.runs import runs
 
 trl_templates = pytest.importorskip("trl.chat_template_utils")
 
-NO_COPY_IN_TRL = {"gemma4_v5", "llama3_1"}
+NO_COPY_IN_TRL = {"gemma4_v5", "llama3_1", "qwen1_5", "zephyr", "mistral_nemo", "solar", "kimi_k2"}
+NO_COPY_IN_TRL |= {"glm_5_1", "deepseek_coder", "internlm2"}
 """TRL has no training template for these; test_families.py checks them by themselves."""
 HEADER_TRAINED = {
     "deepseek_r1_distill": {"<｜Assistant｜>", "<｜tool▁outputs▁end｜>"},
@@ -53,18 +55,6 @@ def theirs_of(tokenizer: Any, template: str, messages: list[dict[str, Any]], too
         return_assistant_tokens_mask=True,
     )
     return encoded["input_ids"], encoded["assistant_masks"]
-
-
-def runs(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:
-    """The runs of tokens with loss, decoded."""
-    found, run = [], []
-    for token, has_loss in zip([*ids, 0], [*mask, 0]):
-        if has_loss:
-            run.append(token)
-        elif run:
-            found.append(tokenizer.decode(run))
-            run = []
-    return found
 
 
 def difference(name: str, tokenizer: Any, ours: tuple, theirs: tuple, pattern: str) -> str:

@@ -26,7 +26,8 @@ CALL = {
     "type": "function",
     "function": {"name": "lookup_gizmo", "arguments": {"place": "Ghyll"}},
 }
-RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "lookup_gizmo", "content": "Waltz nine"}
+NUMBERED_CALL = {**CALL, "id": "functions.lookup_gizmo:0"}
+"""Kimi K2 writes the id instead of the name; Mistral refuses ids that are not nine characters long."""
 _HALF_TOKEN = re.compile(r"[<\[][^<>\[\]\n]*$")
 _THOUGHT = re.compile(r"<think>.*", re.DOTALL)
 """Some generation prompts open the reasoning, or close it at once. It carries loss in every family alike, so that its
@@ -43,6 +44,8 @@ class Habits:
     """The special token that ends a turn; "" when the template writes none."""
     openers: Mapping[str, str]
     """Role -> the special token that a message of it begins with, "" if it begins otherwise."""
+    prompt: str
+    """The generation prompt behind a question."""
 
     def header(self, role_before: str | None) -> str:
         """Header of a turn behind a message of that role; behind none, or an unknown one, as behind the user's."""
@@ -59,11 +62,16 @@ def told(words: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": words, **more}
 
 
+def result_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """What the tool gave."""
+    return {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": "Waltz nine"}
+
+
 def learn(render: Render, specials: Sequence[str], call: Mapping[str, Any]) -> Habits:
     """Habits of the template behind `render`; `specials` are the tokenizer's special tokens, longest first."""
     before: dict[str, list[dict[str, Any]]] = {
         "user": [user(ASKED)],
-        "tool": [user(ASKED), told("", tool_calls=[call]), RESULT],
+        "tool": [user(ASKED), told("", tool_calls=[call]), result_of(call)],
         "assistant": [user(ASKED), told("Hedge.")],
         "system": [{"role": "system", "content": "Be brief."}],
     }
@@ -78,7 +86,7 @@ def learn(render: Render, specials: Sequence[str], call: Mapping[str, Any]) -> H
     rendering = render([*before["tool"], told(TOLD)])
     if rendering is not None:
         openers["tool"] = _opener(rendering, 2, specials)
-    return Habits(MappingProxyType(headers), end, MappingProxyType(openers))
+    return Habits(MappingProxyType(headers), end, MappingProxyType(openers), prompt_after(render, before["user"]))
 
 
 def prompt_after(render: Render, messages: Sequence[Message]) -> str:
@@ -112,14 +120,17 @@ def _header(render: Render, start: list[dict[str, Any]]) -> str | None:
             leads.append(written.partition(TOLD)[0])
     if not leads:
         return None
+    shared = common_beginning(leads)
+    shared = shared if shared in leads else _HALF_TOKEN.sub("", shared)
     prompt = prompt_after(render, start)
-    if not prompt:
-        header = _THOUGHT.sub("", common_beginning(leads)).rstrip(" ")  # words begin with the space before them
+    # Some templates end the message before only in the prompt: the header begins somewhere inside of it.
+    tails = [prompt[at:] for at in range(len(prompt))]
+    header = max((common_beginning([shared, tail]) for tail in tails), key=len, default="")
+    if not header.strip():
+        header = _THOUGHT.sub("", shared).rstrip(" ")  # words begin with the space before them
         return header if header.strip() else ""
-    candidates = [*leads, prompt]
-    header = common_beginning(candidates)
-    header = header if header in candidates else _HALF_TOKEN.sub("", header)
-    return _THOUGHT.sub("", header)
+    whole = header == shared or any(tail == header for tail in tails)
+    return _THOUGHT.sub("", header if whole else _HALF_TOKEN.sub("", header))
 
 
 def _written(rendering: Rendering, message: int) -> str:

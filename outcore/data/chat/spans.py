@@ -95,6 +95,8 @@ class SpanFinder:
         start, end = spans[last][-1]
         if self._ends(text[start:end]) or end < len(text):
             return ""
+        if self.habits.end:  # Qwen1.5 ends every turn but the last
+            return self.habits.end
         role = "tool" if messages[last].get("tool_calls") else "user"
         return self.habits.openers.get(role, "") or self.eos
 

@@ -10,7 +10,18 @@ from typing import Any
 from outcore.data.basis import TemplateError, shorten
 from outcore.data.chat import habits
 from outcore.data.chat.form import Form
-from outcore.data.chat.habits import ASKED, ASKED_AGAIN, CALL, RESULT, THOUGHT, TOLD, TOLD_AGAIN, told, user
+from outcore.data.chat.habits import (
+    ASKED,
+    ASKED_AGAIN,
+    CALL,
+    NUMBERED_CALL,
+    THOUGHT,
+    TOLD,
+    TOLD_AGAIN,
+    result_of,
+    told,
+    user,
+)
 from outcore.data.chat.marks import CLOSE, OPEN, Rendering, marked_template
 from outcore.data.chat.notices import notices_of
 from outcore.data.chat.spans import SpanFinder, Spans, assistants, is_spoken
@@ -42,12 +53,21 @@ class ChatTemplate:
         self._words = frozenset(re.findall(r"\w+", source))
         self._form = Form()
         self._form = next((form for form in (Form(), Form(parts=True)) if self._writes(TOLD, told(TOLD), form)), Form())
-        name, call = CALL["function"]["name"], told("", tool_calls=[CALL])
-        forms = (replace(self._form, calls_as_text=as_text) for as_text in (False, True))
-        self._form = next((form for form in forms if self._writes(name, call, form)), self._form)
+        self._call = self._choose_call()
         specials = special_tokens(tokenizer)
-        learned = habits.learn(self._try, specials, CALL)
+        learned = habits.learn(self._try, specials, self._call)
         self.finder = SpanFinder(learned, specials, str(tokenizer.bos_token or ""), str(tokenizer.eos_token or ""))
+
+    def _choose_call(self) -> dict[str, Any]:
+        """A tool call that the template writes; its form of arguments is kept."""
+        plain = self._form
+        for call in (CALL, NUMBERED_CALL):
+            for as_text in (False, True):
+                form = replace(plain, calls_as_text=as_text)
+                if self._writes(call["function"]["name"], told("", tool_calls=[call]), form):
+                    return call
+        self._form = plain
+        return CALL
 
     @property
     def name(self) -> str:
@@ -63,6 +83,9 @@ class ChatTemplate:
             marked = self.mark(ChatExample(talk))
         except RowError as error:
             raise self._refused(str(error)) from error
+        if not self.is_marked and self.finder.habits.prompt.strip() and not self.finder.habits.header("user"):
+            prompt = self.finder.habits.prompt
+            raise self._refused(f"an answer begins otherwise than the generation prompt {prompt!r}")
         learned = "".join(marked.text[start:end] for spans in marked.spans.values() for start, end in spans)
         for words in (TOLD, TOLD_AGAIN):
             if words not in learned:
@@ -87,7 +110,7 @@ class ChatTemplate:
         asked = user(ASKED)
         return {
             "a system message": [{"role": "system", "content": "Be brief."}, asked, told(TOLD)],
-            "tool calls": [asked, told("", tool_calls=[CALL]), RESULT, told(TOLD)],
+            "tool calls": [asked, told("", tool_calls=[self._call]), result_of(self._call), told(TOLD)],
             "reasoning": [asked, told(TOLD, reasoning_content=THOUGHT)],
             "an empty answer": [asked, told(""), user(ASKED_AGAIN), told(TOLD)],
             "an answer first": [told(TOLD), asked, told(TOLD_AGAIN)],
