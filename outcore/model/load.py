@@ -32,6 +32,7 @@ from outcore.model.loss import HeadLoss, LossModule, TokenLoss, UserLoss
 from outcore.model.settings import ModelSettings
 from outcore.model.source import ModelSource, hub_error, resolve_source
 from outcore.model.trial.abilities import Abilities, check_abilities
+from outcore.model.trial.without_gradient import freeze
 from outcore.model.weights.feed import InitialWeights, TrainedWeights, WeightFeed, shard_files
 from outcore.model.weights.initialise import initialise_weights, meta_skeleton
 from outcore.model.weights.standin import stand_in, without_memory
@@ -106,7 +107,7 @@ def load_model(
     source = resolve_source(settings, tokenizer)
     model_class = model_class_of(source.config) if source.path is None else None
     attention, notes = resolve_attention(source.config, settings.attn_implementation)
-    abilities = check_abilities(source.config, attention, settings.trust_remote_code)
+    abilities = _abilities(check_abilities(source.config, attention, settings.trust_remote_code), settings)
     progress(f"model: {source.words}")
     lazy = lazy and not source.is_encoder_decoder
     feed: WeightFeed | None = None
@@ -119,6 +120,7 @@ def load_model(
             model = _from_weights(source, settings, attention, device, zero3_config is not None)
     gather = gathered if zero3_config is not None else None
     model.config.use_cache = False
+    notes += _frozen(model, abilities)
     if settings.lora is not None:
         model = apply_lora(model, settings.lora, settings.seed, gather)
     if settings.gradient_checkpointing and feed is None:  # the streaming engine recomputes every layer by itself
@@ -272,7 +274,8 @@ def _load_own(settings: ModelSettings, tokenizer: Any | None, device: torch.devi
     model = model.to(device=device, dtype=settings.dtype)
     config = getattr(model, "config", None)
     config = config if hasattr(config, "to_dict") else None
-    abilities = _own_abilities(model)
+    abilities = _abilities(_own_abilities(model), settings)
+    notes = _frozen(model, abilities)
     if settings.lora is not None:
         model = apply_lora(model, settings.lora, settings.seed)
     if settings.gradient_checkpointing:
@@ -282,7 +285,22 @@ def _load_own(settings: ModelSettings, tokenizer: Any | None, device: torch.devi
     of_tokens = is_head_loss(loss_fn)
     whole: Any = None if of_tokens else loss_fn
     per_token = loss_fn if of_tokens else None
-    return LoadedModel(model, config, facts, abilities, words, whole, per_token, quantize=settings.quantize)
+    return LoadedModel(
+        model, config, facts, abilities, words, whole, per_token, notes=notes, quantize=settings.quantize
+    )
+
+
+def _abilities(found: Abilities, settings: ModelSettings) -> Abilities:
+    return replace(found, terms=replace(found.terms, per_micro_batch=settings.router_loss == "micro_batch"))
+
+
+def _frozen(model: nn.Module, abilities: Abilities) -> tuple[str, ...]:
+    """Freeze what the loss never reaches; a note about it for people."""
+    names = freeze(model, abilities.without_gradient)
+    if not names:
+        return ()
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (f"left alone: {names[0]}{more}, which no loss of tokens reaches (torch's AdamW leaves such weights alone)",)
 
 
 def _own_abilities(model: Any) -> Abilities:

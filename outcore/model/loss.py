@@ -3,7 +3,9 @@
     objective of the global batch = sum over micro-batches of (CE_sum + n * aux) / N
 
 with n the micro-batch's and N the global batch's unmasked tokens, CE_sum the summed cross-entropy in fp32, and aux the
-micro-batch's mixture-of-experts balancing loss times its coefficient: it counts by the micro-batch's share of tokens.
+micro-batch's mixture-of-experts balancing loss times its coefficient: it counts by the micro-batch's share of tokens,
+so that another cut of the global batch changes little (transformers' Trainer adds it whole for each micro-batch, which
+is `LossTerms.per_micro_batch`).
 
 Logits [B*T, V] are never held whole: the decoder runs once, then the head, chunk by chunk, under a non-reentrant
 checkpoint that recomputes each chunk in the backward pass (about a third more head FLOPs), with one gradient of the
@@ -46,12 +48,14 @@ class LossSum:
     """int64 scalar on the loss's device: the unmasked tokens."""
     aux_loss: torch.Tensor | None = None
     """fp32 scalar, differentiable: auxiliary loss already times its coefficient; None where there is none."""
+    is_aux_whole: bool = False
+    """Whether the auxiliary loss counts whole, not by the micro-batch's share of tokens."""
 
     def objective(self, global_tokens: int | float | torch.Tensor) -> torch.Tensor:
         """This micro-batch's part of the global batch's mean loss: what backward runs on."""
         total = self.loss_sum
         if self.aux_loss is not None:
-            total = total + self.aux_loss * self.n_tokens
+            total = total + self.aux_loss * (global_tokens if self.is_aux_whole else self.n_tokens)
         return total / global_tokens
 
 
@@ -182,7 +186,7 @@ class TokenLoss:
         hidden = hidden.reshape(-1, hidden.shape[-1])
         num_chunks = self.num_chunks or auto_num_chunks(hidden.shape[0], self._vocab_size())
         loss_sum = chunked_ce_sum(hidden, targets, parts.logits, num_chunks, self.head_loss, parts.projection)
-        return LossSum(loss_sum, (targets != IGNORE).sum(), aux)
+        return LossSum(loss_sum, (targets != IGNORE).sum(), aux, self.terms.per_micro_batch)
 
     def _whole(self, model: nn.Module, batch: Batch) -> LossSum:
         labels = batch["labels"]
@@ -216,7 +220,7 @@ class TokenLoss:
         flat, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
         num_chunks = self.num_chunks or auto_num_chunks(flat.shape[0], flat.shape[1])
         loss_sum = chunked_ce_sum(flat, targets, lambda chunk: chunk, num_chunks, self.head_loss)
-        return LossSum(loss_sum, (targets != IGNORE).sum(), aux)
+        return LossSum(loss_sum, (targets != IGNORE).sum(), aux, self.terms.per_micro_batch)
 
     def _user_loss(self, model: nn.Module, batch: Batch) -> LossSum:
         assert self.loss_fn is not None

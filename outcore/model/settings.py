@@ -93,6 +93,8 @@ class ModelSettings:
     """Frozen matrices of layers are kept packed (nf4, int8) and expanded as they are used: beside adapters only."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
+    router_loss: str = "tokens"
+    """How a mixture's balancing loss counts: by each micro-batch's share of tokens, or whole for each micro_batch."""
     seed: int = 42
     """Initial weights from scratch and of adapters are a function of this and of parameter names alone."""
     config_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -122,6 +124,7 @@ class ModelSettings:
                 "for example examples/my_model.py:build."
             )
         _one_of("precision", self.precision, PRECISIONS)
+        _one_of("router_loss", self.router_loss, ("tokens", "micro_batch"))
         _one_of("attn_implementation", self.attn_implementation, ATTENTION)
         if not isinstance(self.seq_length, int) or self.seq_length < 2:
             raise ValueError(f"seq_length is {self.seq_length!r}, but must be a whole number of at least 2 tokens.")

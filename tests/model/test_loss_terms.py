@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
 
+from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check.gradients import why_config_not_trained
 from outcore.model.inputs import count_target_tokens
+from outcore.model.load import load_model
 from outcore.model.loss import TokenLoss
+from outcore.model.settings import ModelSettings
 from outcore.model.trial.abilities import check_abilities
 from outcore.model.trial.loss_terms import LossTerms
+from tests.flow.models import TINY_SETTINGS, plain_batch, plain_gradients, tiny_loaded
 from tests.model.test_architectures import assert_same_grads, grads, random_batch, tiny_model, zero_dropout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,3 +97,38 @@ def same_as_own(model, loss):
     objective.backward()
     assert_same_grads(grads(model), expected)
     return result
+
+
+@pytest.mark.parametrize("tiling", ["off", "on"])
+def test_a_balancing_loss_may_count_whole_for_each_micro_batch_as_transformers_trainer_adds_it(engines, tiling):
+    loaded = tiny_loaded("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
+    terms = replace(loaded.abilities.terms, per_micro_batch=True)
+    loaded.abilities = replace(loaded.abilities, terms=terms)
+    batches = [plain_batch(2, 14), plain_batch(1, 9, seed=1)]
+    total = sum(count_target_tokens(batch) for batch in batches)
+    by_hand = sum(
+        loaded.model(**batch).loss * count_target_tokens(batch) / total
+        + 0.5 * loaded.model(**batch).aux_loss * (1 - count_target_tokens(batch) / total)
+        for batch in batches
+    )
+    loss, _, grads = plain_gradients(loaded, batches)
+    by_hand.backward()
+    assert_same_grads(grads, {n: p.grad.clone() for n, p in loaded.model.named_parameters()})
+    loaded.model.zero_grad()
+    settings = replace(TINY_SETTINGS, tiling=tiling, tile_bytes=7000, max_grad_norm=0.0)
+    engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False))
+    result = engines[-1].train_step(batches, 1e-3)
+    expected = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads.values()])))
+    assert result.grad_norm == pytest.approx(expected, rel=1e-5)
+    assert (result.loss, result.aux_loss) == (pytest.approx(loss), pytest.approx(float(by_hand.detach()) - loss))
+
+
+def test_which_way_the_balancing_loss_counts_is_a_setting():
+    shape = {"preset": "tiny-moe", "seq_length": 32, "vocab_size": 128, "precision": "fp32"}
+    ways = {way: load_model(ModelSettings(router_loss=way, **shape)) for way in ("tokens", "micro_batch")}
+    assert [loaded.abilities.terms.per_micro_batch for loaded in ways.values()] == [False, True]
+    batch = random_batch()
+    losses = [float(loaded.token_loss()(loaded.model, batch).objective(10_000)) for loaded in ways.values()]
+    assert losses[1] > losses[0] + 0.005
+    with pytest.raises(ValueError, match="router_loss"):
+        ModelSettings(router_loss="rows", **shape)

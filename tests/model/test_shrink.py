@@ -6,6 +6,7 @@ import pytest
 
 from outcore.model.facts import model_class_of
 from outcore.model.trial.shrink import HEAD_DIM, HEADS, HIDDEN, VOCAB, WINDOW, shrink_config
+from outcore.model.weights.initialise import meta_skeleton
 
 transformers = pytest.importorskip("transformers")
 
@@ -108,3 +109,13 @@ def test_every_kind_of_layer_is_kept_by_whichever_list_and_however_late():
     assert small.uses_rope == [1, 1, 1, 1, 0]
     config.widths = [[96 + i] for i in range(30)]  # of every layer another: no kinds
     assert shrink_config(config).num_hidden_layers == 5
+
+
+@pytest.mark.parametrize("model_type", ["kimi_linear", "bailing_hybrid", "qwen3_next", "qwen3_5_moe_text"])
+def test_linear_attention_is_tiny_too(model_type):
+    """Its plain PyTorch code works in chunks x chunks x widths x heads: 32 heads of 128 made a trial take a minute."""
+    if model_type not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    config = tiny(model_type)
+    model = meta_skeleton(model_class_of(config), config)
+    assert max(p.numel() for p in model.parameters()) < 50_000

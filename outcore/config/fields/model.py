@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from outcore.config.spec import setting
 
@@ -25,5 +26,7 @@ class ModelFields:
     """Run Python code that a hub repository ships. Off unless you ask for it."""
     attn_implementation: str = "auto"
     """Attention of transformers: auto (sdpa, or eager where a model lacks it), sdpa, eager, flash_attention_2."""
+    router_loss: Literal["tokens", "micro_batch"] = "tokens"
+    """How a mixture's balancing loss counts: by each micro-batch's share of tokens, or whole for each micro-batch."""
     seq_length: int | None = setting(None, aliases=("max_seq_length", "max_length"), above=0, common=True)
     """Tokens per training row. Default: 256 for tiny, else the smaller of 1024 and what the model can take."""

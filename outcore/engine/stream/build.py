@@ -287,7 +287,12 @@ def _flow(plan: Blueprint, traffic: _Traffic) -> Flow:
 
 
 def _schedule(plan: Blueprint, flow: Flow, download: GradientShipping, activations: Activations) -> VerticalSchedule:
-    head = StreamedHeadGradient(flow.head, aux_coefficient=plan.aux_coefficient, compiled=not plan.compiled.why_not)
+    head = StreamedHeadGradient(
+        flow.head,
+        aux_coefficient=plan.aux_coefficient,
+        is_aux_whole=plan.loaded.abilities.terms.per_micro_batch,
+        compiled=not plan.compiled.why_not,
+    )
     return VerticalSchedule(flow, BackwardRunner(flow.runner), head, download, activations, plan.settings.seed)
 
 

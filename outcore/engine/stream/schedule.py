@@ -27,6 +27,7 @@ from outcore.flow import Flow, Passage, PassWatch
 from outcore.flow.layers import Batch, HeadInput
 from outcore.flow.parts import Part
 from outcore.flow.trace import PhaseClock
+from outcore.model.inputs import IGNORE
 from outcore.staging import LaneTransfer
 
 OnGradient = Callable[[Part, LaneTransfer], None]
@@ -60,17 +61,16 @@ class PassSums:
 
     ce_sum: torch.Tensor
     aux_sum: torch.Tensor
-    """Auxiliary loss times the micro-batch's tokens."""
+    """Auxiliary loss times the tokens that it counts by."""
     n_tokens: torch.Tensor
 
     @classmethod
     def zero(cls, device: torch.device) -> PassSums:
         return cls(*(torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)))
 
-    def plus(self, ce_sum: torch.Tensor, n_tokens: torch.Tensor, aux: torch.Tensor | None = None) -> PassSums:
+    def plus(self, ce_sum: torch.Tensor, n_tokens: torch.Tensor, aux_sum: torch.Tensor | float = 0.0) -> PassSums:
         """With one micro-batch more."""
-        aux_sum = self.aux_sum if aux is None else self.aux_sum + aux.double() * n_tokens
-        return PassSums(self.ce_sum + ce_sum, aux_sum, self.n_tokens + n_tokens)
+        return PassSums(self.ce_sum + ce_sum, self.aux_sum + aux_sum, self.n_tokens + n_tokens)
 
 
 class _Keeping(PassWatch):
@@ -177,12 +177,15 @@ class VerticalSchedule:
                 routers, item.routers = item.routers, []
                 yield item.at_head(), routers
 
-        results = self.head.run(slab, inputs(), grad_scale=grad_scale, into=into)
+        aux_tokens = None
+        if self.head.is_aux_whole:
+            aux_tokens = torch.stack([(item.batch["labels"][:, 1:] != IGNORE).sum() for item in micro]).sum()
+        results = self.head.run(slab, inputs(), grad_scale=grad_scale, into=into, aux_tokens=aux_tokens)
         for m, item in enumerate(micro):
             with self.flow.trace.compute("head", "head", m):
                 result = next(results)
             item.grad, item.grad_routers = result.grad_hidden, result.grad_routers
-            sums = sums.plus(result.ce_sum, result.n_tokens, result.aux_loss)
+            sums = sums.plus(result.ce_sum, result.n_tokens, result.aux_sum)
         self.flow.arrival.release(at)
         if into is not None and self.units.tied:
             self._tied = into

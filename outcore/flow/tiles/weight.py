@@ -212,12 +212,12 @@ class _Rows(torch.autograd.Function):
 
 def _linear(x: torch.Tensor, weight: StreamedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     flat: Any = _Expand.apply(x.reshape(-1, x.shape[-1]), bias, weight)
-    return flat.view(*x.shape[:-1], -1)
+    return flat.view(*x.shape[:-1], weight.matrix.num_rows)  # named: an expert may get no token at all
 
 
 def _matmul(x: torch.Tensor, weight: StreamedWeight) -> torch.Tensor:
     flat: Any = _Reduce.apply(x.reshape(-1, x.shape[-1]), None, weight)
-    return flat.view(*x.shape[:-1], -1)
+    return flat.view(*x.shape[:-1], weight.matrix.num_cols)
 
 
 def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: StreamedWeight) -> torch.Tensor:

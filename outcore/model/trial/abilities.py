@@ -22,6 +22,7 @@ from outcore.model.head import CausalParts
 from outcore.model.inputs import Isolation, forward_inputs
 from outcore.model.trial.loss_terms import USUAL_TERMS, LossTerms, try_loss_terms
 from outcore.model.trial.shrink import VOCAB, shrink_config
+from outcore.model.trial.without_gradient import without_gradient
 from outcore.model.weights.initialise import seeded_cpu
 from outcore.model.weights.zero3 import without_partitioning
 
@@ -44,6 +45,8 @@ class Abilities:
     packing_reason: str
     terms: LossTerms = USUAL_TERMS
     """What the model's own loss has beside cross-entropy."""
+    without_gradient: frozenset[str] = frozenset()
+    """Patterns of parameters that the loss never reaches; they are frozen."""
 
     @property
     def packing(self) -> bool:
@@ -87,7 +90,8 @@ def check_abilities(
         elif chunked_reason := _try(_chunked_differs, model):
             chunked_reason = f"its head cannot be run apart: {chunked_reason}"
         isolation, packing_reason = _find_isolation(model)
-    return Abilities(not chunked_reason, chunked_reason, isolation, packing_reason, terms)
+        idle = _try_gradients(model)
+    return Abilities(not chunked_reason, chunked_reason, isolation, packing_reason, terms, idle)
 
 
 def _tiny_model(
@@ -137,6 +141,13 @@ def _try(question: Callable[[nn.Module], str], model: nn.Module) -> str:
         return question(model)
     except Exception as error:
         return f"the trial failed ({_first_line(error)})"
+
+
+def _try_gradients(model: nn.Module) -> frozenset[str]:
+    try:
+        return without_gradient(model)
+    except Exception:  # a model whose own backward fails trains nowhere; whoever trains it says why
+        return frozenset()
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:

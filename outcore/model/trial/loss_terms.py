@@ -48,6 +48,8 @@ class LossTerms:
 
     balances: bool = True
     """Whether its forward gives a balancing loss when asked for router logits (Llama 4's does not)."""
+    per_micro_batch: bool = False
+    """Whether it counts whole for each micro-batch, as transformers' Trainer adds it, not by its share of tokens."""
     unknown: str = ""
     """In words, what else there is; only the whole forward computes it. '' when nothing."""
 
@@ -68,8 +70,8 @@ def try_loss_terms(tiny: nn.Module, rebuild: Callable[[Any], nn.Module]) -> Loss
         except Exception:  # a config may be refused, or the model fail, without this field; then it is not the one
             continue
         if is_it:
-            return LossTerms(balances, f"its own forward adds a term to the cross-entropy, of {name}")
-    return LossTerms(balances, f"its own forward gives another loss than cross-entropy (off by {off:.1e})")
+            return LossTerms(balances, unknown=f"its own forward adds a term to the cross-entropy, of {name}")
+    return LossTerms(balances, unknown=f"its own forward gives another loss than cross-entropy (off by {off:.1e})")
 
 
 def _try_own_loss(tiny: nn.Module) -> tuple[bool, float]:

@@ -43,6 +43,9 @@ _FIXED = {
     "qk_nope_head_dim": 8,
     "qk_head_dim": 16,
     "v_head_dim": HEAD_DIM,
+    "linear_head_dim": HEAD_DIM,
+    "linear_key_head_dim": HEAD_DIM,
+    "linear_value_head_dim": HEAD_DIM,
     "max_position_embeddings": POSITIONS,
 }
 """Replaced where the config has a whole number there, or one for each layer (null and 0 keep their meaning: absent)."""
@@ -72,6 +75,9 @@ _AT_MOST = {
     "chunk_size": WINDOW,
     "mamba_chunk_size": WINDOW,
     "adapter_rank": 8,
+    "linear_num_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 
 _TWINS = {"embedding_dim": "hidden_size", "num_blocks": "num_hidden_layers"}
@@ -117,6 +123,9 @@ def _shrink_part(part: Any) -> None:
         kept = _shrink_layers(part, layers)
         overrides = {new: overrides[old] for new, old in enumerate(kept) if old in overrides}
     heads, hidden = getattr(part, "num_attention_heads", None), getattr(part, "hidden_size", None)
+    latent = type(getattr(part, "qk_rope_head_dim", None)) is int
+    widths = [getattr(part, name, None) for name in ("head_dim", "qk_rope_head_dim", "qk_nope_head_dim")]
+    whole_heads = latent and None not in widths and widths[0] == widths[1] + widths[2]  # pyright: ignore[reportOperatorIssue]
     mixers = [names for names in _MIXERS if _is_mixer(part, hidden, *names)]
     if isinstance(heads, int):
         part.num_attention_heads = HEADS
@@ -133,8 +142,8 @@ def _shrink_part(part: Any) -> None:
             _set(part, name, value)
         elif isinstance(old, (list, tuple)) and old and all(type(item) is int for item in old):
             _set(part, name, type(old)([value] * len(old)))
-    if type(getattr(part, "qk_rope_head_dim", None)) is int:  # multi-head latent attention: rotary part of each head
-        _set(part, "head_dim", _FIXED["qk_rope_head_dim"])
+    if latent:  # multi-head latent attention: the rotary part of each head, or all of it
+        _set(part, "head_dim", _FIXED["qk_rope_head_dim"] + (_FIXED["qk_nope_head_dim"] if whole_heads else 0))
     for name, most in _AT_MOST.items():
         if type(getattr(part, name, None)) is int:
             setattr(part, name, min(most, getattr(part, name)))
@@ -208,10 +217,18 @@ def _first_of_each_kind(part: Any, layers: int, own: int) -> set[int]:
     """The first layer of each kind that a per-layer list tells: by name (`layer_types`, `indexer_types`), by yes or no,
     or by one of a few numbers. Lists with a value of their own for most layers tell sizes, not kinds."""
     firsts: set[int] = set()
-    for _, value in _lists_of_layers(part, layers):
+    computed = [name for name in dir(type(part)) if name.startswith("layer") and _is_property(part, name)]
+    told = [value for _, value in _lists_of_layers(part, layers)] + [getattr(part, name) for name in computed]
+    for value in told:
+        if not isinstance(value, (list, tuple)) or len(value) != layers:
+            continue
         if all(isinstance(item, (str, int, float)) for item in value) and len(set(value)) <= MAX_KINDS:
             firsts |= {list(value).index(kind) for kind in set(value[:own])}
     return firsts
+
+
+def _is_property(part: Any, name: str) -> bool:
+    return isinstance(getattr(type(part), name, None), property)
 
 
 def _shrink_rope(part: Any) -> None:

@@ -77,6 +77,7 @@ def model_settings_of(config: TrainConfig, precision: str, seq_length: int) -> M
         lora=lora,
         quantize=None if config.quantize == "none" else config.quantize,
         gradient_checkpointing=recomputes(config),
+        router_loss=config.router_loss,
         seed=config.seed,
     )
 

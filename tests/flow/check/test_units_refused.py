@@ -152,6 +152,7 @@ def test_published_shapes_are_made_tiny_and_streamed(name):
         ("gemma3n_text", "it runs 3 (layers, altup_projections, altup_unembed_projections)"),
         ("gemma4_text", "its layers get a learned tensor besides the hidden states (made of parameters of"),
         ("zamba2", "its layers are of several classes"),
+        ("jamba", "its layers are of several classes"),
         pytest.param("hy_v4", "layer 2 uses what layer 1 returned beside them (prev_topk", marks=needs("hy_v4")),
         ("lfm2_moe", "a tiny copy of it could not be built and run to try it"),  # its own defaults do not fit together
     ],

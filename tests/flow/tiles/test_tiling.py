@@ -24,6 +24,7 @@ from outcore.storage import PosixEngine
 from tests.flow.models import (
     TINY_SETTINGS,
     assert_same_grads,
+    needs,
     packed_batch,
     padded_batch,
     plain_batch,
@@ -98,6 +99,15 @@ def test_gradients_in_tiles_equal_those_of_whole_units(build, model, count):
     assert any(matrix.num_tiles > 2 for unit in plan.tiled for matrix in unit.all_matrices)
     again = gradients_of(engine, batches_of(0, count))  # nothing is left from the first pass
     assert again[:2] == tiled[:2] and all(torch.equal(again[2][n], tiled[2][n]) for n in tiled[2])
+
+
+@pytest.mark.parametrize("model", ["ernie4_5_moe", "afmoe", pytest.param("laguna", marks=needs("laguna")), "jetmoe"])
+def test_frozen_weights_of_a_model_and_experts_without_a_token_in_tiles(build, model):
+    few = [plain_batch(1, 5), plain_batch(1, 4, seed=1)]
+    whole = gradients_of(build(model, TINY), few)
+    tiled = gradients_of(build(model, replace(TILED, tile_bytes=4096), trial=True), few)
+    assert tiled[0] == pytest.approx(whole[0], rel=1e-6)
+    assert_same_grads(tiled[2], whole[2], rtol=1e-5)
 
 
 @pytest.mark.no_cover

@@ -31,17 +31,28 @@ class HeadResult:
     """Gradient of the objective with respect to the last layer's output."""
     aux_loss: torch.Tensor | None = None
     """fp32 scalar, already times its coefficient."""
+    aux_tokens: torch.Tensor | None = None
+    """By how many tokens of the global batch it counts; None: by the micro-batch's own."""
     grad_routers: list[torch.Tensor] = field(default_factory=list)
     """Gradient of the objective with respect to every router's logits, in order."""
 
+    @property
+    def aux_sum(self) -> torch.Tensor | float:
+        """Auxiliary loss times the tokens that it counts by."""
+        if self.aux_loss is None:
+            return 0.0
+        return self.aux_loss.double() * (self.n_tokens if self.aux_tokens is None else self.aux_tokens)
+
 
 class StreamedHeadGradient:
-    """Loss and gradients of what `head` computes. `aux_coefficient`: of the balancing loss, 0 without; `compiled`: the
-    cross-entropy through torch.compile."""
+    """Loss and gradients of what `head` computes. `aux_coefficient`: of the balancing loss, 0 without, and
+    whether it counts whole for each micro-batch; `compiled`: the cross-entropy through torch.compile."""
 
-    def __init__(self, head: Head, *, aux_coefficient: float = 0.0, compiled: bool = False) -> None:
+    def __init__(
+        self, head: Head, *, aux_coefficient: float = 0.0, is_aux_whole: bool = False, compiled: bool = False
+    ) -> None:
         self.head, self.units, self.weights = head, head.units, head.weights
-        self.aux_coefficient = aux_coefficient
+        self.aux_coefficient, self.is_aux_whole = aux_coefficient, is_aux_whole
         self._cross_entropy = CrossEntropy(compiled=compiled)
         self._tiled = None if head.tiled is None else TiledHeadGradient(head.tiled)
 
@@ -52,9 +63,11 @@ class StreamedHeadGradient:
         *,
         grad_scale: float,
         into: GradAccumulator | None = None,
+        aux_tokens: torch.Tensor | None = None,
     ) -> Iterator[HeadResult]:
         """Losses and gradients of micro-batches (and the routers' logits of each), one after another as they are asked
-        for; in tiles all at once with the first. `grad_scale`: loss scale / tokens of the global batch."""
+        for; in tiles all at once with the first. `grad_scale`: loss scale / tokens of the global batch; `aux_tokens`:
+        by how many a balancing loss counts (None: by those of its micro-batch)."""
         if self._tiled is not None:
             kept: list[tuple[Batch, Sequence[torch.Tensor]]] = []
 
@@ -66,11 +79,12 @@ class StreamedHeadGradient:
             for row, (batch, routers) in zip(self._tiled.run(slab, hidden_only(), grad_scale, into), kept, strict=True):
                 found = HeadResult(row.ce_sum, row.n_tokens, row.grad_hidden)
                 if routers:
+                    found.aux_tokens = aux_tokens
                     self._router_loss(found, row.flat[None], batch, routers, grad_scale)
                 yield found
             return
         for item, routers in inputs:
-            found = self.one(slab, item, routers, grad_scale=grad_scale, into=into)
+            found = self.one(slab, item, routers, grad_scale=grad_scale, into=into, aux_tokens=aux_tokens)
             del item, routers  # its hidden states are not needed any more
             yield found
 
@@ -82,6 +96,7 @@ class StreamedHeadGradient:
         *,
         grad_scale: float,
         into: GradAccumulator | None = None,
+        aux_tokens: torch.Tensor | None = None,
     ) -> HeadResult:
         """Loss and gradients of one micro-batch."""
         leaves, trainable = self.weights.leaves(self.units.head, slab)
@@ -108,7 +123,7 @@ class StreamedHeadGradient:
                     into.add(grads)
                 del grad_piece, grads  # one chunk's at a time
                 start += len(target)
-            result = HeadResult(ce_sum, n_tokens, grad_flat)
+            result = HeadResult(ce_sum, n_tokens, grad_flat, aux_tokens=aux_tokens)
             if routers:
                 self._router_loss(result, final.detach(), item.batch, routers, grad_scale)
             result.grad_hidden, *grads = torch.autograd.grad(flat, [x, *trainable], grad_flat, allow_unused=True)
@@ -134,4 +149,5 @@ class StreamedHeadGradient:
             raw = self.units.parts.router_loss(final, tuple(leaves), batch.get("attention_mask")).float()
             aux = self.aux_coefficient * raw
             result.aux_loss = aux.detach()
-            result.grad_routers = list(torch.autograd.grad(aux * (result.n_tokens * grad_scale), leaves))
+            tokens = result.n_tokens if result.aux_tokens is None else result.aux_tokens
+            result.grad_routers = list(torch.autograd.grad(aux * (tokens * grad_scale), leaves))
