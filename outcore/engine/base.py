@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from outcore.common.errors import EngineError
+from outcore.config import RunSettings
 
 MicroBatch = dict[str, torch.Tensor]
 """input_ids, labels [B, T] (labels not shifted, -100 = no loss), perhaps position_ids or attention_mask [B, T]."""
@@ -64,6 +65,30 @@ class EvalResult:
     tokens: int
 
 
+WARM_UP_STEPS = 2
+"""Before the traced ones: compilation, first allocations, and one step whose updates run under the next forward."""
+
+
+@dataclass(frozen=True)
+class TracePlan:
+    """`num_steps` steps after `skip_steps`, numbered from `first_step` on, into `path`."""
+
+    path: Path
+    skip_steps: int
+    num_steps: int
+    first_step: int
+    """Number of the engine's first step (1, or the one after a checkpoint)."""
+
+    @classmethod
+    def for_run(cls, path: Path, num_steps: int, steps_done: int, total_steps: int) -> TracePlan:
+        """After the warm-up, or earlier in a run that is too short for it. ValueError for less than one step."""
+        if num_steps < 1:
+            raise ValueError(f"a trace needs at least one step, got {num_steps}")
+        left = max(1, total_steps - steps_done)
+        num_steps = min(num_steps, left)
+        return cls(path, min(WARM_UP_STEPS, left - num_steps), num_steps, steps_done + 1)
+
+
 class Engine(Protocol):
     """One training engine. All methods are called on every rank."""
 
@@ -109,6 +134,93 @@ class Engine(Protocol):
         """Write the 16-bit model for `from_pretrained`, shard by shard; with LoRA merged, or the adapter alone."""
         ...
 
+    def describe(self) -> str:
+        """What was chosen, in a few lines for people."""
+        ...
+
+    def trace(self, plan: TracePlan, say: Callable[[str], None]) -> None:
+        """Record a timeline of some steps into a file. EngineError where the engine draws none."""
+        ...
+
     def close(self) -> None:
         """Release memory, files and process groups; safe to call twice."""
         ...
+
+
+class Decision(Protocol):
+    """All that an engine chose for a run, before memory is spent: printable, and the way to the engine itself."""
+
+    @property
+    def name(self) -> str:
+        """The engine's."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Why this engine."""
+        ...
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether another engine may take over when this one cannot."""
+        ...
+
+    @property
+    def loaded(self) -> Any:
+        """A model_module's own model, which had to be built to be known; else None."""
+        ...
+
+    @property
+    def settings(self) -> RunSettings:
+        """What was resolved for the run."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line per choice."""
+        ...
+
+    @property
+    def nvme_path(self) -> str | None:
+        """Where states live during the run, when on a drive."""
+        ...
+
+    @property
+    def state_format(self) -> str:
+        """How optimizer states are kept."""
+        ...
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """What the planner is told of it."""
+        ...
+
+    def words(self) -> list[str]:
+        """Lines to show before anything is read or built."""
+        ...
+
+    def record(self) -> dict[str, Any]:
+        """Plain values for plan.json."""
+        ...
+
+    def forget(self) -> None:
+        """Undo what deciding left behind, where no run follows."""
+        ...
+
+    def open(self, model: Any, tokenizer: Any, say: Callable[[str], None]) -> Engine:
+        """Load the model that these `ModelSettings` name and make the engine."""
+        ...
+
+
+def grouped(keys: Sequence[str], most: int | None = None) -> str:
+    """Dotted keys in one line, those of one block together: 'zero_optimization (a, b), aio'; more than `most` of a
+    block are only counted (plan.json has them all)."""
+    blocks: dict[str, list[str]] = {}
+    for key in keys:
+        block, _, rest = key.partition(".")
+        blocks.setdefault(block, []).extend([rest] if rest else [])
+    words = {
+        block: ", ".join(rest) if most is None or len(rest) <= most else f"{len(rest)} keys"
+        for block, rest in blocks.items()
+    }
+    return ", ".join(f"{block} ({inside})" if inside else block for block, inside in words.items())

@@ -18,8 +18,8 @@ import torch
 
 from outcore.checkpoint import Checkpoint, open_checkpoint, step_folder
 from outcore.config import TrainConfig
+from outcore.engine.base import Engine
 from outcore.performance.timeline import Timeline
-from outcore.train.engine_build import AnyEngine
 from outcore.train.loop import Trainer
 from outcore.train.run import Run, main
 from outcore.train.run_parts import RunContext
@@ -38,7 +38,7 @@ class TrialRun(Run):
         self.result, self.steps, self.limit_s, self.most_save_bytes = result, steps, limit_s, most_save_bytes
         self.model: dict[str, Any] = {}
 
-    def _say_model(self, engine: AnyEngine) -> None:
+    def _say_model(self, engine: Engine) -> None:
         super()._say_model(engine)
         self.model = {"words": engine.loaded.words, "params": engine.loaded.facts.total_params}
 
@@ -46,7 +46,7 @@ class TrialRun(Run):
         parts = trainer.parts
         found: dict[str, Any] = {
             "startup_s": {**self.clock.parts_s, "all": time.perf_counter() - started_s},
-            "engine": {"name": context.decided.choice.name, "reason": context.decided.choice.reason},
+            "engine": {"name": context.decided.name, "reason": context.decided.reason},
             "model": self.model,
             "length": {
                 "total_steps": parts.length.total_steps,

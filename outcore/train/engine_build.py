@@ -1,7 +1,7 @@
 """From the chosen engine to a running one: its configuration before data is read, its memory afterwards.
 
-`decide` settles everything that can be settled without weights (flags, files, drive, RAM); `build` loads the model,
-once, and makes the engine. A model that turns out not to be streamable only then goes on to DeepSpeed as it is.
+`decide` settles everything that can be settled without weights (flags, files, drive, RAM); `open_engine` loads the
+model, once, and makes the engine. A model that turns out not to be streamable only then goes on to DeepSpeed as it is.
 """
 
 from __future__ import annotations
@@ -11,14 +11,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-import torch
-
 from outcore.config import ConfigError, RunSettings
-from outcore.engine.deepspeed.build import Resolved, build_engine, init_process_group, resolve
-from outcore.engine.deepspeed.engine import DeepSpeedEngine
-from outcore.engine.deepspeed.settings import RunFacts
-from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.engine import StreamEngine
+from outcore.engine.base import Decision, Engine
+from outcore.engine.deepspeed import RunFacts, decide_deepspeed
 from outcore.flow.parts import StreamUnsupported, saved_bytes
 from outcore.machine import available_ram_bytes
 from outcore.model.facts import ModelFacts, model_facts
@@ -28,42 +23,23 @@ from outcore.model.source import resolve_source
 from outcore.train.configure.engine_choice import EngineChoice, ask_model, check_trace
 from outcore.train.configure.lora_size import lora_size
 from outcore.train.configure.rooms import Hardware
-from outcore.train.configure.stream import RunSizes, StreamPlan, stream_settings_of
+from outcore.train.configure.stream import RunSizes, stream_decision
 
-AnyEngine = DeepSpeedEngine | StreamEngine
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Decided:
-    """What is settled before data is read."""
-
-    choice: EngineChoice
-    settings: RunSettings
-    notes: tuple[str, ...]
-    nvme_path: str | None
-    """Where states live during the run, when on a drive."""
-    deepspeed: Resolved | None
-    stream: StreamPlan | None
-    loaded: LoadedModel | None
-    """A model_module's own model, which had to be built to be known."""
-
-    def record(self) -> dict[str, Any]:
-        """For logs/<run>/plan.json."""
-        engine: dict[str, Any] = {"name": self.choice.name, "reason": self.choice.reason}
-        record: dict[str, Any] = {"engine": engine, "notes": self.notes, "settings": settings_record(self.settings)}
-        if self.deepspeed is not None:
-            built = self.deepspeed.built
-            return {**record, "deepspeed": built.config, "offload": asdict(built.offload)}
-        assert self.stream is not None
-        return {**record, "stream": asdict(self.stream.settings), "unused": self.stream.unused}
-
-
-def settings_record(settings: RunSettings) -> dict[str, Any]:
-    """Every resolved value with its reason, as plain values."""
+def record_of(decision: Decision) -> dict[str, Any]:
+    """For logs/<run>/plan.json: the engine, every resolved value with its reason, what the engine made of them."""
+    settings = decision.settings
     plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.compare}
     nested = {"offload": asdict(settings.offload), "loss_scaling": asdict(settings.loss_scaling)}
-    return {"train_batch_size": settings.train_batch_size, **plain, **nested, "reasons": dict(settings.reasons)}
+    resolved = {"train_batch_size": settings.train_batch_size, **plain, **nested, "reasons": dict(settings.reasons)}
+    return {
+        "engine": {"name": decision.name, "reason": decision.reason},
+        "notes": decision.notes,
+        "settings": resolved,
+        **decision.record(),
+    }
 
 
 @dataclass(frozen=True)
@@ -91,48 +67,42 @@ class EngineRequest:
         )
 
 
-def decide(request: EngineRequest, choice: EngineChoice, say: Say) -> Decided:
-    """The engine's whole configuration, with its warnings said. ConfigError for what cannot be."""
+def decide(request: EngineRequest, choice: EngineChoice, say: Say) -> Decision:
+    """All that the engine chooses, with its warnings said. ConfigError for what cannot be."""
     loaded = None
     if request.settings.model_module is not None:
         loaded = load_model(request.settings, tokenizer=request.tokenizer)
     choice = ask_model(choice, request.settings, request.tokenizer, loaded)
     say(f"engine: {choice.name} ({choice.reason})")
-    check_trace(request.trace, choice)
+    check_trace(request.trace, choice.name, choice.reason)
     try:
-        decided = _stream(request, choice, loaded) if choice.name == "stream" else _deepspeed(request, choice, loaded)
+        decision = _stream(request, choice, loaded) if choice.name == "stream" else _deepspeed(request, choice, loaded)
     except ValueError as error:
         if not str(error).startswith("deepspeed_config.json:"):
             raise
         words = str(error).removeprefix("deepspeed_config.json")
         raise ConfigError(f"{request.run.file.path}{words}") from error
-    for line in _loud(decided):
+    for line in decision.words():
         say(line)
-    return decided
+    return decision
 
 
-def _deepspeed(request: EngineRequest, choice: EngineChoice, loaded: LoadedModel | None) -> Decided:
-    """Rank 0 decides (free space and drives are looked at once); the others follow."""
+def _deepspeed(request: EngineRequest, choice: EngineChoice, loaded: LoadedModel | None) -> Decision:
     if request.settings.quantize is not None:
         raise ConfigError(
             f"quantize {request.settings.quantize}: only the streaming engine keeps a packed base, and this run is "
             f"DeepSpeed's ({choice.reason}). Leave quantize out."
         )
-    init_process_group(request.hardware.has_cuda, request.local_rank)
-    resolved, loaded = resolve(request.run, request.settings, request.run_facts(), request.tokenizer, loaded)
-    if request.run.world_size > 1:
-        shared = [resolved.built]
-        torch.distributed.broadcast_object_list(shared, src=0)
-        resolved = replace(resolved, built=shared[0])
-    built = resolved.built
-    return Decided(choice, request.run, built.notes, built.offload.nvme_path, resolved, None, loaded)
+    decided = decide_deepspeed(
+        request.run, request.settings, request.run_facts(), request.tokenizer, loaded, request.local_rank
+    )
+    return replace(decided, reason=choice.reason, is_auto=choice.is_auto)
 
 
-def _stream(request: EngineRequest, choice: EngineChoice, loaded: LoadedModel | None) -> Decided:
+def _stream(request: EngineRequest, choice: EngineChoice, loaded: LoadedModel | None) -> Decision:
     facts = model_facts(loaded.model if loaded else resolve_source(request.settings, request.tokenizer).config)
-    plan = stream_settings_of(request.run, _sizes(request, facts, loaded))
-    path = plan.settings.nvme_paths
-    return Decided(choice, request.run, tuple(plan.notes), path[0] if path else None, None, plan, loaded)
+    decided = stream_decision(request.run, _sizes(request, facts, loaded))
+    return replace(decided, reason=choice.reason, is_auto=choice.is_auto, loaded=loaded)
 
 
 def _sizes(request: EngineRequest, facts: ModelFacts, loaded: LoadedModel | None) -> RunSizes:
@@ -158,55 +128,14 @@ def _sizes(request: EngineRequest, facts: ModelFacts, loaded: LoadedModel | None
     )
 
 
-def _loud(decided: Decided) -> list[str]:
-    """What is shown before anything is read or built."""
-    if decided.stream is not None:
-        plan = decided.stream
-        lines = [f"WARNING: {warning}" for warning in dict.fromkeys(plan.warnings)]
-        lines += [f"engine: {note}" for note in plan.notes]
-        unused = f"engine: without effect here, of the DeepSpeed file: {grouped(plan.unused, most=2)}"
-        return [*lines, *([unused] if plan.unused else [])]
-    assert decided.deepspeed is not None
-    built = decided.deepspeed.built
-    slow_drive = [note for note in built.notes if "Warning:" in note]
-    lines = [f"WARNING: {warning}" for warning in dict.fromkeys([*built.warnings, *slow_drive])]
-    homes = {"none": "on the device", "cpu": "in RAM", "nvme": f"on NVMe ({built.offload.nvme_path})"}
-    return [
-        *lines,
-        f"engine: ZeRO stage {built.offload.stage}, optimizer states {homes[built.offload.optimizer]}, parameters "
-        f"{homes[built.offload.params]}",
-    ]
-
-
-def grouped(keys: list[str], most: int | None = None) -> str:
-    """Dotted keys in one line, those of one block together: 'zero_optimization (a, b), aio'; more than `most` of a
-    block are only counted (plan.json has them all)."""
-    blocks: dict[str, list[str]] = {}
-    for key in keys:
-        block, _, rest = key.partition(".")
-        blocks.setdefault(block, []).extend([rest] if rest else [])
-    words = {
-        block: ", ".join(rest) if most is None or len(rest) <= most else f"{len(rest)} keys"
-        for block, rest in blocks.items()
-    }
-    return ", ".join(f"{block} ({inside})" if inside else block for block, inside in words.items())
-
-
-def build(request: EngineRequest, decided: Decided, say: Say) -> tuple[AnyEngine, Decided]:
-    """Load the model and make the engine; under auto a model that cannot be streamed after all goes to DeepSpeed."""
-    if decided.stream is None:
-        assert decided.deepspeed is not None
-        return build_engine(decided.deepspeed, request.settings, request.tokenizer, decided.loaded, say=say), decided
-    loaded = decided.loaded or load_model(request.settings, tokenizer=request.tokenizer, lazy=True)
-    device = "cuda" if request.hardware.has_cuda else "cpu"
+def open_engine(request: EngineRequest, decision: Decision, say: Say) -> tuple[Engine, Decision]:
+    """The engine, and the decision that it follows in the end: under auto a model that cannot be streamed after all
+    goes to DeepSpeed, as it is."""
     try:
-        engine = build_stream_engine(loaded, decided.stream.settings, device=device)
+        return decision.open(request.settings, request.tokenizer, say), decision
     except StreamUnsupported as error:
-        choice = decided.choice.give_way(str(error))
+        choice = EngineChoice(decision.name, decision.reason, decision.is_auto).give_way(str(error))
         say(f"engine: {choice.name} ({choice.reason})")
-        whole = loaded if loaded.feed is None else None  # loaded lazily, no weight has been read yet
-        return build(request, _deepspeed(request, choice, whole), say)
-    for note in loaded.notes:
-        say(f"model: {note}")
-    say(f"engine: {engine.describe()}")
-    return engine, decided
+        # Loaded lazily, no weight has been read yet: DeepSpeed reads them itself.
+        decision = _deepspeed(request, choice, decision.loaded)
+        return decision.open(request.settings, request.tokenizer, say), decision

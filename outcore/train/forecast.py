@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from outcore.config import RunSettings
-from outcore.engine.deepspeed.settings import ChosenOffload
-from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.base import Decision
+from outcore.engine.deepspeed import ChosenOffload
+from outcore.engine.stream import StreamSettings
 from outcore.machine import Machine, detect_machine
 from outcore.model.settings import ModelSettings
 from outcore.model.shape import on_targets, shape_from_config
@@ -43,7 +44,6 @@ from outcore.plan.request import STAGES
 from outcore.plan.stream.forecast import Residency, StreamLayout, plan_stream
 from outcore.sizing.deepspeed import MAX_IN_CPU_BYTES
 from outcore.sizing.streaming import STAGING_BYTES
-from outcore.train.engine_build import Decided
 
 CHECKPOINT_HOMES = {"device": "vram", "ram": "ram", "nvme": "nvme"}
 STAGE_NAMES = ("none", "zero1", "zero2", "zero3")
@@ -256,17 +256,16 @@ class Forecaster:
         except Exception as error:
             self.problem = _words(error)
 
-    def of(self, decided: Decided, save_total_limit: int) -> Forecast:
+    def of(self, decided: Decision, save_total_limit: int) -> Forecast:
         """The plan of the run as it was decided. `save_total_limit`: as in `RunFigures`."""
         if self._known is None:
             return Forecast(None, None, self.problem)
         shape, hardware = self._known
         try:
             figures = RunFigures.of(self._settings, decided.settings, save_total_limit)
-            stream = decided.stream.settings if decided.stream is not None else None
-            offload = decided.deepspeed.built.offload if decided.deepspeed is not None else None
-            plan = run_plan(shape, figures, hardware, stream=stream, offload=offload)
-            asked = {"shape": shape, "figures": figures, "stream": stream, "offload": offload, "hardware": hardware}
+            chosen = {"stream": None, "offload": None, **decided.planned}
+            plan = run_plan(shape, figures, hardware, **chosen)
+            asked = {"shape": shape, "figures": figures, **chosen, "hardware": hardware}
             plain = {name: asdict(value) if value is not None else None for name, value in asked.items()}
             return Forecast(plan, hardware, asked=plain)
         except Exception as error:

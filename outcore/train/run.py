@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from outcore.checkpoint.export import how_to_load
 from outcore.common.quantities import format_count, format_s
 from outcore.config import ConfigError, Place, RunSettings, TrainConfig, read_deepspeed_file, resolve
 from outcore.data import PreparedData
-from outcore.engine.deepspeed.build import init_process_group
-from outcore.engine.deepspeed.environment import prepare_environment
+from outcore.engine.base import Engine
+from outcore.engine.deepspeed import init_process_group, prepare_environment
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.monitor.watches import hold_off_sleep
@@ -28,7 +28,7 @@ from outcore.train.configure.arguments import parse_config
 from outcore.train.configure.engine_choice import EngineChoice, choose_engine
 from outcore.train.configure.rooms import choose_hardware, model_settings_of, run_length, schedule_of
 from outcore.train.determinism import explain_order, fix_order
-from outcore.train.engine_build import AnyEngine, EngineRequest, build, decide
+from outcore.train.engine_build import EngineRequest, decide, open_engine
 from outcore.train.forecast import Forecaster
 from outcore.train.launcher_watch import watch_launcher
 from outcore.train.loop import Trainer
@@ -97,7 +97,7 @@ class Run:
         tokenizer = load_tokenizer(config, settings, self.say)
         request = self._request(run, settings, tokenizer, folder.name)
         decided = decide(request, choice, self.say)
-        self.engine_name = decided.choice.name
+        self.engine_name = decided.name
         self.micro_batch_size = run.per_device_train_batch_size
         self.clock.mark("settings")
         data = load_data(config, settings, tokenizer, decided.loaded, self.say)
@@ -115,8 +115,8 @@ class Run:
             if not hold.held:
                 self.say(f"sleep: {hold.words}")
         self.clock.mark("plan")
-        engine, decided = build(request, decided, self.say)
-        self.engine_name = decided.choice.name
+        engine, decided = open_engine(request, decided, self.say)
+        self.engine_name = decided.name
         self.opened.callback(engine.close)
         self.opened.push(self._tell)  # closing may have to wait for a drive that hangs: the reason comes first
         self.clock.mark("engine_init", of_it={"model_load": engine.loaded.load_s})
@@ -153,9 +153,7 @@ class Run:
         if forecaster.problem:
             raise ConfigError(f"--plan: {forecaster.problem}.")
         decided = decide(request, choice, self.say)
-        if decided.deepspeed is not None and decided.nvme_path is not None:
-            with suppress(OSError):  # not empty: a run of that name is there
-                Path(decided.nvme_path).rmdir()  # made below the user's folder to try the drive
+        decided.forget()
         forecast = forecaster.of(decided, kept_on_drive(config, decided.nvme_path))
         if forecast.plan is None:
             raise ConfigError(f"--plan: {forecast.problem}.")
@@ -177,7 +175,7 @@ class Run:
     def _batches_per_epoch(self, data: PreparedData, world_size: int) -> int:
         return math.ceil(len(data.train) / (self.micro_batch_size * world_size))
 
-    def _say_model(self, engine: AnyEngine) -> None:
+    def _say_model(self, engine: Engine) -> None:
         facts = engine.loaded.facts
         words = f"model: {engine.loaded.words}: {format_count(facts.total_params)} parameters"
         if facts.trainable_params < facts.total_params:

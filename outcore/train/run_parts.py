@@ -18,9 +18,7 @@ from outcore.checkpoint import SPACE_MARGIN_BYTES, Checkpoint, check_same_run
 from outcore.common.quantities import ELEMENT_BYTES
 from outcore.config import TrainConfig
 from outcore.data import BatchStream, EvalStream, PreparedData
-from outcore.engine.base import Engine
-from outcore.engine.stream.engine import StreamEngine
-from outcore.engine.stream.trace_window import TracePlan
+from outcore.engine.base import Decision, Engine, TracePlan
 from outcore.monitor import MetricsLog, Progress, Sampler
 from outcore.monitor.metrics import MetricsServer, make_loggers
 from outcore.monitor.sensors import nearest_existing
@@ -28,7 +26,7 @@ from outcore.monitor.watches import MemoryWatch, RunWarnings, SpaceWatch
 from outcore.train.configure.engine_choice import check_trace
 from outcore.train.configure.rooms import Hardware, lora_alpha
 from outcore.train.configure.schedule import LrSchedule, RunLength
-from outcore.train.engine_build import AnyEngine, Decided
+from outcore.train.engine_build import record_of
 from outcore.train.forecast import Forecast
 from outcore.train.runs import RunFolder
 from outcore.train.trainer_parts import TrainerParts
@@ -73,7 +71,7 @@ class RunContext:
     config: TrainConfig
     hardware: Hardware
     folder: RunFolder
-    decided: Decided
+    decided: Decision
     data: PreparedData
     tokenizer: Any
     schedule: LrSchedule
@@ -99,11 +97,6 @@ class RunContext:
     def changeable(self) -> dict[str, Any]:
         """By flag what a resumed run may change: the checkpoint does not depend on it, what comes after does."""
         decided, settings = self.decided, self.decided.settings
-        if decided.stream is not None:
-            states = decided.stream.settings.states
-        else:
-            assert decided.deepspeed is not None
-            states = decided.deepspeed.built.offload.states
         return {
             "weight_decay": settings.weight_decay,
             "adam_beta1": settings.adam_beta1,
@@ -111,27 +104,25 @@ class RunContext:
             "adam_epsilon": settings.adam_epsilon,
             "max_grad_norm": settings.max_grad_norm,
             "lora_dropout": self.config.lora_dropout,
-            "state_format": states,
+            "state_format": decided.state_format,
         }
 
-    def with_engine(self, decided: Decided, forecast: Forecast) -> RunContext:
+    def with_engine(self, decided: Decision, forecast: Forecast) -> RunContext:
         """The same run with the engine that was built in the end, and what the planner says of it."""
         return replace(self, decided=decided, forecast=forecast)
 
-    def start_trace(self, engine: AnyEngine, say: Callable[[str], None]) -> None:
+    def start_trace(self, engine: Engine, say: Callable[[str], None]) -> None:
         """Have the steps that `--trace` asks for recorded, if any."""
         if not self.config.trace:
             return
-        if not isinstance(engine, StreamEngine):
-            check_trace(self.config.trace, self.decided.choice)
-            return
+        check_trace(self.config.trace, self.decided.name, self.decided.reason)
         steps_done = self.checkpoint.step if self.checkpoint else 0
         plan = TracePlan.for_run(
             self.folder.logs / "trace.json", self.config.trace, steps_done, self.length.total_steps
         )
         engine.trace(plan, say)
 
-    def make_parts(self, engine: AnyEngine, opened: ExitStack, say: Callable[[str], None]) -> TrainerParts:
+    def make_parts(self, engine: Engine, opened: ExitStack, say: Callable[[str], None]) -> TrainerParts:
         """The loop's parts; what must be closed is left with `opened`."""
         config, folder, is_main = self.config, self.folder, self.is_main
         micro = self.decided.settings.per_device_train_batch_size
@@ -192,14 +183,13 @@ class RunContext:
             settings=self.changeable,
         )
 
-    def _header(self, engine: AnyEngine, sampler: Sampler) -> dict[str, Any]:
+    def _header(self, engine: Engine, sampler: Sampler) -> dict[str, Any]:
         """Line 0 of metrics.jsonl."""
         import deepspeed
         import transformers
 
         versions = {"outcore": __version__, "torch": torch.__version__, "deepspeed": deepspeed.__version__}
         versions |= {"transformers": transformers.__version__, "python": platform.python_version()}
-        choice = self.decided.choice
         return {
             "run": self.folder.name,
             "versions": versions,
@@ -214,8 +204,8 @@ class RunContext:
             "plan": {
                 "total_steps": self.length.total_steps,
                 "train_batch_size": self.decided.settings.train_batch_size,
-                "engine": choice.name,
-                "engine_reason": choice.reason,
+                "engine": self.decided.name,
+                "engine_reason": self.decided.reason,
                 "forecast": self.forecast.header() if self.forecast else None,
             },
             "config": asdict(self.config),
@@ -228,5 +218,5 @@ class RunContext:
         """logs/<run>/plan.json: the engine, its settings, the reason of every choice, the planner's forecast."""
         if self.is_main:
             forecast = self.forecast.to_dict() if self.forecast else None
-            plan = {**self.decided.record(), "said": said, "startup_s": startup_s, "forecast": forecast}
+            plan = {**record_of(self.decided), "said": said, "startup_s": startup_s, "forecast": forecast}
             (self.folder.logs / "plan.json").write_text(json.dumps(plan, indent=1, default=str), encoding="utf-8")

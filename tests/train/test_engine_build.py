@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import outcore
 from outcore.common.quantities import GIB
 from outcore.config import ConfigError, DeepSpeedFile, Place, TrainConfig, resolve
 from outcore.model.facts import ModelFacts
@@ -40,3 +44,15 @@ def test_a_model_whose_code_fails_layer_by_layer_goes_to_deepspeed_with_the_reas
     assert auto.name == "deepspeed" and "layer by layer: IndexError" in auto.reason
     with pytest.raises(ConfigError, match=r"engine stream cannot train this run: .*layer by layer: IndexError"):
         ask_model(EngineChoice("stream", "as asked"), None, None, loaded)  # pyright: ignore[reportArgumentType]
+
+
+def test_nobody_asks_which_engine_it_is():
+    """Loop, planner and tests of performance know the protocol; a concrete engine's name stands in its own room."""
+    root = Path(outcore.__file__).parent
+    asks = re.compile(r"isinstance\([^)]*\bEngine\b|\b(StreamEngine|AnyEngine)\b|import .*DeepSpeedEngine")
+    found = [
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if path.relative_to(root).parts[0] != "engine" and asks.search(path.read_text(encoding="utf-8"))
+    ]
+    assert not found

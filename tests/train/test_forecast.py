@@ -6,14 +6,13 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from outcore.config import DeepSpeedFile, Place, TrainConfig, resolve
 from outcore.engine.deepspeed.settings import ChosenOffload
-from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.stream import StreamDecision, StreamSettings
 from outcore.machine import LinkRates
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.model.shape import preset_shape
@@ -135,7 +134,7 @@ def test_a_good_profile_is_taken_and_a_gpu_that_torch_cannot_use_is_none(tmp_pat
 def _decided(stream: StreamSettings) -> Any:
     said = TrainConfig(per_device_train_batch_size=2, gradient_accumulation_steps=1)
     settings = resolve(said, DeepSpeedFile(), Place("bf16"))
-    return SimpleNamespace(settings=settings, stream=SimpleNamespace(settings=stream), deepspeed=None)
+    return StreamDecision(settings, stream, "cpu")
 
 
 def test_checkpoints_count_where_they_are_written(tmp_path: Path):

@@ -10,16 +10,16 @@ import pytest
 
 from outcore.common.quantities import GIB, MIB
 from outcore.config import ConfigError, Place, TrainConfig, resolve, understand
+from outcore.engine.base import grouped
+from outcore.engine.stream import StreamDecision
 from outcore.train.configure.engine_choice import choose_engine
 from outcore.train.configure.stream import (
     RAM_RESERVE_BYTES,
     RunSizes,
-    StreamPlan,
     activation_bytes,
-    stream_settings_of,
+    stream_decision,
     unused_keys,
 )
-from outcore.train.engine_build import grouped
 
 SHIPPED = json.loads((Path(__file__).resolve().parents[2] / "deepspeed_config.json").read_text())
 SIZES = RunSizes(
@@ -47,9 +47,9 @@ ADAM = {
 
 def plan_of(
     config: TrainConfig | None = None, file: dict | None = None, check=usable, sizes: RunSizes = SIZES, precision="bf16"
-) -> StreamPlan:
+) -> StreamDecision:
     settings = resolve(config or TrainConfig(), understand({**ADAM, **(file or {})}), Place(precision))
-    return stream_settings_of(settings, sizes, nvme_check=check)
+    return stream_decision(settings, sizes, nvme_check=check)
 
 
 def engine_of(config: TrainConfig | None = None, file: dict | None = None, processes: int = 1, precision="bf16"):
@@ -86,37 +86,37 @@ def test_auto_streams_and_an_asked_engine_is_kept(stage):
 
 def test_everything_fits_in_ram():
     plan = plan_of()
-    s = plan.settings
+    s = plan.told
     assert s.nvme_paths == () and s.state_ram_bytes is None and s.weight_ram_bytes is None
     assert s.states == "split" and s.betas == (0.8, 0.9) and s.eps == 1e-7 and s.weight_decay == 0.5
     assert s.max_grad_norm == 0.25 and s.step_tokens == (64, 64) and s.row_tokens == 32 and s.activations == "auto"
     assert any("all of it in RAM" in note and "40.00 GiB available" in note for note in plan.notes)
-    assert plan_of(precision="fp32").settings.states == "fp32"
+    assert plan_of(precision="fp32").told.states == "fp32"
 
 
 def test_ram_first_then_the_drive():
     """Of 10 GB: gradients (2) first, then weights (2), then what is left of the 10 of states."""
     here = {"nvme_offload_path": "/drive"}
-    s = plan_of(TrainConfig(**here, ram_budget_gib=10e9 / GIB)).settings
+    s = plan_of(TrainConfig(**here, ram_budget_gib=10e9 / GIB)).told
     assert s.nvme_paths == ("/drive",) and s.weight_ram_bytes is None
     assert s.state_ram_bytes == pytest.approx(6e9, abs=1)
-    s = plan_of(TrainConfig(**here, ram_budget_gib=3e9 / GIB)).settings
+    s = plan_of(TrainConfig(**here, ram_budget_gib=3e9 / GIB)).told
     assert s.weight_ram_bytes == pytest.approx(1e9, abs=1) and s.state_ram_bytes == 0
-    measured = plan_of(TrainConfig(**here), sizes=replace(SIZES, ram_available_bytes=10 * GIB)).settings
+    measured = plan_of(TrainConfig(**here), sizes=replace(SIZES, ram_available_bytes=10 * GIB)).told
     assert measured.state_ram_bytes == 10 * GIB - RAM_RESERVE_BYTES - GIB - 4 * 10**9
-    assert plan_of(TrainConfig(**here)).settings.nvme_paths == ()
-    everything = plan_of(file={"outcore": {"residency": "nvme", "nvme_path": "/drive"}}).settings
+    assert plan_of(TrainConfig(**here)).told.nvme_paths == ()
+    everything = plan_of(file={"outcore": {"residency": "nvme", "nvme_path": "/drive"}}).told
     assert everything.state_ram_bytes == 0 and everything.weight_ram_bytes == 0
 
 
 def test_what_must_stay_in_ram_stays_there():
     here = {"nvme_offload_path": "/drive", "ram_budget_gib": 0.0}
-    s = plan_of(TrainConfig(**here, offload_params="cpu")).settings
+    s = plan_of(TrainConfig(**here, offload_params="cpu")).told
     assert s.weight_ram_bytes is None and s.state_ram_bytes == 0
-    s = plan_of(TrainConfig(**here, zero_stage="infinity", nvme_offload_optimizer=False)).settings
+    s = plan_of(TrainConfig(**here, zero_stage="infinity", nvme_offload_optimizer=False)).told
     assert s.weight_ram_bytes == 0 and s.state_ram_bytes is None
     kept = plan_of(TrainConfig(**here), {"outcore": {"residency": "ram"}})
-    assert kept.settings.nvme_paths == () and any("no drive takes the rest" in line for line in kept.warnings)
+    assert kept.told.nvme_paths == () and any("no drive takes the rest" in line for line in kept.warnings)
     with pytest.raises(ConfigError, match="residency ram contradicts"):
         plan_of(file={"outcore": {"residency": "ram"}, "zero_optimization": {"offload_param": {"device": "nvme"}}})
     with pytest.raises(ValueError, match="contradict each other"):
@@ -129,7 +129,7 @@ def test_a_drive_that_cannot_be_used_means_ram_said_loudly_or_an_error():
 
     asked = TrainConfig(zero_stage="infinity", nvme_offload_path="/drive", ram_budget_gib=0.0)
     plan = plan_of(asked, check=broken)
-    assert plan.settings.nvme_paths == () and "NVMe OFFLOAD IS NOT USED: /drive is full." in plan.warnings[0]
+    assert plan.told.nvme_paths == () and "NVMe OFFLOAD IS NOT USED: /drive is full." in plan.warnings[0]
     with pytest.raises(ConfigError, match=r"strict_offload: .*is full"):
         plan_of(replace(asked, strict_offload=True), check=broken)
     with pytest.raises(ConfigError, match=r"needs 13\.\d+ GiB of RAM.*10\.00 GiB are available"):
@@ -148,23 +148,23 @@ def test_keys_of_the_file_that_are_honoured():
         "activation_checkpointing": {"cpu_checkpointing": True},
         "outcore": {"staging_bytes": GIB, "write_combined": "on", "lanes": {"slot_bytes": MIB, "num_slots": 5}},
     }
-    s = plan_of(file=file, precision="fp16").settings
+    s = plan_of(file=file, precision="fp16").told
     assert (s.initial_loss_scale, s.loss_scale_window, s.loss_scale_hysteresis, s.min_loss_scale) == (256.0, 7, 3, 4.0)
     assert s.accumulate == "weights" and s.activations == "ram" and s.write_combined and s.states == "fp32"
     assert (s.staging_bytes, s.slot_bytes, s.num_slots) == (GIB, MIB, 5)
-    assert plan_of(TrainConfig(pin_memory=False)).settings.staging_bytes == 128 * MIB
-    flags = plan_of(TrainConfig(activations="device", compile="off", tiling="on", tile_bytes=4096)).settings
+    assert plan_of(TrainConfig(pin_memory=False)).told.staging_bytes == 128 * MIB
+    flags = plan_of(TrainConfig(activations="device", compile="off", tiling="on", tile_bytes=4096)).told
     assert (flags.activations, flags.compile, flags.tiling, flags.tile_bytes) == ("device", "off", "on", 4096)
 
 
 def test_state_formats():
     compact = plan_of(TrainConfig(state_format="split8"))
-    assert compact.settings.states == "split8" and any("8 bits" in note for note in compact.notes)
-    assert plan_of(file={"outcore": {"state_format": "fp32_m8"}}).settings.states == "fp32_m8"
+    assert compact.told.states == "split8" and any("8 bits" in note for note in compact.notes)
+    assert plan_of(file={"outcore": {"state_format": "fp32_m8"}}).told.states == "fp32_m8"
     with pytest.raises(ConfigError, match=r"needs --precision bf16.*fp32_m8"):
         plan_of(TrainConfig(state_format="split8"), precision="fp16")
     shortest = plan_of(TrainConfig(state_format="fp24_m8"))
-    assert shortest.settings.states == "fp24_m8" and any("masters in 24" in note for note in shortest.notes)
+    assert shortest.told.states == "fp24_m8" and any("masters in 24" in note for note in shortest.notes)
     with pytest.raises(ConfigError, match=r"fp24_m8.*needs --precision bf16.*fp32_m8"):
         plan_of(TrainConfig(state_format="fp24_m8"), precision="fp32")
 

@@ -18,7 +18,16 @@ from torch import nn
 
 from outcore.checkpoint import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
 from outcore.checkpoint.export import export_model
-from outcore.engine.base import LOWER_RATE, NO_TARGETS, EvalResult, MicroBatch, NonFiniteLossError, StepResult
+from outcore.engine.base import (
+    LOWER_RATE,
+    NO_TARGETS,
+    EngineError,
+    EvalResult,
+    MicroBatch,
+    NonFiniteLossError,
+    StepResult,
+    TracePlan,
+)
 from outcore.engine.deepspeed.state import FAMILIES, open_state
 from outcore.flow.parts import DeviceBatch, packing_known
 from outcore.model.inputs import count_target_tokens
@@ -278,6 +287,15 @@ class DeepSpeedEngine:
 
     def _whole_weight(self, param: nn.Parameter) -> torch.Tensor:
         return self.state.get_weight(param)
+
+    def describe(self) -> str:
+        """What was chosen, in a line."""
+        stage = self.ds.zero_optimization_stage()
+        return f"DeepSpeed, ZeRO stage {stage}, {self.world_size} rank(s) on {self.device.type}"
+
+    def trace(self, plan: TracePlan, say: Callable[[str], None]) -> None:
+        """Refuse: the streaming engine alone records a timeline."""
+        raise EngineError("a timeline is recorded by the streaming engine only. Leave --trace out.")
 
     def close(self) -> None:
         """Release what DeepSpeed holds; the process group stays until the process ends."""

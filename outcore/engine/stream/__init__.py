@@ -5,3 +5,11 @@ its clipping, `schedule` the order of things within a step: forward by `outcore.
 take them to RAM, `activations` keeps what backward needs, `updates` says what the CPU optimizer is at, `state` reads
 and writes checkpoints, `check` finds out whether a model trains when it is streamed. States live in `outcore.states`.
 """
+
+from __future__ import annotations
+
+from outcore.engine.stream.check.gradients import why_config_not_trained, why_not_trained
+from outcore.engine.stream.decision import StreamDecision
+from outcore.engine.stream.settings import StreamSettings
+
+__all__ = ["StreamDecision", "StreamSettings", "why_config_not_trained", "why_not_trained"]

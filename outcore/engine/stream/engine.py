@@ -28,6 +28,7 @@ from outcore.engine.base import (
     MicroBatch,
     NonFiniteLossError,
     StepResult,
+    TracePlan,
 )
 from outcore.engine.stream.loss_scale import LossScaler
 from outcore.engine.stream.parts import EngineParts
@@ -35,7 +36,7 @@ from outcore.engine.stream.rng import generators_kept
 from outcore.engine.stream.schedule import PassSums
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.state import StreamState
-from outcore.engine.stream.trace_window import NoTracing, StepTracing, TracePlan, TraceWindow
+from outcore.engine.stream.trace_window import NoTracing, StepTracing, TraceWindow
 from outcore.engine.stream.updates import is_usable
 from outcore.flow import Call
 from outcore.flow.parts import DeviceBatch, Part

@@ -5,18 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
+from outcore.engine.base import TracePlan
 from outcore.engine.stream.parts import EngineParts
 from outcore.flow.trace import NO_TRACE, Slice, Traced, TraceRecorder, write_trace
 
 logger = logging.getLogger(__name__)
-
-WARM_UP_STEPS = 2
-"""Before the traced ones: compilation, first allocations, and one step whose updates run under the next forward."""
 
 LEFT_BY_A_STEP = ("optimizer", "download")
 
@@ -42,26 +38,6 @@ class NoTracing:
 
     def close(self) -> None:
         return
-
-
-@dataclass(frozen=True)
-class TracePlan:
-    """`num_steps` steps after `skip_steps`, numbered from `first_step` on, into `path`."""
-
-    path: Path
-    skip_steps: int
-    num_steps: int
-    first_step: int
-    """Number of the engine's first step (1, or the one after a checkpoint)."""
-
-    @classmethod
-    def for_run(cls, path: Path, num_steps: int, steps_done: int, total_steps: int) -> TracePlan:
-        """After the warm-up, or earlier in a run that is too short for it. ValueError for less than one step."""
-        if num_steps < 1:
-            raise ValueError(f"a trace needs at least one step, got {num_steps}")
-        left = max(1, total_steps - steps_done)
-        num_steps = min(num_steps, left)
-        return cls(path, min(WARM_UP_STEPS, left - num_steps), num_steps, steps_done + 1)
 
 
 class TraceWindow:

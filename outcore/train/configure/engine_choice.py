@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outcore.config import ConfigError, RunSettings
-from outcore.engine.stream.check.gradients import why_config_not_trained, why_not_trained
+from outcore.engine.stream import why_config_not_trained, why_not_trained
 from outcore.model.facts import resolve_attention
 from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
@@ -66,12 +66,12 @@ def ask_model(
     return choice.give_way(why) if why else choice
 
 
-def check_trace(steps: int, choice: EngineChoice) -> None:
+def check_trace(steps: int, engine: str, reason: str) -> None:
     """ConfigError for a timeline of an engine that cannot draw one."""
-    if steps and choice.name != "stream":
+    if steps and engine != "stream":
         raise ConfigError(
-            f"trace: a timeline is recorded by the streaming engine only, and this run is {choice.name}'s "
-            f"({choice.reason}). Leave --trace out, or use --engine stream."
+            f"trace: a timeline is recorded by the streaming engine only, and this run is {engine}'s "
+            f"({reason}). Leave --trace out, or use --engine stream."
         )
 
 

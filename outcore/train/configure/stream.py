@@ -8,13 +8,13 @@ moves three times a step), then states (twice); the rest of the last two lives o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.config import ConfigError, RunSettings
-from outcore.engine.deepspeed.drive.path import resolve_nvme_path, validate_nvme_path
-from outcore.engine.stream.settings import StreamSettings
+from outcore.engine.deepspeed import resolve_nvme_path, validate_nvme_path
+from outcore.engine.stream import StreamDecision, StreamSettings
 from outcore.optim import state_format
 from outcore.plan.constants import SPACE_SAFETY
 
@@ -44,17 +44,6 @@ class RunSizes:
     """Bytes less that the parameters take at home because frozen ones are packed."""
 
 
-@dataclass
-class StreamPlan:
-    """The settings, and one line for each thing that was decided."""
-
-    settings: StreamSettings
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
-    """Keys of deepspeed_config.json that the engine has no use for."""
-
-
 @dataclass(frozen=True)
 class Wanted:
     """Which of the engine's data may leave RAM, before the drive was tried."""
@@ -79,9 +68,9 @@ def wanted_homes(settings: RunSettings) -> Wanted:
     )
 
 
-def stream_settings_of(
+def stream_decision(
     settings: RunSettings, sizes: RunSizes, *, nvme_check: NvmeCheck = validate_nvme_path
-) -> StreamPlan:
+) -> StreamDecision:
     """Decide every setting of the streaming engine.
 
     ConfigError for an unusable drive under `strict_offload`, and for a run that fits nowhere.
@@ -134,7 +123,14 @@ def stream_settings_of(
         seed=settings.seed,
         **homes,
     )
-    return StreamPlan(told, notes, [*settings.warnings, *warnings], unused_keys(settings.file.blocks))
+    return StreamDecision(
+        settings,
+        told,
+        "cuda" if sizes.has_cuda else "cpu",
+        notes=tuple(notes),
+        warnings=(*settings.warnings, *warnings),
+        unused=tuple(unused_keys(settings.file.blocks)),
+    )
 
 
 def activation_bytes(sizes: RunSizes, element_bytes: int) -> int:

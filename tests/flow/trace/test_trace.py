@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outcore.common.quantities import MIB
+from outcore.engine.base import TracePlan
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
-from outcore.engine.stream.trace_window import TracePlan
 from outcore.flow.trace import NO_TRACE, BusyTime, Slice, Stalls, write_trace
 from outcore.flow.trace.file import read_trace, rows_of
 from outcore.flow.trace.moments import HostTime

@@ -57,15 +57,15 @@ def losses(root: Path) -> dict[int, float]:
 @contextmanager
 def stream_settings(**fields: Any) -> Iterator[None]:
     """The main job's streaming engine gets these settings as well, whether or not there is a flag for them."""
-    from outcore.train import engine_build
+    from outcore.engine.stream import decision
 
-    original = engine_build.build_stream_engine
+    original = decision.build_stream_engine
 
     def built(loaded: Any, settings: Any, **more: Any) -> Any:
         return original(loaded, replace(settings, **{**SMALL, **fields}), **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_build, "build_stream_engine", built)
+        patch.setattr(decision, "build_stream_engine", built)
         yield
 
 

@@ -1,0 +1,69 @@
+"""What the streaming engine chose for a run, printable, and how it is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from outcore.config import RunSettings
+from outcore.engine.base import Engine, grouped
+from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.settings import StreamSettings
+from outcore.model.load import LoadedModel, load_model
+
+
+@dataclass(frozen=True)
+class StreamDecision:
+    """The engine's settings, and one line for each thing that was decided; see `Decision`."""
+
+    settings: RunSettings
+    told: StreamSettings
+    device: str
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    """Keys of deepspeed_config.json that the engine has no use for."""
+    reason: str = ""
+    is_auto: bool = False
+    loaded: LoadedModel | None = None
+    name: str = "stream"
+
+    @property
+    def nvme_path(self) -> str | None:
+        """The first folder that takes what RAM does not hold."""
+        return next(iter(self.told.nvme_paths), None)
+
+    @property
+    def state_format(self) -> str:
+        """How optimizer states are kept."""
+        return self.told.states
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """What the planner is told of it."""
+        return {"stream": self.told}
+
+    def words(self) -> list[str]:
+        """Lines to show before anything is read or built."""
+        lines = [f"WARNING: {warning}" for warning in dict.fromkeys(self.warnings)]
+        lines += [f"engine: {note}" for note in self.notes]
+        unused = f"engine: without effect here, of the DeepSpeed file: {grouped(self.unused, most=2)}"
+        return [*lines, *([unused] if self.unused else [])]
+
+    def record(self) -> dict[str, Any]:
+        """Plain values for plan.json."""
+        return {"stream": asdict(self.told), "unused": self.unused}
+
+    def forget(self) -> None:
+        """Undo what deciding left behind: nothing."""
+
+    def open(self, model: Any, tokenizer: Any, say: Callable[[str], None]) -> Engine:
+        """Load the model, once, and make the engine. StreamUnsupported (a ValueError) when it turns out that it cannot
+        be streamed; no weight has been read then unless `loaded` was there."""
+        loaded = self.loaded or load_model(model, tokenizer=tokenizer, lazy=True)
+        engine = build_stream_engine(loaded, self.told, device=self.device)
+        for note in loaded.notes:
+            say(f"model: {note}")
+        say(f"engine: {engine.describe()}")
+        return engine
