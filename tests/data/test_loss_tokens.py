@@ -22,7 +22,7 @@ def user(words: str) -> dict[str, Any]:
     return {"role": "user", "content": words}
 
 
-def told(words: str, **more: Any) -> dict[str, Any]:
+def told(words: Any, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": words, **more}
 
 
@@ -282,6 +282,8 @@ def test_a_file_with_every_kind_of_bad_row_is_finished_and_counted(tmp_path: Pat
     assert (data.summary.bad_rows, data.summary.documents) == (len(bad), 2)
     with pytest.raises(DataError, match=r"rows.jsonl, line 2: a text contains half of a surrogate pair"):
         prepared(tmp_path, [{"text": "fine"}, {"text": "half \ud800"}], tiny_tokenizer())
+    with pytest.raises(DataError, match=r"rows.jsonl, line 1: a text contains half of a surrogate pair"):
+        prepared(tmp_path, [{"prompt": "half \ud800", "completion": "x"}], tiny_tokenizer())
 
 
 def test_tool_arguments_as_objects_or_text_whatever_the_template_wants(tmp_path: Path):

@@ -16,7 +16,7 @@ import numpy as np
 
 from outcore.data.cache.encode import DocumentEncoder, cut_text
 from outcore.data.rows import Example, Shape, TextExample, TokensExample
-from outcore.data.sources import BadRow, Record, RowError, Where, half_a_pair
+from outcore.data.sources import BadRow, Record, RowError, Where, half_a_pair, is_sound
 
 BATCH_CHARS = 1024 * 1024
 BATCH_ITEMS = 512
@@ -53,18 +53,18 @@ class Batch:
 
 
 def encode_batch(batch: Batch, encoder: DocumentEncoder) -> Batch:
-    """Fills `encoded`; all pieces go to the tokenizer in one call."""
+    """Fills `encoded`; all pieces go to the tokenizer in one call, and so do all conversations."""
     pieces = iter(encoder.encode_pieces([item.text for item in batch.items if isinstance(item, Piece)]))
+    wholes = [item.example for item in batch.items if isinstance(item, Whole)]
+    encoded = iter(encoder.encode_many(wholes, batch.notices))
     for item in batch.items:
         if isinstance(item, Piece):
             batch.encoded.append(next(pieces))
         elif isinstance(item, BadRow):
             batch.encoded.append(item)
         else:
-            try:
-                batch.encoded.append(encoder.encode(item.example, batch.notices))
-            except RowError as error:
-                batch.encoded.append(BadRow(item.where, str(error)))
+            tokens = next(encoded)
+            batch.encoded.append(BadRow(item.where, str(tokens)) if isinstance(tokens, RowError) else tokens)
     return batch
 
 
@@ -98,10 +98,8 @@ def _items_of(record: Record | BadRow, shape: Shape) -> Iterator[Piece | Whole |
     if not isinstance(example, TextExample) or example.prompt is not None:
         yield Whole(example, record.where, str(shape))
         return
-    try:
-        example.text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        yield BadRow(record.where, half_a_pair(example.text[error.start]))
+    if not is_sound(example.text):
+        yield BadRow(record.where, half_a_pair(example.text))
         return
     previous: str | None = None
     for piece in cut_text(example.text):

@@ -8,7 +8,7 @@ and a large file never sits in RAM. A document ends with EOS, and begins with BO
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,8 @@ import numpy as np
 
 from outcore.data.basis import DataError
 from outcore.data.chat import ChatEncoder
-from outcore.data.rows import ChatExample, Example, TokensExample
+from outcore.data.rows import ChatExample, Example, TextExample, TokensExample
+from outcore.data.sources import RowError, half_a_pair, is_sound
 
 NO_LOSS = np.uint32(1 << 31)
 TOKEN = np.uint32(NO_LOSS - np.uint32(1))
@@ -134,37 +135,72 @@ class DocumentEncoder:
 
         `notices` counts what of a conversation the chat template does not write. Raises RowError.
         """
-        if isinstance(example, ChatExample):
-            return self._encode_chat(example, notices)
-        if isinstance(example, TokensExample):
-            ids = _checked(example.ids)
-            return np.where(np.asarray(example.has_loss, dtype=bool), ids, ids | NO_LOSS).astype(np.uint32)
-        if example.prompt is None:
-            return self.encode_text(example.text)
-        prompt, completion = self.encode_pieces([example.prompt, example.text])
+        encoded = self.encode_many([example], notices)[0]
+        if isinstance(encoded, RowError):
+            raise encoded
+        return encoded
+
+    def encode_many(
+        self, examples: Sequence[Example], notices: Counter[str] | None = None
+    ) -> list[np.ndarray | RowError]:
+        """Several documents, each kind in one call of the tokenizer, which is parallel inside for fast tokenizers."""
+        encoded: dict[int, np.ndarray | RowError] = {}
+        chats = [i for i, example in enumerate(examples) if isinstance(example, ChatExample)]
+        pairs: list[int] = []
+        pieces: list[str] = []
+        for i, example in enumerate(examples):
+            if isinstance(example, TokensExample):
+                ids = _checked(example.ids)
+                encoded[i] = np.where(np.asarray(example.has_loss, dtype=bool), ids, ids | NO_LOSS).astype(np.uint32)
+            elif isinstance(example, TextExample):
+                if broken := next(
+                    (text for text in (example.prompt, example.text) if text and not is_sound(text)), None
+                ):
+                    encoded[i] = RowError(half_a_pair(broken))
+                elif example.prompt is None:
+                    encoded[i] = self.encode_text(example.text)
+                else:
+                    pairs.append(i)
+                    pieces += [example.prompt, example.text]
+        ids_of = iter(self.encode_pieces(pieces))
+        encoded |= {i: self._pair(next(ids_of), next(ids_of)) for i in pairs}
+        encoded |= zip(chats, self._chats([examples[i] for i in chats], notices), strict=True)
+        return [encoded[i] for i in range(len(examples))]
+
+    def _pair(self, prompt: np.ndarray, completion: np.ndarray) -> np.ndarray:
         if self.encoder_decoder:
-            source, target = (self._ended(ids) for ids in (prompt, completion))
-            return np.concatenate([source | NO_LOSS, target])
+            return np.concatenate([self._ended(prompt) | NO_LOSS, self._ended(completion)])
         whole = self.between_edges(np.concatenate([prompt, completion]))
-        begin = len(self.edges[0]) if len(self.edges[0]) and not (len(prompt) and prompt[0] == self.edges[0][0]) else 0
-        asked = min(begin + len(prompt), len(whole))
+        before = self.edges[0]
+        begin = len(before) if len(before) and not (len(prompt) and prompt[0] == before[0]) else 0
         if not self.train_on_prompt:
-            whole[:asked] |= NO_LOSS
+            whole[: begin + len(prompt)] |= NO_LOSS
         return whole
 
     def _ended(self, ids: np.ndarray) -> np.ndarray:
         after = self.edges[1]
         return ids if len(ids) and ids[-1] == after[0] else np.concatenate([ids, after])
 
-    def _encode_chat(self, example: ChatExample, notices: Counter[str] | None) -> np.ndarray:
+    def _chats(self, examples: Sequence[Any], notices: Counter[str] | None) -> list[np.ndarray | RowError]:
         if self.encoder_decoder:
+            return [self._source_and_target(example) for example in examples]
+        found: list[np.ndarray | RowError] = []
+        for encoded in self.chat.encode_many(examples):
+            if isinstance(encoded, RowError):
+                found.append(encoded)
+                continue
+            if notices is not None:
+                notices.update(encoded.notices)
+            ids = _checked(encoded.ids)
+            found.append(np.where(encoded.has_loss, ids, ids | NO_LOSS).astype(np.uint32))
+        return found
+
+    def _source_and_target(self, example: ChatExample) -> np.ndarray | RowError:
+        try:
             source, target = self.chat.split_last_turn(example)
-            return np.concatenate([self._ended(_checked(source)) | NO_LOSS, self._ended(_checked(target))])
-        encoded = self.chat.encode(example)
-        if notices is not None:
-            notices.update(encoded.notices)
-        ids = _checked(encoded.ids)
-        return np.where(encoded.has_loss, ids, ids | NO_LOSS).astype(np.uint32)
+        except RowError as error:
+            return error
+        return np.concatenate([self._ended(_checked(source)) | NO_LOSS, self._ended(_checked(target))])
 
 
 def _checked(ids: Any) -> np.ndarray:

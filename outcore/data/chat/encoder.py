@@ -8,14 +8,15 @@ words.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from outcore.data.chat.template import ChatTemplate, Marked
+from outcore.data.chat.template import ChatTemplate
 from outcore.data.rows import ChatExample
-from outcore.data.sources import RowError, half_a_pair
+from outcore.data.sources import RowError, half_a_pair, is_sound
 
 ADDED_END = "the chat template writes no end of the last turn: {token!r} is added, and trained"
 
@@ -46,19 +47,35 @@ class ChatEncoder:
     def encode(self, example: ChatExample) -> Encoded:
         """One conversation. Raises RowError when the template refuses or leaves out a part of it, TemplateError when
         it cannot be told what the assistant wrote."""
-        template = self.template(example)
-        if self.train_on_all:
-            ids = self._tokenise(template.render(example))
-            return Encoded(ids, np.ones(len(ids), dtype=bool))
-        marked = template.mark(example)
-        spans = sorted(span for i in self._trained(example) for span in marked.spans[i])
-        text, notices = marked.text, marked.notices
-        if end := template.missing_end(example, marked):
-            if len(example.messages) - 1 in self._trained(example):
-                spans.append((len(text), len(text) + len(end)))
-            text, notices = text + end, (*notices, ADDED_END.format(token=end))
-        ids, has_loss = self._by_spans(text, spans)
-        return Encoded(ids, has_loss, notices)
+        encoded = self.encode_many([example])[0]
+        if isinstance(encoded, RowError):
+            raise encoded
+        return encoded
+
+    def encode_many(self, examples: Sequence[ChatExample]) -> list[Encoded | RowError]:
+        """Several conversations, tokenised in one call. Raises TemplateError."""
+        written = [self._write(example) for example in examples]
+        good = [one for one in written if isinstance(one, _Written)]
+        encoded = iter(self._tokenised(good))
+        return [next(encoded) if isinstance(one, _Written) else one for one in written]
+
+    def _write(self, example: ChatExample) -> _Written | RowError:
+        """The conversation's text and the spans in it that are trained."""
+        try:
+            template = self.template(example)
+            if self.train_on_all:
+                text = _sound(template.render(example))
+                return _Written(text, [(0, len(text))], ())
+            marked = template.mark(example)
+            spans = sorted(span for i in self._trained(example) for span in marked.spans[i])
+            text, notices = _sound(marked.text), marked.notices
+            if end := template.missing_end(example, marked):
+                if len(example.messages) - 1 in self._trained(example):
+                    spans.append((len(text), len(text) + len(end)))
+                text, notices = text + end, (*notices, ADDED_END.format(token=end))
+        except RowError as error:
+            return error
+        return _Written(text, spans, notices)
 
     def template(self, example: ChatExample) -> ChatTemplate:
         """The template for this conversation (tokenizers may have another one for tools), checked at first use."""
@@ -95,22 +112,19 @@ class ChatEncoder:
         ids = self.tokenizer(_sound(text), add_special_tokens=False, verbose=False)["input_ids"]
         return np.asarray(ids, dtype=np.uint32)
 
-    def _by_spans(self, text: str, spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    def _tokenised(self, written: Sequence[_Written]) -> list[Encoded]:
+        if not written:
+            return []
         if not self.tokenizer.is_fast:
-            return self._in_pieces(text, spans)
-        encoded = self.tokenizer(_sound(text), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = np.asarray(encoded["input_ids"], dtype=np.uint32)
-        has_loss = np.zeros(len(ids), dtype=bool)
-        for start, end in spans:
-            # A character may belong to no token (dropped white space): the nearest inside the span that has one.
-            first = next((t for c in range(start, end) if (t := encoded.char_to_token(c)) is not None), None)
-            last = next((t for c in range(end - 1, start - 1, -1) if (t := encoded.char_to_token(c)) is not None), None)
-            if first is not None and last is not None:
-                has_loss[first : last + 1] = True
-                while last + 1 < len(ids) and encoded.token_to_chars(last + 1) == encoded.token_to_chars(last):
-                    last += 1  # further bytes of the same character
-                    has_loss[last] = True
-        return ids, has_loss
+            return [Encoded(*self._in_pieces(one.text, one.spans), one.notices) for one in written]
+        texts = [one.text for one in written]
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        found = []
+        for number, one in enumerate(written):
+            ids = np.asarray(encoded["input_ids"][number], dtype=np.uint32)
+            has_loss = np.ones(len(ids), dtype=bool) if self.train_on_all else _by_spans(encoded, number, one.spans)
+            found.append(Encoded(ids, has_loss, one.notices))
+        return found
 
     def _in_pieces(self, text: str, spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
         """Tokenizers without offsets: piece by piece, each wholly inside or outside an assistant turn."""
@@ -125,13 +139,37 @@ class ChatEncoder:
         return np.concatenate(ids), np.concatenate(mask)
 
 
+@dataclass(frozen=True)
+class _Written:
+    """A conversation's text, its trained characters, and what is to be counted."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    notices: tuple[str, ...]
+
+
+def _by_spans(encoded: Any, number: int, spans: list[tuple[int, int]]) -> np.ndarray:
+    """Which tokens of text `number` of a batch carry loss: bool [n]."""
+    has_loss = np.zeros(len(encoded["input_ids"][number]), dtype=bool)
+
+    def token_of(characters: Iterable[int]) -> int | None:
+        # A character may belong to no token (dropped white space): the nearest one inside the span that does.
+        return next((t for c in characters if (t := encoded.char_to_token(number, c)) is not None), None)
+
+    for start, end in spans:
+        first, last = token_of(range(start, end)), token_of(range(end - 1, start - 1, -1))
+        if first is None or last is None:
+            continue
+        while last + 1 < len(has_loss) and encoded.token_to_chars(number, last + 1) == encoded.token_to_chars(
+            number, last
+        ):
+            last += 1  # further bytes of the same character
+        has_loss[first : last + 1] = True
+    return has_loss
+
+
 def _sound(text: str) -> str:
     """The text itself. Raises RowError for half of a surrogate pair, which no tokenizer can take."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RowError(half_a_pair(text[error.start])) from error
+    if not is_sound(text):
+        raise RowError(half_a_pair(text))
     return text
-
-
-__all__ = ["ChatEncoder", "Encoded", "Marked"]

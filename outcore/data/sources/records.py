@@ -56,9 +56,10 @@ def is_sound(text: str) -> bool:
     return True
 
 
-def half_a_pair(character: str) -> str:
-    """What is wrong with a text that no tokenizer can take."""
-    return f"a text contains half of a surrogate pair (U+{ord(character):04X}), which is no character"
+def half_a_pair(text: str) -> str:
+    """What is wrong with a text that is not sound."""
+    half = next(character for character in text if 0xD800 <= ord(character) < 0xE000)
+    return f"a text contains half of a surrogate pair (U+{ord(half):04X}), which is no character"
 
 
 def without_filled_nulls(row: Mapping[str, Any]) -> dict[str, Any]:

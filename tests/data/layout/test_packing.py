@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -34,6 +34,14 @@ def corpus(lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(offsets[-1], dtype=np.uint32), offsets
 
 
+class Cache(NamedTuple):
+    """As much of a token cache as the layout reads."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    first_loss: np.ndarray
+
+
 def dataset_of(lengths: list[int], seq_length: int, kind: str, first_loss: list[int] | None = None) -> RowDataset:
     tokens, offsets = corpus(lengths)
     documents = np.arange(len(lengths))
@@ -47,7 +55,7 @@ def dataset_of(lengths: list[int], seq_length: int, kind: str, first_loss: list[
         if kind == "seq2seq":
             segments = seq2seq_segments(offsets, first, documents, seq_length)
         else:
-            cache = SimpleNamespace(tokens=tokens, offsets=offsets, first_loss=first)
+            cache = Cache(tokens=tokens, offsets=offsets, first_loss=first)
             segments = supervised_segments(cache, documents, seq_length)
     segments, row_ends = rows_of(segments, seq_length, kind == "packed")
     return RowDataset(tokens, segments.starts, segments.lengths, row_ends, seq_length, kind, 999_999, "f", is_text)
@@ -141,7 +149,7 @@ def test_conversations_are_cut_off_and_dropped_when_no_loss_is_left():
     dataset = dataset_of([10, 30, 30, 9], 16, "padded", first_loss=[4, 10, 20, 1])
     assert dataset.lengths.tolist() == [10, 16, 9] and dataset.starts.tolist() == [0, 10, 70]
     tokens, offsets = corpus([10, 30, 30, 9])
-    cache = SimpleNamespace(tokens=tokens, offsets=offsets, first_loss=np.asarray([4, 10, 20, 1]))
+    cache = Cache(tokens=tokens, offsets=offsets, first_loss=np.asarray([4, 10, 20, 1]))
     segments = supervised_segments(cache, np.arange(4), 16)
     assert (segments.truncated, segments.dropped) == (1, 1)
     labels = dataset.batch([0])["labels"][0]
@@ -153,7 +161,7 @@ def test_long_conversations_as_long_rows_says():
     tokens[:40] |= NO_LOSS
     tokens[5] &= ~NO_LOSS
     tokens[12] &= ~NO_LOSS  # the second document learns its third token only, the last one all
-    cache = SimpleNamespace(tokens=tokens, offsets=offsets, first_loss=np.asarray([5, 2, 1]))
+    cache = Cache(tokens=tokens, offsets=offsets, first_loss=np.asarray([5, 2, 1]))
     everyone = np.arange(3)
 
     def cut(how: str):
