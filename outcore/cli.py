@@ -13,6 +13,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "plan": ("outcore.plan.main", "will a model fit this machine, how fast, what to change"),
         "data": ("outcore.data.main", "how rows are read, and which of their tokens bear loss"),
+        "generate": ("outcore.infer.commands.generate", "text by a model of any size: a prompt, or a job over a file"),
+        "chat": ("outcore.infer.commands.chat", "talk with a model of any size, or with the one just trained"),
+        "score": ("outcore.infer.commands.score", "log-probabilities of texts and perplexity"),
         "export": ("outcore.checkpoint.main", "a checkpoint as a model that from_pretrained loads, without a GPU"),
         "watch": ("outcore.monitor.screen.watch", "a running or finished run, live in the terminal"),
     }

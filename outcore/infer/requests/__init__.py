@@ -1,17 +1,21 @@
 """What is asked of the engine and what it answers: requests, sampling, tokens, text."""
 
 from outcore.infer.requests.draws import derived_seed, seed_of
+from outcore.infer.requests.fields import KNOWN, own_defaults, sampling_of
+from outcore.infer.requests.prompts import Prompts
 from outcore.infer.requests.request import Answer, FinishReason, OnPiece, Piece, Request, Timings
 from outcore.infer.requests.sampler import Chosen, Row, choose
 from outcore.infer.requests.sampling import Sampling
 from outcore.infer.requests.text import TextStream
 
 __all__ = [
+    "KNOWN",
     "Answer",
     "Chosen",
     "FinishReason",
     "OnPiece",
     "Piece",
+    "Prompts",
     "Request",
     "Row",
     "Sampling",
@@ -19,5 +23,7 @@ __all__ = [
     "Timings",
     "choose",
     "derived_seed",
+    "own_defaults",
+    "sampling_of",
     "seed_of",
 ]

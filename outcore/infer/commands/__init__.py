@@ -1,0 +1,1 @@
+"""Commands: generate, chat, score. Each file has `main(argv) -> int`."""

@@ -1,0 +1,170 @@
+"""`outcore chat MODEL`: a conversation in the terminal. Ctrl-C stops the answer, not the program."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from outcore.infer.commands.options import (
+    add_model_flags,
+    add_sampling_flags,
+    sampling_fields,
+    sampling_from,
+    settings_of,
+)
+from outcore.infer.opening import OpenedModel, open_engine
+from outcore.infer.requests import Answer, Prompts, Request
+
+HELP = """/reset            forget the conversation
+/system TEXT      tell the model who it is (and forget the conversation)
+/save FILE        write the conversation as JSON
+/stats            what the last answer cost
+/quit             end (or Ctrl-D)"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    found = argparse.ArgumentParser(
+        prog="outcore chat",
+        description="Talk with a model of any size. Ctrl-C stops an answer; /help lists commands.",
+    )
+    add_model_flags(found)
+    found.add_argument("--system", help="who the model is told to be")
+    add_sampling_flags(found)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The subcommand; returns its exit code."""
+    args = parser().parse_args(argv)
+    try:
+        opened = open_engine(args.model, settings_of(args), lambda line: print(line, file=sys.stderr, flush=True))
+        try:
+            fields = {"max_tokens": 1024} | sampling_fields(args)
+            Conversation(opened, fields, args.system).run()
+        finally:
+            opened.close()
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"outcore chat: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+class Conversation:
+    """One conversation; `run` reads and answers until the end."""
+
+    def __init__(self, opened: OpenedModel, fields: dict[str, Any], system: str | None) -> None:
+        self.opened, self.system = opened, system
+        self.prompts = Prompts(opened.found.tokenizer)
+        self.sampling = sampling_from(opened, fields)
+        self.messages: list[dict[str, str]] = []
+        self.last: Answer | None = None
+        self._turn = 0
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda rest: print(HELP),
+            "/reset": lambda rest: self._reset(self.system),
+            "/system": self._reset,
+            "/save": self._save,
+            "/stats": lambda rest: print(self.stats()),
+        }
+
+    def run(self) -> None:
+        """Read lines and answer them, until /quit or the end of the input."""
+        if self.prompts.note:
+            print(self.prompts.note, file=sys.stderr)
+        print("Ask something; /help lists commands, Ctrl-C stops an answer.", file=sys.stderr)
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                print("\n(/quit or Ctrl-D ends)", file=sys.stderr)
+                continue
+            if line == "/quit":
+                return
+            if line.startswith("/"):
+                name, _, rest = line.partition(" ")
+                command = self._commands.get(name)
+                if command is None:
+                    print(f"unknown command {name}; /help lists them", file=sys.stderr)
+                else:
+                    command(rest.strip())
+            elif line:
+                self.answer(line)
+
+    def answer(self, line: str) -> str:
+        """Say the answer as it comes; what Ctrl-C left of it stays in the conversation."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        asked = [*self.messages, {"role": "user", "content": line}]
+        try:
+            ids = self._fitting([*system, *asked])
+        except ValueError as error:
+            print(f"{error}", file=sys.stderr)
+            return ""
+        self._turn += 1
+        request = Request(f"turn-{self._turn}", ids, self.sampling)
+        ended: list[Answer] = []
+        engine = self.opened.engine
+        engine.submit(request, lambda piece: print(piece.text, end="", flush=True), ended.append)
+        before = signal.signal(signal.SIGINT, lambda *_: engine.cancel(request.name))
+        try:
+            while not ended:
+                engine.step()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        self.last = ended[0]
+        print(" (stopped)" if self.last.finish == "cancelled" else "", flush=True)
+        if self.last.finish == "error":
+            raise RuntimeError(self.last.error)
+        self.messages = [*asked, {"role": "assistant", "content": self.last.text}]
+        return self.last.text
+
+    def stats(self) -> str:
+        """What the last answer cost, in a line."""
+        if self.last is None:
+            return "nothing was answered yet"
+        times, written = self.last.timings, len(self.last.tokens)
+        rate = max(0, written - 1) / max(1e-9, times.total_s - times.first_token_s)
+        guesses = f", {times.accepted} of {times.drafted} guesses right" if times.drafted else ""
+        return (
+            f"first word after {times.first_token_s:.2f} s ({times.cached_tokens} tokens known from before), "
+            f"{written} tokens at {rate:.1f} tokens/s{guesses}"
+        )
+
+    def _fitting(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+        """Tokens of the conversation; its oldest turns are left out when it outgrows the context, and that is said."""
+        limit = self.opened.engine.speech.max_context or self.opened.placement.context_tokens
+        room, dropped = limit - self.sampling.max_tokens, 0
+        while True:
+            ids = self.prompts.of_messages(messages)
+            first = 1 if messages[0]["role"] == "system" else 0
+            if len(ids) <= room or len(messages) <= first + 1:
+                break
+            del messages[first : first + 2]
+            self.messages = self.messages[2:]
+            dropped += 1
+        if dropped:
+            print(f"({dropped} oldest turns left out: the context is {limit:,} tokens)", file=sys.stderr)
+        return ids
+
+    def _reset(self, system: str | None) -> None:
+        self.system, self.messages = system or None, []
+        print("(a new conversation)", file=sys.stderr)
+
+    def _save(self, name: str) -> None:
+        if not name:
+            print("/save needs a file name", file=sys.stderr)
+            return
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        try:
+            text = json.dumps({"messages": system + self.messages}, ensure_ascii=False, indent=1)
+            Path(name).expanduser().write_text(text, encoding="utf-8")
+            print(f"(saved to {name})", file=sys.stderr)
+        except OSError as error:
+            print(f"cannot save: {error}", file=sys.stderr)

@@ -1,0 +1,113 @@
+"""`outcore generate MODEL`: one prompt answered as it is written, or a file of them answered line by line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from outcore.infer.commands.job import job_of, run_job
+from outcore.infer.commands.journal import Journal, digest_of
+from outcore.infer.commands.options import (
+    add_model_flags,
+    add_sampling_flags,
+    sampling_fields,
+    sampling_from,
+    settings_of,
+)
+from outcore.infer.opening import open_engine
+from outcore.infer.requests import Prompts, Request
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    found = argparse.ArgumentParser(
+        prog="outcore generate",
+        description="Text by a model of any size. A job (--input, --output) that was killed goes on when the same "
+        "command is given again, with the same bytes in the end.",
+    )
+    add_model_flags(found)
+    found.add_argument("--prompt", help="text to go on from")
+    found.add_argument("--chat", action="store_true", help="put --prompt through the chat template as a user's message")
+    found.add_argument("--input", type=Path, help="JSON lines: prompt or messages, or OpenAI's batch shape")
+    found.add_argument("--output", type=Path, help="file for the answers, in the input's order")
+    found.add_argument("--overwrite", action="store_true", help="answer again although --output is there")
+    add_sampling_flags(found)
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The subcommand; returns its exit code."""
+    args = parser().parse_args(argv)
+    try:
+        if (args.prompt is None) == (args.input is None):
+            raise ValueError("give either --prompt TEXT, or --input FILE with --output FILE.")
+        if args.prompt is not None:
+            return _one(args)
+        return _job(args)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"outcore generate: {error}", file=sys.stderr)
+        return 1
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _one(args: argparse.Namespace) -> int:
+    if args.output is not None:
+        raise ValueError("--output goes with --input; an answer to --prompt is printed.")
+    opened = open_engine(args.model, settings_of(args), _say)
+    try:
+        prompts = Prompts(opened.found.tokenizer)
+        if args.chat:
+            ids = prompts.of_messages([{"role": "user", "content": args.prompt}])
+        else:
+            ids = prompts.of_text(args.prompt)
+        request = Request("prompt", ids, sampling_from(opened, sampling_fields(args)))
+        for answer in opened.engine.generate([request], lambda piece: print(piece.text, end="", flush=True)):
+            print(flush=True)
+            if answer.finish == "error":
+                raise RuntimeError(answer.error)
+            times = answer.timings
+            writing_s = max(1e-9, times.total_s - times.first_token_s)
+            _say(
+                f"{len(ids)} tokens read, first word after {times.first_token_s:.2f} s, {len(answer.tokens)} tokens "
+                f"written at {max(0, len(answer.tokens) - 1) / writing_s:.1f} tokens/s, ended by {answer.finish}"
+            )
+    finally:
+        opened.close()
+    return 0
+
+
+def _job(args: argparse.Namespace) -> int:
+    if args.output is None:
+        raise ValueError("--input needs --output FILE for the answers.")
+    if args.chat:
+        raise ValueError("--chat goes with --prompt; lines of a file have messages instead.")
+    if not args.input.is_file():
+        raise ValueError(f"--input {args.input} is no file.")
+    settings = settings_of(args, deterministic=True)
+    job = job_of(args.model, args.adapter or "", digest_of(args.input), settings, sampling_fields(args))
+    journal_file = args.output.with_name(f"{args.output.name}.journal")
+    if args.output.exists() and not args.overwrite and not journal_file.exists():
+        _say(f"{args.output} is there already and no journal beside it: it is complete. --overwrite answers again.")
+        return 0
+    journal = Journal(args.output, job)
+    try:
+        if journal.done:
+            _say(f"going on: {len(journal.done):,} lines are answered already")
+        opened = open_engine(args.model, settings, _say)
+        try:
+            defaults = sampling_from(opened, sampling_fields(args))
+            counts = run_job(opened, args.input, journal, defaults, args.model, _say)
+        finally:
+            opened.close()
+    finally:
+        journal.close()
+    rate = counts.answer_tokens / max(1e-9, counts.seconds)
+    _say(
+        f"{args.output}: {counts.lines:,} lines ({counts.from_journal:,} from before, {counts.failed:,} failed), "
+        f"{counts.answer_tokens:,} tokens at {rate:.1f} tokens/s"
+    )
+    return 1 if counts.failed else 0

@@ -1,0 +1,109 @@
+"""A job: every line of a file answered once, whatever happens in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outcore.infer.commands.journal import JobError, Journal
+from outcore.infer.commands.lines import Line, read_line, result_of
+from outcore.infer.opening import OpenedModel
+from outcore.infer.requests import Answer, Prompts, Sampling
+
+AHEAD = 3
+"""Requests under way at most: so many times the answers written at once."""
+TELL_EVERY_S = 5.0
+
+
+@dataclass
+class JobCounts:
+    """What a job did."""
+
+    lines: int = 0
+    from_journal: int = 0
+    failed: int = 0
+    answer_tokens: int = 0
+    seconds: float = 0.0
+
+
+def run_job(
+    opened: OpenedModel,
+    source: Path,
+    journal: Journal,
+    defaults: Sampling,
+    model: str,
+    progress: Callable[[str], None],
+) -> JobCounts:
+    """Answer all lines of `source` and write the output. JobError, ValueError."""
+    began_s = last_s = time.monotonic()
+    created = int(source.stat().st_mtime)
+    prompts, engine = Prompts(opened.found.tokenizer), opened.engine
+    counts = JobCounts(from_journal=len(journal.done))
+    under_way: dict[str, tuple[Line, list[Answer]]] = {}
+    most = AHEAD * opened.placement.max_sequences
+
+    def answered(answer: Answer) -> None:
+        line, answers = under_way[answer.request]
+        answers.append(answer)
+        assert line.request is not None
+        if len(answers) == line.request.n:
+            del under_way[answer.request]
+            note(line, answers)
+
+    def note(line: Line, answers: list[Answer]) -> None:
+        result = result_of(line, answers, model, created)
+        counts.failed += "error" in result and result["error"] is not None
+        counts.answer_tokens += sum(len(a.tokens) for a in answers)
+        journal.add(line.number, result)
+
+    lines = _numbered(source)
+    is_read = False
+    while not is_read or under_way:
+        while not is_read and len(under_way) < most:
+            entry = next(lines, None)
+            if entry is None:
+                is_read = True
+                break
+            number, text = entry
+            counts.lines += 1
+            if number in journal.done:
+                continue
+            line = read_line(number, text, prompts, defaults, model)
+            if line.request is None:
+                note(line, [])
+                continue
+            try:
+                engine.check(line.request)
+            except ValueError as error:
+                note(Line(number, line.shape, line.name, None, str(error)), [])
+                continue
+            under_way[line.request.name] = (line, [])
+            engine.submit(line.request, None, answered)
+        engine.step()
+        if time.monotonic() - last_s > TELL_EVERY_S:
+            last_s = time.monotonic()
+            rate = counts.answer_tokens / max(1e-9, last_s - began_s)
+            progress(f"{len(journal.done):,} lines done, {len(under_way):,} under way, {rate:.1f} tokens/s")
+    if not counts.lines:
+        raise JobError(f"{source} has no lines.")
+    journal.finish(counts.lines)
+    counts.seconds = time.monotonic() - began_s
+    return counts
+
+
+def _numbered(source: Path) -> Iterator[tuple[int, str]]:
+    """(number, text) of every line that is not blank."""
+    number = 0
+    with open(source, encoding="utf-8") as file:
+        for text in file:
+            if text.strip():
+                yield number, text
+                number += 1
+
+
+def job_of(model: str, words: str, source: str, settings: Any, sampling: dict[str, Any]) -> dict[str, Any]:
+    """What makes a job's results what they are."""
+    return {"model": model, "found": words, "input": source, "settings": repr(settings), "sampling": sampling}

@@ -1,0 +1,134 @@
+"""Lines of a job's input as requests, and answers as lines: our plain shape, or OpenAI's of a batch.
+
+    {"prompt": "..."}  or  {"messages": [...]}, with sampling fields beside it
+    {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+
+A line that cannot be answered gets a result that says why; the job goes on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outcore.infer.requests import KNOWN, Answer, Prompts, Request, Sampling, sampling_of
+
+URLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+BESIDE = frozenset({"prompt", "messages", "model", "n", "id", "stream", "user", "metadata", "store"})
+"""Fields of a line that are not about sampling."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the input, understood."""
+
+    number: int
+    shape: str
+    """plain, /v1/chat/completions or /v1/completions."""
+    name: Any
+    """The line's own id, for its result."""
+    request: Request | None
+    error: str = ""
+
+
+def read_line(number: int, text: str, prompts: Prompts, defaults: Sampling, model: str) -> Line:
+    """Understand one line; what is wrong with it stands in the result."""
+    shape, name = "plain", None
+    try:
+        entry = json.loads(text)
+        if not isinstance(entry, dict):
+            raise ValueError("a line must be a JSON object")
+        name = entry.get("custom_id", entry.get("id"))
+        body = entry
+        if "body" in entry or "url" in entry:
+            shape, body = _batch_body(entry)
+        unknown = sorted(set(body) - KNOWN - BESIDE)
+        if unknown:
+            raise ValueError(f"unknown field {unknown[0]!r}")
+        if body.get("stream"):
+            raise ValueError("a job's answers are not streamed: leave stream out")
+        ids = _prompt_of(body, prompts)
+        sampling = sampling_of(body, defaults)
+        return Line(number, shape, name, Request(f"line-{number}", ids, sampling, int(body.get("n") or 1)))
+    except (ValueError, TypeError) as error:
+        return Line(number, shape, name, None, str(error))
+
+
+def _batch_body(entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    url, body = entry.get("url"), entry.get("body")
+    if url not in URLS:
+        raise ValueError(f"url is {url!r}, but must be one of {', '.join(URLS)}")
+    if not isinstance(body, dict):
+        raise ValueError("body must be an object")
+    return str(url), body
+
+
+def _prompt_of(body: Mapping[str, Any], prompts: Prompts) -> tuple[int, ...]:
+    messages, prompt = body.get("messages"), body.get("prompt")
+    if (messages is None) == (prompt is None):
+        raise ValueError("a line must have either prompt or messages")
+    if messages is not None:
+        if not isinstance(messages, list):
+            raise ValueError("messages must be a list")
+        return prompts.of_messages(messages)
+    if isinstance(prompt, str):
+        return prompts.of_text(prompt)
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return tuple(prompt)
+    raise ValueError("prompt must be a text or a list of token ids")
+
+
+def result_of(line: Line, answers: Sequence[Answer], model: str, created: int) -> dict[str, Any]:
+    """What stands in the output for one line; nothing in it depends on when it was made."""
+    if line.request is None:
+        return _failed(line, line.error)
+    if failed := next((a for a in answers if a.finish == "error"), None):
+        return _failed(line, failed.error)
+    ordered = sorted(answers, key=lambda a: a.choice)
+    usage = {
+        "prompt_tokens": len(line.request.prompt),
+        "completion_tokens": sum(len(a.tokens) for a in ordered),
+    }
+    usage["total_tokens"] = sum(usage.values())
+    if line.shape == "plain":
+        texts = [a.text for a in ordered]
+        found: dict[str, Any] = {} if line.name is None else {"id": line.name}
+        found |= {"text": texts[0]} if len(texts) == 1 else {"texts": texts}
+        return found | {"finish_reason": ordered[0].finish, "usage": usage} | _token_logprobs(ordered)
+    is_chat = line.shape == "/v1/chat/completions"
+    choices = [
+        {"index": a.choice, "finish_reason": a.finish, "logprobs": None}
+        | ({"message": {"role": "assistant", "content": a.text}} if is_chat else {"text": a.text})
+        for a in ordered
+    ]
+    body = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{line.number}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "usage": usage,
+    }
+    response = {"status_code": 200, "request_id": f"req-{line.number}", "body": body}
+    return {"id": f"batch_req_{line.number}", "custom_id": line.name, "response": response, "error": None}
+
+
+def _token_logprobs(answers: Sequence[Answer]) -> dict[str, Any]:
+    if answers[0].tokens and answers[0].tokens[0].logprob is not None:
+        return {"token_logprobs": [c.logprob for c in answers[0].tokens]}
+    return {}
+
+
+def _failed(line: Line, why: str) -> dict[str, Any]:
+    if line.shape == "plain":
+        return ({} if line.name is None else {"id": line.name}) | {"error": why}
+    body = {"error": {"message": why, "type": "invalid_request_error", "param": None, "code": None}}
+    response = {"status_code": 400, "request_id": f"req-{line.number}", "body": body}
+    return {
+        "id": f"batch_req_{line.number}",
+        "custom_id": line.name,
+        "response": response,
+        "error": {"code": "invalid_request", "message": why},
+    }

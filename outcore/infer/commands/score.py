@@ -1,0 +1,119 @@
+"""`outcore score MODEL --input texts.jsonl`: how likely texts are to the model, and its perplexity over all of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from outcore.infer.commands.options import add_model_flags, settings_of
+from outcore.infer.opening import open_engine
+from outcore.infer.requests import Prompts
+
+GROUP_TOKENS = 1 << 18
+"""Tokens that are read before they are scored: several passes' worth."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    found = argparse.ArgumentParser(
+        prog="outcore score", description="Log-probabilities of texts, and perplexity, by a model of any size."
+    )
+    add_model_flags(found)
+    found.add_argument("--input", type=Path, required=True, help='JSON lines with "text" (or "prompt"), or plain lines')
+    found.add_argument("--output", type=Path, help="a JSON line for each text (default: only the summary)")
+    found.add_argument("--token_logprobs", action="store_true", help="with each token's log-probability in --output")
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The subcommand; returns its exit code."""
+    args = parser().parse_args(argv)
+    try:
+        return _score(args)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"outcore score: {error}", file=sys.stderr)
+        return 1
+
+
+def _score(args: argparse.Namespace) -> int:
+    if args.token_logprobs and args.output is None:
+        raise ValueError("--token_logprobs does nothing without --output FILE.")
+    if not args.input.is_file():
+        raise ValueError(f"--input {args.input} is no file.")
+    texts = list(_texts(args.input))
+    if not texts:
+        raise ValueError(f"--input {args.input} has no texts.")
+    opened = open_engine(args.model, settings_of(args), lambda line: print(line, file=sys.stderr, flush=True))
+    total, count = 0.0, 0
+    aside = None if args.output is None else args.output.with_name(f".{args.output.name}.part")
+    try:
+        prompts = Prompts(opened.found.tokenizer)
+        ids = [prompts.of_text(text) for text in texts]
+        file = None if aside is None else open(aside, "w", encoding="utf-8")  # noqa: SIM115
+        try:
+            for group in _groups(ids):
+                for logprobs in opened.engine.score(group):
+                    total, count = total + sum(logprobs), count + len(logprobs)
+                    if file is not None:
+                        file.write(json.dumps(_line(logprobs, with_tokens=args.token_logprobs)) + "\n")
+        finally:
+            if file is not None:
+                file.close()
+    finally:
+        opened.close()
+    if aside is not None:
+        os.replace(aside, args.output)
+    summary = {
+        "texts": len(texts),
+        "tokens": count,
+        "logprob": total,
+        "perplexity": math.exp(-total / count) if count else None,
+    }
+    print(json.dumps(summary))
+    return 0
+
+
+def _line(logprobs: list[float], *, with_tokens: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "tokens": len(logprobs),
+        "logprob": sum(logprobs),
+        "perplexity": math.exp(-sum(logprobs) / len(logprobs)) if logprobs else None,
+    }
+    return found | ({"token_logprobs": logprobs} if with_tokens else {})
+
+
+def _texts(path: Path) -> Iterator[str]:
+    is_json = path.suffix.lower() in (".jsonl", ".json", ".ndjson")
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            if not is_json:
+                yield line.rstrip("\n")
+                continue
+            try:
+                entry = json.loads(line)
+                text = entry if isinstance(entry, str) else entry.get("text", entry.get("prompt"))
+            except (ValueError, AttributeError):
+                raise ValueError(f"{path}, line {number}: is no JSON object or text.") from None
+            if not isinstance(text, str):
+                raise ValueError(f'{path}, line {number}: has no "text".')
+            yield text
+
+
+def _groups(ids: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+    group: list[tuple[int, ...]] = []
+    tokens = 0
+    for text in ids:
+        if group and tokens + len(text) > GROUP_TOKENS:
+            yield group
+            group, tokens = [], 0
+        group.append(text)
+        tokens += len(text)
+    yield group

@@ -1,0 +1,81 @@
+"""Sampling from the field names that OpenAI's API and its kin use, in files and over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from outcore.infer.requests.sampling import Sampling
+
+PLAIN = tuple(f.name for f in fields(Sampling) if f.name not in ("stop", "logprobs", "logit_bias", "stop_token_ids"))
+RENAMED = {"max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens"}
+KNOWN = frozenset({*(f.name for f in fields(Sampling)), *RENAMED, "top_logprobs"})
+"""Names that say how tokens are chosen."""
+
+
+def sampling_of(given: Mapping[str, Any], defaults: Sampling) -> Sampling:
+    """`defaults` with what `given` says. ValueError in words for a value that cannot be."""
+    changes: dict[str, Any] = {}
+    for name, value in given.items():
+        name = RENAMED.get(name, name)
+        if value is not None and name in PLAIN:
+            changes[name] = _number(name, value)
+    if (stop := given.get("stop")) is not None:
+        changes["stop"] = (stop,) if isinstance(stop, str) else _list_of(str, "stop", stop)
+    if (ids := given.get("stop_token_ids")) is not None:
+        changes["stop_token_ids"] = _list_of(int, "stop_token_ids", ids)
+    if (bias := given.get("logit_bias")) is not None:
+        changes["logit_bias"] = _bias(bias)
+    changes |= _logprobs(given)
+    return replace(defaults, **changes)
+
+
+def own_defaults(model: Any, defaults: Sampling) -> Sampling:
+    """What the model's makers recommend in its generation config, where they do."""
+    config = getattr(model, "generation_config", None)
+    found = {}
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        value = getattr(config, name, None)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[name] = int(value) if name == "top_k" else float(value)
+    if found and getattr(config, "do_sample", None) is not True:  # they are there, but greedy is recommended
+        found = {"repetition_penalty": found["repetition_penalty"]} if "repetition_penalty" in found else {}
+    return replace(defaults, **found)
+
+
+def _number(name: str, value: Any) -> Any:
+    if name == "ignore_eos":
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false.")
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number, got {value!r}.")
+    return value
+
+
+def _list_of(kind: type, name: str, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)) or not all(type(item) is kind for item in value):
+        raise ValueError(f"{name} must be a list of {'texts' if kind is str else 'token ids'}.")
+    return tuple(value)
+
+
+def _bias(value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise ValueError("logit_bias must be an object of token id: number.")
+    try:
+        return {int(token): float(bias) for token, bias in value.items()}
+    except (TypeError, ValueError):
+        raise ValueError("logit_bias must be an object of token id: number.") from None
+
+
+def _logprobs(given: Mapping[str, Any]) -> dict[str, int]:
+    """logprobs is a number for completions; for chats a flag, with top_logprobs beside it."""
+    wanted, top = given.get("logprobs"), given.get("top_logprobs")
+    if top is not None and (isinstance(top, bool) or not isinstance(top, int)):
+        raise ValueError("top_logprobs must be a whole number.")
+    if wanted is None or wanted is False:
+        if top:
+            raise ValueError("top_logprobs needs logprobs: true.")
+        return {}
+    return {"logprobs": (top or 0) if wanted is True else _number("logprobs", wanted)}

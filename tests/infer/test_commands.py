@@ -1,0 +1,170 @@
+"""generate, score and chat as a user gives them; a job killed at any time ends with the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+from outcore import cli
+from outcore.infer.commands.chat import Conversation
+from outcore.infer.opening import InferSettings, open_engine
+from tests.forked import ROOT, start_script
+from tests.infer.models import greedy_by_transformers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SMALL = ["--context", "128", "--ram_gib", "1", "--device", "cpu"]
+
+
+def write_lines(path, count: int, **fields) -> None:
+    generator = random.Random(5)
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog"]
+    with open(path, "w") as file:
+        for i in range(count):
+            prompt = " ".join(generator.choices(words, k=generator.randint(1, 12)))
+            file.write(json.dumps({"id": i, "prompt": prompt, **fields}) + "\n")
+
+
+def test_one_prompt(tiny_folder, capsys):
+    folder, model, tokenizer = tiny_folder
+    given = ["generate", str(folder), *SMALL, "--prompt", "The quick", "--temperature", "0", "--max_tokens", "6"]
+    assert cli.main(given) == 0
+    ids = tokenizer("The quick")["input_ids"]
+    expected = greedy_by_transformers(model, ids, 6)
+    said = capsys.readouterr()
+    assert said.out.rstrip("\n") == tokenizer.decode(expected, skip_special_tokens=True).rstrip("\n")
+    assert "tokens/s" in said.err
+
+
+def test_a_job_keeps_order_shapes_and_errors(tiny_folder, tmp_path, capsys):
+    folder = str(tiny_folder[0])
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "n": 2, "seed": 3}
+    lines = [
+        {"prompt": "The", "max_tokens": 3, "id": "first"},
+        {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body},
+        {"prompt": "x" * 2000},
+        {"custom_id": "d", "method": "POST", "url": "/v1/embeddings", "body": {}},
+        {"prompt": "The", "temprature": 1},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{broken\n")
+    given = [
+        "generate", folder, *SMALL, "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"),
+    ]  # fmt: skip
+    assert cli.main(given) == 1
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert found[0]["id"] == "first" and found[0]["usage"]["completion_tokens"] <= 3
+    chat = found[1]["response"]["body"]
+    assert found[1]["custom_id"] == "c" and chat["object"] == "chat.completion" and len(chat["choices"]) == 2
+    assert "together more than" in found[2]["error"]
+    assert found[3]["response"]["status_code"] == 400 and "url" in found[3]["error"]["message"]
+    assert "temprature" in found[4]["error"] and "error" in found[5]
+    assert not (tmp_path / "out.jsonl.journal").exists()
+    before = (tmp_path / "out.jsonl").read_bytes()
+    assert cli.main(given) == 0 and "complete" in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def kill_and_go_on(folder, tmp_path, kills: int, count: int) -> None:
+    source = tmp_path / "in.jsonl"
+    write_lines(source, count, max_tokens=40, temperature=1.0, ignore_eos=True)
+
+    def command(output):
+        return [
+            "generate", str(folder), *SMALL, "--max_sequences", "4", "--seed", "7", "--chunk_tokens", "32",
+            "--input", str(source), "--output", str(output),
+        ]  # fmt: skip
+
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    assert cli.main(command(tmp_path / "whole.jsonl")) == 0
+    output, journal = tmp_path / "out.jsonl", tmp_path / "out.jsonl.journal"
+    generator, killed = random.Random(1), 0
+    for round_ in range(kills + 1):
+        child = start_script(ROOT / "outcore/cli.py", command(output), environ, tmp_path / "log")
+        wanted = (journal.stat().st_size if journal.exists() else 0) + generator.randint(1, 900)
+        while round_ < kills and child.poll() is None:
+            if journal.exists() and journal.stat().st_size >= wanted:
+                child.kill()
+                killed += 1
+                break
+            time.sleep(0.01)
+        child.wait(120)
+        if output.exists():
+            break
+    assert killed >= min(kills, 3), (tmp_path / "log").read_text()[-2000:]
+    assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_a_killed_job_goes_on(tiny_folder, tmp_path):
+    kill_and_go_on(tiny_folder[0], tmp_path, kills=3, count=24)
+
+
+@pytest.mark.slow
+def test_twenty_kills(tiny_folder, tmp_path):
+    kill_and_go_on(tiny_folder[0], tmp_path, kills=20, count=120)
+
+
+def test_a_journal_of_another_job_is_refused(tiny_folder, tmp_path, capsys):
+    from outcore.infer.commands.journal import Journal
+
+    journal = Journal(tmp_path / "out.jsonl", {"model": "another"})
+    journal.add(0, {"text": "a"})
+    write_lines(tmp_path / "in.jsonl", 2)
+    given = [
+        "generate", str(tiny_folder[0]), *SMALL, "--input", str(tmp_path / "in.jsonl"),
+        "--output", str(tmp_path / "out.jsonl"),
+    ]  # fmt: skip
+    assert cli.main(given) == 1 and "in use" in capsys.readouterr().err
+    journal.close()
+    assert cli.main(given) == 1 and "model" in capsys.readouterr().err
+
+
+def test_score(tiny_folder, tmp_path, capsys):
+    folder, model, tokenizer = tiny_folder
+    (tmp_path / "t.jsonl").write_text('{"text": "The quick brown fox"}\n{"text": "lazy dog. The dog"}\n')
+    given = [
+        "score", str(folder), *SMALL, "--input", str(tmp_path / "t.jsonl"), "--output", str(tmp_path / "o.jsonl"),
+        "--token_logprobs",
+    ]  # fmt: skip
+    assert cli.main(given) == 0
+    lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    ids = torch.tensor([tokenizer("The quick brown fox")["input_ids"]])
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=ids).loss)
+    assert lines[0]["logprob"] == pytest.approx(-loss * (ids.shape[1] - 1), rel=1e-4)
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["texts"] == 2 and summary["tokens"] == sum(len(line["token_logprobs"]) for line in lines)
+
+
+def test_chat_stops_an_answer_and_goes_on(tiny_folder, tmp_path, capsys, monkeypatch):
+    opened = open_engine(str(tiny_folder[0]), InferSettings(context=256, ram_gib=1))
+    try:
+        talk = Conversation(opened, {"max_tokens": 60, "temperature": 0, "ignore_eos": True}, "be brief")
+        said = []
+        submit = opened.engine.submit
+
+        def interrupt(request, on_piece, on_answer):
+            def piece(piece):
+                said.append(piece.text)
+                on_piece(piece)
+                if len(said) == 5:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+            submit(request, piece, on_answer)
+
+        monkeypatch.setattr(opened.engine, "submit", interrupt)
+        lines = iter(["Hello", "And now?", "/stats", f"/save {tmp_path / 'talk.json'}", "/nonsense", "/reset", "/quit"])
+        monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
+        talk.run()
+        out = capsys.readouterr()
+        assert "(stopped)" in out.out and "tokens/s" in out.out and "unknown command /nonsense" in out.err
+        saved = json.loads((tmp_path / "talk.json").read_text())["messages"]
+        assert [m["role"] for m in saved] == ["system", "user", "assistant", "user", "assistant"]
+        assert opened.engine.num_running == 0 and talk.messages == []
+        assert talk.last.timings.cached_tokens > 0  # the second turn found the first one's pages
+    finally:
+        opened.close()
