@@ -31,6 +31,8 @@ class Call:
     want: Want = "logits"
     positions: torch.Tensor | None = None
     """Places among the N tokens whose logits are wanted. None: the last token of each row."""
+    num_top: int = 1
+    """With logprobs: so many likeliest tokens of each place."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments for the decoder beside the batch's, such as a cache of keys and values; they win over the batch's."""
 
@@ -51,5 +53,6 @@ class Output:
     """int64 scalar: the tokens that count."""
     logprobs: torch.Tensor | None = None
     """fp32 [B, T]: natural logarithm of each token's probability; 0 where it has no label."""
-    is_likeliest: torch.Tensor | None = None
-    """bool [B, T]: whether no token was likelier; False where it has no label."""
+    top_ids: torch.Tensor | None = None
+    """int64 [B, T, num_top]: the likeliest tokens there, and in `top_logprobs` their logarithms."""
+    top_logprobs: torch.Tensor | None = None

@@ -145,7 +145,8 @@ class Flow:
                 elif call.want == "logits":
                     output.logits = self.head.logits(slab, item.at_head(), call.positions)
                 elif call.want == "logprobs":
-                    output.logprobs, output.is_likeliest = self.head.logprobs(slab, item.at_head())
+                    found = self.head.logprobs(slab, item.at_head(), call.num_top)
+                    output.logprobs, output.top_ids, output.top_logprobs = found
                 elif call.want == "hidden":
                     output.hidden = self.head.finish(slab, item.at_head())
             yield output

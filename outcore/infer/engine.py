@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from outcore.infer.passes import PassRunner
+from outcore.infer.passes import PassRunner, TokenScore
 from outcore.infer.requests import (
     Answer,
     Chosen,
@@ -60,6 +60,10 @@ class EngineCounts:
     last_pass_rows: int = 0
 
 
+Texts = Sequence[Sequence[int]]
+OnScores = Callable[[list[list[TokenScore]] | Exception], None]
+
+
 @dataclass(eq=False)
 class _Talk:
     """One request: its answers under way, who listens."""
@@ -90,6 +94,7 @@ class InferenceEngine:
         self._notes: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition(self._lock)
         self._talks: dict[str, _Talk] = {}
+        self._to_score: list[tuple[Texts, int, OnScores]] = []
         self._running: dict[str, list[Running]] = {}
 
     # --- from any thread
@@ -118,6 +123,24 @@ class InferenceEngine:
         arrived_s = self._clock()
         self.call_soon(lambda: self._admit(_Talk(request, on_piece, on_answer, request.n), arrived_s))
 
+    def submit_texts(self, texts: Texts, num_top: int, on_scores: OnScores) -> None:
+        """Have texts scored before the next pass; the callback runs on the engine's thread. ValueError for texts that
+        cannot be."""
+        self.check_texts(texts)
+        self.call_soon(lambda: self._to_score.append((texts, num_top, on_scores)))
+
+    def check_texts(self, texts: Texts) -> None:
+        """ValueError for texts that cannot be scored."""
+        for number, tokens in enumerate(texts):
+            if len(tokens) < 1:
+                raise ValueError(f"text {number} has no tokens.")
+            if any(not 0 <= token < self.speech.vocab_size for token in tokens):
+                raise ValueError(f"text {number} has tokens outside the vocabulary of {self.speech.vocab_size}.")
+            if self.speech.max_context is not None and len(tokens) > self.speech.max_context:
+                raise ValueError(
+                    f"text {number} has {len(tokens)} tokens, more than the {self.speech.max_context} that fit. Cut it."
+                )
+
     def cancel(self, name: str) -> None:
         """End a request's answers before the next pass; unknown names do no harm (it may just have ended)."""
         self.call_soon(lambda: self._end_all(name, "cancelled"))
@@ -143,6 +166,7 @@ class InferenceEngine:
         What goes wrong in a pass ends the answers in it with "error" and is raised.
         """
         had_notes = self._take_notes()
+        self._score_pending()
         now_s = self._clock()
         self._end_late(now_s)
         works = self.scheduler.next_pass(now_s)
@@ -177,14 +201,7 @@ class InferenceEngine:
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """log-probability of each token after the first, for each text. ValueError for texts that cannot be scored."""
-        for number, tokens in enumerate(texts):
-            if len(tokens) < 1:
-                raise ValueError(f"text {number} has no tokens.")
-            if self.speech.max_context is not None and len(tokens) > self.speech.max_context:
-                raise ValueError(
-                    f"text {number} has {len(tokens)} tokens, but the model knows {self.speech.max_context} positions. "
-                    "Cut it."
-                )
+        self.check_texts(texts)
         with torch.inference_mode():
             return [[score.logprob for score in scores] for scores in self.runner.score(texts)]
 
@@ -213,6 +230,21 @@ class InferenceEngine:
         for note in notes:
             note()
         return bool(notes)
+
+    def _score_pending(self) -> None:
+        """Score all texts that wait, in passes they share where they want the same."""
+        pending, self._to_score = self._to_score, []
+        for num_top in sorted({top for _, top, _ in pending}):
+            same = [(texts, told) for texts, top, told in pending if top == num_top]
+            found: list[list[TokenScore]] | Exception
+            try:
+                found = self.runner.score([text for texts, _ in same for text in texts], num_top)
+            except Exception as error:  # whoever asked is told, and the engine goes on
+                found = error
+            at = 0
+            for texts, told in same:
+                told(found if isinstance(found, Exception) else found[at : at + len(texts)])
+                at += len(texts)
 
     def _admit(self, talk: _Talk, arrived_s: float) -> None:
         request, sampling = talk.request, talk.request.sampling

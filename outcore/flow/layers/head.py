@@ -65,15 +65,18 @@ class Head:
             del item  # its hidden states are not needed any more
             yield found
 
-    def logprobs(self, slab: torch.Tensor, item: HeadInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """(fp32 log-probability, whether it was the likeliest) of each token that has a label [B, T], chunk by chunk.
-        StreamUnsupported where the vocabulary comes in tiles."""
+    def logprobs(
+        self, slab: torch.Tensor, item: HeadInput, num_top: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of each token that has a label its fp32 log-probability [B, T], and at its place the likeliest tokens and
+        theirs [B, T, num_top]; chunk by chunk. StreamUnsupported where the vocabulary comes in tiles."""
         if self.tiled is not None:
             raise StreamUnsupported("log-probabilities need all logits of a token, and the head is computed in tiles")
         labels = item.batch["labels"]
         targets = shifted_targets(labels).reshape(-1)
         logprobs = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
-        likeliest = torch.zeros_like(targets, dtype=torch.bool)
+        top_logprobs = logprobs.new_zeros((len(targets), num_top))
+        top_ids = torch.zeros_like(top_logprobs, dtype=torch.long)
         with in_place(self.units.head, self.weights.tensors(self.units.head, slab)):
             final = self.units.finish(item.hidden, item.batch, item.log)
             flat = final.reshape(-1, final.shape[-1])
@@ -81,14 +84,19 @@ class Head:
             for target in targets.tensor_split(self.num_chunks(len(flat), LOSS_CHUNKS)):
                 here = slice(start, start + len(target))
                 logits = self.units.parts.logits(flat[here][None])[0].float()
-                known = target != IGNORE
-                wanted = target.clamp_min(0)[:, None]
-                own = logits.gather(-1, wanted)[:, 0]
-                logprobs[here] = (own - logits.logsumexp(-1)).where(known, 0.0)
-                likeliest[here] = known & (own >= logits.amax(-1))
+                total = logits.logsumexp(-1, keepdim=True)
+                own = logits.gather(-1, target.clamp_min(0)[:, None])
+                logprobs[here] = (own - total)[:, 0].where(target != IGNORE, 0.0)
+                values, top_ids[here] = logits.topk(num_top, dim=-1)
+                top_logprobs[here] = values - total
                 start += len(target)
-        logprobs, likeliest = logprobs.view(labels.shape), likeliest.view(labels.shape)
-        return logprobs.roll(1, -1), likeliest.roll(1, -1)  # from the place that predicts to the token itself
+        shape = labels.shape
+        # From the place that predicts to the token itself.
+        return (
+            logprobs.view(shape).roll(1, 1),
+            top_ids.view(*shape, -1).roll(1, 1),
+            top_logprobs.view(*shape, -1).roll(1, 1),
+        )
 
     def _loss(self, slab: torch.Tensor, item: HeadInput) -> tuple[torch.Tensor, torch.Tensor]:
         targets = shifted_targets(item.batch["labels"]).reshape(-1)

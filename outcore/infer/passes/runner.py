@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from outcore.flow import Call, Flow, Part
+from outcore.flow import Call, Flow, Output, Part
 from outcore.infer.attention import PagedAttention
 from outcore.infer.passes.rows import TextCall, lay_out, lay_out_texts
 from outcore.infer.schedule import Work
@@ -22,7 +22,12 @@ class TokenScore:
     """How likely one token was after those before it."""
 
     logprob: float
-    is_likeliest: bool
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens at its place, with theirs."""
+
+    @property
+    def is_likeliest(self) -> bool:
+        return self.logprob >= self.top[0][1]
 
 
 class PassRunner(Protocol):
@@ -35,7 +40,7 @@ class PassRunner(Protocol):
         """Compute these tokens; logits of those that complete a sequence."""
         ...
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[list[TokenScore]]:
+    def score(self, texts: Sequence[Sequence[int]], num_top: int = 1) -> list[list[TokenScore]]:
         """For each text, every token but the first."""
         ...
 
@@ -92,17 +97,16 @@ class PagedRunner:
                     at += work.num_drafts + 1
         return found
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[list[TokenScore]]:
+    def score(self, texts: Sequence[Sequence[int]], num_top: int = 1) -> list[list[TokenScore]]:
         scores: list[list[TokenScore]] = [[] for _ in texts]
         calls = lay_out_texts(texts, self.limits.call_tokens)
         cache, self.attention.cache = self.attention.cache, None
         try:
             for group in grouped(calls, self.limits.score_tokens):
                 self.attention.begin([call.tables() for call in group])
-                batches = [Call(call.batch(self.device), "logprobs") for call in group]
+                batches = [Call(call.batch(self.device), "logprobs", num_top=num_top) for call in group]
                 for output in self.flow.run(batches, on_part=self._moved):
-                    assert output.logprobs is not None and output.is_likeliest is not None
-                    share_out(group[output.number].texts, output.logprobs, output.is_likeliest, scores)
+                    share_out(group[output.number].texts, output, scores)
         finally:
             self.attention.cache = cache
         return scores
@@ -128,16 +132,12 @@ def grouped(calls: Sequence[TextCall], most_rows: int) -> list[list[TextCall]]:
     return groups
 
 
-def share_out(
-    texts: Sequence[tuple[int, Sequence[int]]],
-    logprobs: torch.Tensor,
-    likeliest: torch.Tensor,
-    scores: list[list[TokenScore]],
-) -> None:
+def share_out(texts: Sequence[tuple[int, Sequence[int]]], output: Output, scores: list[list[TokenScore]]) -> None:
     """Put a call's results where their texts belong."""
-    values, flags = logprobs.flatten().tolist(), likeliest.flatten().tolist()
+    assert output.logprobs is not None and output.top_ids is not None and output.top_logprobs is not None
+    values, ids, tops = (x[0].tolist() for x in (output.logprobs, output.top_ids, output.top_logprobs))
     at = 0
     for number, tokens in texts:
-        own = slice(at + 1, at + len(tokens))
-        scores[number] = [TokenScore(*pair) for pair in zip(values[own], flags[own], strict=True)]
+        places = range(at + 1, at + len(tokens))
+        scores[number] = [TokenScore(values[p], tuple(zip(ids[p], tops[p], strict=True))) for p in places]
         at += len(tokens)

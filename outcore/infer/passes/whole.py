@@ -56,7 +56,7 @@ class WholeRunner:
             inputs["attention_mask"] = torch.ones((1, work.start + work.count), dtype=torch.long, device=self.device)
         return Call(batch, "logits" if work.is_last else "nothing", inputs=inputs)
 
-    def score(self, texts: Sequence[Sequence[int]]) -> list[list[TokenScore]]:
+    def score(self, texts: Sequence[Sequence[int]], num_top: int = 1) -> list[list[TokenScore]]:
         scores: list[list[TokenScore]] = [[] for _ in texts]
         calls = lay_out_texts(texts, 1)  # each text has a call of its own
         for group in grouped(calls, self.limits.score_tokens):
@@ -64,10 +64,9 @@ class WholeRunner:
             for call in group:
                 batch = call.batch(self.device)
                 batch.pop("position_ids")
-                batches.append(Call(batch, "logprobs"))
+                batches.append(Call(batch, "logprobs", num_top=num_top))
             for output in self.flow.run(batches):
-                assert output.logprobs is not None and output.is_likeliest is not None
-                share_out(group[output.number].texts, output.logprobs, output.is_likeliest, scores)
+                share_out(group[output.number].texts, output, scores)
         return scores
 
     def close(self) -> None:
