@@ -16,6 +16,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "generate": ("outcore.infer.commands.generate", "text by a model of any size: a prompt, or a job over a file"),
         "chat": ("outcore.infer.commands.chat", "talk with a model of any size, or with the one just trained"),
         "score": ("outcore.infer.commands.score", "log-probabilities of texts and perplexity"),
+        "serve": ("outcore.serve.main", "an address under OpenAI's API for a model of any size"),
         "export": ("outcore.checkpoint.main", "a checkpoint as a model that from_pretrained loads, without a GPU"),
         "watch": ("outcore.monitor.screen.watch", "a running or finished run, live in the terminal"),
     }

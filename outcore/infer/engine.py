@@ -145,6 +145,10 @@ class InferenceEngine:
         """End a request's answers before the next pass; unknown names do no harm (it may just have ended)."""
         self.call_soon(lambda: self._end_all(name, "cancelled"))
 
+    def cancel_all(self) -> None:
+        """End every answer before the next pass."""
+        self.call_soon(lambda: [self._end_all(name, "cancelled") for name in list(self._talks)] and None)
+
     def call_soon(self, note: Callable[[], None]) -> None:
         """Have `note` called on the engine's thread between two passes."""
         with self._wake:

@@ -95,12 +95,12 @@ def kill_and_go_on(folder, tmp_path, kills: int, count: int) -> None:
         child.wait(120)
         if output.exists():
             break
-    assert killed >= min(kills, 3), (tmp_path / "log").read_text()[-2000:]
+    assert killed >= min(kills, 2), (tmp_path / "log").read_text()[-2000:]
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
 def test_a_killed_job_goes_on(tiny_folder, tmp_path):
-    kill_and_go_on(tiny_folder[0], tmp_path, kills=3, count=24)
+    kill_and_go_on(tiny_folder[0], tmp_path, kills=2, count=16)
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_score(tiny_folder, tmp_path, capsys):
 
 
 def test_chat_stops_an_answer_and_goes_on(tiny_folder, tmp_path, capsys, monkeypatch):
-    opened = open_engine(str(tiny_folder[0]), InferSettings(context=256, ram_gib=1))
+    opened = open_engine(str(tiny_folder[0]), InferSettings(context=256, ram_gib=1, page_tokens=8))
     try:
         talk = Conversation(opened, {"max_tokens": 60, "temperature": 0, "ignore_eos": True}, "be brief")
         said = []

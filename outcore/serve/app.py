@@ -1,0 +1,156 @@
+"""The HTTP application over one service: routes, keys, limits, errors in one shape, clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from sse_starlette import EventSourceResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+
+from outcore.serve.body import IGNORED_HEADER, read_body
+from outcore.serve.errors import ApiError
+from outcore.serve.routes import chat, completions, plain
+from outcore.serve.service import Service
+
+logger = logging.getLogger(__name__)
+OPEN_PATHS = frozenset({"/health"})
+"""Answered without a key: whoever watches over the server need not know it."""
+LOOK_EVERY_S = 0.1
+"""How often it is looked whether a client that waits for a whole answer is still there."""
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application; the service is started and closed with it."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(service.close)
+
+    app = FastAPI(title="outcore", lifespan=lifespan, docs_url=None, redoc_url=None)
+    _add_errors(app, service)
+    _add_key(app, service)
+    _add_plain(app, service)
+    _add_answers(app, service, "/v1/chat/completions", chat.ChatCall, chat.whole, chat.events)
+    _add_answers(app, service, "/v1/completions", completions.CompletionCall, completions.whole, completions.events)
+    return app
+
+
+def _add_errors(app: FastAPI, service: Service) -> None:
+    def answer(error: ApiError) -> JSONResponse:
+        service.metrics.refused.labels(str(error.status)).inc()
+        return JSONResponse(error.body(), error.status, headers=error.headers())
+
+    @app.exception_handler(ApiError)
+    async def told(http: HttpRequest, error: ApiError) -> JSONResponse:
+        return answer(error)
+
+    @app.exception_handler(HTTPException)
+    async def routing(http: HttpRequest, error: HTTPException) -> JSONResponse:
+        words = f"There is no {http.url.path} here." if error.status_code == 404 else str(error.detail)
+        return answer(ApiError(error.status_code, words))
+
+    @app.exception_handler(Exception)
+    async def unknown(http: HttpRequest, error: Exception) -> JSONResponse:
+        logger.exception("a request failed")
+        return answer(ApiError(500, "The server failed; its log says why."))
+
+
+def _add_key(app: FastAPI, service: Service) -> None:
+    keys = [key.encode() for key in service.settings.api_keys]
+    if not keys:
+        return
+
+    @app.middleware("http")
+    async def check(http: HttpRequest, go_on: Callable[[HttpRequest], Awaitable[Response]]) -> Response:
+        given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        right = [hmac.compare_digest(given, key) for key in keys]  # all of them: the time tells nothing
+        if http.url.path not in OPEN_PATHS and not any(right):
+            error = ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
+            service.metrics.refused.labels("401").inc()
+            return JSONResponse(error.body(), 401, headers={"WWW-Authenticate": "Bearer"})
+        return await go_on(http)
+
+
+def _add_plain(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return plain.models(service)
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model({"model": name})
+        return plain.models(service)["data"][0]
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        status, body = plain.health(service)
+        return JSONResponse(body, status)
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(service.metrics.page(), media_type="text/plain; version=0.0.4")
+
+    @app.post("/tokenize")
+    async def tokenize(http: HttpRequest) -> dict[str, Any]:
+        return plain.tokenize(service, await read_body(http, service.settings.max_body_bytes))
+
+    @app.post("/detokenize")
+    async def detokenize(http: HttpRequest) -> dict[str, Any]:
+        return plain.detokenize(service, await read_body(http, service.settings.max_body_bytes))
+
+
+def _add_answers(
+    app: FastAPI,
+    service: Service,
+    path: str,
+    understand: Callable[[Service, dict[str, Any]], Any],
+    whole: Callable[[Any], Awaitable[dict[str, Any]]],
+    events: Callable[[Any], AsyncIterator[dict[str, str]]],
+) -> None:
+    @app.post(path)
+    async def post(http: HttpRequest) -> Response:
+        body = await read_body(http, service.settings.max_body_bytes)
+        call = await asyncio.to_thread(understand, service, body)  # templates and tokenizers take their time
+        places = getattr(call, "num_places", 1)
+        service.take_place(places)
+        headers = {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}
+        if call.is_stream:
+
+            async def told() -> AsyncIterator[dict[str, str]]:
+                try:
+                    async for event in events(call):
+                        yield event
+                finally:
+                    service.leave_place(places)
+
+            return EventSourceResponse(told(), headers=headers, sep="\n")
+        try:
+            return JSONResponse(await while_connected(http, whole(call)), headers=headers)
+        finally:
+            service.leave_place(places)
+
+
+async def while_connected(http: HttpRequest, work: Awaitable[Any]) -> Any:
+    """The result of `work`, which is cancelled when the client goes away."""
+    task = asyncio.ensure_future(work)
+    try:
+        while True:
+            done, _ = await asyncio.wait({task}, timeout=LOOK_EVERY_S)
+            if done:
+                return task.result()
+            if await http.is_disconnected():
+                raise ApiError(499, "The client went away.")
+    finally:
+        task.cancel()

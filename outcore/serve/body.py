@@ -1,0 +1,76 @@
+"""Bodies of requests: read within limits, known fields kept, unknown ones named, unsupported ones refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+
+from outcore.infer.requests import KNOWN
+from outcore.serve.errors import ApiError, bad
+
+SAMPLING = KNOWN
+HARMLESS = frozenset({"model", "n", "stream", "stream_options", "user", "metadata", "store", "safety_identifier"})
+"""Fields that every endpoint takes; some of them change nothing here, as they change nothing in an answer."""
+IGNORED_HEADER = "X-Outcore-Ignored-Fields"
+
+
+async def read_body(http: HttpRequest, max_bytes: int) -> dict[str, Any]:
+    """The JSON object that was sent. ApiError for one that is too long or none."""
+    data = bytearray()
+    async for chunk in http.stream():
+        data += chunk
+        if len(data) > max_bytes:
+            raise ApiError(413, f"The body is longer than {max_bytes} bytes, which this server takes at most.")
+    try:
+        body = json.loads(bytes(data))
+    except (ValueError, RecursionError):
+        raise bad("The body is not valid JSON.") from None
+    if not isinstance(body, dict):
+        raise bad("The body must be a JSON object.")
+    return body
+
+
+def sorted_out(body: Mapping[str, Any], own: frozenset[str], unsupported: Mapping[str, Any]) -> tuple[dict, list[str]]:
+    """(fields that are known, names of the others). `unsupported`: field -> the one value that means nothing; another
+    one is refused."""
+    for name, neutral in unsupported.items():
+        value = body.get(name, neutral)
+        if value is not None and value != neutral:
+            raise bad(f"{name} is not supported by this server.", name, "unsupported_parameter")
+    known = own | SAMPLING | HARMLESS | unsupported.keys()
+    return {k: v for k, v in body.items() if k in known}, sorted(k for k in body if k not in known)
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    """A field that is true or false."""
+    value = body.get(name)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise bad(f"{name} must be true or false.", name)
+    return value
+
+
+def wants_usage(body: Mapping[str, Any]) -> bool:
+    """Whether a stream ends with what it cost."""
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, Mapping):
+        raise bad("stream_options must be an object.", "stream_options")
+    if not body.get("stream"):
+        raise bad("stream_options is only for stream: true.", "stream_options")
+    return bool(options.get("include_usage"))
+
+
+def usage_of(prompt_tokens: int, answer_tokens: int, cached: int = 0) -> dict[str, Any]:
+    """What a request cost."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": answer_tokens,
+        "total_tokens": prompt_tokens + answer_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

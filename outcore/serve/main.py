@@ -1,0 +1,84 @@
+"""`outcore serve MODEL`: an address that speaks OpenAI's API, for one model of any size."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+from outcore.infer.commands.options import add_model_flags, settings_of
+from outcore.infer.opening import open_engine
+from outcore.serve.settings import ServeSettings, read_keys
+
+NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    found = argparse.ArgumentParser(
+        prog="outcore serve", description="Serve a model of any size under OpenAI's API, on this machine's address."
+    )
+    add_model_flags(found)
+    group = found.add_argument_group("how it is reached")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    group.add_argument("--port", type=int, default=8000)
+    group.add_argument("--api_key_file", type=Path, help="file with keys, one a line; clients send one as bearer token")
+    group.add_argument("--insecure", action="store_true", help="listen on other addresses without a key")
+    group.add_argument("--served_name", default="", help="what the model is called over HTTP (default: MODEL)")
+    group.add_argument("--max_queue", type=int, default=512, help="requests under way; more get 429")
+    group.add_argument("--max_body_mib", type=int, default=16, help="longest body of a request")
+    group.add_argument("--max_answer_tokens", type=int, default=4096, help="longest answer")
+    group.add_argument("--request_timeout", type=float, default=600.0, help="seconds after which an answer is given up")
+    group.add_argument("--log_dir", type=Path, default=Path("logs/serve"), help="folder for a line for each request")
+    group.add_argument("--record_text", action="store_true", help="with prompts and answers in those lines")
+    group.add_argument("--deterministic", action="store_true", help="same seed, same text, whatever else runs; slower")
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The subcommand; returns its exit code."""
+    args = parser().parse_args(argv)
+    try:
+        missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+        if missing:
+            raise RuntimeError(
+                f"the packages for serving are not installed ({', '.join(missing)} missing): "
+                "pip install -r requirements/serve.txt"
+            )
+        settings = ServeSettings(
+            args.host,
+            args.port,
+            () if args.api_key_file is None else read_keys(args.api_key_file),
+            args.insecure,
+            args.served_name or args.model,
+            args.max_queue,
+            args.max_body_mib << 20,
+            args.max_answer_tokens,
+            args.request_timeout,
+            args.log_dir,
+            args.record_text,
+        )
+        _serve(args, settings)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"outcore serve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _serve(args: argparse.Namespace, settings: ServeSettings) -> None:
+    import uvicorn
+
+    from outcore.serve.app import create_app
+    from outcore.serve.service import Service
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), say)
+    service = Service(opened, settings)
+    say(f"records: {service.records.path}")
+    say(f"listening on http://{settings.host}:{settings.port}/v1 as {service.name!r}")
+    uvicorn.run(
+        create_app(service), host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=5
+    )

@@ -1,0 +1,101 @@
+"""What Prometheus reads at /metrics: latencies, queue, batch, pages, prefix hits, guesses, links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from outcore.infer import Answer, InferenceEngine
+from outcore.infer.opening import OpenedModel
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class ServeMetrics:
+    """One registry a server; gauges are read off the engine when asked."""
+
+    def __init__(self, opened: OpenedModel) -> None:
+        self.registry = CollectorRegistry()
+        self._opened, engine = opened, opened.engine
+
+        def histogram(name: str, words: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            return Histogram(f"outcore_{name}", words, buckets=buckets, registry=self.registry)
+
+        def counter(name: str, words: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"outcore_{name}", words, labels, registry=self.registry)
+
+        self.queued = histogram("request_queue_seconds", "From arrival until a prompt begins")
+        self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token")
+        self.between = histogram("time_between_tokens_seconds", "Mean time between the tokens of an answer")
+        self.total = histogram("request_seconds", "From arrival to the end of an answer")
+        self.pass_time = histogram("pass_seconds", "One pass over all layers")
+        self.pass_rows = histogram("pass_tokens", "Tokens of a pass", (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096, 16384))
+        self.finished = counter("answers", "Answers, by how they ended", ("reason",))
+        self.refused = counter("refused_requests", "Requests that were turned down", ("status",))
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
+        self.answer_tokens = counter("answer_tokens", "Tokens of answers")
+        self.cached_tokens = counter("cached_prompt_tokens", "Tokens of prompts that were computed before")
+        self.drafted = counter("draft_tokens", "Tokens that were guessed")
+        self.accepted = counter("accepted_draft_tokens", "Guessed tokens that were right")
+        self._gauges(engine)
+
+    def _gauges(self, engine: InferenceEngine) -> None:
+        def gauge(name: str, words: str, read: Callable[[], float]) -> None:
+            Gauge(f"outcore_{name}", words, registry=self.registry).set_function(read)
+
+        placement, cache = self._opened.placement, engine.scheduler.cache
+        gauge("running_answers", "Answers being written", lambda: engine.num_running)
+        gauge("waiting_answers", "Answers that wait for room", lambda: engine.num_waiting)
+        gauge("preempted_answers", "Answers that lost their pages and began again", self._preempted)
+        pages = Gauge("outcore_kv_pages", "Pages of keys and values", ("group", "state"), registry=self.registry)
+        for group, ledger in enumerate(cache.ledgers):
+            window = cache.windows[group]
+            name = "all" if window is None else f"window {window}"
+            pages.labels(name, "free").set_function(lambda ledger=ledger: ledger.num_free)
+            pages.labels(name, "used").set_function(lambda ledger=ledger: ledger.num_pages - ledger.num_free)
+        gauge("kv_bytes", "Bytes of keys and values", lambda: cache.size_bytes)
+        gauge("prefix_pages", "Pages kept for prompts that begin alike", lambda: len(cache.index or ()))
+        weights = Gauge(
+            "outcore_weight_bytes", "Bytes of weights, by where they live", ("home",), registry=self.registry
+        )
+        for home in ("vram", "ram", "nvme"):
+            weights.labels(home).set(placement.bytes_at(home))
+        gauge(
+            "travelling_bytes", "Bytes of weights that cross the link in each pass", lambda: placement.travelling_bytes
+        )
+        gauge("link_bytes_per_second", "Bytes that crossed the link in the last pass, per second", self._link_rate)
+
+    def _preempted(self) -> float:
+        return self._opened.engine.scheduler.num_preempted
+
+    def _link_rate(self) -> float:
+        seconds = self._opened.engine.counts.last_pass_s
+        return self._opened.placement.travelling_bytes / seconds if seconds else 0.0
+
+    def passed(self) -> None:
+        """Note the pass that has just run."""
+        counts = self._opened.engine.counts
+        self.pass_time.observe(counts.last_pass_s)
+        self.pass_rows.observe(counts.last_pass_rows)
+
+    def answered(self, answer: Answer, prompt_tokens: int) -> None:
+        """Note an answer that has ended."""
+        times, written = answer.timings, len(answer.tokens)
+        self.finished.labels(answer.finish).inc()
+        self.queued.observe(times.queued_s)
+        self.total.observe(times.total_s)
+        if written:
+            self.first_token.observe(times.first_token_s)
+        if written > 1:
+            self.between.observe(max(0.0, times.total_s - times.first_token_s) / (written - 1))
+        self.answer_tokens.inc(written)
+        self.drafted.inc(times.drafted)
+        self.accepted.inc(times.accepted)
+        if answer.choice == 0:
+            self.prompt_tokens.inc(prompt_tokens)
+            self.cached_tokens.inc(times.cached_tokens)
+
+    def page(self) -> bytes:
+        """The page that Prometheus reads."""
+        return generate_latest(self.registry)

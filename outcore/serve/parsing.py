@@ -1,0 +1,125 @@
+"""What an answer's text holds besides words: reasoning and calls of tools, told apart while it arrives.
+
+Marks are those that most open models write: <think>...</think>, and <tool_call>{"name": ..., "arguments": {...}}
+</tool_call>. Only marks that the model's own chat template names are looked for. A model that brings a response schema
+(transformers' `parse_response`) has its whole answers read by that.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Mode = Literal["content", "reasoning", "tool"]
+MARKS: dict[Mode, tuple[str, str]] = {"reasoning": ("<think>", "</think>"), "tool": ("<tool_call>", "</tool_call>")}
+
+
+@dataclass
+class Parsed:
+    """One answer, told apart."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+class AnswerParser:
+    """`add` text, `finish` once; each returns what is new. `marks`: which to look for; `begins_in`: what the prompt has
+    already opened."""
+
+    def __init__(self, name: str, marks: frozenset[Mode], begins_in: Mode = "content") -> None:
+        self.whole = Parsed()
+        self._name, self._marks, self._mode = name, marks, begins_in
+        self._held, self._tool = "", ""
+
+    def add(self, text: str) -> Parsed:
+        """What more text settles."""
+        self._held += text
+        new = Parsed()
+        while self._step(new):
+            pass
+        return self._noted(new)
+
+    def finish(self) -> Parsed:
+        """The rest."""
+        new = Parsed()
+        if self._mode == "tool":  # cut off within a call: it is told as text
+            self._put(new, MARKS["tool"][0] + self._tool + self._held, "content")
+        else:
+            self._put(new, self._held, self._mode)
+        self._held = self._tool = ""
+        return self._noted(new)
+
+    def _step(self, new: Parsed) -> bool:
+        """Settle text up to the next mark; False when there is none yet."""
+        if self._mode == "content":
+            begins = {MARKS[mode][0]: mode for mode in self._marks}
+        else:
+            begins = {MARKS[self._mode][1]: "content"}
+        found = min(((self._held.find(mark), mark) for mark in begins if mark in self._held), default=None)
+        if found is None:
+            keep = max((_overlap(self._held, mark) for mark in begins), default=0)
+            self._put(new, self._held[: len(self._held) - keep], self._mode)
+            self._held = self._held[len(self._held) - keep :]
+            return False
+        at, mark = found
+        self._put(new, self._held[:at], self._mode)
+        self._held = (
+            self._held[at + len(mark) :].lstrip("\n") if self._mode != "content" else self._held[at + len(mark) :]
+        )
+        if self._mode == "tool":
+            self._end_tool(new)
+        self._mode = begins[mark]  # pyright: ignore[reportAttributeAccessIssue]
+        return True
+
+    def _put(self, new: Parsed, text: str, mode: Mode) -> None:
+        if mode == "content":
+            new.content += text
+        elif mode == "reasoning":
+            new.reasoning += text
+        else:
+            self._tool += text
+
+    def _end_tool(self, new: Parsed) -> None:
+        text, self._tool = self._tool.strip(), ""
+        call = tool_call_of(text, f"{self._name}-{len(self.whole.tool_calls) + len(new.tool_calls)}")
+        if call is None:
+            new.content += f"{MARKS['tool'][0]}{text}{MARKS['tool'][1]}"
+        else:
+            new.tool_calls.append(call)
+
+    def _noted(self, new: Parsed) -> Parsed:
+        self.whole.content += new.content
+        self.whole.reasoning += new.reasoning
+        self.whole.tool_calls += new.tool_calls
+        return new
+
+
+def tool_call_of(text: str, name: str) -> dict[str, Any] | None:
+    """A call in OpenAI's shape; None when the text is none."""
+    try:
+        call = json.loads(text)
+        function, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if not isinstance(function, str):
+        return None
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": f"call-{name}", "type": "function", "function": {"name": function, "arguments": written}}
+
+
+def marks_of(tokenizer: Any, *, with_tools: bool) -> frozenset[Mode]:
+    """Which marks this model's template speaks of."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    found: set[Mode] = {"reasoning"} if "</think>" in template else set()
+    return frozenset(found | ({"tool"} if with_tools else set()))
+
+
+def takes_tools(tokenizer: Any) -> bool:
+    """Whether the model's template tells it of tools."""
+    return "tools" in str(getattr(tokenizer, "chat_template", None) or "")
+
+
+def _overlap(text: str, mark: str) -> int:
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

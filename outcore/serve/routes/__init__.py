@@ -1,0 +1,1 @@
+"""Endpoints, one family a file."""

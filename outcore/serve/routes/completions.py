@@ -1,0 +1,172 @@
+"""POST /v1/completions: prompts as text or token ids, one or many; `echo` with `logprobs` tells their likelihood."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from outcore.infer import Answer, Piece, Request
+from outcore.infer.passes import TokenScore
+from outcore.serve.body import flag, sorted_out, usage_of, wants_usage
+from outcore.serve.errors import bad
+from outcore.serve.routes.logprobs import of_completion
+from outcore.serve.service import Service, failure_of
+
+FIELDS = frozenset({"prompt", "echo"})
+UNSUPPORTED: dict[str, Any] = {"suffix": None, "best_of": 1, "response_format": None}
+ENDPOINT = "/v1/completions"
+MAX_PROMPTS = 2048
+
+
+class CompletionCall:
+    """One request, understood. ApiError for what cannot be."""
+
+    def __init__(self, service: Service, body: dict[str, Any]) -> None:
+        fields, self.ignored = sorted_out(body, FIELDS, UNSUPPORTED)
+        self.service = service
+        service.check_model(fields)
+        self.is_stream, self.with_usage = flag(fields, "stream"), wants_usage(fields)
+        self.echo = flag(fields, "echo")
+        self.prompts = _prompts_of(fields.get("prompt"), service)
+        fields.setdefault("max_tokens", 16)
+        self.only_scores = fields.get("max_tokens") == 0
+        if self.only_scores:
+            if not self.echo:
+                raise bad("max_tokens 0 gives nothing without echo: true.", "max_tokens")
+            fields["max_tokens"] = 1
+        self.name = service.new_name("cmpl")
+        self.requests: list[Request] = [
+            service.request_of(fields, ids, f"{self.name}-{number}") for number, ids in enumerate(self.prompts)
+        ]
+        self.num_top = self.requests[0].sampling.logprobs
+        if self.is_stream and self.echo:
+            raise bad("echo does not go with stream: true.", "echo")
+
+    @property
+    def num_places(self) -> int:
+        """Requests that it counts for."""
+        return len(self.requests)
+
+
+def _prompts_of(prompt: Any, service: Service) -> list[tuple[int, ...]]:
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise bad("prompt must be a text, a list of token ids, or a list of these.", "prompt")
+    if all(type(item) is int for item in prompt):
+        prompt = [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise bad(f"{len(prompt)} prompts are more than {MAX_PROMPTS}.", "prompt")
+    found = []
+    for item in prompt:
+        if isinstance(item, str):
+            found.append(service.prompts.of_text(item))
+        elif isinstance(item, list) and item and all(type(token) is int for token in item):
+            found.append(tuple(item))
+        else:
+            raise bad("prompt must be a text, a list of token ids, or a list of these.", "prompt")
+    return found
+
+
+async def whole(call: CompletionCall) -> dict[str, Any]:
+    """All answers to all prompts at once."""
+    service = call.service
+    scores: Sequence[Sequence[TokenScore]] = [[] for _ in call.prompts]
+    if call.echo and call.num_top is not None:
+        scores = await service.thread.score(call.prompts, max(1, call.num_top))
+    answers: list[list[Answer]] = [[] for _ in call.prompts]
+    if not call.only_scores:
+        tasks = [asyncio.ensure_future(service.answers(request, ENDPOINT)) for request in call.requests]
+        try:
+            answers = list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+    choices = []
+    for number, request in enumerate(call.requests):
+        of_prompt = answers[number] or [None] * request.n
+        for place, answer in enumerate(of_prompt):
+            choices.append(_choice(call, number, number * request.n + place, answer, scores[number]))
+    written = sum(len(a.tokens) for group in answers for a in group)
+    return _frame(call) | {"choices": choices, "usage": usage_of(sum(map(len, call.prompts)), written)}
+
+
+def _choice(
+    call: CompletionCall, number: int, index: int, answer: Answer | None, scores: Sequence[TokenScore]
+) -> dict[str, Any]:
+    tokenizer, prompt = call.service.prompts.tokenizer, call.prompts[number]
+    before = tokenizer.decode(list(prompt), skip_special_tokens=False) if call.echo else ""
+    found: dict[str, Any] = {
+        "index": index,
+        "text": before + ("" if answer is None else answer.text),
+        "finish_reason": "length" if answer is None else _reason(answer),
+        "logprobs": None,
+    }
+    if call.num_top is not None:
+        echoed = list(zip(prompt, [None, *scores], strict=True)) if call.echo else ()
+        found["logprobs"] = of_completion(tokenizer, () if answer is None else answer.tokens, 0, echoed)
+    return found
+
+
+async def events(call: CompletionCall) -> AsyncIterator[dict[str, str]]:
+    """Server-sent events of all prompts as they come, ending with [DONE]."""
+    frame, written = _frame(call), 0
+    queue: asyncio.Queue[tuple[int, Piece | Answer | Exception | None]] = asyncio.Queue()
+    tokenizer = call.service.prompts.tokenizer
+
+    async def pump(number: int, request: Request) -> None:
+        try:
+            async for item in call.service.stream(request, ENDPOINT):
+                queue.put_nowait((number, item))
+            queue.put_nowait((number, None))
+        except Exception as error:
+            queue.put_nowait((number, error))
+
+    tasks = [asyncio.ensure_future(pump(number, request)) for number, request in enumerate(call.requests)]
+    left = len(tasks)
+    try:
+        while left:
+            number, item = await queue.get()
+            if item is None:
+                left -= 1
+                continue
+            if isinstance(item, Exception):
+                raise item
+            index = number * call.requests[number].n + item.choice
+            if isinstance(item, Answer):
+                if item.finish == "error":
+                    yield {"data": json.dumps(failure_of(item.error).body())}
+                    break
+                written += len(item.tokens)
+                text, reason, tokens = "", _reason(item), ()
+            else:
+                text, reason, tokens = item.text, None, item.tokens
+                if not text and not tokens:
+                    continue
+            logprobs = of_completion(tokenizer, tokens) if call.num_top is not None and tokens else None
+            one = {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
+            yield {"data": json.dumps(frame | {"choices": [one]} | ({"usage": None} if call.with_usage else {}))}
+    finally:
+        for task in tasks:
+            task.cancel()
+    if call.with_usage:
+        usage = usage_of(sum(map(len, call.prompts)), written)
+        yield {"data": json.dumps(frame | {"choices": [], "usage": usage})}
+    yield {"data": "[DONE]"}
+
+
+def _frame(call: CompletionCall) -> dict[str, Any]:
+    return {
+        "id": call.name,
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": call.service.name,
+        "system_fingerprint": call.service.records.model_hash or None,
+    }
+
+
+def _reason(answer: Answer) -> str:
+    return answer.finish if answer.finish in ("stop", "length") else "stop"

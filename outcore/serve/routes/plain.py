@@ -1,0 +1,64 @@
+"""Small endpoints: models, tokens, health, metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outcore.serve.body import sorted_out
+from outcore.serve.errors import bad
+from outcore.serve.service import Service
+
+FIELDS = frozenset({"prompt", "messages", "tokens", "add_special_tokens"})
+
+
+def models(service: Service) -> dict[str, Any]:
+    """GET /v1/models."""
+    one = {
+        "id": service.name,
+        "object": "model",
+        "created": service.started_s,
+        "owned_by": "outcore",
+        "max_model_len": service.max_context,
+    }
+    return {"object": "list", "data": [one]}
+
+
+def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
+    """POST /tokenize: a prompt or messages as token ids."""
+    fields, _ = sorted_out(body, FIELDS, {})
+    prompt, messages = fields.get("prompt"), fields.get("messages")
+    if (prompt is None) == (messages is None):
+        raise bad("Give either prompt or messages.", "prompt")
+    try:
+        if messages is not None:
+            if not isinstance(messages, list):
+                raise ValueError("messages must be a list.")
+            ids = list(service.prompts.of_messages(messages))
+        elif isinstance(prompt, str):
+            special = fields.get("add_special_tokens", True) is not False
+            ids = list(service.prompts.tokenizer(prompt, add_special_tokens=special)["input_ids"])
+        else:
+            raise ValueError("prompt must be a text.")
+    except ValueError as error:
+        raise bad(str(error), "prompt" if messages is None else "messages") from error
+    return {"tokens": ids, "count": len(ids), "max_model_len": service.max_context}
+
+
+def detokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
+    """POST /detokenize: token ids as text."""
+    tokens = body.get("tokens")
+    vocab = service.opened.engine.speech.vocab_size
+    if not isinstance(tokens, list) or not all(type(t) is int and 0 <= t < vocab for t in tokens):
+        raise bad(f"tokens must be a list of ids from 0 to {vocab - 1}.", "tokens")
+    return {"prompt": service.prompts.tokenizer.decode(tokens, skip_special_tokens=False)}
+
+
+def health(service: Service) -> tuple[int, dict[str, Any]]:
+    """GET /health: 200 while passes run, 503 after they failed."""
+    engine = service.opened.engine
+    found = {
+        "status": "ok" if service.thread.is_well else "failed",
+        "running": engine.num_running,
+        "waiting": engine.num_waiting,
+    }
+    return (200 if service.thread.is_well else 503), found

@@ -1,0 +1,142 @@
+"""What routes stand on: one opened model, its engine's thread, limits, metrics, records."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from outcore.infer import Answer, Piece, Request, Sampling
+from outcore.infer.opening import OpenedModel
+from outcore.infer.requests import Prompts, own_defaults, sampling_of
+from outcore.serve.engine_thread import EngineThread
+from outcore.serve.errors import ApiError, bad
+from outcore.serve.metrics import ServeMetrics
+from outcore.serve.records import Records
+from outcore.serve.settings import ServeSettings
+
+
+class Service:
+    """See the module docstring. `start` before the first request, `close` after the last."""
+
+    def __init__(self, opened: OpenedModel, settings: ServeSettings) -> None:
+        self.opened, self.settings = opened, settings
+        self.name = settings.name or opened.found.words
+        self.prompts = Prompts(opened.found.tokenizer)
+        self.defaults = own_defaults(opened.found.loaded.model, Sampling())
+        self.metrics = ServeMetrics(opened)
+        self.records = Records(settings.logs, opened, self.name, with_text=settings.record_text)
+        self.thread = EngineThread(opened.engine, self.metrics.passed)
+        self.started_s = int(time.time())
+        self._numbers = itertools.count(1)
+        self._stamp = f"{time.time_ns():x}"
+        self.num_under_way = 0
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together."""
+        limit = self.opened.engine.speech.max_context
+        most = self.opened.engine.scheduler.cache.most_tokens()
+        return most if limit is None else min(limit, most)
+
+    def start(self) -> None:
+        """Begin to run passes."""
+        self.thread.start()
+
+    def close(self) -> None:
+        """Cancel what is left, let the model go."""
+        self.thread.stop()
+        self.records.close()
+        self.opened.close()
+
+    def new_name(self, prefix: str) -> str:
+        """A name that no other request has had."""
+        return f"{prefix}-{self._stamp}-{next(self._numbers)}"
+
+    def check_model(self, body: Mapping[str, Any]) -> None:
+        """404 for another model's name."""
+        wanted = body.get("model")
+        if wanted is not None and wanted != self.name:
+            raise ApiError(
+                404, f"The model {wanted!r} is not here; this server has {self.name!r}.", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+
+    def request_of(self, body: Mapping[str, Any], ids: tuple[int, ...], name: str) -> Request:
+        """A request for answers to these tokens. ApiError for what cannot be."""
+        count = body.get("n", 1)
+        count = 1 if count is None else count
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 128:
+            raise bad(f"n is {count!r}, but must be a whole number from 1 to 128.", "n")
+        room = self.max_context - len(ids)
+        if room < 1:
+            raise bad(
+                f"The prompt has {len(ids)} tokens, and the context is {self.max_context}. Shorten it.",
+                "messages" if "messages" in body else "prompt",
+                "context_length_exceeded",
+            )
+        try:
+            base = sampling_of({"max_tokens": min(room, self.settings.max_answer_tokens)}, self.defaults)
+            sampling = sampling_of(body, base)
+            request = Request(name, ids, sampling, count, deadline_s=self.settings.request_timeout_s)
+            if sampling.max_tokens > self.settings.max_answer_tokens:
+                raise bad(
+                    f"max_tokens is {sampling.max_tokens}, but this server gives at most "
+                    f"{self.settings.max_answer_tokens}.",
+                    "max_tokens",
+                )
+            self.opened.engine.check(request)
+        except ValueError as error:
+            code = "context_length_exceeded" if "together more" in str(error) else None
+            raise bad(str(error), _param_of(str(error), body), code) from error
+        return request
+
+    def take_place(self, count: int = 1) -> None:
+        """429 when too many requests are under way."""
+        if not self.thread.is_well:
+            raise ApiError(503, "The engine has failed; see the server's log.", code="engine_failed")
+        if self.num_under_way + count > self.settings.max_queue:
+            raise ApiError(
+                429, f"{self.num_under_way} requests are under way, more than this server takes. Try again later.",
+                code="queue_full", retry_s=self.retry_s(),
+            )  # fmt: skip
+        self.num_under_way += count
+
+    def leave_place(self, count: int = 1) -> None:
+        """Give places back."""
+        self.num_under_way -= count
+
+    def retry_s(self) -> int:
+        """Seconds after which some request should have ended."""
+        last = self.opened.engine.counts.last_pass_s or 0.1
+        return max(1, min(60, math.ceil(20 * last)))
+
+    async def stream(self, request: Request, endpoint: str) -> AsyncIterator[Piece | Answer]:
+        """Pieces and answers of a request whose place is taken; noted in metrics and records."""
+        async for item in self.thread.stream(request):
+            if isinstance(item, Answer):
+                self.metrics.answered(item, len(request.prompt))
+                self.records.add(request, item, endpoint)
+            yield item
+
+    async def answers(self, request: Request, endpoint: str) -> list[Answer]:
+        """All answers, in the order of choices. ApiError when one failed."""
+        found = [item async for item in self.stream(request, endpoint) if isinstance(item, Answer)]
+        if failed := next((a for a in found if a.finish == "error"), None):
+            raise failure_of(failed.error)
+        return sorted(found, key=lambda answer: answer.choice)
+
+
+def failure_of(why: str) -> ApiError:
+    """What a client is told of an answer that failed."""
+    if why.startswith("not finished within"):
+        return ApiError(408, f"The answer was {why}.", code="timeout")
+    return ApiError(500, f"The answer failed: {why}", code="engine_error")
+
+
+def _param_of(message: str, body: Mapping[str, Any]) -> str | None:
+    """The field that a message begins with."""
+    word = message.split(" ", 1)[0]
+    return word if word in body else None

@@ -1,0 +1,64 @@
+"""How the server is reached and what it lets pass."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from outcore.common.quantities import MIB
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """ValueError for what is not safe or cannot be."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    insecure: bool = False
+    """Listen on other addresses without a key."""
+    name: str = ""
+    """What the model is called over HTTP."""
+    max_queue: int = 512
+    """Requests under way at most; more get 429."""
+    max_body_bytes: int = 16 * MIB
+    max_answer_tokens: int = 4096
+    """Tokens of one answer at most, and where a request does not say."""
+    request_timeout_s: float = 600.0
+    logs: Path = Path("logs/serve")
+    record_text: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port is {self.port}, but must be from 0 to 65535.")
+        if not is_loopback(self.host) and not self.api_keys and not self.insecure:
+            raise ValueError(
+                f"host {self.host} can be reached from other machines: give --api_key_file FILE, or --insecure if "
+                "anyone may use it. 127.0.0.1 is for this machine alone."
+            )
+        if any(len(key) < 8 for key in self.api_keys):
+            raise ValueError("an API key has fewer than 8 letters. Use a longer one.")
+        for name in ("max_queue", "max_body_bytes", "max_answer_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1.")
+        if not self.request_timeout_s > 0:
+            raise ValueError(f"request_timeout is {self.request_timeout_s}, but must be above 0.")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Keys of a file, one a line. ValueError for none."""
+    keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    if not keys:
+        raise ValueError(f"{path} holds no keys: write one a line.")
+    return keys

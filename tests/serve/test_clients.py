@@ -1,0 +1,177 @@
+"""The server as real clients see it: the openai package, a harness that scores, Prometheus."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+
+import pytest
+import torch
+
+from tests.infer.models import greedy_by_transformers
+
+openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60)
+
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def ids_of(tokenizer, messages):
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def get(server, path):
+    with urllib.request.urlopen(server.url + path, timeout=30) as reply:
+        return reply.read().decode()
+
+
+def test_models(client):
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
+def test_chat_equals_transformers(client, tiny_folder):
+    _, model, tokenizer = tiny_folder
+    found = client.chat.completions.create(
+        model="tiny", messages=HELLO, temperature=0, max_tokens=12, extra_body={"ignore_eos": True}
+    )
+    ids = ids_of(tokenizer, HELLO)
+    expected = greedy_by_transformers(model, ids, 12)
+    assert found.choices[0].message.content == tokenizer.decode(expected, skip_special_tokens=True)
+    assert found.choices[0].finish_reason == "length"
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(ids), 12)
+
+
+def test_streams_say_the_same_as_whole_answers(client):
+    asked = {"model": "tiny", "messages": HELLO, "seed": 11, "max_tokens": 20, "n": 2, "logprobs": True}
+    whole = client.chat.completions.create(**asked, top_logprobs=2)
+    texts, reasons, logprobs, usage = ["", ""], [None, None], [0, 0], None
+    stream = client.chat.completions.create(
+        **asked, top_logprobs=2, stream=True, stream_options={"include_usage": True}
+    )
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+            logprobs[choice.index] += len(choice.logprobs.content) if choice.logprobs else 0
+    assert texts == [c.message.content for c in whole.choices] and texts[0] != texts[1]
+    assert reasons == [c.finish_reason for c in whole.choices]
+    assert logprobs == [len(c.logprobs.content) for c in whole.choices]
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    one = whole.choices[0].logprobs.content[0]
+    assert len(one.top_logprobs) == 2 and one.logprob <= one.top_logprobs[0].logprob <= 0
+
+
+def test_seed_stop_and_bias(client):
+    asked = {"model": "tiny", "prompt": "The quick", "max_tokens": 24, "seed": 5}
+    first = client.completions.create(**asked).choices[0].text
+    assert client.completions.create(**asked).choices[0].text == first
+    stop = first[6:9]
+    stopped = client.completions.create(**asked, stop=[stop]).choices[0]
+    assert stopped.text == first[: first.find(stop)] and stopped.finish_reason == "stop"
+    parts = client.completions.create(**asked, stop=stop, stream=True)
+    assert "".join(p.choices[0].text for p in parts if p.choices) == stopped.text
+    biased = client.completions.create(**asked, logit_bias={"70": 100})
+    assert len(set(biased.choices[0].text)) == 1
+
+
+def test_prompts_in_every_form(client, tiny_folder):
+    tokenizer = tiny_folder[2]
+    ids = tokenizer("The quick")["input_ids"]
+    asked = {"model": "tiny", "max_tokens": 4, "temperature": 0}
+    texts = [
+        [c.text for c in client.completions.create(prompt=prompt, **asked).choices]
+        for prompt in ("The quick", ids, ["The quick", "dog"], [ids, ids])
+    ]
+    assert texts[0] == texts[1] == texts[2][:1] and texts[3] == texts[0] * 2
+
+
+def test_scores_as_a_harness_asks_for_them(client, tiny_folder):
+    """lm-evaluation-harness: lists of token ids, echo, logprobs 1, max_tokens 1."""
+    _, model, tokenizer = tiny_folder
+    texts = [tokenizer("The quick brown fox")["input_ids"], tokenizer("lazy dog")["input_ids"]]
+    found = client.completions.create(
+        model="tiny", prompt=texts, max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1
+    )
+    for ids, choice in zip(texts, found.choices):
+        with torch.no_grad():
+            wanted = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0], -1)
+        scores = choice.logprobs.token_logprobs
+        assert len(scores) == len(ids) + 1 and scores[0] is None
+        assert scores[1:-1] == pytest.approx([float(wanted[i - 1, t]) for i, t in enumerate(ids) if i], abs=1e-4)
+        for place, (score, top) in enumerate(zip(scores[1:-1], choice.logprobs.top_logprobs[1:-1])):
+            is_greedy = max(top.values()) <= score
+            assert is_greedy == (int(wanted[place].argmax()) == ids[place + 1])
+    only = client.completions.create(model="tiny", prompt="The", max_tokens=0, logprobs=1, echo=True)
+    assert only.choices[0].text == "The"
+
+
+def test_errors_have_classes(client, start, tiny_folder):
+    with pytest.raises(openai.NotFoundError, match="not here"):
+        client.chat.completions.create(model="other", messages=HELLO)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(model="tiny", messages=HELLO, temperature=-1)
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model="tiny", prompt="x" * 3000)
+    assert error.value.code == "context_length_exceeded"
+    from outcore.serve import ServeSettings
+
+    guarded = start(ServeSettings(api_keys=("a-secret-key",)), max_sequences=2)
+    wrong = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="another-key", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        wrong.models.list()
+    right = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="a-secret-key", max_retries=0)
+    assert len(right.models.list().data) == 1
+    assert json.loads(get(guarded, "/health"))["status"] == "ok"
+
+
+def test_a_client_that_goes_away_frees_its_place(client, server):
+    stream = client.completions.create(
+        model="tiny", prompt="The", max_tokens=64, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    until = time.monotonic() + 10
+    while server.service.num_under_way and time.monotonic() < until:
+        time.sleep(0.02)
+    assert server.service.num_under_way == 0 and server.service.opened.engine.num_running == 0
+
+
+def test_metrics_and_records(client, server):
+    client.completions.create(model="tiny", prompt="The", max_tokens=3)
+    page = get(server, "/metrics")
+    assert 'outcore_answers_total{reason="length"}' in page
+    for name in (
+        "time_to_first_token_seconds_bucket",
+        "pass_seconds_count",
+        "kv_pages",
+        "weight_bytes",
+        "draft_tokens",
+    ):
+        assert f"outcore_{name}" in page
+    lines = [json.loads(line) for line in server.service.records.path.read_text().splitlines()]
+    assert lines[0]["model_hash"] and lines[0]["placement"]
+    last = lines[-1]
+    assert last["endpoint"] == "/v1/completions" and last["answer_tokens"] == 3 and "text" not in last
+    assert isinstance(last["seed"], int) and last["timings"]["total_s"] > 0
+
+
+def test_tokens(server):
+    def post(path, body):
+        request = urllib.request.Request(server.url + path, json.dumps(body).encode(), method="POST")
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return json.loads(reply.read())
+
+    found = post("/tokenize", {"prompt": "The quick"})
+    assert found["count"] == len(found["tokens"])
+    assert post("/detokenize", {"tokens": found["tokens"]})["prompt"] == "The quick"
+    assert post("/tokenize", {"messages": HELLO})["count"] > found["count"] - 5

@@ -1,0 +1,115 @@
+"""Bad requests: each is a 4xx in OpenAI's shape that names the field, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+
+from outcore.serve.settings import ServeSettings, is_loopback, read_keys
+
+pytest.importorskip("fastapi")
+pytestmark = pytest.mark.usefixtures("one_thread")
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def post(server, path, body, raw=None):
+    """(status, headers, JSON)."""
+    data = raw if raw is not None else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"}, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status, reply.headers, json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, json.loads(error.read())
+
+
+BAD = [
+    (CHAT, {}, 400, "messages"),
+    (CHAT, {"messages": []}, 400, "messages"),
+    (CHAT, {"messages": "Hi"}, 400, "messages"),
+    (CHAT, {"messages": [{"content": "Hi"}]}, 400, "role"),
+    (CHAT, {"messages": [3]}, 400, "role"),
+    (CHAT, {"messages": [{"role": "user", "content": 3}]}, 400, "content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+    (CHAT, {"messages": HI, "model": "another"}, 404, "another"),
+    (CHAT, {"messages": HI, "n": 0}, 400, "n is 0"),
+    (CHAT, {"messages": HI, "n": 1000}, 400, "n is 1000"),
+    (CHAT, {"messages": HI, "n": True}, 400, "n is True"),
+    (CHAT, {"messages": HI, "temperature": "hot"}, 400, "temperature"),
+    (CHAT, {"messages": HI, "temperature": -0.1}, 400, "temperature"),
+    (CHAT, {"messages": HI, "top_p": 2}, 400, "top_p"),
+    (CHAT, {"messages": HI, "top_p": True}, 400, "top_p"),
+    (CHAT, {"messages": HI, "max_tokens": 0}, 400, "max_tokens"),
+    (CHAT, {"messages": HI, "max_tokens": 1.5}, 400, "max_tokens"),
+    (CHAT, {"messages": HI, "max_completion_tokens": 100000}, 400, "max_tokens"),
+    (CHAT, {"messages": HI, "stop": [1]}, 400, "stop"),
+    (CHAT, {"messages": HI, "stop": [""]}, 400, "stop"),
+    (CHAT, {"messages": HI, "logit_bias": [1]}, 400, "logit_bias"),
+    (CHAT, {"messages": HI, "logit_bias": {"a": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": HI, "logit_bias": {"99999": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": HI, "seed": -5}, 400, "seed"),
+    (CHAT, {"messages": HI, "top_logprobs": 3}, 400, "logprobs"),
+    (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 50}, 400, "logprobs"),
+    (CHAT, {"messages": HI, "presence_penalty": 9}, 400, "presence_penalty"),
+    (CHAT, {"messages": HI, "stream": "yes"}, 400, "stream"),
+    (CHAT, {"messages": HI, "stream_options": {"include_usage": True}}, 400, "stream_options"),
+    (CHAT, {"messages": HI, "audio": {"voice": "x"}}, 400, "audio"),
+    (CHAT, {"messages": HI, "functions": [{}]}, 400, "functions"),
+    (CHAT, {"messages": HI, "tools": "none"}, 400, "tools"),
+    (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice"),
+    (TEXT, {}, 400, "prompt"),
+    (TEXT, {"prompt": 3}, 400, "prompt"),
+    (TEXT, {"prompt": []}, 400, "prompt"),
+    (TEXT, {"prompt": [["a"]]}, 400, "prompt"),
+    (TEXT, {"prompt": [999999]}, 400, "vocabulary"),
+    (TEXT, {"prompt": "x" * 5000}, 400, "context"),
+    (TEXT, {"prompt": "Hi", "best_of": 3}, 400, "best_of"),
+    (TEXT, {"prompt": "Hi", "suffix": "end"}, 400, "suffix"),
+    (TEXT, {"prompt": "Hi", "max_tokens": 0}, 400, "echo"),
+    (TEXT, {"prompt": "Hi", "echo": True, "stream": True}, 400, "echo"),
+    (TEXT, {"prompt": ["Hi"] * 41}, 429, "under way"),
+    ("/tokenize", {}, 400, "prompt"),
+    ("/tokenize", {"prompt": 1}, 400, "prompt"),
+    ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+    ("/v1/embeddings", {"input": "Hi"}, 404, "/v1/embeddings"),
+]
+
+
+@pytest.mark.parametrize("path, body, status, word", BAD)
+def test_bad_requests(server, path, body, status, word):
+    found, headers, reply = post(server, path, body)
+    assert found == status and word in reply["error"]["message"]
+    assert set(reply["error"]) == {"message", "type", "param", "code"}
+    assert found != 429 or int(headers["Retry-After"]) >= 1
+
+
+@pytest.mark.parametrize("raw, status", [(b"", 400), (b"{", 400), (b"[]", 400), (b"{" + b" " * 200_000 + b"}", 413)])
+def test_bodies_that_are_no_request(server, raw, status):
+    assert post(server, CHAT, None, raw)[0] == status
+
+
+def test_unknown_fields_are_ignored_and_told(server):
+    status, headers, _ = post(server, CHAT, {"messages": HI, "max_tokens": 2, "tempreature": 1, "xyz": 2, "user": "me"})
+    assert status == 200 and headers["X-Outcore-Ignored-Fields"] == "tempreature, xyz"
+
+
+def test_other_addresses_need_a_key(tmp_path):
+    with pytest.raises(ValueError, match="--insecure"):
+        ServeSettings(host="0.0.0.0")
+    assert ServeSettings(host="0.0.0.0", insecure=True).host and ServeSettings(host="0.0.0.0", api_keys=("longenough",))
+    assert is_loopback("127.0.0.9") and is_loopback("::1") and not is_loopback("10.0.0.1")
+    with pytest.raises(ValueError, match="fewer than 8"):
+        ServeSettings(api_keys=("short",))
+    (tmp_path / "keys").write_text("\n")
+    with pytest.raises(ValueError, match="holds no keys"):
+        read_keys(tmp_path / "keys")
+
+
+def test_an_answer_that_takes_too_long_is_given_up(start):
+    slow = start(ServeSettings(request_timeout_s=0.0001), max_sequences=2)
+    status, _, reply = post(slow, TEXT, {"prompt": "Hi", "max_tokens": 200, "ignore_eos": True})
+    assert status == 408 and reply["error"]["code"] == "timeout"
