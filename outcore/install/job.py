@@ -217,6 +217,8 @@ class Job:
             if not script.exists():
                 raise InstallError(f"{script} is not there", "the clone is incomplete", "clone the repository again")
             self.exit_code = self._start([str(script), *self.options.rest])
+            if self.exit_code == EXIT_OK:
+                self._say_how_to_talk()
 
     def _pytest_arguments(self) -> list[str]:
         """The whole suite must cover 80 % of the package; a chosen part of it need not.
@@ -296,6 +298,13 @@ class Job:
         self.progress.say("train:     deepspeed --num_gpus=1 train_model.py   (python train_model.py does the same)")
         if os.name != "nt" and not self.options.shim:
             self.progress.say("without activating: `python setup.py --shim` puts `deepspeed` into ~/.local/bin")
+
+    def _say_how_to_talk(self) -> None:
+        """The line that starts a chat with the model just trained: the newest one in final_model/."""
+        made = sorted(self.repository.glob("final_model/*/config.json"), key=lambda path: path.stat().st_mtime)
+        if made:
+            folder = made[-1].parent.relative_to(self.repository)
+            self.progress.say(f"\ntalk with it: {self.environment.python} -m outcore.cli chat {folder}")
 
     def _report_error(self, message: str) -> None:
         """An unfinished set-up leaves a report that says so, instead of an older one that says OK."""

@@ -2,6 +2,7 @@
 
     outcore plan --model llama-8b --machine rtx4070-laptop
     outcore plan --model Qwen/Qwen3-4B --lora_r 16 --json
+    outcore plan --infer llama-70b --preset throughput
     outcore plan --guide            (writes the tables of docs/planning.md)
 
 Exit code: 0 the plan fits, 1 it does not, 2 wrong usage or a missing, stale or damaged profile.
@@ -18,9 +19,10 @@ from outcore.common.quantities import GIB
 from outcore.model.shape import resolve_shape
 from outcore.plan.answer.advice import advise
 from outcore.plan.choose import choose_or_change
-from outcore.plan.hardware import Overrides
+from outcore.plan.hardware import Hardware, Overrides
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import ENGINES, PRECISIONS, STAGES, RunRequest
+from outcore.sizing.shape import ModelShape
 
 STAGE_WORDS = {"0": "none", "1": "zero1", "2": "zero2", "3": "zero3"}
 SHORT_NAMES = {
@@ -65,6 +67,11 @@ def parser() -> argparse.ArgumentParser:
     hw.add_argument("--nvme_free_gb", type=float)
     hw.add_argument("--tflops", type=float, help="that the GPU reaches with compiled layers")
     hw.add_argument("--num_gpus", type=int, default=1)
+    infer = p.add_argument_group("answers instead of training")
+    infer.add_argument("--infer", nargs="?", const="", metavar="MODEL", help="plan generating and serving")
+    infer.add_argument("--preset", choices=("balanced", "latency", "throughput"), default="balanced")
+    infer.add_argument("--context", type=int, help="tokens of prompt and answer together")
+    infer.add_argument("--kv_format", choices=("same", "int8"), default="same")
     out = p.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="the answer as JSON on stdout")
     out.add_argument("--png", type=Path, metavar="FILE", help="stacked bars per tier against capacity")
@@ -97,6 +104,8 @@ def main(argv: list[str] | None = None) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from outcore.plan.answer.show import show, to_json
 
+    if args.infer:
+        args.model = args.infer
     if args.model is None:
         from outcore.model.presets import PRESETS
 
@@ -105,7 +114,6 @@ def _plan(args: argparse.Namespace) -> int:
         )
     if args.lora_r == 0 and args.lora_target_modules != "auto":
         raise ValueError("lora_target_modules is given but lora_r is 0: add --lora_r 16 to plan adapters.")
-    request = _request(args)
     overrides = Overrides(
         vram_gib=args.vram_gib,
         ram_gib=args.ram_gib,
@@ -120,6 +128,9 @@ def _plan(args: argparse.Namespace) -> int:
         lora_target_modules=args.lora_target_modules,
         trust_remote_code=args.trust_remote_code,
     )
+    if args.infer is not None:
+        return _infer(args, shape, hardware)
+    request = _request(args)
     if args.lora_r:
         shape = shape.with_lora(args.lora_r)
     answer = choose_or_change(shape, request, hardware)
@@ -135,6 +146,27 @@ def _plan(args: argparse.Namespace) -> int:
         if args.png is not None:
             print(f"picture: {args.png}")
     return 0 if answer.plan.fits else 1
+
+
+def _infer(args: argparse.Namespace, shape: ModelShape, hardware: Hardware) -> int:
+    from outcore.plan.inference import DoesNotFit, plan_inference, to_json, words_of
+
+    asked = {
+        "preset": args.preset,
+        "precision": args.precision,
+        "context": args.context,
+        "kv_format": args.kv_format,
+    }
+    try:
+        plan = plan_inference(shape, hardware, **asked)
+    except DoesNotFit as error:
+        print(f"{shape.name} on {hardware.name}: does not fit. {error}")
+        return 1
+    if args.json:
+        print(json.dumps(to_json(plan), indent=2))
+    else:
+        print("\n".join(words_of(plan, **asked)))
+    return 0
 
 
 def _request(args: argparse.Namespace) -> RunRequest:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
+from starlette.types import Receive, Scope, Send
 
 from outcore.serve.body import IGNORED_HEADER, read_body
 from outcore.serve.errors import ApiError
@@ -117,7 +118,7 @@ def _add_answers(
     path: str,
     understand: Callable[[Service, dict[str, Any]], Any],
     whole: Callable[[Any], Awaitable[dict[str, Any]]],
-    events: Callable[[Any], AsyncIterator[dict[str, str]]],
+    events: Callable[[Any], AsyncGenerator[dict[str, str]]],
 ) -> None:
     @app.post(path)
     async def post(http: HttpRequest) -> Response:
@@ -128,18 +129,34 @@ def _add_answers(
         headers = {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}
         if call.is_stream:
 
-            async def told() -> AsyncIterator[dict[str, str]]:
+            async def told() -> AsyncGenerator[dict[str, str]]:
                 try:
-                    async for event in events(call):
-                        yield event
+                    async with aclosing(events(call)) as source:
+                        async for event in source:
+                            yield event
                 finally:
                     service.leave_place(places)
 
-            return EventSourceResponse(told(), headers=headers, sep="\n")
+            return ClosedEvents(told(), headers=headers, sep="\n")
         try:
             return JSONResponse(await while_connected(http, whole(call)), headers=headers)
         finally:
             service.leave_place(places)
+
+
+class ClosedEvents(EventSourceResponse):
+    """Events whose source is closed with the response, also when the client went away in mid-stream: what the source
+    holds (a place, an answer under way) is free at once, not when the garbage collector comes by."""
+
+    def __init__(self, source: AsyncGenerator[dict[str, str]], **more: Any) -> None:
+        super().__init__(source, **more)
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._source.aclose()
 
 
 async def while_connected(http: HttpRequest, work: Awaitable[Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from outcore.infer import Answer, InferenceEngine, Piece, Request
@@ -53,7 +53,7 @@ class EngineThread:
         self.engine.cancel_all()
         self.engine.step()
 
-    async def stream(self, request: Request) -> AsyncIterator[Piece | Answer]:
+    async def stream(self, request: Request) -> AsyncGenerator[Piece | Answer]:
         """Pieces as they come, and each answer when it has ended. Leaving the loop cancels what is left. ValueError for
         a request that could never be answered."""
         loop = asyncio.get_running_loop()

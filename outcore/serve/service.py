@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from outcore.infer import Answer, Piece, Request, Sampling
@@ -113,17 +114,19 @@ class Service:
         last = self.opened.engine.counts.last_pass_s or 0.1
         return max(1, min(60, math.ceil(20 * last)))
 
-    async def stream(self, request: Request, endpoint: str) -> AsyncIterator[Piece | Answer]:
+    async def stream(self, request: Request, endpoint: str) -> AsyncGenerator[Piece | Answer]:
         """Pieces and answers of a request whose place is taken; noted in metrics and records."""
-        async for item in self.thread.stream(request):
-            if isinstance(item, Answer):
-                self.metrics.answered(item, len(request.prompt))
-                self.records.add(request, item, endpoint)
-            yield item
+        async with aclosing(self.thread.stream(request)) as items:
+            async for item in items:
+                if isinstance(item, Answer):
+                    self.metrics.answered(item, len(request.prompt))
+                    self.records.add(request, item, endpoint)
+                yield item
 
     async def answers(self, request: Request, endpoint: str) -> list[Answer]:
         """All answers, in the order of choices. ApiError when one failed."""
-        found = [item async for item in self.stream(request, endpoint) if isinstance(item, Answer)]
+        async with aclosing(self.stream(request, endpoint)) as items:
+            found = [item async for item in items if isinstance(item, Answer)]
         if failed := next((a for a in found if a.finish == "error"), None):
             raise failure_of(failed.error)
         return sorted(found, key=lambda answer: answer.choice)

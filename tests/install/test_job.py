@@ -271,6 +271,11 @@ def test_run_starts_training(repository: Path, capsys: pytest.CaptureFixture[str
     calls = Calls()
     assert run(make_job(repository, "--run", "--", "--max_steps", "5", call=calls)) == 0
     assert calls.commands == [[str(repository / "train_model.py"), "--max_steps", "5"]]
+    assert "chat" not in capsys.readouterr().out  # nothing was made
+    (repository / "final_model/tiny").mkdir(parents=True)
+    (repository / "final_model/tiny/config.json").write_text("{}")
+    assert run(make_job(repository, "--run", call=calls)) == 0
+    assert capsys.readouterr().out.rstrip().endswith("-m outcore.cli chat final_model/tiny")
     (repository / "train_model.py").unlink()
     assert run(make_job(repository, "--run", call=calls)) == 3
     assert "clone is incomplete" in capsys.readouterr().out

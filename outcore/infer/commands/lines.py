@@ -26,7 +26,7 @@ class Line:
 
     number: int
     shape: str
-    """plain, /v1/chat/completions or /v1/completions."""
+    """plain, /v1/chat/completions, /v1/completions, or batch where it is neither."""
     name: Any
     """The line's own id, for its result."""
     request: Request | None
@@ -43,6 +43,7 @@ def read_line(number: int, text: str, prompts: Prompts, defaults: Sampling, mode
         name = entry.get("custom_id", entry.get("id"))
         body = entry
         if "body" in entry or "url" in entry:
+            shape = "batch"
             shape, body = _batch_body(entry)
         unknown = sorted(set(body) - KNOWN - BESIDE)
         if unknown:

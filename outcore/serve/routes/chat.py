@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from outcore.infer import Answer, Piece, Request
@@ -95,7 +96,7 @@ async def whole(call: ChatCall) -> dict[str, Any]:
     return _frame(call, "chat.completion") | {"choices": choices, "usage": usage}
 
 
-async def events(call: ChatCall) -> AsyncIterator[dict[str, str]]:
+async def events(call: ChatCall) -> AsyncGenerator[dict[str, str]]:
     """Server-sent events, ending with [DONE]."""
     frame, parsers = _frame(call, "chat.completion.chunk"), [call.parser(i) for i in range(call.request.n)]
     calls_told = [0] * call.request.n
@@ -117,21 +118,22 @@ async def events(call: ChatCall) -> AsyncIterator[dict[str, str]]:
 
     for choice in range(call.request.n):
         yield chunk(choice, {"role": "assistant", "content": ""}, None)
-    async for item in call.service.stream(call.request, ENDPOINT):
-        parser = parsers[item.choice]
-        if isinstance(item, Piece):
-            delta = delta_of(item.choice, parser.add(item.text))
-            if delta or (item.tokens and item.tokens[0].logprob is not None):
-                yield chunk(item.choice, delta, None, item.tokens)
-            continue
-        if item.finish == "error":
-            yield {"data": json.dumps(failure_of(item.error).body())}
-            yield {"data": "[DONE]"}
-            return
-        cached, written = max(cached, item.timings.cached_tokens), written + len(item.tokens)
-        if delta := delta_of(item.choice, parser.finish()):
-            yield chunk(item.choice, delta, None)
-        yield chunk(item.choice, {}, _reason(item, parser.whole))
+    async with aclosing(call.service.stream(call.request, ENDPOINT)) as items:
+        async for item in items:
+            parser = parsers[item.choice]
+            if isinstance(item, Piece):
+                delta = delta_of(item.choice, parser.add(item.text))
+                if delta or (item.tokens and item.tokens[0].logprob is not None):
+                    yield chunk(item.choice, delta, None, item.tokens)
+                continue
+            if item.finish == "error":
+                yield {"data": json.dumps(failure_of(item.error).body())}
+                yield {"data": "[DONE]"}
+                return
+            cached, written = max(cached, item.timings.cached_tokens), written + len(item.tokens)
+            if delta := delta_of(item.choice, parser.finish()):
+                yield chunk(item.choice, delta, None)
+            yield chunk(item.choice, {}, _reason(item, parser.whole))
     if call.with_usage:
         usage = usage_of(len(call.request.prompt), written, cached)
         yield {"data": json.dumps(frame | {"choices": [], "usage": usage})}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from outcore.infer import Answer, Piece, Request
@@ -111,7 +112,7 @@ def _choice(
     return found
 
 
-async def events(call: CompletionCall) -> AsyncIterator[dict[str, str]]:
+async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str]]:
     """Server-sent events of all prompts as they come, ending with [DONE]."""
     frame, written = _frame(call), 0
     queue: asyncio.Queue[tuple[int, Piece | Answer | Exception | None]] = asyncio.Queue()
@@ -119,8 +120,9 @@ async def events(call: CompletionCall) -> AsyncIterator[dict[str, str]]:
 
     async def pump(number: int, request: Request) -> None:
         try:
-            async for item in call.service.stream(request, ENDPOINT):
-                queue.put_nowait((number, item))
+            async with aclosing(call.service.stream(request, ENDPOINT)) as items:
+                async for item in items:
+                    queue.put_nowait((number, item))
             queue.put_nowait((number, None))
         except Exception as error:
             queue.put_nowait((number, error))

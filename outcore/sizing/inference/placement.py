@@ -261,7 +261,9 @@ def _on_gpu(
     wanted = limits.kv_bytes or kv_wanted_bytes(needs, sequences, chunk, context)
     room = total - least
     reasons: list[str] = []
-    kv_home: Home = limits.kv_home or ("vram" if one <= min(room, int(total * rule.kv_share)) else "ram")
+    # Many answers at once are worth more than keys and values that do not travel; one answer is not.
+    stays = wanted if rule.name == "throughput" else one
+    kv_home: Home = limits.kv_home or ("vram" if stays <= min(room, int(total * rule.kv_share)) else "ram")
     if kv_home == "vram":
         kv = wanted if limits.kv_bytes else min(wanted, max(one, int(total * rule.kv_share)))
         if max(kv, one) > room:
@@ -273,7 +275,9 @@ def _on_gpu(
     else:
         kv = limits.kv_bytes or min(wanted, max(one, int(limits.ram_bytes * 0.4)))
         if limits.kv_home is None:
-            reasons.append(f"keys and values live in RAM: one context takes {format_gib(one)}")
+            reasons.append(
+                f"keys and values live in RAM: {format_gib(stays)} would not fit beside the weights' buffers"
+            )
     device_kv = kv if kv_home == "vram" else 0
     left = total - work - device_kv
     homes, resident, streams = _spread(needs.parts, left, buffers, max(ends))

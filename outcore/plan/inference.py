@@ -1,0 +1,227 @@
+"""`outcore plan --infer`: where a model would live while it answers, and how fast that would be, before anything loads.
+
+The placement is the engine's own rule (`outcore.sizing.inference`), on sizes counted from the config. A pass takes the
+longest of what goes on at once: weights (and keys and values in RAM) over the link, the drive, the device's memory and
+arithmetic, the host's launches; embedding and head that travel have no neighbour to hide behind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outcore.common.quantities import GB, GIB, format_gib, format_s
+from outcore.plan.hardware import Hardware
+from outcore.sizing.inference import (
+    PRESETS,
+    DoesNotFit,
+    InferenceLimits,
+    InferenceNeeds,
+    KvSize,
+    PartSize,
+    Placement,
+    place_inference,
+)
+from outcore.sizing.shape import ModelShape
+
+STREAMS = (1, 8, 64, 256)
+CONTEXTS = (1024, 32768)
+PROMPT_TOKENS = 512
+FORWARD_SHARE = 1 / 3
+"""Of `host_layer_s`, which is forward, recomputation and backward: what an eager forward takes."""
+SERIAL_S = 0.002
+"""Between passes: choosing tokens and laying out the next pass."""
+RAM_LEFT_BYTES = 2 * GIB
+CPU_TFLOPS = 0.1
+"""Of a CPU whose rate was not measured: about what eight cores with AVX2 reach in fp32."""
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds of one pass, by what would take them if it were alone."""
+
+    terms: Mapping[str, float]
+    serial_s: float
+
+    @property
+    def binding(self) -> str:
+        """The term that the others hide behind."""
+        return max(self.terms, key=lambda name: self.terms[name])
+
+    @property
+    def seconds(self) -> float:
+        return max(self.terms.values()) + self.serial_s
+
+
+@dataclass(frozen=True)
+class InferencePlan:
+    """A placement and its speed."""
+
+    shape: ModelShape
+    hardware: Hardware
+    placement: Placement
+    kv_token_bytes: int
+    itemsize: int
+
+    def decode(self, streams: int, context: int) -> PassTime:
+        """One token for each of so many answers of this length."""
+        return self._pass(streams, streams * context, streams)
+
+    def first_token_s(self, prompt_tokens: int) -> float:
+        """From the arrival of a prompt to its first token, when nothing else runs."""
+        passes = math.ceil(prompt_tokens / self.placement.pass_tokens)
+        of_each = math.ceil(prompt_tokens / passes)
+        return sum(self._pass(of_each, of_each * (n + 0.5), 1).seconds for n in range(passes))
+
+    def tokens_per_s(self, streams: int, context: int) -> float:
+        """Of all answers together; those that do not fit at once take turns."""
+        at_once = max(1, min(streams, self.placement.max_sequences, self.most_streams(context)))
+        return at_once / self.decode(at_once, context).seconds
+
+    def most_streams(self, context: int) -> int:
+        """Answers of this length whose keys and values fit at once."""
+        return self.placement.kv_bytes // max(1, self.kv_token_bytes * context)
+
+    def _pass(self, rows: float, kv_tokens: float, answers: int) -> PassTime:
+        hw, placement = self.hardware, self.placement
+        kv_bytes = kv_tokens * self.kv_token_bytes
+        flops = 2.0 * rows * (self.shape.active_layer_params)
+        flops += 2.0 * answers * self.shape.head_weight_numel
+        resident = placement.bytes_at("vram")
+        terms: dict[str, float] = {}
+        if hw.is_cpu:
+            weights = placement.bytes_at("ram")
+            terms["RAM"] = (weights + kv_bytes) / (hw.ram_gb_per_s * GB)
+            terms["CPU arithmetic"] = flops / ((hw.compute_tflops or CPU_TFLOPS) * 1e12)
+        else:
+            link = placement.travelling_bytes + (kv_bytes if placement.kv_home == "ram" else 0)
+            terms["PCIe"] = link / (hw.h2d_gb_per_s * GB)
+            on_device = resident + placement.travelling_bytes + (kv_bytes if placement.kv_home == "vram" else 0)
+            memory_s = on_device / (hw.device_memory_gb_per_s * GB) if hw.device_memory_gb_per_s else 0.0
+            compute_s = flops / (hw.compute_tflops * 1e12) if hw.compute_tflops else 0.0
+            terms["GPU"] = max(memory_s, compute_s)
+            terms["launches"] = self.shape.num_layers * hw.host_layer_s * FORWARD_SHARE
+        if drive := placement.bytes_at("nvme"):
+            terms["NVMe"] = drive / (hw.drive_read_gb_per_s * GB)
+        return PassTime(terms, SERIAL_S + self._unhidden_s())
+
+    def _unhidden_s(self) -> float:
+        ends = [p for p in self.placement.parts if not p.part.startswith("layer") and p.home != "vram"]
+        if self.hardware.is_cpu or not ends:
+            return 0.0
+        return ends[-1].size_bytes / (self.hardware.h2d_gb_per_s * GB) / 2  # half hides behind the last layers
+
+
+def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float) -> InferenceNeeds:
+    """What is to be placed, counted from the shape."""
+    kv = round(2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * kv_itemsize)
+    layers = [PartSize(f"layer {i}", n * itemsize, True) for i, n in enumerate(shape.layer_params)]
+    if shape.tied:
+        parts = (
+            PartSize("embedding and head", (shape.embedding_params + shape.head_params) * itemsize, False),
+            *layers,
+        )
+    else:
+        parts = (
+            PartSize("embedding", shape.embedding_params * itemsize, False),
+            *layers,
+            PartSize("head", shape.head_params * itemsize, False),
+        )
+    return InferenceNeeds(tuple(parts), KvSize(((None, kv),)), shape.hidden_size, shape.vocab_size, itemsize)
+
+
+def plan_inference(
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    preset: str = "balanced",
+    precision: str = "bf16",
+    context: int | None = None,
+    kv_format: str = "same",
+    uses_nvme: bool = True,
+) -> InferencePlan:
+    """Place and time. DoesNotFit (a ValueError) in numbers; ValueError for a model that cannot be streamed."""
+    if shape.is_encoder_decoder:
+        raise ValueError("an encoder-decoder has two stacks of layers; only decoder-only models are served.")
+    itemsize = 4 if precision == "fp32" else 2
+    kv_itemsize = itemsize if kv_format == "same" else 1 + 4 / shape.head_dim
+    needs = needs_of(shape, itemsize=itemsize, kv_itemsize=kv_itemsize)
+    if context is not None and shape.max_positions is not None and context > shape.max_positions:
+        raise ValueError(f"context is {context}, but the model knows {shape.max_positions} positions.")
+    if context is None and shape.max_positions is not None:
+        context = min(PRESETS[preset].context_tokens, shape.max_positions)
+    limits = InferenceLimits(
+        None if hardware.is_cpu else hardware.vram_bytes - hardware.gpu_context_bytes,
+        max(0, hardware.ram_bytes - RAM_LEFT_BYTES),
+        uses_nvme and hardware.nvme_free_bytes > sum(part.size_bytes for part in needs.parts),
+        context,
+    )
+    return InferencePlan(shape, hardware, place_inference(needs, limits, preset), needs.kv.token_bytes, itemsize)
+
+
+def changes(plan: InferencePlan, **asked: Any) -> list[str]:
+    """What one change would give, where it gives at least a tenth."""
+    now = plan.tokens_per_s(64, 1024)
+    found = []
+    tried: dict[str, dict[str, Any]] = {f"--preset {name}": {"preset": name} for name in PRESETS}
+    tried["--kv_format int8"] = {"kv_format": "int8"}
+    if asked.get("context") is None or asked["context"] > 2048:
+        tried["--context 2048"] = {"context": 2048}
+    for words, change in tried.items():
+        try:
+            other = plan_inference(plan.shape, plan.hardware, **{**asked, **change})
+        except ValueError:
+            continue
+        rate = other.tokens_per_s(64, 1024)
+        if rate >= 1.1 * now:
+            found.append(f"{words}: {rate:,.1f} tokens/s at 64 answers instead of {now:,.1f}")
+    return found
+
+
+def words_of(plan: InferencePlan, **asked: Any) -> list[str]:
+    """The plan, for people."""
+    placement = plan.placement
+    lines = [f"{plan.shape.name} on {plan.hardware.name}", *placement.lines()]
+    one = plan.decode(1, 1024)
+    terms = ", ".join(f"{name} {format_s(value)}" for name, value in one.terms.items())
+    lines.append(f"a pass for one answer: {format_s(one.seconds)} ({terms}); {one.binding} binds")
+    lines.append(
+        f"first word after {PROMPT_TOKENS} tokens: {format_s(plan.first_token_s(PROMPT_TOKENS))}; after 8,192: "
+        f"{format_s(plan.first_token_s(8192))}"
+    )
+    for context in CONTEXTS:
+        if plan.shape.max_positions is not None and context > plan.shape.max_positions:
+            continue
+        most = plan.most_streams(context)
+        if not most:
+            lines.append(f"{context:,} tokens of context do not fit: keys and values need more room")
+            continue
+        rates = ", ".join(f"{n}: {plan.tokens_per_s(n, context):,.1f}" for n in STREAMS)
+        lines.append(f"tokens/s at {context:,} tokens of context, by answers at once: {rates} (room for {most:,})")
+    full = placement.kv_bytes // max(1, plan.kv_token_bytes)
+    lines.append(f"keys and values: {format_gib(plan.kv_token_bytes)} a token; the longest context is {full:,} tokens")
+    if not plan.hardware.is_cpu and not plan.hardware.compute_tflops:
+        lines.append("the GPU's rate is not known: passes of many tokens may take longer (--tflops)")
+    return lines + [f"change {change}" for change in changes(plan, **asked)]
+
+
+def to_json(plan: InferencePlan) -> dict[str, Any]:
+    """The plan as data."""
+    placement = plan.placement
+    return {
+        "model": plan.shape.name,
+        "machine": plan.hardware.name,
+        "preset": placement.preset.name,
+        "bytes": {home: placement.bytes_at(home) for home in ("vram", "ram", "nvme")},
+        "vram_bytes": placement.vram_bytes,
+        "kv": {"home": placement.kv_home, "bytes": placement.kv_bytes, "token_bytes": plan.kv_token_bytes},
+        "context_tokens": placement.context_tokens,
+        "first_token_s": {str(n): plan.first_token_s(n) for n in (PROMPT_TOKENS, 8192)},
+        "tokens_per_s": {str(c): {str(n): plan.tokens_per_s(n, c) for n in STREAMS} for c in CONTEXTS},
+        "pass": {"terms_s": dict(plan.decode(1, 1024).terms), "binds": plan.decode(1, 1024).binding},
+    }
+
+
+__all__ = ["DoesNotFit", "InferencePlan", "changes", "plan_inference", "to_json", "words_of"]
