@@ -118,7 +118,7 @@ def _add_answers(
     path: str,
     understand: Callable[[Service, dict[str, Any]], Any],
     whole: Callable[[Any], Awaitable[dict[str, Any]]],
-    events: Callable[[Any], AsyncGenerator[dict[str, str]]],
+    events: Callable[[Any], AsyncGenerator[dict[str, str], None]],
 ) -> None:
     @app.post(path)
     async def post(http: HttpRequest) -> Response:
@@ -129,7 +129,7 @@ def _add_answers(
         headers = {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}
         if call.is_stream:
 
-            async def told() -> AsyncGenerator[dict[str, str]]:
+            async def told() -> AsyncGenerator[dict[str, str], None]:
                 try:
                     async with aclosing(events(call)) as source:
                         async for event in source:
@@ -148,7 +148,7 @@ class ClosedEvents(EventSourceResponse):
     """Events whose source is closed with the response, also when the client went away in mid-stream: what the source
     holds (a place, an answer under way) is free at once, not when the garbage collector comes by."""
 
-    def __init__(self, source: AsyncGenerator[dict[str, str]], **more: Any) -> None:
+    def __init__(self, source: AsyncGenerator[dict[str, str], None], **more: Any) -> None:
         super().__init__(source, **more)
         self._source = source
 

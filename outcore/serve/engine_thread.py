@@ -53,7 +53,7 @@ class EngineThread:
         self.engine.cancel_all()
         self.engine.step()
 
-    async def stream(self, request: Request) -> AsyncGenerator[Piece | Answer]:
+    async def stream(self, request: Request) -> AsyncGenerator[Piece | Answer, None]:
         """Pieces as they come, and each answer when it has ended. Leaving the loop cancels what is left. ValueError for
         a request that could never be answered."""
         loop = asyncio.get_running_loop()

@@ -114,7 +114,7 @@ class Service:
         last = self.opened.engine.counts.last_pass_s or 0.1
         return max(1, min(60, math.ceil(20 * last)))
 
-    async def stream(self, request: Request, endpoint: str) -> AsyncGenerator[Piece | Answer]:
+    async def stream(self, request: Request, endpoint: str) -> AsyncGenerator[Piece | Answer, None]:
         """Pieces and answers of a request whose place is taken; noted in metrics and records."""
         async with aclosing(self.thread.stream(request)) as items:
             async for item in items:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from outcore.infer.cache import CacheSettings, GroupPlan, KvCache, KvShape, KvStore, OutOfPages, PageLedger
+from outcore.infer.cache import CacheSettings, GroupPlan, KvCache, KvMemory, KvShape, KvStore, OutOfPages, PageLedger
 
 CPU = torch.device("cpu")
 
@@ -82,7 +82,7 @@ def test_windows_give_pages_back():
 
 @pytest.mark.parametrize("kv_format, error", [("same", 0.0), ("int8", 0.02)])
 def test_what_is_written_is_read(kv_format, error):
-    store = KvStore(KvShape(2, 8, 6), 5, 4, torch.float32, CPU, kv_format)
+    store = KvStore(KvShape(2, 8, 6), 5, 4, torch.float32, KvMemory(CPU), kv_format)
     torch.manual_seed(0)
     keys, values = torch.randn(6, 2, 8), torch.randn(6, 2, 6)
     slots = torch.tensor([12, 13, 14, 15, 4, 5])  # page 3, then page 1

@@ -10,7 +10,7 @@ Legend: N tokens of the row, H query heads, K key heads, D, E widths of keys and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +54,11 @@ class PagedAttention:
     def __init__(
         self,
         cache: KvCache | None,
-        home_of: Callable[[int], torch.device],
         *,
         is_deterministic: bool = False,
     ) -> None:
         self.name = f"outcore_paged_{next(_numbers)}"
-        self.cache, self._home_of, self._alone = cache, home_of, is_deterministic
+        self.cache, self._alone = cache, is_deterministic
         self._calls: Sequence[PassTables] = ()
         self._place = _Place()
         self.sites: dict[Site, KvShape] = {}
@@ -119,7 +118,7 @@ class PagedAttention:
         stored = [span for span in tables.spans if span.start > 0]
         if self.cache is not None:
             group = self.cache.group_of(rule.window)
-            store = self.cache.store(site, shape, group, self._home_of(site[0]))
+            store = self.cache.store(site, shape, group)
             used = sum(span.count for span in tables.spans)
             store.write(
                 key_KND[:, :used].transpose(0, 1),

@@ -1,6 +1,7 @@
 """Keys and values of running sequences: pages, their users, shared beginnings."""
 
 from outcore.infer.cache.kv_cache import CacheSettings, GroupPlan, KvCache, PassTables, SequencePages, Span
+from outcore.infer.cache.memory import KvMemory, open_memory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
 from outcore.infer.cache.prefix import PrefixIndex
 from outcore.infer.cache.store import KvFormat, KvShape, KvStore
@@ -10,6 +11,7 @@ __all__ = [
     "GroupPlan",
     "KvCache",
     "KvFormat",
+    "KvMemory",
     "KvShape",
     "KvStore",
     "OutOfPages",
@@ -18,4 +20,5 @@ __all__ = [
     "PrefixIndex",
     "SequencePages",
     "Span",
+    "open_memory",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from outcore.infer.cache.memory import KvMemory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
 from outcore.infer.cache.prefix import ROOT, PrefixIndex, PrefixPage
 from outcore.infer.cache.store import KvFormat, KvShape, KvStore
@@ -67,8 +68,8 @@ class PrefixCounts:
 class KvCache:
     """See the module docstring. Stores of single attentions are made when they are first written to."""
 
-    def __init__(self, settings: CacheSettings) -> None:
-        self.settings = settings
+    def __init__(self, settings: CacheSettings, memory: KvMemory | None = None) -> None:
+        self.settings, self.memory = settings, memory or KvMemory(torch.device("cpu"))
         self.ledgers = [PageLedger(group.num_pages) for group in settings.groups]
         self.windows = [group.window for group in settings.groups]
         self.index = PrefixIndex(settings.page_tokens) if settings.shares_prefixes else None
@@ -89,7 +90,7 @@ class KvCache:
         """Number of the group with this window."""
         return self.windows.index(window)
 
-    def store(self, site: object, shape: KvShape, group: int, home: torch.device) -> KvStore:
+    def store(self, site: object, shape: KvShape, group: int) -> KvStore:
         """Pages of one attention."""
         if site not in self.stores:
             settings = self.settings
@@ -98,7 +99,7 @@ class KvCache:
                 settings.groups[group].num_pages,
                 settings.page_tokens,
                 settings.dtype,
-                home,
+                self.memory,
                 settings.kv_format,
             )
         return self.stores[site]

@@ -1,8 +1,8 @@
 """Keys and values of one attention in pages: where they are written, how they are read back.
 
 In 16 or 32 bits as the model computes them, or in 8 bits with one scale per token and head (a quarter or half of the
-bytes; results differ a little). A store may live in RAM while the model computes on a GPU: what is asked for goes there
-page by page. Legend: N tokens, P pages, T tokens a page, H heads, D width of a head.
+bytes; results differ a little). A store may live in RAM while the model computes on a GPU (`memory`).
+Legend: N tokens, P pages, T tokens a page, H heads, D width of a head.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from outcore.infer.cache.memory import KvMemory
 
 KvFormat = Literal["same", "int8"]
 
@@ -30,7 +32,7 @@ class KvShape:
 
 
 class KvStore:
-    """Pages of one attention. `home`: device that they live on; `dtype`: what is given out."""
+    """Pages of one attention. `memory`: where they live; `dtype`: what is given out."""
 
     def __init__(
         self,
@@ -38,15 +40,14 @@ class KvStore:
         num_pages: int,
         page_tokens: int,
         dtype: torch.dtype,
-        home: torch.device,
+        memory: KvMemory,
         kv_format: KvFormat = "same",
     ) -> None:
-        self.shape, self.page_tokens, self.dtype, self.home = shape, page_tokens, dtype, home
+        self.shape, self.page_tokens, self.dtype, self.home = shape, page_tokens, dtype, memory.device
         stored = dtype if kv_format == "same" else torch.int8
-        pinned = home.type == "cpu" and torch.cuda.is_available()
 
         def empty(width: int, kind: torch.dtype) -> torch.Tensor:
-            return torch.zeros((num_pages, page_tokens, shape.heads, width), dtype=kind, device=home, pin_memory=pinned)
+            return memory.zeros((num_pages, page_tokens, shape.heads, width), kind)
 
         self._keys, self._values = empty(shape.key_width, stored), empty(shape.value_width, stored)
         self._scales = None if kv_format == "same" else (empty(1, torch.float32), empty(1, torch.float32))

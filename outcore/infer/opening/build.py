@@ -12,7 +12,7 @@ from outcore.common.quantities import GIB
 from outcore.flow import Flow, Head, ModelParts, PartRunner, discover_units
 from outcore.flow.tiles import free_device_bytes
 from outcore.infer.attention import PagedAttention
-from outcore.infer.cache import CacheSettings, GroupPlan, KvCache, KvFormat, KvShape
+from outcore.infer.cache import CacheSettings, GroupPlan, KvCache, KvFormat, KvMemory, KvShape, open_memory
 from outcore.infer.engine import InferenceEngine, Speech
 from outcore.infer.opening.check import Way, kv_of, use_attention, way_of
 from outcore.infer.opening.model import FoundModel, open_model
@@ -93,12 +93,16 @@ def open_found(
         staging = StagingSettings(
             settings.nvme_path,
             None if settings.pin_gib is None else int(settings.pin_gib * GIB),
-            num_buffers=settings.num_layer_buffers,
+            num_buffers=placement.num_buffers,
         )
         weights = open_weights(units, placement, device, staging, loaded.feed, undo)
         runner = PartRunner(units)
         flow = Flow(runner, Head(runner, vocab_size=loaded.facts.vocab_size), weights.arrival, device)
-        cache = cache_of(placement, needs, settings, dtype, way)
+        memory = open_memory(device, placement.kv_home, placement.kv_bytes)
+        undo.callback(memory.close)
+        if memory.note:
+            progress(memory.note)
+        cache = cache_of(placement, needs, settings, dtype, way, memory)
         passes = _runner(found, flow, cache, placement, settings, way, device)
         scheduler = Scheduler(cache, schedule_limits(placement, settings, way))
         context = min(n for n in (found.max_context, placement.context_tokens) if n is not None)
@@ -171,7 +175,12 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
 
 
 def cache_of(
-    placement: Placement, needs: InferenceNeeds, settings: InferSettings, dtype: torch.dtype, way: Way
+    placement: Placement,
+    needs: InferenceNeeds,
+    settings: InferSettings,
+    dtype: torch.dtype,
+    way: Way,
+    memory: KvMemory,
 ) -> KvCache:
     """Pages for as many tokens as the placement's bytes hold, the same for every group without a window."""
     size, chunk = settings.page_tokens, placement.chunk_tokens
@@ -191,7 +200,7 @@ def cache_of(
     most = sequences * (placement.context_tokens + size)
     groups = tuple(GroupPlan(window, pages(min(low * size, most), window)) for window, _ in needs.kv.bytes_by_window)
     shares = settings.share_prefixes and way == "paged"
-    return KvCache(CacheSettings(groups, size, dtype, settings.kv_format, shares))
+    return KvCache(CacheSettings(groups, size, dtype, settings.kv_format, shares), memory)
 
 
 def schedule_limits(placement: Placement, settings: InferSettings, way: Way) -> ScheduleLimits:
@@ -222,8 +231,7 @@ def _runner(
     limits = RunnerLimits(placement.chunk_tokens, is_deterministic=settings.deterministic)
     if way == "whole":
         return WholeRunner(flow, found.loaded, limits, device)
-    home = device if placement.kv_home == "vram" else torch.device("cpu")
-    attention = PagedAttention(cache, lambda layer: home, is_deterministic=settings.deterministic)
+    attention = PagedAttention(cache, is_deterministic=settings.deterministic)
     use_attention(found.loaded.model, attention.name)
     flow.units.isolation = "position_ids"
     return PagedRunner(flow, attention, limits, device)

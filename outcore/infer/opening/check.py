@@ -127,7 +127,7 @@ def tiny_runner(
     windows = kv_of(tiny, units)
     groups = tuple(GroupPlan(window, 64) for window in windows)
     cache = KvCache(CacheSettings(groups, page_tokens, torch.float32))
-    attention = PagedAttention(cache, lambda layer: CPU)
+    attention = PagedAttention(cache)
     undo.callback(attention.close)
     use_attention(tiny.model, attention.name)
     units.isolation = "position_ids"
@@ -148,7 +148,7 @@ def kv_of(loaded: LoadedModel, units: ModelParts) -> dict[int | None, dict[int, 
             seen.append((rule.window, shape))
             raise _Seen
 
-    watch = Watch(None, lambda layer: CPU)
+    watch = Watch(None)
     before, isolation = _implementations(loaded.model), units.isolation
     use_attention(loaded.model, watch.name)
     units.isolation = "position_ids"

@@ -96,7 +96,7 @@ async def whole(call: ChatCall) -> dict[str, Any]:
     return _frame(call, "chat.completion") | {"choices": choices, "usage": usage}
 
 
-async def events(call: ChatCall) -> AsyncGenerator[dict[str, str]]:
+async def events(call: ChatCall) -> AsyncGenerator[dict[str, str], None]:
     """Server-sent events, ending with [DONE]."""
     frame, parsers = _frame(call, "chat.completion.chunk"), [call.parser(i) for i in range(call.request.n)]
     calls_told = [0] * call.request.n

@@ -112,7 +112,7 @@ def _choice(
     return found
 
 
-async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str]]:
+async def events(call: CompletionCall) -> AsyncGenerator[dict[str, str], None]:
     """Server-sent events of all prompts as they come, ending with [DONE]."""
     frame, written = _frame(call), 0
     queue: asyncio.Queue[tuple[int, Piece | Answer | Exception | None]] = asyncio.Queue()

@@ -19,6 +19,8 @@ Home = Literal["vram", "ram", "nvme"]
 
 CONTEXT_BYTES = 600 * MIB
 """CUDA context and libraries' workspaces beside the allocator; the same figure as the planner's for training."""
+RAM_SHARE_OF_KV = 0.4
+"""Of RAM that keys and values may take; a quarter of it where weights would have to go to a drive for them."""
 FREE_SHARE = 0.04
 """Of the device that stays free: the allocator's rounding and what a desktop takes meanwhile."""
 HIDDEN_COPIES = 14
@@ -161,14 +163,12 @@ class Placement:
     def lines(self) -> list[str]:
         """The placement, for people."""
         counts = {home: sum(p.home == home for p in self.parts) for home in ("vram", "ram", "nvme")}
-        where = [
-            f"{counts[home]} parts in {words} ({format_gib(self.bytes_at(home))})"
-            for home, words in (("vram", "VRAM"), ("ram", "RAM"), ("nvme", "RAM and NVMe"))
-            if counts[home]
-        ]
+        words = {"vram": "VRAM", "ram": "RAM", "nvme": "NVMe"}
+        where = [f"{format_gib(self.bytes_at(home))} in {word}" for home, word in words.items() if self.bytes_at(home)]
+        shared = f" ({counts['nvme']} parts lie in RAM and on NVMe)" if counts["nvme"] else ""
         found = [
             f"preset {self.preset.name}: {self.preset.objective}",
-            f"weights: {', '.join(where)}",
+            f"weights: {', '.join(where)}{shared}",
             f"keys and values: {format_gib(self.kv_bytes)} in {'VRAM' if self.kv_home == 'vram' else 'RAM'}; context "
             f"{self.context_tokens:,} tokens, up to {self.max_sequences} answers at once",
         ]
@@ -249,18 +249,22 @@ def _on_gpu(
     ends = [part.size_bytes for part in needs.parts if not part.is_layer]
     weights = sum(layers) + sum(ends)
     work = work_bytes(needs, chunk, pass_tokens, sequences)
-    buffers = min(limits.num_buffers, len(layers)) * max(layers)
+    reasons: list[str] = []
+    num_buffers = min(limits.num_buffers, len(layers))
+    while num_buffers > 2 and work + num_buffers * max(layers) + max(ends) > total:
+        num_buffers -= 1
+        reasons = [f"{num_buffers} layers on the GPU at a time instead of {limits.num_buffers}: VRAM is short"]
+    buffers = num_buffers * max(layers)
     least = work + buffers + max(ends)
     if least > total:
         raise DoesNotFit(
             f"this needs {format_gib(least)} of VRAM beside keys and values ({format_gib(work)} for a pass of "
-            f"{pass_tokens:,} tokens, {format_gib(buffers)} for {limits.num_buffers} layers, {format_gib(max(ends))} "
+            f"{pass_tokens:,} tokens, {format_gib(buffers)} for {num_buffers} layers, {format_gib(max(ends))} "
             f"for embedding or head), you have {format_gib(total)}: lower --chunk_tokens or --num_layer_buffers."
         )
     one = needs.kv.sequence_bytes(context, chunk)
     wanted = limits.kv_bytes or kv_wanted_bytes(needs, sequences, chunk, context)
     room = total - least
-    reasons: list[str] = []
     # Many answers at once are worth more than keys and values that do not travel; one answer is not.
     stays = wanted if rule.name == "throughput" else one
     kv_home: Home = limits.kv_home or ("vram" if stays <= min(room, int(total * rule.kv_share)) else "ram")
@@ -273,7 +277,9 @@ def _on_gpu(
                 f"{fits // 256 * 256:,} tokens instead of {context:,}, --kv_format int8, or --kv_home ram."
             )
     else:
-        kv = limits.kv_bytes or min(wanted, max(one, int(limits.ram_bytes * 0.4)))
+        spills = weights - (total - least) > limits.ram_bytes - wanted
+        share = RAM_SHARE_OF_KV if not spills or rule.name == "throughput" else RAM_SHARE_OF_KV / 4
+        kv = limits.kv_bytes or min(wanted, max(one, int(limits.ram_bytes * share)))
         if limits.kv_home is None:
             reasons.append(
                 f"keys and values live in RAM: {format_gib(stays)} would not fit beside the weights' buffers"
@@ -305,7 +311,7 @@ def _on_gpu(
         sequences,
         pass_tokens,
         chunk,
-        limits.num_buffers,
+        num_buffers,
         {name: size for name, size in held.items() if size},
         tuple(reasons),
     )

@@ -1,0 +1,86 @@
+"""Where pages of keys and values live: on the device that computes, in RAM that it reads over the link, or plain RAM.
+
+Page-locked RAM has an address on the GPU. A tensor made over that address is one of the GPU's to torch: the kernel that
+gathers pages reads them over PCIe, and none is copied twice. Where memory cannot be page-locked, pages are gathered by
+the CPU and sent, several times slower; `note` says so.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from outcore.common.quantities import MIB, format_gib
+from outcore.staging import PinnedPool
+
+SPARE_BYTES = 4 * MIB
+"""Beside the pages themselves: each lease is rounded up to a page of memory."""
+
+
+class KvMemory:
+    """Memory of one kind. `device`: where its tensors live to torch, and their index tensors must be."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.note = device, ""
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor there, all zero."""
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def close(self) -> None:
+        """Let it go; no tensor of it may be used any more."""
+
+
+class MappedMemory(KvMemory):
+    """Page-locked RAM that a GPU reads and writes over the link."""
+
+    def __init__(self, n_bytes: int, device: torch.device) -> None:
+        super().__init__(device)
+        self._pool = PinnedPool(n_bytes + SPARE_BYTES, device=device)
+        self._leases: list[Any] = []
+        if not self._pool.is_pinned or self._pool.capacity_bytes < n_bytes:
+            self._pool.close()
+            raise MemoryError(f"the machine does not page-lock {format_gib(n_bytes)}")
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        lease = self._pool.lease(math.prod(shape) * dtype.itemsize, "keys and values")
+        self._leases.append(lease)
+        return device_view(lease.tensor.zero_(), self.device).view(dtype).view(shape)
+
+    def close(self) -> None:
+        for lease in self._leases:
+            lease.release()
+        self._leases.clear()
+        self._pool.close()
+
+
+class _Address:
+    """A range of memory, told the way that torch takes from other libraries."""
+
+    def __init__(self, address: int, n_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (n_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+
+
+def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The bytes of a page-locked uint8 tensor as a tensor of the GPU's, at the same address. Keep `host` alive."""
+    assert host.is_pinned() and host.dtype == torch.uint8 and host.is_contiguous()
+    return torch.as_tensor(_Address(host.data_ptr(), host.nbytes), device=device)
+
+
+def open_memory(device: torch.device, home: str, n_bytes: int) -> KvMemory:
+    """Memory for pages of keys and values that live in `home` ("vram" or "ram")."""
+    if device.type == "cpu" or home == "vram":
+        return KvMemory(device)
+    try:
+        return MappedMemory(n_bytes, device)
+    except (MemoryError, RuntimeError) as error:
+        plain = KvMemory(torch.device("cpu"))
+        plain.note = f"keys and values live in RAM that the GPU cannot read by itself, which is slower: {error}"
+        return plain
