@@ -163,8 +163,8 @@ class Placement:
     def lines(self) -> list[str]:
         """The placement, for people."""
         counts = {home: sum(p.home == home for p in self.parts) for home in ("vram", "ram", "nvme")}
-        words = {"vram": "VRAM", "ram": "RAM", "nvme": "NVMe"}
-        where = [f"{format_gib(self.bytes_at(home))} in {word}" for home, word in words.items() if self.bytes_at(home)]
+        words = {"vram": "in VRAM", "ram": "in RAM", "nvme": "on NVMe"}
+        where = [f"{format_gib(self.bytes_at(home))} {word}" for home, word in words.items() if self.bytes_at(home)]
         shared = f" ({counts['nvme']} parts lie in RAM and on NVMe)" if counts["nvme"] else ""
         found = [
             f"preset {self.preset.name}: {self.preset.objective}",
