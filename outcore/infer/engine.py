@@ -147,7 +147,7 @@ class InferenceEngine:
 
     def cancel_all(self) -> None:
         """End every answer before the next pass."""
-        self.call_soon(lambda: [self._end_all(name, "cancelled") for name in list(self._talks)] and None)
+        self.call_soon(self._end_everything)
 
     def call_soon(self, note: Callable[[], None]) -> None:
         """Have `note` called on the engine's thread between two passes."""
@@ -222,8 +222,7 @@ class InferenceEngine:
     def close(self) -> None:
         """End everything under way and let the model go."""
         self._take_notes()
-        for name in list(self._talks):
-            self._end_all(name, "cancelled")
+        self._end_everything()
         self.runner.close()
 
     # --- parts
@@ -351,6 +350,10 @@ class InferenceEngine:
                     sequence.timings(),
                 )
             )
+
+    def _end_everything(self) -> None:
+        for name in list(self._talks):
+            self._end_all(name, "cancelled")
 
     def _end_all(self, name: str, why: FinishReason, error: str = "") -> None:
         for sequence in self._running.get(name, []):

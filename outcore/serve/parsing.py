@@ -30,7 +30,8 @@ class AnswerParser:
 
     def __init__(self, name: str, marks: frozenset[Mode], begins_in: Mode = "content") -> None:
         self.whole = Parsed()
-        self._name, self._marks, self._mode = name, marks, begins_in
+        self._name, self._marks = name, marks
+        self._mode: Mode = begins_in
         self._held, self._tool = "", ""
 
     def add(self, text: str) -> Parsed:
@@ -53,10 +54,9 @@ class AnswerParser:
 
     def _step(self, new: Parsed) -> bool:
         """Settle text up to the next mark; False when there is none yet."""
+        begins: dict[str, Mode] = {MARKS[self._mode][1]: "content"} if self._mode != "content" else {}
         if self._mode == "content":
             begins = {MARKS[mode][0]: mode for mode in self._marks}
-        else:
-            begins = {MARKS[self._mode][1]: "content"}
         found = min(((self._held.find(mark), mark) for mark in begins if mark in self._held), default=None)
         if found is None:
             keep = max((_overlap(self._held, mark) for mark in begins), default=0)
@@ -70,7 +70,7 @@ class AnswerParser:
         )
         if self._mode == "tool":
             self._end_tool(new)
-        self._mode = begins[mark]  # pyright: ignore[reportAttributeAccessIssue]
+        self._mode = begins[mark]
         return True
 
     def _put(self, new: Parsed, text: str, mode: Mode) -> None:
@@ -112,8 +112,12 @@ def tool_call_of(text: str, name: str) -> dict[str, Any] | None:
 def marks_of(tokenizer: Any, *, with_tools: bool) -> frozenset[Mode]:
     """Which marks this model's template speaks of."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    found: set[Mode] = {"reasoning"} if "</think>" in template else set()
-    return frozenset(found | ({"tool"} if with_tools else set()))
+    found: set[Mode] = set()
+    if "</think>" in template:
+        found.add("reasoning")
+    if with_tools:
+        found.add("tool")
+    return frozenset(found)
 
 
 def takes_tools(tokenizer: Any) -> bool:

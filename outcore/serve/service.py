@@ -11,7 +11,7 @@ from typing import Any
 
 from outcore.infer import Answer, Piece, Request, Sampling
 from outcore.infer.opening import OpenedModel
-from outcore.infer.requests import Prompts, own_defaults, sampling_of
+from outcore.infer.requests import Grammars, Prompts, own_defaults, sampling_of
 from outcore.serve.engine_thread import EngineThread
 from outcore.serve.errors import ApiError, bad
 from outcore.serve.metrics import ServeMetrics
@@ -26,6 +26,8 @@ class Service:
         self.opened, self.settings = opened, settings
         self.name = settings.name or opened.found.words
         self.prompts = Prompts(opened.found.tokenizer)
+        engine = opened.engine
+        self.grammars = Grammars(opened.found.tokenizer, engine.speech.vocab_size, engine.speech.end_tokens)
         self.defaults = own_defaults(opened.found.loaded.model, Sampling())
         self.metrics = ServeMetrics(opened)
         self.records = Records(settings.logs, opened, self.name, with_text=settings.record_text)
@@ -81,7 +83,8 @@ class Service:
         try:
             base = sampling_of({"max_tokens": min(room, self.settings.max_answer_tokens)}, self.defaults)
             sampling = sampling_of(body, base)
-            request = Request(name, ids, sampling, count, deadline_s=self.settings.request_timeout_s)
+            grammar = self.grammars.of(body.get("response_format"))
+            request = Request(name, ids, sampling, count, 0, grammar, self.settings.request_timeout_s)
             if sampling.max_tokens > self.settings.max_answer_tokens:
                 raise bad(
                     f"max_tokens is {sampling.max_tokens}, but this server gives at most "

@@ -84,6 +84,29 @@ def test_seed_stop_and_bias(client):
     assert len(set(biased.choices[0].text)) == 1
 
 
+def test_answers_have_the_form_that_is_asked_for(client):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 4}, "old": {"type": "boolean"}},
+        "required": ["name", "old"],
+        "additionalProperties": False,
+    }
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "seed": 2}
+    found = client.chat.completions.create(
+        **asked, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    ).choices[0]
+    answer = json.loads(found.message.content)
+    assert set(answer) == {"name", "old"} and found.finish_reason == "stop"
+    regex = {"type": "regex", "pattern": "(yes|no)!"}
+    texts = {
+        c.text
+        for c in client.completions.create(
+            model="tiny", prompt="The", n=6, max_tokens=9, extra_body={"response_format": regex}
+        ).choices
+    }
+    assert texts <= {"yes!", "no!"}
+
+
 def test_prompts_in_every_form(client, tiny_folder):
     tokenizer = tiny_folder[2]
     ids = tokenizer("The quick")["input_ids"]

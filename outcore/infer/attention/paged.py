@@ -61,9 +61,6 @@ class PagedAttention:
         self.cache, self._alone = cache, is_deterministic
         self._calls: Sequence[PassTables] = ()
         self._place = _Place()
-        self.sites: dict[Site, KvShape] = {}
-        """What each attention has shown of its widths."""
-        self.windows: dict[Site, int | None] = {}
         AttentionInterface.register(self.name, self)
 
     def close(self) -> None:
@@ -82,6 +79,9 @@ class PagedAttention:
         if layer < 0:
             place.layer, place.call = 0, 0
 
+    def seen(self, shape: KvShape, window: int | None) -> None:
+        """An attention of this shape is about to be computed; for who only looks."""
+
     def __call__(
         self,
         module: nn.Module,
@@ -98,7 +98,7 @@ class PagedAttention:
         site = (self._place.layer, self._place.ordinal)
         self._place.ordinal += 1
         shape = KvShape(key.shape[1], key.shape[3], value.shape[3])
-        self.sites[site], self.windows[site] = shape, rule.window
+        self.seen(shape, rule.window)
         tables = self._calls[self._place.call]
         return self._attend(site, shape, rule, tables, query[0], key[0], value[0])[None], None
 

@@ -11,7 +11,7 @@ from typing import Any
 from outcore.infer.commands.journal import JobError, Journal
 from outcore.infer.commands.lines import Line, read_line, result_of
 from outcore.infer.opening import OpenedModel
-from outcore.infer.requests import Answer, Prompts, Sampling
+from outcore.infer.requests import Answer, Grammars, Prompts, Sampling
 
 AHEAD = 3
 """Requests under way at most: so many times the answers written at once."""
@@ -41,6 +41,7 @@ def run_job(
     began_s = last_s = time.monotonic()
     created = int(source.stat().st_mtime)
     prompts, engine = Prompts(opened.found.tokenizer), opened.engine
+    grammars = Grammars(opened.found.tokenizer, engine.speech.vocab_size, engine.speech.end_tokens)
     counts = JobCounts(from_journal=len(journal.done))
     under_way: dict[str, tuple[Line, list[Answer]]] = {}
     most = AHEAD * opened.placement.max_sequences
@@ -71,7 +72,7 @@ def run_job(
             counts.lines += 1
             if number in journal.done:
                 continue
-            line = read_line(number, text, prompts, defaults, model)
+            line = read_line(number, text, prompts, grammars, defaults)
             if line.request is None:
                 note(line, [])
                 continue

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outcore.infer.requests import KNOWN, Answer, Prompts, Request, Sampling, sampling_of
+from outcore.infer.requests import KNOWN, Answer, Grammars, Prompts, Request, Sampling, sampling_of
 
 URLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
-BESIDE = frozenset({"prompt", "messages", "model", "n", "id", "stream", "user", "metadata", "store"})
+BESIDE = frozenset({"prompt", "messages", "model", "n", "id", "stream", "user", "metadata", "store", "response_format"})
 """Fields of a line that are not about sampling."""
 
 
@@ -33,7 +33,7 @@ class Line:
     error: str = ""
 
 
-def read_line(number: int, text: str, prompts: Prompts, defaults: Sampling, model: str) -> Line:
+def read_line(number: int, text: str, prompts: Prompts, grammars: Grammars, defaults: Sampling) -> Line:
     """Understand one line; what is wrong with it stands in the result."""
     shape, name = "plain", None
     try:
@@ -52,7 +52,9 @@ def read_line(number: int, text: str, prompts: Prompts, defaults: Sampling, mode
             raise ValueError("a job's answers are not streamed: leave stream out")
         ids = _prompt_of(body, prompts)
         sampling = sampling_of(body, defaults)
-        return Line(number, shape, name, Request(f"line-{number}", ids, sampling, int(body.get("n") or 1)))
+        grammar = grammars.of(body.get("response_format"))
+        request = Request(f"line-{number}", ids, sampling, int(body.get("n") or 1), 0, grammar)
+        return Line(number, shape, name, request)
     except (ValueError, TypeError) as error:
         return Line(number, shape, name, None, str(error))
 

@@ -144,8 +144,8 @@ def kv_of(loaded: LoadedModel, units: ModelParts) -> dict[int | None, dict[int, 
     seen: list[tuple[int | None, KvShape]] = []
 
     class Watch(PagedAttention):
-        def _attend(self, site: Any, shape: KvShape, rule: Any, *rest: Any) -> torch.Tensor:
-            seen.append((rule.window, shape))
+        def seen(self, shape: KvShape, window: int | None) -> None:
+            seen.append((window, shape))
             raise _Seen
 
     watch = Watch(None)

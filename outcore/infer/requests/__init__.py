@@ -2,6 +2,7 @@
 
 from outcore.infer.requests.draws import derived_seed, seed_of
 from outcore.infer.requests.fields import KNOWN, own_defaults, sampling_of
+from outcore.infer.requests.grammar import Grammar, Grammars, Matcher
 from outcore.infer.requests.prompts import Prompts
 from outcore.infer.requests.request import Answer, FinishReason, OnPiece, Piece, Request, Timings
 from outcore.infer.requests.sampler import Chosen, Row, choose
@@ -13,6 +14,9 @@ __all__ = [
     "Answer",
     "Chosen",
     "FinishReason",
+    "Grammar",
+    "Grammars",
+    "Matcher",
     "OnPiece",
     "Piece",
     "Prompts",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from outcore.infer.requests.grammar import Grammar
 from outcore.infer.requests.sampler import Chosen
 from outcore.infer.requests.sampling import Sampling
 
@@ -23,6 +24,8 @@ class Request:
     n: int = 1
     priority: int = 0
     """Higher ones are admitted first; equal ones in the order of arrival."""
+    grammar: Grammar | None = None
+    """Form that answers must have."""
     deadline_s: float | None = None
     """Seconds after which the request is given up, from its arrival."""
 

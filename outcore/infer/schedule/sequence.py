@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outcore.infer.cache import SequencePages
-from outcore.infer.requests import Chosen, FinishReason, Request, Row, TextStream, Timings
+from outcore.infer.requests import Chosen, FinishReason, Matcher, Request, Row, TextStream, Timings
 from outcore.infer.schedule.drafts import Drafter
 
 
@@ -59,6 +59,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        grammar = self.request.grammar
+        self.matcher: Matcher | None = None if grammar is None else grammar.matcher()
 
     @property
     def num_prompt(self) -> int:
@@ -93,6 +95,7 @@ class Sequence:
             self.request.prompt if needs_history else (),
             self.answer if needs_history else (),
             tuple(self.end_tokens) if self.num_answer < sampling.min_tokens else (),
+            None if self.matcher is None else self.matcher.mask(),
         )
 
     def take(self, chosen: Chosen, now_s: float) -> str:
@@ -106,6 +109,11 @@ class Sequence:
             self.finish, self.stop = "stop", chosen.token
             return self.text.finish()
         said = self.text.add([chosen.token])
+        if self.matcher is not None:
+            self.matcher.take(chosen.token)
+            if self.matcher.is_complete:
+                self.finish = "stop"
+                return said + self.text.finish()
         if self.text.is_stopped and self.num_answer >= sampling.min_tokens:
             self.finish, self.stop = "stop", self.text.stop
         elif self.left <= 0:

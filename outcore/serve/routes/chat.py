@@ -26,7 +26,6 @@ UNSUPPORTED: dict[str, Any] = {
     "functions": None,
     "function_call": None,
     "web_search_options": None,
-    "response_format": {"type": "text"},
 }
 ENDPOINT = "/v1/chat/completions"
 

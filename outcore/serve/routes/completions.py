@@ -16,8 +16,8 @@ from outcore.serve.errors import bad
 from outcore.serve.routes.logprobs import of_completion
 from outcore.serve.service import Service, failure_of
 
-FIELDS = frozenset({"prompt", "echo"})
-UNSUPPORTED: dict[str, Any] = {"suffix": None, "best_of": 1, "response_format": None}
+FIELDS = frozenset({"prompt", "echo", "response_format"})
+UNSUPPORTED: dict[str, Any] = {"suffix": None, "best_of": 1}
 ENDPOINT = "/v1/completions"
 MAX_PROMPTS = 2048
 

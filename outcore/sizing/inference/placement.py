@@ -163,7 +163,7 @@ class Placement:
     def lines(self) -> list[str]:
         """The placement, for people."""
         counts = {home: sum(p.home == home for p in self.parts) for home in ("vram", "ram", "nvme")}
-        words = {"vram": "in VRAM", "ram": "in RAM", "nvme": "on NVMe"}
+        words: dict[Home, str] = {"vram": "in VRAM", "ram": "in RAM", "nvme": "on NVMe"}
         where = [f"{format_gib(self.bytes_at(home))} {word}" for home, word in words.items() if self.bytes_at(home)]
         shared = f" ({counts['nvme']} parts lie in RAM and on NVMe)" if counts["nvme"] else ""
         found = [
