@@ -67,7 +67,7 @@ def _score(args: argparse.Namespace) -> int:
                 file.close()
     finally:
         opened.close()
-    if aside is not None:
+    if aside is not None and args.output is not None:
         os.replace(aside, args.output)
     summary = {
         "texts": len(texts),
