@@ -24,8 +24,8 @@ import torch
 from outcore.common.quantities import GIB, MIB
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import FoundModel, InferSettings, OpenedModel, open_found
+from outcore.model.load import load_model
 from outcore.model.settings import ModelSettings
-from outcore.model.weights.load import load_model
 
 BLOCK_NUMEL = 1 << 22
 PROMPT, ANSWER = 512, 128

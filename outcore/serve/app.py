@@ -16,9 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
+from outcore.serve import chat, completions, plain
 from outcore.serve.body import IGNORED_HEADER, read_body
 from outcore.serve.errors import ApiError
-from outcore.serve.routes import chat, completions, plain
 from outcore.serve.service import Service
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from outcore.infer.commands.options import add_model_flags, settings_of
+from outcore.infer.commands import add_model_flags, settings_of
 from outcore.infer.opening import open_engine
 from outcore.serve.settings import ServeSettings, read_keys
 

@@ -1,1 +1,5 @@
-"""Commands: generate, chat, score. Each file has `main(argv) -> int`."""
+"""Commands: generate, chat, score. Each file has `main(argv) -> int`; the flags that they share are also the server's."""
+
+from outcore.infer.commands.options import add_model_flags, settings_of
+
+__all__ = ["add_model_flags", "settings_of"]

@@ -1,1 +1,0 @@
-"""Endpoints, one family a file."""
