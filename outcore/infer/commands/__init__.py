@@ -1,4 +1,4 @@
-"""Commands: generate, chat, score. Each file has `main(argv) -> int`; the flags that they share are also the server's."""
+"""Commands: generate, chat, score. Each file has `main(argv) -> int`; their common flags are also the server's."""
 
 from outcore.infer.commands.options import add_model_flags, settings_of
 

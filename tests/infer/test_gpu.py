@@ -1,0 +1,78 @@
+"""On a GPU: wherever weights, keys and values live, the answers are the same; logits are close to plain transformers'."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outcore.infer import Request, Sampling
+from outcore.infer.cache import open_memory
+from outcore.infer.opening import InferSettings, open_engine
+from outcore.sizing.inference import InferenceLimits
+from tests.infer.models import prompts_of, save_tiny_model
+
+pytestmark = pytest.mark.gpu
+PROMPTS = prompts_of(6, vocab=270)
+
+
+def test_the_gpu_reads_and_writes_pages_in_ram():
+    device = torch.device("cuda", 0)
+    memory = open_memory(device, "ram", 1 << 20)
+    assert not memory.note, memory.note
+    pages = memory.zeros((16, 4, 8), torch.bfloat16)
+    rows = torch.randn(2, 4, 8, device=device, dtype=torch.bfloat16)
+    pages.index_copy_(0, torch.tensor([3, 9], device=device), rows)
+    assert torch.equal(pages[torch.tensor([9, 3], device=device)], rows.flip(0))
+    assert float(pages[0].abs().sum()) == 0
+    memory.close()
+
+
+def answers(folder, monkeypatch, vram_bytes=None, **settings):
+    from outcore.infer.opening import build
+
+    limits_of = build.limits_of
+
+    def capped(*args):
+        limits = limits_of(*args)
+        if vram_bytes is None:
+            return limits
+        return InferenceLimits(**{**limits.__dict__, "vram_bytes": vram_bytes})
+
+    monkeypatch.setattr(build, "limits_of", capped)
+    opened = open_engine(str(folder), InferSettings(context=128, device="cuda", **settings))
+    try:
+        sampling = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
+        requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
+        found = {a.request: [c.token for c in a.tokens] for a in opened.engine.generate(requests)}
+        scores = opened.engine.score(PROMPTS)
+        return [found[str(i)] for i in range(len(PROMPTS))], scores, opened.placement
+    finally:
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    model, _ = save_tiny_model(folder)
+    return folder, model
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_homes_do_not_change_answers(wide_folder, monkeypatch, tmp_path, precision):
+    folder, model = wide_folder
+    whole, scores, placement = answers(folder, monkeypatch, precision=precision)
+    assert placement.bytes_at("vram") and not placement.travelling_bytes
+    assert answers(folder, monkeypatch, precision=precision, kv_home="ram")[0] == whole
+    least = sum(placement.vram_bytes.values()) - placement.bytes_at("vram") // 2
+    for more in ({}, {"nvme_path": (tmp_path,), "ram_gib": 0.01}):
+        found, again, other = answers(folder, monkeypatch, least, precision=precision, **more)
+        assert other.travelling_bytes > 0 and found == whole and again == scores
+    model = model.to("cuda")
+    tolerance = 1e-3 if precision == "fp32" else 0.05
+    for prompt, found in zip(PROMPTS, scores):
+        if len(prompt) < 2:
+            continue
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(torch.tensor([prompt], device="cuda")).logits[0].float(), -1)
+        wanted = [float(logprobs[i - 1, token]) for i, token in enumerate(prompt) if i]
+        assert found == pytest.approx(wanted, abs=tolerance * 10)

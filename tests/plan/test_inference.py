@@ -1,0 +1,98 @@
+"""Where a model lives while it answers, and how fast that would be: properties of the rule, and the command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from outcore import cli
+from outcore.common.quantities import GIB, MIB
+from outcore.sizing.inference import (
+    PRESETS,
+    DoesNotFit,
+    InferenceLimits,
+    InferenceNeeds,
+    KvSize,
+    PartSize,
+    place_inference,
+)
+
+
+def needs(layers: int = 32, layer_mib: int = 416, ends_mib: int = 1000, token_kib: int = 128) -> InferenceNeeds:
+    """About an 8 B model in 16 bits."""
+    parts = [PartSize(f"layer {i}", layer_mib * MIB, True) for i in range(layers)]
+    ends = [PartSize("embedding", ends_mib * MIB, False), PartSize("head", ends_mib * MIB, False)]
+    return InferenceNeeds((ends[0], *parts, ends[1]), KvSize(((None, token_kib * 1024),)), 4096, 128256, 2)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("vram_gib", [5, 6.5, 8, 12, 24, 80])
+def test_what_is_placed_fits(preset, vram_gib):
+    limits = InferenceLimits(int(vram_gib * GIB), 64 * GIB)
+    placed = place_inference(needs(), limits, preset)
+    assert sum(placed.vram_bytes.values()) <= vram_gib * GIB
+    weights = sum(part.size_bytes for part in needs().parts)
+    assert sum(placed.bytes_at(home) for home in ("vram", "ram", "nvme")) == weights
+    assert placed.bytes_at("vram") + placed.travelling_bytes == weights
+    assert placed.kv_bytes >= needs().kv.sequence_bytes(placed.context_tokens, placed.chunk_tokens)
+    assert placed.bytes_at("nvme") == 0 and placed.lines()
+
+
+def test_more_memory_keeps_more_weights_and_none_travels_in_the_end():
+    stays = [
+        place_inference(needs(), InferenceLimits(g * GIB, 64 * GIB), "latency").bytes_at("vram") for g in (5, 8, 16)
+    ]
+    assert stays == sorted(stays)
+    assert place_inference(needs(), InferenceLimits(24 * GIB, 64 * GIB), "latency").travelling_bytes == 0
+
+
+def test_ram_that_is_short_sends_a_share_of_each_layer_to_the_drive():
+    limits = InferenceLimits(6 * GIB, 10 * GIB, has_nvme=True)
+    placed = place_inference(needs(), limits, "latency")
+    shares = {round(p.ram_bytes / p.size_bytes, 3) for p in placed.parts if p.home == "nvme"}
+    assert placed.bytes_at("nvme") > 0 and len(shares) == 1
+    with pytest.raises(DoesNotFit, match="nvme_path"):
+        place_inference(needs(), InferenceLimits(6 * GIB, 10 * GIB), "latency")
+
+
+def test_refusals_have_numbers():
+    with pytest.raises(DoesNotFit, match=r"needs .* GiB of VRAM"):
+        place_inference(needs(), InferenceLimits(1 * GIB, 64 * GIB))
+    with pytest.raises(DoesNotFit, match=r"context [\d,]+ tokens instead of 100,000"):
+        place_inference(needs(), InferenceLimits(8 * GIB, 64 * GIB, context_tokens=100_000, kv_home="vram"))
+    placed = place_inference(needs(), InferenceLimits(8 * GIB, 64 * GIB, context_tokens=100_000))
+    assert placed.kv_home == "ram" and any("live in RAM" in reason for reason in placed.reasons)
+
+
+def test_fewer_buffers_where_vram_is_short():
+    placed = place_inference(
+        needs(layer_mib=1600, ends_mib=2000), InferenceLimits(int(6.5 * GIB), 200 * GIB), "latency"
+    )
+    assert placed.num_buffers == 2 and "2 layers on the GPU at a time" in placed.reasons[0]
+
+
+def test_windows_take_no_more_than_they_show():
+    kv = KvSize(((None, 1000), (512, 9000)))
+    assert kv.sequence_bytes(100_000, 1024) == 100_000 * 1000 + 1536 * 9000
+
+
+@pytest.mark.parametrize("model", ["llama-8b", "llama-70b"])
+def test_the_command(model, capsys):
+    assert cli.main(["plan", "--infer", model, "--machine", "rtx4070-laptop"]) == 0
+    text = capsys.readouterr().out
+    for word in ("weights:", "keys and values", "binds", "first word", "tokens/s at 1,024"):
+        assert word in text
+    assert cli.main(["plan", "--infer", "--model", model, "--machine", "rtx4070-laptop", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rates = found["tokens_per_s"]["1024"]
+    assert rates["1"] < rates["8"] <= rates["64"] <= rates["256"]
+    assert found["bytes"]["vram"] + found["bytes"]["ram"] + found["bytes"]["nvme"] > 15 * 10**9
+
+
+def test_the_command_refuses(capsys):
+    asked = ["plan", "--infer", "llama-8b", "--machine", "rtx4070-laptop"]
+    assert cli.main([*asked, "--context", "1000000"]) == 2
+    assert "131072 positions" in capsys.readouterr().err
+    assert cli.main([*asked, "--vram_gib", "1.5"]) == 1
+    assert "does not fit" in capsys.readouterr().out
