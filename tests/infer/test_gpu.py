@@ -1,4 +1,4 @@
-"""On a GPU: wherever weights, keys and values live, the answers are the same; logits are close to plain transformers'."""
+"""On a GPU: wherever weights, keys and values live, answers are the same; logits are close to plain transformers'."""
 
 from __future__ import annotations
 
