@@ -25,7 +25,7 @@ from urllib.parse import urlparse
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-WORDS = "the quick brown fox jumps over a lazy dog and then it rests for the day".split()
+WORDS = "the quick brown fox jumps over a lazy dog and then it rests for the day".split()  # noqa: SIM905
 
 
 @dataclass
@@ -56,7 +56,8 @@ async def one_answer(host: str, port: int, model: str, number: int, generator: r
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection(host, port)
     try:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+        fields = f"Host: {host}\r\nContent-Length: {len(data)}\r\nConnection: close"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\n{fields}\r\n\r\n"
         writer.write(head.encode() + data)
         await writer.drain()
         status = (await reader.readline()).decode().split(" ", 2)

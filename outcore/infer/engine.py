@@ -62,6 +62,7 @@ class EngineCounts:
 
 Texts = Sequence[Sequence[int]]
 OnScores = Callable[[list[list[TokenScore]] | Exception], None]
+OnVectors = Callable[[list[torch.Tensor] | Exception], None]
 
 
 @dataclass(eq=False)
@@ -95,6 +96,7 @@ class InferenceEngine:
         self._wake = threading.Condition(self._lock)
         self._talks: dict[str, _Talk] = {}
         self._to_score: list[tuple[Texts, int, OnScores]] = []
+        self._to_embed: list[tuple[Texts, OnVectors]] = []
         self._running: dict[str, list[Running]] = {}
 
     # --- from any thread
@@ -128,6 +130,11 @@ class InferenceEngine:
         cannot be."""
         self.check_texts(texts)
         self.call_soon(lambda: self._to_score.append((texts, num_top, on_scores)))
+
+    def submit_embeddings(self, texts: Texts, on_vectors: OnVectors) -> None:
+        """Have texts turned into vectors before the next pass; as `submit_texts`."""
+        self.check_texts(texts)
+        self.call_soon(lambda: self._to_embed.append((texts, on_vectors)))
 
     def check_texts(self, texts: Texts) -> None:
         """ValueError for texts that cannot be scored."""
@@ -248,6 +255,13 @@ class InferenceEngine:
             for texts, told in same:
                 told(found if isinstance(found, Exception) else found[at : at + len(texts)])
                 at += len(texts)
+        to_embed, self._to_embed = self._to_embed, []
+        for texts, tell in to_embed:
+            try:
+                vectors: list[torch.Tensor] | Exception = self.runner.embed(texts)
+            except Exception as error:
+                vectors = error
+            tell(vectors)
 
     def _admit(self, talk: _Talk, arrived_s: float) -> None:
         request, sampling = talk.request, talk.request.sampling

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
-from outcore.serve import chat, completions, plain
+from outcore.serve import chat, completions, plain, responses
 from outcore.serve.body import IGNORED_HEADER, read_body
 from outcore.serve.errors import ApiError
 from outcore.serve.service import Service
@@ -45,6 +45,8 @@ def create_app(service: Service) -> FastAPI:
     _add_plain(app, service)
     _add_answers(app, service, "/v1/chat/completions", chat.ChatCall, chat.whole, chat.events)
     _add_answers(app, service, "/v1/completions", completions.CompletionCall, completions.whole, completions.events)
+    _add_answers(app, service, "/v1/responses", responses.ResponseCall, responses.whole, responses.events)
+    _add_answers(app, service, "/v1/embeddings", plain.EmbeddingCall, plain.embedded, None)
     return app
 
 
@@ -118,7 +120,7 @@ def _add_answers(
     path: str,
     understand: Callable[[Service, dict[str, Any]], Any],
     whole: Callable[[Any], Awaitable[dict[str, Any]]],
-    events: Callable[[Any], AsyncGenerator[dict[str, str], None]],
+    events: Callable[[Any], AsyncGenerator[dict[str, str], None]] | None,
 ) -> None:
     @app.post(path)
     async def post(http: HttpRequest) -> Response:
@@ -127,7 +129,7 @@ def _add_answers(
         places = getattr(call, "num_places", 1)
         service.take_place(places)
         headers = {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}
-        if call.is_stream:
+        if call.is_stream and events is not None:
 
             async def told() -> AsyncGenerator[dict[str, str], None]:
                 try:

@@ -31,7 +31,7 @@ class CompletionCall:
         service.check_model(fields)
         self.is_stream, self.with_usage = flag(fields, "stream"), wants_usage(fields)
         self.echo = flag(fields, "echo")
-        self.prompts = _prompts_of(fields.get("prompt"), service)
+        self.prompts = texts_of(fields.get("prompt"), "prompt", service)
         fields.setdefault("max_tokens", 16)
         self.only_scores = fields.get("max_tokens") == 0
         if self.only_scores:
@@ -52,23 +52,25 @@ class CompletionCall:
         return len(self.requests)
 
 
-def _prompts_of(prompt: Any, service: Service) -> list[tuple[int, ...]]:
-    if isinstance(prompt, str):
-        prompt = [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise bad("prompt must be a text, a list of token ids, or a list of these.", "prompt")
-    if all(type(item) is int for item in prompt):
-        prompt = [prompt]
-    if len(prompt) > MAX_PROMPTS:
-        raise bad(f"{len(prompt)} prompts are more than {MAX_PROMPTS}.", "prompt")
+def texts_of(given: Any, field: str, service: Service) -> list[tuple[int, ...]]:
+    """A text, token ids, or a list of these, as lists of ids. ApiError naming `field`."""
+    form = bad(f"{field} must be a text, a list of token ids, or a list of these.", field)
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, list) or not given:
+        raise form
+    if all(type(item) is int for item in given):
+        given = [given]
+    if len(given) > MAX_PROMPTS:
+        raise bad(f"{len(given)} texts are more than {MAX_PROMPTS}.", field)
     found = []
-    for item in prompt:
+    for item in given:
         if isinstance(item, str):
             found.append(service.prompts.of_text(item))
         elif isinstance(item, list) and item and all(type(token) is int for token in item):
             found.append(tuple(item))
         else:
-            raise bad("prompt must be a text, a list of token ids, or a list of these.", "prompt")
+            raise form
     return found
 
 

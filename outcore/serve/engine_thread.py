@@ -75,19 +75,28 @@ class EngineThread:
 
     async def score(self, texts: Sequence[Sequence[int]], num_top: int) -> list[list[TokenScore]]:
         """Scores of texts; see `InferenceEngine.submit_texts`."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
+        return await _told(lambda told: self.engine.submit_texts(texts, num_top, told))
 
-        def told(found: list[list[TokenScore]] | Exception) -> None:
-            def settle() -> None:
-                if future.cancelled():
-                    return
-                if isinstance(found, Exception):
-                    future.set_exception(found)
-                else:
-                    future.set_result(found)
+    async def embed(self, texts: Sequence[Sequence[int]]) -> list[Any]:
+        """Vectors of texts; see `InferenceEngine.submit_embeddings`."""
+        return await _told(lambda told: self.engine.submit_embeddings(texts, told))
 
-            loop.call_soon_threadsafe(settle)
 
-        self.engine.submit_texts(texts, num_top, told)
-        return await future
+async def _told(ask: Callable[[Callable[[Any], None]], None]) -> Any:
+    """What the engine's thread tells the callback that `ask` hands on."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def told(found: Any) -> None:
+        def settle() -> None:
+            if future.cancelled():
+                return
+            if isinstance(found, Exception):
+                future.set_exception(found)
+            else:
+                future.set_result(found)
+
+        loop.call_soon_threadsafe(settle)
+
+    ask(told)
+    return await future

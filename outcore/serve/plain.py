@@ -1,10 +1,13 @@
-"""Small endpoints: models, tokens, health, metrics."""
+"""Small endpoints: models, tokens, embeddings, health."""
 
 from __future__ import annotations
 
+import base64
+import struct
 from typing import Any
 
 from outcore.serve.body import sorted_out
+from outcore.serve.completions import texts_of
 from outcore.serve.errors import bad
 from outcore.serve.service import Service
 
@@ -62,3 +65,40 @@ def health(service: Service) -> tuple[int, dict[str, Any]]:
         "waiting": engine.num_waiting,
     }
     return (200 if service.thread.is_well else 503), found
+
+
+EMBEDDING_FIELDS = frozenset({"input", "encoding_format"})
+EMBEDDING_UNSUPPORTED: dict[str, Any] = {"dimensions": None}
+
+
+class EmbeddingCall:
+    """One request, understood. ApiError for what cannot be."""
+
+    is_stream = False
+
+    def __init__(self, service: Service, body: dict[str, Any]) -> None:
+        fields, self.ignored = sorted_out(body, EMBEDDING_FIELDS, EMBEDDING_UNSUPPORTED)
+        self.service = service
+        service.check_model(fields)
+        self.texts = texts_of(fields.get("input"), "input", service)
+        self.encoding = fields.get("encoding_format") or "float"
+        if self.encoding not in ("float", "base64"):
+            raise bad("encoding_format must be float or base64.", "encoding_format")
+        try:
+            service.opened.engine.check_texts(self.texts)
+        except ValueError as error:
+            raise bad(str(error), "input", "context_length_exceeded") from error
+
+
+async def embedded(call: EmbeddingCall) -> dict[str, Any]:
+    """All vectors at once."""
+    vectors = await call.service.thread.embed(call.texts)
+    data = []
+    for index, vector in enumerate(vectors):
+        values: Any = vector.tolist()
+        if call.encoding == "base64":
+            values = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+        data.append({"object": "embedding", "index": index, "embedding": values})
+    tokens = sum(map(len, call.texts))
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": call.service.name, "usage": usage}

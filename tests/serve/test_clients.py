@@ -138,6 +138,34 @@ def test_scores_as_a_harness_asks_for_them(client, tiny_folder):
     assert only.choices[0].text == "The"
 
 
+def test_embeddings(client, tiny_folder):
+    _, model, tokenizer = tiny_folder
+    texts = ["The quick brown fox", "lazy dog"]
+    found = client.embeddings.create(model="tiny", input=texts)
+    for text, item in zip(texts, found.data):
+        with torch.no_grad():
+            hidden = model.model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state[0]
+        wanted = torch.nn.functional.normalize(hidden.mean(0), dim=0)
+        assert item.embedding == pytest.approx(wanted.tolist(), abs=1e-4)
+    plain = client.embeddings.create(model="tiny", input=texts, encoding_format="float")
+    assert plain.data[1].embedding == pytest.approx(found.data[1].embedding, abs=1e-6)
+
+
+def test_responses(client):
+    asked = {"model": "tiny", "input": "Hello", "max_output_tokens": 9, "temperature": 0, "instructions": "be brief"}
+    whole = client.responses.create(**asked, extra_body={"ignore_eos": True})
+    assert whole.status == "incomplete" and whole.usage.output_tokens == 9 and whole.output_text
+    kinds, text = [], ""
+    for event in client.responses.create(**asked, stream=True, extra_body={"ignore_eos": True}):
+        kinds.append(event.type)
+        text += event.delta if event.type == "response.output_text.delta" else ""
+    assert text == whole.output_text
+    assert kinds[0] == "response.created" and kinds[-1] == "response.incomplete"
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}]
+    again = client.responses.create(**{**asked, "input": parts}, extra_body={"ignore_eos": True})
+    assert again.output_text == whole.output_text
+
+
 def test_errors_have_classes(client, start, tiny_folder):
     with pytest.raises(openai.NotFoundError, match="not here"):
         client.chat.completions.create(model="other", messages=HELLO)

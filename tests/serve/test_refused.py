@@ -79,7 +79,17 @@ BAD = [
     ("/tokenize", {}, 400, "prompt"),
     ("/tokenize", {"prompt": 1}, 400, "prompt"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
-    ("/v1/embeddings", {"input": "Hi"}, 404, "/v1/embeddings"),
+    ("/v1/embeddings", {}, 400, "input"),
+    ("/v1/embeddings", {"input": [[]]}, 400, "input"),
+    ("/v1/embeddings", {"input": "Hi", "dimensions": 3}, 400, "dimensions"),
+    ("/v1/embeddings", {"input": "Hi", "encoding_format": "hex"}, 400, "encoding_format"),
+    ("/v1/embeddings", {"input": "x" * 5000}, 400, "more than the"),
+    ("/v1/responses", {}, 400, "input"),
+    ("/v1/responses", {"input": [{"type": "image"}]}, 400, "image"),
+    ("/v1/responses", {"input": "Hi", "previous_response_id": "r"}, 400, "previous_response_id"),
+    ("/v1/responses", {"input": "Hi", "background": True}, 400, "background"),
+    ("/v1/responses", {"input": "Hi", "tools": [{"type": "web_search"}]}, 400, "tools"),
+    ("/v1/nothing", {"input": "Hi"}, 404, "/v1/nothing"),
 ]
 
 

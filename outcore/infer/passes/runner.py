@@ -44,6 +44,10 @@ class PassRunner(Protocol):
         """For each text, every token but the first."""
         ...
 
+    def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """For each text the mean of its tokens' last hidden states, of length one: fp32 [H] on the CPU."""
+        ...
+
     def close(self) -> None:
         """Let the model go."""
         ...
@@ -111,6 +115,20 @@ class PagedRunner:
             self.attention.cache = cache
         return scores
 
+    def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = [torch.zeros(0) for _ in texts]
+        calls = lay_out_texts(texts, self.limits.call_tokens)
+        cache, self.attention.cache = self.attention.cache, None
+        try:
+            for group in grouped(calls, self.limits.score_tokens):
+                self.attention.begin([call.tables() for call in group])
+                batches = [Call(call.batch(self.device), "hidden") for call in group]
+                for output in self.flow.run(batches, on_part=self._moved):
+                    pool(group[output.number].texts, output, found)
+        finally:
+            self.attention.cache = cache
+        return found
+
     def close(self) -> None:
         self.attention.close()
         self._on_close()
@@ -130,6 +148,16 @@ def grouped(calls: Sequence[TextCall], most_rows: int) -> list[list[TextCall]]:
         groups[-1].append(call)
         rows += call.num_rows
     return groups
+
+
+def pool(texts: Sequence[tuple[int, Sequence[int]]], output: Output, found: list[torch.Tensor]) -> None:
+    """Put the mean of each text's hidden states where it belongs."""
+    assert output.hidden is not None
+    at = 0
+    for number, tokens in texts:
+        mean = output.hidden[0, at : at + len(tokens)].float().mean(0)
+        found[number] = torch.nn.functional.normalize(mean, dim=0).cpu()
+        at += len(tokens)
 
 
 def share_out(texts: Sequence[tuple[int, Sequence[int]]], output: Output, scores: list[list[TokenScore]]) -> None:

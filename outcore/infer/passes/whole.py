@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from outcore.flow import Call, Flow
 from outcore.infer.passes.rows import lay_out_texts
-from outcore.infer.passes.runner import Found, RunnerLimits, TokenScore, grouped, share_out
+from outcore.infer.passes.runner import Found, RunnerLimits, TokenScore, grouped, pool, share_out
 from outcore.infer.schedule import Work
 from outcore.model.inputs import accepted_names
 from outcore.model.load import LoadedModel
@@ -68,6 +68,14 @@ class WholeRunner:
             for output in self.flow.run(batches):
                 share_out(group[output.number].texts, output, scores)
         return scores
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = [torch.zeros(0) for _ in texts]
+        for group in grouped(lay_out_texts(texts, 1), self.limits.score_tokens):
+            batches = [Call({"input_ids": call.batch(self.device)["input_ids"]}, "hidden") for call in group]
+            for output in self.flow.run(batches):
+                pool(group[output.number].texts, output, found)
+        return found
 
     def close(self) -> None:
         return
