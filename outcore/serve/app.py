@@ -130,10 +130,11 @@ def _add_answers(
         service.take_place(places)
         headers = {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}
         if call.is_stream and events is not None:
+            opened = events(call)
 
             async def told() -> AsyncGenerator[dict[str, str], None]:
                 try:
-                    async with aclosing(events(call)) as source:
+                    async with aclosing(opened) as source:
                         async for event in source:
                             yield event
                 finally:
