@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import urllib.request
 
 import pytest
 import torch
+import yaml
 
+from tests.forked import ROOT
 from tests.infer.models import greedy_by_transformers
 
 openai = pytest.importorskip("openai")
@@ -214,6 +217,16 @@ def test_metrics_and_records(client, server):
     last = lines[-1]
     assert last["endpoint"] == "/v1/completions" and last["answer_tokens"] == 3 and "text" not in last
     assert isinstance(last["seed"], int) and last["timings"]["total_s"] > 0
+
+
+def test_board_and_alerts_name_metrics_that_exist(server):
+    page = get(server, "/metrics")
+    board = json.loads((ROOT / "examples/serving/grafana_board.json").read_text())
+    rules = yaml.safe_load((ROOT / "examples/serving/alerts.yml").read_text())["groups"][0]["rules"]
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]] + [r["expr"] for r in rules]
+    names = {name for text in asked for name in re.findall(r"outcore_\w+", text)}
+    known = set(re.findall(r"^(?:# TYPE )?(outcore_\w+)", page, re.M))
+    assert len(names) > 15 and names <= known, names - known
 
 
 def test_tokens(server):
