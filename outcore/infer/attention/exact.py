@@ -57,7 +57,14 @@ def attend_at_once(
     rule: AttentionRule,
 ) -> torch.Tensor:
     """[B, H, N, E]. `mask` None: N = L, each token sees itself and those before it."""
-    shares = query_BHND.shape[1] != keys_BKLD.shape[1]
+    batch, heads, count, _ = query_BHND.shape
+    num_kv = keys_BKLD.shape[1]
+    shares = heads != num_kv
+    if rule.is_plain and shares and mask is not None:  # fused kernels with a mask know no shared heads: as more tokens
+        grouped = query_BHND.reshape(batch, num_kv, heads // num_kv * count, -1)
+        repeated = mask.repeat(1, 1, heads // num_kv, 1)
+        found = scaled_dot_product_attention(grouped, keys_BKLD, values_BKLE, attn_mask=repeated, scale=rule.scaling)
+        return found.reshape(batch, heads, count, -1)
     if rule.is_plain:
         return scaled_dot_product_attention(
             query_BHND,
@@ -69,9 +76,8 @@ def attend_at_once(
             enable_gqa=shares,
         )
     if mask is None:
-        count = query_BHND.shape[2]
         mask = torch.ones((count, count), dtype=torch.bool, device=query_BHND.device).tril()
-    groups = query_BHND.shape[1] // keys_BKLD.shape[1]
+    groups = heads // num_kv
     keys, values = keys_BKLD.repeat_interleave(groups, 1), values_BKLE.repeat_interleave(groups, 1)
     scores = _bent((query_BHND @ keys.transpose(-1, -2)).float() * rule.scaling, rule)
     scores = scores.masked_fill(~mask, float("-inf"))

@@ -35,6 +35,19 @@ Site = tuple[int, int]
 """(layer, which of its attentions)."""
 
 
+@dataclass(frozen=True)
+class _Together:
+    """Spans of one count that are attended in one product; without a mask a single one, in pieces."""
+
+    spans: list[Span]
+    count: int
+    rows: torch.Tensor | None = None
+    """Their rows of the call, on the device."""
+    pages: torch.Tensor | None = None
+    """[spans, pages], where the pages live."""
+    mask: torch.Tensor | None = None
+
+
 class UnknownAttention(ValueError):
     """The model asks something of its attention that is not known here."""
 
@@ -125,8 +138,11 @@ class PagedAttention:
                 value_KNE[:, :used].transpose(0, 1),
                 tables.slots_of(group, store.home),
             )
-            for batch in self._batches(stored, store, rule, heads):
-                self._attend_stored(batch, store, group, rule, tables, query_HND, output)
+            for together in self._together(stored, store, group, rule, tables, query_HND):
+                if together.mask is None:
+                    self._attend_long(together.spans[0], store, group, rule, tables, query_HND, output)
+                else:
+                    self._attend_stored(together, store, rule, query_HND, output)
         for span in fresh:
             here = slice(span.row, span.row + span.count)
             self._attend_fresh(here, rule, query_HND, key_KND, value_KNE, output)
@@ -175,39 +191,67 @@ class PagedAttention:
         first = _first_page(span, rule.window, store.page_tokens)
         return span.length - first * store.page_tokens
 
-    def _attend_stored(
+    def _together(
+        self,
+        stored: list[Span],
+        store: KvStore,
+        group: int,
+        rule: AttentionRule,
+        tables: PassTables,
+        query_HND: torch.Tensor,
+    ) -> list[_Together]:
+        """Which spans are attended together, and where their rows and pages are: the same for all layers of a group,
+        so it is worked out and sent to the device once a pass."""
+        heads, device = query_HND.shape[0], query_HND.device
+        key = (group, heads, store.shape)
+        if key not in tables.plans:
+            tables.plans[key] = [
+                self._indexed(batch, store, group, rule, tables, heads, device)
+                for batch in self._batches(stored, store, rule, heads)
+            ]
+        return tables.plans[key]
+
+    def _indexed(
         self,
         batch: list[Span],
         store: KvStore,
         group: int,
         rule: AttentionRule,
         tables: PassTables,
-        query_HND: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
-        """Sequences that go on: all their keys and values are in pages now."""
-        size, count, device = store.page_tokens, batch[0].count, query_HND.device
+        heads: int,
+        device: torch.device,
+    ) -> _Together:
+        size, count = store.page_tokens, batch[0].count
         firsts = [_first_page(span, rule.window, size) for span in batch]
         lasts = [-(-span.length // size) for span in batch]
         most = max(last - first for first, last in zip(firsts, lasts, strict=True))
-        if len(batch) == 1 and most * size * count * query_HND.shape[0] > PIECE_NUMEL:
-            self._attend_long(batch[0], store, group, rule, tables, query_HND, output)
-            return
+        if len(batch) == 1 and most * size * count * heads > PIECE_NUMEL:
+            return _Together(batch, count)
+        rows = torch.tensor([span.row + i for span in batch for i in range(count)], device=device)
         pages = [
             tables.pages_of(span, group, first, last, store.home)
             for span, first, last in zip(batch, firsts, lasts, strict=True)
         ]
-        keys, values = store.read(nn.utils.rnn.pad_sequence(pages, batch_first=True), device)  # page 0 is masked
         starts = torch.tensor([span.start for span in batch], device=device)
         begins = torch.tensor([first * size for first in firsts], device=device)
-        mask = causal_mask(starts, count, begins, keys.shape[1], rule.window)
-        if len(batch) == 1:
-            query = query_HND[:, batch[0].row : batch[0].row + count][None]
-        else:
-            query = torch.stack([query_HND[:, span.row : span.row + count] for span in batch])
-        found = attend_at_once(query, keys.transpose(1, 2), values.transpose(1, 2), mask, rule).transpose(1, 2)
-        for span, rows in zip(batch, found, strict=True):
-            output[span.row : span.row + count] = rows
+        mask = causal_mask(starts, count, begins, most * size, rule.window)  # hides page 0, which pads short tables
+        return _Together(batch, count, rows, nn.utils.rnn.pad_sequence(pages, batch_first=True), mask)
+
+    def _attend_stored(
+        self,
+        together: _Together,
+        store: KvStore,
+        rule: AttentionRule,
+        query_HND: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """Sequences that go on: all their keys and values are in pages now."""
+        assert together.rows is not None and together.pages is not None
+        heads, batch = query_HND.shape[0], len(together.spans)
+        keys, values = store.read(together.pages, query_HND.device)
+        query = query_HND[:, together.rows].view(heads, batch, together.count, -1).transpose(0, 1)
+        found = attend_at_once(query, keys.transpose(1, 2), values.transpose(1, 2), together.mask, rule)
+        output.index_copy_(0, together.rows, found.transpose(1, 2).flatten(0, 1))
 
     def _attend_long(
         self,
@@ -223,13 +267,13 @@ class PagedAttention:
         here = slice(span.row, span.row + span.count)
         first, last = _first_page(span, rule.window, size), -(-span.length // size)
         step = max(1, PIECE_NUMEL // (query_HND.shape[0] * span.count * size))
-        start = torch.tensor([span.start], device=device)
+        start = torch.full((1,), span.start, device=device)
 
         def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
             for at in range(first, last, step):
                 end = min(at + step, last)
                 keys, values = store.read(tables.pages_of(span, group, at, end, store.home), device)
-                begin = torch.tensor([at * size], device=device)
+                begin = torch.full((1,), at * size, device=device)
                 yield keys, values, causal_mask(start, span.count, begin, len(keys), rule.window)[0, 0]
 
         output[here] = attend_in_pieces(query_HND[:, here], pieces(), rule).transpose(0, 1)

@@ -223,6 +223,8 @@ class PassTables:
     page_tokens: int
     slots: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
     tables: dict[tuple[int, int, int, torch.device], torch.Tensor] = field(default_factory=dict)
+    plans: dict[Any, list[Any]] = field(default_factory=dict)
+    """What attention works out once for all layers of a group."""
 
     def slots_of(self, group: int, home: torch.device) -> torch.Tensor:
         """For every row of the pass, the slot that its key and value go to."""
