@@ -16,6 +16,9 @@ import torch
 from outcore.infer.requests.draws import uniform
 from outcore.infer.requests.sampling import Sampling
 
+DRAWN_AT_ONCE = 32
+"""Rows sorted together: each takes about 44 bytes for every token of the vocabulary meanwhile."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -51,9 +54,10 @@ def choose(logits_RV: torch.Tensor, rows: Sequence[Row]) -> list[Chosen]:
     if greedy:
         for i, token in zip(greedy, adjusted[_at(greedy, len(rows))].argmax(-1).tolist(), strict=True):
             tokens[i] = token
-    if drawn:
-        found = _draw(adjusted[_at(drawn, len(rows))].float(), [rows[i] for i in drawn])
-        for i, token in zip(drawn, found, strict=True):
+    for start in range(0, len(drawn), DRAWN_AT_ONCE):
+        some = drawn[start : start + DRAWN_AT_ONCE]
+        found = _draw(adjusted[_at(some, len(rows))].float(), [rows[i] for i in some])
+        for i, token in zip(some, found, strict=True):
             tokens[i] = token
     return _with_logprobs(logits_RV, rows, tokens)
 

@@ -23,6 +23,8 @@ RAM_SHARE_OF_KV = 0.4
 """Of RAM that keys and values may take; a quarter of it where weights would have to go to a drive for them."""
 FREE_SHARE = 0.04
 """Of the device that stays free: the allocator's rounding and what a desktop takes meanwhile."""
+DRAWN_ROWS, DRAWN_BYTES = 32, 44
+"""Rows of logits that are sorted together to draw tokens, and bytes for every token of the vocabulary in each."""
 HIDDEN_COPIES = 14
 """Rows of hidden size that a layer holds per token at its peak: queries, keys, values, gate and up (wider), results."""
 
@@ -205,7 +207,8 @@ def kv_wanted_bytes(needs: InferenceNeeds, sequences: int, chunk: int, context: 
 def work_bytes(needs: InferenceNeeds, chunk: int, pass_tokens: int, sequences: int) -> int:
     """What a pass holds beside weights and cache: a layer's intermediates, all rows' hidden states, logits."""
     hidden = needs.hidden_size * needs.itemsize
-    return chunk * hidden * HIDDEN_COPIES + 2 * pass_tokens * hidden + min(sequences, 64) * needs.vocab_size * 8
+    logits = needs.vocab_size * (sequences * 4 + min(sequences, DRAWN_ROWS) * DRAWN_BYTES)
+    return chunk * hidden * HIDDEN_COPIES + 2 * pass_tokens * hidden + logits
 
 
 def _on_cpu(

