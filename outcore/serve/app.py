@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from outcore.serve import chat, completions, plain, responses
 from outcore.serve.body import IGNORED_HEADER, read_body
 from outcore.serve.errors import ApiError
+from outcore.serve.jobs import Batches, Files, add_jobs
 from outcore.serve.service import Service
 
 logger = logging.getLogger(__name__)
@@ -31,18 +32,24 @@ LOOK_EVERY_S = 0.1
 def create_app(service: Service) -> FastAPI:
     """The application; the service is started and closed with it."""
 
+    logs = service.settings.logs
+    batches = Batches(service, Files(logs / "files"), logs / "batches")
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
+        batches.go_on()
         try:
             yield
         finally:
+            await batches.stop()
             await asyncio.to_thread(service.close)
 
     app = FastAPI(title="outcore", lifespan=lifespan, docs_url=None, redoc_url=None)
     _add_errors(app, service)
     _add_key(app, service)
     _add_plain(app, service)
+    add_jobs(app, service, batches)
     _add_answers(app, service, "/v1/chat/completions", chat.ChatCall, chat.whole, chat.events)
     _add_answers(app, service, "/v1/completions", completions.CompletionCall, completions.whole, completions.events)
     _add_answers(app, service, "/v1/responses", responses.ResponseCall, responses.whole, responses.events)

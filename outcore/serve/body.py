@@ -19,18 +19,24 @@ IGNORED_HEADER = "X-Outcore-Ignored-Fields"
 
 async def read_body(http: HttpRequest, max_bytes: int) -> dict[str, Any]:
     """The JSON object that was sent. ApiError for one that is too long or none."""
-    data = bytearray()
-    async for chunk in http.stream():
-        data += chunk
-        if len(data) > max_bytes:
-            raise ApiError(413, f"The body is longer than {max_bytes} bytes, which this server takes at most.")
+    data = await read_bytes(http, max_bytes)
     try:
-        body = json.loads(bytes(data))
+        body = json.loads(data)
     except (ValueError, RecursionError):
         raise bad("The body is not valid JSON.") from None
     if not isinstance(body, dict):
         raise bad("The body must be a JSON object.")
     return body
+
+
+async def read_bytes(http: HttpRequest, max_bytes: int) -> bytes:
+    """All that was sent. ApiError for more than `max_bytes`."""
+    data = bytearray()
+    async for chunk in http.stream():
+        data += chunk
+        if len(data) > max_bytes:
+            raise ApiError(413, f"The body is longer than {max_bytes} bytes, which this server takes at most.")
+    return bytes(data)
 
 
 def sorted_out(body: Mapping[str, Any], own: frozenset[str], unsupported: Mapping[str, Any]) -> tuple[dict, list[str]]:

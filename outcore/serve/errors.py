@@ -9,6 +9,7 @@ KINDS = {
     401: "authentication_error",
     404: "not_found_error",
     408: "timeout_error",
+    409: "conflict_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",

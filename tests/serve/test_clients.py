@@ -169,6 +169,50 @@ def test_responses(client):
     assert again.output_text == whole.output_text
 
 
+def batch_lines(count: int) -> bytes:
+    body = {"messages": HELLO, "max_tokens": 5, "seed": 1}
+    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/chat/completions", "body": body} for i in range(count)]
+    return "".join(json.dumps(line) + "\n" for line in [*lines, {"custom_id": "bad", "url": "/v1/none"}]).encode()
+
+
+def wait_for_batch(client, name):
+    until = time.monotonic() + 30
+    while (batch := client.batches.retrieve(name)).status == "in_progress" and time.monotonic() < until:
+        time.sleep(0.05)
+    return batch
+
+
+def test_batches(client):
+    file = client.files.create(file=("in.jsonl", batch_lines(6)), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    batch = wait_for_batch(client, made.id)
+    assert batch.status == "completed"
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (7, 6, 1)
+    lines = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert [line["custom_id"] for line in lines] == [*map(str, range(6)), "bad"]
+    texts = {line["response"]["body"]["choices"][0]["message"]["content"] for line in lines[:6]}
+    assert len(texts) == 1 and lines[6]["response"]["status_code"] == 400
+    assert made.id in [b.id for b in client.batches.list()]
+    with pytest.raises(openai.ConflictError):
+        client.batches.cancel(made.id)
+    with pytest.raises(openai.NotFoundError):
+        client.batches.retrieve("batch-none")
+    client.files.delete(file.id)
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.files.create(file=("in.jsonl", b"{}"), purpose="assistants")
+
+
+def test_a_batch_that_is_cancelled_keeps_what_was_answered(client):
+    file = client.files.create(file=("in.jsonl", batch_lines(300)), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    batch = client.batches.cancel(made.id)
+    assert batch.status == "cancelled"
+    lines = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert len(lines) == 301 and any(line["error"] and line["error"]["message"] == "cancelled" for line in lines)
+
+
 def test_errors_have_classes(client, start, tiny_folder):
     with pytest.raises(openai.NotFoundError, match="not here"):
         client.chat.completions.create(model="other", messages=HELLO)

@@ -33,8 +33,10 @@ class Line:
     error: str = ""
 
 
-def read_line(number: int, text: str, prompts: Prompts, grammars: Grammars, defaults: Sampling) -> Line:
-    """Understand one line; what is wrong with it stands in the result."""
+def read_line(
+    number: int, text: str, prompts: Prompts, grammars: Grammars, defaults: Sampling, request_name: str = ""
+) -> Line:
+    """Understand one line; what is wrong with it stands in the result. Without a seed the request's name is it."""
     shape, name = "plain", None
     try:
         entry = json.loads(text)
@@ -53,7 +55,7 @@ def read_line(number: int, text: str, prompts: Prompts, grammars: Grammars, defa
         ids = _prompt_of(body, prompts)
         sampling = sampling_of(body, defaults)
         grammar = grammars.of(body.get("response_format"))
-        request = Request(f"line-{number}", ids, sampling, int(body.get("n") or 1), 0, grammar)
+        request = Request(request_name or f"line-{number}", ids, sampling, int(body.get("n") or 1), 0, grammar)
         return Line(number, shape, name, request)
     except (ValueError, TypeError) as error:
         return Line(number, shape, name, None, str(error))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from outcore.common.quantities import GIB
-from outcore.flow import Flow, Head, ModelParts, PartRunner, discover_units
+from outcore.flow import Flow, Head, ModelParts, PartRunner, discover_units, let_segments_grow
 from outcore.flow.tiles import free_device_bytes
 from outcore.infer.attention import PagedAttention
 from outcore.infer.cache import CacheSettings, GroupPlan, KvCache, KvFormat, KvMemory, KvShape, open_memory
@@ -78,6 +78,7 @@ def open_found(
 ) -> OpenedModel:
     """Open a model that is found already."""
     loaded = found.loaded
+    let_segments_grow(device)
     units = discover_units(loaded)
     way, why = way_of(loaded)
     if why:

@@ -1,0 +1,66 @@
+"""Jobs over HTTP: files in and out, batches that are answered in the background."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import FileResponse, Response
+from starlette.requests import Request as HttpRequest
+
+from outcore.serve.body import read_body, read_bytes
+from outcore.serve.errors import bad
+from outcore.serve.jobs.batches import Batches
+from outcore.serve.jobs.files import Files, parts_of
+from outcore.serve.service import Service
+
+__all__ = ["Batches", "Files", "add_jobs"]
+
+
+def add_jobs(app: FastAPI, service: Service, batches: Batches) -> None:
+    """The endpoints /v1/files and /v1/batches."""
+    files, most = batches.files, service.settings.max_body_bytes
+
+    @app.post("/v1/files")
+    async def send(http: HttpRequest) -> dict[str, Any]:
+        parts = parts_of(http.headers.get("content-type", ""), await read_bytes(http, most))
+        if "file" not in parts:
+            raise bad("The form has no file.", "file")
+        purpose = parts.get("purpose", ("", b""))[1].decode(errors="replace")
+        if purpose != "batch":
+            raise bad("purpose must be batch.", "purpose")
+        return asdict(files.add(parts["file"][1], parts["file"][0] or "file.jsonl", purpose))
+
+    @app.get("/v1/files")
+    async def list_files() -> dict[str, Any]:
+        return {"object": "list", "data": [asdict(file) for file in files.all()], "has_more": False}
+
+    @app.get("/v1/files/{name}")
+    async def describe(name: str) -> dict[str, Any]:
+        return asdict(files.get(name))
+
+    @app.get("/v1/files/{name}/content")
+    async def fetch(name: str) -> Response:
+        return FileResponse(files.path(name), media_type="application/octet-stream")
+
+    @app.delete("/v1/files/{name}")
+    async def remove(name: str) -> dict[str, Any]:
+        files.remove(name)
+        return {"id": name, "object": "file", "deleted": True}
+
+    @app.post("/v1/batches")
+    async def create(http: HttpRequest) -> dict[str, Any]:
+        return batches.create(await read_body(http, most))
+
+    @app.get("/v1/batches")
+    async def list_batches() -> dict[str, Any]:
+        return {"object": "list", "data": batches.all(), "has_more": False}
+
+    @app.get("/v1/batches/{name}")
+    async def look(name: str) -> dict[str, Any]:
+        return batches.get(name)
+
+    @app.post("/v1/batches/{name}/cancel")
+    async def cancel(name: str) -> dict[str, Any]:
+        return await batches.cancel(name)

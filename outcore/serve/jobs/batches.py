@@ -1,0 +1,196 @@
+"""Batch jobs over HTTP, in OpenAI's shape: created from a file of requests, answered in the background, fetched by id.
+
+A job's results go to a journal as they come, so a server that was killed goes on with its jobs when it starts again.
+Jobs share passes with everyone else's requests and take at most half of the answers written at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from outcore.infer import Answer
+from outcore.infer.commands import Journal, Line, read_line, result_of
+from outcore.serve.errors import ApiError, bad
+from outcore.serve.jobs.files import Files, write_json
+from outcore.serve.service import Service
+
+logger = logging.getLogger(__name__)
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+RUNNING = ("validating", "in_progress", "finalizing")
+_ID = re.compile(r"^batch-[0-9a-f]{32}$")
+
+
+class Batches:
+    """See the module docstring. Lives on the server's event loop."""
+
+    def __init__(self, service: Service, files: Files, folder: Path) -> None:
+        self.service, self.files, self.folder = service, files, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._room = asyncio.Semaphore(max(1, service.opened.placement.max_sequences // 2))
+
+    def go_on(self) -> None:
+        """Go on with jobs that a server before this one left unfinished."""
+        for batch in self.all():
+            if batch["status"] in RUNNING:
+                self._start(batch)
+
+    async def stop(self) -> None:
+        """End work on all jobs; they go on with the next start."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def create(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Begin a job. ApiError for what cannot be."""
+        endpoint = body.get("endpoint")
+        if endpoint not in ENDPOINTS:
+            raise bad(f"endpoint must be one of {', '.join(ENDPOINTS)}.", "endpoint")
+        if not isinstance(body.get("input_file_id"), str):
+            raise bad("input_file_id must be the id of a file.", "input_file_id")
+        source = self.files.path(body["input_file_id"])
+        if not any(_lines(source)):
+            raise bad("The file has no lines.", "input_file_id")
+        batch = {
+            "id": f"batch-{uuid.uuid4().hex}",
+            "object": "batch",
+            "endpoint": endpoint,
+            "errors": None,
+            "input_file_id": body["input_file_id"],
+            "completion_window": body.get("completion_window") or "24h",
+            "status": "in_progress",
+            "output_file_id": None,
+            "error_file_id": None,
+            "created_at": int(time.time()),
+            "in_progress_at": int(time.time()),
+            "completed_at": None,
+            "cancelled_at": None,
+            "failed_at": None,
+            "request_counts": {"total": sum(1 for _ in _lines(source)), "completed": 0, "failed": 0},
+            "metadata": body.get("metadata"),
+        }
+        self._save(batch)
+        self._start(batch)
+        return batch
+
+    def get(self, name: str) -> dict[str, Any]:
+        """A job as it is now; 404 when there is none."""
+        path = self.folder / f"{name}.json"
+        if not _ID.match(name) or not path.is_file():
+            raise ApiError(404, f"There is no batch {name!r}.", param="batch_id")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+    def all(self) -> list[dict[str, Any]]:
+        """Newest first."""
+        found = [self.get(path.stem) for path in self.folder.glob("batch-*.json")]
+        return sorted(found, key=lambda batch: (-batch["created_at"], batch["id"]))
+
+    async def cancel(self, name: str) -> dict[str, Any]:
+        """End a job; what was answered can be fetched."""
+        batch = self.get(name)
+        if batch["status"] not in RUNNING:
+            raise ApiError(409, f"The batch is {batch['status']} already.", param="batch_id")
+        task = self._tasks.pop(name, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        batch = self.get(name)
+        if batch["status"] in RUNNING:
+            journal = self._journal(batch)
+            total = batch["request_counts"]["total"]
+            for number, text in enumerate(_lines(self.files.path(batch["input_file_id"]))):
+                if number not in journal.done:
+                    line = self._line(batch, number, text)
+                    journal.add(number, self._result(Line(number, line.shape, line.name, None, "cancelled"), []))
+            self._finish(batch, journal, total, "cancelled")
+        return self.get(name)
+
+    # --- one job
+
+    def _start(self, batch: dict[str, Any]) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(batch))
+        self._tasks[batch["id"]] = task
+        task.add_done_callback(lambda _: self._tasks.pop(batch["id"], None))
+
+    async def _run(self, batch: dict[str, Any]) -> None:
+        try:
+            journal = self._journal(batch)
+        except ValueError as error:
+            self._save(batch | {"status": "failed", "failed_at": int(time.time()), "errors": str(error)})
+            return
+        counts = batch["request_counts"]
+        counts["completed"], counts["failed"] = len(journal.done), 0
+
+        async def one(number: int, text: str) -> None:
+            try:
+                result = await self._answered(batch, number, text)
+                journal.add(number, result)
+                counts["failed" if result["error"] else "completed"] += 1
+                self._save(batch)
+            finally:
+                self._room.release()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, text in enumerate(_lines(self.files.path(batch["input_file_id"]))):
+                    if number not in journal.done:
+                        await self._room.acquire()
+                        group.create_task(one(number, text))
+            self._finish(batch, journal, counts["total"], "completed")
+        except asyncio.CancelledError:
+            journal.close()
+            raise
+        except Exception:
+            logger.exception("%s failed", batch["id"])
+            journal.close()
+            words = "the server failed; its log says why"
+            self._save(batch | {"status": "failed", "failed_at": int(time.time()), "errors": words})
+
+    async def _answered(self, batch: dict[str, Any], number: int, text: str) -> dict[str, Any]:
+        line = await asyncio.to_thread(self._line, batch, number, text)
+        if line.request is None:
+            return self._result(line, [])
+        try:
+            async with aclosing(self.service.stream(line.request, "/v1/batches")) as items:
+                answers = [item async for item in items if isinstance(item, Answer)]
+        except ValueError as error:
+            return self._result(Line(number, line.shape, line.name, None, str(error)), [])
+        return self._result(line, answers)
+
+    def _line(self, batch: dict[str, Any], number: int, text: str) -> Line:
+        service = self.service
+        line = read_line(number, text, service.prompts, service.grammars, service.defaults, f"{batch['id']}-{number}")
+        if line.request is not None and line.shape != batch["endpoint"]:
+            return Line(number, "batch", line.name, None, f"the batch is for {batch['endpoint']}, the line is not")
+        return line if line.shape != "plain" else Line(number, "batch", line.name, None, line.error or "has no body")
+
+    def _result(self, line: Line, answers: list[Answer]) -> dict[str, Any]:
+        return result_of(line, answers, self.service.name, self.service.started_s)
+
+    def _journal(self, batch: dict[str, Any]) -> Journal:
+        return Journal(self.folder / f"{batch['id']}.jsonl", {"batch": batch["id"], "model": self.service.name})
+
+    def _finish(self, batch: dict[str, Any], journal: Journal, total: int, status: str) -> None:
+        journal.finish(total)
+        output = self.files.add(journal.output.read_bytes(), f"{batch['id']}_output.jsonl", "batch_output")
+        journal.output.unlink()
+        stamp = "completed_at" if status == "completed" else "cancelled_at"
+        self._save(batch | {"status": status, "output_file_id": output.id, stamp: int(time.time())})
+
+    def _save(self, batch: dict[str, Any]) -> None:
+        write_json(self.folder / f"{batch['id']}.json", batch)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        yield from (line for line in file if line.strip())

@@ -1,0 +1,97 @@
+"""Files that clients send for jobs and fetch with results: in a folder, each with its description beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from outcore.serve.errors import ApiError, bad
+
+_BOUNDARY = re.compile(r'boundary="?([^";,]+)"?', re.IGNORECASE)
+_NAME = re.compile(r'\bname="([^"]*)"')
+_FILE_NAME = re.compile(r'filename="([^"]*)"')
+_ID = re.compile(r"^file-[0-9a-f]{32}$")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """What is told of a file."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    object: str = "file"
+
+
+class Files:
+    """See the module docstring."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, data: bytes, filename: str, purpose: str) -> StoredFile:
+        """Keep these bytes."""
+        name = f"file-{uuid.uuid4().hex}"
+        aside = self.folder / f".{name}.part"
+        aside.write_bytes(data)
+        os.replace(aside, self.folder / name)
+        return self.describe(name, filename, purpose)
+
+    def describe(self, name: str, filename: str, purpose: str) -> StoredFile:
+        """Note what the file `name`, which lies in the folder, is."""
+        found = StoredFile(name, (self.folder / name).stat().st_size, int(time.time()), filename, purpose)
+        write_json(self.folder / f"{name}.json", asdict(found))
+        return found
+
+    def get(self, name: str) -> StoredFile:
+        """A file's description; 404 when there is none."""
+        path = self.folder / f"{name}.json"
+        if not _ID.match(name) or not path.is_file():
+            raise ApiError(404, f"There is no file {name!r}.", param="file_id")
+        return StoredFile(**json.loads(path.read_text(encoding="utf-8")))
+
+    def path(self, name: str) -> Path:
+        """Where its bytes are."""
+        return self.folder / self.get(name).id
+
+    def all(self) -> list[StoredFile]:
+        """Newest first."""
+        found = [self.get(path.stem) for path in self.folder.glob("file-*.json")]
+        return sorted(found, key=lambda file: (-file.created_at, file.id))
+
+    def remove(self, name: str) -> None:
+        """Forget a file."""
+        path = self.path(name)
+        path.with_name(f"{name}.json").unlink()
+        path.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a small file whole."""
+    aside = path.with_name(f".{path.name}.part")
+    aside.write_text(json.dumps(value), encoding="utf-8")
+    os.replace(aside, path)
+
+
+def parts_of(content_type: str, body: bytes) -> dict[str, tuple[str, bytes]]:
+    """Fields of a multipart form: name -> (file name, bytes). ApiError for what is none."""
+    boundary = _BOUNDARY.search(content_type)
+    if not content_type.lower().startswith("multipart/form-data") or boundary is None:
+        raise bad("A file is sent as multipart/form-data with the fields file and purpose.")
+    found: dict[str, tuple[str, bytes]] = {}
+    for piece in body.split(b"--" + boundary[1].encode())[1:-1]:
+        head, _, data = piece.removeprefix(b"\r\n").partition(b"\r\n\r\n")
+        words = head.decode("utf-8", errors="replace")
+        name, file_name = _NAME.search(words), _FILE_NAME.search(words)
+        if name is not None:
+            found[name[1]] = (file_name[1] if file_name else "", data.removesuffix(b"\r\n"))
+    return found
