@@ -1,0 +1,160 @@
+"""The engine: answers do not depend on company, guesses, room or order; what is cancelled or late ends at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from outcore.infer import Request, Sampling
+from outcore.infer.opening import InferSettings, open_engine
+from outcore.infer.schedule import ScheduleLimits
+from tests.flow.models import tiny_loaded
+from tests.infer.models import TinyEngine, greedy_by_transformers, prompts_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def tiny():
+    """A function that makes engines and closes them in the end."""
+    made = []
+
+    def make(**more) -> TinyEngine:
+        made.append(TinyEngine("llama", **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def tokens_of(engine, requests) -> dict[tuple[str, int], list[int]]:
+    return {(a.request, a.choice): [c.token for c in a.tokens] for a in engine.generate(requests)}
+
+
+def test_answers_that_lose_their_pages_begin_again(tiny):
+    loaded = tiny_loaded("llama")
+    prompts = prompts_of(14)
+    expected = [greedy_by_transformers(loaded.model.eval(), prompt, 20) for prompt in prompts]
+    one = tiny(loaded=loaded, limits=ScheduleLimits(14, 64, 16, 16))
+    assert one.greedy(prompts, 20) == expected
+    assert one.scheduler.num_preempted > 0
+
+
+def test_guesses_change_no_text_when_tokens_are_drawn(tiny):
+    one = tiny()
+    prompts = [[*prompts_of(2)[1], *prompts_of(2)[1]], *prompts_of(4)]
+    requests = [
+        Request(f"a{i}", tuple(p), Sampling(temperature=0.3, top_p=0.9, max_tokens=24, seed=i))
+        for i, p in enumerate(prompts)
+    ]
+    with_guesses = tokens_of(one.engine, requests)
+    assert one.engine.counts.accepted > 0
+    one.engine.speculates = False
+    one.cache.clear_prefixes()
+    assert tokens_of(one.engine, requests) == with_guesses
+
+
+def test_several_answers_to_one_prompt_differ_and_come_again(tiny):
+    one = tiny()
+    request = Request("n", (5, 6, 7), Sampling(max_tokens=8, seed=3), n=3)
+    first = tokens_of(one.engine, [request])
+    assert len(first) == 3 and len({tuple(t) for t in first.values()}) == 3
+    assert tokens_of(one.engine, [request]) == first
+
+
+def test_how_answers_end(tiny):
+    one = tiny()
+    plain = Sampling(temperature=0, max_tokens=12)
+    ((_, tokens),) = tokens_of(one.engine, [Request("a", (9, 8, 7), plain)]).items()
+    third = tokens[2]
+    first_at = tokens.index(third)
+    (ended,) = one.engine.generate([Request("b", (9, 8, 7), Sampling(temperature=0, stop_token_ids=(third,)))])
+    assert ended.finish == "stop" and ended.stop == third and len(ended.tokens) == first_at + 1
+    word = chr(0x4E00 + tokens[3])
+    (ended,) = one.engine.generate([Request("c", (9, 8, 7), Sampling(temperature=0, stop=(word,)))])
+    assert ended.stop == word and word not in ended.text
+    least = Sampling(temperature=0, max_tokens=12, min_tokens=9, stop_token_ids=(third,))
+    (ended,) = one.engine.generate([Request("d", (9, 8, 7), least)])
+    assert len(ended.tokens) >= 9
+    assert ended.timings.total_s >= ended.timings.first_token_s > 0
+
+
+def test_what_is_cancelled_or_late_ends(tiny):
+    one = tiny()
+    ended = {}
+    long = Sampling(temperature=0, max_tokens=200)
+
+    def watch(name, **more):
+        one.engine.submit(Request(name, (3, 4, 5), long, **more), None, lambda a: ended.setdefault(name, a))
+
+    watch("cancelled")
+    watch("late", deadline_s=1e-9)
+    watch("goes on")
+    one.engine.step()
+    one.engine.cancel("cancelled")
+    one.engine.cancel("unknown")
+    one.engine.step()
+    assert ended["cancelled"].finish == "cancelled"
+    assert ended["late"].finish == "error" and "not finished within" in ended["late"].error
+    assert "goes on" not in ended and one.engine.num_running == 1
+    one.engine.cancel_all()
+    one.engine.step()
+    assert ended["goes on"].finish == "cancelled" and one.scheduler.is_idle
+
+
+def test_higher_priority_comes_first(tiny):
+    one = tiny(limits=ScheduleLimits(1, 64, 16, 0))
+    order = []
+    for name, priority in (("first", 0), ("low", 0), ("high", 5)):
+        request = Request(name, (3, 4), Sampling(temperature=0, max_tokens=3), priority=priority)
+        one.engine.submit(request, None, lambda a: order.append(a.request))
+    while one.engine.step():
+        pass
+    assert order.index("high") < order.index("low")
+
+
+def test_a_pass_that_fails_ends_its_answers_and_the_next_one_runs(tiny, monkeypatch):
+    one = tiny()
+    ended = []
+    run = one.runner.run
+
+    def broken(works):
+        raise RuntimeError("the link is gone")
+
+    monkeypatch.setattr(one.runner, "run", broken)
+    one.engine.submit(Request("a", (3, 4), Sampling(max_tokens=3)), None, ended.append)
+    with pytest.raises(RuntimeError):
+        one.engine.step()
+    assert ended[0].finish == "error" and "the link is gone" in ended[0].error and one.scheduler.is_idle
+    monkeypatch.setattr(one.runner, "run", run)
+    assert len(tokens_of(one.engine, [Request("b", (3, 4), Sampling(max_tokens=3))])["b", 0]) == 3
+
+
+def test_refused(tiny):
+    one = tiny()
+    for request, word in (
+        (Request("a", (1, 999)), "vocabulary"),
+        (Request("b", (1,), Sampling(max_tokens=10_000)), "together more"),
+        (Request("c", (1,), Sampling(logit_bias={500: 1})), "logit_bias"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            one.engine.submit(request)
+    with pytest.raises(ValueError, match="no tokens"):
+        Request("d", ())
+    with pytest.raises(ValueError, match="no tokens"):
+        one.engine.score([[]])
+
+
+def test_deterministic_answers_do_not_depend_on_company(tiny_folder):
+    settings = InferSettings(context=128, ram_gib=1, deterministic=True, chunk_tokens=16, page_tokens=16)
+    opened = open_engine(str(tiny_folder[0]), settings)
+    try:
+        sampling = Sampling(temperature=1.0, max_tokens=16, seed=4, logprobs=0, ignore_eos=True)
+        wanted = Request("wanted", tuple(prompts_of(2, vocab=250)[1] * 2), sampling)
+        (alone,) = opened.engine.generate([wanted])
+        opened.engine.scheduler.cache.clear_prefixes()
+        others = [Request(f"o{i}", tuple(p), sampling) for i, p in enumerate(prompts_of(8, seed=7, vocab=250))]
+        found = {a.request: a for a in opened.engine.generate([*others[:4], wanted, *others[4:]])}
+        assert found["wanted"].tokens == alone.tokens  # with every log-probability, bit by bit
+    finally:
+        opened.close()
