@@ -17,6 +17,7 @@ from outcore.infer.cache.pages import OutOfPages, PageLedger
 from outcore.infer.cache.prefix import ROOT, PrefixIndex, PrefixPage
 from outcore.infer.cache.store import KvFormat, KvShape, KvStore
 
+UNLIMITED = 2**31
 GONE = -1
 """In a table: a page that the window has passed."""
 
@@ -105,12 +106,9 @@ class KvCache:
         return self.stores[site]
 
     def most_tokens(self) -> int:
-        """Tokens that one sequence could have if it were alone."""
-        return min(
-            ledger.num_pages * self.settings.page_tokens
-            for ledger, window in zip(self.ledgers, self.windows, strict=True)
-            if window is None or len(self.ledgers) == 1
-        )
+        """Tokens that one sequence could have if it were alone; windows alone set no limit."""
+        whole = [ledger for ledger, window in zip(self.ledgers, self.windows, strict=True) if window is None]
+        return min((ledger.num_pages * self.settings.page_tokens for ledger in whole), default=UNLIMITED)
 
     def open(self, tokens: Sequence[int]) -> SequencePages:
         """Pages for a new sequence: those that hold its beginning already."""
