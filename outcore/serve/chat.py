@@ -12,8 +12,7 @@ from outcore.infer import Answer, Piece, Request
 from outcore.infer.requests import Chosen
 from outcore.serve.body import flag, sorted_out, usage_of, wants_usage
 from outcore.serve.errors import bad
-from outcore.serve.logprobs import of_chat
-from outcore.serve.parsing import AnswerParser, Mode, Parsed, marks_of, takes_tools
+from outcore.serve.parsing import AnswerParser, Mode, Parsed, marks_of, of_chat, takes_tools
 from outcore.serve.service import Service, failure_of
 
 FIELDS = frozenset(

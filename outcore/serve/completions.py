@@ -13,7 +13,7 @@ from outcore.infer import Answer, Piece, Request
 from outcore.infer.passes import TokenScore
 from outcore.serve.body import flag, sorted_out, usage_of, wants_usage
 from outcore.serve.errors import bad
-from outcore.serve.logprobs import of_completion
+from outcore.serve.parsing import of_completion
 from outcore.serve.service import Service, failure_of
 
 FIELDS = frozenset({"prompt", "echo", "response_format"})

@@ -68,10 +68,12 @@ def test_how_answers_end(tiny):
     ((_, tokens),) = tokens_of(one.engine, [Request("a", (9, 8, 7), plain)]).items()
     third = tokens[2]
     first_at = tokens.index(third)
-    (ended,) = one.engine.generate([Request("b", (9, 8, 7), Sampling(temperature=0, stop_token_ids=(third,)))])
+    (ended,) = one.engine.generate(
+        [Request("b", (9, 8, 7), Sampling(temperature=0, max_tokens=12, stop_token_ids=(third,)))]
+    )
     assert ended.finish == "stop" and ended.stop == third and len(ended.tokens) == first_at + 1
     word = chr(0x4E00 + tokens[3])
-    (ended,) = one.engine.generate([Request("c", (9, 8, 7), Sampling(temperature=0, stop=(word,)))])
+    (ended,) = one.engine.generate([Request("c", (9, 8, 7), Sampling(temperature=0, max_tokens=12, stop=(word,)))])
     assert ended.stop == word and word not in ended.text
     least = Sampling(temperature=0, max_tokens=12, min_tokens=9, stop_token_ids=(third,))
     (ended,) = one.engine.generate([Request("d", (9, 8, 7), least)])

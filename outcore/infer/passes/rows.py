@@ -27,16 +27,19 @@ class RowCall:
     """With the place of its first token."""
     num_rows: int = 0
     padded_rows: int = 0
+    padded_wanted: int = 0
+    """Rows of logits at least, where calls have fixed sizes."""
 
     @property
     def wanted(self) -> list[int]:
         """Places whose logits choose tokens: the last one of each work that is complete, and those of its guesses."""
-        return [
+        places = [
             at + work.count - 1 - work.num_drafts + place
             for work, at in self.works
             if work.is_last
             for place in range(work.num_drafts + 1)
         ]
+        return places + [0] * max(0, self.padded_wanted - len(places)) if places else []
 
     def batch(self, device: torch.device) -> dict[str, torch.Tensor]:
         """input_ids and position_ids [1, N]."""
@@ -66,9 +69,10 @@ def lay_out(works: Iterable[Work], call_tokens: int, *, fixed_sizes: bool) -> li
     calls = _filled([w for w in everything if w.count > small], call_tokens)
     for call in calls:
         call.padded_rows = call_tokens
+        call.padded_wanted = max(small, call_tokens // small)
     of_single = _filled([w for w in everything if w.count <= small], small)
     for call in of_single:
-        call.padded_rows = small
+        call.padded_rows = call.padded_wanted = small
     return calls + of_single
 
 
