@@ -11,6 +11,8 @@ from outcore.common.words import nearest
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
+        "train": ("outcore.train.run", "train a model: the same as python train_model.py"),
+        "runs": ("outcore.train.runs.listing", "the runs here with state, step, loss and size; delete one"),
         "plan": ("outcore.plan.main", "will a model fit this machine, how fast, what to change"),
         "data": ("outcore.data.main", "how rows are read, and which of their tokens bear loss"),
         "generate": ("outcore.infer.commands.generate", "text by a model of any size: a prompt, or a job over a file"),
@@ -19,6 +21,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "serve": ("outcore.serve.main", "an address under OpenAI's API for a model of any size"),
         "export": ("outcore.checkpoint.main", "a checkpoint as a model that from_pretrained loads, without a GPU"),
         "watch": ("outcore.monitor.screen.watch", "a running or finished run, live in the terminal"),
+        "trace": ("outcore.flow.trace.picture", "a traced run's timeline as a picture"),
     }
 )
 """Name -> (module with `main(argv) -> int`, what it is for)."""
@@ -28,7 +31,7 @@ def usage() -> str:
     """The list of subcommands."""
     lines = ["usage: outcore COMMAND [...]", "", "commands:"]
     lines += [f"  {name:<8} {words}" for name, (_, words) in COMMANDS.items()]
-    lines += ["", "outcore COMMAND --help tells more.", "Training: python train_model.py --help"]
+    lines += ["", "outcore COMMAND --help tells more; RUN is a run's name or its folder."]
     return "\n".join(lines)
 
 

@@ -108,9 +108,10 @@ class Shared:
         assert self.trained.code == 0, self.trained.printed
         return self.root / "trained/export/done"
 
-    def flags(self, root: Path) -> list[str]:
+    def flags(self, root: Path, *, with_data: bool = True) -> list[str]:
         folders = [f"--{name}_dir={root / name}" for name in ("checkpoint", "log", "export")]
-        return [*FAST.split(), "--dataset", str(self.corpus), *folders, f"--data_cache_dir={self.root / 'cache'}"]
+        data = ["--dataset", str(self.corpus)] if with_data else []
+        return [*FAST.split(), *data, *folders, f"--data_cache_dir={self.root / 'cache'}"]
 
 
 @dataclass
@@ -241,7 +242,7 @@ def run_case(case: Case, here: Path, shared: Shared) -> Outcome:
             case.setup(world)
         argv = [word.format_map(_Places(world)) for word in shlex.split(case.argv)]
         if case.program.endswith("train_model.py"):
-            argv = [*shared.flags(here), *argv]
+            argv = [*shared.flags(here, with_data="--dataset" not in argv), *argv]
         done = call(case.program, argv, shared.streams)
         problem = LEAVES[case.leaves][1](world)
     assert not problem, f"{case.id}: {problem}\n{done.printed}"

@@ -5,6 +5,7 @@ from outcore.checkpoint.folders import (
     Checkpoint,
     changed_settings,
     check_same_run,
+    differences,
     go_back_to,
     list_checkpoints,
     newest_checkpoint,

@@ -71,6 +71,7 @@ def save_checkpoint(
     *,
     needed_bytes: int,
     keep: int,
+    best_step: int | None = None,
     is_writer: bool = True,
     barrier: Callable[[], None] = lambda: None,
 ) -> Path:
@@ -102,7 +103,7 @@ def save_checkpoint(
             os.rename(aside, final)
             _fsync_folder(run_folder)
             sweep_unfinished(run_folder)
-            rotate(run_folder, keep, step)
+            rotate(run_folder, keep, step, best_step)
     except BaseException:
         if is_writer:
             shutil.rmtree(aside, ignore_errors=True)
@@ -218,13 +219,13 @@ def go_back_to(checkpoint: Checkpoint) -> list[Path]:
     return sorted(_left_behind(before) - was_left, key=_step_of)
 
 
-def rotate(run_folder: Path, keep: int, step: int) -> list[Path]:
-    """Remove the oldest checkpoints beyond `keep`; that of `step`, just saved, is never removed.
+def rotate(run_folder: Path, keep: int, step: int, best_step: int | None = None) -> list[Path]:
+    """Remove the oldest checkpoints beyond `keep`; that of `step`, just saved, and the best are never removed.
 
     Later ones, which a run that went back has left behind, count as older than all others.
     """
     by_age = sorted(list_checkpoints(run_folder), key=lambda path: _step_of(path) <= step)
-    old = by_age[: -max(keep, 1)]
+    old = [path for path in by_age[: -max(keep, 1)] if _step_of(path) != best_step]
     for path in old:
         # Renamed first: a removal that is interrupted must not leave something that looks like a checkpoint.
         doomed = path.with_name(f".{path.name}.part")
@@ -265,15 +266,17 @@ def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     return Checkpoint(path, step, manifest)
 
 
-def check_same_run(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
-    """Raise CheckpointError when the checkpoint's run had other settings than `fingerprint` (nested by one level).
-
-    What an older version did not write down is not compared.
-    """
+def differences(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """(what it was, what it is) by name, of what the checkpoint's run had otherwise than `fingerprint` (nested by one
+    level). What an older version did not write down is not compared."""
     theirs, mine = (_flat(f) for f in (checkpoint.trainer_state()["fingerprint"], fingerprint))
-    for name, value in mine.items():
-        was = theirs.get(name, value)
-        if was == value:
+    return {name: (theirs[name], value) for name, value in mine.items() if theirs.get(name, value) != value}
+
+
+def check_same_run(checkpoint: Checkpoint, fingerprint: dict[str, Any], allowed: frozenset[str] = frozenset()) -> None:
+    """Raise CheckpointError when the checkpoint's run had settings other than `fingerprint` and `allowed`."""
+    for name, (was, value) in differences(checkpoint, fingerprint).items():
+        if name in allowed:
             continue
         if name == "parameters":
             raise CheckpointError(
@@ -282,8 +285,7 @@ def check_same_run(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> None:
             )
         raise CheckpointError(
             f"{checkpoint.path}: was made with {name} {was!r}, this run has {value!r}: it would not continue the same "
-            f"training. Use the same {_FLAGS_OF.get(name, '--' + name)}, or start a new run from the exported model "
-            "(--model_name_or_path)."
+            f"training. Use the same {_FLAGS_OF.get(name, '--' + name)}, {_way_on(name)}."
         )
 
 
@@ -306,6 +308,12 @@ def changed_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> list[s
             line += f"; {' and '.join(rounded)} once" if rounded else "; the states are converted exactly"
         lines.append(line)
     return lines
+
+
+def _way_on(name: str) -> str:
+    if name.startswith(("schedule ", "train_batch_size", "seed")):
+        return "or add --continue_with_changes to go on with the new value"
+    return "or start a new run from the exported model (--model_name_or_path)"
 
 
 _FLAGS_OF = {

@@ -1,4 +1,10 @@
-"""`outcore export CHECKPOINT`: a checkpoint as a folder that `from_pretrained` loads. Needs no GPU and no run."""
+"""`outcore export RUN`: a run's model as a folder that `from_pretrained` loads. Needs no GPU, and the run may have been
+interrupted.
+
+    outcore export my-run                  the best checkpoint where the run kept one, else the newest
+    outcore export my-run --merge          with LoRA: the base with the adapter in it
+    outcore export my-run/step-00000100    that one
+"""
 
 from __future__ import annotations
 
@@ -6,32 +12,51 @@ import argparse
 import sys
 from pathlib import Path
 
-from outcore.checkpoint.export import export_checkpoint, how_to_load
-from outcore.checkpoint.folders import Checkpoint, list_checkpoints, open_checkpoint
+from outcore.checkpoint.export import export_checkpoint, has_adapter, how_to_load, merge_checkpoint
+from outcore.checkpoint.folders import Checkpoint, list_checkpoints, open_checkpoint, step_folder
 from outcore.checkpoint.shards import CheckpointError
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, or the newest one of the run whose folder it is; checksums verified."""
+def find_checkpoint(path: Path, root: Path, *, last: bool = False) -> Checkpoint:
+    """The checkpoint at `path`, or of the run whose name or folder it is the best one (with `last` the newest);
+    checksums verified."""
+    if not path.exists() and (root / path).is_dir():
+        path = root / path
+    if not path.exists():
+        there = sorted(folder.name for folder in root.iterdir() if list_checkpoints(folder)) if root.is_dir() else []
+        raise CheckpointError(f"{path}: no such run or checkpoint. Runs in {root}: {', '.join(there) or 'none'}.")
     found = list_checkpoints(path)
-    return open_checkpoint(found[-1] if found and not (path / "manifest.json").is_file() else path)
+    if not found or (path / "manifest.json").is_file():
+        return open_checkpoint(path)
+    best = (open_checkpoint(found[-1], verify=False).trainer_state().get("best") or {}).get("step")
+    if last or best is None or path / step_folder(best) not in found:
+        return open_checkpoint(found[-1])
+    return open_checkpoint(path / step_folder(best))
 
 
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="outcore export",
-        description="Write a checkpoint's 16-bit model (a LoRA checkpoint's adapter) for from_pretrained.",
+        description="Write a run's 16-bit model (of LoRA its adapter) for from_pretrained.",
     )
-    parser.add_argument("checkpoint", type=Path, help="checkpoints/RUN/step-..., or checkpoints/RUN for its newest")
+    parser.add_argument("run", type=Path, help="name or folder of a run, or one of its checkpoints")
+    parser.add_argument("--checkpoint_dir", type=Path, default=Path("checkpoints"), help="where runs are looked for")
+    parser.add_argument("--last", action="store_true", help="the newest checkpoint, though another was better")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--merge", action="store_true", help="LoRA: the base model with the adapter merged in")
+    how.add_argument("--adapter", action="store_true", help="LoRA: the adapter alone (what is done anyway)")
     parser.add_argument("--out", type=Path, help="new folder (default: final_model/RUN-STEP)")
     args = parser.parse_args(argv)
     try:
-        checkpoint = find_checkpoint(args.checkpoint)
+        checkpoint = find_checkpoint(args.run, args.checkpoint_dir, last=args.last)
         run = checkpoint.path.absolute().parent.name
-        target = args.out or Path("final_model") / f"{run}-step-{checkpoint.step}"
-        folder = export_checkpoint(checkpoint, target)
-    except (CheckpointError, OSError) as error:
+        merged = "-merged" if args.merge else ""
+        target = args.out or Path("final_model") / f"{run}-step-{checkpoint.step}{merged}"
+        if args.adapter and not has_adapter(checkpoint):
+            raise CheckpointError(f"{checkpoint.path}: all weights were trained, there is no adapter. Leave it out.")
+        folder = merge_checkpoint(checkpoint, target) if args.merge else export_checkpoint(checkpoint, target)
+    except (CheckpointError, ValueError, OSError) as error:
         print(f"outcore export: {error}", file=sys.stderr)
         return 1
     print(f"step {checkpoint.step} of run {run}: {folder}  ({how_to_load(folder)})")

@@ -28,6 +28,10 @@ def check_config(config: TrainConfig) -> None:
     _check_names(config)
     _check_length(config)
     check_homes(config)
+    _check_losses(config)
+    _check_upload(config)
+    if config.continue_with_changes and config.resume_from_checkpoint is None:
+        raise ConfigError("continue_with_changes is about resuming: add --resume_from_checkpoint auto.")
     if config.lora_r == 0 and config.lora_alpha is not None:
         raise ConfigError("lora_alpha is given but lora_r is 0: add --lora_r 16 (or another rank) to train adapters.")
     if config.quantize != "none" and config.lora_r == 0:
@@ -54,6 +58,24 @@ def check_state_format(name: str, precision: str) -> None:
         )
 
 
+def _check_losses(config: TrainConfig) -> None:
+    if config.label_smoothing and config.model_module:
+        raise ConfigError("label_smoothing: a model_module brings its own loss: smooth it there, or leave it out.")
+    adapters = [n for n, value in (("use_rslora", config.use_rslora),) if value]
+    adapters += ["init_lora_weights"] if config.init_lora_weights != "kaiming" else []
+    if config.lora_r == 0 and adapters:
+        raise ConfigError(f"{adapters[0]} is given but lora_r is 0: add --lora_r 16 to train adapters.")
+
+
+def _check_upload(config: TrainConfig) -> None:
+    if config.push_to_hub is None:
+        return
+    if config.push_to_hub.count("/") != 1 or not all(config.push_to_hub.split("/")):
+        raise ConfigError(f"push_to_hub: expected ORG/NAME (or USER/NAME), got {config.push_to_hub!r}.")
+    if not config.export:
+        raise ConfigError("push_to_hub uploads the exported model: leave --no_export out.")
+
+
 def _check_names(config: TrainConfig) -> None:
     sources = [n for n in ("model_name_or_path", "preset", "config_file", "model_module") if getattr(config, n)]
     if len(sources) > 1:
@@ -66,11 +88,30 @@ def _check_names(config: TrainConfig) -> None:
 def _check_length(config: TrainConfig) -> None:
     if config.max_steps == 0:
         raise ConfigError("max_steps: must be above 0 (or -1: follow num_train_epochs), got 0.")
+    if config.warmup_ratio is not None and config.warmup_steps is not None:
+        raise ConfigError("warmup_ratio and warmup_steps contradict each other: keep one of them.")
+    if config.lr_decay_ratio is not None and config.lr_scheduler_type != "wsd":
+        raise ConfigError("lr_decay_ratio is a setting of the schedule wsd: add --lr_scheduler_type wsd.")
+    _check_best(config)
     if config.max_steps > 0 and config.warmup_steps is not None and config.warmup_steps > config.max_steps:
         raise ConfigError(
             f"warmup_steps ({config.warmup_steps}) is more than max_steps ({config.max_steps}): the learning rate "
             "would never reach its peak. Lower warmup_steps, or raise max_steps."
         )
+
+
+def _check_best(config: TrainConfig) -> None:
+    if not (config.load_best_model_at_end or config.early_stopping_patience):
+        return
+    flag = "load_best_model_at_end" if config.load_best_model_at_end else "early_stopping_patience"
+    if config.eval_strategy == "no":
+        raise ConfigError(f"{flag} needs evaluations: leave --eval_strategy no out.")
+    if config.eval_strategy == "steps" and config.eval_steps == 0:
+        raise ConfigError(f"{flag} needs evaluations during the run: --eval_steps above 0, or leave it out.")
+    if config.save_strategy == "no":
+        raise ConfigError(f"{flag} needs checkpoints, of which the best is kept: leave --save_strategy no out.")
+    if config.eval_dataset is None and config.eval_fraction == 0:
+        raise ConfigError(f"{flag} needs evaluation data: --eval_dataset FILE, or an --eval_fraction above 0.")
 
 
 def _check_engine(config: TrainConfig) -> None:

@@ -45,9 +45,15 @@ class DeepSpeedFile:
         return default if value is None else value
 
 
+SHIPPED = Path(__file__).resolve().parents[2] / "deepspeed_config.json"
+"""The repository's."""
+
+
 def read_deepspeed_file(path: str | Path) -> DeepSpeedFile:
     """The user's file. ConfigError with file, line and reason when it is not usable."""
     file = Path(path).expanduser()
+    if not file.is_file() and str(path) == SHIPPED.name and SHIPPED.is_file():
+        file = SHIPPED  # started from another folder than the repository's
     if not file.is_file():
         raise ConfigError(
             f"--deepspeed_config {path}: no such file. The repository ships deepspeed_config.json at its root."

@@ -11,10 +11,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, get_origin
 
+from outcore import __version__
 from outcore.config.convert import ConfigError, nearest
 from outcore.config.spec import Field
+from outcore.config.spellings import meaning_of
 
 HELP = ("-h", "--help")
+SHOWN_NAMES = 2
+"""Of a field in the short help: its own and the first alias."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,16 +46,19 @@ def build_parser(
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
     )
     parser.add_argument("--help", "-h", nargs="?", const="few", metavar="all", help="this text; all: every setting")
+    parser._negative_number_matcher = re.compile(r"-\.?\d[\d.eE+-]*$")  # argparse takes -1e-4 for a flag
+    parser.add_argument("--version", action="version", version=f"outcore {__version__}", help=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of the settings; flags win")
     sections: dict[str, Any] = {}
     for row in rows.values():
         if row.group not in sections:
             sections[row.group] = parser.add_argument_group(row.group)
-        _add(sections[row.group], row, is_shown=everything or row.spec.common)
+        shown_names = None if everything else SHOWN_NAMES
+        _add(sections[row.group], row, is_shown=everything or row.spec.common, shown_names=shown_names)
     return parser
 
 
-def _add(section: Any, row: Field, *, is_shown: bool) -> None:
+def _add(section: Any, row: Field, *, is_shown: bool, shown_names: int | None) -> None:
     flags = [f"--{name}" for name in (row.name, *row.spec.aliases)]
     shown = "" if row.default in (None, ()) else f" [{_words(row.default)}]"
     text = (row.help + shown).replace("%", "%%") if is_shown else argparse.SUPPRESS
@@ -63,7 +70,10 @@ def _add(section: Any, row: Field, *, is_shown: bool) -> None:
     more: dict[str, Any] = {"nargs": "?", "const": row.spec.bare} if row.spec.bare is not None else {}
     if get_origin(row.kind) is tuple:
         more = {"action": "append"}
-    section.add_argument(*flags, dest=row.name, metavar=_metavar(row), help=text, **more)
+    more |= {"dest": row.name, "metavar": _metavar(row)}
+    section.add_argument(*flags[:shown_names], help=text, **more)
+    if shown_names is not None and flags[shown_names:]:
+        section.add_argument(*flags[shown_names:], help=argparse.SUPPRESS, **more)
 
 
 def _words(value: Any) -> str:
@@ -102,5 +112,6 @@ def read_flags(rows: Mapping[str, Field], argv: Sequence[str] | None, prog: str,
         word = unknown[0].split("=")[0]
         if not word.startswith("--"):
             raise ConfigError(f"unexpected argument {word!r}: every setting is a flag (--name value).")
-        raise ConfigError(f"unknown flag {word}.{nearest(word, known) or ' --help all lists all flags.'}")
+        hint = meaning_of(word) or nearest(word, known) or " --help all lists all flags."
+        raise ConfigError(f"unknown flag {word}.{hint}")
     return {name: value for name, value in vars(namespace).items() if value is not None and name != "help"}

@@ -10,6 +10,7 @@ import yaml
 
 from outcore.config.convert import ConfigError, nearest
 from outcore.config.spec import Field
+from outcore.config.spellings import meaning_of
 
 
 def load_yaml(path: str, rows: Mapping[str, Field]) -> dict[str, Any]:
@@ -48,7 +49,9 @@ def _by_our_names(path: str, data: Mapping[Any, Any], rows: Mapping[str, Field])
     for key, value in data.items():
         name = ours.get(str(key))
         if name is None:
-            raise ConfigError(f"--config {path}: unknown setting {key!r}.{nearest(str(key), rows)}")
+            raise ConfigError(
+                f"--config {path}: unknown setting {key!r}.{meaning_of(str(key)) or nearest(str(key), rows)}"
+            )
         if name in settings:
             raise ConfigError(f"--config {path}: {name} is given twice (one of them as {key!r}).")
         settings[name] = value

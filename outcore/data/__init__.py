@@ -13,6 +13,7 @@ from outcore.data.layout import (
     MicroBatch,
     RowDataset,
 )
+from outcore.data.mix import WeightedSource, prepare_mixture, weighted_source
 from outcore.data.prepare import PreparedData, prepare_data
 from outcore.data.show import render_sample
 from outcore.data.summary import DataSummary

@@ -31,6 +31,7 @@ from outcore.data.chat import ensure_chat_template
 from outcore.data.layout import (
     LAYOUT_VERSION,
     RowDataset,
+    Rows,
     Segments,
     choose_rows,
     labels_of,
@@ -54,8 +55,8 @@ EMBEDDED_MAX_EVAL_SAMPLES = 64
 class PreparedData:
     """`eval` is None when evaluation is off or the data is too little to share."""
 
-    train: RowDataset
-    eval: RowDataset | None
+    train: Rows
+    eval: Rows | None
     summary: DataSummary
     sample_text: str
     """One document of each shape of rows, what bears loss in brackets."""

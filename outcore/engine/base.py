@@ -186,6 +186,11 @@ class Decision(Protocol):
         ...
 
     @property
+    def shortage(self) -> str:
+        """Why it does not fit this machine's RAM, in words; '' when it does, or when only the planner can tell."""
+        ...
+
+    @property
     def state_format(self) -> str:
         """How optimizer states are kept."""
         ...

@@ -28,7 +28,7 @@ from outcore.model.facts import (
 from outcore.model.hook import build_from_module, is_head_loss
 from outcore.model.inputs import attention_of
 from outcore.model.lora import apply_lora
-from outcore.model.loss import HeadLoss, LossModule, TokenLoss, UserLoss
+from outcore.model.loss import HeadLoss, LossModule, SmoothedLoss, TokenLoss, UserLoss
 from outcore.model.settings import ModelSettings
 from outcore.model.source import ModelSource, hub_error, resolve_source
 from outcore.model.trial.abilities import Abilities, check_abilities
@@ -128,12 +128,14 @@ def load_model(
     model.train()
     load_s, notes = time.perf_counter() - began_s, source.notes + notes
     facts = model_facts(model)
+    smoothed = SmoothedLoss(settings.label_smoothing) if settings.label_smoothing else None
     return LoadedModel(
         model,
         source.config,
         facts,
         abilities,
         source.words,
+        head_loss=smoothed,
         notes=notes,
         load_s=load_s,
         quantize=settings.quantize,

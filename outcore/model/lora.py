@@ -25,7 +25,7 @@ def apply_lora(model: nn.Module, settings: LoraSettings, seed: int, gather: Gath
     model. ValueError when no module matches `target_modules`.
     """
     peft_model = with_adapters(model, settings)
-    _initialise_adapters(peft_model, seed, gather)
+    _initialise_adapters(peft_model, settings, seed, gather)
     return peft_model
 
 
@@ -59,7 +59,8 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
         target_modules=targets,
         bias=settings.bias,  # pyright: ignore[reportArgumentType]
         task_type=TaskType.SEQ_2_SEQ_LM if encoder_decoder else TaskType.CAUSAL_LM,
-        init_lora_weights=True,
+        init_lora_weights="gaussian" if settings.init == "gaussian" else True,
+        use_rslora=settings.use_rslora,
     )
     with warnings.catch_warnings():  # an attribute's old name; ties, which export looks after; what peft sets by itself
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
@@ -173,7 +174,7 @@ def _refuse_tied_targets(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _initialise_adapters(model: nn.Module, seed: int, gather: Gather | None) -> None:
+def _initialise_adapters(model: nn.Module, settings: LoraSettings, seed: int, gather: Gather | None) -> None:
     for full_name, parameter in model.named_parameters():
         if "lora_" not in full_name:
             continue
@@ -181,7 +182,10 @@ def _initialise_adapters(model: nn.Module, seed: int, gather: Gather | None) -> 
         value = torch.zeros(shape, dtype=torch.float32)
         if "lora_A" in full_name:
             with seeded_cpu(seed, checkpoint_name(full_name)):
-                nn.init.kaiming_uniform_(value, a=math.sqrt(5))
+                if settings.init == "gaussian":
+                    nn.init.normal_(value, std=1 / settings.r)
+                else:
+                    nn.init.kaiming_uniform_(value, a=math.sqrt(5))
         elif "lora_embedding_B" in full_name:
             with seeded_cpu(seed, checkpoint_name(full_name)):
                 nn.init.normal_(value)

@@ -38,6 +38,18 @@ HeadLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """loss(logits, labels) -> loss of each token: logits [n, V] in fp32, labels [n] the tokens to be predicted there."""
 
 
+class SmoothedLoss:
+    """Cross-entropy against targets of which `share` is spread evenly over the vocabulary, as transformers' Trainer has
+    it."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Loss of each token."""
+        return nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=self.share)
+
+
 @dataclass
 class LossSum:
     """The loss of one micro-batch."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 ATTENTION = ("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+LORA_INIT = ("kaiming", "gaussian")
 LORA_BIAS = ("none", "all", "lora_only")
 
 
@@ -39,6 +40,10 @@ class LoraSettings:
     """Dropout on the adapter's input while training."""
     target_modules: str | tuple[str, ...] = "auto"
     """"auto" adapts every linear layer but the head; otherwise module names such as ("q_proj", "v_proj")."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r) instead of alpha / r (rank-stabilized)."""
+    init: str = "kaiming"
+    """How A is drawn: kaiming (peft's default) or gaussian (of deviation 1 / r); B is 0."""
     bias: str = "none"
     """Which biases train: none, all, or those of adapted layers only (lora_only)."""
 
@@ -52,6 +57,7 @@ class LoraSettings:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora dropout is {self.dropout!r}, but must lie in [0, 1).")
         _one_of("lora bias", self.bias, LORA_BIAS)
+        _one_of("lora init", self.init, LORA_INIT)
         if isinstance(self.target_modules, str):
             names = [name.strip() for name in self.target_modules.split(",") if name.strip()]
             value: str | tuple[str, ...] = "auto" if names in (["auto"], ["all-linear"]) else tuple(names)
@@ -91,6 +97,8 @@ class ModelSettings:
     """Adapters instead of full fine-tuning."""
     quantize: str | None = None
     """Frozen matrices of layers are kept packed (nf4, int8) and expanded as they are used: beside adapters only."""
+    label_smoothing: float = 0.0
+    """Share of each target's probability that is spread over the whole vocabulary."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     router_loss: str = "tokens"

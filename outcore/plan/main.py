@@ -18,6 +18,7 @@ from pathlib import Path
 from outcore.common.quantities import GIB
 from outcore.model.shape import resolve_shape
 from outcore.plan.answer.advice import advise
+from outcore.plan.answer.command import Said, command, notes
 from outcore.plan.choose import choose_or_change
 from outcore.plan.hardware import Hardware, Overrides
 from outcore.plan.profile import load_hardware
@@ -60,6 +61,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--save_total_limit", type=int, default=2)
     run.add_argument("--checkpoints_elsewhere", action="store_true", help="checkpoints go to another drive")
     run.add_argument("--trust_remote_code", action="store_true")
+    run.add_argument("--dataset", help="for the command that is printed; no plan depends on it")
+    run.add_argument("--nvme_offload_path", metavar="DIR", help="likewise")
     hw = p.add_argument_group("the machine (instead of what its profile says)")
     hw.add_argument("--vram_gib", type=float)
     hw.add_argument("--ram_gib", type=float, help="RAM that the run may take")
@@ -124,7 +127,7 @@ def _plan(args: argparse.Namespace) -> int:
     )
     hardware = load_hardware(args.machine, overrides, allow_nominal=args.nominal)
     shape = resolve_shape(
-        SHORT_NAMES.get(str(args.model).lower(), str(args.model)),
+        _model(args),
         lora_target_modules=args.lora_target_modules,
         trust_remote_code=args.trust_remote_code,
     )
@@ -139,10 +142,14 @@ def _plan(args: argparse.Namespace) -> int:
         from outcore.plan.answer.figures import save_bars
 
         save_bars(answer, hardware, args.png)
+    said = Said(_model(args), args.dataset, args.nvme_offload_path, args.trust_remote_code)
+    run_it = command(answer.plan, request, said)
     if args.json:
-        print(json.dumps(to_json(answer, advice, hardware), indent=2))
+        print(json.dumps(to_json(answer, advice, hardware) | {"command": run_it}, indent=2))
     else:
-        show(answer, advice, hardware)
+        show(answer, advice, hardware, run_it=run_it)
+        for line in notes(request):
+            print(f"- {line}")
         if args.png is not None:
             print(f"picture: {args.png}")
     return 0 if answer.plan.fits else 1
@@ -167,6 +174,10 @@ def _infer(args: argparse.Namespace, shape: ModelShape, hardware: Hardware) -> i
     else:
         print("\n".join(words_of(plan, **asked)))
     return 0
+
+
+def _model(args: argparse.Namespace) -> str:
+    return SHORT_NAMES.get(str(args.model).lower(), str(args.model))
 
 
 def _request(args: argparse.Namespace) -> RunRequest:

@@ -128,9 +128,11 @@ def _sizes(request: EngineRequest, facts: ModelFacts, loaded: LoadedModel | None
     )
 
 
-def open_engine(request: EngineRequest, decision: Decision, say: Say) -> tuple[Engine, Decision]:
+def open_engine(
+    request: EngineRequest, decision: Decision, say: Say, check: Callable[[Decision], None]
+) -> tuple[Engine, Decision]:
     """The engine, and the decision that it follows in the end: under auto a model that cannot be streamed after all
-    goes to DeepSpeed, as it is."""
+    goes to DeepSpeed, as it is, unless `check` refuses that."""
     try:
         return decision.open(request.settings, request.tokenizer, say), decision
     except StreamUnsupported as error:
@@ -138,4 +140,5 @@ def open_engine(request: EngineRequest, decision: Decision, say: Say) -> tuple[E
         say(f"engine: {choice.name} ({choice.reason})")
         # Loaded lazily, no weight has been read yet: DeepSpeed reads them itself.
         decision = _deepspeed(request, choice, decision.loaded)
+        check(decision)
         return decision.open(request.settings, request.tokenizer, say), decision

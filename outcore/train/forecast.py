@@ -280,6 +280,13 @@ class Forecaster:
         advice = advise(shape, request, hardware, forecast.plan)
         show(answer, advice, hardware, run_it="the same command without --plan")
 
+    def change_that_fits(self, forecast: Forecast) -> str:
+        """What would make a run fit that does not, in words; '' when nothing that was tried does."""
+        assert self._known is not None and forecast.plan is not None
+        shape, hardware = self._known
+        change = _change(shape, forecast.plan, hardware, request_of(forecast.plan, save_total_limit=2))
+        return change.words if change else ""
+
 
 def beside_others(shape: ModelShape, plan: Plan, hardware: Hardware) -> Answer:
     """The run's plan among the best plans of every stage and engine, and what would fit when it does not."""
@@ -287,13 +294,17 @@ def beside_others(shape: ModelShape, plan: Plan, hardware: Hardware) -> Answer:
     stages = {stage: best_stage(shape, request, hardware, plan.seq_length, stage) for stage in STAGES}
     can_stream = not stream_refusal(shape, request, hardware)
     stream = best_stream(shape, request, hardware, plan.seq_length) if can_stream else None
-    change = None
-    if not plan.fits:
-        open_request = replace(request, micro_batch=None, accumulation=None)
-        other = choose_or_change(shape, open_request, hardware)
-        found = Change(f"as the planner would run it: {other.plan.flags}", other.plan) if other.plan.fits else None
-        change = found or other.smallest_change
+    change = None if plan.fits else _change(shape, plan, hardware, request)
     return Answer(plan, "As this run's settings say.", stages, stream, change)
+
+
+def _change(shape: ModelShape, plan: Plan, hardware: Hardware, request: RunRequest) -> Change | None:
+    """The planner's own way of running the model where that fits, else the mildest change that does."""
+    open_request = replace(request, micro_batch=None, accumulation=None)
+    other = choose_or_change(shape, open_request, hardware)
+    if other.plan.fits:
+        return Change(f"the planner's own choice: {other.plan.flags}", other.plan)
+    return other.smallest_change
 
 
 def request_of(plan: Plan, save_total_limit: int) -> RunRequest:

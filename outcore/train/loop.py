@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 
-from outcore.checkpoint import Checkpoint, go_back_to, save_checkpoint
+from outcore.checkpoint import Checkpoint, go_back_to, open_checkpoint, save_checkpoint, step_folder
 from outcore.checkpoint.export import save_export_files
 from outcore.engine.base import LOWER_RATE, MicroBatch, NonFiniteLossError, StepResult
 from outcore.monitor import plot_loss
 from outcore.train.memory_advice import TierFull
-from outcore.train.random_state import load_random_state, save_random_state
-from outcore.train.startup_clock import StartupClock
-from outcore.train.stop_request import StopRequest
+from outcore.train.process import StartupClock, StopRequest, load_random_state, save_random_state
 from outcore.train.trainer_parts import TrainerParts
 
 PICTURE_AFTER_S = 20.0
@@ -60,13 +58,12 @@ class Trainer:
         if full := self._full_tier():
             raise TierFull(f"{full} No step was taken.")
         batches = iter(p.stream)
-        while self.step < p.length.total_steps:
+        while self.step < p.length.total_steps and not self._is_over():
             self.train_one(batches)
-            if p.length.due(self.step, p.length.eval_steps):
-                self.evaluate()
+            is_best = self.evaluate() if p.length.due(self.step, p.length.eval_steps) else False
             full = self._full_tier()
             stopping = stop.wanted()
-            if stopping or full or p.length.due(self.step, p.length.save_steps):
+            if stopping or full or is_best or p.length.due(self.step, p.length.save_steps):
                 self.save()
             if stopping or full:
                 self.plot()
@@ -79,13 +76,33 @@ class Trainer:
                 return False
             if p.length.due(self.step, p.length.sample_steps):
                 self.sample()
-        self.evaluate()
+        if self.step == p.length.total_steps:
+            self.evaluate()
         if self._doubt:
             raise NonFiniteLossError(f"{self._doubt}, the run's last: {self._last_saved()}. To go on, {LOWER_RATE}.")
         if self.saved_step != self.step:
             self.save()
         self.sample()
         return True
+
+    def _is_over(self) -> bool:
+        """True when evaluations have not become better for as long as `early_stopping_patience` says."""
+        best = self.parts.best
+        if best is None or not best.is_over:
+            return False
+        self.parts.progress.message(
+            f"early stopping: {best.evaluations_since} evaluations in a row were no better than that of {best.words}"
+        )
+        return True
+
+    def load_best(self) -> str:
+        """Take back the weights of the best evaluation, for the export; words for people, '' when they are the last."""
+        p = self.parts
+        if p.best is None or p.best.step is None or p.best.step == self.step:
+            return ""
+        checkpoint = open_checkpoint(p.folder.checkpoints / step_folder(p.best.step))
+        p.engine.load(checkpoint.path, checkpoint.trainer_state()["engine"])
+        return f"the best model is exported: {p.best.words}; the last checkpoint is that of step {self.step}"
 
     def train_one(self, batches: Iterator[MicroBatch]) -> StepResult:
         """One optimizer step and its line in metrics.jsonl."""
@@ -97,7 +114,8 @@ class Trainer:
         result = p.engine.train_step(micro_batches, lr)
         step_s = time.perf_counter() - started_s
         self.step += 1
-        self.tokens_seen += result.tokens
+        step_tokens = sum(batch["input_ids"].numel() for batch in micro_batches) * p.engine.world_size
+        self.tokens_seen += step_tokens
         self._count_skip(result)
         self._doubt = "" if math.isfinite(result.loss) else f"the loss of step {self.step} is {result.loss}"
         self.first_loss = result.loss if self.first_loss is None else self.first_loss
@@ -108,9 +126,10 @@ class Trainer:
             "lr": lr,
             "grad_norm": result.grad_norm,
             "tokens": self.tokens_seen,
-            "step_tokens": result.tokens,
+            "step_tokens": step_tokens,
+            "loss_tokens": result.tokens,
             "step_s": step_s,
-            "tokens_per_s": result.tokens / step_s,
+            "tokens_per_s": step_tokens / step_s,
             "skipped": result.skipped,
             "phase_s": {**result.phase_s, "data": data_s},
             **p.sampler.snapshot(_gpu_peak_bytes()),
@@ -149,14 +168,15 @@ class Trainer:
                 "Train in bf16 (--precision bf16) if the GPU has it, or lower --learning_rate."
             )
 
-    def evaluate(self) -> None:
-        """Loss and perplexity on the evaluation set, into metrics.jsonl and on the screen.
+    def evaluate(self) -> bool:
+        """Loss and perplexity on the evaluation set, into metrics.jsonl and on the screen; True when they are the best
+        so far and the run keeps the best.
 
         NonFiniteLossError when the loss is not finite.
         """
         p = self.parts
         if p.eval_batches is None:
-            return
+            return False
         p.progress.activity(f"evaluating at step {self.step}")
         result = p.engine.evaluate(p.eval_batches())
         perplexity = math.inf if result.loss >= 700 else math.exp(result.loss)
@@ -170,13 +190,17 @@ class Trainer:
                 f"({result.tokens} tokens)"
             )
         if not result.tokens:
-            return
+            return False
         self._doubt = ""
         if not math.isfinite(result.loss):
             raise NonFiniteLossError(
                 f"the validation loss of step {self.step} is {result.loss}: {self._last_saved()}. To go on, "
                 f"{LOWER_RATE}."
             )
+        if p.best is None:
+            return False
+        value = self.last_loss if p.best.metric == "loss" else self.last_eval[p.best.metric]
+        return value is not None and p.best.see(self.step, value)
 
     def _last_saved(self) -> str:
         before = f"; the last checkpoint is that of step {self.saved_step}" if self.saved_step > 0 else ""
@@ -212,6 +236,7 @@ class Trainer:
             self._write_state,
             needed_bytes=p.engine.state_bytes(),
             keep=p.config.save_total_limit,
+            best_step=p.best.step if p.best is not None else None,
             is_writer=self.is_main,
             barrier=self._barrier,
         )
@@ -243,6 +268,9 @@ class Trainer:
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
+            "first_loss": self.first_loss,
+            "last_loss": self.last_loss,
+            "best": p.best.state_dict() if p.best is not None else None,
             "engine": engine_state,
             "data": p.stream.state_dict(),
             "random": numbers,
@@ -256,9 +284,13 @@ class Trainer:
         p = self.parts
         state = checkpoint.trainer_state()
         p.engine.load(checkpoint.path, state["engine"])
-        p.stream.load_state_dict(state["data"])
+        if p.keeps_data_position:
+            p.stream.load_state_dict(state["data"])
         self.step = self.saved_step = int(state["step"])
         self.tokens_seen = int(state["tokens_seen"])
+        self.first_loss, self.last_loss = state.get("first_loss"), state.get("last_loss")
+        if p.best is not None:
+            p.best.load_state_dict(state.get("best"))
         if self.is_main and checkpoint.path.resolve().parent == p.folder.checkpoints.resolve():
             left_behind = [path.name for path in go_back_to(checkpoint)]
             if left_behind:

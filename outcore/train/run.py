@@ -4,44 +4,38 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from outcore.checkpoint import changed_settings, check_same_run
+from outcore.checkpoint import changed_settings
 from outcore.checkpoint.export import how_to_load
 from outcore.common.quantities import format_count, format_s
 from outcore.config import ConfigError, Place, RunSettings, TrainConfig, read_deepspeed_file, resolve
 from outcore.data import PreparedData
-from outcore.engine.base import Engine
+from outcore.engine.base import Decision, Engine
 from outcore.engine.deepspeed import init_process_group, prepare_environment
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.monitor.watches import hold_off_sleep
+from outcore.train.changes import settle_changes
 from outcore.train.configure.arguments import parse_config
 from outcore.train.configure.engine_choice import EngineChoice, choose_engine
 from outcore.train.configure.rooms import choose_hardware, model_settings_of, run_length, schedule_of
-from outcore.train.determinism import explain_order, fix_order
 from outcore.train.engine_build import EngineRequest, decide, open_engine
+from outcore.train.fit_check import check_fit, why_not
 from outcore.train.forecast import Forecaster
-from outcore.train.launcher_watch import watch_launcher
+from outcore.train.hub_upload import check_login, push
 from outcore.train.loop import Trainer
-from outcore.train.memory_advice import explain
-from outcore.train.random_state import seed_everything
+from outcore.train.process import StartupClock, StopRequest, fix_order, seed_everything, stay_offline, watch_launcher
 from outcore.train.run_data import default_seq_length, load_data, load_tokenizer
 from outcore.train.run_parts import RunContext, kept_on_drive
 from outcore.train.runs import default_name, take_run_together
-from outcore.train.startup_clock import StartupClock
-from outcore.train.stop_request import StopRequest
-
-TOLD = (ValueError, RuntimeError, OSError, MemoryError)
-"""Errors that end a run with a paragraph instead of a trace."""
+from outcore.train.telling import TOLD, plain_words, tell
 
 
 class Run:
@@ -78,6 +72,8 @@ class Run:
             resolve_source(settings)  # a wrong name or folder is told before anything is made, read or built
         if config.plan:
             return self._plan(run, choice, settings)
+        if config.push_to_hub is not None and self.is_main:
+            self.say(f"the model will be uploaded to {config.push_to_hub}, as {check_login(config.push_to_hub)}")
         with self.opened:
             return self._run(run, choice, settings, started_s)
 
@@ -99,6 +95,13 @@ class Run:
         decided = decide(request, choice, self.say)
         self.engine_name = decided.name
         self.micro_batch_size = run.per_device_train_batch_size
+        forecaster = Forecaster(settings, tokenizer, has_cuda=self.hardware.has_cuda, num_gpus=world_size)
+
+        def check(decided: Decision) -> None:
+            forecast = forecaster.of(decided, kept_on_drive(config, decided.nvme_path))
+            check_fit(decided, forecaster, forecast, config.fit_check, self.say, world_size)
+
+        check(decided)
         self.clock.mark("settings")
         data = load_data(config, settings, tokenizer, decided.loaded, self.say)
         self.clock.mark("data")
@@ -108,14 +111,19 @@ class Run:
             config, self.hardware, folder, decided, data, tokenizer, schedule, length, checkpoint, self.is_main
         )
         if checkpoint is not None:
-            check_same_run(checkpoint, context.fingerprint)
-        forecaster = Forecaster(settings, tokenizer, has_cuda=self.hardware.has_cuda, num_gpus=world_size)
+            changes = settle_changes(checkpoint, context.fingerprint, on_purpose=config.continue_with_changes)
+            for line in changes:
+                self.say(f"resume: {line}, as asked")
+            if changes:
+                rate = f"{schedule.lr(checkpoint.step):g} at this step"
+                self.say(f"resume: the schedule from here on: {schedule.words}; {rate}")
+            context = replace(context, changes=tuple(changes))
         if self.hardware.has_cuda and self.is_main:
             hold = self.opened.enter_context(hold_off_sleep(f"outcore run {folder.name}"))
             if not hold.held:
                 self.say(f"sleep: {hold.words}")
         self.clock.mark("plan")
-        engine, decided = open_engine(request, decided, self.say)
+        engine, decided = open_engine(request, decided, self.say, check)
         self.engine_name = decided.name
         self.opened.callback(engine.close)
         self.opened.push(self._tell)  # closing may have to wait for a drive that hangs: the reason comes first
@@ -157,9 +165,12 @@ class Run:
         forecast = forecaster.of(decided, kept_on_drive(config, decided.nvme_path))
         if forecast.plan is None:
             raise ConfigError(f"--plan: {forecast.problem}.")
+        short = why_not(decided, forecast)
+        if short:
+            self.say(f"does not fit: {short}")
         if self.is_main:
             forecaster.show(forecast)
-        return 0 if forecast.plan.fits else 1
+        return 1 if short or not forecast.plan.fits else 0
 
     def _join(self) -> int:
         """This run's number of processes. One process needs no group; DeepSpeed makes its own when it is chosen."""
@@ -187,6 +198,11 @@ class Run:
         if checkpoint is not None:
             trainer.resume(checkpoint)
             self.say(f"resumed from {checkpoint.path} at step {trainer.step}")
+            if trainer.step >= parts.length.total_steps:
+                self.say(
+                    f"already finished: the run has all of its {trainer.step} steps. To train longer: more --max_steps "
+                    "or --num_train_epochs, with --continue_with_changes"
+                )
         with StopRequest(parts.engine.world_size, parts.engine.device) as stop:
             finished = trainer.run(stop)
         parts.progress.close()
@@ -196,11 +212,15 @@ class Run:
                 saved = f"not saved ({trainer.unsaved_because})"
             self.say(f"stopped at step {trainer.step} of {parts.length.total_steps} and {saved}")
             return stop.exit_code
+        if words := trainer.load_best():
+            self.say(words)
         if self.config.export:
             adapter_only = self.config.lora_export == "adapter"
             parts.engine.export(folder.export, context.tokenizer, adapter_only=adapter_only)
         trainer.plot()
         self._summary(trainer, time.perf_counter() - started_s)
+        if self.config.push_to_hub is not None and self.is_main:
+            self.say(f"uploaded: {push(folder.export, self.config.push_to_hub, folder.name)}")
         return 0
 
     def _summary(self, trainer: Trainer, seconds: float) -> None:
@@ -232,6 +252,7 @@ def main(
         clock = StartupClock(began_s)
         config = parse_config(argv)
         watch_launcher(config.local_rank)
+        stay_offline(config, print)
         run = make(config)
         run.clock = clock
         return run.main()
@@ -239,32 +260,4 @@ def main(
         tell(error, run)
         if isinstance(error, KeyboardInterrupt):
             return 130
-        return 2 if isinstance(_plain(error, run) or error, ValueError) else 1
-
-
-def tell(error: BaseException, run: Run | None) -> None:
-    """Why the run ends, on the screen and once; nothing of an error that `main` does not catch (its trace follows)."""
-    if run is not None:
-        if run.told is error:
-            return
-        run.told = error
-    if isinstance(error, KeyboardInterrupt):
-        words = "stopped at once; the last checkpoint is intact (--resume_from_checkpoint auto)"
-        print(words, file=sys.stderr, flush=True)
-    elif isinstance(error, TOLD):
-        plain = _plain(error, run)
-        if plain is None and not _raised_by_us(error):
-            traceback.print_exception(error)
-        print(f"error: {plain or error}", file=sys.stderr, flush=True)
-
-
-def _plain(error: BaseException, run: Run | None) -> RuntimeError | None:
-    """The error in words for people, where it has others of its own."""
-    full = explain(error, run.config, run.micro_batch_size, run.engine_name) if run is not None else None
-    return full or explain_order(error)
-
-
-def _raised_by_us(error: BaseException) -> bool:
-    """True when the message was written here for people; an error from a library shows its traceback as well."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
+        return 2 if isinstance(plain_words(error, run) or error, ValueError) else 1

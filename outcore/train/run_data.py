@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from outcore.config import ConfigError, TrainConfig, is_tiny
-from outcore.data import PreparedData, load_or_train_tokenizer, prepare_data
+from outcore.data import PreparedData, load_or_train_tokenizer, prepare_mixture, weighted_source
 from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
 from outcore.model.source import max_positions, resolve_source
@@ -34,12 +35,33 @@ def default_seq_length(config: TrainConfig, precision: str) -> int:
 
 def load_tokenizer(config: TrainConfig, settings: ModelSettings, say: Say) -> Any:
     """The model's tokenizer, the one that was named, or one trained on the data."""
-    return load_or_train_tokenizer(
+    tokenizer = load_or_train_tokenizer(
         data_settings_of(config, settings.seq_length, "auto"),
         config.tokenizer_name_or_path or settings.model_name_or_path,
         trust_remote_code=config.trust_remote_code,
         say=say,
     )
+    if config.chat_template is not None:
+        tokenizer.chat_template = _template(Path(config.chat_template).expanduser())
+    return tokenizer
+
+
+def _template(file: Path) -> str:
+    """The chat template in a file. ConfigError when it is none."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template as compiled
+
+    try:
+        text = file.read_text(encoding="utf-8")
+        compiled(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat_template {file}: cannot be read: {error}.") from error
+    except TemplateSyntaxError as error:
+        where = f"{file}, line {error.lineno}"
+        raise ConfigError(f"--chat_template {where}: not a Jinja template: {error.message}.") from error
+    if "messages" not in text:
+        raise ConfigError(f"--chat_template {file}: says nothing of `messages`, which a chat template goes through.")
+    return text
 
 
 def load_data(
@@ -61,12 +83,13 @@ def load_data(
         raise ConfigError(f"packing on: not with this model ({reason}). Use --packing off.")
     if not allowed:
         say(f"packing: off ({reason})")
-    data = prepare_data(
+    data = prepare_mixture(
         data_settings_of(config, settings.seq_length, config.packing),
+        [weighted_source(name) for name in config.dataset],
         tokenizer,
+        say,
         encoder_decoder=encoder_decoder,
         packing_allowed=allowed,
-        say=say,
     )
     check_token_ids(data.summary.max_token_id, embedding_rows(loaded.model if loaded else None, model_config))
     for line in data.summary.lines():

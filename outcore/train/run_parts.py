@@ -14,24 +14,26 @@ from typing import Any
 import torch
 
 from outcore import __version__
-from outcore.checkpoint import SPACE_MARGIN_BYTES, Checkpoint, check_same_run
+from outcore.checkpoint import SPACE_MARGIN_BYTES, Checkpoint
 from outcore.common.quantities import ELEMENT_BYTES
 from outcore.config import TrainConfig
-from outcore.data import BatchStream, EvalStream, PreparedData
+from outcore.data import BatchStream, DataError, EvalStream, PreparedData
 from outcore.engine.base import Decision, Engine, TracePlan
 from outcore.monitor import MetricsLog, Progress, Sampler
 from outcore.monitor.metrics import MetricsServer, make_loggers
 from outcore.monitor.sensors import nearest_existing
 from outcore.monitor.watches import MemoryWatch, RunWarnings, SpaceWatch
+from outcore.train.best import BestSoFar
+from outcore.train.changes import settle_changes
 from outcore.train.configure.engine_choice import check_trace
 from outcore.train.configure.rooms import Hardware, lora_alpha
 from outcore.train.configure.schedule import LrSchedule, RunLength
 from outcore.train.engine_build import record_of
 from outcore.train.forecast import Forecast
 from outcore.train.runs import RunFolder
+from outcore.train.sample_prompt import sample_prompt
 from outcore.train.trainer_parts import TrainerParts
 
-DEFAULT_PROMPT = "def "
 SPACE_RESERVE_BYTES = 1 << 30
 """Free space below which a run saves and stops: a drive that fills up takes the whole system with it."""
 
@@ -78,6 +80,8 @@ class RunContext:
     length: RunLength
     checkpoint: Checkpoint | None
     is_main: bool
+    changes: tuple[str, ...] = ()
+    """What a resumed run does otherwise than before, on purpose."""
     forecast: Forecast | None = None
     """What the planner says of this run, once its engine is there."""
 
@@ -89,6 +93,8 @@ class RunContext:
             "train_batch_size": self.decided.settings.train_batch_size,
             "lora_r": self.config.lora_r,
             "lora_alpha": lora_alpha(self.config),
+            "use_rslora": self.config.use_rslora,
+            "label_smoothing": self.config.label_smoothing,
             "seed": self.config.seed,
             "schedule": asdict(self.schedule),
         }
@@ -129,11 +135,9 @@ class RunContext:
         eval_micro = config.per_device_eval_batch_size or micro
         stream = BatchStream(self.data.train, micro, engine.rank, engine.world_size, seed=config.seed)
         fingerprint = {"parameters": engine.loaded.facts.total_params, **self.fingerprint}
-        if self.checkpoint is not None:  # before the log is cut off at its step
-            check_same_run(self.checkpoint, fingerprint)
-            stream.load_state_dict(self.checkpoint.trainer_state()["data"])
+        keeps_data_position = self._settle_data(fingerprint, stream, say)  # before the log is cut off at its step
         evals = None
-        if self.data.eval is not None:
+        if self.data.eval is not None and config.eval_strategy != "no":
             evals = EvalStream(self.data.eval, eval_micro, engine.rank, engine.world_size)
         gpu = str(torch.cuda.get_device_properties(engine.device).uuid) if self.hardware.has_cuda else None
         nvme_path = self.decided.nvme_path
@@ -175,13 +179,36 @@ class RunContext:
             loggers=loggers,
             warnings=RunWarnings(sampler.describe, drive_gb_per_s=self._links().get("drive_mixed_gb_per_s")),
             watches=(space, MemoryWatch()),
-            prompt_ids=tokenizer(config.sample_prompt or DEFAULT_PROMPT)["input_ids"],
+            prompt_ids=sample_prompt(config.sample_prompt, self.data, tokenizer),
             decode=lambda ids: tokenizer.decode(ids),
             eos_token_id=tokenizer.eos_token_id,
+            best=self._best(),
+            keeps_data_position=keeps_data_position,
             tokenizer=tokenizer,
             fingerprint=fingerprint,
             settings=self.changeable,
         )
+
+    def _best(self) -> BestSoFar | None:
+        config = self.config
+        if not (config.load_best_model_at_end or config.early_stopping_patience):
+            return None
+        return BestSoFar(config.metric_for_best_model, config.early_stopping_patience, config.early_stopping_threshold)
+
+    def _settle_data(self, fingerprint: dict[str, Any], stream: BatchStream, say: Callable[[str], None]) -> bool:
+        """Go on in the data where the checkpoint was; False where it starts anew. DataError or CheckpointError."""
+        if self.checkpoint is None:
+            return True
+        on_purpose = self.config.continue_with_changes
+        settle_changes(self.checkpoint, fingerprint, on_purpose=on_purpose)
+        try:
+            stream.load_state_dict(self.checkpoint.trainer_state()["data"])
+        except DataError as error:
+            if not on_purpose:
+                raise DataError(f"{error}, or add --continue_with_changes to go on with this data") from error
+            say("resume: the data, its order or its rows changed: they are read from their beginning")
+            return False
+        return True
 
     def _header(self, engine: Engine, sampler: Sampler) -> dict[str, Any]:
         """Line 0 of metrics.jsonl."""
@@ -209,6 +236,7 @@ class RunContext:
                 "forecast": self.forecast.header() if self.forecast else None,
             },
             "config": asdict(self.config),
+            "changes": list(self.changes),
         }
 
     def _links(self) -> dict[str, float]:

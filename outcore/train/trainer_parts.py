@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from outcore.config import TrainConfig
 from outcore.engine.base import Engine, MicroBatch
 from outcore.monitor import MetricsLog, Progress, Sampler
+from outcore.train.best import BestSoFar
 from outcore.train.configure.schedule import LrSchedule, RunLength
 from outcore.train.runs import RunFolder
 
@@ -49,5 +50,9 @@ class TrainerParts:
     watches: tuple[Any, ...] = ()
     """Free space and memory, looked at every step; a verdict that says so stops the run after a save."""
     max_skips: int = 20
+    best: BestSoFar | None = None
+    """Which evaluation was the best, where the run keeps that model or stops early; None: it does neither."""
+    keeps_data_position: bool = True
+    """Whether a resumed run goes on in its data where the checkpoint was; not where the data was changed on purpose."""
     tokenizer: Any = None
     """Kept beside the weights of every checkpoint, so that it can be exported without the run; None: left out."""

@@ -63,7 +63,7 @@ def test_all_is_what_is_installed() -> None:
     ("report_to", "words"),
     [
         ("tensorbord", r"no 'tensorbord'.*Did you mean 'tensorboard'"),
-        ("mlflow", r"no 'mlflow'; it knows tensorboard, wandb, trackio"),
+        ("neptune", r"no 'neptune'; it knows tensorboard, wandb, trackio, mlflow"),
         ("none,tensorboard", "choose one"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -209,3 +210,17 @@ def test_y_range_leaves_single_spikes_out() -> None:
     low, high = y_limits(losses, losses[:500], [1.5]) or (0, 0)
     assert low < 1.0 and high < 3.0
     assert y_limits([math.nan], [], []) is None
+
+
+def test_a_long_step_is_heard_of_in_a_pipe():
+    out = io.StringIO()
+    with Progress(3, file=out, plain_every_s=0.1) as progress:
+        until_s = time.monotonic() + 5
+        while "step 1: " not in out.getvalue() and time.monotonic() < until_s:
+            time.sleep(0.02)
+        progress.activity("saving step 1")
+        while "saving step 1: " not in out.getvalue() and time.monotonic() < until_s:
+            time.sleep(0.02)
+    lines = out.getvalue().splitlines()
+    assert any(line.startswith("step 1: ") and line.endswith("so far") for line in lines)
+    assert any(line.startswith("saving step 1: ") for line in lines)

@@ -21,12 +21,10 @@ from outcore.config import ConfigError, TrainConfig
 from outcore.engine.deepspeed.environment import GROUP_OF_ONE, free_port, prepare_environment
 from outcore.train.configure.rooms import schedule_of
 from outcore.train.configure.schedule import LrSchedule
-from outcore.train.determinism import explain_order
 from outcore.train.memory_advice import explain, ram_advice
-from outcore.train.random_state import load_random_state, save_random_state, seed_everything
+from outcore.train.process import StopRequest, explain_order, load_random_state, save_random_state, seed_everything
 from outcore.train.run_parts import SPACE_RESERVE_BYTES, space_reserves
 from outcore.train.runs import RunFolder, default_name, take_run
-from outcore.train.stop_request import StopRequest
 
 
 def test_warmup_decay_is_linear_up_and_down() -> None:
@@ -36,7 +34,7 @@ def test_warmup_decay_is_linear_up_and_down() -> None:
 
 
 def test_cosine_and_constant() -> None:
-    cosine = LrSchedule("cosine", 2.0, 0, 10)
+    cosine = LrSchedule("cosine", 2.0, 0, 10, min_ratio=0.1)
     assert cosine.lr(0) == 2.0 and cosine.lr(10) == pytest.approx(0.2) and cosine.lr(5) == pytest.approx(1.1)
     assert LrSchedule("constant", 3.0, 1, 10).lr(9) == 3.0
     with pytest.raises(ValueError, match="unknown learning-rate schedule"):
@@ -88,8 +86,8 @@ def _checkpoint(tmp_path: Path, run: str, step: int) -> Path:
     ("settings", "name"),
     [
         ({}, "tiny-embedded"),
-        ({"preset": "llama-1b", "dataset": "/data/my texts/notes.jsonl"}, "llama-1b-notes"),
-        ({"model_name_or_path": "Qwen/Qwen3-4B", "dataset": "C:\\x\\y.txt"}, "Qwen3-4B-y"),
+        ({"preset": "llama-1b", "dataset": ("/data/my texts/notes.jsonl",)}, "llama-1b-notes"),
+        ({"model_name_or_path": "Qwen/Qwen3-4B", "dataset": ("C:\\x\\y.txt:0.5",)}, "Qwen3-4B-y"),
         ({"model_module": "my.py:build", "lora_r": 4}, "my-embedded-lora"),
     ],
 )

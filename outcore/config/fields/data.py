@@ -12,13 +12,14 @@ from outcore.config.spec import setting
 class DataFields:
     """Data."""
 
-    dataset: str = setting("embedded", common=True)
-    """A .txt, .jsonl, .json, .csv or .parquet file, a folder of text, a hub id, or `embedded` (Python's own source)."""
+    dataset: tuple[str, ...] = setting(("embedded",), common=True, aliases=("dataset_name", "data", "train_dataset"))
+    """A .txt, .jsonl, .json, .csv or .parquet file, a folder, a hub id, or `embedded` (Python's own source). Several
+    (the flag again, a list in YAML) are mixed; NAME:0.3 takes three tenths of its rows, NAME:2 each twice."""
     dataset_config: str | None = None
     """Configuration name of a hub dataset."""
     dataset_split: str = "train"
     """Split of a hub dataset."""
-    eval_dataset: str | None = setting(None, common=True)
+    eval_dataset: str | None = setting(None, common=True, aliases=("eval_file",))
     """Separate evaluation data; otherwise `eval_fraction` of the documents is held out."""
     eval_fraction: float = setting(0.05, least=0, below=1)
     """Share of documents held out for evaluation when there is no eval_dataset."""
@@ -36,6 +37,8 @@ class DataFields:
     """Column that holds the completion."""
     messages_column: str | None = None
     """Column that holds the list of messages."""
+    chat_template: str | None = None
+    """File with the chat template (Jinja) to use instead of the tokenizer's own; it is exported with the model."""
     packing: Literal["auto", "on", "off"] = "auto"
     """Pack several documents in a row, isolated from each other in attention and positions."""
     streaming: Literal["auto", "on", "off"] = "auto"
@@ -48,7 +51,7 @@ class DataFields:
     """Take the loss on prompt tokens as well."""
     train_on_last_turn: bool = False
     """Of a conversation train the last assistant turn only."""
-    max_train_samples: int | None = setting(None, above=0)
+    max_train_samples: int | None = setting(None, above=0, aliases=("max_samples",))
     """Use at most this many training documents."""
     max_eval_samples: int | None = setting(None, above=0)
     """Use at most this many evaluation rows."""

@@ -100,5 +100,7 @@ class EngineFields:
     """DeepSpeed with parameters on NVMe: GB of them kept in RAM. Default: 1."""
     strict_offload: bool = False
     """An unusable NVMe path is an error; otherwise the run falls back to RAM and says so."""
+    fit_check: Literal["error", "warn"] = "error"
+    """A run that by forecast does not fit the machine is refused before anything is loaded; warn: it is tried."""
     local_rank: int = -1
     """Set by the deepspeed launcher."""

@@ -12,14 +12,32 @@ from outcore.config.spec import setting
 class LoraFields:
     """LoRA."""
 
-    lora_r: int = setting(0, least=0, common=True)
+    lora_r: int = setting(
+        0,
+        least=0,
+        common=True,
+        aliases=(
+            "lora_rank",
+            "peft_r",
+        ),
+    )
     """Rank of LoRA adapters; 0 trains all weights."""
     lora_alpha: int | None = setting(None, above=0)
     """LoRA scale. Default: 2 x lora_r."""
     lora_dropout: float = setting(0.0, least=0, below=1)
     """Dropout on the adapters' input."""
-    lora_target_modules: str = "auto"
-    """Comma-separated module names; auto: every linear layer but the head."""
+    lora_target_modules: str = setting(
+        "auto",
+        aliases=(
+            "lora_target",
+            "target_modules",
+        ),
+    )
+    """Comma-separated module names; auto or all-linear: every linear layer but the head."""
+    use_rslora: bool = False
+    """Scale adapters by lora_alpha / sqrt(lora_r) instead of lora_alpha / lora_r."""
+    init_lora_weights: Literal["kaiming", "gaussian"] = setting("kaiming", words={"true": "kaiming", "on": "kaiming"})
+    """How adapters start: kaiming (peft's default) or gaussian; either way the model starts as the base."""
     quantize: Literal["none", "nf4", "int8"] = setting("none", common=True)
     """Keep the frozen base in 4 (nf4) or 8 bits (int8), in RAM, on NVMe and on the way to the GPU. QLoRA."""
     lora_export: Literal["merged", "adapter"] = "merged"

@@ -12,7 +12,7 @@ from outcore.config.spec import setting
 class ReportingFields:
     """Evaluation, logging, checkpoints."""
 
-    run_name: str | None = setting(None, common=True)
+    run_name: str | None = setting(None, common=True, aliases=("name",))
     """Name of the run's folders. Default: <model>-<data>, with a number when that run exists."""
     eval_steps: int | None = setting(None, least=0)
     """Evaluate every so many steps; 0 only at the end. Default: a fifth of the run."""
@@ -26,13 +26,28 @@ class ReportingFields:
     """Print a line every so many steps; metrics.jsonl has every step."""
     save_steps: int | None = setting(None, least=0, common=True)
     """Save a checkpoint every so many steps; 0 only at the end. Default: a fifth of the run."""
-    save_strategy: Literal["steps", "no"] = "steps"
-    """no: never write a checkpoint, not even at the end or when stopped (for measurements)."""
+    save_strategy: Literal["steps", "epoch", "no"] = "steps"
+    """epoch: save after each pass over the data. no: never write a checkpoint, not even at the end or when stopped."""
+    eval_strategy: Literal["steps", "epoch", "no"] = setting("steps", aliases=("evaluation_strategy",))
+    """epoch: evaluate after each pass over the data. no: never."""
     save_total_limit: int = setting(2, above=0, common=True)
-    """Keep this many checkpoints; the newest complete one is never removed."""
-    resume_from_checkpoint: str | None = setting(None, common=True)
+    """Keep this many checkpoints; the newest complete one and the best are never removed."""
+    load_best_model_at_end: bool = setting(False, common=True)
+    """Save whenever an evaluation is the best so far, and export that model instead of the last."""
+    metric_for_best_model: Literal["eval_loss", "eval_perplexity", "loss"] = setting(
+        "eval_loss", words={"perplexity": "eval_perplexity"}
+    )
+    """What is compared, lower being better: eval_loss, eval_perplexity, or the training loss at each evaluation."""
+    early_stopping_patience: int | None = setting(None, above=0, common=True)
+    """Stop after so many evaluations in a row without a new best; implies load_best_model_at_end."""
+    early_stopping_threshold: float = setting(0.0, least=0)
+    """By how much an evaluation must be better to count as one."""
+    resume_from_checkpoint: str | None = setting(None, common=True, aliases=("resume",))
     """`auto` or a checkpoint folder. auto: the complete checkpoint of the run that was saved, or gone back to, last;
     what it left behind by going back to an earlier one does not count, whatever its step."""
+    continue_with_changes: bool = setting(False, common=True)
+    """When resuming: go on with another length, learning rate, schedule, batch or data than the checkpoint's. Weights
+    and moments are kept, the schedule is stated anew; without it a resumed run must be exactly the same."""
     checkpoint_dir: str = setting("checkpoints", common=True)
     """Where checkpoints go: <checkpoint_dir>/<run>/step-00000123."""
     log_dir: str = "logs"
@@ -40,7 +55,7 @@ class ReportingFields:
     export_dir: str = "final_model"
     """Where the finished model goes: <export_dir>/<run>."""
     report_to: str = setting("tensorboard", common=True)
-    """Comma-separated: tensorboard, trackio, wandb, none."""
+    """Comma-separated: tensorboard, trackio, wandb, mlflow, none."""
     metrics_port: int | None = setting(None, least=0, most=65535)
     """Serve the run's figures for Prometheus on this port of the loopback interface (0: any free one)."""
     plan: bool = setting(False, common=True)
@@ -50,3 +65,5 @@ class ReportingFields:
     """Record a timeline of this many steps (alone: 2), after two of warm-up, as <log_dir>/<run>/trace.json."""
     export: bool = True
     """Write the finished model at the end."""
+    push_to_hub: str | None = setting(None, aliases=("hub_model_id",))
+    """Upload the exported model to this repository of the Hugging Face hub (ORG/NAME; made private when it is new)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outcore.data.layout.dataset import IGNORE_INDEX, MicroBatch, RowDataset, labels_of
+from outcore.data.layout.mixture import MixedRows, Rows
 from outcore.data.layout.segments import (
     LAYOUT_VERSION,
     Segments,

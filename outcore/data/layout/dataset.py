@@ -63,7 +63,10 @@ class RowDataset:
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> MicroBatch:
         """The rows as one micro-batch; int64 tensors on the CPU."""
-        documents = [self.documents_of(int(row)) for row in rows]
+        return self.batch_of([self.documents_of(int(row)) for row in rows])
+
+    def batch_of(self, documents: list[list[np.ndarray]]) -> MicroBatch:
+        """Rows given by their segments, of this or another data set of the same kind and length, as a micro-batch."""
         if self.kind == "packed":
             return self._packed(documents)
         if self.kind == "seq2seq":

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from outcore.data.basis import DataError
-from outcore.data.layout.dataset import MicroBatch, RowDataset
+from outcore.data.layout.dataset import MicroBatch
+from outcore.data.layout.mixture import Rows
 from outcore.data.layout.permutation import Permutation
 
 STATE_VERSION = 1
 
 
-def _check(dataset: RowDataset, micro_batch_size: int, rank: int, world_size: int) -> None:
+def _check(dataset: Rows, micro_batch_size: int, rank: int, world_size: int) -> None:
     if len(dataset) == 0:
         raise DataError("the data set has no rows: nothing to iterate over")
     if micro_batch_size < 1:
@@ -35,7 +36,7 @@ class BatchStream:
 
     def __init__(
         self,
-        dataset: RowDataset,
+        dataset: Rows,
         micro_batch_size: int,
         rank: int = 0,
         world_size: int = 1,
@@ -128,7 +129,7 @@ class EvalStream:
     real micro-batch may be short. Can be iterated again and again.
     """
 
-    def __init__(self, dataset: RowDataset, micro_batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, dataset: Rows, micro_batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         _check(dataset, micro_batch_size, rank, world_size)
         self.dataset, self.micro_batch_size = dataset, micro_batch_size
         self.rank, self.world_size = rank, world_size

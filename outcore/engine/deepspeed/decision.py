@@ -27,6 +27,8 @@ class DeepSpeedDecision:
     is_auto: bool = False
     loaded: LoadedModel | None = None
     name: str = "deepspeed"
+    shortage: str = ""
+    """Left to the planner, which counts DeepSpeed's copies."""
 
     @property
     def settings(self) -> RunSettings:

@@ -24,6 +24,8 @@ class StreamDecision:
     warnings: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     """Keys of deepspeed_config.json that the engine has no use for."""
+    shortage: str = ""
+    """Why the run does not fit this machine's RAM, and what to do; '' when it does. A run is refused with it."""
     reason: str = ""
     is_auto: bool = False
     loaded: LoadedModel | None = None

@@ -22,7 +22,12 @@ INSTALL_HINTS = {
     "tensorboard": "pip install tensorboard",
     "wandb": "pip install wandb",
     "trackio": "pip install trackio",
+    "mlflow": "pip install mlflow-skinny",
 }
+
+
+MLFLOW_VALUE_CHARS = 500
+"""Most of a parameter's value that every mlflow server takes."""
 
 
 class Logger(Protocol):
@@ -118,6 +123,38 @@ class TrackerLogger:
         self._module.log(dict(scalars(record, group)), step=record["step"])
 
 
+class MlflowLogger:
+    """mlflow, at the tracking server that its own settings name (MLFLOW_TRACKING_URI; else files in ./mlruns)."""
+
+    def __init__(self, module: Any, experiment: str, run_name: str) -> None:
+        self._module, self._experiment, self._run_name = module, experiment, run_name
+        self._is_open = False
+
+    def log_header(self, header: dict[str, Any]) -> None:
+        if self._is_open:
+            return
+        self._module.set_experiment(self._experiment)
+        self._module.start_run(run_name=self._run_name)
+        self._is_open = True
+        said = {name: str(value)[:MLFLOW_VALUE_CHARS] for name, value in (header.get("config") or {}).items()}
+        self._module.log_params(said)
+
+    def log_step(self, record: dict[str, Any]) -> None:
+        self._log("train", record)
+
+    def log_eval(self, record: dict[str, Any]) -> None:
+        self._log("eval", record)
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._module.end_run()
+
+    def _log(self, group: str, record: dict[str, Any]) -> None:
+        self.log_header({})
+        self._module.log_metrics(dict(scalars(record, group)), step=record["step"])
+
+
 class LoggerGroup:
     """Several loggers as one; the first failure of each switches it off and is said once.
 
@@ -201,7 +238,7 @@ def make_loggers(
     """The loggers that `report_to` names, for the run whose log folder is `run_dir`.
 
     Args:
-        report_to: tensorboard, wandb, trackio, all (that are installed) or none; several with commas or as a list.
+        report_to: tensorboard, wandb, trackio, mlflow, all (that are installed) or none; several with commas or a list.
         run_dir: TensorBoard's event files go to its subfolder "tensorboard"; its name is the run's name elsewhere.
         resume_step: of a resumed run; TensorBoard then forgets points of later steps.
         enabled: False (ranks other than 0) checks the names and reports nowhere.
@@ -218,6 +255,8 @@ def make_loggers(
             if name == "tensorboard":
                 purge_step = None if resume_step is None else resume_step + 1
                 group.add(name, TensorBoardLogger(run_dir / "tensorboard", purge_step=purge_step))
+            elif name == "mlflow":
+                group.add(name, MlflowLogger(importlib.import_module(name), project, run_dir.name))
             else:
                 folder = {"dir": str(run_dir)} if name == "wandb" else {}
                 group.add(name, TrackerLogger(importlib.import_module(name), project, run_dir.name, **folder))

@@ -1,14 +1,15 @@
 """Progress: a live two-line display on a terminal, plain lines everywhere else.
 
 On a terminal rich redraws it once a second on its own thread (about 2 ms each) and lets other output scroll above it.
-In a file, a pipe or a service log one plain line appears every N steps or seconds, without colour codes or carriage
-returns. Fields that do not fit the width are left out, the less important first.
+In a file, a pipe or a service log one plain line appears every N steps or seconds, also within a long step, without
+colour codes or carriage returns. Fields that do not fit the width are left out, the less important first.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+import threading
 import time
 from collections import deque
 from typing import IO, Any
@@ -61,10 +62,14 @@ class Progress:
         self._step_s: deque[float] = deque(maxlen=SPEED_WINDOW_STEPS)
         self._activity = ""
         self._live: Any = None
+        self._closed = threading.Event()
+        self._printed_at_s = self._started_at_s
         if enabled and (self._is_terminal() if live is None else live):
             from outcore.monitor.screen.live import LiveDisplay
 
             self._live = LiveDisplay(self, self._file)
+        elif enabled and plain_every_s > 0:
+            threading.Thread(target=self._pulse, name="progress", daemon=True).start()
 
     @property
     def is_live(self) -> bool:
@@ -101,6 +106,7 @@ class Progress:
 
     def close(self) -> None:
         """Show the last step if it was not, and give the terminal back."""
+        self._closed.set()
         if self._live is not None:
             live, self._live = self._live, None
             live.close()
@@ -146,7 +152,7 @@ class Progress:
         elif record.get("nonfinite", {}).get("loss"):
             words.append(f"loss {record['nonfinite']['loss']}")
         if record.get("tokens_per_s") is not None:
-            words.append(f"{format_count(record['tokens_per_s'])} tok/s")
+            words.append(f"{format_count(record['tokens_per_s'])} tok/s{_loss_share(record)}")
         left_s = self.time_left_s()
         if left_s:
             words.append(f"{format_s(left_s)} left")
@@ -172,7 +178,16 @@ class Progress:
         self._shown_step, self._shown_at_s = self._record["step"], now_s
         self._print(" | ".join([*self.words(), *self.tier_words()]))
 
+    def _pulse(self) -> None:
+        """A plain line also within a step, an evaluation or a save that takes longer than `plain_every_s`."""
+        while not self._closed.wait(min(1.0, self._every_s)):
+            now_s = time.monotonic()
+            if now_s - self._printed_at_s >= self._every_s:
+                doing = self._activity or f"step {self._record.get('step', self.first_step) + 1}"
+                self._print(f"{doing}: {format_s(now_s - self._updated_at_s)} so far")
+
     def _print(self, text: str) -> None:
+        self._printed_at_s = time.monotonic()
         try:
             try:
                 self._file.write(text + "\n")
@@ -192,3 +207,11 @@ class Progress:
 
 def _number(value: float, digits: int) -> str:
     return f"{value:.{digits}g}" if abs(value) < 1e-3 or abs(value) >= 1e4 else f"{value:.{digits}f}"
+
+
+def _loss_share(record: dict[str, Any]) -> str:
+    """Words for a step of which a part of the tokens bears no loss: prompts, padding."""
+    tokens, with_loss = record.get("step_tokens"), record.get("loss_tokens")
+    if not tokens or with_loss is None or with_loss > 0.95 * tokens:
+        return ""
+    return f" ({with_loss / tokens:.0%} with loss)"

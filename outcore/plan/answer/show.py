@@ -64,10 +64,8 @@ def to_json(answer: Answer, advice: Advice, hardware: Hardware) -> dict[str, Any
     }
 
 
-def show(
-    answer: Answer, advice: Advice, hardware: Hardware, *, run_it: str | None = None, file: IO[str] | None = None
-) -> None:
-    """Print the answer. `run_it`: the command that makes the plan a run; None: train_model.py with the plan's flags."""
+def show(answer: Answer, advice: Advice, hardware: Hardware, *, run_it: str, file: IO[str] | None = None) -> None:
+    """Print the answer. `run_it`: the command that makes the plan a run."""
     from rich.console import Console
 
     console = Console(file=file, highlight=False)
@@ -93,7 +91,8 @@ def show(
     _wear(console, plan)
     console.print()
     console.print(_stages(answer))
-    console.print(f"Run it: {run_it or f'python train_model.py {plan.flags}'}" if plan.fits else "")
+    if plan.fits:  # unwrapped: a line to copy
+        console.print(f"Run it: {run_it}", soft_wrap=True, markup=False)
     for note in (*plan_notes(plan), *hardware.notes):
         console.print(f"- {note}")
     console.print("All bytes and times are forecasts; the constants and their sources: outcore/plan/constants.py")
@@ -159,9 +158,11 @@ def _wear(console: Console, plan: Plan) -> None:
 
 
 def _stages(answer: Answer) -> RenderableType:
+    from rich import box
     from rich.table import Table
 
-    table = Table(title="Every ZeRO stage side by side (VRAM and RAM in GiB, NVMe in GB)", title_justify="left")
+    title = "Every ZeRO stage side by side (VRAM and RAM in GiB, NVMe in GB)"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("stage", "where", "VRAM", "RAM", "NVMe", "s/step", "speed", "short"):
         left = column in ("stage", "where", "short")
         table.add_column(column, justify="left" if left else "right", min_width=16 if column == "where" else None)
@@ -175,7 +176,7 @@ def _stages(answer: Answer) -> RenderableType:
             f"{plan.used_bytes('vram') / GIB:.1f}",
             f"{plan.tier('ram').used_bytes / GIB:.1f}",
             f"{states / GB:,.0f}" if states else "-",
-            f"{plan.time.step_s:.3g}",
+            format_s(plan.time.step_s),
             f"{plan.tokens_per_s / fastest:.2f}" if plan.fits and math.isfinite(fastest) else "-",
             ", ".join(TIER_WORDS[use.tier] for use in plan.short_tiers),
             style="" if plan.fits else "dim",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from outcore.config import ConfigError, Precision, TrainConfig, nearest, recomputes
-from outcore.data import DEFAULT_TEXT_EXTENSIONS, DataSettings
+from outcore.data import DEFAULT_TEXT_EXTENSIONS, DataSettings, weighted_source
 from outcore.model.settings import LoraSettings, ModelSettings
-from outcore.train.configure.schedule import COSINE_FLOOR, LrSchedule, RunLength
+from outcore.train.configure.schedule import COSINE_FLOOR, WSD_DECAY_SHARE, LrSchedule, RunLength
 
 EMBEDDED_STEPS = 150
 """Length of the embedded default's run: a visible fall of the loss in a few minutes on two CPU cores."""
@@ -64,9 +66,11 @@ def model_settings_of(config: TrainConfig, precision: str, seq_length: int) -> M
             alpha=lora_alpha(config),
             dropout=config.lora_dropout,
             target_modules=config.lora_target_modules,
+            use_rslora=config.use_rslora,
+            init=config.init_lora_weights,
         )
     return ModelSettings(
-        model_name_or_path=config.model_name_or_path,
+        model_name_or_path=_absolute(config.model_name_or_path),
         preset=config.preset or (None if named else "tiny"),
         config_file=config.config_file,
         model_module=config.model_module,
@@ -79,13 +83,33 @@ def model_settings_of(config: TrainConfig, precision: str, seq_length: int) -> M
         gradient_checkpointing=recomputes(config),
         router_loss=config.router_loss,
         seed=config.seed,
+        label_smoothing=config.label_smoothing,
+        config_overrides=_overrides(config.config_overrides),
     )
+
+
+def _absolute(name: str | None) -> str | None:
+    """A folder's whole path: an adapter names its base by it, and is loaded from anywhere."""
+    folder = Path(name).expanduser() if name else None
+    return str(folder.absolute()) if folder is not None and folder.is_dir() else name
+
+
+def _overrides(text: str | None) -> dict[str, Any]:
+    try:
+        fields = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError(
+            f"config_overrides: not JSON ({error}). An example: '{{\"num_hidden_layers\": 4}}'."
+        ) from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"config_overrides: expected fields and their values ({{...}}), got {text!r}.")
+    return fields
 
 
 def data_settings_of(config: TrainConfig, seq_length: int, packing: str) -> DataSettings:
     """The data room's settings."""
     return DataSettings(
-        dataset=config.dataset,
+        dataset=weighted_source(config.dataset[0]).name,
         dataset_config=config.dataset_config,
         dataset_split=config.dataset_split,
         eval_dataset=config.eval_dataset,
@@ -110,16 +134,22 @@ def data_settings_of(config: TrainConfig, seq_length: int, packing: str) -> Data
     )
 
 
+FILE_SCHEDULES = {"WarmupDecayLR": "warmup_decay", "WarmupCosineLR": "cosine", "WarmupLR": "constant_with_warmup"}
+FLOORS = {"cosine_with_min_lr": COSINE_FLOOR}
+SHAPES = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
+"""Names that differ from another in a default only -> the other."""
+
+
 def schedule_of(config: TrainConfig, user_config: dict[str, Any], peak_lr: float, total_steps: int) -> LrSchedule:
     """Flags first, then the scheduler block of deepspeed_config.json, then the defaults."""
     block = user_config.get("scheduler") or {}
     block = {} if block == "auto" else block
-    kinds = {"WarmupDecayLR": "warmup_decay", "WarmupCosineLR": "cosine", "WarmupLR": "constant"}
-    if block and block.get("type") not in kinds:
+    if block and block.get("type") not in FILE_SCHEDULES:
         raise ConfigError(
-            f"{config.deepspeed_config}: scheduler type {block.get('type')!r} is not one of {', '.join(kinds)}."
+            f"{config.deepspeed_config}: scheduler type {block.get('type')!r} is not one of "
+            f"{', '.join(FILE_SCHEDULES)}."
         )
-    of_file = kinds.get(block.get("type", ""), "warmup_decay")
+    of_file = FILE_SCHEDULES.get(block.get("type", ""), "warmup_decay")
     kind = config.lr_scheduler_type or of_file
     params = block.get("params") or {}
     params = {} if params == "auto" or kind != of_file else {k: v for k, v in params.items() if v != "auto"}
@@ -129,8 +159,20 @@ def schedule_of(config: TrainConfig, user_config: dict[str, Any], peak_lr: float
             f"{config.deepspeed_config}: scheduler.params.warmup_num_steps must be a whole number of 0 or more, got "
             f"{from_file!r}."
         )
-    warmup = next(n for n in (config.warmup_steps, from_file, min(100, math.ceil(0.03 * total_steps))) if n is not None)
-    schedule = LrSchedule(kind, peak_lr, min(warmup, total_steps), total_steps)
+    ratio = config.warmup_ratio
+    of_ratio = None if ratio is None else math.ceil(ratio * total_steps)
+    default = 0 if kind == "constant" else min(100, math.ceil(0.03 * total_steps))
+    warmup = next(n for n in (config.warmup_steps, of_ratio, from_file, default) if n is not None)
+    floors = (config.min_lr_ratio, params.pop("cos_min_ratio", None), FLOORS.get(kind, 0.0))
+    share = config.lr_decay_ratio or WSD_DECAY_SHARE
+    schedule = LrSchedule(
+        SHAPES.get(kind, kind),
+        peak_lr,
+        min(warmup, total_steps),
+        total_steps,
+        next(floor for floor in floors if floor is not None),
+        min(total_steps - min(warmup, total_steps), math.ceil(share * total_steps)) if kind == "wsd" else 0,
+    )
     _check_scheduler_params(params, schedule, config.deepspeed_config)
     return schedule
 
@@ -143,7 +185,6 @@ def _check_scheduler_params(params: dict[str, Any], schedule: LrSchedule, file: 
         "warmup_min_lr": (0, "nothing"),
         "warmup_min_ratio": (0, "nothing"),
         "warmup_type": ("linear", "nothing"),
-        "cos_min_ratio": (COSINE_FLOOR, "nothing"),
         "last_batch_iteration": (-1, "--resume_from_checkpoint"),
     }
     for name, value in params.items():
@@ -161,13 +202,18 @@ def _check_scheduler_params(params: dict[str, Any], schedule: LrSchedule, file: 
 
 def run_length(config: TrainConfig, batches_per_epoch: int, accumulation: int) -> RunLength:
     """How many steps, and when to evaluate, sample and save."""
+    epoch = max(1, math.ceil(batches_per_epoch / accumulation))
     if config.max_steps > 0:
         total = config.max_steps
-    elif config.dataset == "embedded" and config.num_train_epochs == 1.0:
+    elif config.dataset == ("embedded",) and config.num_train_epochs == 1.0:
         total = EMBEDDED_STEPS
     else:
         total = max(1, math.ceil(batches_per_epoch * config.num_train_epochs / accumulation))
-    every_eval = config.eval_steps if config.eval_steps is not None else max(1, total // 5)
-    every_sample = config.sample_steps if config.sample_steps is not None else every_eval
-    every_save = config.save_steps if config.save_steps is not None else max(1, total // 5)
-    return RunLength(total, every_eval, every_sample, every_save, accumulation)
+    fifth = max(1, total // 5)
+    every_eval = epoch if config.eval_strategy == "epoch" else _given(config.eval_steps, fifth)
+    every_save = epoch if config.save_strategy == "epoch" else _given(config.save_steps, fifth)
+    return RunLength(total, every_eval, _given(config.sample_steps, every_eval), every_save, accumulation)
+
+
+def _given(value: int | None, otherwise: int) -> int:
+    return otherwise if value is None else value

@@ -1,7 +1,8 @@
 """Learning-rate schedules as pure functions of the step, so that both engines and a resumed run agree exactly.
 
-`warmup_decay` is DeepSpeed's WarmupDecayLR with linear warm-up: up to the peak over `warmup_steps`, then linearly to 0
-at `total_steps`. `cosine` ends at a tenth of the peak (Hoffmann et al. 2022). `constant` stays after warm-up.
+All start with a linear warm-up over `warmup_steps`; then, to `total_steps`:
+`warmup_decay` falls linearly, `cosine` along half a cosine, both to `min_ratio` of the peak (0 unless it is given);
+`constant` stays; `wsd` (warm-up, stable, decay) stays and falls linearly over its last `decay_steps`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import math
 from dataclasses import dataclass
 
 COSINE_FLOOR = 0.1
-"""Share of the peak at which the cosine ends; https://arxiv.org/abs/2203.15556, appendix B."""
+"""Share of the peak at which cosine_with_min_lr ends unless told; https://arxiv.org/abs/2203.15556, appendix B."""
+WSD_DECAY_SHARE = 0.1
+"""Share of the run in which wsd falls unless told; https://arxiv.org/abs/2404.06395, section 4.2."""
+KINDS = ("warmup_decay", "cosine", "constant", "wsd")
 
 
 @dataclass(frozen=True)
@@ -21,20 +25,35 @@ class LrSchedule:
     peak_lr: float
     warmup_steps: int
     total_steps: int
+    min_ratio: float = 0.0
+    """Share of the peak at which it ends."""
+    decay_steps: int = 0
+    """Of wsd: its last steps, in which it falls."""
 
     def lr(self, step: int) -> float:
         """Learning rate of update number `step` (0-based); the first update already moves the weights."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
+        return self.peak_lr * (self.min_ratio + (1.0 - self.min_ratio) * self._height(step))
+
+    def _height(self, step: int) -> float:
+        """How much is left of the way from the peak down, 1 .. 0."""
         if self.kind == "constant":
-            return self.peak_lr
-        span = max(1, self.total_steps - self.warmup_steps)
-        progress = min(1.0, (step - self.warmup_steps) / span)
+            return 1.0
+        start = self.total_steps - self.decay_steps if self.kind == "wsd" else self.warmup_steps
+        progress = min(1.0, max(0.0, (step - start) / max(1, self.total_steps - start)))
         if self.kind == "cosine":
-            return self.peak_lr * (COSINE_FLOOR + (1 - COSINE_FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
-        if self.kind == "warmup_decay":
-            return self.peak_lr * (1.0 - progress)
-        raise ValueError(f"unknown learning-rate schedule {self.kind!r}: warmup_decay, cosine or constant")
+            return 0.5 * (1 + math.cos(math.pi * progress))
+        if self.kind in KINDS:
+            return 1.0 - progress
+        raise ValueError(f"unknown learning-rate schedule {self.kind!r}: {', '.join(KINDS)}")
+
+    @property
+    def words(self) -> str:
+        """For the screen: what the rate does over the run."""
+        ends = {"constant": "", "wsd": f", falling over the last {self.decay_steps}"}.get(self.kind, ", falling")
+        down = f" to {self.min_ratio * self.peak_lr:g}" if ends else ""
+        return f"{self.kind}: {self.peak_lr:g} after {self.warmup_steps} of {self.total_steps} steps{ends}{down}"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ CPU_STAGING_BYTES = 256 << 20
 RAM_RESERVE_BYTES = 3 * GIB
 """Left alone when the budget is measured: Python, the libraries and a CUDA context take 1.5 to 2.5 GiB, and a
 checkpoint being written wants page cache."""
+NOT_USED = "NVMe OFFLOAD IS NOT USED: "
 NvmeCheck = Callable[[str, float], tuple[bool, str]]
 
 
@@ -73,7 +74,7 @@ def stream_decision(
 ) -> StreamDecision:
     """Decide every setting of the streaming engine.
 
-    ConfigError for an unusable drive under `strict_offload`, and for a run that fits nowhere.
+    ConfigError for an unusable drive under `strict_offload`.
     """
     notes: list[str] = []
     warnings: list[str] = []
@@ -96,7 +97,7 @@ def stream_decision(
     if not settings.offload.pin_memory:
         pinned = slots_bytes
         notes.append("pin_memory false: only the lanes' slots are pinned, homes are pageable and flow through them")
-    homes = _homes(settings, sizes, wanted, nvme_check, warnings, notes)
+    homes, shortage = _homes(settings, sizes, wanted, nvme_check, warnings, notes)
     scaling, accumulates_as = settings.loss_scaling, settings.grad_accum_dtype
     told = StreamSettings(
         betas=(settings.adam_beta1, settings.adam_beta2),
@@ -129,6 +130,7 @@ def stream_decision(
         "cuda" if sizes.has_cuda else "cpu",
         notes=tuple(notes),
         warnings=(*settings.warnings, *warnings),
+        shortage=shortage,
         unused=tuple(unused_keys(settings.file.blocks)),
     )
 
@@ -145,8 +147,8 @@ def _homes(
     nvme_check: NvmeCheck,
     warnings: list[str],
     notes: list[str],
-) -> dict[str, Any]:
-    """nvme_path, state_ram_bytes and weight_ram_bytes of the settings; {} when everything lives in RAM."""
+) -> tuple[dict[str, Any], str]:
+    """(nvme_path, state_ram_bytes and weight_ram_bytes of the settings, {} when everything lives in RAM; shortage)."""
     element, states, activations = settings.element_bytes, settings.state_format, settings.activations
     weights = element * sizes.total_params - sizes.saved_bytes
     gradients = element * sizes.trainable_params
@@ -179,9 +181,9 @@ def _homes(
     if folder is None:
         if activations == "nvme":
             raise ConfigError("activations nvme: the drive cannot be used (see above). Use --activations ram.")
-        _check_ram(needed, settings, sizes, given, words, wanted, warnings)
+        shortage = _check_ram(needed, settings, sizes, given, words, wanted, warnings)
         notes.append(f"RAM: {format_gib(needed)} of parameters, gradients and states, all of it in RAM ({words})")
-        return {}
+        return {}, shortage
     notes.append(
         f"RAM: {format_gib(needed - on_drive)} of parameters, gradients and states in RAM ({words}), "
         f"{format_gb(on_drive)} on NVMe"
@@ -192,7 +194,7 @@ def _homes(
         homes["state_ram_bytes"] = state_ram
     if weight_ram < weights:
         homes["weight_ram_bytes"] = weight_ram
-    return homes if len(homes) > 1 or activations == "nvme" else {}
+    return (homes if len(homes) > 1 or activations == "nvme" else {}), ""
 
 
 def _drive(
@@ -220,9 +222,7 @@ def _drive(
         return wanted.folder
     if strict:
         raise ConfigError(f"strict_offload: offloading to NVMe is not possible. {message}")
-    warnings.append(
-        f"NVMe OFFLOAD IS NOT USED: {message} Falling back to RAM for everything; --strict_offload makes this an error."
-    )
+    warnings.append(f"{NOT_USED}{message} Falling back to RAM for everything; --strict_offload makes this an error.")
     return None
 
 
@@ -234,8 +234,8 @@ def _check_ram(
     words: str,
     wanted: Wanted,
     warnings: list[str],
-) -> None:
-    """ConfigError for what does not fit the machine at all, a warning for what leaves too little."""
+) -> str:
+    """What does not fit the machine at all, in words; a warning for what leaves too little."""
     compact = "split8" if settings.precision == "bf16" else "fp32_m8"
     smaller = f"8-bit moments (--state_format {compact}; other numerics), " * (
         not state_format(settings.state_format).moments8
@@ -243,8 +243,12 @@ def _check_ram(
     way = f"Give a drive (--nvme_offload_path DIR), {smaller}or train adapters (--lora_r 16)."
     if wanted.folder is not None and not (wanted.states and wanted.params):
         way = "Let states and parameters go to the drive: --zero_stage infinity, or leave offload_* and residency out."
+    refused = next((warning for warning in warnings if warning.startswith(NOT_USED)), None)
+    if wanted.folder is not None and refused is not None:
+        why = refused.removeprefix(NOT_USED).partition(" Falling back")[0]
+        way = f"The drive was not taken: {why} Without it: {smaller}adapters (--lora_r 16)."
     if needed > sizes.ram_available_bytes:
-        raise ConfigError(
+        return (
             f"this run needs {format_gib(needed)} of RAM for parameters, gradients, optimizer states and what waits "
             f"there; {format_gib(sizes.ram_available_bytes)} are available. {way}"
         )
@@ -252,6 +256,7 @@ def _check_ram(
         warnings.append(f"RAM: {format_gib(needed)} are needed, more than {words}, and no drive takes the rest. {way}")
     elif needed > sizes.ram_available_bytes - RAM_RESERVE_BYTES and needed > RAM_RESERVE_BYTES:
         warnings.append(f"RAM: {format_gib(needed)} are needed, {words}: it may get tight. {way}")
+    return ""
 
 
 USED_KEYS = {

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +31,8 @@ def take_run_together(config: TrainConfig, say: Callable[[str], None], world_siz
     """`take_run` on rank 0; the other ranks follow, also where it refuses (torch.distributed is there)."""
     if world_size == 1:
         return take_run(config, say)
-    taken, told = None, [None, None, None]
+    taken = None
+    told: list[Any] = [None, None, None]
     if is_main:
         try:
             taken = take_run(config, say)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from outcore.checkpoint import list_checkpoints
 from outcore.config import ConfigError, TrainConfig
+from outcore.data import weighted_source
 from outcore.train.runs.lock import RunLock
 
 
@@ -35,10 +36,18 @@ class RunFolder:
 
     def lock(self, say: Callable[[str], None] = print) -> RunLock:
         """Keep every other process out of this run. RunInUse when one is in it; ConfigError for unwritable folders."""
-        parents = [self.checkpoints.parent, self.logs.parent, self.export.parent]
-        for parent in parents:
-            _make(parent)
-        return RunLock.take(self.name, parents, say)
+        parents = list(dict.fromkeys([self.checkpoints.parent, self.logs.parent, self.export.parent]))
+        for _ in range(MOST_TRIES):
+            made = [folder for parent in parents for folder in (parent, *parent.parents) if not folder.exists()]
+            for parent in parents:
+                _make(parent)
+            try:
+                lock = RunLock.take(self.name, parents, say)
+            except FileNotFoundError:  # a run that was refused has just taken its empty folders away
+                continue
+            lock.made = sorted(set(made), key=lambda folder: -len(folder.parts))
+            return lock
+        raise ConfigError(f"{parents[0]} disappears whenever it is made: does another program clean up there?")
 
     def make(self) -> None:
         """Create the folders. ConfigError when a folder cannot be written."""
@@ -65,10 +74,16 @@ def _make(folder: Path) -> None:
         ) from error
 
 
+MOST_TRIES = 10
+MOST_SOURCES = 3
+"""Of a mixture, in a run's name."""
+
+
 def default_name(config: TrainConfig) -> str:
     """<model>-<data>, from what the user named: tiny-embedded, Qwen3-4B-notes."""
     model = config.preset or config.model_name_or_path or config.config_file or config.model_module or "tiny"
-    parts = [re.split(r"[/\\]", part.rstrip("/\\"))[-1] for part in (model, config.dataset)]
+    sources = [weighted_source(name).name for name in config.dataset[:MOST_SOURCES]]
+    parts = [re.split(r"[/\\]", part.rstrip("/\\"))[-1] for part in (model, *sources)]
     stems = [re.sub(r"\.(json|jsonl|csv|txt|parquet|py|gz|zst)(:.*)?$", "", part) for part in parts]
     suffix = "-lora" if config.lora_r else ""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(stems) + suffix).strip("-.") or "run"

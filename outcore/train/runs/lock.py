@@ -15,6 +15,7 @@ import platform
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
@@ -33,6 +34,8 @@ class RunLock:
     def __init__(self, run_name: str) -> None:
         self._run_name = run_name
         self._held: dict[Path, int] = {}
+        self.made: list[Path] = []
+        """Folders that were made for the lock, innermost first: those still empty at the end are removed again."""
         holder = weakref.ref(self)
         # An inherited descriptor would keep the lock held for as long as a forked child lives.
         os.register_at_fork(after_in_child=lambda: (lock := holder()) is not None and lock._forget())
@@ -70,7 +73,11 @@ class RunLock:
         self._held[path] = descriptor
         os.ftruncate(descriptor, 0)
         holder = {"pid": os.getpid(), "host": platform.node(), "since_s": time.time()}
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        try:
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        except OSError as error:  # the lock holds without a name as well, and whoever needs the space says what to do
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
     def release(self) -> None:
         """Free the run and remove the lock's files. Again: does nothing."""
@@ -78,6 +85,10 @@ class RunLock:
             path.unlink(missing_ok=True)  # while it is locked: whoever opened it before sees that it is gone
             os.close(descriptor)
         self._held.clear()
+        for folder in self.made:
+            with suppress(OSError):  # not empty
+                folder.rmdir()
+        self.made.clear()
 
     def _forget(self) -> None:
         for descriptor in self._held.values():

@@ -1,0 +1,58 @@
+"""The command that makes a plan a run: pasted, it plans to the same values."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from outcore.plan.record import Plan
+from outcore.plan.request import RunRequest
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the user said that a plan does not carry."""
+
+    model: str
+    """Preset, config file, folder or hub id."""
+    dataset: str | None = None
+    nvme_path: str | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def model_flags(self) -> str:
+        """train_model.py's flag for the model."""
+        from outcore.model.presets import PRESETS
+
+        if self.model in PRESETS:
+            return f"--preset {self.model}"
+        path = Path(self.model).expanduser()
+        flag = "--config_file" if path.is_file() else "--model_name_or_path"
+        return f"{flag} {shlex.quote(self.model)}" + (" --trust_remote_code" if self.trust_remote_code else "")
+
+
+def command(plan: Plan, request: RunRequest, said: Said) -> str:
+    """The whole command line, everything that train_model.py would choose otherwise spelt out."""
+    start = "python train_model.py" if plan.num_gpus == 1 else f"deepspeed --num_gpus={plan.num_gpus} train_model.py"
+    words = [start, said.model_flags]
+    if said.dataset is not None:
+        words.append(f"--dataset {shlex.quote(said.dataset)}")
+    flags = plan.flags
+    if said.nvme_path is not None:
+        flags = flags.replace("--nvme_offload_path DIR", f"--nvme_offload_path {shlex.quote(said.nvme_path)}")
+    words += [flags, f"--precision {plan.precision}", f"--max_grad_norm {request.max_grad_norm:g}"]
+    words.append(f"--activation_checkpointing {str(request.activation_checkpointing).lower()}")
+    if request.save_total_limit != RunRequest.save_total_limit:
+        words.append(f"--save_total_limit {request.save_total_limit}")
+    return " ".join(words)
+
+
+def notes(request: RunRequest) -> list[str]:
+    """What must be set elsewhere for the command to be this plan."""
+    found = []
+    if request.staging_bytes is not None:
+        found.append(f"set outcore.staging_bytes in deepspeed_config.json to {request.staging_bytes}")
+    if request.checkpoints_elsewhere:
+        found.append("checkpoints were planned on another drive: add --checkpoint_dir with a folder there")
+    return found

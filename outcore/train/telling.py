@@ -1,0 +1,52 @@
+"""Why a run ends, in a paragraph for people and once; errors of libraries keep their trace."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, Protocol
+
+from outcore.train.memory_advice import explain
+from outcore.train.process import explain_order
+
+
+class Ended(Protocol):
+    """What is asked of a run that ends."""
+
+    config: Any
+    micro_batch_size: int
+    engine_name: str
+    told: BaseException | None
+
+
+TOLD = (ValueError, RuntimeError, OSError, MemoryError)
+"""Errors that end a run with a paragraph instead of a trace."""
+
+
+def tell(error: BaseException, run: Ended | None) -> None:
+    """Why the run ends, on the screen and once; nothing of an error that `main` does not catch (its trace follows)."""
+    if run is not None:
+        if run.told is error:
+            return
+        run.told = error
+    if isinstance(error, KeyboardInterrupt):
+        words = "stopped at once; the last checkpoint is intact (--resume_from_checkpoint auto)"
+        print(words, file=sys.stderr, flush=True)
+    elif isinstance(error, TOLD):
+        plain = plain_words(error, run)
+        if plain is None and not _raised_by_us(error):
+            traceback.print_exception(error)
+        print(f"error: {plain or error}", file=sys.stderr, flush=True)
+
+
+def plain_words(error: BaseException, run: Ended | None) -> RuntimeError | None:
+    """The error in words for people, where it has others of its own."""
+    full = explain(error, run.config, run.micro_batch_size, run.engine_name) if run is not None else None
+    return full or explain_order(error)
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    """True when the message was written here for people; an error from a library shows its traceback as well."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])

@@ -1,0 +1,73 @@
+"""What users of the Trainer, TRL, axolotl and LLaMA-Factory type: each spelling works or is told what it is here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from outcore.config import FIELDS, ConfigError
+from outcore.config.spellings import MEANINGS
+from outcore.train.configure.arguments import parse_config
+
+ACCEPTED = {
+    "lora_rank": ("16", "lora_r", 16),
+    "lora_target": ("q_proj,v_proj", "lora_target_modules", "q_proj,v_proj"),
+    "target_modules": ("q_proj", "lora_target_modules", "q_proj"),
+    "cutoff_len": ("512", "seq_length", 512),
+    "sequence_len": ("512", "seq_length", 512),
+    "block_size": ("512", "seq_length", 512),
+    "max_seq_length": ("512", "seq_length", 512),
+    "base_model": ("gpt2", "model_name_or_path", "gpt2"),
+    "model": ("gpt2", "model_name_or_path", "gpt2"),
+    "dataset_name": ("x.jsonl", "dataset", ("x.jsonl",)),
+    "resume": ("auto", "resume_from_checkpoint", "auto"),
+    "num_epochs": ("3", "num_train_epochs", 3.0),
+    "epochs": ("3", "num_train_epochs", 3.0),
+    "lr": ("1e-4", "learning_rate", 1e-4),
+    "lr_scheduler": ("cosine", "lr_scheduler_type", "cosine"),
+    "micro_batch_size": ("4", "per_device_train_batch_size", 4),
+    "max_samples": ("9", "max_train_samples", 9),
+    "evaluation_strategy": ("epoch", "eval_strategy", "epoch"),
+    "gradient_checkpointing": ("true", "activation_checkpointing", True),
+}
+
+
+@pytest.mark.parametrize("spelling", ACCEPTED)
+def test_other_names_of_a_setting_work(spelling: str) -> None:
+    value, ours, expected = ACCEPTED[spelling]
+    more = ["--lora_r", "4"] if "target" in spelling else []
+    assert getattr(parse_config([f"--{spelling}", value, *more]), ours) == expected
+
+
+@pytest.mark.parametrize("spelling", MEANINGS)
+def test_a_setting_by_another_name_is_told_by_meaning(spelling: str, tmp_path: Path) -> None:
+    """As a flag and in YAML; what is advised exists."""
+    with pytest.raises(ConfigError, match=f"unknown flag --{spelling}. Here: "):
+        parse_config([f"--{spelling}"])
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{spelling}: 1\n")
+    with pytest.raises(ConfigError, match=f"unknown setting '{spelling}'. Here: "):
+        parse_config(["--config", str(file)])
+    known = {*FIELDS, *(alias for row in FIELDS.values() for alias in row.spec.aliases), "num_gpus", "model"}
+    for flag in re.findall(r"--(\w+)", MEANINGS[spelling]):
+        assert flag in known, flag
+    advised = MEANINGS[spelling].partition(":")[0].partition(" (")[0]
+    if re.fullmatch(r"--\w+ [a-z0-9.]+", advised) and "wandb" not in advised:
+        parse_config(shlex.split(advised))
+
+
+def test_no_spelling_is_a_setting_as_well() -> None:
+    names = {*FIELDS, *(alias for row in FIELDS.values() for alias in row.spec.aliases)}
+    assert not names & MEANINGS.keys()
+
+
+def test_numbers_below_zero_are_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("-1e-4", "-1", "-.5"):
+        with pytest.raises(ConfigError, match=r"learning_rate: must be above 0"):
+            parse_config(["--learning_rate", text])
+    with pytest.raises(SystemExit) as left:
+        parse_config(["--version"])
+    assert left.value.code == 0 and capsys.readouterr().out.startswith("outcore ")

@@ -1,0 +1,120 @@
+"""The command that the planner prints, pasted into train_model.py, plans to the same values."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from outcore.common.quantities import GIB
+from outcore.plan import Plan
+from outcore.plan import main as plan_main
+from outcore.plan.main import main
+from outcore.train import engine_build
+from outcore.train import forecast as forecast_module
+from outcore.train.run import main as train
+
+ROOT = Path(__file__).resolve().parents[2]
+SAME = ("engine", "zero_stage", "state_format", "precision", "seq_length", "micro_batch", "accumulation", "num_gpus")
+SAME += ("lora_r", "tiling", "params", "homes")
+FLAGS = {
+    "model": st.sampled_from(["gpt2", "1b"]),  # a tiny preset takes its vocabulary from the data
+    "seq_length": st.sampled_from([None, 64, 256, 1000]),
+    "per_device_train_batch_size": st.sampled_from([None, 1, 3, 8]),
+    "gradient_accumulation_steps": st.sampled_from([None, 1, 5]),
+    "engine": st.sampled_from(["auto", "stream", "deepspeed"]),
+    "zero_stage": st.sampled_from([None, "none", "zero1", "2", "zero3"]),
+    "state_format": st.sampled_from([None, "fp32", "split", "fp32_m8", "split8"]),
+    "precision": st.sampled_from(["bf16", "fp32"]),
+    "activation_checkpointing": st.sampled_from([None, "true", "false"]),
+    "max_grad_norm": st.sampled_from([None, "0", "1.0", "0.25"]),
+    "lora_r": st.sampled_from([None, 8]),
+    "save_total_limit": st.sampled_from([None, 1, 5]),
+}
+
+
+def _argv(flags: dict[str, Any]) -> list[str]:
+    return [f"--{name}={value}" for name, value in flags.items() if value is not None]
+
+
+class Pasted:
+    """One machine for both programs, and the plans that each made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hardware = replace(forecast_module.run_hardware(False), ram_bytes=400 * GIB, nvme_free_bytes=10**13)
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(plan_main, "load_hardware", lambda *a, **kw: hardware)
+        monkeypatch.setattr(forecast_module, "run_hardware", lambda *a, **kw: hardware)
+        monkeypatch.setattr(engine_build, "available_ram_bytes", lambda: 400 * GIB)
+        self.plans: list[Plan] = []
+        monkeypatch.setattr(
+            forecast_module.Forecaster, "show", lambda _self, forecast: self.plans.append(forecast.plan)
+        )
+        real = plan_main.choose_or_change
+
+        def remember(*args: Any) -> Any:
+            answer = real(*args)
+            self.plans.append(answer.plan)
+            return answer
+
+        monkeypatch.setattr(plan_main, "choose_or_change", remember)
+
+    def check(self, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        """Plan, paste, compare."""
+        self.plans.clear()
+        capsys.readouterr()
+        code = main(argv)
+        out = capsys.readouterr().out
+        if code == 2:
+            assume(False)
+        line = next(line for line in out.splitlines() if line.startswith("Run it: "))
+        words = shlex.split(line.removeprefix("Run it: "))
+        assert words[:2] == ["python", "train_model.py"]
+        assert train([*words[2:], "--plan"]) == 0, capsys.readouterr().err
+        planned, pasted = self.plans
+        for name in SAME:
+            assert getattr(pasted, name) == getattr(planned, name), (name, line)
+        assert pasted.homes == planned.homes, line
+        assert pasted.expected_bytes("ram", "pinned") == pytest.approx(
+            planned.expected_bytes("ram", "pinned"), rel=0.02
+        )
+        assert pasted.time.step_s == pytest.approx(planned.time.step_s, rel=0.02), line
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("examples", [6, pytest.param(150, marks=pytest.mark.slow)])
+def test_a_pasted_command_plans_to_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], examples: int
+) -> None:
+    pasted = Pasted(monkeypatch)
+
+    @settings(max_examples=examples, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(st.fixed_dictionaries(FLAGS))
+    def check(flags: dict[str, Any]) -> None:
+        pasted.check(_argv(flags), capsys)
+
+    check()
+
+
+def test_what_no_plan_depends_on_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    Pasted(monkeypatch)
+    assert main(["--model", "1b", "--dataset", "my notes/", "--nvme_offload_path", "/mnt/x", "--lora_r", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "--preset llama-1b --dataset 'my notes/' " in out and "--lora_r 4" in out
+    argv = ["--model", "1b", "--zero_stage", "infinity", "--engine", "deepspeed", "--nvme_offload_path", "/mnt/x"]
+    assert main(argv) == 0
+    assert "--nvme_offload_path /mnt/x " in capsys.readouterr().out
+
+
+def test_the_answer_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All but the command, which is one line to copy."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--model", "70b", "--nominal"]) in (0, 1)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines() if not line.startswith("Run it: ")]
+    assert max(len(line) for line in lines) <= 80
+    assert any(line.endswith("RAM, NVMe") for line in lines), "no cell is cut off"
