@@ -108,6 +108,15 @@ def test_template_that_hides_the_assistant_is_refused(template):
     assert mask.all() and len(ids) == len(mask)
 
 
+def test_generation_marks_are_taken_as_they_are():
+    template = (
+        "{% for m in messages %}{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }};{% endif %}{% endfor %}"
+    )
+    tokenizer = tiny_tokenizer(template)
+    assert learned(tokenizer, *encode(tokenizer, ChatExample(TALK))) == ["boil jars"]
+
+
 def test_generation_marks_around_nothing_are_refused():
     template = "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}"
     with pytest.raises(TemplateError, match="cover no token"):

@@ -13,6 +13,8 @@ from outcore.data.rows import ChatExample
 from outcore.data.sources import RowError
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+KNOWN_KEYS = {"role", "content", "id", "tool_call_id", *REASONING_KEYS}
+"""Keys that are looked at here, or that only number messages and calls."""
 _THINKING = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _NO_WORDS = re.compile(r"[\W_]+")
 
@@ -43,7 +45,7 @@ def notices_of(example: ChatExample, rendering: Rendering, read: frozenset[str])
         if thought and not _is_written(str(thought), text):
             which = "the last answer" if i > last_user else "earlier answers"
             notices.append(f"reasoning of {which} is not written by the chat template")
-        unread = [k for k in message if k not in ("role", "content", *REASONING_KEYS) and k not in read]
+        unread = [key for key in message if key not in KNOWN_KEYS and key not in read]
         notices += [f"message key {key!r} is not read by the chat template" for key in unread]
     if example.tools and not any(_tool_name(tool) in text for tool in example.tools):
         notices.append("'tools' is not written by the chat template")

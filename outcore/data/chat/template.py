@@ -83,7 +83,9 @@ class ChatTemplate:
             marked = self.mark(ChatExample(talk))
         except RowError as error:
             raise self._refused(str(error)) from error
-        if not self.is_marked and self.finder.habits.prompt.strip() and not self.finder.habits.header("user"):
+        if self.is_marked:
+            return  # what the template's author marked is taken as it is
+        if self.finder.habits.prompt.strip() and not self.finder.habits.header("user"):
             prompt = self.finder.habits.prompt
             raise self._refused(f"an answer begins otherwise than the generation prompt {prompt!r}")
         learned = "".join(marked.text[start:end] for spans in marked.spans.values() for start, end in spans)
@@ -204,9 +206,9 @@ class ChatTemplate:
             if end > start:
                 found[owner].append((start, end))
         if not any(found.values()) and any(is_spoken(example.messages[i]) for i in found):
-            raise TemplateError(
-                f"{self.name} has {{% generation %}} marks, but they cover no token of a conversation that has "
-                "assistant text. Correct the template (the mark must enclose the assistant's content)"
+            raise RowError(
+                "the {% generation %} marks of the chat template cover no token of this conversation, although it has "
+                "assistant text (they must enclose the assistant's content)"
             )
         return found
 
