@@ -58,6 +58,24 @@ def wide_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_deterministic_answers_do_not_depend_on_company(wide_folder, precision):
+    settings = InferSettings(
+        context=128, device="cuda", precision=precision, deterministic=True, chunk_tokens=16, page_tokens=16
+    )
+    opened = open_engine(str(wide_folder[0]), settings)
+    try:
+        sampling = Sampling(temperature=1.0, max_tokens=24, seed=4, logprobs=0, ignore_eos=True)
+        wanted = Request("wanted", tuple(PROMPTS[1] * 2), sampling)
+        (alone,) = opened.engine.generate([wanted])
+        opened.engine.scheduler.cache.clear_prefixes()
+        others = [Request(f"o{i}", tuple(p), sampling) for i, p in enumerate(PROMPTS)]
+        found = {a.request: a for a in opened.engine.generate([*others[:3], wanted, *others[3:]])}
+        assert found["wanted"].tokens == alone.tokens
+    finally:
+        opened.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_homes_do_not_change_answers(wide_folder, monkeypatch, tmp_path, precision):
     folder, model = wide_folder
     whole, scores, placement = answers(folder, monkeypatch, precision=precision)

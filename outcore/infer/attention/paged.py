@@ -3,7 +3,8 @@
 transformers lets an attention function be registered by name. A model whose tokens meet nowhere else runs with all
 sequences of a pass in one row, chunks of prompts and single tokens side by side: every other operation looks at one
 token. The row is cut into spans here, each with its own pages. Sequences that add the same number of tokens are
-attended together; `is_deterministic`: one by one, so that no result depends on what else is in the pass.
+attended together; `is_deterministic`: only those padded to the same length, which each one's own length gives, so that
+no result depends on what else is in the pass.
 Legend: N tokens of the row, H query heads, K key heads, D, E widths of keys and values.
 """
 
@@ -71,7 +72,7 @@ class PagedAttention:
         is_deterministic: bool = False,
     ) -> None:
         self.name = f"outcore_paged_{next(_numbers)}"
-        self.cache, self._alone = cache, is_deterministic
+        self.cache, self._is_deterministic = cache, is_deterministic
         self._calls: Sequence[PassTables] = ()
         self._place = _Place()
         AttentionInterface.register(self.name, self)
@@ -175,17 +176,31 @@ class PagedAttention:
     def _batches(self, spans: list[Span], store: KvStore, rule: AttentionRule, heads: int) -> Iterator[list[Span]]:
         """Spans to be attended together: of one count, of similar length, not too many."""
         width = store.shape.heads * (store.shape.key_width + store.shape.value_width)
-        for _, same in itertools.groupby(sorted(spans, key=lambda s: (s.count, s.length)), key=lambda s: s.count):
+
+        def kind(span: Span) -> tuple[int, int]:
+            return span.count, self._pages_padded(span, store, rule) if self._is_deterministic else 0
+
+        for _, same in itertools.groupby(sorted(spans, key=lambda s: (*kind(s), s.length)), key=kind):
             batch: list[Span] = []
             for span in same:
-                padded = self._seen(span, store, rule) * (len(batch) + 1)
+                padded = self._pages_padded(span, store, rule) * store.page_tokens * (len(batch) + 1)
                 short = batch and self._seen(batch[0], store, rule) * 2 < self._seen(span, store, rule) - 512
                 scores = padded * heads * span.count
-                if batch and (self._alone or short or padded * width > GATHER_NUMEL or scores > PIECE_NUMEL):
+                if batch and (short or padded * width > GATHER_NUMEL or scores > PIECE_NUMEL):
                     yield batch
                     batch = []
                 batch.append(span)
             yield batch
+
+    def _pages_padded(self, span: Span, store: KvStore, rule: AttentionRule) -> int:
+        """Pages that a span is attended over: its own, or where results must not depend on others, a size that its own
+        length gives."""
+        first = _first_page(span, rule.window, store.page_tokens)
+        own = -(-span.length // store.page_tokens) - first
+        if not self._is_deterministic or own <= 4:
+            return own
+        step = 1 << (own.bit_length() - 3)  # a quarter of the largest power of two within
+        return -(-own // step) * step
 
     def _seen(self, span: Span, store: KvStore, rule: AttentionRule) -> int:
         first = _first_page(span, rule.window, store.page_tokens)
@@ -224,7 +239,7 @@ class PagedAttention:
         size, count = store.page_tokens, batch[0].count
         firsts = [_first_page(span, rule.window, size) for span in batch]
         lasts = [-(-span.length // size) for span in batch]
-        most = max(last - first for first, last in zip(firsts, lasts, strict=True))
+        most = max(self._pages_padded(span, store, rule) for span in batch)
         if len(batch) == 1 and most * size * count * heads > PIECE_NUMEL:
             return _Together(batch, count)
         rows = torch.tensor([span.row + i for span in batch for i in range(count)], device=device)
@@ -235,7 +250,9 @@ class PagedAttention:
         starts = torch.tensor([span.start for span in batch], device=device)
         begins = torch.tensor([first * size for first in firsts], device=device)
         mask = causal_mask(starts, count, begins, most * size, rule.window)  # hides page 0, which pads short tables
-        return _Together(batch, count, rows, nn.utils.rnn.pad_sequence(pages, batch_first=True), mask)
+        padded = nn.utils.rnn.pad_sequence(pages, batch_first=True)
+        padded = nn.functional.pad(padded, (0, most - padded.shape[1]))
+        return _Together(batch, count, rows, padded, mask)
 
     def _attend_stored(
         self,
