@@ -103,7 +103,8 @@ class Service:
             raise ApiError(503, "The engine has failed; see the server's log.", code="engine_failed")
         if self.num_under_way + count > self.settings.max_queue:
             raise ApiError(
-                429, f"{self.num_under_way} requests are under way, more than this server takes. Try again later.",
+                429, f"{self.num_under_way} requests are under way and {count} more came; this server takes "
+                f"{self.settings.max_queue}. Try again later.",
                 code="queue_full", retry_s=self.retry_s(),
             )  # fmt: skip
         self.num_under_way += count
