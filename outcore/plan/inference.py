@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outcore.common.quantities import GB, GIB, format_gib, format_s
+from outcore.model.shape import shape_from_config
 from outcore.plan.hardware import Hardware
 from outcore.sizing.inference import (
     PRESETS,
@@ -67,13 +68,13 @@ class InferencePlan:
 
     def decode(self, streams: int, context: int) -> PassTime:
         """One token for each of so many answers of this length."""
-        return self._pass(streams, streams * context, streams)
+        return self.pass_time(streams, streams * context, streams)
 
     def first_token_s(self, prompt_tokens: int) -> float:
         """From the arrival of a prompt to its first token, when nothing else runs."""
         passes = math.ceil(prompt_tokens / self.placement.pass_tokens)
         of_each = math.ceil(prompt_tokens / passes)
-        return sum(self._pass(of_each, of_each * (n + 0.5), 1).seconds for n in range(passes))
+        return sum(self.pass_time(of_each, of_each * (n + 0.5), 1).seconds for n in range(passes))
 
     def tokens_per_s(self, streams: int, context: int) -> float:
         """Of all answers together; those that do not fit at once take turns."""
@@ -84,7 +85,8 @@ class InferencePlan:
         """Answers of this length whose keys and values fit at once."""
         return self.placement.kv_bytes // max(1, self.kv_token_bytes * context)
 
-    def _pass(self, rows: float, kv_tokens: float, answers: int) -> PassTime:
+    def pass_time(self, rows: float, kv_tokens: float, answers: int) -> PassTime:
+        """A pass of so many tokens, that reads keys and values of so many, and ends in logits for so many answers."""
         hw, placement = self.hardware, self.placement
         kv_bytes = kv_tokens * self.kv_token_bytes
         flops = 2.0 * rows * (self.shape.active_layer_params)
@@ -159,6 +161,13 @@ def plan_inference(
         context,
     )
     return InferencePlan(shape, hardware, place_inference(needs, limits, preset), needs.kv.token_bytes, itemsize)
+
+
+def plan_of(name: str, config: Any, hardware: Hardware, placement: Placement, itemsize: int) -> InferencePlan:
+    """The plan's view of a model that is placed already. ValueError for one whose layers cannot be counted."""
+    shape = shape_from_config(name, config)
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
+    return InferencePlan(shape, hardware, placement, token_bytes, itemsize)
 
 
 def changes(plan: InferencePlan, **asked: Any) -> list[str]:

@@ -77,6 +77,8 @@ def _serve(args: argparse.Namespace, settings: ServeSettings) -> None:
 
     opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), say)
     service = Service(opened, settings)
+    if service.metrics.why_no_forecast:
+        say(f"no forecast beside the measured passes: {service.metrics.why_no_forecast}")
     say(f"records: {service.records.path}")
     say(f"listening on http://{settings.host}:{settings.port}/v1 as {service.name!r}")
     uvicorn.run(

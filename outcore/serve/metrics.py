@@ -8,8 +8,20 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from outcore.infer import Answer, InferenceEngine
 from outcore.infer.opening import OpenedModel
+from outcore.plan import InferencePlan, load_hardware, plan_of
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+def forecast_of(opened: OpenedModel) -> tuple[InferencePlan | None, str]:
+    """(the plan's view of this model as it is placed on this machine, why there is none)."""
+    loaded = opened.found.loaded
+    try:
+        hardware = load_hardware()
+        dtype = next(p.dtype for p in loaded.model.parameters())
+        return plan_of(opened.found.words, loaded.config, hardware, opened.placement, dtype.itemsize), ""
+    except (ValueError, RuntimeError, OSError) as error:  # ProfileError is one: nothing was measured here
+        return None, str(error)
 
 
 class ServeMetrics:
@@ -18,6 +30,7 @@ class ServeMetrics:
     def __init__(self, opened: OpenedModel) -> None:
         self.registry = CollectorRegistry()
         self._opened, engine = opened, opened.engine
+        self.forecast, self.why_no_forecast = forecast_of(opened)
 
         def histogram(name: str, words: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
             return Histogram(f"outcore_{name}", words, buckets=buckets, registry=self.registry)
@@ -65,6 +78,16 @@ class ServeMetrics:
             "travelling_bytes", "Bytes of weights that cross the link in each pass", lambda: placement.travelling_bytes
         )
         gauge("link_bytes_per_second", "Bytes that crossed the link in the last pass, per second", self._link_rate)
+
+        if self.forecast is not None:
+            gauge("forecast_pass_seconds", "What the plan says of the last pass", self._forecast_s)
+
+    def _forecast_s(self) -> float:
+        assert self.forecast is not None
+        engine = self._opened.engine
+        running = list(engine.scheduler.running)
+        kv_tokens = sum(sequence.computed for sequence in running)
+        return self.forecast.pass_time(engine.counts.last_pass_rows, kv_tokens, len(running)).seconds
 
     def _preempted(self) -> float:
         return self._opened.engine.scheduler.num_preempted

@@ -239,9 +239,11 @@ def test_a_client_that_goes_away_frees_its_place(client, server):
     next(iter(stream))
     stream.close()
     until = time.monotonic() + 10
-    while server.service.num_under_way and time.monotonic() < until:
+    engine = server.service.opened.engine
+    while (server.service.num_under_way or engine.num_running) and time.monotonic() < until:
         time.sleep(0.02)
-    assert server.service.num_under_way == 0 and server.service.opened.engine.num_running == 0
+    assert server.service.num_under_way == 0 and engine.num_running == 0
+    assert engine.counts.finished["cancelled"] > 0
 
 
 def test_metrics_and_records(client, server):
@@ -271,6 +273,16 @@ def test_board_and_alerts_name_metrics_that_exist(server):
     names = {name for text in asked for name in re.findall(r"outcore_\w+", text)}
     known = set(re.findall(r"^(?:# TYPE )?(outcore_\w+)", page, re.M))
     assert len(names) > 15 and names <= known, names - known
+
+
+def test_a_measured_machine_has_a_forecast(server, monkeypatch):
+    from outcore.plan import load_hardware
+    from outcore.serve import metrics
+
+    monkeypatch.setattr(metrics, "load_hardware", lambda: load_hardware("rtx4070-laptop"))
+    made = metrics.ServeMetrics(server.service.opened)
+    (line,) = re.findall(r"^outcore_forecast_pass_seconds (\S+)", made.page().decode(), re.M)
+    assert float(line) > 0 and not made.why_no_forecast
 
 
 def test_tokens(server):
