@@ -11,6 +11,7 @@ last one, so that a compiler's fused multiply-add changes no bit.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ from math import prod
 
 import torch
 
+from outcore.common.errors import line_of
 from outcore.common.quantities import round_up
+
+logger = logging.getLogger(__name__)
 
 PLANE_ALIGN_BYTES = 256
 """Each plane of a packed weight starts at a multiple of this: whole cache lines, and a whole slab grain."""
@@ -181,19 +185,44 @@ class PackedTensor:
 
 def _expand_blocks(packed_format: PackedFormat, planes: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     if out.device.type == "cuda":
-        _compiled(packed_format)(out, *planes)
-        return
+        _gpu_form(packed_format).expand(out, planes)
+    else:
+        _expand_in_chunks(packed_format, planes, out)
+
+
+def _expand_in_chunks(packed_format: PackedFormat, planes: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     step = max(1, CHUNK_NUMEL // packed_format.block)
     for start in range(0, len(out), step):
         chunk = (plane[start : start + step] for plane in planes)
         out[start : start + step].copy_(packed_format.unpack_blocks(*chunk))
 
 
+class GpuForm:
+    """The reference compiled into one kernel, whatever the number of blocks. Where the compiler does not work, which is
+    said once, the reference in chunks: slower, with the same bits."""
+
+    def __init__(self, packed_format: PackedFormat) -> None:
+        def expand(out: torch.Tensor, *planes: torch.Tensor) -> None:
+            out.copy_(packed_format.unpack_blocks(*planes))
+
+        self._format = packed_format
+        self._compiled: Callable[..., None] | None = torch.compile(expand, dynamic=True)
+
+    def expand(self, out: torch.Tensor, planes: Sequence[torch.Tensor]) -> None:
+        """Queue the work on the current stream."""
+        if self._compiled is not None:
+            from torch._dynamo.exc import TorchDynamoException  # late: importing the compiler takes 1.4 s
+            from torch._inductor.exc import InductorError
+
+            try:
+                self._compiled(out, *planes)
+                return
+            except (TorchDynamoException, InductorError) as error:
+                logger.warning("%s is expanded without a compiler, slower: %s", self._format.name, line_of(error))
+                self._compiled = None
+        _expand_in_chunks(self._format, planes, out)
+
+
 @cache
-def _compiled(packed_format: PackedFormat) -> Callable[..., None]:
-    """One kernel for a format, whatever the number of blocks: planes in, values of out's type out."""
-
-    def expand(out: torch.Tensor, *planes: torch.Tensor) -> None:
-        out.copy_(packed_format.unpack_blocks(*planes))
-
-    return torch.compile(expand, dynamic=True)
+def _gpu_form(packed_format: PackedFormat) -> GpuForm:
+    return GpuForm(packed_format)

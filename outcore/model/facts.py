@@ -62,16 +62,12 @@ def language_config(config: Any) -> Any:
     return text
 
 
-def why_not_read_in_layers(config: Any) -> str:
-    """Why trained weights of this config cannot be read layer by layer; '' when they can."""
+def quantization_of(config: Any) -> dict[str, Any] | None:
+    """The `quantization_config` of a checkpoint; None when its weights are stored in 16 or 32 bits."""
     quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
-        return ""
-    fields = quantization if isinstance(quantization, dict) else vars(quantization)
-    return (
-        f"its weights are stored quantized ({fields.get('quant_method', 'by an unknown method')}), and layer by layer "
-        "they are read in 16 or 32 bits only; take a checkpoint that is not quantized"
-    )
+    if quantization is None or isinstance(quantization, dict):
+        return quantization
+    return quantization.to_dict() if hasattr(quantization, "to_dict") else dict(vars(quantization))
 
 
 def parameter_types(model: Any, dtype: torch.dtype, *, trained: bool) -> dict[str, torch.dtype]:

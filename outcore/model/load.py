@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from outcore.model.facts import (
     model_class_of,
     model_facts,
     parameter_types,
+    quantization_of,
     resolve_attention,
-    why_not_read_in_layers,
 )
 from outcore.model.hook import build_from_module, is_head_loss
 from outcore.model.inputs import attention_of
@@ -37,6 +38,9 @@ from outcore.model.weights.feed import InitialWeights, TrainedWeights, WeightFee
 from outcore.model.weights.initialise import initialise_weights, meta_skeleton
 from outcore.model.weights.standin import stand_in, without_memory
 from outcore.model.weights.zero3 import gathered, is_partitioned, partition_while_loading
+
+OpenPacked = Callable[[Any, list[Path], dict[str, Any]], WeightFeed]
+"""(skeleton, safetensors files, quantization_config) -> a feed that also has `specs` and `notes`."""
 
 
 @dataclass
@@ -90,11 +94,13 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: Callable[[str], None] = lambda line: None,
     lazy: bool = False,
+    packed_feed: OpenPacked | None = None,
 ) -> LoadedModel:
     """Make or read the model. With `zero3_config` (complete DeepSpeed configuration, stage 3) it comes partitioned.
 
     `lazy`: parameters without memory and a feed of their values, for the streaming engine; adapters are real. A user's
-    own module and an encoder-decoder are made whole all the same.
+    own module and an encoder-decoder are made whole all the same. `packed_feed`: who reads a checkpoint whose weights
+    are stored quantized, lazily (`outcore.formats.open_packed`); None: such a checkpoint is refused.
 
     Weights are in `settings.dtype` on `device` (ZeRO-3: where DeepSpeed keeps them). ValueError for settings that
     cannot work, RuntimeError when the hub or the files cannot give what was asked; both before memory is spent where
@@ -113,7 +119,7 @@ def load_model(
     feed: WeightFeed | None = None
     with partition_while_loading(zero3_config):
         if lazy:
-            model, feed = _lazily(model_class, source, settings, attention)
+            model, feed = _lazily(model_class, source, settings, attention, packed_feed)
         elif model_class is not None:
             model: Any = _from_scratch(model_class, source, settings, attention, device, zero3_config is not None)
         else:
@@ -126,7 +132,7 @@ def load_model(
     if settings.gradient_checkpointing and feed is None:  # the streaming engine recomputes every layer by itself
         enable_activation_checkpointing(model)
     model.train()
-    load_s, notes = time.perf_counter() - began_s, source.notes + notes
+    load_s, notes = time.perf_counter() - began_s, source.notes + notes + getattr(feed, "notes", ())
     facts = model_facts(model)
     smoothed = SmoothedLoss(settings.label_smoothing) if settings.label_smoothing else None
     return LoadedModel(
@@ -139,6 +145,7 @@ def load_model(
         notes=notes,
         load_s=load_s,
         quantize=settings.quantize,
+        packed=getattr(feed, "specs", {}),
         feed=feed,
     )
 
@@ -226,14 +233,24 @@ def _from_weights(
 
 
 def _lazily(
-    model_class: type[Any] | None, source: ModelSource, settings: ModelSettings, attention: str
+    model_class: type[Any] | None,
+    source: ModelSource,
+    settings: ModelSettings,
+    attention: str,
+    packed_feed: OpenPacked | None,
 ) -> tuple[Any, WeightFeed]:
-    """The model with stand-ins for parameters, and the feed of their values. RuntimeError for quantized weights."""
+    """The model with stand-ins for parameters, and the feed of their values. RuntimeError."""
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.initialization import no_init_weights
 
-    if source.path is not None and (why := why_not_read_in_layers(source.config)):
-        raise RuntimeError(f"{source.path}: {why}.")
+    quantization = quantization_of(source.config) if source.path is not None else None
+    if quantization is not None:
+        if packed_feed is None:
+            raise RuntimeError(
+                f"{source.path}: its weights are stored quantized ({quantization.get('quant_method')}), and are read "
+                "in 16 or 32 bits only here. Take a checkpoint that is not quantized."
+            )
+        source.config.__dict__.pop("quantization_config")  # what is exported has weights in 16 bits
 
     def build() -> Any:
         arguments = {"dtype": settings.dtype, "attn_implementation": attention}
@@ -254,7 +271,11 @@ def _lazily(
             return model, InitialWeights(meta_skeleton(model_class, source.config), settings.seed)
         with torch.device("meta"):
             skeleton = build()
-        feed = TrainedWeights(skeleton, shard_files(source.path), settings.dtype)
+        files = shard_files(source.path)
+        if quantization is not None and packed_feed is not None:
+            feed: Any = packed_feed(skeleton, files, quantization)
+        else:
+            feed = TrainedWeights(skeleton, files, settings.dtype)
         types = parameter_types(skeleton, settings.dtype, trained=True)
         for name, parameter in model.named_parameters():
             if parameter.dtype != types[name]:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.formats import PackedSpec, packed_format
+from outcore.formats.packed import GpuForm
 
 HALVES = {"q8_0": (0,), "q4_0": (0,), "q4_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
 """Byte offsets of fp16 numbers in a block of each ggml type."""
@@ -142,11 +143,23 @@ def test_compiled_form_has_the_same_bits(name: str) -> None:
     planes = random_planes(name, 9)
     out = torch.empty(9, packed.block, dtype=torch.bfloat16)
 
-    def expand(out: torch.Tensor, *planes: torch.Tensor) -> None:
-        out.copy_(packed.unpack_blocks(*planes))
-
-    torch.compile(expand, dynamic=True)(out, *planes)
+    GpuForm(packed).expand(out, planes)
     assert torch.equal(out, packed.unpack_blocks(*planes).to(torch.bfloat16))
+
+
+def test_without_a_compiler_the_reference_does_it(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    from torch._dynamo.exc import InvalidBackend
+
+    def fail(*_: object) -> None:
+        raise InvalidBackend("no Triton here")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    form, planes = GpuForm(packed_format("nf4")), random_planes("nf4", 5)
+    for _ in range(2):
+        out = torch.empty(5, 64, dtype=torch.bfloat16)
+        form.expand(out, planes)
+        assert torch.equal(out, packed_format("nf4").unpack_blocks(*planes).bfloat16())
+    assert len(caplog.records) == 1 and "expanded without a compiler" in caplog.text
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from outcore.config import RunSettings
 from outcore.engine.base import Engine, grouped
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
+from outcore.formats import open_packed
 from outcore.model.load import LoadedModel, load_model
 
 
@@ -63,7 +64,7 @@ class StreamDecision:
     def open(self, model: Any, tokenizer: Any, say: Callable[[str], None]) -> Engine:
         """Load the model, once, and make the engine. StreamUnsupported (a ValueError) when it turns out that it cannot
         be streamed; no weight has been read then unless `loaded` was there."""
-        loaded = self.loaded or load_model(model, tokenizer=tokenizer, lazy=True)
+        loaded = self.loaded or load_model(model, tokenizer=tokenizer, lazy=True, packed_feed=open_packed)
         engine = build_stream_engine(loaded, self.told, device=self.device)
         for note in loaded.notes:
             say(f"model: {note}")

@@ -29,7 +29,8 @@ from outcore.flow.parts import (
     discover_units,
     several_types,
 )
-from outcore.model.facts import model_facts, parameter_types, resolve_attention, why_not_read_in_layers
+from outcore.formats.checkpoint import why_not_read
+from outcore.model.facts import model_facts, parameter_types, quantization_of, resolve_attention
 from outcore.model.head import unwrap
 from outcore.model.inputs import IGNORE, attention_of, forward_inputs
 from outcore.model.load import LoadedModel
@@ -78,7 +79,8 @@ def why_config_not_streamed(
     run; `trained`: its weights come from a checkpoint."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder has two stacks of layers; only decoder-only models are streamed"
-    if trained and (why := why_not_read_in_layers(config)):
+    quantization = quantization_of(config) if trained else None
+    if quantization is not None and (why := why_not_read(quantization)):
         return why
     attention, _ = resolve_attention(config, attention)
     abilities = check_abilities(config, attention, trust_remote_code)

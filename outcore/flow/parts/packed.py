@@ -54,7 +54,12 @@ def _rule(quantize: str | None, packed: Mapping[str, PackedSpec]) -> Packing:
             return None
         if name in packed:
             return packed[name]
-        if wanted is None or parameter.shape[-1] % wanted.block or not _is_matrix(parameter, owners):
+        if (
+            wanted is None
+            or not parameter.ndim
+            or parameter.shape[-1] % wanted.block
+            or not _is_matrix(parameter, owners)
+        ):
             return None
         return PackedSpec(wanted, tuple(parameter.shape))
 

@@ -179,7 +179,8 @@ class WeightHomes:
         if slot.packed is not None:
             data = value.data if isinstance(value, PackedTensor) else slot.packed.pack(value.to(unit.layout.dtype))
             value = data.view(unit.layout.dtype)
-        assert isinstance(value, torch.Tensor), f"{name} comes packed, and its home is not"
+        elif isinstance(value, PackedTensor):  # an embedding or head of a packed checkpoint
+            value = value.unpack(unit.layout.dtype)
         self.write_range(unit, slot.home_offset, value.reshape(-1))
 
     def read_range(self, unit: Part, start: int, stop: int) -> torch.Tensor:

@@ -1,6 +1,4 @@
-"""Published checkpoints with packed weights: safetensors by their quantization_config, and GGUF files."""
+"""Published checkpoints with packed weights: safetensors by their quantization_config."""
 
 from outcore.formats.checkpoint.entries import Entry, ExpandedEntry, PackedEntry, PlainEntry
-from outcore.formats.checkpoint.index import PackedCheckpoint, open_safetensors
-
-__all__ = ["Entry", "ExpandedEntry", "PackedCheckpoint", "PackedEntry", "PlainEntry", "open_safetensors"]
+from outcore.formats.checkpoint.index import PackedCheckpoint, open_safetensors, usual_format, why_not_read

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,18 +34,41 @@ def open_safetensors(files: Iterable[Path], quantization: dict[str, Any]) -> Pac
 
     RuntimeError for a method that is not known, naming those that are, and for files that are damaged.
     """
-    method = str(quantization.get("quant_method") or "").lower()
-    if not method and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
-        method = "bitsandbytes"  # its older configurations do not say so
-    if method not in METHODS:
-        raise RuntimeError(
-            f"its weights are stored quantized by {method or 'an unknown method'!r}; known are {', '.join(METHODS)} "
-            "and GGUF files. Take a checkpoint in one of these, or one that is not quantized"
-        )
+    if why := why_not_read(quantization):
+        raise RuntimeError(why)
+    method = method_of(quantization)
     places = safetensors_places(files)
     entries = METHODS[method](places, quantization)
     entries |= {name: PlainEntry(place) for name, place in places.items()}
     return PackedCheckpoint(entries, method, notes_on(entries))
+
+
+def method_of(quantization: Mapping[str, Any]) -> str:
+    """The quantization method of a `quantization_config`; '' when it names none."""
+    method = str(quantization.get("quant_method") or "").lower().removeprefix("quantizationmethod.")
+    if not method and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
+        return "bitsandbytes"  # its older configurations do not say so
+    return method
+
+
+def why_not_read(quantization: Mapping[str, Any]) -> str:
+    """Why a checkpoint with this `quantization_config` cannot be read; '' when its method is known."""
+    method = method_of(quantization)
+    if method in METHODS:
+        return ""
+    return (
+        f"its weights are stored quantized by {method or 'an unknown method'!r}; known are {', '.join(METHODS)}. Take "
+        "a checkpoint in one of these, or one that is not quantized"
+    )
+
+
+def usual_format(quantization: Mapping[str, Any]) -> str:
+    """The format that most weights of such a checkpoint have: for sizes before its files are read."""
+    method = method_of(quantization)
+    if method == "bitsandbytes":
+        return "int8" if quantization.get("load_in_8bit") else "nf4"
+    is_fp8 = method == "fp8" or quantization.get("format") in ("float-quantized", "naive-quantized")
+    return "fp8_128" if is_fp8 else "mxfp4" if method == "mxfp4" else "int4_128_fp16_zero"
 
 
 def notes_on(entries: dict[str, Entry]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import torch
 
 from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, open_checkpoint
 from outcore.data import load_tokenizer
+from outcore.formats import open_packed
 from outcore.model.head import unwrap
 from outcore.model.load import LoadedModel, load_model
 from outcore.model.names import checkpoint_name
@@ -105,7 +106,9 @@ def open_model(name: str, *, precision: str, adapter: str | None = None, trust_r
         wanted = frozenset(checkpoint_name(n) for n, _ in loaded.model.named_parameters())
         loaded = replace(loaded, feed=CheckpointWeights(place.checkpoint, wanted), words=place.words)
     else:
-        loaded = load_model(ModelSettings(model_name_or_path=place.weights, **common), lazy=True)
+        loaded = load_model(
+            ModelSettings(model_name_or_path=place.weights, **common), lazy=True, packed_feed=open_packed
+        )
     if place.adapter is not None:
         loaded = replace(loaded, model=_with_adapter(loaded.model, place.adapter))
     loaded.model.eval()

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from outcore.flow.parts import saved_bytes
-from outcore.model.facts import model_class_of, model_facts
+from outcore.formats.checkpoint import usual_format
+from outcore.model.facts import model_class_of, model_facts, quantization_of
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.model.weights.initialise import meta_skeleton
@@ -31,5 +32,7 @@ def lora_size(settings: ModelSettings, tokenizer: Any) -> LoraSize:
     skeleton = meta_skeleton(model_class_of(source.config), source.config).to(settings.dtype)
     with torch.device("meta"):
         model = apply_lora(skeleton, settings.lora, settings.seed)
-    saved = 0 if settings.quantize is None else saved_bytes(model, settings.quantize)
+    published = quantization_of(source.config) if source.path is not None else None
+    packed = settings.quantize if published is None else usual_format(published)
+    saved = 0 if packed is None else saved_bytes(model, packed)
     return LoraSize(model_facts(model).trainable_params, saved)

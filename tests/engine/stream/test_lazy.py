@@ -18,6 +18,7 @@ from outcore.engine.stream.check.gradients import why_config_not_trained, why_no
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.layers import draws_random_numbers
 from outcore.flow.parts import StreamUnsupported, discover_units
+from outcore.formats import open_packed
 from outcore.model.facts import model_class_of, model_facts
 from outcore.model.load import load_model
 from outcore.model.names import checkpoint_name
@@ -219,13 +220,15 @@ def test_buffers_keep_the_type_that_from_pretrained_gives_them(tmp_path):
 def test_quantized_weights_are_refused(tmp_path, model_type):
     """Read as they are stored, without their scales, they would be other weights."""
     config = shrink_config(transformers.AutoConfig.for_model(model_type))
-    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config.quantization_config = {"quant_method": "aqlm"}
     config.save_pretrained(tmp_path)
     save_file({"lm_head.weight": torch.ones(1)}, tmp_path / "model.safetensors")
     settings = settings_for(tmp_path)
-    assert "stored quantized (fp8)" in why_config_not_trained(resolve_source(settings).config, trained=True)
-    with pytest.raises(RuntimeError, match=r"stored quantized \(fp8\)"):
+    assert "quantized by 'aqlm'; known are" in why_config_not_trained(resolve_source(settings).config, trained=True)
+    with pytest.raises(RuntimeError, match=r"stored quantized \(aqlm\)"):
         load_model(settings, lazy=True)
+    with pytest.raises(RuntimeError, match="quantized by 'aqlm'; known are"):
+        load_model(settings, lazy=True, packed_feed=open_packed)
 
 
 def test_dropout_is_looked_for_without_weights(tmp_path):

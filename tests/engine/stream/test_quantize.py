@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from outcore.engine.stream.build import build_stream_engine
+from outcore.formats import open_packed
 from outcore.model.load import load_model
 from outcore.model.settings import LoraSettings, ModelSettings
 from tests.engine.stream.test_lazy import TINY
@@ -116,3 +119,62 @@ def test_expanded_weights_are_the_same_from_ram_and_from_the_drive(build, tmp_pa
     for name in packed_names(first):
         assert torch.equal(first._parts.homes.weight(name), second._parts.homes.weight(name))
     assert second._parts.homes.weights.nvme_bytes > 0
+
+
+def fp8(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scale of each block of 128 x 128) of a matrix."""
+    rows, columns = (-(-size // 128) for size in value.shape)
+    scale = torch.rand(rows, columns) * 0.01 + 0.001
+    wide = scale.repeat_interleave(128, 0)[: value.shape[0]].repeat_interleave(128, 1)[:, : value.shape[1]]
+    codes = (value / wide).clamp(-400, 400).to(torch.float8_e4m3fn)
+    return codes, scale
+
+
+def published(tmp_path, preset: str, *, mixture: bool):
+    """(folder of an FP8 checkpoint, folder of the same weights in 16 bits)."""
+    model = load_model(replace(settings_for(None, preset), lora=None)).model
+    folders = tmp_path / "fp8", tmp_path / "plain"
+    for folder in folders:
+        model.save_pretrained(folder)
+    stored = load_file(folders[1] / "model.safetensors")
+    packed, plain = {}, {}
+    for name, value in stored.items():
+        if value.ndim != 2 or "embed" in name or "lm_head" in name or name.endswith("mlp.gate.weight"):
+            packed[name] = plain[name] = value
+            continue
+        codes, scale = fp8(value.float())
+        packed |= {name: codes, name.removesuffix("weight") + "weight_scale_inv": scale}
+        wide = scale.repeat_interleave(128, 0)[: value.shape[0]].repeat_interleave(128, 1)[:, : value.shape[1]]
+        plain[name] = (codes.float() * wide).bfloat16()
+    assert any("experts" in name for name in packed) == mixture
+    for folder, tensors in zip(folders, (packed, plain), strict=True):
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folders[0] / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folders[0] / "config.json").write_text(json.dumps(config))
+    return folders
+
+
+@pytest.mark.parametrize(("preset", "mixture"), [("llama-1b", False), ("tiny-moe", True)])
+def test_a_published_fp8_checkpoint_trains_as_its_16_bit_values_do(build, tmp_path, engines, preset, mixture):
+    packed_folder, plain_folder = published(tmp_path, preset, mixture=mixture)
+    results = []
+    for folder in (packed_folder, plain_folder):
+        settings = ModelSettings(
+            model_name_or_path=str(folder), precision="bf16", seq_length=64, lora=settings_for(None, preset).lora
+        )
+        loaded = load_model(settings, lazy=True, packed_feed=open_packed)
+        engines.append(build_stream_engine(loaded, TINY, device="cpu", pinned_grant=False, trial=False))
+        results.append(trained(engines[-1]))
+    packed, plain = engines
+    assert all("layers." in name for name in packed_names(packed)) and not packed_names(plain)
+    kinds = {name.split(".")[-2] for name in packed_names(packed)} | {
+        name.split(".")[-1] for name in packed_names(packed)
+    }
+    assert ({"q_proj", "o_proj"} <= kinds and ({"gate_up_proj", "down_proj"} <= kinds) == mixture) or not mixture
+    for name in plain._parts.homes.weights.names():
+        if "lora_" not in name:
+            assert torch.equal(packed._parts.homes.weight(name), plain._parts.homes.weight(name)), name
+    assert results[0][0] == results[1][0]
+    assert getattr(packed.loaded.config, "quantization_config", None) is None
+    assert any("packed as published (fp8)" in note for note in packed.loaded.notes)
