@@ -68,7 +68,7 @@ def trained(engine, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor
     engine._parts.updates.drain()
     homes = engine._parts.homes
     names = homes.weights.names()
-    return losses, {name: homes.weight(name).clone() for name in names if "lora_" in name}
+    return losses, {name: homes.weights.read(name).clone() for name in names if "lora_" in name}
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_training_equals_that_over_the_expanded_base(build, quantize, preset, pr
     packed = packed_names(engine)
     assert packed and all("lora_" not in name and "layers." in name for name in packed)
     plain = {name for name in homes.weights.names() if name not in packed and "lora_" not in name}
-    assert all(torch.equal(homes.weight(name), resident._parts.homes.weight(name)) for name in plain)
+    assert all(torch.equal(homes.weights.read(name), resident._parts.homes.weights.read(name)) for name in plain)
     changed = 0
     for name in packed:
-        value = homes.weight(name)
-        changed += not torch.equal(value, resident._parts.homes.weight(name))
+        value = homes.weights.read(name)
+        changed += not torch.equal(value, resident._parts.homes.weights.read(name))
         resident._parts.homes.weights.write(name, value)
     assert changed == len(packed)
     (losses, adapters), (expected, expected_adapters) = trained(engine), trained(resident)
@@ -117,7 +117,7 @@ def test_expanded_weights_are_the_same_from_ram_and_from_the_drive(build, tmp_pa
     first = build(settings_for("nf4"))
     second = build(settings_for("nf4"), weight_ram_bytes=0)
     for name in packed_names(first):
-        assert torch.equal(first._parts.homes.weight(name), second._parts.homes.weight(name))
+        assert torch.equal(first._parts.homes.weights.read(name), second._parts.homes.weights.read(name))
     assert second._parts.homes.weights.nvme_bytes > 0
 
 
@@ -174,7 +174,7 @@ def test_a_published_fp8_checkpoint_trains_as_its_16_bit_values_do(build, tmp_pa
     assert ({"q_proj", "o_proj"} <= kinds and ({"gate_up_proj", "down_proj"} <= kinds) == mixture) or not mixture
     for name in plain._parts.homes.weights.names():
         if "lora_" not in name:
-            assert torch.equal(packed._parts.homes.weight(name), plain._parts.homes.weight(name)), name
+            assert torch.equal(packed._parts.homes.weights.read(name), plain._parts.homes.weights.read(name)), name
     assert results[0][0] == results[1][0]
     assert getattr(packed.loaded.config, "quantization_config", None) is None
     assert any("packed as published (fp8)" in note for note in packed.loaded.notes)
