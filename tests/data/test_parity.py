@@ -156,21 +156,38 @@ def shapes_of(rng: random.Random) -> dict[str, dict[str, Any]]:
     }
 
 
-SHAPE_FAMILIES = ("qwen3_instruct_2507", "lfm2_v2", "glm4moe")
+SHAPE_FAMILIES = (
+    "qwen3_instruct_2507", "lfm2_v2", "glm4moe", "cohere", "cohere2", "gemma3", "llama3", "phi3", "qwen2_5_vl",
+    "nemotron_3_nano", "nemotron_3_super", "qwen3_8",
+)  # fmt: skip
+"""Families whose conversations agree with TRL without any entry in the tables above."""
+OPENS_THE_THOUGHT = {"nemotron_3_nano", "nemotron_3_super", "qwen3_8"}
+"""In a completion of messages TRL leaves out the `<think>` that these generation prompts end with; as messages it
+trains it. Here it is trained in both."""
 
 
 @pytest.mark.parametrize("name", SHAPE_FAMILIES)
 def test_same_labels_for_every_shape_that_trl_knows(name: str) -> None:
     tokenizer = tokenizer_of(name)
     template = trl_templates.get_training_chat_template(tokenizer)
-    rng = random.Random(3)
-    for _ in range(4):
+    rng, agreed = random.Random(3), 0
+    for _ in range(3):
         for shape_name, row in shapes_of(rng).items():
             row = {k: v.replace("<END>", tokenizer.eos_token) if isinstance(v, str) else v for k, v in row.items()}
             example = detect_shape([row], DataSettings(), "x").example(row)
-            ours = DocumentEncoder(tokenizer).encode(example)
             is_talk = isinstance(example, ChatExample)
+            try:
+                ours = DocumentEncoder(tokenizer).encode(example)
+            except RowError as refused:
+                assert "tools" in shape_name and ("tool call" in str(refused) or "refuses" in str(refused))
+                continue
             theirs = prepared_by_trl(tokenizer, [row], template, assistant_only=is_talk)[0]
             labels = [int(t) if has else -100 for t, has in zip(token_ids(ours), carries_loss(ours))]
+            if shape_name == "prompt and completion of messages" and name in OPENS_THE_THOUGHT:
+                opened = [i for i, label in enumerate(labels) if label >= 0 > theirs["labels"][i]]
+                assert tokenizer.decode([labels[i] for i in opened]).strip() in ("", "<think>")
+                labels = [-100 if i in opened else label for i, label in enumerate(labels)]
             assert token_ids(ours).tolist() == theirs["input_ids"], shape_name
             assert labels == theirs["labels"], shape_name
+            agreed += 1
+    assert agreed >= 24
