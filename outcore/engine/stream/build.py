@@ -113,10 +113,8 @@ def _prepare_model(units: ModelParts, device: torch.device, *, expert_by_expert:
 
     `expert_by_expert`: a mixture's stacked weights are in tiles, so its experts must be computed one after another.
     """
+    units.buffers_to(device)
     for module in units.parts.causal.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
         config = getattr(module, "config", None)
         if expert_by_expert and getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation = "eager"  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]

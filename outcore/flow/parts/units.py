@@ -89,6 +89,13 @@ class ModelParts:
         """Every unit once, in order of need."""
         return [self.embed, *self.layer_units, *([] if self.tied else [self.head])]
 
+    def buffers_to(self, device: torch.device) -> None:
+        """Have the model's buffers (rotary frequencies and the like) on the device for good."""
+        for module in self.parts.causal.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+
     def record(
         self,
         batch: Mapping[str, torch.Tensor],

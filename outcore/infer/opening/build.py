@@ -21,7 +21,6 @@ from outcore.infer.opening.weights import OpenedWeights, StagingSettings, open_w
 from outcore.infer.passes import PagedRunner, PassRunner, RunnerLimits, WholeRunner
 from outcore.infer.schedule import ScheduleLimits, Scheduler
 from outcore.machine import available_ram_bytes
-from outcore.model.head import unwrap
 from outcore.sizing.inference import (
     InferenceLimits,
     InferenceNeeds,
@@ -90,7 +89,7 @@ def open_found(
     for line in placement.lines():
         progress(line)
     with ExitStack() as undo:
-        _buffers_to(units, device)
+        units.buffers_to(device)
         staging = StagingSettings(
             settings.nvme_path,
             None if settings.pin_gib is None else int(settings.pin_gib * GIB),
@@ -236,11 +235,3 @@ def _runner(
     use_attention(found.loaded.model, attention.name)
     flow.units.isolation = "position_ids"
     return PagedRunner(flow, attention, limits, device)
-
-
-def _buffers_to(units: ModelParts, device: torch.device) -> None:
-    """Buffers (rotary frequencies and the like) stay on the device."""
-    for module in unwrap(units.parts.causal).modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)

@@ -15,12 +15,13 @@ from outcore.flow.weights import Scratch, WeightHomes, WeightPrefetcher
 from outcore.infer.opening.arrival import ResidentWeights
 from outcore.model.weights.feed import WeightFeed
 from outcore.sizing.inference import Placement
+from outcore.sizing.streaming import NUM_SLOTS, SLOT_BYTES
 from outcore.staging import PinnedPool, UploadLane
 from outcore.staging.pool import HostMemory
 
 GRAIN_NUMEL = 1 << 20
 """Where a layer is cut between RAM and NVMe: at multiples of so many elements."""
-SLOT_BYTES, NUM_SLOTS, READ_AHEAD_SLOTS = 16 * MIB, 4, 16
+READ_AHEAD_SLOTS = 16
 
 
 @dataclass(frozen=True)
