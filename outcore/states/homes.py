@@ -30,7 +30,7 @@ from outcore.storage import TensorStore
 
 
 @dataclass
-class PartHome:
+class HousedPart:
     """Where one unit lives."""
 
     slab: torch.Tensor
@@ -64,14 +64,14 @@ class Homes:
         self.weights = weights
         self._buffers = StateBuffers(state_format, store, backend or open_backend())
         weights.adopt()
-        self._homes: dict[int, PartHome] = {}
+        self._homes: dict[int, HousedPart] = {}
         for unit in units:
-            self._homes[unit.index] = PartHome(weights.ram(unit), chunks[unit.index])
+            self._homes[unit.index] = HousedPart(weights.ram(unit), chunks[unit.index])
             for chunk in chunks[unit.index]:
                 if not chunk.on_nvme:
                     self._buffers.initialise(chunk, memory, weights.read_range(unit, chunk.start, chunk.stop))
 
-    def __getitem__(self, unit: Part) -> PartHome:
+    def __getitem__(self, unit: Part) -> HousedPart:
         return self._homes[unit.index]
 
     def param_piece(self, chunk: StateChunk) -> torch.Tensor | None:
