@@ -45,7 +45,7 @@ def kept_places(worths: Sequence[int], num_slots: int) -> list[int]:
 
 
 def kept_counts(runs: Sequence[tuple[int, int]], num_kept: int) -> list[int]:
-    """The same of runs of equal chunks, (worth, how many): of each run, how many are among the `num_kept`."""
+    """How many of each run of equal chunks (worth, how many) are among the `num_kept`."""
     counts, left = [0] * len(runs), num_kept
     for place in sorted(range(len(runs)), key=lambda place: runs[place][0])[::-1]:
         worth, count = runs[place]

@@ -58,7 +58,7 @@ MAX_SKIPS = 8
 
 
 class StreamEngine:
-    """See the module docstring. Made by `outcore.engine.stream.build.build_stream_engine`."""
+    """The `Engine` of one GPU. Made by `outcore.engine.stream.build.build_stream_engine`."""
 
     name = "stream"
     rank = 0

@@ -41,7 +41,8 @@ class NoTracing:
 
 
 class TraceWindow:
-    """See the module docstring. The file is written when the step after the last traced one begins, or at `close`."""
+    """Steps that a recorder listens to. The file is written when the step after the last traced one begins, or at
+    `close`."""
 
     def __init__(self, parts: EngineParts, plan: TracePlan, model: str, say: Callable[[str], None]) -> None:
         self._parts, self._plan, self._model, self._say = parts, plan, model, say

@@ -42,7 +42,7 @@ class _Pending:
 
 
 class PartUpdates:
-    """See the module docstring. Called from one thread (the lanes' callbacks apart). `ring` None: all is in RAM."""
+    """Updates of all parts. Called from one thread (the lanes' callbacks apart). `ring` None: all is in RAM."""
 
     def __init__(
         self,

@@ -75,8 +75,8 @@ def why_config_not_streamed(
     trial: Trial | None = None,
     trained: bool = False,
 ) -> str:
-    """As `why_not_streamed`, from a transformers config alone: no weight is read, no memory is spent. `dtype`: of the
-    run; `trained`: its weights come from a checkpoint."""
+    """Answer `why_not_streamed` from a transformers config alone: no weight is read, no memory is spent. `dtype`: of
+    the run; `trained`: its weights come from a checkpoint."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder has two stacks of layers; only decoder-only models are streamed"
     quantization = quantization_of(config) if trained else None

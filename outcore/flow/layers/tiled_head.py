@@ -132,7 +132,7 @@ class TiledHead:
 
     @torch.no_grad()
     def losses(self, slab: torch.Tensor, inputs: Iterable[HeadInput]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """As `Head.losses`."""
+        """(fp32 sum of the loss, tokens that count) of each batch."""
         tensors = self.tiles.tensors(self.units.head, slab)
         rows: list[HeadRow] = []
         for item in inputs:

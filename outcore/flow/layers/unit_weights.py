@@ -19,7 +19,7 @@ class PartWeights:
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Of the few slabs there are, by (unit, address): made once, not for every call."""
         self._leaves: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        """Likewise. Autograd is asked for gradients by `torch.autograd.grad`, which leaves nothing at a leaf."""
+        """Leaves by (unit, address). `torch.autograd.grad`, which is asked for gradients, leaves nothing at them."""
 
     def tiles_of(self, unit: Part) -> TiledParts | None:
         """None for a unit that comes in whole."""

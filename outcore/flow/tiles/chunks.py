@@ -28,7 +28,7 @@ TOLERANCE = 0.02
 
 
 class TokenChunks:
-    """See the module docstring. `chunk_bytes`: intermediates of one chunk; None: never cut."""
+    """Cuts the tokens of tiled layers' MLPs. `chunk_bytes`: intermediates of one chunk; None: never cut."""
 
     def __init__(self, chunk_bytes: int | None, gradients: TileSink | None) -> None:
         self._chunk_bytes, self._gradients = chunk_bytes, gradients

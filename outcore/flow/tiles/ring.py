@@ -36,7 +36,7 @@ class _Coming:
 
 
 class TileRing:
-    """See the module docstring. `tile_numel`: elements of the largest tile of any unit."""
+    """A few device buffers through which tiles come up. `tile_numel`: elements of the largest tile of any unit."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class TileRing:
             raise TimeoutError("tiles that were guessed and are not needed are still on their way into their buffers")
 
     def give_up(self, deadline: Deadline | None = None) -> bool:
-        """As `drop`, after a failure: False when one is still on its way, and the ring must not be used again."""
+        """Drop after a failure: False when a tile is still on its way, and the ring must not be used again."""
         coming = [coming.transfer for coming in self._coming]
         self._coming.clear()
         return settle(coming, deadline)

@@ -49,7 +49,7 @@ class TiledParts:
         return self._bind(unit, self[unit].resident.views(slab), None)
 
     def leaves(self, unit: Part, slab: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
-        """The same for a backward, and those of them that autograd is asked for, as the accumulator wants them."""
+        """(what stands for each parameter in a backward, those of them that autograd is asked about)."""
         resident = self[unit].resident
         views = [
             view.detach().requires_grad_(slot.trainable)

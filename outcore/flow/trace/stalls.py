@@ -64,7 +64,7 @@ class BusyTime:
 
 
 class Stalls:
-    """See the module docstring. Called from the training thread. `trace` sees every wait."""
+    """Where a step waited, by reason. Called from the training thread. `trace` sees every wait."""
 
     def __init__(self, device: torch.device) -> None:
         self.trace: Trace = NO_TRACE

@@ -75,8 +75,8 @@ def _least(unit: Part, whole: frozenset[int]) -> int:
 
 
 class WeightHomes:
-    """See the module docstring. `cuts`: from `plan_cuts`; `scratch` may be None where everything lives in RAM; `feed`:
-    values of parameters that the model does not hold itself (loaded lazily).
+    """Homes of all parameters of a model. `cuts`: from `plan_cuts`; `scratch` may be None where everything lives in
+    RAM; `feed`: values of parameters that the model does not hold itself (loaded lazily).
 
     EngineError when the drives have no room.
     """

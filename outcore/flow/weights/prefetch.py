@@ -171,7 +171,7 @@ class WeightPrefetcher:
 
 
 def wait_for_drive(unit: Part, transfer: LaneTransfer) -> None:
-    """As `transfer.wait_stream()`; EngineError for what could not be read."""
+    """Have the current stream wait for the transfer. EngineError for what could not be read."""
     try:
         transfer.wait_stream()
     except OSError as error:

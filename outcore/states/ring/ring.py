@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class StateRing:
-    """See the module docstring. `submit` and the waits may be called from any thread.
+    """Slots, traffic and the thread that drives both. `submit` and the waits may be called from any thread.
 
     `flowing`: of each unit, in order of need, the chunks that pass through the ring.
     `descending`: units become ready from the last to the first (immediate updates), not the other way round.

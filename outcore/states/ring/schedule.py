@@ -60,7 +60,8 @@ class ChunkPassage:
 
 
 class RingSchedule:
-    """See the module docstring. `order`: the chunks as updates will need them. All calls from one thread.
+    """Decides which chunk is read next and which stay. `order`: the chunks as updates will need them. All calls from
+    one thread.
 
     `worth`: of a chunk that keeps its slot (`sizing.ring`); only for a ring that turns, and where every unit becomes
     ready in every pass, because what is kept leaves when its unit is updated.

@@ -146,7 +146,7 @@ def needed_bytes(homes: ChunkHomes, chunk: StateChunk) -> int:
 def ring_slots(
     homes: ChunkHomes, chunks: Sequence[StateChunk], memory: HostMemory, ring_bytes: int, max_slots: int
 ) -> list[RingSlot]:
-    """As many slots as `slot_count` says, each for any of `chunks`. ValueError for too few."""
+    """Take memory for slots, as many as `slot_count` says, each for any of `chunks`. ValueError for too few."""
     needs_bytes = [needed_bytes(homes, chunk) for chunk in chunks]
     slot_bytes = round_up(max(needs_bytes), ALIGNMENT_BYTES)
     count = slot_count(len(chunks), sum(needs_bytes), slot_bytes, ring_bytes, max_slots)

@@ -28,7 +28,7 @@ BEHIND_LAYERS = 2
 
 
 class NvmeActivations:
-    """See the module docstring."""
+    """Checkpoints that wait on a drive."""
 
     def __init__(
         self, scratch: Scratch, upload: UploadLane, download: DownloadLane, num_layers: int, stay: int = STAY_LAYERS

@@ -38,7 +38,7 @@ def sum_and_gradient(logits: torch.Tensor, targets: torch.Tensor, scale: torch.T
 
 @torch.no_grad()
 def sum_and_gradient_eager(logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor) -> Pair:
-    """As `sum_and_gradient`, without a compiler that fuses it: in place on one fp32 copy of the logits.
+    """Compute `sum_and_gradient` without a compiler that fuses it: in place on one fp32 copy of the logits.
 
     `torch.logsumexp` makes a second copy for its exponentials. These are its own steps (torch 2.13), done in the first
     copy, which the logits then fill again: the same bits, one pass more.

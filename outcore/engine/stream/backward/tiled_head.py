@@ -41,7 +41,7 @@ class TiledHeadGradient:
     def run(
         self, slab: torch.Tensor, inputs: Iterable[HeadInput], grad_scale: float, into: GradAccumulator | None
     ) -> list[TiledHeadResult]:
-        """As `HeadGradient.run`."""
+        """Losses and gradients of all micro-batches at once."""
         leaves, trainable = self.tiles.leaves(self.units.head, slab)
         rows: list[HeadRow] = []
         hidden: list[torch.Tensor] = []

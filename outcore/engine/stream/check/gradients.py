@@ -92,6 +92,6 @@ def why_config_not_trained(
     *,
     trained: bool = False,
 ) -> str:
-    """As `why_not_trained`, from a transformers config alone: no weight is read, no memory is spent. `dtype`: of the
+    """Answer `why_not_trained` from a transformers config alone: no weight is read, no memory is spent. `dtype`: of the
     run; `trained`: its weights come from a checkpoint."""
     return why_config_not_streamed(config, attention, trust_remote_code, dtype, trial=GRADIENTS, trained=trained)

@@ -42,7 +42,7 @@ class _TileState:
 
 
 class TileGradients:
-    """See the module docstring. Serves one step at a time: `begin`, per unit `add`..., `finish`."""
+    """Gradients of tiles on their way. Serves one step at a time: `begin`, per unit `add`..., `finish`."""
 
     def __init__(
         self,
