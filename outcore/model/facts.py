@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from outcore.model.weights.initialise import meta_skeleton
-from outcore.model.weights.zero3 import full_numel
+from outcore.model.weights import full_numel, meta_skeleton
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,12 @@ from outcore.model.lora import apply_lora
 from outcore.model.loss import HeadLoss, LossModule, SmoothedLoss, TokenLoss, UserLoss
 from outcore.model.settings import ModelSettings
 from outcore.model.source import ModelSource, hub_error, resolve_source
-from outcore.model.trial.abilities import Abilities, check_abilities
+from outcore.model.trial import Abilities, check_abilities
 from outcore.model.trial.without_gradient import freeze
-from outcore.model.weights.feed import InitialWeights, TrainedWeights, WeightFeed, shard_files
-from outcore.model.weights.initialise import initialise_weights, meta_skeleton
-from outcore.model.weights.standin import stand_in, without_memory
+from outcore.model.weights import WeightFeed, meta_skeleton, stand_in
+from outcore.model.weights.feed import InitialWeights, TrainedWeights, shard_files
+from outcore.model.weights.initialise import initialise_weights
+from outcore.model.weights.standin import without_memory
 from outcore.model.weights.zero3 import gathered, is_partitioned, partition_while_loading
 
 OpenPacked = Callable[[Any, list[Path], dict[str, Any]], WeightFeed]

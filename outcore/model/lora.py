@@ -14,8 +14,8 @@ from torch.func import functional_call
 from outcore.common.words import did_you_mean
 from outcore.model.names import checkpoint_name
 from outcore.model.settings import LoraSettings
-from outcore.model.weights.initialise import Gather, seeded_cpu
-from outcore.model.weights.zero3 import full_shape
+from outcore.model.weights import full_shape, seeded_cpu
+from outcore.model.weights.initialise import Gather
 
 
 def apply_lora(model: nn.Module, settings: LoraSettings, seed: int, gather: Gather | None = None) -> nn.Module:

@@ -83,7 +83,7 @@ def on_targets(shape: ModelShape, config: Any, targets: tuple[str, ...]) -> Mode
     from outcore.model.facts import model_class_of
     from outcore.model.lora import with_adapters
     from outcore.model.settings import LoraSettings
-    from outcore.model.weights.initialise import meta_skeleton
+    from outcore.model.weights import meta_skeleton
 
     model: Any = meta_skeleton(model_class_of(config), config)
     layers = [layer for stack in _layer_stacks(model) for layer in stack]

@@ -11,7 +11,7 @@ from outcore.data import PreparedData, load_or_train_tokenizer, prepare_mixture,
 from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
 from outcore.model.source import max_positions, resolve_source
-from outcore.model.trial.abilities import check_abilities
+from outcore.model.trial import check_abilities
 from outcore.train.configure.rooms import (
     DEFAULT_SEQ_LENGTH,
     TINY_SEQ_LENGTH,

@@ -22,7 +22,7 @@ from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import MAX_SHARD_BYTES, TensorPlan, plan_shards, write_shard
 from outcore.model.lora import adapted_layers, tied_apart
 from outcore.model.names import checkpoint_name
-from outcore.model.weights.zero3 import full_shape
+from outcore.model.weights import full_shape
 
 WeightOf = Callable[[nn.Parameter], torch.Tensor]
 

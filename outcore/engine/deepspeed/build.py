@@ -33,10 +33,10 @@ from outcore.model.head import unwrap
 from outcore.model.inputs import attention_of
 from outcore.model.load import LoadedModel, load_model
 from outcore.model.lora import with_adapters
-from outcore.model.packed.borders import PACKED_ATTENTION
+from outcore.model.packed import PACKED_ATTENTION
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
-from outcore.model.weights.zero3 import full_numel
+from outcore.model.weights import full_numel
 from outcore.sizing.swapping import WeightCounts
 from outcore.staging import whole_device
 

@@ -33,7 +33,7 @@ from outcore.flow.parts import DeviceBatch, packing_known
 from outcore.model.inputs import count_target_tokens
 from outcore.model.load import LoadedModel
 from outcore.model.names import named_checkpoint_parameters
-from outcore.model.weights.zero3 import settle
+from outcore.model.weights import settle
 
 
 class DeepSpeedEngine:

@@ -15,8 +15,8 @@ from outcore.flow.check.trial import tiny_copy
 from outcore.model.head import unwrap
 from outcore.model.inputs import attention_of
 from outcore.model.load import LoadedModel
-from outcore.model.packed.trial import takes_packed_attention, why_masks_differ, why_no_kernel
-from outcore.model.weights.initialise import seeded_cpu
+from outcore.model.packed import takes_packed_attention, why_masks_differ, why_no_kernel
+from outcore.model.weights import seeded_cpu
 
 logger = logging.getLogger(__name__)
 

@@ -34,11 +34,9 @@ from outcore.model.facts import model_facts, parameter_types, quantization_of, r
 from outcore.model.head import unwrap
 from outcore.model.inputs import IGNORE, attention_of, forward_inputs
 from outcore.model.load import LoadedModel
-from outcore.model.packed.borders import PACKED_ATTENTION
-from outcore.model.packed.trial import takes_packed_attention
-from outcore.model.trial.abilities import MAX_TRIAL_PARAMS, Abilities, builder_of, check_abilities, run_once
-from outcore.model.trial.shrink import VOCAB, shrink_config
-from outcore.model.weights.initialise import seeded_cpu
+from outcore.model.packed import PACKED_ATTENTION, takes_packed_attention
+from outcore.model.trial import MAX_TRIAL_PARAMS, VOCAB, Abilities, builder_of, check_abilities, run_once, shrink_config
+from outcore.model.weights import seeded_cpu
 
 TOLERANCE = 1e-3
 """Largest difference that a trial may find, relative to the largest value, in fp32."""

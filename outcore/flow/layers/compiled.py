@@ -26,7 +26,7 @@ from outcore.common.errors import EngineError
 from outcore.flow.layers.adapters import with_added_adapters
 from outcore.flow.layers.graphs import LayerGraphs
 from outcore.flow.parts import LayerCall, ModelParts, alike, with_memory
-from outcore.model.packed.borders import are_borders
+from outcore.model.packed import are_borders
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from outcore.model.packed.borders import borders_known, borders_of
+from outcore.model.packed import borders_known, borders_of
 
 QUESTION = "find_packed_sequence_indices"
 """In transformers.masking_utils: position_ids [B, T] -> documents' numbers [B, T], or None when not packed."""

@@ -20,7 +20,7 @@ from torch import nn
 
 from outcore.common.errors import line_of
 from outcore.flow.parts.masks import MIN_MASK_NUMEL, MaskShrinker, restored
-from outcore.model.weights.standin import is_stand_in
+from outcore.model.weights import is_stand_in
 
 
 class StreamUnsupported(ValueError):

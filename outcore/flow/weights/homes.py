@@ -22,8 +22,7 @@ from outcore.common.errors import EngineError
 from outcore.flow.parts import Part, Slot
 from outcore.flow.weights.scratch import Scratch
 from outcore.formats import PackedTensor
-from outcore.model.weights.feed import WeightFeed
-from outcore.model.weights.standin import stand_in
+from outcore.model.weights import WeightFeed, stand_in
 from outcore.staging.pool import HostMemory
 from outcore.storage import StorageError, TensorSpec, TensorStore, Transfer
 

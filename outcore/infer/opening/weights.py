@@ -13,7 +13,7 @@ from outcore.common.quantities import MIB
 from outcore.flow import FixedWeights, ModelParts, Part, WeightArrival
 from outcore.flow.weights import Scratch, WeightHomes, WeightPrefetcher
 from outcore.infer.opening.arrival import ResidentWeights
-from outcore.model.weights.feed import WeightFeed
+from outcore.model.weights import WeightFeed
 from outcore.sizing.inference import Placement
 from outcore.sizing.streaming import NUM_SLOTS, SLOT_BYTES
 from outcore.staging import PinnedPool, UploadLane

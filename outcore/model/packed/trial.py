@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from outcore.model.packed.borders import PACKED_ATTENTION, borders_known, borders_of, mask_of
+from outcore.model.trial import VOCAB
 from outcore.model.trial.abilities import DOCUMENTS, TOLERANCE
-from outcore.model.trial.shrink import VOCAB
-from outcore.model.weights.initialise import seeded_cpu
+from outcore.model.weights import seeded_cpu
 
 KERNEL_TOLERANCE = 0.02
 """Of the norm of what is compared: rounding to bf16 makes 0.003 of it, another mask 0.2 and more."""

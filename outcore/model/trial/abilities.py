@@ -23,7 +23,7 @@ from outcore.model.inputs import Isolation, forward_inputs
 from outcore.model.trial.loss_terms import USUAL_TERMS, LossTerms, try_loss_terms
 from outcore.model.trial.shrink import VOCAB, shrink_config
 from outcore.model.trial.without_gradient import without_gradient
-from outcore.model.weights.initialise import seeded_cpu
+from outcore.model.weights import seeded_cpu
 from outcore.model.weights.zero3 import without_partitioning
 
 MAX_TRIAL_PARAMS = 20_000_000

@@ -11,7 +11,7 @@ from outcore.formats.checkpoint import usual_format
 from outcore.model.facts import model_class_of, model_facts, quantization_of
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
-from outcore.model.weights.initialise import meta_skeleton
+from outcore.model.weights import meta_skeleton
 
 
 class LoraSize(NamedTuple):

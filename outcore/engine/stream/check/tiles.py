@@ -20,8 +20,8 @@ from outcore.flow.parts import StreamUnsupported
 from outcore.flow.trace import PhaseClock
 from outcore.model.inputs import count_target_tokens
 from outcore.model.load import LoadedModel
-from outcore.model.trial.shrink import VOCAB
-from outcore.model.weights.initialise import seeded_cpu
+from outcore.model.trial import VOCAB
+from outcore.model.weights import seeded_cpu
 
 TILE_BYTES = 4096
 """A few tiles to each weight of a tiny copy."""

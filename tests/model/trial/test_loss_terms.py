@@ -17,7 +17,7 @@ from outcore.model.settings import ModelSettings
 from outcore.model.trial.abilities import check_abilities
 from outcore.model.trial.loss_terms import LossTerms
 from tests.flow.models import TINY_SETTINGS, plain_batch, plain_gradients, tiny_loaded
-from tests.model.test_architectures import assert_same_grads, grads, random_batch, tiny_model, zero_dropout
+from tests.model.trial.test_architectures import assert_same_grads, grads, random_batch, tiny_model, zero_dropout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DBRX = {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}, "ffn_config": {"moe_loss_weight": 0.5}}
