@@ -60,7 +60,7 @@ def train(engine: DeepSpeedEngine, steps: int) -> list[list[float]]:
     first = engine.updates
     done = []
     packed = not engine.loaded.facts.is_encoder_decoder
-    count = engine.config["gradient_accumulation_steps"]
+    count = engine.ds.gradient_accumulation_steps()
     for step in range(first, first + steps):
         batches = batches_of(step, engine.rank, engine.world_size, packed=packed, count=count)
         result = engine.train_step(batches, LR)
