@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="outcore data", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("dataset", metavar="PATH", help="a file, a folder, a hub id, or `embedded`")
     p.add_argument("--model", help="folder or hub id of the model (its tokenizer and chat template only)")
+    p.add_argument("--chat_template", help="file of a chat template to use instead of the tokenizer's")
     p.add_argument("--rows", type=int, default=5, help="how many rows to show, one of each shape first (5)")
     p.add_argument("--html", default="outcore_data.html", help="page to write, or none (outcore_data.html)")
     p.add_argument("--seq_length", type=int, default=1024)
@@ -58,12 +59,21 @@ def main(argv: list[str] | None = None) -> int:
             raise DataError(f"--rows must be 1 or more, got {args.rows}")
         settings = _settings(args)
         tokenizer = load_or_train_tokenizer(settings, args.model, trust_remote_code=args.trust_remote_code)
+        if args.chat_template is not None:
+            tokenizer.chat_template = _template(Path(args.chat_template))
         data = prepare_data(settings, tokenizer, say=lambda words: print(words, file=sys.stderr))
         _show(data, tokenizer, args)
     except DataError as error:
         print(f"outcore data: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"the chat template {file} cannot be read: {error}") from error
 
 
 def _settings(args: argparse.Namespace) -> DataSettings:

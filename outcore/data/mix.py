@@ -55,7 +55,8 @@ def prepare_mixture(
             say(line)
     names = [f"{source.name}{f':{source.weight:g}' if source.weight != 1 else ''}" for source in sources]
     summary = _summed([one.summary for one in prepared], train, names, len(evaluation) if evaluation is not None else 0)
-    return replace(prepared[0], train=train, eval=evaluation, summary=summary)
+    samples = dict.fromkeys(one.sample_text for one in prepared)
+    return replace(prepared[0], train=train, eval=evaluation, summary=summary, sample_text="\n\n".join(samples))
 
 
 def _summed(summaries: list[DataSummary], train: MixedRows, names: list[str], eval_rows: int) -> DataSummary:
@@ -68,12 +69,15 @@ def _summed(summaries: list[DataSummary], train: MixedRows, names: list[str], ev
     counted += ("truncated_documents", "dropped_documents", "split_documents")
     sums = {name: sum(getattr(summary, name) for summary in summaries) for name in counted}
     notices: Counter[str] = Counter()
+    unused: Counter[str] = Counter()
     for summary in summaries:
         notices.update(summary.notices)
+        unused.update(summary.unused_columns)
     return replace(
         summaries[0],
         **sums,
         notices=dict(notices),
+        unused_columns=dict(unused),
         loss_shares=[sum(tenth) for tenth in zip(*(summary.loss_shares for summary in summaries), strict=True)],
         loss_tokens_range={
             "least": min(summary.loss_tokens_range.get("least", 0) for summary in summaries),

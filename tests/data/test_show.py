@@ -55,6 +55,16 @@ def test_wrong_usage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert outcore(shown(tmp_path, "--rows", "0")) == 2
     assert outcore([*shown(tmp_path), "--html", str(tmp_path / "no" / "page.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+    assert outcore([*shown(tmp_path), "--chat_template", str(tmp_path / "no.jinja")]) == 2
+    assert "no.jinja cannot be read" in capsys.readouterr().err
+
+
+def test_a_template_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "a.jsonl", [TALK])
+    (tmp_path / "my.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content + eos_token }}{% endfor %}")
+    assert outcore([*shown(tmp_path), "--chat_template", str(tmp_path / "my.jinja")]) == 0
+    assert "<assistant>⟦a dog 🙂 <b><|endoftext|>⟧" in capsys.readouterr().out
 
 
 def test_the_header_tells_what_bears_loss(tmp_path: Path):
