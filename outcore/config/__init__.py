@@ -9,25 +9,3 @@ from outcore.config.fields import FIELDS, TrainConfig
 from outcore.config.resolver import Place, is_tiny, recomputes, resolve
 from outcore.config.run_settings import Device, Offload, Precision, RunSettings
 from outcore.config.spec import Field, fields_of, setting
-
-__all__ = [
-    "FIELDS",
-    "ConfigError",
-    "DeepSpeedFile",
-    "Device",
-    "Field",
-    "Offload",
-    "Place",
-    "Precision",
-    "RunSettings",
-    "TrainConfig",
-    "fields_of",
-    "is_tiny",
-    "nearest",
-    "parse",
-    "read_deepspeed_file",
-    "recomputes",
-    "resolve",
-    "setting",
-    "understand",
-]
