@@ -265,7 +265,7 @@ class PagedAttention:
         """Sequences that go on: all their keys and values are in pages now."""
         assert together.rows is not None and together.pages is not None
         heads, batch = query_HND.shape[0], len(together.spans)
-        keys, values = store.read(together.pages, query_HND.device)
+        keys, values = (x.to(query_HND.dtype) for x in store.read(together.pages, query_HND.device))
         query = query_HND[:, together.rows].view(heads, batch, together.count, -1).transpose(0, 1)
         found = attend_at_once(query, keys.transpose(1, 2), values.transpose(1, 2), together.mask, rule)
         output.index_copy_(0, together.rows, found.transpose(1, 2).flatten(0, 1))

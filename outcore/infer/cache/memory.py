@@ -7,13 +7,14 @@ the CPU and sent, several times slower; `note` says so.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import Any
 
 import torch
 
 from outcore.common.quantities import MIB, format_gib
-from outcore.staging import PinnedPool
+from outcore.staging.pool import ALIGNMENT_BYTES, PinnedPool, load_libcudart
 
 SPARE_BYTES = 4 * MIB
 """Beside the pages themselves: each lease is rounded up to a page of memory."""
@@ -43,6 +44,14 @@ class MappedMemory(KvMemory):
         if not self._pool.is_pinned or self._pool.capacity_bytes < n_bytes:
             self._pool.close()
             raise MemoryError(f"the machine does not page-lock {format_gib(n_bytes)}")
+        lease = self._pool.lease(ALIGNMENT_BYTES, "trial of an address")
+        try:
+            device_view(lease.tensor, device)
+        except BaseException:
+            lease.release()
+            self._pool.close()
+            raise
+        lease.release()
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         lease = self._pool.lease(math.prod(shape) * dtype.itemsize, "keys and values")
@@ -69,9 +78,23 @@ class _Address:
 
 
 def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The bytes of a page-locked uint8 tensor as a tensor of the GPU's, at the same address. Keep `host` alive."""
+    """The bytes of a page-locked uint8 tensor as a tensor of the GPU's. Keep `host` alive. MemoryError where the GPU
+    has no address for them: the runtime is asked before any kernel could touch a wrong one."""
     assert host.is_pinned() and host.dtype == torch.uint8 and host.is_contiguous()
-    return torch.as_tensor(_Address(host.data_ptr(), host.nbytes), device=device)
+    return torch.as_tensor(_Address(_device_address(host.data_ptr()), host.nbytes), device=device)
+
+
+def _device_address(address: int) -> int:
+    lib = load_libcudart()
+    if lib is None:
+        raise MemoryError("the CUDA runtime library is not to be found, so pages in RAM have no address on the GPU")
+    found = ctypes.c_void_p()
+    lib.cudaHostGetDevicePointer.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint]
+    code = int(lib.cudaHostGetDevicePointer(ctypes.byref(found), ctypes.c_void_p(address), 0))
+    if code or not found.value:
+        lib.cudaGetLastError()  # or torch would report it at the next kernel
+        raise MemoryError(f"the CUDA runtime gives pages in RAM no address on the GPU (error {code})")
+    return int(found.value)
 
 
 def open_memory(device: torch.device, home: str, n_bytes: int) -> KvMemory:

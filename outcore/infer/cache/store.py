@@ -64,7 +64,7 @@ class KvStore:
             if self._scales is not None:
                 given, scale = _quantized(given)
                 _flat(self._scales[which]).index_copy_(0, slots_N, scale.to(self.home))
-            _flat(parts[which]).index_copy_(0, slots_N, given.to(self.home))
+            _flat(parts[which]).index_copy_(0, slots_N, given.to(self.home, parts[which].dtype))
 
     def read(self, pages: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [..., P * T, H, D] of pages [..., P] (on the store's home), on `device`."""

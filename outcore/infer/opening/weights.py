@@ -41,6 +41,11 @@ class _PlacedMemory(HostMemory):
     def __init__(self, pool: PinnedPool | None, resident: Sequence[Part], device: torch.device) -> None:
         super().__init__(pool)
         self._resident, self._device = {f"parameters of {part.name}" for part in resident}, device
+        self._indices = {part.index for part in resident}
+
+    def which_pinned(self, sizes: Sequence[tuple[int, int]]) -> frozenset[int]:
+        """Parts that stay on the device take nothing of the pool."""
+        return super().which_pinned([(index, 0 if index in self._indices else size) for index, size in sizes])
 
     def take(self, n_bytes: int, owner: str, *, pinned: bool = True, touch: bool = True) -> torch.Tensor:
         if owner in self._resident:
