@@ -94,16 +94,17 @@ def damaged_manifest(world: World) -> None:
 
 def weights_only(world: World) -> None:
     """A checkpoint as a run with its optimizer on NVMe leaves it."""
-    from outcore.checkpoint.shards import crc32_of
+    from dataclasses import replace
+
+    from outcore.checkpoint.manifest import Manifest
 
     folder = world.copy_run()
     trainer = json.loads((folder / "trainer.json").read_text())
     trainer["engine"]["optimizer_state"] = False
     (folder / "trainer.json").write_text(json.dumps(trainer))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    path = folder / "trainer.json"
-    manifest["files"]["trainer.json"] = {"bytes": path.stat().st_size, "crc32": crc32_of(path)}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    before = Manifest.load(folder)
+    found = Manifest.of(folder, before.step, before.order, {}, before.config_sha256)
+    replace(before, files=found.files).save(folder)
 
 
 def copied_run(world: World) -> None:

@@ -1,10 +1,11 @@
-"""Checkpoints that survive: written aside, fsynced, renamed; verified on load; rotated without losing the only one.
+"""Checkpoints that survive: written aside, synced, renamed; verified on load; rotated without losing the only one.
 
 A checkpoint is `checkpoints/<run>/step-00000123/` with safetensors shards (`model-*` 16-bit weights, `master-*` exact
 fp32 weights, `exp_avg-*` and `exp_avg_sq-*` moments, `rng-*` generator states), `trainer.json` (the loop's state) and
-`manifest.json` (sizes and CRC-32 of every file), which is written last. Tensors go by parameter name, so any engine,
-residency or number of ranks can resume. Cost of a save: one pass over the states; of a load: one for the checksums,
-one to read. Anything incomplete is named so that it is never taken for a checkpoint.
+`manifest.json` (`checkpoint.manifest`), which is written last. Tensors go by parameter name, so any engine, residency
+or number of ranks can resume. Every listed file and every folder that holds one is on the drive before the rename. Cost
+of a save: one pass over the states; of a load: one for the checksums, one to read. Anything incomplete is named so that
+it is never taken for a checkpoint.
 
 A run that goes back to an earlier checkpoint leaves later ones behind, so the newest is not the one of the highest
 step: a manifest counts (`order`) when its checkpoint was written or gone back to.
@@ -17,18 +18,17 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outcore.checkpoint.shards import CheckpointError, crc32_of
+from outcore.checkpoint.manifest import EXPORT, TRAINER, CheckpointError, Manifest
+from outcore.checkpoint.manifest import NAME as MANIFEST
+from outcore.common import describe_errno, file_errors, fsync_folder, fsync_tree, make_folder, remove_tree, write_json
 from outcore.common.quantities import format_gb
-from outcore.optim import state_format
 
-MANIFEST = "manifest.json"
-TRAINER = "trainer.json"
-FORMAT_VERSION = 1
 SPACE_MARGIN_BYTES = 256 << 20
 """Free space that a save leaves on the drive, so that logs can still be written."""
 _REPLACED = ".old.part"
@@ -40,12 +40,24 @@ class Checkpoint:
     """A complete checkpoint folder."""
 
     path: Path
-    step: int
-    manifest: dict[str, Any]
+    manifest: Manifest
+    state: Mapping[str, Any]
+    """The loop's state as saved."""
+    damaged_export: tuple[str, ...] = ()
+    """What is wrong with files below `export/`, in words; they are made again when a run resumes."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.manifest.step
 
     def trainer_state(self) -> dict[str, Any]:
         """The loop's state as saved."""
-        return json.loads((self.path / TRAINER).read_text(encoding="utf-8"))
+        return dict(self.state)
+
+    def files(self, prefix: str) -> list[str]:
+        """Listed files whose path below the folder begins so; nothing else in the folder is read."""
+        return sorted(name for name in self.manifest.files if name.startswith(prefix))
 
 
 def step_folder(step: int) -> str:
@@ -54,7 +66,7 @@ def step_folder(step: int) -> str:
 
 
 def check_space(folder: Path, needed_bytes: int) -> None:
-    """Raise OSError-like CheckpointError when the drive has no room for a save of `needed_bytes`."""
+    """Raise CheckpointError when the drive has no room for a save of `needed_bytes`."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes + SPACE_MARGIN_BYTES:
         raise CheckpointError(
@@ -74,69 +86,57 @@ def save_checkpoint(
     best_step: int | None = None,
     is_writer: bool = True,
     barrier: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda words: None,
 ) -> Path:
     """Make `run_folder/step-…`: `write(folder, on_file)` fills a folder aside and returns the loop's JSON state.
 
-    `on_file(path, crc32)` tells the checksum of a file just written, so that it need not be read again.
-    Called on every rank; only the writer touches manifest and names. After the rename the oldest checkpoints beyond
-    `keep` are removed (`rotate`). Any failure leaves the earlier checkpoints as they were and removes the half-written
-    folder.
+    `on_file(path, crc32)` tells the checksum of a file just written, so that it need not be read again. Called on every
+    rank; only the writer touches manifest and names. After the rename the oldest checkpoints beyond `keep` are removed
+    (`rotate`); what fails from then on is said, and the save stands. Any failure before leaves the earlier checkpoints
+    as they were and removes the half-written folder. FileError names phase and path.
     """
     final = run_folder / step_folder(step)
     aside = run_folder / f".{step_folder(step)}.part"
-    if is_writer:
-        run_folder.mkdir(parents=True, exist_ok=True)
-        sweep_unfinished(run_folder)
-        check_space(run_folder, needed_bytes)
-        aside.mkdir()
+    phase = f"saving the checkpoint of step {step}"
+    with file_errors(phase, run_folder):
+        if is_writer:
+            make_folder(run_folder)
+            sweep_unfinished(run_folder)
+            check_space(run_folder, needed_bytes)
+            aside.mkdir()
     barrier()
     checksums: dict[Path, int] = {}
     try:
-        state = write(aside, checksums.__setitem__)
+        with file_errors(phase, aside):
+            state = write(aside, checksums.__setitem__)
         barrier()
         if is_writer:
-            _write_json(aside / TRAINER, state)
-            _write_manifest(aside, step, checksums, _next_order(run_folder))
-            _fsync_folder(aside)
-            if final.exists():  # a run resumed from an older step comes by again
-                os.rename(final, run_folder / f".{final.name}{_REPLACED}")
-            os.rename(aside, final)
-            _fsync_folder(run_folder)
-            sweep_unfinished(run_folder)
-            rotate(run_folder, keep, step, best_step)
+            with file_errors(phase, aside):
+                write_json(aside / TRAINER, {**state, "step": step})
+                sha = state.get("config_sha256")
+                Manifest.of(aside, step, _next_order(run_folder), checksums, sha).save(aside)
+                fsync_tree(aside)
+                if final.exists():  # a run resumed from an older step comes by again
+                    os.rename(final, run_folder / f".{final.name}{_REPLACED}")
+                os.rename(aside, final)
+                fsync_folder(run_folder)
     except BaseException:
         if is_writer:
             shutil.rmtree(aside, ignore_errors=True)
+            with suppress(OSError):
+                finish_replacing(run_folder)
         raise
+    if is_writer:
+        try:
+            sweep_unfinished(run_folder)
+            rotate(run_folder, keep, step, best_step)
+        except OSError as error:
+            say(
+                f"WARNING: the checkpoint of step {step} is saved, and older ones could not be removed: "
+                f"{error.filename or run_folder}: {describe_errno(error.errno)}"
+            )
     barrier()
     return final
-
-
-def _write_json(path: Path, value: Any) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_manifest(folder: Path, step: int, checksums: dict[Path, int], order: int) -> None:
-    files = {
-        str(path.relative_to(folder)): {
-            "bytes": path.stat().st_size,
-            "crc32": checksums[path] if path in checksums else crc32_of(path),
-        }
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    _write_json(folder / MANIFEST, {"format_version": FORMAT_VERSION, "step": step, "order": order, "files": files})
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sweep_unfinished(run_folder: Path) -> list[Path]:
@@ -144,7 +144,7 @@ def sweep_unfinished(run_folder: Path) -> list[Path]:
     finish_replacing(run_folder)
     left = [path for path in run_folder.glob(".step-*.part") if path.is_dir()]
     for path in left:
-        shutil.rmtree(path)
+        remove_tree(path)
     return left
 
 
@@ -165,17 +165,29 @@ def finish_replacing(run_folder: Path) -> None:
         except OSError:
             if not final.exists():  # else another rank was here
                 raise
-        _fsync_folder(run_folder)
+        fsync_folder(run_folder)
 
 
 def list_checkpoints(run_folder: Path) -> list[Path]:
     """Checkpoint folders of a run that carry a manifest, oldest first: before all others those that the run left
-    behind when it went back to an earlier one."""
+    behind when it went back to an earlier one. OSError when the folder cannot be read."""
     if not run_folder.is_dir():
         return []
-    found = [p for p in run_folder.iterdir() if _STEP_FOLDER.match(p.name) and (p / MANIFEST).is_file()]
+    found = [p for p in _step_folders(run_folder) if _has_manifest(p)]
     left_behind = _left_behind(found)
     return sorted(found, key=lambda path: (path not in left_behind, _step_of(path)))
+
+
+def _step_folders(run_folder: Path) -> list[Path]:
+    with file_errors("listing checkpoints", run_folder):
+        return [path for path in run_folder.iterdir() if _STEP_FOLDER.match(path.name)]
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        return (path / MANIFEST).is_file()
+    except OSError:  # it is there and cannot be looked at: whoever opens it is told why
+        return True
 
 
 def _left_behind(checkpoints: list[Path]) -> set[Path]:
@@ -194,10 +206,10 @@ def _step_of(path: Path) -> int:
 
 
 def _order_of(path: Path) -> int | None:
-    """0: written by an older version, which counted steps only; None: the manifest cannot be read."""
+    """When it was written or gone back to; None: its manifest cannot be read."""
     try:
-        return int(json.loads((path / MANIFEST).read_text(encoding="utf-8")).get("order", 0))
-    except (OSError, ValueError, TypeError, AttributeError):
+        return Manifest.load(path).order
+    except CheckpointError:
         return None
 
 
@@ -212,15 +224,31 @@ def go_back_to(checkpoint: Checkpoint) -> list[Path]:
     was_left = _left_behind(before)
     if before[-1].name == checkpoint.path.name:
         return []
-    aside = checkpoint.path / f".{MANIFEST}.part"
-    _write_json(aside, {**checkpoint.manifest, "order": _next_order(run_folder)})
-    os.replace(aside, checkpoint.path / MANIFEST)
-    _fsync_folder(checkpoint.path)
+    with file_errors("going back to a checkpoint", checkpoint.path):
+        checkpoint.manifest.with_order(_next_order(run_folder)).save(checkpoint.path)
     return sorted(_left_behind(before) - was_left, key=_step_of)
 
 
+def mend_export(checkpoint: Checkpoint, write: Callable[[Path], None]) -> Checkpoint:
+    """Make the files below `export/` again where they were damaged: `write(checkpoint folder)` makes them. OSError."""
+    if not checkpoint.damaged_export:
+        return checkpoint
+    folder = checkpoint.path
+    with file_errors("mending a checkpoint's export files", folder):
+        remove_tree(folder / EXPORT)
+        write(folder)
+        fsync_tree(folder / EXPORT)
+        fsync_folder(folder)
+        found = Manifest.of(folder / EXPORT, 0, 0, {}, None).files
+        kept = {name: entry for name, entry in checkpoint.manifest.files.items() if not name.startswith(f"{EXPORT}/")}
+        files = kept | {f"{EXPORT}/{name}": entry for name, entry in found.items()}
+        manifest = replace(checkpoint.manifest, files=files)
+        manifest.save(folder)
+    return replace(checkpoint, manifest=manifest, damaged_export=())
+
+
 def rotate(run_folder: Path, keep: int, step: int, best_step: int | None = None) -> list[Path]:
-    """Remove the oldest checkpoints beyond `keep`; that of `step`, just saved, and the best are never removed.
+    """Remove the oldest checkpoints beyond `keep`; that of `step`, just saved, and the best are never removed. OSError.
 
     Later ones, which a run that went back has left behind, count as older than all others.
     """
@@ -230,113 +258,68 @@ def rotate(run_folder: Path, keep: int, step: int, best_step: int | None = None)
         # Renamed first: a removal that is interrupted must not leave something that looks like a checkpoint.
         doomed = path.with_name(f".{path.name}.part")
         os.rename(path, doomed)
-        shutil.rmtree(doomed)
+        remove_tree(doomed)
     return old
 
 
 def open_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
-    """A complete checkpoint, every file's size and CRC-32 checked.
+    """A complete checkpoint, every listed file's size and CRC-32 checked.
 
-    Raises CheckpointError naming the file that is missing, cut short or damaged.
+    Raises CheckpointError naming the file that is missing, cut short, damaged or cannot be read.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such checkpoint folder.")
-    manifest_path = path / MANIFEST
-    if not manifest_path.is_file():
+    if not _has_manifest(path):
         newest = list_checkpoints(path)
         hint = f" It holds checkpoints, though: use {newest[-1]}." if newest else ""
         raise CheckpointError(f"{path}: has no {MANIFEST}, so it is not a complete checkpoint.{hint}")
+    manifest = Manifest.load(path)
+    damaged_export = []
+    for name in manifest.files:
+        problem = manifest.problem(path, name, verify=verify)
+        if problem is None:
+            continue
+        if not name.startswith(f"{EXPORT}/"):
+            raise CheckpointError(problem)
+        damaged_export.append(problem)
+    return Checkpoint(path, manifest, _read_state(path, manifest), tuple(damaged_export))
+
+
+def _read_state(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """trainer.json, which must be of the manifest's step, as must the folder's name."""
+    file = path / TRAINER
     try:
-        manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
-        files, step, version = manifest["files"], int(manifest["step"]), manifest["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{manifest_path}: damaged ({error}).") from error
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: has format version {version}; this program reads version {FORMAT_VERSION}.")
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file}: missing, though the manifest lists it.")
-        if file.stat().st_size != expected["bytes"]:
-            raise CheckpointError(
-                f"{file}: has {file.stat().st_size} bytes, the manifest says {expected['bytes']}: it was cut short."
-            )
-        if verify and crc32_of(file) != expected["crc32"]:
-            raise CheckpointError(f"{file}: its checksum is wrong: the file was changed or damaged.")
-    return Checkpoint(path, step, manifest)
-
-
-def differences(checkpoint: Checkpoint, fingerprint: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """(what it was, what it is) by name, of what the checkpoint's run had otherwise than `fingerprint` (nested by one
-    level). What an older version did not write down is not compared."""
-    theirs, mine = (_flat(f) for f in (checkpoint.trainer_state()["fingerprint"], fingerprint))
-    return {name: (theirs[name], value) for name, value in mine.items() if theirs.get(name, value) != value}
-
-
-def check_same_run(checkpoint: Checkpoint, fingerprint: dict[str, Any], allowed: frozenset[str] = frozenset()) -> None:
-    """Raise CheckpointError when the checkpoint's run had settings other than `fingerprint` and `allowed`."""
-    for name, (was, value) in differences(checkpoint, fingerprint).items():
-        if name in allowed:
-            continue
-        if name == "parameters":
-            raise CheckpointError(
-                f"{checkpoint.path}: is of another model: it has {was:,} parameters, this run's model {value:,}. "
-                "Resume with the model, preset and LoRA settings that it was made with."
-            )
+        state = json.loads(file.read_text(encoding="utf-8"))
+        step = state["step"]
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {describe_errno(error.errno)}.") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: damaged: {type(error).__name__}: {error}.") from error
+    named = int(match[1]) if (match := _STEP_FOLDER.match(path.name)) else manifest.step
+    if not manifest.step == step == named:
         raise CheckpointError(
-            f"{checkpoint.path}: was made with {name} {was!r}, this run has {value!r}: it would not continue the same "
-            f"training. Use the same {_FLAGS_OF.get(name, '--' + name)}, {_way_on(name)}."
+            f"{path}: contradicts itself: its name says step {named}, {MANIFEST} step {manifest.step}, {TRAINER} step "
+            f"{step!r}: files of several checkpoints were mixed."
         )
+    return state
 
 
-def changed_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> list[str]:
-    """A line for people for each of `settings`, which a run may change on its way, that the checkpoint had otherwise.
+def newest_checkpoint(
+    run_folder: Path, on_bad: Callable[[str], None] = lambda message: None, *, before: Path | None = None
+) -> Checkpoint | None:
+    """The newest checkpoint of a run that verifies; others are reported through `on_bad` and passed over.
 
-    What an older version did not write down is not compared.
+    `before`: only those that are older than this one.
     """
-    theirs = checkpoint.trainer_state().get("settings", {})
-    lines = []
-    for name, value in settings.items():
-        was = theirs.get(name, value)
-        if was == value:
-            continue
-        line = f"resume: {name} {was} -> {value}: training goes on with {value}"
-        if name == "state_format":
-            after, before = state_format(value), state_format(was)
-            rounded = ["the moments are rounded to 8 bits"] * (after.moments8 and not before.moments8)
-            rounded += ["the masters are rounded to 24 bits"] * (after.short_residual and not before.short_residual)
-            line += f"; {' and '.join(rounded)} once" if rounded else "; the states are converted exactly"
-        lines.append(line)
-    return lines
-
-
-def _way_on(name: str) -> str:
-    if name.startswith(("schedule ", "train_batch_size", "seed")):
-        return "or add --continue_with_changes to go on with the new value"
-    return "or start a new run from the exported model (--model_name_or_path)"
-
-
-_FLAGS_OF = {
-    "train_batch_size": "--per_device_train_batch_size x --gradient_accumulation_steps x processes",
-    "schedule kind": "--lr_scheduler_type",
-    "schedule peak_lr": "--learning_rate",
-    "schedule warmup_steps": "--warmup_steps",
-    "schedule total_steps": "--max_steps or --num_train_epochs",
-}
-
-
-def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """{'schedule': {'total_steps': 5}} as {'schedule total_steps': 5}."""
-    flat: dict[str, Any] = {}
-    for name, value in fingerprint.items():
-        flat.update({f"{name} {k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value})
-    return flat
-
-
-def newest_checkpoint(run_folder: Path, on_bad: Callable[[str], None] = lambda message: None) -> Checkpoint | None:
-    """The newest checkpoint of a run that verifies; damaged ones are reported through `on_bad` and passed over."""
-    finish_replacing(run_folder)
-    for path in reversed(list_checkpoints(run_folder)):
+    with file_errors("looking for checkpoints", run_folder):
+        finish_replacing(run_folder)
+    found = list_checkpoints(run_folder)
+    if before is not None:
+        found = found[: found.index(before)] if before in found else []
+    elif run_folder.is_dir():
+        for path in sorted(set(_step_folders(run_folder)) - set(found)):
+            on_bad(f"passing over a damaged checkpoint: {path}: has no {MANIFEST}, so it is not complete.")
+    for path in reversed(found):
         try:
             return open_checkpoint(path)
         except CheckpointError as error:

@@ -1,0 +1,31 @@
+"""What every room may use: files that survive a power cut, errors of the system in words for people."""
+
+from outcore.common.files import (
+    finish_publishing,
+    fsync_file,
+    fsync_folder,
+    fsync_tree,
+    inside,
+    make_folder,
+    publish_folder,
+    remove_tree,
+    write_atomic,
+    write_json,
+)
+from outcore.common.listing import (
+    CHECKSUM,
+    CHECKSUMS,
+    DamagedListing,
+    checksum_of,
+    damaged_weights,
+    write_checksums,
+)
+from outcore.common.system_errors import (
+    FileError,
+    as_file_error,
+    describe_errno,
+    explain_error,
+    file_errors,
+    is_explained,
+    system_number,
+)

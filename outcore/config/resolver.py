@@ -96,6 +96,7 @@ class _Resolver:
             compile=self.said.compile,
             tiling=self.said.tiling,
             tile_bytes=self.said.tile_bytes,
+            nvme_checksums=self.said.nvme_checksums,
             packed_attention="auto" if self.said.attn_implementation == "auto" else "masks",
             grad_accum_dtype=self._pick("grad_accum_dtype", None),
             loss_scaling=LossScaling(

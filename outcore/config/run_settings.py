@@ -89,6 +89,7 @@ class RunSettings:
     compile: Literal["auto", "on", "off"]
     tiling: Literal["auto", "on", "off"]
     tile_bytes: int | None
+    nvme_checksums: Literal["auto", "on", "off", "sampled"]
     packed_attention: Literal["auto", "masks"]
     grad_accum_dtype: Precision | None
     loss_scaling: LossScaling

@@ -6,7 +6,6 @@ folder under a key of the texts' identity: about 5 s for the built-in text on tw
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from outcore.common import CHECKSUMS, DamagedListing, damaged_weights, publish_folder, write_checksums
 from outcore.data.basis import DataError, DataSettings, shorten
-from outcore.data.cache import build_lock, cache_folder, digest_of, explained, sync_folder
+from outcore.data.cache import build_lock, cache_folder, digest_of, explained
 from outcore.data.chat import default_template
 from outcore.data.rows import ChatExample, TextExample, shaped_records
 from outcore.data.sources import (
@@ -38,7 +38,6 @@ MIN_VOCAB_SIZE = 512
 TRAIN_CHARS = 6_000_000
 """Characters that the BPE is trained on: enough for 8,192 merges, and 5 s instead of 15 for the built-in text."""
 TOKENIZER_VERSION = 1
-_DONE = "outcore_tokenizer.json"
 
 
 def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> Any:
@@ -152,14 +151,14 @@ def load_or_train_tokenizer(
         [TOKENIZER_VERSION, source.identity(), vocab_size, TRAIN_CHARS, settings.format, settings.text_column]
     )
     path = cache_folder(settings) / f"tokenizer-{key}"
-    if (tokenizer := _load_trained(path)) is not None:
+    if (tokenizer := _load_trained(path, say)) is not None:
         return tokenizer
     with build_lock(path.with_name(f"{path.name}.lock"), settings.lock_timeout_s, say, "the tokenizer"):
-        if (tokenizer := _load_trained(path)) is not None:
+        if (tokenizer := _load_trained(path, lambda words: None)) is not None:
             return tokenizer
         say(f"training a byte-level BPE tokenizer of {vocab_size} tokens on {source.name}")
         _save(train_byte_bpe(_texts_of(source, settings), vocab_size), path)
-    tokenizer = _load_trained(path)
+    tokenizer = _load_trained(path, say)
     if tokenizer is None:
         raise DataError(f"the tokenizer just written to {path} cannot be read back: is the drive healthy?")
     return tokenizer
@@ -195,25 +194,22 @@ def _save(tokenizer: Any, path: Path) -> None:
             if old.exists():
                 shutil.rmtree(old)
         tokenizer.save_pretrained(str(aside))
-        digest = hashlib.blake2b((aside / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
-        (aside / _DONE).write_text(
-            json.dumps({"version": TOKENIZER_VERSION, "tokenizer.json": digest}), encoding="utf-8"
-        )
-        for file in aside.iterdir():
-            with open(file, "rb") as opened:
-                os.fsync(opened.fileno())
-        os.rename(aside, path)
-        sync_folder(path.parent)
+        write_checksums(aside, {})
+        publish_folder(aside, path)
 
 
-def _load_trained(path: Path) -> Any | None:
-    """The cached tokenizer; None when it is not there or damaged."""
+def _load_trained(path: Path, say: Callable[[str], None]) -> Any | None:
+    """The cached tokenizer; None when it is not there, or damaged, which is said."""
+    if not path.is_dir():
+        return None
     try:
-        done = json.loads((path / _DONE).read_text(encoding="utf-8"))
-        digest = hashlib.blake2b((path / "tokenizer.json").read_bytes(), digest_size=16).hexdigest()
-        if done != {"version": TOKENIZER_VERSION, "tokenizer.json": digest}:
-            return None
-    except (OSError, ValueError):
+        problems = [p for group in damaged_weights(path) for p in group]
+        if not (path / CHECKSUMS).is_file():
+            problems = [f"{path / CHECKSUMS} is missing"]
+    except DamagedListing as error:
+        problems = [str(error)]
+    if problems:
+        say(f"the cached tokenizer is damaged and will be trained again ({problems[0]})")
         return None
     from transformers import PreTrainedTokenizerFast
 

@@ -37,6 +37,7 @@ from outcore.model.trial.without_gradient import freeze
 from outcore.model.weights import WeightFeed, meta_skeleton, stand_in
 from outcore.model.weights.feed import InitialWeights, TrainedWeights, shard_files
 from outcore.model.weights.initialise import initialise_weights
+from outcore.model.weights.integrity import check_weight_files
 from outcore.model.weights.standin import without_memory
 from outcore.model.weights.zero3 import gathered, is_partitioned, partition_while_loading
 
@@ -112,6 +113,7 @@ def load_model(
         loaded = _load_own(settings, tokenizer, device)
         return replace(loaded, load_s=time.perf_counter() - began_s)
     source = resolve_source(settings, tokenizer)
+    checked = check_weight_files(source.path)
     model_class = model_class_of(source.config) if source.path is None else None
     attention, notes = resolve_attention(source.config, settings.attn_implementation)
     abilities = _abilities(check_abilities(source.config, attention, settings.trust_remote_code), settings)
@@ -133,7 +135,8 @@ def load_model(
     if settings.gradient_checkpointing and feed is None:  # the streaming engine recomputes every layer by itself
         enable_activation_checkpointing(model)
     model.train()
-    load_s, notes = time.perf_counter() - began_s, source.notes + notes + getattr(feed, "notes", ())
+    notes = source.notes + checked + notes + getattr(feed, "notes", ())
+    load_s = time.perf_counter() - began_s
     facts = model_facts(model)
     smoothed = SmoothedLoss(settings.label_smoothing) if settings.label_smoothing else None
     return LoadedModel(

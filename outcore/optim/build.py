@@ -43,6 +43,7 @@ SOURCES = (
     "kernels.cpp",
     "pool.cpp",
     "memory_rate.cpp",
+    "digest.cpp",
     "api.cpp",
     "products.h",
     "product_vectors.h",
@@ -181,7 +182,7 @@ def _build_into(folder: Path, compiler: str) -> None:
             ("product_kernels.cpp", f"product_{name}", (*flags, f"-DOUTCORE_VARIANT={name}"))
             for name, flags in product_variants().items()
         ]
-        units += [(f"{name}.cpp", name, ()) for name in ("pool", "memory_rate", "api", "products")]
+        units += [(f"{name}.cpp", name, ()) for name in ("pool", "memory_rate", "digest", "api", "products")]
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
             compiling = []
             for source, name, flags in units:

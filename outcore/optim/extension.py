@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from outcore.optim.backend import FinishedChunk, FinishedUnit, GradStats, Status, Work
@@ -121,6 +122,7 @@ def load_library(path: Path) -> ctypes.CDLL:
         ("expand", ctypes.c_int, (i32, i32, i64, p, p, p)),
         ("compress", ctypes.c_int, (i32, i32, i64, p, p, p)),
         ("memory_rate", f64, (i32, i64, i32)),
+        ("digest", ctypes.c_int, (p, i64, i64, p)),
         ("pool_new", p, (i32, i32, p, i64, p)),
         ("pool_submit", u64, (p, i64, p, p, i64, p, i32, i32, p)),
         ("pool_reprioritise", i32, (p, u64, i64)),
@@ -230,6 +232,17 @@ class ExtensionBackend:
         rate = self.library.outcore_optim_memory_rate(num_threads, numel, rounds)
         raise_errno(int(-rate) if rate < 0 else 0)
         return rate
+
+    @property
+    def has_digest(self) -> bool:
+        """Whether this processor computes CRC-32C."""
+        return self.library.outcore_optim_digest(None, 0, 1, None) == 0
+
+    def digest(self, data: np.ndarray, block_bytes: int) -> np.ndarray:
+        """One 64-bit digest for each `block_bytes` of contiguous uint8 `data`, the last block shorter."""
+        found = np.empty(-(-data.nbytes // block_bytes), dtype=np.uint64)
+        raise_errno(self.library.outcore_optim_digest(data.ctypes.data, data.nbytes, block_bytes, found.ctypes.data))
+        return found
 
     def layout(self, state_format: StateFormat, numel: int) -> dict[str, int]:
         """Byte offsets the C++ side uses; for tests."""

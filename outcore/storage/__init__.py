@@ -6,5 +6,5 @@ from outcore.storage.engine import StorageEngine, open_engine
 from outcore.storage.engines import KvikioEngine, PosixEngine
 from outcore.storage.errors import StorageError, StoreInUse, describe_errno
 from outcore.storage.host_buffer import aligned_bytes
-from outcore.storage.store import Extent, TensorSpec, TensorStore
+from outcore.storage.store import DigestRule, Extent, TensorSpec, TensorStore
 from outcore.storage.transfer import Transfer, gather

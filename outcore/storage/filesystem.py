@@ -130,12 +130,3 @@ def drop_cached(fd: int, offset: int, n_bytes: int) -> None:
     """Give clean cached pages of the range back to the system; a hint, and nothing where it does not exist."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, n_bytes, os.POSIX_FADV_DONTNEED)
-
-
-def sync_directory(path: str | os.PathLike[str]) -> None:
-    """fsync a directory, so that a rename or a new file in it survives a power cut."""
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -16,7 +16,15 @@ from typing import Any
 
 import torch
 
-from outcore.checkpoint import Checkpoint, go_back_to, open_checkpoint, save_checkpoint, step_folder
+from outcore.checkpoint import (
+    Checkpoint,
+    config_sha256,
+    go_back_to,
+    mend_export,
+    open_checkpoint,
+    save_checkpoint,
+    step_folder,
+)
 from outcore.checkpoint.export import save_export_files
 from outcore.engine.base import LOWER_RATE, MicroBatch, NonFiniteLossError, StepResult
 from outcore.monitor import plot_loss
@@ -62,7 +70,7 @@ class Trainer:
             self.train_one(batches)
             is_best = self.evaluate() if p.length.due(self.step, p.length.eval_steps) else False
             full = self._full_tier()
-            stopping = stop.wanted()
+            stopping = stop.wanted() and self.step < p.length.total_steps  # after the last step a run ends as it would
             if stopping or full or is_best or p.length.due(self.step, p.length.save_steps):
                 self.save()
             if stopping or full:
@@ -230,6 +238,8 @@ class Trainer:
                 p.progress.message(f"WARNING: {self._doubt}: {self._last_saved()}")
             return
         p.progress.activity(f"saving step {self.step}")
+        if p.metrics is not None:
+            p.metrics.sync()
         save_checkpoint(
             p.folder.checkpoints,
             self.step,
@@ -239,6 +249,7 @@ class Trainer:
             best_step=p.best.step if p.best is not None else None,
             is_writer=self.is_main,
             barrier=self._barrier,
+            say=p.progress.message,
         )
         self.saved_step = self.step
         if time.monotonic() - self._drawn_s > PICTURE_AFTER_S:
@@ -266,7 +277,7 @@ class Trainer:
             on_file(path, crc)
             save_export_files(folder, p.engine.loaded.model, p.tokenizer)
         return {
-            "step": self.step,
+            "config_sha256": config_sha256(p.fingerprint.get("model")),
             "tokens_seen": self.tokens_seen,
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
@@ -291,6 +302,14 @@ class Trainer:
         self.first_loss, self.last_loss = state.get("first_loss"), state.get("last_loss")
         if p.best is not None:
             p.best.load_state_dict(state.get("best"))
+        if self.is_main and checkpoint.damaged_export:
+            p.progress.message(f"note: {checkpoint.damaged_export[0]} Configuration and tokenizer are written again.")
+            try:
+                checkpoint = mend_export(
+                    checkpoint, lambda folder: save_export_files(folder, p.engine.loaded.model, p.tokenizer)
+                )
+            except OSError as error:  # the weights are there, and the next save has these files again
+                p.progress.message(f"WARNING: {error}")
         if self.is_main and checkpoint.path.resolve().parent == p.folder.checkpoints.resolve():
             left_behind = [path.name for path in go_back_to(checkpoint)]
             if left_behind:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from outcore.checkpoint import changed_settings
+from outcore.checkpoint import Checkpoint, CheckpointError, changed_settings, newest_checkpoint
 from outcore.checkpoint.export import how_to_load
+from outcore.common import FileError, explain_error, file_errors
 from outcore.common.quantities import format_count, format_s
 from outcore.config import ConfigError, Place, RunSettings, TrainConfig, read_deepspeed_file, resolve
 from outcore.data import PreparedData
@@ -52,6 +53,8 @@ class Run:
         """What must be closed, also when assembling the rest fails; in reverse order."""
         self.told: BaseException | None = None
         """The error that the user has read."""
+        self.phase = "starting"
+        """What is being done, for an error of the system that says nothing of it."""
         self._said: list[str] = []
         self.clock = StartupClock()
 
@@ -90,7 +93,9 @@ class Run:
         if config.deterministic:
             fix_order()
 
-        tokenizer = load_tokenizer(config, settings, self.say)
+        self.phase = "preparing tokenizer and data"
+        with file_errors("preparing the tokenizer", config.data_cache_dir):
+            tokenizer = load_tokenizer(config, settings, self.say)
         request = self._request(run, settings, tokenizer, folder.name)
         decided = decide(request, choice, self.say)
         self.engine_name = decided.name
@@ -103,7 +108,9 @@ class Run:
 
         check(decided)
         self.clock.mark("settings")
-        data = load_data(config, settings, tokenizer, decided.loaded, self.say)
+        with file_errors("preparing the data", config.data_cache_dir):
+            data = load_data(config, settings, tokenizer, decided.loaded, self.say)
+        self.phase = "building the engine"
         self.clock.mark("data")
         length = run_length(config, self._batches_per_epoch(data, world_size), run.gradient_accumulation_steps)
         schedule = schedule_of(config, dict(run.file.blocks), run.learning_rate, length.total_steps)
@@ -195,8 +202,9 @@ class Run:
 
     def _train(self, trainer: Trainer, context: RunContext, started_s: float) -> int:
         parts, folder, checkpoint = trainer.parts, context.folder, context.checkpoint
+        self.phase = "training"
         if checkpoint is not None:
-            trainer.resume(checkpoint)
+            checkpoint = self._resume(trainer, checkpoint)
             self.say(f"resumed from {checkpoint.path} at step {trainer.step}")
             if trainer.step >= parts.length.total_steps:
                 self.say(
@@ -205,23 +213,41 @@ class Run:
                 )
         with StopRequest(parts.engine.world_size, parts.engine.device) as stop:
             finished = trainer.run(stop)
-        parts.progress.close()
+            parts.progress.close()
+            stop.finishing = "finishing the export"
+            if finished and (words := trainer.load_best()):
+                self.say(words)
+            if finished and self.config.export:
+                self.phase = "exporting the model"
+                adapter_only = self.config.lora_export == "adapter"
+                parts.engine.export(folder.export, context.tokenizer, adapter_only=adapter_only)
         if not finished:
             saved = "saved. Go on with the same command and --resume_from_checkpoint auto"
             if trainer.saved_step != trainer.step:
                 saved = f"not saved ({trainer.unsaved_because})"
             self.say(f"stopped at step {trainer.step} of {parts.length.total_steps} and {saved}")
             return stop.exit_code
-        if words := trainer.load_best():
-            self.say(words)
-        if self.config.export:
-            adapter_only = self.config.lora_export == "adapter"
-            parts.engine.export(folder.export, context.tokenizer, adapter_only=adapter_only)
         trainer.plot()
         self._summary(trainer, time.perf_counter() - started_s)
         if self.config.push_to_hub is not None and self.is_main:
             self.say(f"uploaded: {push(folder.export, self.config.push_to_hub, folder.name)}")
         return 0
+
+    def _resume(self, trainer: Trainer, checkpoint: Checkpoint) -> Checkpoint:
+        """Load it; on one process with `auto` the next older one should it fail after all. Returns the one loaded."""
+        while True:
+            try:
+                trainer.resume(checkpoint)
+                return checkpoint
+            except (CheckpointError, FileError) as error:
+                is_auto = self.config.resume_from_checkpoint == "auto" and trainer.parts.engine.world_size == 1
+                if not is_auto or trainer.step == checkpoint.step:  # loaded: what failed came after
+                    raise
+                self.say(f"passing over a checkpoint that cannot be loaded: {checkpoint.path}: {error}")
+                older = newest_checkpoint(checkpoint.path.parent, self.say, before=checkpoint.path)
+                if older is None:
+                    raise
+                checkpoint = older
 
     def _summary(self, trainer: Trainer, seconds: float) -> None:
         folder, evals = trainer.parts.folder, trainer.last_eval
@@ -261,3 +287,9 @@ def main(
         if isinstance(error, KeyboardInterrupt):
             return 130
         return 2 if isinstance(plain_words(error, run) or error, ValueError) else 1
+    except Exception as error:  # libraries in Rust raise plain ones that only quote the system's number
+        words = explain_error(error, run.phase if run is not None else "starting")
+        if words is None:
+            raise
+        print(f"error: {words}", file=sys.stderr, flush=True)
+        return 1

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outcore import __version__
-from outcore.checkpoint import SPACE_MARGIN_BYTES, Checkpoint
+from outcore.checkpoint import SPACE_MARGIN_BYTES, Checkpoint, model_fingerprint
 from outcore.common.quantities import ELEMENT_BYTES
 from outcore.config import TrainConfig
 from outcore.data import BatchStream, DataError, EvalStream, PreparedData
@@ -135,6 +135,8 @@ class RunContext:
         eval_micro = config.per_device_eval_batch_size or micro
         stream = BatchStream(self.data.train, micro, engine.rank, engine.world_size, seed=config.seed)
         fingerprint = {"parameters": engine.loaded.facts.total_params, **self.fingerprint}
+        if (model := model_fingerprint(engine.loaded.config)) is not None:
+            fingerprint["model"] = model
         keeps_data_position = self._settle_data(fingerprint, stream, say)  # before the log is cut off at its step
         evals = None
         if self.data.eval is not None and config.eval_strategy != "no":
@@ -153,6 +155,11 @@ class RunContext:
             header = self._header(engine, sampler)
             metrics = MetricsLog(folder.metrics, resume_step=resume_step)
             opened.callback(metrics.close)
+            if metrics.damaged_lines:
+                say(
+                    f"WARNING: {folder.metrics}: {metrics.damaged_lines} line(s) were torn by a crash or damaged on "
+                    "the drive, and are left out: the curve has a gap there, the training none"
+                )
             metrics.write_header(header)
             loggers.log_header(header)
         space = SpaceWatch(space_reserves(config, folder, nvme_path, engine, self.hardware.precision))

@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Protocol
 
+from outcore.common import explain_error
 from outcore.train.memory_advice import explain
 from outcore.train.process import explain_order
 
@@ -18,6 +19,7 @@ class Ended(Protocol):
     micro_batch_size: int
     engine_name: str
     told: BaseException | None
+    phase: str
 
 
 TOLD = (ValueError, RuntimeError, OSError, MemoryError)
@@ -34,7 +36,7 @@ def tell(error: BaseException, run: Ended | None) -> None:
         words = "stopped at once; the last checkpoint is intact (--resume_from_checkpoint auto)"
         print(words, file=sys.stderr, flush=True)
     elif isinstance(error, TOLD):
-        plain = plain_words(error, run)
+        plain = plain_words(error, run) or explain_error(error, run.phase if run is not None else "starting")
         if plain is None and not _raised_by_us(error):
             traceback.print_exception(error)
         print(f"error: {plain or error}", file=sys.stderr, flush=True)

@@ -121,7 +121,11 @@ def test_what_loads_an_export_is_told_by_its_kind(tmp_path: Path, files: dict[st
 
 
 def test_a_checkpoint_without_configuration_says_what_to_do(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path / "run", 1, lambda f, on_file: {"step": 1}, needed_bytes=0, keep=1)
+    def write(folder: Path, on_file: Any) -> dict[str, Any]:
+        write_shard(folder / "model-00001-of-00001.safetensors", [], lambda name: torch.zeros(0))
+        return {}
+
+    folder = save_checkpoint(tmp_path / "run", 1, write, needed_bytes=0, keep=1)
     with pytest.raises(RuntimeError, match=r"older version.*train_model\.py"):
         export_checkpoint(open_checkpoint(folder), tmp_path / "out")
     assert isinstance(open_checkpoint(folder), Checkpoint)

@@ -208,7 +208,7 @@ def test_a_file_truncated_under_us_is_an_error_on_read_and_on_sync(tmp_path: Pat
 
 
 def test_open_refusals_have_words(tmp_path: Path):
-    with pytest.raises(StorageError, match=r"ENOENT.*no such file") as caught:
+    with pytest.raises(StorageError, match=r"ENOENT.*path is wrong") as caught:
         BlockFile(tmp_path / "missing.bin")
     assert caught.value.errno == errno.ENOENT
     with pytest.raises(StorageError, match=r"not a regular file|EISDIR"):

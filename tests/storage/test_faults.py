@@ -240,7 +240,7 @@ def test_the_data_is_durable_before_the_manifest_names_it(tmp_path: Path, monkey
         monkeypatch.setattr(os, "fsync", fsync)
         monkeypatch.setattr(os, "replace", replace)
         store.commit()
-    assert order == ["tensors.bin", "manifest.json.new", "rename", tmp_path.name]
+    assert order == ["tensors.bin", ".manifest.json.part", "rename", tmp_path.name]
 
 
 def test_a_file_truncated_under_a_store(tmp_path: Path):

@@ -223,7 +223,7 @@ def test_debris_of_an_unfinished_creation_is_replaced(paths: list[Path], engine:
     for path in paths:
         path.mkdir()
         (path / DATA_NAME).write_bytes(b"half")
-        (path / (MANIFEST + ".new")).write_text("half")
+        (path / f".{MANIFEST}.part").write_text("half")
     with TensorStore.create(paths, SPECS, engine=engine) as store:
         write_all(store, values())
         store.commit()
@@ -253,9 +253,7 @@ def test_a_failed_creation_leaves_nothing(paths: list[Path], monkeypatch: pytest
         TensorStore.create(paths, SPECS)
     assert [list(path.iterdir()) for path in paths] == [[] for _ in paths]
     monkeypatch.undo()
-    monkeypatch.setattr(
-        "outcore.storage.store.manifest.os.replace", lambda *a: (_ for _ in ()).throw(OSError(errno.EIO, ""))
-    )
+    monkeypatch.setattr("outcore.common.files.os.replace", lambda *a: (_ for _ in ()).throw(OSError(errno.EIO, "")))
     with pytest.raises(StorageError, match="manifest failed"):
         TensorStore.create(paths, SPECS)
     assert [list(path.iterdir()) for path in paths] == [[] for _ in paths]

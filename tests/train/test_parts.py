@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,6 +163,35 @@ def test_stop_request_catches_and_restores() -> None:
             os.kill(os.getpid(), signal.SIGINT)
             signal.sigtimedwait([], 0)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_closed_terminal_asks_to_stop_and_takes_the_screen_with_it(tmp_path: Path) -> None:
+    ends = multiprocessing.get_context("fork").Pipe(duplex=False)
+
+    def child() -> None:
+        master, slave = os.openpty()
+        os.dup2(slave, 1)
+        os.dup2(slave, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        with StopRequest() as stop:
+            os.close(master)  # the terminal hangs up; a session's leader gets the signal with it
+            os.kill(os.getpid(), signal.SIGHUP)
+            print("goes nowhere", flush=True)
+            ends[1].send((stop.wanted(), stop.exit_code))
+        ends[1].close()
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    assert ends[0].poll(60) and ends[0].recv() == (True, 128 + signal.SIGHUP)
+    process.join(60)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:  # nohup
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.wanted()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_random_state_round_trip(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outcore.checkpoint.folders import changed_settings
+from outcore.checkpoint import changed_settings
 
 
 @pytest.mark.parametrize(

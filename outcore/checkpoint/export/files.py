@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.checkpoint.export.model import write_config, write_model
+from outcore.checkpoint.export.model import write_config, write_index, write_model
 from outcore.checkpoint.folders import Checkpoint, check_space
 from outcore.checkpoint.published import Tensors, published
-from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, read_header, write_shard
+from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, write_shard
+from outcore.common import file_errors, make_folder, publish_folder, remove_tree, write_checksums
 from outcore.model.facts import model_class_of
 
 logger = logging.getLogger(__name__)
@@ -36,13 +37,14 @@ def save_export_files(folder: Path, model: Any, tokenizer: Any) -> None:
     """Configuration (with LoRA the adapter's as well) and tokenizer into `folder/export`. A model of the user's own
     without a transformers configuration leaves only the tokenizer."""
     target = folder / FOLDER
-    target.mkdir()
-    adapters = getattr(model, "peft_config", None)
-    write_config(target, model.get_base_model() if adapters else model)
-    if adapters:
-        adapters["default"].save_pretrained(str(target))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(target))
+    with file_errors("writing configuration and tokenizer", target):
+        target.mkdir()
+        adapters = getattr(model, "peft_config", None)
+        write_config(target, model.get_base_model() if adapters else model)
+        if adapters:
+            adapters["default"].save_pretrained(str(target))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(target))
 
 
 def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
@@ -54,26 +56,44 @@ def export_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
     if target.exists():
         raise CheckpointError(f"{target}: exists already. Give another folder with --out, or remove it.")
     files = checkpoint.path / FOLDER
+    names = checkpoint.files(f"{FOLDER}/")
+    if not names and not checkpoint.files("model-"):
+        raise CheckpointError(f"{checkpoint.path}: holds no weights.")
     if not files.is_dir():
         raise CheckpointError(
             f"{checkpoint.path}: holds no {FOLDER}/ with the model's configuration: it was made by an older version. "
             "Resume it with train_model.py, which exports at the end."
         )
-    shards = sorted(checkpoint.path.glob("model-*-of-*.safetensors"))
+    if checkpoint.damaged_export:
+        raise CheckpointError(
+            f"{checkpoint.damaged_export[0]} Resume the run with train_model.py (--resume_from_checkpoint auto), which "
+            "makes these files again; the weights are whole."
+        )
+    shards = [checkpoint.path / name for name in checkpoint.files("model-")]
     architecture = None if (files / ADAPTER).is_file() else _architecture(files)
     if architecture is not None:
         _check_complete(checkpoint.path, architecture)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    check_space(target.parent, sum(shard.stat().st_size for shard in shards))
-    aside = target.with_name(f".{target.name}.part")
-    shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(files, aside)
+    phase = f"exporting {checkpoint.path}"
+    with file_errors(phase, target):
+        make_folder(target.parent)
+        check_space(target.parent, sum(shard.stat().st_size for shard in shards))
+        aside = target.with_name(f".{target.name}.part")
+        remove_tree(aside)
     try:
-        if (files / ADAPTER).is_file():
-            _write_adapter(checkpoint.path, aside)
-        else:
-            _write_weights(checkpoint.path, shards, aside, architecture)
-        os.rename(aside, target)
+        with file_errors(phase, target):
+            known: dict[Path, int] = {}
+            for name in names:
+                copied = aside / Path(name).relative_to(FOLDER)
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                copy_file(checkpoint.path / name, copied)
+                known[copied] = checkpoint.manifest.files[name].crc32
+            aside.mkdir(parents=True, exist_ok=True)
+            if (files / ADAPTER).is_file():
+                _write_adapter(checkpoint.path, aside)
+            else:
+                known |= _write_weights(checkpoint, shards, aside, architecture)
+            write_checksums(aside, known)
+            publish_folder(aside, target)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -84,25 +104,28 @@ def how_to_load(folder: Path) -> str:
     """What loads the exported `folder`, in words."""
     if (folder / ADAPTER).is_file():
         return "peft.PeftModel.from_pretrained(base, ...) loads it"
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    path = folder / "config.json"
+    if not path.is_file():
         return "a model of your own: its weights, for load_state_dict"
+    with file_errors("reading the exported configuration", path):
+        config = json.loads(path.read_text(encoding="utf-8"))
     kind = "AutoModelForSeq2SeqLM" if config.get("is_encoder_decoder") else "AutoModelForCausalLM"
     return f"{kind}.from_pretrained loads it"
 
 
-def _write_weights(checkpoint: Path, shards: list[Path], folder: Path, architecture: nn.Module | None) -> None:
-    reader = ShardReader(checkpoint, "model")
+def _write_weights(
+    checkpoint: Checkpoint, shards: list[Path], folder: Path, architecture: nn.Module | None
+) -> dict[Path, int]:
+    """The checksums of what was written."""
+    reader = ShardReader(checkpoint.path, "model")
     tensors: Tensors = {
         name: (TensorPlan(name, reader.dtypes[name], reader.shapes[name]), lambda name=name: reader.read(name))
         for name in reader.names()
     }
     found = tensors if architecture is None else published(architecture, tensors)
     if all(name in tensors and entry[1] is tensors[name][1] for name, entry in found.items()):
-        _copy_shards(shards, folder)
-    else:
-        write_model(folder, found)
+        return _copy_shards(checkpoint, shards, reader, folder)
+    return write_model(folder, found)
 
 
 def _architecture(folder: Path) -> nn.Module | None:
@@ -140,18 +163,16 @@ def _check_complete(checkpoint: Path, architecture: nn.Module) -> None:
         )
 
 
-def _copy_shards(shards: list[Path], folder: Path) -> None:
-    weight_map: dict[str, str] = {}
-    total_bytes = 0
-    for shard in shards:
-        name = "model.safetensors" if len(shards) == 1 else shard.name
+def _copy_shards(checkpoint: Checkpoint, shards: list[Path], reader: ShardReader, folder: Path) -> dict[Path, int]:
+    known: dict[Path, int] = {}
+    new_names = {shard: "model.safetensors" if len(shards) == 1 else shard.name for shard in shards}
+    for shard, name in new_names.items():
         copy_file(shard, folder / name)
-        for tensor, entry in read_header(folder / name).items():
-            weight_map[tensor] = name
-            total_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
+        # Of the checkpoint's manifest: what was copied wrongly is found when the export is read.
+        known[folder / name] = checkpoint.manifest.files[shard.name].crc32
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+        write_index(folder, {name: new_names[reader.file_of(name)] for name in reader.names()}, reader.n_bytes)
+    return known
 
 
 def _write_adapter(checkpoint: Path, folder: Path) -> None:

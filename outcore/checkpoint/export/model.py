@@ -8,8 +8,6 @@ layer (W + scale * B A) while they are written, or the adapter alone in peft's f
 from __future__ import annotations
 
 import copy
-import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,15 @@ from torch import nn
 
 from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import MAX_SHARD_BYTES, TensorPlan, plan_shards, write_shard
+from outcore.common import (
+    file_errors,
+    finish_publishing,
+    make_folder,
+    publish_folder,
+    remove_tree,
+    write_checksums,
+    write_json,
+)
 from outcore.model.lora import adapted_layers, tied_apart
 from outcore.model.names import checkpoint_name
 from outcore.model.weights import full_shape
@@ -39,30 +46,30 @@ def export_model(
 ) -> None:
     """Export `network` (plain, user's own, or a PeftModel) to `folder`; an older export there is replaced."""
     aside = folder.with_name(f".{folder.name}.part")
-    if rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
     is_peft = hasattr(network, "peft_config")
+    phase = "exporting the model"
     try:
-        if is_peft and adapter_only:
-            _export_adapter(aside, network, weight_of, rank)
-        else:
-            tensors, untied = (
-                _merged_tensors(network, weight_of) if is_peft else (_plain_tensors(network, weight_of), False)
-            )
-            base = network.get_base_model() if is_peft else network  # pyright: ignore[reportCallIssue]
-            write_model(aside, published(base, tensors), rank, max_shard_bytes)
+        with file_errors(phase, folder):
             if rank == 0:
-                write_config(aside, base, untied=untied)
-        if rank == 0:
-            if tokenizer is not None:
-                tokenizer.save_pretrained(str(aside))
-            old = folder.with_name(f".{folder.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            if folder.exists():
-                os.rename(folder, old)
-            os.rename(aside, folder)
-            shutil.rmtree(old, ignore_errors=True)
+                make_folder(folder.parent)
+                finish_publishing(folder)
+                remove_tree(aside)
+                aside.mkdir()
+            if is_peft and adapter_only:
+                known = _export_adapter(aside, network, weight_of, rank)
+            else:
+                tensors, untied = (
+                    _merged_tensors(network, weight_of) if is_peft else (_plain_tensors(network, weight_of), False)
+                )
+                base = network.get_base_model() if is_peft else network  # pyright: ignore[reportCallIssue]
+                known = write_model(aside, published(base, tensors), rank, max_shard_bytes)
+                if rank == 0:
+                    write_config(aside, base, untied=untied)
+            if rank == 0:
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(str(aside))
+                write_checksums(aside, known)
+                publish_folder(aside, folder)
     except BaseException:
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -122,23 +129,31 @@ def _merge(layer: Any, base: nn.Parameter, weight_of: WeightOf) -> torch.Tensor:
     return (weight.float() + layer.scaling[adapter] * delta.to(weight.device)).to(weight.dtype)
 
 
-def write_model(folder: Path, tensors: Tensors, rank: int = 0, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Shards and their index, by rank 0; the other ranks only take part in getting the values."""
+def write_model(
+    folder: Path, tensors: Tensors, rank: int = 0, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> dict[Path, int]:
+    """Shards and their index, by rank 0; the other ranks only take part in getting the values. Returns checksums."""
     shards = plan_shards([plan for plan, _ in tensors.values()], "model", max_shard_bytes)
     weight_map: dict[str, str] = {}
+    known: dict[Path, int] = {}
     for file_name, group in shards:
         if len(shards) == 1:
             file_name = "model.safetensors"  # what transformers looks for when there is one file
         if rank == 0:
-            write_shard(folder / file_name, group, lambda name: tensors[name][1]())
+            known[folder / file_name] = write_shard(folder / file_name, group, lambda name: tensors[name][1]())
         else:
             for plan in group:
                 tensors[plan.name][1]()
         weight_map.update({plan.name: file_name for plan in group})
     if rank == 0 and len(shards) > 1:
-        total = sum(plan.n_bytes for plan, _ in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+        write_index(folder, weight_map, sum(plan.n_bytes for plan, _ in tensors.values()))
+    return known
+
+
+def write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> None:
+    """model.safetensors.index.json: which shard holds which tensor."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 def write_config(folder: Path, network: Any, *, untied: bool = False) -> None:
@@ -161,16 +176,18 @@ def write_config(folder: Path, network: Any, *, untied: bool = False) -> None:
         generation.save_pretrained(str(folder))
 
 
-def _export_adapter(folder: Path, network: Any, weight_of: WeightOf, rank: int) -> None:
+def _export_adapter(folder: Path, network: Any, weight_of: WeightOf, rank: int) -> dict[Path, int]:
     names = {
         name.replace(".default.", ".").replace(".default", ""): param
         for name, param in network.named_parameters()
         if param.requires_grad
     }
     plans = [TensorPlan(name, p.dtype, tuple(full_shape(p))) for name, p in names.items()]
+    path = folder / "adapter_model.safetensors"
     if rank == 0:
-        write_shard(folder / "adapter_model.safetensors", plans, lambda name: weight_of(names[name]))
+        known = {path: write_shard(path, plans, lambda name: weight_of(names[name]))}
         network.peft_config["default"].save_pretrained(str(folder))
-    else:
-        for param in names.values():
-            weight_of(param)
+        return known
+    for param in names.values():
+        weight_of(param)
+    return {}

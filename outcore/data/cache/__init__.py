@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outcore.data.cache.arrays import Arrays, ArraysWriter, explained, sync_folder
+from outcore.data.cache.arrays import Arrays, ArraysWriter, explained
 from outcore.data.cache.encode import DocumentEncoder, carries_loss, token_ids
 from outcore.data.cache.lock import build_lock, open_or_build
 from outcore.data.cache.tokens import RowLimit, TokenCache, cache_folder, digest_of, open_token_cache

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from outcore.common import CHECKSUM, checksum_of, describe_errno, fsync_folder, system_number
 from outcore.common.quantities import GIB, MIB, format_gb
 from outcore.data.basis import CacheError
 
@@ -92,24 +93,31 @@ class Arrays:
 
 @contextlib.contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Turns an OSError of writing into a CacheError that says what to do."""
+    """Turns an error of the system while writing into a CacheError that says what to do, also one that a library in
+    Rust only quotes."""
     try:
         yield
     except CacheError:
         raise
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:
+        number = system_number(error)
+        if number is None:
+            raise
+        if number in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(_existing(folder)).free
             raise CacheError(
                 f"no space left for the token cache in {folder} ({format_gb(free)} free). Free some, or set "
                 "--data_cache_dir to a drive with room (4 bytes a token: about the size of the text)"
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             raise CacheError(
-                f"the token cache cannot be written in {folder}: {error.strerror}. Set --data_cache_dir to a "
+                f"the token cache cannot be written in {folder}: {os.strerror(number)}. Set --data_cache_dir to a "
                 "writable folder"
             ) from error
-        raise CacheError(f"writing the token cache in {folder} failed: {error.strerror or error}") from error
+        raise CacheError(
+            f"writing the token cache in {folder} failed: {describe_errno(number)}. Or set --data_cache_dir to another "
+            "drive"
+        ) from error
 
 
 class ArraysWriter:
@@ -157,14 +165,15 @@ class ArraysWriter:
                 listing[name] = {"dtype": writer.dtype.str, "length": writer.length, "crc32": writer.checksums}
             self._open_files.close()
             with open(self.aside / MANIFEST, "w", encoding="utf-8") as file:
-                json.dump({"arrays": listing, "block_bytes": BLOCK_BYTES, "meta": dict(meta)}, file)
+                body = json.loads(json.dumps({"arrays": listing, "block_bytes": BLOCK_BYTES, "meta": dict(meta)}))
+                json.dump({**body, CHECKSUM: checksum_of(body)}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            sync_folder(self.aside)
+            fsync_folder(self.aside)
             if self.path.exists():
                 shutil.rmtree(self.path)
             os.rename(self.aside, self.path)
-            sync_folder(self.path.parent)
+            fsync_folder(self.path.parent)
 
 
 def open_arrays(path: Path) -> Arrays:
@@ -173,15 +182,19 @@ def open_arrays(path: Path) -> Arrays:
         raise FileNotFoundError(path)
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest.get(CHECKSUM) != checksum_of(manifest):
+            raise DamagedArrays(f"{path / MANIFEST}: damaged, or of an older version: its checksum is wrong")
         listing, block_bytes = manifest["arrays"], int(manifest["block_bytes"])
         arrays = {name: _open_array(path / f"{name}.bin", entry, block_bytes) for name, entry in listing.items()}
         checksums = {name: [entry["length"], entry["crc32"]] for name, entry in listing.items()}
         return Arrays(path, arrays, manifest["meta"], checksums)
-    except PermissionError as error:
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.EIO, errno.ENOTDIR, errno.EISDIR):
+            raise DamagedArrays(f"{path}: {describe_errno(error.errno)}") from error
         raise CacheError(
-            f"the token cache {path} cannot be read: permission denied. Set another --data_cache_dir"
+            f"the token cache {path} cannot be read: {describe_errno(error.errno)}. Or set another --data_cache_dir"
         ) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedArrays(f"{path}: {type(error).__name__}: {error}") from error
 
 
@@ -205,17 +218,6 @@ def _open_array(path: Path, entry: Mapping[str, Any], block_bytes: int) -> np.nd
             if zlib.crc32(file.read(block_bytes)) != checksums[block]:
                 raise DamagedArrays(f"{path}: block {block} has changed since it was written")
     return np.memmap(path, dtype=dtype, mode="r", shape=(length,))
-
-
-def sync_folder(path: Path) -> None:
-    """fsync of a folder, so that a rename in it survives a power cut; not possible on Windows."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _existing(path: Path) -> Path:

@@ -44,7 +44,13 @@ def open_or_build(
             pass
         with ArraysWriter(path) as writer:
             writer.commit(build(writer))
-        return open_arrays(path), False
+        try:
+            return open_arrays(path), False
+        except DamagedArrays as error:
+            raise CacheError(
+                f"the cache of {what} was just written and came back otherwise ({error}): do not trust the drive of "
+                f"{path.parent} (look at `dmesg` and `smartctl -a`), set --data_cache_dir to another one"
+            ) from error
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from outcore.config import RunSettings
 from outcore.engine.base import Engine
 from outcore.engine.deepspeed.build import Resolved, build_engine, init_process_group, resolve
 from outcore.engine.deepspeed.settings import RunFacts
+from outcore.flow.weights import choose_verification
 from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
 
@@ -58,12 +59,14 @@ class DeepSpeedDecision:
     def words(self) -> list[str]:
         """Lines to show before anything is read or built."""
         built = self.resolved.built
+        is_ours = built.offload.staged and self.nvme_path is not None
         slow_drive = [note for note in built.notes if "Warning:" in note]
         homes = {"none": "on the device", "cpu": "in RAM", "nvme": f"on NVMe ({built.offload.nvme_path})"}
         return [
             *(f"WARNING: {warning}" for warning in dict.fromkeys([*built.warnings, *slow_drive])),
             f"engine: ZeRO stage {built.offload.stage}, optimizer states {homes[built.offload.optimizer]}, parameters "
             f"{homes[built.offload.params]}",
+            *([f"engine: {choose_verification(built.offload.nvme_checksums).words}"] * is_ours),
         ]
 
     def record(self) -> dict[str, Any]:

@@ -69,6 +69,9 @@ class ChosenOffload:
     live_numel: int = 0
     """With parameters on the drive: elements that DeepSpeed keeps on the GPU or fetches ahead, at most."""
 
+    nvme_checksums: Literal["auto", "on", "off", "sampled"] = "auto"
+    """Staged: verify what the drive gives back."""
+
     @property
     def uses_nvme(self) -> bool:
         """True when anything lives on the drive."""

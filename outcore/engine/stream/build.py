@@ -146,7 +146,9 @@ def _open_ground(
             probe=pinned_grant,
         )
     staging = undo.enter_context(pool)
-    scratch = undo.enter_context(Scratch(settings.nvme_paths, storage)) if settings.nvme_paths else None
+    scratch = None
+    if settings.nvme_paths:
+        scratch = undo.enter_context(Scratch(settings.nvme_paths, storage, settings.nvme_checksums))
     upload = undo.enter_context(
         UploadLane(
             staging, None, device, settings.slot_bytes, settings.num_slots, write_combined=settings.write_combined

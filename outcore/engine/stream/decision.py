@@ -10,6 +10,7 @@ from outcore.config import RunSettings
 from outcore.engine.base import Engine, grouped
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
+from outcore.flow.weights import choose_verification
 from outcore.formats import open_packed
 from outcore.model.load import LoadedModel, load_model
 
@@ -51,6 +52,8 @@ class StreamDecision:
         """Lines to show before anything is read or built."""
         lines = [f"WARNING: {warning}" for warning in dict.fromkeys(self.warnings)]
         lines += [f"engine: {note}" for note in self.notes]
+        if self.nvme_path is not None:
+            lines.append(f"engine: {choose_verification(self.told.nvme_checksums).words}")
         unused = f"engine: without effect here, of the DeepSpeed file: {grouped(self.unused, most=2)}"
         return [*lines, *([unused] if self.unused else [])]
 

@@ -53,6 +53,8 @@ class StreamSettings:
     nvme_path: str | tuple[str, ...] | None = None
     """Folder for what does not live in RAM, or several on different drives, which are then used side by side. Scratch:
     made when the engine is built, removed when it is closed. None: everything lives in RAM."""
+    nvme_checksums: Literal["auto", "on", "off", "sampled"] = "auto"
+    """Verify what the drives give back (`flow.weights.choose_verification`)."""
     state_ram_bytes: int | None = None
     """RAM for optimizer states; what does not fit lives in `nvme_path`. None: all in RAM; 0: all on NVMe."""
     weight_ram_bytes: int | None = None
@@ -185,5 +187,6 @@ _CHOICES = {
     "cuda_graphs": ("auto", "off"),
     "packed_attention": ("auto", "masks"),
     "activations": ("auto", "device", "ram", "nvme"),
+    "nvme_checksums": ("auto", "on", "off", "sampled"),
     "tiling": ("auto", "on", "off"),
 }

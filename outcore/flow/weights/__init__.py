@@ -1,5 +1,6 @@
 """Homes of the 16-bit parameters in RAM and on NVMe, and their arrival on the device."""
 
+from outcore.flow.weights.checksums import Verification, choose_verification
 from outcore.flow.weights.expansion import Expansion
 from outcore.flow.weights.homes import WeightHomes, plan_cuts
 from outcore.flow.weights.prefetch import WeightPrefetcher, settle

@@ -8,15 +8,17 @@ files stay for the next one. Checkpoints hold full copies of their own, so nothi
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from outcore.common.deadline import CLOSE_TIMEOUT_S, Deadline
 from outcore.common.errors import EngineError
+from outcore.flow.weights.checksums import Mode, choose_verification
 from outcore.storage import StorageEngine, StorageError, StoreInUse, TensorSpec, TensorStore, open_engine
-from outcore.storage.store import DirectoryLock, lock_directories
+from outcore.storage.store import LOCK_NAME, STORE_NAMES, DirectoryLock, lock_directories, remove_files
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +28,15 @@ IO_THREADS = 16
 
 
 class Scratch:
-    """Stores below `paths`, one folder per drive. `engine`: whose threads move the bytes; None opens one.
+    """Stores below `paths`, one folder per drive. `engine`: whose threads move the bytes; None opens one. `checksums`:
+    whether what comes back is verified (`choose_verification`).
 
     EngineError when a folder cannot be made, or another run uses it.
     """
 
-    def __init__(self, paths: Sequence[str | Path], engine: StorageEngine | None = None) -> None:
+    def __init__(
+        self, paths: Sequence[str | Path], engine: StorageEngine | None = None, checksums: Mode = "auto"
+    ) -> None:
         self.folders = [Path(path).expanduser() / FOLDER for path in paths]
         self._stores: dict[str, TensorStore] = {}
         self._owns_engine = engine is None
@@ -39,11 +44,12 @@ class Scratch:
         try:
             for folder in self.folders:
                 folder.mkdir(parents=True, exist_ok=True)
+                if folder.is_symlink():
+                    raise OSError(errno.ELOOP, "it is a link, and scratch files are not written through one", folder)
             self._locks = lock_directories(self.folders, exclusive=True)
             for folder in self.folders:
                 for left in folder.iterdir():
-                    if left.is_dir():
-                        shutil.rmtree(left)
+                    _remove_store(left)
         except OSError as error:  # StorageError is one
             for lock in self._locks:
                 lock.release()
@@ -55,6 +61,7 @@ class Scratch:
                 ) from error
             raise EngineError(f"nvme_path: {self.folders[0]} cannot be used for scratch files: {error}") from error
         self.engine: StorageEngine = engine if engine is not None else open_engine("auto", num_threads=IO_THREADS)
+        self.verification = choose_verification(checksums, gds=bool(getattr(self.engine, "gds", False)))
 
     def store(self, kind: str, specs: Sequence[TensorSpec]) -> TensorStore:
         """A new store called `kind` for these tensors, zeros at first; one of that name from before is removed.
@@ -62,8 +69,11 @@ class Scratch:
         EngineError with the bytes that are missing when the drives have no room for it.
         """
         self.drop(kind)
+        folders = [folder / kind for folder in self.folders]
+        if link := next((folder for folder in folders if folder.is_symlink()), None):
+            raise EngineError(f"nvme_path: {link} is a link, and scratch files are not written through one: remove it")
         try:
-            made = TensorStore.create([folder / kind for folder in self.folders], specs, engine=self.engine)
+            made = TensorStore.create(folders, specs, engine=self.engine, digests=self.verification.rule)
         except StorageError as error:
             raise EngineError(
                 f"there is no room for the {kind} on NVMe: {error}. Free space there, choose another nvme_path, or "
@@ -77,6 +87,11 @@ class Scratch:
         old = self._stores.pop(kind, None)
         if old is not None:
             old.delete()
+
+    @property
+    def unchecked_bytes(self) -> int:
+        """Bytes of reads so far that no digest covered."""
+        return sum(store.unchecked_bytes for store in self._stores.values())
 
     @property
     def size_bytes(self) -> int:
@@ -115,6 +130,22 @@ class Scratch:
             return False
         locks, self._locks = self._locks, []
         for lock in locks:
+            folder = lock.path.parent
+            with contextlib.suppress(OSError):
+                for left in folder.iterdir():
+                    _remove_store(left)
             lock.release(remove=True)
-            shutil.rmtree(lock.path.parent, ignore_errors=True)
+            with contextlib.suppress(OSError):  # not empty: something of somebody else's
+                folder.rmdir()
         return True
+
+
+def _remove_store(folder: Path) -> None:
+    """Remove a folder that holds a store's files and nothing else; one that holds more is somebody else's, and a link
+    is not followed."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    if {path.name for path in folder.iterdir()} <= {*STORE_NAMES, LOCK_NAME}:
+        remove_files([folder])
+        (folder / LOCK_NAME).unlink(missing_ok=True)
+        folder.rmdir()

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from outcore.common import fsync_folder
 from outcore.monitor.sensors import describe
 
 FSYNC_INTERVAL_S = 30.0
@@ -70,6 +71,8 @@ class MetricsLog:
         """Where an older run's file went, if there was one."""
         self.dropped_lines = 0
         """Lines removed on open: torn, damaged, or of steps after resume_step."""
+        self.damaged_lines = 0
+        """Of them, those that are no whole record: torn by a crash, or damaged on the drive."""
         self._fsync_interval_s = fsync_interval_s
         self._synced_at_s = time.monotonic()
         self._sync_thread: threading.Thread | None = None
@@ -79,9 +82,10 @@ class MetricsLog:
             if resume_step is None:
                 self._keep_older()
             elif self.path.exists():
-                self.dropped_lines = truncate_after(self.path, resume_step)
+                self.dropped_lines, self.damaged_lines = truncate_after(self.path, resume_step)
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644)
             self._size_bytes = os.fstat(self._fd).st_size
+            fsync_folder(self.path.parent)
         except OSError as error:
             raise MetricsLogError(self.path, "open", error) from error
         self._has_header = self._size_bytes > 0
@@ -109,6 +113,13 @@ class MetricsLog:
     def write_eval(self, record: dict[str, Any]) -> None:
         """An evaluation's line, e.g. {"step": 200, "eval_loss": 2.31, "eval_perplexity": 10.1}."""
         self.write_step({"event": "eval", **record})
+
+    def sync(self) -> None:
+        """Bring every line so far to the drive, before a checkpoint of their step is announced. MetricsLogError."""
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise MetricsLogError(self.path, "sync", error) from error
 
     def close(self) -> None:
         """Sync and close; later calls do nothing."""
@@ -220,19 +231,20 @@ def _clean(value: Any, name: str, nonfinite: dict[str, str]) -> Any:
     raise ValueError(f"{name} is a {type(value).__name__}, which a metrics line cannot hold: pass numbers, text, lists")
 
 
-def truncate_after(path: Path, step: int) -> int:
+def truncate_after(path: Path, step: int) -> tuple[int, int]:
     """Drop lines of steps after `step`, repeated steps but the last, and damaged lines; atomic.
 
     Returns:
-        Number of lines dropped (0: the file was not touched).
+        Number of lines dropped (0: the file was not touched), and of those that were damaged.
     """
     keep: set[int] = set()
     last_of_step: dict[int, int] = {}
-    num_lines = 0
+    num_lines = num_damaged = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file):
             num_lines += 1
             record = parse_line(line)
+            num_damaged += record is None
             if record is None or record.get("step", 0) > step:
                 continue
             if "event" not in record:
@@ -240,7 +252,7 @@ def truncate_after(path: Path, step: int) -> int:
                 last_of_step[record["step"]] = number
             keep.add(number)
     if len(keep) == num_lines:
-        return 0
+        return 0, 0
     aside = path.with_name(path.name + ".tmp")
     with open(path, "rb") as file, open(aside, "wb") as out:
         for number, line in enumerate(file):
@@ -249,8 +261,8 @@ def truncate_after(path: Path, step: int) -> int:
         out.flush()
         os.fsync(out.fileno())
     os.replace(aside, path)
-    sync_folder(path.parent)
-    return num_lines - len(keep)
+    fsync_folder(path.parent)
+    return num_lines - len(keep), num_damaged
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
@@ -264,14 +276,3 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     if not isinstance(record, dict) or not isinstance(record.get("step", 0), int):
         return None
     return record if "event" in record or "step" in record else None
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` durable (Linux; other systems have no such call)."""
-    if os.name != "posix":
-        return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -18,7 +18,7 @@ import torch
 
 from outcore.common.quantities import MIB
 from outcore.storage import BlockFile, StorageEngine, Transfer
-from outcore.storage.store import CHUNK_BYTES, TensorStore
+from outcore.storage.store import TensorStore
 
 BLOCK_BYTES = 4096
 MIN_COPY_BYTES = 2 * MIB
@@ -71,7 +71,15 @@ class FileHome:
 class StoreHome:
     """A byte range of a tensor in a `TensorStore`, which stripes it over its drives and verifies its checksums."""
 
-    def __init__(self, store: TensorStore, name: str, offset_bytes: int, tensor: torch.Tensor, priority: int) -> None:
+    def __init__(
+        self,
+        store: TensorStore,
+        name: str,
+        offset_bytes: int,
+        tensor: torch.Tensor,
+        priority: int,
+        slot_bytes: int,
+    ) -> None:
         spec = store.spec(name)
         if tensor.dtype not in (spec.dtype, torch.uint8):
             raise ValueError(f"{name!r} holds {spec.dtype}, the tensor given has {tensor.dtype}")
@@ -83,8 +91,10 @@ class StoreHome:
         self._name = name
         self._offset_bytes = offset_bytes
         self._priority = priority
-        # Only whole checksum chunks are verified.
-        self.grain_bytes = CHUNK_BYTES if store.has_checksums else BLOCK_BYTES
+        # Pieces end with whole blocks of the checksums, so that each is verified alone.
+        self.grain_bytes = max(BLOCK_BYTES, store.grain_bytes)
+        if slot_bytes < 2 * self.grain_bytes and not store.has_checksums:
+            self.grain_bytes = BLOCK_BYTES  # parts of a block are verified as they were written
 
     def position_bytes(self, start_bytes: int) -> int:
         return self._offset_bytes + start_bytes  # extents start on blocks

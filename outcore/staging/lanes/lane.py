@@ -212,7 +212,7 @@ class Lane:
         self, device_tensor: torch.Tensor, store: TensorStore, name: str, offset_bytes: int, after: After, label: str
     ) -> LaneTransfer:
         flat = self._flat(device_tensor)
-        home = StoreHome(store, name, offset_bytes, device_tensor, self._priority)
+        home = StoreHome(store, name, offset_bytes, device_tensor, self._priority, self.slot_bytes)
         if store.has_checksums and self.write_combined:
             raise ValueError(
                 f"{name!r} lies in a store with checksums, for which the CPU would read the write-combined slots of "

@@ -1,6 +1,6 @@
 """A store of named tensors over the files of several drives."""
 
-from outcore.storage.store.checksums import CHUNK_BYTES
-from outcore.storage.store.files import DirectoryLock, lock_directories
+from outcore.storage.store.digests import DigestRule
+from outcore.storage.store.files import LOCK_NAME, STORE_NAMES, DirectoryLock, lock_directories, remove_files
 from outcore.storage.store.tensor_spec import Extent, TensorSpec
 from outcore.storage.store.tensor_store import TensorStore

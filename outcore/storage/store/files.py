@@ -15,10 +15,10 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from outcore.common import fsync_folder
 from outcore.common.quantities import KIB, format_gb
 from outcore.storage.block_file import BlockFile
 from outcore.storage.errors import StorageError, StoreInUse
-from outcore.storage.filesystem import sync_directory
 from outcore.storage.host_buffer import aligned_bytes
 from outcore.storage.store.manifest import FILE_NAME as MANIFEST_NAME
 from outcore.storage.store.manifest import FORMAT, VERSION
@@ -27,6 +27,8 @@ HEADER_BYTES = 64 * KIB  # one page of the largest logical block that Linux supp
 HEADER_TEXT_BYTES = 4096
 DATA_NAME = "tensors.bin"
 LOCK_NAME = "store.lock"
+STORE_NAMES = (MANIFEST_NAME, f".{MANIFEST_NAME}.part", DATA_NAME)
+"""Files that `remove_files` removes."""
 
 
 class DirectoryLock:
@@ -142,7 +144,7 @@ def create_files(
             files[-1].preallocate(size_bytes)
             files[-1].write_from(_header(store_id, number, len(directories)), 0)
             files[-1].sync()
-            sync_directory(directory)
+            fsync_folder(directory)
     except BaseException:
         for file in files:
             file.close()
@@ -171,7 +173,7 @@ def open_files(
 def remove_files(directories: Sequence[Path]) -> None:
     """Remove a store's files, its manifest first, so that an interrupted removal leaves nothing that looks whole."""
     for directory in directories:
-        for name in (MANIFEST_NAME, MANIFEST_NAME + ".new", DATA_NAME):
+        for name in STORE_NAMES:
             try:
                 (directory / name).unlink(missing_ok=True)
             except OSError as error:

@@ -8,14 +8,13 @@ everything that could lead a transfer to a wrong place: format, version, sizes, 
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from outcore.common import write_atomic
 from outcore.storage.errors import StorageError
-from outcore.storage.filesystem import sync_directory
 from outcore.storage.store.stripe_layout import StripeLayout
 from outcore.storage.store.tensor_spec import TensorSpec, dtype_by_name
 
@@ -79,14 +78,8 @@ class Manifest:
         body = self._body()
         text = json.dumps({"crc32": _crc32(body), "body": body}, indent=1)
         path = directory / FILE_NAME
-        aside = directory / (FILE_NAME + ".new")
         try:
-            with open(aside, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-            sync_directory(directory)
+            write_atomic(path, text)
         except OSError as error:
             raise StorageError("write of the manifest", path=path, wanted=len(text), errno=error.errno) from error
 

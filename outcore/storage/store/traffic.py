@@ -20,7 +20,9 @@ from outcore.common.quantities import MIB, format_s
 from outcore.storage.block_file import BlockFile
 from outcore.storage.engine import StorageEngine
 from outcore.storage.engines.request_queue import Kind
+from outcore.storage.host_buffer import aligned_bytes
 from outcore.storage.store.checksums import Checksums
+from outcore.storage.store.digests import BlockDigests
 from outcore.storage.store.manifest import Entry
 from outcore.storage.store.stripe_layout import StripeLayout
 from outcore.storage.transfer import Transfer, gather
@@ -44,7 +46,7 @@ class StoreTraffic:
         self._failed: dict[tuple[str, int, int], BaseException] = {}
 
     def submit(
-        self, kind: Kind, entry: Entry, flat: Any, start: int, priority: int, checksums: Checksums | None
+        self, kind: Kind, entry: Entry, flat: Any, start: int, priority: int, checksums: Checksums | BlockDigests | None
     ) -> Transfer:
         """Move `flat` from or to byte `start` of the entry's tensor. Raises RuntimeError when closed or committing."""
         name, stop = entry.spec.name, start + flat.nbytes
@@ -60,9 +62,11 @@ class StoreTraffic:
                 transfer = self._submit_range(kind, entry, flat, start, priority)
             else:
                 if kind == "write":
+                    if isinstance(checksums, BlockDigests):
+                        for at, to in checksums.cut(start, stop):
+                            checksums.split(at, to, start, stop, lambda at, to: self._read_whole(entry, at, to))
                     checksums.mark(start, stop)
-                after = checksums.written if kind == "write" else checksums.verify
-                transfer = self._submit_sections(kind, entry, flat, start, priority, after)
+                transfer = self._submit_sections(kind, entry, flat, start, priority, checksums)
         except BaseException as error:
             self._ended(token, name, start, stop, error)
             raise
@@ -70,10 +74,12 @@ class StoreTraffic:
         return transfer
 
     def _submit_sections(
-        self, kind: Kind, entry: Entry, flat: Any, start: int, priority: int, after: Callable[[np.ndarray, int], None]
+        self, kind: Kind, entry: Entry, flat: Any, start: int, priority: int, checksums: Checksums | BlockDigests
     ) -> Transfer:
+        after = checksums.written if kind == "write" else checksums.verify
+        stop = start + flat.nbytes
         sections: list[Transfer] = []
-        steps: list[Callable[[], object]] = []
+        steps: list[Callable[[], object] | None] = []
         done = 0
         try:
             while done < flat.nbytes:
@@ -81,11 +87,44 @@ class StoreTraffic:
                 take = min(SECTION_BYTES - at % SECTION_BYTES, flat.nbytes - done)
                 view = flat[done : done + take]
                 sections.append(self._submit_range(kind, entry, view, at, priority))
-                steps.append(lambda view=view, at=at: after(_on_host(view), at))
+                is_taken = checksums.takes(at // SECTION_BYTES)
+                steps.append((lambda view=view, at=at: after(_on_host(view), at)) if is_taken else None)
                 done += take
+            whole = gather(sections, f"{kind} of {entry.spec.name!r}", steps)
+            if kind == "read" and isinstance(checksums, BlockDigests) and (cut := checksums.cut(start, stop)):
+                return self._with_cut(whole, entry, flat, start, priority, checksums, cut)
+            return whole
         except BaseException as error:
             return _failed_half_way(sections, error, f"{kind} of {entry.spec.name!r}")
-        return gather(sections, f"{kind} of {entry.spec.name!r}", steps)
+
+    def _with_cut(
+        self,
+        main: Transfer,
+        entry: Entry,
+        flat: Any,
+        start: int,
+        priority: int,
+        digests: BlockDigests,
+        cut: Sequence[tuple[int, int]],
+    ) -> Transfer:
+        """The read `main` with what it cuts in two, which is read whole to be verified."""
+        what = f"read of {entry.spec.name!r}"
+        parts = [main]
+        buffers = [(at, aligned_bytes(to - at)) for at, to in cut]
+        try:
+            parts += [self._submit_range("read", entry, buffer, at, priority) for at, buffer in buffers]
+        except BaseException as error:
+            return _failed_half_way(parts, error, what)
+
+        def check() -> None:
+            data = _on_host(flat)
+            for at, buffer in buffers:
+                digests.check_cut(buffer, at, data, start)
+
+        both = gather(parts, what)
+        total = gather([both], what, [check])
+        total.n_bytes = main.n_bytes
+        return total
 
     def _submit_range(self, kind: Kind, entry: Entry, flat: Any, start: int, priority: int) -> Transfer:
         submit = self.engine.submit_read if kind == "read" else self.engine.submit_write
@@ -99,8 +138,13 @@ class StoreTraffic:
             return _failed_half_way(parts, error, f"{kind} of {entry.spec.name!r}")
         return parts[0] if len(parts) == 1 else gather(parts, f"{kind} of {entry.spec.name!r}")
 
+    def _read_whole(self, entry: Entry, at: int, to: int) -> np.ndarray:
+        buffer = aligned_bytes(to - at)
+        self.read_now(entry, buffer, at)
+        return buffer
+
     def read_now(self, entry: Entry, flat: np.ndarray, start: int) -> None:
-        """Blocking and unverified, for the store's own use during a commit. Raises StorageError."""
+        """Blocking and unverified, for the store's own use. Raises StorageError."""
         self._submit_range("read", entry, flat, start, priority=0).wait(TIMEOUT_S)
 
     def _ended(self, token: object, name: str, start: int, stop: int, error: BaseException | None) -> None:

@@ -122,6 +122,7 @@ def stream_decision(
         loss_scale_hysteresis=scaling.hysteresis,
         min_loss_scale=float(scaling.minimum),
         seed=settings.seed,
+        nvme_checksums=settings.nvme_checksums,
         **homes,
     )
     return StreamDecision(

@@ -1,10 +1,15 @@
-"""Ctrl-C and SIGTERM ask the run to stop: it finishes its step, saves, and says how to resume.
+"""Ctrl-C, SIGTERM and SIGHUP ask the run to stop: it finishes its step, saves, and says how to resume.
 
-A second Ctrl-C stops at once; the last checkpoint is still intact. With several ranks all agree before stopping.
+SIGHUP is what a closed terminal or a dropped ssh sends: the screen may be gone with it, so output that fails from then
+on goes nowhere instead of ending the run. Under nohup it stays ignored. A second Ctrl-C stops at once; the last
+checkpoint is still intact. After the last step there is nothing to save: the export is finished and the run ends with
+0. With several ranks all agree before stopping.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 from types import FrameType, TracebackType
@@ -14,16 +19,22 @@ import torch
 
 
 class StopRequest:
-    """Context manager that catches SIGINT and SIGTERM; `wanted()` tells, on all ranks alike, whether one came."""
+    """Context manager that catches SIGINT, SIGTERM and SIGHUP; `wanted()` tells, on all ranks alike, if one came."""
 
     def __init__(self, world_size: int = 1, device: torch.device | None = None) -> None:
         self._world_size = world_size
         self._device = device or torch.device("cpu")
         self.signal: signal.Signals | None = None
+        self.finishing = "finishing this step, then saving"
+        """What is still done when one comes."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
+        if hang_up is not None and signal.getsignal(hang_up) is not signal.SIG_IGN:
+            numbers.append(hang_up)
+        for number in numbers:
             self._before[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -36,7 +47,12 @@ class StopRequest:
             raise KeyboardInterrupt
         if self.signal is None:
             self.signal = signal.Signals(number)
-            sys.stderr.write(f"\n{self.signal.name}: finishing this step, then saving (Ctrl-C again stops at once)\n")
+            words = f"\n{self.signal.name}: {self.finishing} (Ctrl-C again stops at once)\n"
+            try:
+                sys.stderr.write(words)
+                sys.stderr.flush()
+            except (OSError, ValueError):  # the terminal is gone
+                _drop_output()
 
     def wanted(self) -> bool:
         """True on every rank as soon as one rank was asked to stop."""
@@ -53,3 +69,12 @@ class StopRequest:
     def exit_code(self) -> int:
         """What the shell expects of a process that a signal ended: 128 + its number."""
         return 128 + int(self.signal) if self.signal else 0
+
+
+def _drop_output() -> None:
+    """Have what is printed from now on go nowhere: a run must not end because nobody can read it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # no descriptor of its own
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

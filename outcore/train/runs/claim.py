@@ -90,16 +90,20 @@ def take_run(config: TrainConfig, say: Callable[[str], None]) -> TakenRun:
 
 def _take_newest(config: TrainConfig, base: str, say: Callable[[str], None]) -> TakenRun | None:
     """The newest run of a name at its newest whole checkpoint; None when no run of the name has one."""
-    has_damaged = False
+    damaged: list[str] = []
+
+    def on_bad(words: str) -> None:
+        damaged.append(words)
+        say(words)
+
     for name in reversed([base] if config.run_name else numbered_names(config, base)):
         folder = folder_of(config, name)
         lock = folder.lock(say)  # before its checkpoints are read: whoever writes it removes old ones
-        checkpoint = newest_checkpoint(folder.checkpoints, on_bad=say)
+        checkpoint = newest_checkpoint(folder.checkpoints, on_bad)
         if checkpoint is not None:
             return TakenRun(folder, checkpoint, lock)
-        has_damaged |= bool(list_checkpoints(folder.checkpoints))
         lock.release()
-    if has_damaged:
+    if damaged:
         raise CheckpointError(
             f"Run {base} has checkpoints, but none of them is whole: see above. Bring one back from a copy, or "
             "start a new run with another --run_name."

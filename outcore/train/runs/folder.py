@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outcore.checkpoint import list_checkpoints
+from outcore.common import describe_errno, make_folder
 from outcore.config import ConfigError, TrainConfig
 from outcore.data import weighted_source
 from outcore.train.runs.lock import RunLock
@@ -63,14 +64,14 @@ class RunFolder:
 
 def _make(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         probe = folder / f".writable-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be written ({error.strerror}): fix its permissions, or point --checkpoint_dir, "
-            "--log_dir and --export_dir at folders that can."
+            f"{folder} cannot be written ({describe_errno(error.errno)}): fix its permissions, or point "
+            "--checkpoint_dir, --log_dir and --export_dir at folders that can."
         ) from error
 
 

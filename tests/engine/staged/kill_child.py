@@ -13,9 +13,9 @@ import signal
 import sys
 from typing import Any
 
-import outcore.checkpoint.folders as checkpoint_room
 import outcore.engine.deepspeed.engine as engine_room
 import outcore.engine.deepspeed.staged.gradients as gradients_room
+from outcore.checkpoint.manifest import Manifest
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.states.ring.ring import StateRing
 from outcore.storage import TensorStore
@@ -27,7 +27,7 @@ MOMENTS: dict[str, tuple[Any, str, bool]] = {
     "gradient": (gradients_room.StagedGradients, "add", True),
     "write": (TensorStore, "submit_write", True),
     "save": (engine_room, "write_shard", False),
-    "commit": (checkpoint_room, "_write_manifest", True),
+    "commit": (Manifest, "save", True),
 }
 """Where each comes by: owner, name, and whether the blow falls after the call."""
 

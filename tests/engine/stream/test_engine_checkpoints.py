@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outcore.checkpoint.shards import CheckpointError, TensorPlan, crc32_of, write_shard
+from outcore.checkpoint.manifest import crc32_of
+from outcore.checkpoint.shards import CheckpointError, TensorPlan, write_shard
 from outcore.model.names import checkpoint_name
 from tests.engine.stream.training import LR, TINY, batches_of, fixtures, weights_of
 from tests.flow.models import tiny_loaded

@@ -13,6 +13,7 @@ effects. With several ranks on a host, let one rank build and broadcast the resu
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from outcore.config import RunSettings
@@ -101,6 +102,7 @@ def build_config(
         check_eps(settings.adam_epsilon, state_format(states).moments8)
         config["zero_force_ds_cpu_optimizer"] = False  # the parameter groups come from outside, the step is ours
     offload = _chosen(placement, locked_bytes, states, zero, staged=staged)
+    offload = replace(offload, nvme_checksums=settings.nvme_checksums)
     return BuiltConfig(config, tuple(notes.lines), offload, tuple(notes.warnings))
 
 

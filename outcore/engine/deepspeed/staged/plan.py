@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -45,6 +46,8 @@ class StagedPlan:
     """Folder for what does not live in RAM. None: everything does."""
     owns_nvme_path: bool = False
     """It is the run's own, made for it below the folder that the user named, and goes with it."""
+    nvme_checksums: Literal["auto", "on", "off", "sampled"] = "auto"
+    """Verify what the drive gives back."""
     state_ram_bytes: int | None = None
     """RAM for optimizer states, the rest goes to the drive. None: all in RAM; 0: all on the drive."""
     param_store_bytes: int = 0
@@ -151,6 +154,7 @@ def make_plan(settings: RunSettings, offload: ChosenOffload, model: WeightCounts
         grad_bytes=sizes.grad_bytes,
         pin=_pins(settings),
         nvme_path=offload.nvme_path,
+        nvme_checksums=offload.nvme_checksums,
         owns_nvme_path=offload.nvme_path is not None and bool(run.run_name),
         state_ram_bytes=sizes.state_ram_bytes,
         param_store_bytes=sizes.store_bytes,

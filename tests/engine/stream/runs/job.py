@@ -103,6 +103,7 @@ def _count_down(owner: Any, name: str, count: int, armed: Callable[[], bool], *,
 
 def _place_kill(moment: str, count: int, after_step: int) -> None:
     from outcore.checkpoint import folders as checkpoint
+    from outcore.checkpoint.manifest import Manifest
     from outcore.engine.stream import state
     from outcore.engine.stream.backward.layer import BackwardRunner
     from outcore.engine.stream.gradients.download import GradientDownload
@@ -118,7 +119,7 @@ def _place_kill(moment: str, count: int, after_step: int) -> None:
         "update": (torch_backend, "update_chunk"),
         "drive write": (BlockFile, "write_from"),
         "shard": (state, "write_shard"),
-        "manifest": (checkpoint, "_write_manifest"),
+        "manifest": (Manifest, "save"),
         "renamed": (checkpoint, "rotate"),
         "between": (Trainer, "train_one"),
     }

@@ -1,0 +1,135 @@
+"""Files and folders that survive a power cut: synced before they take their name, their folder after it.
+
+A rename is atomic but neither durable nor ordered after the bytes of what it renames: without a sync a crash can leave
+the new name with an empty file. So whatever is published here is synced with every folder that holds it, renamed, and
+the folder above synced last. Errors leave as they come, with their path; `common.system_errors` explains them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+
+def fsync_file(path: Path) -> None:
+    """Bring a file's bytes and size to the drive. Raises OSError."""
+    _fsync(path, os.O_RDONLY)
+
+
+def fsync_folder(path: Path) -> None:
+    """Bring a folder's names to the drive, so that a rename or a new file in it survives a power cut."""
+    if os.name != "nt":  # Windows opens no folders
+        _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # fsync tells no path
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Bring every file and folder below `folder` to the drive, and `folder` itself. Links are not followed."""
+    for where, _, names in os.walk(folder, topdown=False, onerror=_raise):
+        for name in names:
+            path = Path(where, name)
+            if not path.is_symlink():
+                fsync_file(path)
+        fsync_folder(Path(where))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and those above it that are missing; each new name is brought to the drive. Raises OSError."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    with contextlib.suppress(PermissionError):  # a folder in which one may write and not read
+        fsync_folder(path.parent)
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Replace a file: after a crash at any moment it holds the old bytes or the new ones. Raises OSError."""
+    aside = path.with_name(f".{path.name}.part")
+    try:
+        with open(aside, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # a drive that fails may refuse this as well
+            aside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+    fsync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_atomic` of a value as JSON."""
+    write_atomic(path, json.dumps(value, indent=1))
+
+
+def publish_folder(aside: Path, final: Path) -> None:
+    """Give a finished folder its name, in place of an older one; every byte is on the drive before.
+
+    A crash between the two renames leaves the older folder as `.NAME.old`, which `finish_publishing` brings back.
+    """
+    fsync_tree(aside)
+    old = _old_of(final)
+    if final.exists():
+        remove_tree(old)
+        os.rename(final, old)
+    os.rename(aside, final)
+    fsync_folder(final.parent)
+    remove_tree(old)
+
+
+def finish_publishing(final: Path) -> None:
+    """Bring an older folder back where a crash came between the two renames of `publish_folder`."""
+    old = _old_of(final)
+    if old.is_dir():
+        if final.exists():
+            remove_tree(old)
+        else:
+            os.rename(old, final)
+
+
+def _old_of(final: Path) -> Path:
+    return final.with_name(f".{final.name}.old")
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder and all below it, if it is there; a link is removed and not followed. Raises OSError."""
+    try:
+        if path.is_symlink():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
+    except OSError as error:  # which names what it found below, without the folders above
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def inside(folder: Path, name: str, *, follow_links: bool = False) -> Path:
+    """The path of `name`, which a listing read from a file gives, below `folder`. ValueError where it leads out of it:
+    absolute, through `..`, or, unless `follow_links`, through a link."""
+    relative = Path(name)
+    if not name or "\0" in name or relative.is_absolute() or ".." in relative.parts:
+        raise ValueError(f"{name!r} leads out of {folder}")
+    path = folder / relative
+    if not follow_links and not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{name!r} leads out of {folder} through a link")
+    return path
