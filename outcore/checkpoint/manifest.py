@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outcore.common import DamagedListing, listing, write_json
-from outcore.common.listing import CHECKSUM, Files, checksum_of, crc32_of
+from outcore.common import listing, write_json
+from outcore.common.listing import CHECKSUM, DamagedListing, Files, checksum_of, crc32_of
 
 __all__ = ["CheckpointError", "Manifest", "crc32_of", "listed_files"]
 

@@ -12,14 +12,6 @@ from outcore.common.files import (
     write_atomic,
     write_json,
 )
-from outcore.common.listing import (
-    CHECKSUM,
-    CHECKSUMS,
-    DamagedListing,
-    checksum_of,
-    damaged_weights,
-    write_checksums,
-)
 from outcore.common.system_errors import (
     FileError,
     as_file_error,

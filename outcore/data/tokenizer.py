@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from outcore.common import CHECKSUMS, DamagedListing, damaged_weights, publish_folder, write_checksums
+from outcore.common import publish_folder
+from outcore.common.listing import CHECKSUMS, DamagedListing, damaged_weights, write_checksums
 from outcore.data.basis import DataError, DataSettings, shorten
 from outcore.data.cache import build_lock, cache_folder, digest_of, explained
 from outcore.data.chat import default_template

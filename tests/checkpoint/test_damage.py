@@ -29,7 +29,7 @@ from outcore.checkpoint import (
 )
 from outcore.checkpoint.export import export_checkpoint
 from outcore.checkpoint.manifest import Manifest
-from outcore.common import CHECKSUMS, damaged_weights
+from outcore.common.listing import CHECKSUMS, damaged_weights
 
 SHARD = "model-00001-of-00001.safetensors"
 MODEL = {"num_attention_heads": 4, "rope_theta": 10000.0, "rms_norm_eps": 1e-6}

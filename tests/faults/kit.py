@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from tests.engine.stream.job import FAST, REPOSITORY, TEXT, same, states
+from tests.engine.stream.runs.job import FAST, REPOSITORY, TEXT, same, states
 
 SOURCE = Path(__file__).with_name("preload.c")
 STEPS = 4

@@ -25,7 +25,8 @@ from outcore.checkpoint import (
     write_shard,
 )
 from outcore.checkpoint.export import export_checkpoint
-from outcore.common import damaged_weights, explain_error
+from outcore.common import explain_error
+from outcore.common.listing import damaged_weights
 from outcore.data import DataSettings, load_or_train_tokenizer
 from outcore.data.cache import open_or_build
 from outcore.flow.weights import Scratch

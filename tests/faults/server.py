@@ -29,7 +29,7 @@ def child(job: dict[str, Any]) -> None:
         os._exit(run_phase(job["phase"], job["root"], job["fault"]))
     os.environ.update(job["environ"])
     from outcore.engine.deepspeed.staged import gradients
-    from tests.engine.stream.job import train
+    from tests.engine.stream.runs.job import train
 
     gradients.MIN_BYTES = 1024  # the model is tiny
     code = 70
@@ -69,7 +69,7 @@ def main() -> None:
     import torch
 
     import outcore.train.run  # noqa: F401
-    import tests.engine.stream.job
+    import tests.engine.stream.runs.job
     import tests.faults.phases  # noqa: F401
 
     torch.set_num_threads(1)

@@ -12,7 +12,8 @@ from torch import nn
 
 from outcore.checkpoint import TensorPlan, newest_checkpoint, save_checkpoint, write_shard
 from outcore.checkpoint.export import export_model
-from outcore.common import damaged_weights, write_json
+from outcore.common import write_json
+from outcore.common.listing import damaged_weights
 from tests.faults.powercut import Drive, PowerIsCut, counted_calls, drive, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")

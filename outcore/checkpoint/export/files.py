@@ -23,7 +23,8 @@ from outcore.checkpoint.export.model import write_config, write_index, write_mod
 from outcore.checkpoint.folders import Checkpoint, check_space
 from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, write_shard
-from outcore.common import file_errors, make_folder, publish_folder, remove_tree, write_checksums
+from outcore.common import file_errors, make_folder, publish_folder, remove_tree
+from outcore.common.listing import write_checksums
 from outcore.model.facts import model_class_of
 
 logger = logging.getLogger(__name__)

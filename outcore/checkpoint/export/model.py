@@ -18,15 +18,8 @@ from torch import nn
 
 from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import MAX_SHARD_BYTES, TensorPlan, plan_shards, write_shard
-from outcore.common import (
-    file_errors,
-    finish_publishing,
-    make_folder,
-    publish_folder,
-    remove_tree,
-    write_checksums,
-    write_json,
-)
+from outcore.common import file_errors, finish_publishing, make_folder, publish_folder, remove_tree, write_json
+from outcore.common.listing import write_checksums
 from outcore.model.lora import adapted_layers, tied_apart
 from outcore.model.names import checkpoint_name
 from outcore.model.weights import full_shape

@@ -20,7 +20,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from outcore.common import CHECKSUM, checksum_of, describe_errno, fsync_folder, system_number
+from outcore.common import describe_errno, fsync_folder, system_number
+from outcore.common.listing import CHECKSUM, checksum_of
 from outcore.common.quantities import GIB, MIB, format_gb
 from outcore.data.basis import CacheError
 

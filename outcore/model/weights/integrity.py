@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from outcore.common import DamagedListing, damaged_weights, file_errors, inside
+from outcore.common import file_errors, inside
+from outcore.common.listing import DamagedListing, damaged_weights
 
 INDEX = "model.safetensors.index.json"
 
