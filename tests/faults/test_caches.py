@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from outcore.data import DataSettings, load_or_train_tokenizer
+from outcore.data.basis import CacheError
 from outcore.data.cache.arrays import ArraysWriter, DamagedArrays, open_arrays
-from outcore.data.errors import CacheError
 
 
 def flip(path: Path, bit: int) -> None:
