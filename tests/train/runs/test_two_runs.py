@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ import os, sys, runpy, time
 if os.fork() == 0:
     sys.argv = ["train_model.py", *sys.argv[1:]]
     runpy.run_path("train_model.py", run_name="__main__")
-time.sleep(600)
+time.sleep(120)
 """
 
 
@@ -117,19 +118,23 @@ def _wait_for(what: str, found: object, timeout_s: float = 60.0) -> None:
 
 def _kill_the_launcher(launcher: ForkedProcess | subprocess.Popen[bytes], root: Path, kill_pid: int) -> None:
     """Once steps are saved: kill -9; the worker saves its step and ends, and the run is free."""
-    saved = root / "checkpoint/r"
-    _wait_for("a first save", lambda: saved.is_dir() and any(saved.glob("step-*")))
-    holder = holder_of(lock_path(saved.parent, "r"))
-    assert holder is not None
-    worker = psutil.Process(int(holder["pid"]))  # type: ignore[call-overload]
-    os.kill(kill_pid, signal.SIGKILL)
+    saved, started = root / "checkpoint/r", [psutil.Process(launcher.pid)]
     try:
+        _wait_for("a first save", lambda: saved.is_dir() and any(saved.glob("step-*")))
+        holder = holder_of(lock_path(saved.parent, "r"))
+        assert holder is not None
+        worker = psutil.Process(int(holder["pid"]))  # type: ignore[call-overload]
+        started += [*started[0].children(recursive=True), worker]
+        os.kill(kill_pid, signal.SIGKILL)
         worker.wait(30)
-    finally:
-        if worker.is_running():
-            worker.kill()
-    assert holder_of(lock_path(saved.parent, "r")) is None
-    launcher.kill()
+        assert holder_of(lock_path(saved.parent, "r")) is None
+    finally:  # else the test process waits at its end for a child that sleeps
+        for process in started:
+            with suppress(psutil.Error):
+                started += process.children(recursive=True)
+        for process in started:
+            with suppress(psutil.Error):
+                process.kill()
 
 
 def test_a_worker_ends_with_its_launcher(tmp_path: Path, corpus: Path) -> None:
