@@ -136,7 +136,7 @@ CASES: list[Case] = [
          ("bf16.enabled and fp16.enabled", "contradict"), "empty folders",
          ds_config(bf16={"enabled": True}, fp16={"enabled": True})),
     Case("ds-scheduler", "a schedule that does not exist", "--deepspeed_config {here}/ds.json", 2,
-         ("'WarmupDecay'", "WarmupDecayLR"), "empty folders", ds_config(scheduler={"type": "WarmupDecay",
+         ("'WarmupDecay'", "Did you mean warmup_decay"), "empty folders", ds_config(scheduler={"type": "WarmupDecay",
          "params": {}})),
     # --- where the data is
     Case("data-missing", "a file that is not there", "--dataset '{data}/a test.txt'", 2,
@@ -364,7 +364,8 @@ CASES: list[Case] = [
          ("contradict each other", "--engine deepspeed")),
     Case("stream-stage-in-file", "the streaming engine, and ZeRO-1 in the file",
          "--engine stream --deepspeed_config {here}/ds.json", 2,
-         ("zero_stage zero1 was asked for", "--engine auto"), setup=ds_config(zero_optimization={"stage": 1})),
+         ("engine stream and zero_stage zero1 contradict each other", "--engine deepspeed"),
+         setup=ds_config(zero_optimization={"stage": 1})),
     Case("stream-encoder-decoder", "a model that cannot be streamed", "--engine stream --preset tiny-t5", 2,
          ("only decoder-only models are streamed", "--engine deepspeed"), "empty folders"),
     Case("stream-ram", "a model larger than RAM, and no drive", "--engine stream --preset llama-70b", 2,
