@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from outcore.infer import Request, Sampling
 from outcore.infer.cache import open_memory
-from outcore.infer.opening import InferSettings, open_engine
-from outcore.sizing.inference import InferenceLimits
+from outcore.infer.opening import InferSettings, build, open_engine
 from tests.infer.models import prompts_of, save_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -27,19 +28,24 @@ def test_the_gpu_reads_and_writes_pages_in_ram():
     memory.close()
 
 
-def answers(folder, monkeypatch, vram_bytes=None, **settings):
-    from outcore.infer.opening import build
+def travelling(placement, ram_share: float):
+    """The same placement with every part off the device: all in RAM, or so much of each layer."""
+    parts = [
+        dataclasses.replace(part, home="ram", ram_bytes=part.size_bytes)
+        if ram_share == 1 or not part.part.startswith("layer")
+        else dataclasses.replace(part, home="nvme", ram_bytes=int(part.size_bytes * ram_share))
+        for part in placement.parts
+    ]
+    return dataclasses.replace(placement, parts=tuple(parts))
 
-    limits_of = build.limits_of
 
-    def capped(*args):
-        limits = limits_of(*args)
-        if vram_bytes is None:
-            return limits
-        return InferenceLimits(**{**limits.__dict__, "vram_bytes": vram_bytes})
-
-    monkeypatch.setattr(build, "limits_of", capped)
-    opened = open_engine(str(folder), InferSettings(context=128, device="cuda", **settings))
+def answers(folder, monkeypatch, ram_share: float | None = None, device: str = "cuda", **settings):
+    """(tokens of all prompts, scores, placement)."""
+    place = build.place_inference
+    if ram_share is not None:
+        monkeypatch.setattr(build, "place_inference", lambda *args: travelling(place(*args), ram_share))
+    opened = open_engine(str(folder), InferSettings(context=128, device=device, **settings))
+    monkeypatch.setattr(build, "place_inference", place)
     try:
         sampling = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
         requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
@@ -81,9 +87,8 @@ def test_homes_do_not_change_answers(wide_folder, monkeypatch, tmp_path, precisi
     whole, scores, placement = answers(folder, monkeypatch, precision=precision)
     assert placement.bytes_at("vram") and not placement.travelling_bytes
     assert answers(folder, monkeypatch, precision=precision, kv_home="ram")[0] == whole
-    least = sum(placement.vram_bytes.values()) - placement.bytes_at("vram") // 2
-    for more in ({}, {"nvme_path": (tmp_path,), "ram_gib": 0.01}):
-        found, again, other = answers(folder, monkeypatch, least, precision=precision, **more)
+    for share, more in ((1, {}), (0.5, {"nvme_path": (tmp_path,)})):
+        found, again, other = answers(folder, monkeypatch, share, precision=precision, **more)
         assert other.travelling_bytes > 0 and found == whole and again == scores
     model = model.to("cuda")
     tolerance = 1e-3 if precision == "fp32" else 0.05
