@@ -4,6 +4,7 @@ interrupted.
     outcore export my-run                  the best checkpoint where the run kept one, else the newest
     outcore export my-run --merge          with LoRA: the base with the adapter in it
     outcore export my-run/step-00000100    that one
+    outcore export final_model/my-run --gguf q4_k    the folder of an exported model as one file for llama.cpp
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 from outcore.checkpoint.export import export_checkpoint, has_adapter, how_to_load, merge_checkpoint
 from outcore.checkpoint.folders import Checkpoint, list_checkpoints, open_checkpoint, step_folder
 from outcore.checkpoint.shards import CheckpointError
+from outcore.common.quantities import format_gb
+from outcore.formats.gguf_files import GGUF_KINDS, default_file, write_gguf
 
 
 def find_checkpoint(path: Path, root: Path, *, last: bool = False) -> Checkpoint:
@@ -46,9 +49,16 @@ def main(argv: list[str] | None = None) -> int:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--merge", action="store_true", help="LoRA: the base model with the adapter merged in")
     how.add_argument("--adapter", action="store_true", help="LoRA: the adapter alone (what is done anyway)")
-    parser.add_argument("--out", type=Path, help="new folder (default: final_model/RUN-STEP)")
+    parser.add_argument("--out", type=Path, help="new folder (default: final_model/RUN-STEP); with --gguf the file")
+    parser.add_argument(
+        "--gguf", choices=GGUF_KINDS, help="instead: the folder of an exported (merged) model as one file for llama.cpp"
+    )
     args = parser.parse_args(argv)
     try:
+        if args.gguf is not None:
+            file = write_gguf(args.run, args.out or default_file(args.run, args.gguf), args.gguf)
+            print(f"{file}  ({format_gb(file.stat().st_size)})")
+            return 0
         checkpoint = find_checkpoint(args.run, args.checkpoint_dir, last=args.last)
         run = checkpoint.path.absolute().parent.name
         merged = "-merged" if args.merge else ""
@@ -56,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.adapter and not has_adapter(checkpoint):
             raise CheckpointError(f"{checkpoint.path}: all weights were trained, there is no adapter. Leave it out.")
         folder = merge_checkpoint(checkpoint, target) if args.merge else export_checkpoint(checkpoint, target)
-    except (CheckpointError, ValueError, OSError) as error:
+    except (CheckpointError, ValueError, OSError, RuntimeError) as error:
         print(f"outcore export: {error}", file=sys.stderr)
         return 1
     print(f"step {checkpoint.step} of run {run}: {folder}  ({how_to_load(folder)})")

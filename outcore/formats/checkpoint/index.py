@@ -73,5 +73,5 @@ def usual_format(quantization: Mapping[str, Any]) -> str:
 
 def notes_on(entries: dict[str, Entry]) -> tuple[str, ...]:
     """What of a checkpoint is expanded when it is read, and why."""
-    whys = Counter(entry.why for entry in entries.values() if isinstance(entry, ExpandedEntry))
+    whys = Counter(entry.why for entry in entries.values() if isinstance(entry, ExpandedEntry) and entry.why)
     return tuple(f"{count} weights are expanded to 16 bits when they are read: {why}" for why, count in whys.items())

@@ -1,0 +1,5 @@
+"""GGUF files: written from a folder that `from_pretrained` loads, and read as a packed checkpoint."""
+
+from outcore.formats.gguf_files.read import open_gguf
+from outcore.formats.gguf_files.rules import GgufRefused
+from outcore.formats.gguf_files.write import GGUF_KINDS, default_file, write_gguf
