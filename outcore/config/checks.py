@@ -118,7 +118,7 @@ def _check_engine(config: TrainConfig) -> None:
     if config.engine == "stream" and config.zero_stage in BELOW_ZERO3:
         raise ConfigError(
             f"engine stream and zero_stage {config.zero_stage} contradict each other: the streaming engine offloads "
-            "every state (it is ZeRO-Infinity for one GPU). Use --engine deepspeed, or leave zero_stage out."
+            "every state (it is ZeRO-Infinity for one GPU). Use --engine deepspeed, --engine auto or --zero_stage 3."
         )
     if config.engine == "deepspeed":
         only_stream = [n for n in ("activations", "compile", "tiling") if getattr(config, n) != "auto"]

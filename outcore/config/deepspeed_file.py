@@ -279,9 +279,8 @@ def _typed(row: Field, key: str, value: Any) -> Any:
         on_off = {"true": "on", "false": "off"}.get(text, text)
         text = row.spec.file_words.get(text) or row.spec.words.get(text, on_off)
         if text not in row.choices:
-            raise ValueError(
-                f"{where} must be one of {', '.join(row.choices)}, got {value!r}.{nearest(text, row.choices)}"
-            )
+            known = (*(word for word in row.spec.words if word not in row.choices), *row.choices)
+            raise ValueError(f"{where} must be one of {', '.join(known)}, got {value!r}.{nearest(text, known)}")
         return text
     if kind is bool:
         if not isinstance(value, bool):

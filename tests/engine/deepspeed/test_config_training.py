@@ -57,7 +57,7 @@ def training_jobs(nvme: Path) -> dict[str, dict[str, Any]]:
     made: dict[str, dict[str, Any]] = {}
     for name, (user, settings, model, run) in jobs.items():
         said = {"nvme_offload_path": str(nvme), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-        said |= {"learning_rate": 1e-3, **settings}
+        said |= {"learning_rate": 5e-4, **settings}
         chosen = settings_of(user, said, **run)
         built = build_config(chosen, facts(model), RunFacts(device="cpu", run_name=name), nvme_check=accept)
         made[name] = {
@@ -109,7 +109,7 @@ pytestmark = pytest.mark.timeout(1600)  # the first run on a machine compiles De
 def test_every_configuration_passes_deepspeeds_parser(results: dict[str, Any]) -> None:
     failed = {name: parsed["error"] for name, parsed in results["parsed"].items() if "error" in parsed}
     assert failed == {}
-    assert len(results["parsed"]) > 100
+    assert len(results["parsed"]) > 40
     for name in SHIPPED:
         assert results["parsed"][name] == {"train_batch_size": 8, "stage": 3}
 
