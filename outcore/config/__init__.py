@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outcore.config.checks import check_state_format
 from outcore.config.convert import ConfigError, nearest
 from outcore.config.deepspeed_file import DeepSpeedFile, read_deepspeed_file, understand
 from outcore.config.doors import parse

@@ -10,7 +10,6 @@ Exit code: 0 the plan fits, 1 it does not, 2 wrong usage or a missing, stale or 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -20,12 +19,12 @@ from outcore.model.shape import resolve_shape
 from outcore.plan.answer.advice import advise
 from outcore.plan.answer.command import Said, command, notes
 from outcore.plan.choose import choose_or_change
+from outcore.plan.fields import NAMED_ELSEWHERE, PlanConfig, parse_plan
 from outcore.plan.hardware import Hardware, Overrides
 from outcore.plan.profile import load_hardware
-from outcore.plan.request import ENGINES, PRECISIONS, STAGES, RunRequest
+from outcore.plan.request import RunRequest
 from outcore.sizing.shape import ModelShape
 
-STAGE_WORDS = {"0": "none", "1": "zero1", "2": "zero2", "3": "zero3"}
 SHORT_NAMES = {
     "1b": "llama-1b",
     "3b": "llama-3b",
@@ -39,64 +38,18 @@ SHORT_NAMES = {
 """Sizes people ask for -> the preset that stands for them."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The subcommand's arguments; names are train_model.py's where it has them."""
-    p = argparse.ArgumentParser(prog="outcore plan", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--model", help="preset, folder, config file or hub id (its config.json only)")
-    p.add_argument("--machine", help="profile name or file; default: this machine as gds_optimizer.py measured it")
-    p.add_argument("--nominal", action="store_true", help="data-sheet rates where nothing was measured")
-    run = p.add_argument_group("the run (what is left out is chosen)")
-    run.add_argument("--seq_length", type=int)
-    run.add_argument("--per_device_train_batch_size", "--micro_batch_size", type=int, dest="micro_batch")
-    run.add_argument("--gradient_accumulation_steps", type=int, dest="accumulation")
-    run.add_argument("--engine", choices=ENGINES, default="auto")
-    run.add_argument("--zero_stage", choices=(*STAGES, *STAGE_WORDS))
-    run.add_argument("--state_format", help="fp32, split (lossless), or with 8-bit moments fp32_m8, split8, fp24_m8")
-    run.add_argument("--precision", choices=PRECISIONS, default="bf16")
-    run.add_argument("--activation_checkpointing", choices=("true", "false"), default="true")
-    run.add_argument("--max_grad_norm", type=float, default=1.0)
-    run.add_argument("--lora_r", type=int, default=0)
-    run.add_argument("--lora_target_modules", default="auto", help="names with commas; auto: every linear layer")
-    run.add_argument("--staging_gib", type=float)
-    run.add_argument("--save_total_limit", type=int, default=2)
-    run.add_argument("--checkpoints_elsewhere", action="store_true", help="checkpoints go to another drive")
-    run.add_argument("--trust_remote_code", action="store_true")
-    run.add_argument("--dataset", help="for the command that is printed; no plan depends on it")
-    run.add_argument("--nvme_offload_path", metavar="DIR", help="likewise")
-    hw = p.add_argument_group("the machine (instead of what its profile says)")
-    hw.add_argument("--vram_gib", type=float)
-    hw.add_argument("--ram_gib", type=float, help="RAM that the run may take")
-    hw.add_argument("--pinned_gib", type=float)
-    hw.add_argument("--nvme_free_gb", type=float)
-    hw.add_argument("--tflops", type=float, help="that the GPU reaches with compiled layers")
-    hw.add_argument("--num_gpus", type=int, default=1)
-    infer = p.add_argument_group("answers instead of training")
-    infer.add_argument("--infer", nargs="?", const="", metavar="MODEL", help="plan generating and serving")
-    infer.add_argument("--preset", choices=("balanced", "latency", "throughput"), default="balanced")
-    infer.add_argument("--context", type=int, help="tokens of prompt and answer together")
-    infer.add_argument("--kv_format", choices=("same", "int8"), default="same")
-    out = p.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="the answer as JSON on stdout")
-    out.add_argument("--png", type=Path, metavar="FILE", help="stacked bars per tier against capacity")
-    out.add_argument("--paper_png", type=Path, metavar="FILE", help="the ZeRO-Infinity paper's efficiency curves")
-    out.add_argument("--guide", nargs="?", type=Path, const=Path("docs/planning.md"), metavar="FILE")
-    out.add_argument("--check", action="store_true", help="with --guide: compare, write nothing")
-    return p
-
-
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
-    cli = parser()
-    args = cli.parse_args(argv)
     try:
+        args = parse_plan(argv)
         if args.guide is not None:
-            return _guide(args.guide, args.check)
+            return _guide(Path(args.guide), args.check)
         if args.paper_png is not None:
             from outcore.plan.answer.figures import save_paper_curves
 
-            save_paper_curves(args.paper_png)
+            save_paper_curves(Path(args.paper_png))
             print(f"written: {args.paper_png}", file=sys.stderr)
-            if args.model is None:
+            if _model_of(args) is None:
                 return 0
         return _plan(args)
     except (ValueError, RuntimeError, OSError) as error:
@@ -104,19 +57,22 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _plan(args: argparse.Namespace) -> int:
+def _model_of(config: PlanConfig) -> str | None:
+    """Preset, folder, config file or hub id, whichever flag named it."""
+    infer = config.infer if config.infer != NAMED_ELSEWHERE else None
+    return infer or config.model_name_or_path or config.preset or config.config_file
+
+
+def _plan(args: PlanConfig) -> int:
     from outcore.plan.answer.show import show, to_json
 
-    if args.infer:
-        args.model = args.infer
-    if args.model is None:
+    model = _model_of(args)
+    if model is None:
         from outcore.model.presets import PRESETS
 
         raise ValueError(
             f"Name a model: --model with a folder, a hub id, a config file or one of {', '.join(PRESETS)}."
         )
-    if args.lora_r == 0 and args.lora_target_modules != "auto":
-        raise ValueError("lora_target_modules is given but lora_r is 0: add --lora_r 16 to plan adapters.")
     overrides = Overrides(
         vram_gib=args.vram_gib,
         ram_gib=args.ram_gib,
@@ -127,7 +83,7 @@ def _plan(args: argparse.Namespace) -> int:
     )
     hardware = load_hardware(args.machine, overrides, allow_nominal=args.nominal)
     shape = resolve_shape(
-        _model(args),
+        _name(model),
         lora_target_modules=args.lora_target_modules,
         trust_remote_code=args.trust_remote_code,
     )
@@ -141,8 +97,9 @@ def _plan(args: argparse.Namespace) -> int:
     if args.png is not None:
         from outcore.plan.answer.figures import save_bars
 
-        save_bars(answer, hardware, args.png)
-    said = Said(_model(args), args.dataset, args.nvme_offload_path, args.trust_remote_code)
+        save_bars(answer, hardware, Path(args.png))
+    dataset = args.dataset if args.dataset != PlanConfig.dataset else ()
+    said = Said(_name(model), dataset, args.nvme_offload_path, args.trust_remote_code)
     run_it = command(answer.plan, request, said)
     if args.json:
         print(json.dumps(to_json(answer, advice, hardware) | {"command": run_it}, indent=2))
@@ -155,12 +112,12 @@ def _plan(args: argparse.Namespace) -> int:
     return 0 if answer.plan.fits else 1
 
 
-def _infer(args: argparse.Namespace, shape: ModelShape, hardware: Hardware) -> int:
+def _infer(args: PlanConfig, shape: ModelShape, hardware: Hardware) -> int:
     from outcore.plan.inference import DoesNotFit, plan_inference, to_json, words_of
 
     asked = {
-        "preset": args.preset,
-        "precision": args.precision,
+        "preset": args.infer_preset,
+        "precision": "bf16" if args.precision == "auto" else args.precision,
         "context": args.context,
         "kv_format": args.kv_format,
     }
@@ -176,24 +133,24 @@ def _infer(args: argparse.Namespace, shape: ModelShape, hardware: Hardware) -> i
     return 0
 
 
-def _model(args: argparse.Namespace) -> str:
-    return SHORT_NAMES.get(str(args.model).lower(), str(args.model))
+def _name(model: str) -> str:
+    return SHORT_NAMES.get(model.lower(), model)
 
 
-def _request(args: argparse.Namespace) -> RunRequest:
+def _request(config: PlanConfig) -> RunRequest:
     return RunRequest(
-        seq_length=args.seq_length,
-        micro_batch=args.micro_batch,
-        accumulation=args.accumulation,
-        engine=args.engine,
-        zero_stage=STAGE_WORDS.get(args.zero_stage, args.zero_stage) if args.zero_stage else None,
-        state_format=args.state_format,
-        precision=args.precision,
-        activation_checkpointing=args.activation_checkpointing == "true",
-        max_grad_norm=args.max_grad_norm,
-        staging_bytes=int(args.staging_gib * GIB) if args.staging_gib is not None else None,
-        save_total_limit=args.save_total_limit,
-        checkpoints_elsewhere=args.checkpoints_elsewhere,
+        seq_length=config.seq_length,
+        micro_batch=config.per_device_train_batch_size,
+        accumulation=config.gradient_accumulation_steps,
+        engine=config.engine or "auto",
+        zero_stage=config.zero_stage,
+        state_format=None if config.state_format == "auto" else config.state_format,
+        precision="bf16" if config.precision == "auto" else config.precision,
+        activation_checkpointing=config.activation_checkpointing is not False,
+        max_grad_norm=1.0 if config.max_grad_norm is None else config.max_grad_norm,
+        staging_bytes=int(config.staging_gib * GIB) if config.staging_gib is not None else None,
+        save_total_limit=config.save_total_limit,
+        checkpoints_elsewhere=config.checkpoints_elsewhere,
     )
 
 

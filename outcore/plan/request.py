@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outcore.sizing.states import SPLIT_FORMATS, STATE_FORMATS
+from outcore.config import check_state_format
+from outcore.sizing.states import STATE_FORMATS
 
 STAGES = ("none", "zero1", "zero2", "zero3", "infinity")
 ENGINES = ("auto", "stream", "deepspeed")
@@ -48,11 +49,7 @@ class RunRequest:
             _one_of("zero_stage", self.zero_stage, STAGES)
         if self.state_format is not None:
             _one_of("state_format", self.state_format, tuple(STATE_FORMATS))
-            if self.state_format in SPLIT_FORMATS and self.precision != "bf16":
-                raise ValueError(
-                    f"state_format {self.state_format} splits the fp32 master into a bf16 parameter and a residual, so "
-                    f"it cannot go with precision {self.precision}. Use fp32 or fp32_m8."
-                )
+            check_state_format(self.state_format, self.precision)
         if self.max_grad_norm < 0:
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}, but must be 0 (off) or more.")
         if self.engine == "stream" and self.zero_stage in ("none", "zero1", "zero2"):

@@ -84,7 +84,7 @@ def test_contradictions_are_refused():
         ({"seq_length": 0}, "at least 1"),
         ({"engine": "magic"}, "must be one of"),
         ({"zero_stage": "four"}, "must be one of"),
-        ({"state_format": "split", "precision": "fp16"}, "cannot go with precision"),
+        ({"state_format": "split", "precision": "fp16"}, "needs --precision bf16"),
         ({"state_format": "tiny"}, "must be one of"),
         ({"max_grad_norm": -1.0}, "0 \\(off\\) or more"),
         ({"engine": "stream", "zero_stage": "zero2"}, "contradict"),

@@ -16,7 +16,7 @@ class Said:
 
     model: str
     """Preset, config file, folder or hub id."""
-    dataset: str | None = None
+    dataset: tuple[str, ...] = ()
     nvme_path: str | None = None
     trust_remote_code: bool = False
 
@@ -36,8 +36,7 @@ def command(plan: Plan, request: RunRequest, said: Said) -> str:
     """The whole command line, everything that train_model.py would choose otherwise spelt out."""
     start = "python train_model.py" if plan.num_gpus == 1 else f"deepspeed --num_gpus={plan.num_gpus} train_model.py"
     words = [start, said.model_flags]
-    if said.dataset is not None:
-        words.append(f"--dataset {shlex.quote(said.dataset)}")
+    words += [f"--dataset {shlex.quote(source)}" for source in said.dataset]
     flags = plan.flags
     if said.nvme_path is not None:
         flags = flags.replace("--nvme_offload_path DIR", f"--nvme_offload_path {shlex.quote(said.nvme_path)}")

@@ -1,0 +1,107 @@
+"""Flags of `outcore plan`: those of a training run, and a machine and outputs of its own."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from outcore.config import ConfigError, TrainConfig, parse, setting
+
+PROG = "outcore plan"
+DESCRIPTION = (
+    "Will this model fit, how fast will it be, what limits it. Weights are never loaded; what is left out is chosen. "
+    "Takes the flags of train_model.py, whose --plan asks the same of one run as it is. Exit codes: 0 the plan fits, "
+    "1 it does not, 2 wrong usage or a missing, stale or damaged profile."
+)
+
+
+@dataclass(frozen=True)
+class MachineFields:
+    """The machine, instead of what its profile says."""
+
+    machine: str | None = setting(None, common=True)
+    """Profile name or file. Default: this machine as gds_optimizer.py measured it."""
+    nominal: bool = setting(False, common=True)
+    """Data-sheet rates where nothing was measured."""
+    vram_gib: float | None = setting(None, above=0, common=True)
+    """GiB of the GPU's memory."""
+    ram_gib: float | None = setting(None, above=0, common=True)
+    """GiB of RAM that the run may take."""
+    pinned_gib: float | None = setting(None, least=0)
+    """GiB that can be page-locked."""
+    nvme_free_gb: float | None = setting(None, least=0, common=True)
+    """GB free on the drive."""
+    tflops: float | None = setting(None, above=0)
+    """What the GPU reaches with compiled layers."""
+    num_gpus: int = setting(1, above=0, common=True)
+    """GPUs of the run."""
+    checkpoints_elsewhere: bool = setting(False, common=True)
+    """Checkpoints go to another drive than the states."""
+
+
+NAMED_ELSEWHERE = "-"
+"""What `--infer` alone stands for: another flag names the model."""
+MODES = ("balanced", "latency", "throughput")
+"""What `--preset` means beside `--infer`; without it a preset is a model's shape."""
+
+
+@dataclass(frozen=True)
+class InferFields:
+    """Answers instead of training."""
+
+    infer: str | None = setting(None, bare=NAMED_ELSEWHERE, common=True)
+    """Plan generating and serving, of this model or of --model's; --preset balanced (the default), latency or
+    throughput says what for."""
+    infer_preset: Literal["balanced", "latency", "throughput"] = "balanced"
+    """What --preset means beside --infer."""
+    context: int | None = setting(None, above=0)
+    """Tokens of prompt and answer together."""
+    kv_format: Literal["same", "int8"] = "same"
+    """How keys and values are kept."""
+
+
+@dataclass(frozen=True)
+class OutputFields:
+    """Output."""
+
+    json: bool = setting(False, common=True)
+    """The answer as JSON on stdout."""
+    png: str | None = setting(None, common=True)
+    """File for stacked bars per tier against capacity."""
+    paper_png: str | None = None
+    """File for the ZeRO-Infinity paper's efficiency curves."""
+    guide: str | None = setting(None, bare="docs/planning.md")
+    """Write the tables of this document."""
+    check: bool = False
+    """With --guide: compare, write nothing."""
+
+
+@dataclass(frozen=True)
+class PlanConfig(OutputFields, InferFields, MachineFields, TrainConfig):
+    """What `outcore plan` is told."""
+
+
+def parse_plan(argv: list[str] | None) -> PlanConfig:
+    """Checked settings of a plan. ConfigError for what cannot be, or cannot be planned."""
+    args = sys.argv[1:] if argv is None else list(argv)
+    if any(arg.partition("=")[0] == "--infer" for arg in args):
+        for i, arg in enumerate(args):
+            value = arg.partition("=")[2] or (args[i + 1] if i + 1 < len(args) else "")
+            if arg.partition("=")[0] == "--preset" and value in MODES:
+                args[i] = "--infer_" + arg.removeprefix("--")
+    config = parse(args, PlanConfig, PROG, DESCRIPTION)
+    if config.lora_r == 0 and config.lora_target_modules != "auto":
+        raise ConfigError("lora_target_modules is given but lora_r is 0: add --lora_r 16 to plan adapters.")
+    if config.model_module is not None:
+        raise ConfigError("model_module: the planner cannot count a model that only its own builder knows.")
+    if config.quantize != "none":
+        raise ConfigError(
+            "quantize: the planner does not count packed weights yet. Leave it out to plan a 16-bit base."
+        )
+    if config.deepspeed_config != PlanConfig.deepspeed_config:
+        raise ConfigError(
+            "deepspeed_config: outcore plan chooses what is left open; a run with this file is planned by "
+            "python train_model.py --plan with the same flags."
+        )
+    return config
