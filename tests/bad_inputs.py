@@ -136,7 +136,7 @@ CASES: list[Case] = [
          ("bf16.enabled and fp16.enabled", "contradict"), "empty folders",
          ds_config(bf16={"enabled": True}, fp16={"enabled": True})),
     Case("ds-scheduler", "a schedule that does not exist", "--deepspeed_config {here}/ds.json", 2,
-         ("'WarmupDecay'", "Did you mean warmup_decay"), "empty folders", ds_config(scheduler={"type": "WarmupDecay",
+         ("'WarmupDecay'", "Did you mean WarmupDecayLR"), "empty folders", ds_config(scheduler={"type": "WarmupDecay",
          "params": {}})),
     # --- where the data is
     Case("data-missing", "a file that is not there", "--dataset '{data}/a test.txt'", 2,
