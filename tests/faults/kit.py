@@ -22,6 +22,7 @@ from typing import IO, Any
 from tests.engine.stream.runs.job import FAST, REPOSITORY, TEXT, same, states
 
 SOURCE = Path(__file__).with_name("preload.c")
+MODEL = Path(__file__).with_name("model.json")
 STEPS = 4
 TIMEOUT_S = 240.0
 ANNOUNCED = re.compile(r"^checkpoint: .*step-(\d+)", re.M)
@@ -144,6 +145,7 @@ class World:
         folders = [f"--{name}_dir={root / name}" for name in ("checkpoint", "log", "export")]
         argv = [word for word in FAST.split() if word not in ("--engine", "stream")]
         argv += ["--dataset", str(self.corpus), *folders, f"--data_cache_dir={cache}", *engine]
+        argv += ["--config_file", str(MODEL)]
         argv += ["--max_steps", str(STEPS), "--save_steps", "1", "--save_total_limit", "2"]
         return [*argv, "--resume_from_checkpoint", "auto", *more]
 
