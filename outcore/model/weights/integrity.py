@@ -28,8 +28,8 @@ def check_weight_files(path: str | None) -> tuple[str, ...]:
         raise RuntimeError(f"{error} Remove it if you trust the weights, or export the model again.") from error
     if damaged:
         raise RuntimeError(
-            f"The weights are damaged or cut short: {damaged[0]} Copy or download them again, or export the model again "
-            "from its checkpoint."
+            f"The weights are damaged or cut short: {damaged[0]} Copy or download them again, or export the model "
+            "again from its checkpoint."
         )
     return tuple(f"changed since the export: {words}" for words in changed)
 
