@@ -182,7 +182,7 @@ def test_full_drive(data: DataSettings, monkeypatch):
 
 
 def test_other_write_errors_keep_their_reason(tmp_path: Path):
-    with pytest.raises(CacheError, match="failed: Input/output error"), arrays_module.explained(tmp_path):
+    with pytest.raises(CacheError, match="failed: EIO, Input/output error"), arrays_module.explained(tmp_path):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
