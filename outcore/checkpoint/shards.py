@@ -229,7 +229,7 @@ class ShardReader:
         value = torch.empty(self.shapes[name], dtype=self.dtypes[name])
         if not value.numel():
             return value
-        memory = memoryview(value.reshape(-1).view(torch.uint8).numpy())
+        memory = value.reshape(-1).view(torch.uint8).numpy().data
         with file_errors(f"reading {name}", path), open(path, "rb", buffering=0) as file:
             file.seek(offset)
             done = 0

@@ -102,7 +102,7 @@ def _is_refused(model: nn.Module, leaf: str) -> bool:
     """Whether peft refuses to adapt a layer of this name in a model of this type."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    probe = nn.Module()
+    probe: Any = nn.Module()
     probe.config = getattr(model, "config", None)
     probe.add_module(leaf, nn.Linear(1, 1, bias=False))
     try:

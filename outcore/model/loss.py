@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -228,7 +228,7 @@ class TokenLoss:
         aux = getattr(output, "aux_loss", None)
         aux = coefficient * aux.float() if coefficient and aux is not None else None
         if with_own:  # all of them, the balancing loss too
-            aux = output.loss.float() - mean_cross_entropy(logits, targets)
+            aux = cast(Any, output).loss.float() - mean_cross_entropy(logits, targets)
         flat, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
         num_chunks = self.num_chunks or auto_num_chunks(flat.shape[0], flat.shape[1])
         loss_sum = chunked_ce_sum(flat, targets, lambda chunk: chunk, num_chunks, self.head_loss)

@@ -35,7 +35,7 @@ class DigestFound(NamedTuple):
 
 def crc32_digest(data: np.ndarray, block_bytes: int) -> np.ndarray:
     """zlib's, for machines without the extension."""
-    view = memoryview(data)
+    view = data.data
     sums = [zlib.crc32(view[at : at + block_bytes]) for at in range(0, data.nbytes, block_bytes)]
     return np.array(sums, dtype=np.uint64)
 

@@ -76,7 +76,7 @@ def check_abilities(
     make = partial(_tiny_model, attention=trial_attention, trust_remote_code=trust_remote_code, build=build)
     try:
         with without_partitioning(), seeded_cpu(0, "trial"):
-            model = make(shrink_config(config))
+            model: Any = make(shrink_config(config))
             run_once(model)
             terms = try_loss_terms(model, make)
     except Exception as error:  # any model's own code may fail in any way on a shrunken config

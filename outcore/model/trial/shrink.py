@@ -124,8 +124,8 @@ def _shrink_part(part: Any) -> None:
         overrides = {new: overrides[old] for new, old in enumerate(kept) if old in overrides}
     heads, hidden = getattr(part, "num_attention_heads", None), getattr(part, "hidden_size", None)
     latent = type(getattr(part, "qk_rope_head_dim", None)) is int
-    widths = [getattr(part, name, None) for name in ("head_dim", "qk_rope_head_dim", "qk_nope_head_dim")]
-    whole_heads = latent and None not in widths and widths[0] == widths[1] + widths[2]  # pyright: ignore[reportOperatorIssue]
+    widths: list[Any] = [getattr(part, name, None) for name in ("head_dim", "qk_rope_head_dim", "qk_nope_head_dim")]
+    whole_heads = latent and None not in widths and widths[0] == widths[1] + widths[2]
     mixers = [names for names in _MIXERS if _is_mixer(part, hidden, *names)]
     if isinstance(heads, int):
         part.num_attention_heads = HEADS
