@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.bad_inputs import CASES, TABLE, cell, escaped
-from tests.bad_inputs_world import LEAVES, REPOSITORY, Case, NotHere, Shared, run_case
+from tests.bad_inputs_world import LEAVES, REPOSITORY, Case, NotHere, Shared, World, run_case
 
 ALIKE = 0.6
 """How alike the table's words and the program's must be: messages quote libraries, which differ by version."""
@@ -75,9 +75,12 @@ def test_the_script_says_it_in_one_line_as_well() -> None:
 
 
 def test_a_case_that_lies_is_found(tmp_path: Path, shared: Shared) -> None:
-    """The checks can fail: a run that makes something is not one that makes nothing."""
-    wrong = Case(
-        "x", "nothing", "--dataset {here}/a.docx", 2, (), "nothing", lambda world: (world.file("a.docx"), None)[1]
-    )
+    """The checks can fail: a refused run that left a folder is not one that made nothing."""
+
+    def leaves_a_folder(world: World) -> None:
+        world.file("a.docx")
+        (world.here / "checkpoint").mkdir()
+
+    wrong = Case("x", "nothing", "--dataset {here}/a.docx", 2, (), "nothing", leaves_a_folder)
     with pytest.raises(AssertionError, match="the failed run made"):
         run_case(wrong, tmp_path, shared)

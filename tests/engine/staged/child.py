@@ -115,10 +115,11 @@ def make_fault(engine: DeepSpeedEngine, kind: str, *arguments: Any) -> None:
     scratch = engine.ds.optimizer.session.scratch
     if kind == "truncate":
         engine.ds.optimizer.settle()
-        for folder in scratch.folders:
-            for file in (folder / arguments[0]).rglob("*"):
-                if file.stat().st_size > 65536:
-                    os.truncate(file, 65536)
+        files = [file for folder in scratch.folders for file in (folder / arguments[0]).rglob("*")]
+        large = [file for file in files if file.stat().st_size > 65536]
+        assert large, f"no store is called {arguments[0]}"
+        for file in large:
+            os.truncate(file, 65536)
         return
     if kind == "late writes":
         scratch.engine.inner = LateWrites(scratch.engine.inner, arguments[0])

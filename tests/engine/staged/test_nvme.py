@@ -21,7 +21,7 @@ FAULTS = {
     "a read fails": ["fail", "read", {}],
     "a read comes back short": ["short", "read", {"got": 512}],
     "a write is short": ["short", "write", {"got": 512}],
-    "the states are truncated": ["truncate", "states"],
+    "the states are truncated": ["truncate", "optimizer states"],
     "the parameters are truncated": ["truncate", "parameters"],
 }
 
