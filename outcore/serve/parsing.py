@@ -1,8 +1,7 @@
 """What an answer holds besides words: reasoning and calls of tools, told apart while it arrives; log-probabilities.
 
 Marks are those that most open models write: <think>...</think>, and <tool_call>{"name": ..., "arguments": {...}}
-</tool_call>. Only marks that the model's own chat template names are looked for. A model that brings a response schema
-(transformers' `parse_response`) has its whole answers read by that.
+</tool_call>. Only marks that the model's own chat template names are looked for.
 """
 
 from __future__ import annotations
