@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "chat": ("outcore.infer.commands.chat", "talk with a model of any size, or with the one just trained"),
         "score": ("outcore.infer.commands.score", "log-probabilities of texts and perplexity"),
         "serve": ("outcore.serve.main", "an address under OpenAI's API for a model of any size"),
+        "models": ("outcore.engine.stream.check.command", "which architectures stream, and what goes with them"),
         "export": ("outcore.checkpoint.main", "a checkpoint as a model that from_pretrained loads, without a GPU"),
         "watch": ("outcore.monitor.screen.watch", "a running or finished run, live in the terminal"),
         "trace": ("outcore.flow.trace.picture", "a traced run's timeline as a picture"),

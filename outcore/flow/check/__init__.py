@@ -5,6 +5,7 @@ from outcore.flow.check.trial import (
     TOLERANCE,
     Batch,
     Trial,
+    config_of_type,
     sharing_holds,
     slab_of,
     tiny_copy,

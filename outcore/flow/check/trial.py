@@ -30,7 +30,7 @@ from outcore.flow.parts import (
     several_types,
 )
 from outcore.formats.checkpoint import why_not_read
-from outcore.model.facts import model_facts, parameter_types, quantization_of, resolve_attention
+from outcore.model.facts import language_config, model_facts, parameter_types, quantization_of, resolve_attention
 from outcore.model.head import unwrap
 from outcore.model.inputs import IGNORE, attention_of, forward_inputs
 from outcore.model.load import LoadedModel
@@ -62,6 +62,13 @@ def why_not_streamed(loaded: LoadedModel, trial: Trial | None = None) -> str:
     except StreamUnsupported as error:
         return str(error)
     return ""
+
+
+def config_of_type(model_type: str) -> Any:
+    """What a run of this architecture trains with its class's defaults. ValueError when transformers has none such."""
+    from transformers import AutoConfig
+
+    return language_config(AutoConfig.for_model(model_type))
 
 
 def why_config_not_streamed(

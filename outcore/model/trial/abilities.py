@@ -83,7 +83,8 @@ def check_abilities(
         reason = f"a tiny copy of the model could not be built and run to try it ({_first_line(error)})"
         return Abilities(False, reason, None, reason)
     with torch.no_grad(), seeded_cpu(0, "trial inputs"):
-        for part in (model.config, model.config.get_text_config()):  # not asked for any more: logits are compared
+        config_of_tiny: Any = model.config
+        for part in (config_of_tiny, config_of_tiny.get_text_config()):  # not asked for any more: logits are compared
             part.output_router_logits = False
         if terms.unknown:
             chunked_reason = f"{terms.unknown}, which is computed with the model as a whole"

@@ -93,11 +93,11 @@ def _try_own_loss(tiny: nn.Module) -> tuple[bool, float]:
     aux = getattr(output, "aux_loss", None) if coefficient else None
     own, logits = getattr(output, "loss", None), getattr(output, "logits", None)
     if not isinstance(own, torch.Tensor) or not isinstance(logits, torch.Tensor) or own.numel() != 1:
-        return aux is not None, 0.0
+        return isinstance(aux, torch.Tensor), 0.0
     known = 0.0 if aux is None else coefficient * float(aux)
     targets = (shifted_targets(labels), labels)  # some take labels as shifted already
     rests = (abs(float(own) - known - float(mean_cross_entropy(logits, wanted))) for wanted in targets)
-    return aux is not None, min(rests) / max(1.0, abs(float(own)))
+    return isinstance(aux, torch.Tensor), min(rests) / max(1.0, abs(float(own)))
 
 
 def _inputs(tiny: nn.Module, ids: torch.Tensor, coefficient: float) -> dict[str, Any]:

@@ -22,6 +22,10 @@ _FIXED = {
     "intermediate_size": 96,
     "ffn_hidden_size": 96,
     "ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "encoder_ffn_dim": 96,
+    "decoder_attention_heads": HEADS,
+    "encoder_attention_heads": HEADS,
     "dff": 96,
     "n_inner": 96,
     "d_ff": 96,
@@ -67,6 +71,8 @@ _AT_MOST = {
     "num_layers": 2,
     "kv_n_heads": 2,
     "num_decoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_layers": 2,
     "state_size": 16,
     "mamba_d_state": 16,
     "n_groups": 2,
@@ -147,6 +153,8 @@ def _shrink_part(part: Any) -> None:
     for name, most in _AT_MOST.items():
         if type(getattr(part, name, None)) is int:
             setattr(part, name, min(most, getattr(part, name)))
+    if isinstance(rates := getattr(part, "compress_rates", None), dict):  # tokens that become one, by kind of layer
+        part.compress_rates = {kind: min(rate, WINDOW) for kind, rate in rates.items()}
     for expand, num, width in mixers:
         setattr(part, num, getattr(part, expand) * HIDDEN // HEAD_DIM)
         setattr(part, width, HEAD_DIM)
@@ -161,8 +169,8 @@ def _shrink_part(part: Any) -> None:
 
 
 def _set(config: Any, name: str, value: Any) -> None:
-    """Set a field; one that the config computes from others (a property) follows by itself."""
-    with suppress(AttributeError):
+    """Set a field; one that the config computes from others (a property) follows by itself or by its parts' fields."""
+    with suppress(AttributeError, NotImplementedError):
         setattr(config, name, value)
 
 
@@ -202,7 +210,7 @@ def _shrink_layers(part: Any, layers: int) -> list[int]:
     for name, value in _lists_of_layers(part, layers):
         if layers > len(kept):
             setattr(part, name, type(value)(value[i] for i in kept))
-    part.num_hidden_layers = len(kept)
+    _set(part, "num_hidden_layers", len(kept))
     if shared:
         part.num_kv_shared_layers = len(kept) - len(mine)
     return kept

@@ -1,9 +1,9 @@
 """Tries every causal architecture of transformers and keeps what was found.
 
-    python benchmarks/zoo/run.py                       # those that are new or whose code or versions have changed
-    python benchmarks/zoo/run.py --all                 # every one again (about ten minutes on two cores)
-    python benchmarks/zoo/run.py llama hy_v4           # these
-    python benchmarks/zoo/table.py                     # docs/models.md and outcore's own table from the results
+    python benchmarks/zoo/zoo_run.py                       # those that are new or whose code or versions have changed
+    python benchmarks/zoo/zoo_run.py --all                 # every one again (about ten minutes on two cores)
+    python benchmarks/zoo/zoo_run.py llama hy_v4           # these
+    python benchmarks/zoo/zoo_table.py                     # docs/models.md and outcore's own table from the results
 
 Results: one record for each architecture in benchmarks/results/zoo.json, with a key of what it depends on. Each is
 tried in a process of its own (forked, so that torch is imported once) with a limit of time, because a model's own code
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 RESULTS = ROOT / "benchmarks" / "results" / "zoo.json"
 LIMIT_S = 180.0
-DEPENDS_ON = ("outcore/model", "outcore/flow", "outcore/engine/stream", "benchmarks/zoo/trial.py")
+DEPENDS_ON = ("outcore/model", "outcore/flow", "outcore/engine/stream", "benchmarks/zoo/zoo_trial.py")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     _be_quiet()
-    from shapes import architectures
+    from zoo_shapes import architectures
 
     records: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     known = architectures()
@@ -90,7 +90,7 @@ def in_child(name: str) -> dict[str, Any]:
 
 def _child(name: str, pipe: Any) -> None:
     import torch
-    from trial import try_architecture
+    from zoo_trial import try_architecture
 
     torch.set_num_threads(1)
     pipe.send(try_architecture(name))
@@ -122,7 +122,7 @@ def _be_quiet() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.disable(logging.WARNING)
-    import trial  # noqa: F401  imported before the children fork
+    import zoo_trial  # noqa: F401  imported before the children fork
 
 
 if __name__ == "__main__":
