@@ -96,7 +96,7 @@ def on_targets(shape: ModelShape, config: Any, targets: tuple[str, ...]) -> Mode
 
 def shape_from_config(name: str, config: Any) -> ModelShape:
     """Count a transformers config on the meta device. ValueError when its layers cannot be found."""
-    from outcore.model.facts import model_class_of, model_facts, skeleton_and_tied
+    from outcore.model.facts import model_class_of, model_facts, resolve_attention, skeleton_and_tied
     from outcore.model.source import max_positions
 
     model_class = model_class_of(config)
@@ -135,7 +135,8 @@ def shape_from_config(name: str, config: Any) -> ModelShape:
         gated_ffn=any("gate" in n.split(".")[-1] or "gate_proj" in n for n, _ in layers[0].named_modules())
         or bool(top_k),
         experts_per_token=top_k,
-        fused_attention=bool(getattr(model_class, "_supports_sdpa", False)),
+        fused_attention=resolve_attention(config, "auto")[0] != "eager",
+        caps_logits=bool(_first(text, "final_logit_softcapping")),
         tied=facts.tied,
         tied_numels=tied_numels,
         is_encoder_decoder=facts.is_encoder_decoder,

@@ -87,6 +87,13 @@ than a row of one is not counted, because their lengths are not known. Heads of 
 LOSS_BYTES_PER_LOGIT = 30
 """Written and read per logit of the loss: 16-bit logits, fp32 copy, softmax, gradient, 16-bit gradient."""
 
+CAPPED_BYTES_PER_LOGIT = 13
+"""Written and read besides, per byte of an element, where the head caps its logits: a division, tanh and a product, of
+2 passes each forward and 2 or 3 backward. Derived from transformers' code (Gemma 2), not measured."""
+SCORE_PASSES = 5
+"""Over the scores of attention where no kernel fuses it, forward: written, read twice by the softmax and written,
+read. Backward and recomputation three times that, as for the rest of a layer. Derived, not measured."""
+
 # --- rates
 
 GPU_TFLOPS: Mapping[str, tuple[float, float, str]] = MappingProxyType(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.machine import Drive, LinkRates, Machine, pcie_gb_per_s
 from outcore.plan import constants as k
+from outcore.sizing.copies import copies_gb_per_s
 from outcore.sizing.states import STATE_FORMATS
 
 LINKS = (
@@ -61,6 +62,10 @@ class Hardware:
     is_cpu: bool = False
     """There is no GPU: the run trains on the CPU, and what would be in VRAM is in RAM."""
     num_gpus: int = 1
+    copies_gb_per_s: float | None = None
+    """What a lane takes from pageable RAM (`sizing.copies`). None: not known, as fast as the link."""
+    identity: str = ""
+    """What tells this machine from others (`learned`)."""
     sources: dict[str, str] = field(default_factory=dict)
     """Where each rate comes from, by its name."""
     notes: tuple[str, ...] = ()
@@ -150,6 +155,11 @@ class Hardware:
         """What the drive is rated to take in its life, by the usual rating of its size."""
         return self.nvme_total_bytes * k.RATED_WRITES_PER_BYTE
 
+    def with_copies(self, link_gb_per_s: float, pageable: float) -> float:
+        """Rate over a link of homes of which this share is pageable and copied by threads, the others pinned."""
+        copies = min(link_gb_per_s, self.copies_gb_per_s or link_gb_per_s)
+        return 1.0 / ((1.0 - pageable) / link_gb_per_s + pageable / copies)
+
     def words(self) -> str:
         """The machine in a line."""
         gpus = f"{self.num_gpus} x " if self.num_gpus > 1 else ""
@@ -234,10 +244,19 @@ def hardware_of(
         host_layer_s=host_layer_s,
         is_cpu=is_cpu,
         num_gpus=overrides.num_gpus,
+        copies_gb_per_s=round(copies_gb_per_s(machine.cpu_cores, rates["ram_gb_per_s"]), 2),
+        identity=_identity(machine),
         sources=sources,
         notes=tuple(notes),
         **rates,
     )
+
+
+def _identity(machine: Machine) -> str:
+    """GPU, CPU and RAM in words; RAM to the nearest 16 GiB, because firmware takes different amounts of it."""
+    names = [gpu.name for gpu in machine.gpus] or ["no GPU"]
+    ram_gib = 16 * round(machine.ram_total_bytes / (16 * GIB))
+    return f"{', '.join(names)}; {machine.cpu_name}; {ram_gib} GiB{'; WSL2' if machine.is_wsl2 else ''}"
 
 
 def planning_drive(machine: Machine) -> Drive | None:

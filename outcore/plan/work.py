@@ -39,6 +39,8 @@ def step_flops(shape: ModelShape, request: RunRequest, seq_length: int, tokens: 
     kernels recompute the scores. Recomputation: the layers once more.
     """
     attention = tokens * 2.0 * seq_length * shape.num_heads * shape.head_dim * shape.num_layers
+    if not shape.fused_attention:  # the whole square, also what the mask hides
+        attention *= 2.0
     active = shape.active_layer_params / max(1, sum(shape.layer_params))
     layers = 2 * (shape.active_layer_params + active * shape.adapter_params)
     head = 2 * shape.head_weight_numel
@@ -61,8 +63,10 @@ class Traffic:
     """Recomputation, loss and the adding up of gradients included."""
 
 
-def step_traffic(shape: ModelShape, request: RunRequest, micro_tokens: int, micro_batches: int) -> Traffic:
-    """Of `micro_batches` micro-batches of `micro_tokens` tokens, with fused element-wise work.
+def step_traffic(
+    shape: ModelShape, request: RunRequest, seq_length: int, micro_tokens: int, micro_batches: int
+) -> Traffic:
+    """Of `micro_batches` micro-batches of `micro_tokens` tokens in rows of `seq_length`, with fused element-wise work.
 
     Per token and layer forward: 8h (norms, residuals), 4(q + kv) (rotation, attention's operands), 3f (gated) or 2f;
     backward three times that, recomputation included. Loss: LOSS_BYTES_PER_LOGIT. Gradients: each micro-batch (of the
@@ -71,9 +75,12 @@ def step_traffic(shape: ModelShape, request: RunRequest, micro_tokens: int, micr
     e, h, f = request.element_bytes, shape.hidden_size, shape.ffn_width
     heads = shape.num_heads + shape.num_kv_heads
     per_token = e * (8 * h + 4 * heads * shape.head_dim + (3 if shape.gated_ffn else 2) * f)
+    if not shape.fused_attention:
+        per_token += e * k.SCORE_PASSES * shape.num_heads * seq_length
     layers = float(per_token * shape.num_layers * micro_tokens * micro_batches)
     passes = (2 if request.activation_checkpointing else 1) + 1
-    logits = k.LOSS_BYTES_PER_LOGIT * shape.vocab_size * micro_tokens * micro_batches
+    per_logit = k.LOSS_BYTES_PER_LOGIT + (k.CAPPED_BYTES_PER_LOGIT * e if shape.caps_logits else 0)
+    logits = per_logit * shape.vocab_size * micro_tokens * micro_batches
     summed = 0.0
     if not shape.lora_r:
         chunks = -(-micro_tokens // chunk_tokens(shape, micro_tokens))

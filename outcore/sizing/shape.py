@@ -45,6 +45,8 @@ class ModelShape:
     """0: dense."""
     fused_attention: bool = True
     """False: attention scores [B, heads, T, T] exist in memory."""
+    caps_logits: bool = False
+    """Whether its head soft-caps the logits: three operations more over all of them."""
     tied: bool = False
     tied_numels: tuple[int, ...] = ()
     """Elements of each weight that the constructor makes and then ties away; not in the other counts."""

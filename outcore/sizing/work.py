@@ -56,6 +56,8 @@ def step_work(
     eager = layer_activation_bytes(shape, e, seq_length, tokens)
     mlp = mlp_activation_bytes(shape, e, tokens)
     alive = e / 4 + (e / 4 if compiled else EAGER_LOSS_ALIVE)  # logits, and what their loss takes
+    if shape.caps_logits:  # the result of tanh, which autograd keeps, and one more gradient
+        alive += 2 * e / 4
     # Tiled: logits of one tile's rows; gradients of all tokens' hidden states are summed over tiles, in fp32.
     rows = min(shape.vocab_size, max(1, tile_bytes // (e * hidden)))
     of_tile = int(TILED_LOGITS_ALIVE * 4 * rows * min(tokens, max(16, LOGITS_CHUNK_BYTES // (4 * rows))))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
+import transformers
 
 from outcore.config import TrainConfig
 from outcore.flow.layers import draws_random_numbers
@@ -14,7 +16,7 @@ from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.model.shape import preset_shape, resolve_shape, shape_from_config
 from outcore.plan.choose import mild_changes
 from outcore.plan.request import RunRequest
-from outcore.plan.work import step_flops
+from outcore.plan.work import step_flops, step_traffic
 from outcore.sizing.activations import (
     checkpoint_bytes,
     layer_activation_bytes,
@@ -23,6 +25,7 @@ from outcore.sizing.activations import (
     mask_bytes,
 )
 from outcore.sizing.shape import shape_from_fields
+from outcore.sizing.work import step_work
 from outcore.train.configure.rooms import model_settings_of
 from outcore.train.forecast import run_shape
 from tests.flow.models import FAMILIES, tiny_loaded
@@ -220,9 +223,23 @@ def test_a_layer_keeps_for_its_backward_what_the_planner_counts():
 
 
 def test_unfused_attention_keeps_its_scores():
-    import dataclasses
-
     shape = preset_shape("tiny")
     unfused = dataclasses.replace(shape, fused_attention=False)
     more = layer_activation_bytes(unfused, 2, 512, 1) - layer_activation_bytes(shape, 2, 512, 1)
     assert more == 4 * 512 * 6  # heads x keys x (16-bit scores and their fp32 softmax)
+
+
+def test_soft_caps_cost_scores_and_passes_over_the_logits():
+    """Gemma 2: no fused kernel caps the scores of attention, and its head caps the logits of a large vocabulary."""
+    shape = shape_from_config("gemma2", transformers.AutoConfig.for_model("gemma2"))
+    assert not shape.fused_attention and shape.caps_logits
+    plain = dataclasses.replace(shape, fused_attention=True, caps_logits=False)
+    request, seq = RunRequest(), 2048
+    capped, fused = (step_flops(s, request, seq, 8192) for s in (shape, plain))
+    assert capped.attention == 2 * fused.attention and capped.forward == fused.forward
+    assert (
+        step_traffic(shape, request, seq, 8192, 1).backward > 1.2 * step_traffic(plain, request, seq, 8192, 1).backward
+    )
+    tiles = {"tile_bytes": 1 << 20, "chunk_bytes": None, "masks": False}
+    works = [step_work(s, 2, seq, 8192, 1, compiled=True, checkpoints_home="vram", **tiles) for s in (shape, plain)]
+    assert works[0].head == 2 * works[1].head and works[0].layer > works[1].layer

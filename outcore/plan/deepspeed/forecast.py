@@ -164,7 +164,7 @@ def _time(
     e, trained, gpus = request.element_bytes, shape.trainable_params, hardware.num_gpus
     stage, passes = STAGE_NUMBER[layout.stage], layout.accumulation
     tokens = seq_length * layout.micro_batch * passes
-    traffic = step_traffic(shape, request, seq_length * layout.micro_batch, passes)
+    traffic = step_traffic(shape, request, seq_length, seq_length * layout.micro_batch, passes)
     flops = step_flops(shape, request, seq_length, tokens)
     compute_s = k.EAGER_SLOWDOWN * hardware.compute_s(
         flops.forward + flops.backward,

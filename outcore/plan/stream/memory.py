@@ -91,7 +91,7 @@ def graph_bytes(
     if hardware.is_cpu or not layout.cuda_graphs or hardware.compute_tflops is None:
         return None
     tokens = seq_length * layout.micro_batch
-    flops, traffic = step_flops(shape, request, seq_length, tokens), step_traffic(shape, request, tokens, 1)
+    flops, traffic = step_flops(shape, request, seq_length, tokens), step_traffic(shape, request, seq_length, tokens, 1)
     head = 2.0 * tokens * shape.head_weight_numel
     slower = 1.0 if layout.compiled else k.EAGER_SLOWDOWN
     layers_s = slower * hardware.compute_s(flops.forward - head, traffic.forward, flops.attention_forward)

@@ -31,7 +31,7 @@ def step_time(
     e, trained = request.element_bytes, shape.trainable_params
     micro_tokens = seq_length * layout.micro_batch
     flops = step_flops(shape, request, seq_length, micro_tokens * layout.accumulation)
-    traffic = step_traffic(shape, request, micro_tokens, layout.accumulation)
+    traffic = step_traffic(shape, request, seq_length, micro_tokens, layout.accumulation)
     compiled = layout.compiled and len(tiling.layers) < shape.num_layers  # tiled layers are eager
     slower = 1.0 if compiled else k.EAGER_SLOWDOWN
     again = 2.0 * micro_tokens * layout.accumulation * shape.head_weight_numel if tiling.ends else 0.0  # its logits
@@ -65,7 +65,9 @@ def step_time(
             (up_backward + moved + down + extra_backward + tiles.gradients, backward_read + backward_written),
         )
     ]
-    h2d_rate, d2h_rate = hardware.h2d_gb_per_s * GB, hardware.d2h_gb_per_s * GB
+    h2d_rate, d2h_rate = (
+        hardware.with_copies(link, pageable) * GB for link in (hardware.h2d_gb_per_s, hardware.d2h_gb_per_s)
+    )
     drive_s = [
         hardware.drive_s(read, written) / k.STREAM_DRIVE_SHARE
         for read, written in ((forward_read, forward_written), (backward_read, backward_written))

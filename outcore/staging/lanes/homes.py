@@ -8,7 +8,6 @@ write-combined slots want it.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -17,6 +16,8 @@ from typing import Protocol
 import torch
 
 from outcore.common.quantities import MIB
+from outcore.machine import usable_cores
+from outcore.sizing.copies import copy_threads
 from outcore.storage import BlockFile, StorageEngine, Transfer
 from outcore.storage.store import TensorStore
 
@@ -129,7 +130,7 @@ class HostCopier:
     """Copies between CPU tensors on `num_threads` threads (started at the first copy)."""
 
     def __init__(self, num_threads: int | None = None, name: str = "lane") -> None:
-        self.num_threads = num_threads or min(4, os.cpu_count() or 1)
+        self.num_threads = num_threads or copy_threads(usable_cores())
         self._name = name
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()

@@ -64,7 +64,7 @@ class Lane:
     - `num_streams`: CUDA streams of the lane; slots take turns on them.
     - `max_queued`: transfers under way beyond which `submit` blocks (None: it never does).
     - `timeout_s`: limit of every wait that is not given one.
-    - `copy_threads`: threads that copy between pageable RAM and slots (None: up to four).
+    - `copy_threads`: threads that copy between pageable RAM and slots (None: `sizing.copies`).
     - `direct`: file transfers skip the slots; the engine must have been opened with `gds` (proven by the probe).
     - `priority`: handed to the engine; lower goes first.
     - `streams`: other copy streams than the device's own (tests).
