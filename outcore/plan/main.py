@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from outcore.common.quantities import GIB
@@ -21,6 +22,7 @@ from outcore.plan.answer.command import Said, command, notes
 from outcore.plan.choose import choose_or_change
 from outcore.plan.fields import NAMED_ELSEWHERE, PlanConfig, parse_plan
 from outcore.plan.hardware import Hardware, Overrides
+from outcore.plan.learned import last_time
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
 from outcore.sizing.shape import ModelShape
@@ -94,6 +96,8 @@ def _plan(args: PlanConfig) -> int:
         shape = shape.with_lora(args.lora_r)
     answer = choose_or_change(shape, request, hardware)
     advice = advise(shape, request, hardware, answer.plan)
+    if taught := last_time(answer.plan, hardware):
+        hardware = replace(hardware, notes=(*hardware.notes, taught))
     if args.png is not None:
         from outcore.plan.answer.figures import save_bars
 

@@ -7,7 +7,8 @@ means data-sheet rates and a sentence, a model that the planner cannot count mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from outcore.plan.choose import best_stage, best_stream, stream_refusal
 from outcore.plan.deepspeed.forecast import DeepSpeedLayout, plan_deepspeed
 from outcore.plan.deepspeed.staged import Staged
 from outcore.plan.hardware import LINKS
+from outcore.plan.learned import LEAST_STEPS, last_time, remember
 from outcore.plan.profile import MEASURED_PROFILE
 from outcore.plan.request import STAGES
 from outcore.plan.stream.forecast import Residency, StreamLayout, plan_stream
@@ -224,6 +226,13 @@ class Forecast:
             rates["drive_mixed_gb_per_s"] = self.hardware.drive_mixed_gb_per_s
         return rates
 
+    def learn(self, steps_s: Sequence[float], run: str) -> str:
+        """Keep how long the run's steps took (the first one compiles and allocates) beside what was forecast. In words,
+        how far that is from it; '' where it is near, or there were too few steps."""
+        if self.plan is None or self.hardware is None or len(steps_s) <= LEAST_STEPS:
+            return ""
+        return remember(self.plan, statistics.median(steps_s[1:]), run, self.hardware)
+
     def header(self) -> dict[str, Any] | None:
         """The few figures that a reader of metrics.jsonl compares."""
         if self.plan is None:
@@ -265,6 +274,8 @@ class Forecaster:
             figures = RunFigures.of(self._settings, decided.settings, save_total_limit)
             chosen = {"stream": None, "offload": None, **decided.planned}
             plan = run_plan(shape, figures, hardware, **chosen)
+            if taught := last_time(plan, hardware):
+                plan = replace(plan, notes=(*plan.notes, taught))
             asked = {"shape": shape, "figures": figures, **chosen, "hardware": hardware}
             plain = {name: asdict(value) if value is not None else None for name, value in asked.items()}
             return Forecast(plan, hardware, asked=plain)

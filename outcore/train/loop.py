@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ PICTURE_AFTER_S = 20.0
 """A save draws loss.png anew when it is older than this; the end of a run does in any case. Drawing takes 0.2 s."""
 
 
+KEPT_STEPS = 1000
+
+
 class Trainer:
     """Runs `TrainerParts` from a checkpoint, or from the beginning, to the end."""
 
@@ -48,6 +52,8 @@ class Trainer:
         self.last_eval: dict[str, float] | None = None
         self.first_loss: float | None = None
         self.last_loss: float | None = None
+        self.steps_s: deque[float] = deque(maxlen=KEPT_STEPS)
+        """Seconds of this process's latest steps."""
         self.saved_step = -1
         self.unsaved_because = ""
         """Why the last `save` wrote nothing."""
@@ -122,6 +128,7 @@ class Trainer:
         result = p.engine.train_step(micro_batches, lr)
         step_s = time.perf_counter() - started_s
         self.step += 1
+        self.steps_s.append(step_s)
         step_tokens = sum(batch["input_ids"].numel() for batch in micro_batches) * p.engine.world_size
         self.tokens_seen += step_tokens
         self._count_skip(result)

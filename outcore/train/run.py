@@ -229,6 +229,9 @@ class Run:
             self.say(f"stopped at step {trainer.step} of {parts.length.total_steps} and {saved}")
             return stop.exit_code
         trainer.plot()
+        taught = context.forecast.learn(list(trainer.steps_s), folder.name) if context.forecast and self.is_main else ""
+        if taught:
+            self.say(f"forecast: {taught}")
         self._summary(trainer, time.perf_counter() - started_s)
         if self.config.push_to_hub is not None and self.is_main:
             self.say(f"uploaded: {push(folder.export, self.config.push_to_hub, folder.name)}")

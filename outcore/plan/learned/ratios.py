@@ -1,0 +1,80 @@
+"""What finished runs taught about forecasts on this machine: measured seconds of a step over forecast ones.
+
+One ratio for each kind of run (engine, homes of the states, weights or adapters, precision), the last run's, in
+`logs/forecasts.json` beside the machine's profile and with the machine it was measured on: the probe replaces the
+profile as a whole, and a run must not undo that. Only a ratio that is off by more than `WORTH_SAYING` is said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from outcore.common.quantities import format_s
+from outcore.plan.hardware import Hardware
+from outcore.plan.record import Plan
+
+LEARNED = Path("logs/forecasts.json")
+WORTH_SAYING = 0.2
+"""Of the forecast: a step that took so much more or less is told with the next forecast."""
+LEAST_STEPS = 5
+"""After the first one, which compiles and allocates."""
+
+
+def kind_of(plan: Plan) -> str:
+    """The kind of run whose forecasts err alike."""
+    trained = f"LoRA r={plan.lora_r}" if plan.lora_r else "all weights"
+    return f"{plan.engine} engine, {plan.offload}, {plan.state_format}, {plan.precision}, {trained}"
+
+
+def remember(plan: Plan, step_s: float, run: str, hardware: Hardware, path: Path = LEARNED) -> str:
+    """Keep how long a step took. In words, how far that is from the forecast; '' within `WORTH_SAYING`."""
+    if not plan.compute_known or plan.time.step_s <= 0 or step_s <= 0:
+        return ""
+    ratio = step_s / plan.time.step_s
+    known = _read(path)
+    if known.get("machine") != hardware.identity:
+        known = {"machine": hardware.identity, "ratios": {}}
+    known["ratios"][kind_of(plan)] = {
+        "ratio": ratio,
+        "step_s": step_s,
+        "forecast_s": plan.time.step_s,
+        "run": run,
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps(known, indent=1), encoding="utf-8")
+    aside.replace(path)
+    if abs(ratio - 1) <= WORTH_SAYING:
+        return ""
+    return (
+        f"a step took {format_s(step_s)}, {ratio:.1f} times the forecast of {format_s(plan.time.step_s)}; the next "
+        "forecast for this kind of run says so"
+    )
+
+
+def last_time(plan: Plan, hardware: Hardware, path: Path = LEARNED) -> str:
+    """In words, how the last run of this kind on this machine went against its forecast; '' where that was right."""
+    known = _read(path)
+    found: Any = known.get("ratios", {}).get(kind_of(plan)) if known.get("machine") == hardware.identity else None
+    if not found or abs(found["ratio"] - 1) <= WORTH_SAYING:
+        return ""
+    return (
+        f"this machine took {found['ratio']:.1f} times the forecast last time (run {found['run']}: "
+        f"{format_s(found['step_s'])} a step, forecast {format_s(found['forecast_s'])}); by that a step takes "
+        f"{format_s(found['ratio'] * plan.time.step_s)}"
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """{} for a file that is missing or damaged: it is written anew."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    is_whole = isinstance(known, dict) and isinstance(known.get("ratios"), dict)
+    return known if is_whole and all("ratio" in found for found in known["ratios"].values()) else {}
