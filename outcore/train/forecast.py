@@ -231,7 +231,10 @@ class Forecast:
         how far that is from it; '' where it is near, or there were too few steps."""
         if self.plan is None or self.hardware is None or len(steps_s) <= LEAST_STEPS:
             return ""
-        return remember(self.plan, statistics.median(steps_s[1:]), run, self.hardware)
+        try:
+            return remember(self.plan, statistics.median(steps_s[1:]), run, self.hardware)
+        except OSError as error:  # the run is whole without it
+            return f"how long a step took could not be kept for the next forecast: {error}"
 
     def header(self) -> dict[str, Any] | None:
         """The few figures that a reader of metrics.jsonl compares."""

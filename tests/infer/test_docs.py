@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import fields
 
 import pytest
 
 from outcore.infer.commands import chat, generate, score
-from outcore.plan import main as plan
+from outcore.plan.fields import PlanConfig, parse_plan
 from outcore.serve import main as serve
 from tests.forked import ROOT
 
@@ -17,7 +18,6 @@ PARSERS = {
     "chat": chat.parser,
     "score": score.parser,
     "serve": serve.parser,
-    "plan": plan.parser,
 }
 PAGES = [ROOT / "docs/inference.md", ROOT / "docs/serving.md"]
 
@@ -30,12 +30,13 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("line", commands())
 def test_commands_are_parsed(line):
     _, name, *arguments = shlex.split(line, comments=True)
-    PARSERS[name]().parse_args(arguments)
+    parse_plan(arguments) if name == "plan" else PARSERS[name]().parse_args(arguments)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_are_real(page):
     known = {flag for make in PARSERS.values() for action in make()._actions for flag in action.option_strings}
+    known |= {f"--{field.name}" for field in fields(PlanConfig)}
     shown = set(re.findall(r"`(--[a-z_]+)", page.read_text()))
     assert shown and shown <= known, shown - known
 
