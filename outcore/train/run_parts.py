@@ -94,6 +94,7 @@ class RunContext:
             "lora_r": self.config.lora_r,
             "lora_alpha": lora_alpha(self.config),
             "use_rslora": self.config.use_rslora,
+            "quantize": self.config.quantize,
             "label_smoothing": self.config.label_smoothing,
             "seed": self.config.seed,
             "schedule": asdict(self.schedule),

@@ -74,3 +74,17 @@ def test_an_adapter_is_merged_into_its_base_from_any_folder(
     assert main(["export", "r", "--checkpoint_dir=checkpoint", "--adapter", "--out", "adapter"]) == 0
     monkeypatch.chdir("/")
     AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+
+
+def test_a_packed_base_is_resumed_packed_and_its_merge_says_what_it_is(
+    tmp_path: Path, corpus: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    common = ("--run_name", "r", "--eval_steps", "0", "--lora_r", "4", "--precision", "fp32")
+    argv = [*flags(tmp_path, corpus, *common), "--model_name_or_path", str(straight / "export/r")]
+    assert main(["train", *argv, "--max_steps", "2", "--quantize", "nf4"]) == 0
+    assert main(["export", "r", "--checkpoint_dir=checkpoint", "--merge", "--out", "merged"]) == 0
+    assert "trained over a base in nf4 and is merged into the base as published" in capsys.readouterr().out
+    resumed = [*argv, "--max_steps", "2", "--resume_from_checkpoint", "auto"]
+    assert main(["train", *resumed]) == 1
+    assert "quantize 'nf4', this run has 'none'" in capsys.readouterr().err
