@@ -70,8 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"outcore export: {error}", file=sys.stderr)
         return 1
     print(f"step {checkpoint.step} of run {run}: {folder}  ({how_to_load(folder)})")
-    packed = checkpoint.trainer_state()["fingerprint"].get("quantize", "none")
-    if args.merge and packed != "none":
+    if args.merge and (packed := checkpoint.trainer_state()["fingerprint"].get("quantize", "none")) != "none":
         print(
             f"the adapter was trained over a base in {packed} and is merged into the base as published; "
             f"final_model/{run}, which the run exports at its end, has the base that it was trained over"
