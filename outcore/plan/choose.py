@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 from outcore.common.quantities import GIB
 from outcore.plan import constants as k
-from outcore.plan.deepspeed.forecast import OFFLOADS, STAGE_NUMBER, DeepSpeedLayout, plan_deepspeed
-from outcore.plan.deepspeed.staged import Staged
+from outcore.plan.deepspeed.forecast import OFFLOADS, plan_deepspeed
+from outcore.plan.deepspeed.memory import STAGE_NUMBER
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Plan
 from outcore.plan.request import STAGES, RunRequest
-from outcore.plan.stream.forecast import StreamLayout, plan_stream
+from outcore.plan.stream.forecast import plan_stream
 from outcore.plan.stream.memory import TILES
 from outcore.sizing.engine_rule import why_not_stream
+from outcore.sizing.layouts import DeepSpeedLayout, Staged, StreamLayout
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.streaming import STAGING_BYTES
 

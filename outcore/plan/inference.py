@@ -15,6 +15,7 @@ from typing import Any
 from outcore.common.quantities import GB, GIB, format_gib, format_s
 from outcore.model.shape import shape_from_config
 from outcore.plan.hardware import Hardware
+from outcore.plan.traffic import Pass
 from outcore.sizing.inference import (
     PRESETS,
     DoesNotFit,
@@ -87,33 +88,52 @@ class InferencePlan:
 
     def pass_time(self, rows: float, kv_tokens: float, answers: int) -> PassTime:
         """A pass of so many tokens, that reads keys and values of so many, and ends in logits for so many answers."""
-        hw, placement = self.hardware, self.placement
+        return InferenceRates(self.hardware).seconds(self.traffic(rows, kv_tokens, answers), self._unhidden_bytes())
+
+    def traffic(self, rows: float, kv_tokens: float, answers: int) -> Pass:
+        """What that pass moves and computes."""
+        shape, placement, is_cpu = self.shape, self.placement, self.hardware.is_cpu
         kv_bytes = kv_tokens * self.kv_token_bytes
-        flops = 2.0 * rows * (self.shape.active_layer_params)
-        flops += 2.0 * answers * self.shape.head_weight_numel
-        resident = placement.bytes_at("vram")
+        resident_bytes = placement.bytes_at("vram") + (kv_bytes if placement.kv_home == "vram" else 0)
+        return Pass(
+            flops=2.0 * rows * shape.active_layer_params + 2.0 * answers * shape.head_weight_numel,
+            device_bytes=resident_bytes + placement.travelling_bytes,
+            launched_layers=shape.num_layers * FORWARD_SHARE,
+            h2d_bytes=placement.travelling_bytes + (kv_bytes if placement.kv_home == "ram" else 0),
+            read_bytes=placement.bytes_at("nvme"),
+            ram_bytes=placement.bytes_at("ram") + kv_bytes if is_cpu else 0.0,
+        )
+
+    def _unhidden_bytes(self) -> float:
+        """Of embedding and head, which have no neighbour to hide behind: half hides behind the last layers."""
+        ends = [p for p in self.placement.parts if not p.part.startswith("layer") and p.home != "vram"]
+        return (
+            ends[-1].size_bytes / 2 if ends and not self.hardware.is_cpu else 0.0
+        )  # half hides behind the last layers
+
+
+@dataclass(frozen=True)
+class InferenceRates:
+    """One machine; everything of a pass overlaps without a residue."""
+
+    hardware: Hardware
+
+    def seconds(self, one: Pass, unhidden_bytes: float) -> PassTime:
+        """A pass by term."""
+        hw = self.hardware
         terms: dict[str, float] = {}
         if hw.is_cpu:
-            weights = placement.bytes_at("ram")
-            terms["RAM"] = (weights + kv_bytes) / (hw.ram_gb_per_s * GB)
-            terms["CPU arithmetic"] = flops / ((hw.compute_tflops or CPU_TFLOPS) * 1e12)
+            terms["RAM"] = one.ram_bytes / (hw.ram_gb_per_s * GB)
+            terms["CPU arithmetic"] = one.flops / ((hw.compute_tflops or CPU_TFLOPS) * 1e12)
         else:
-            link = placement.travelling_bytes + (kv_bytes if placement.kv_home == "ram" else 0)
-            terms["PCIe"] = link / (hw.h2d_gb_per_s * GB)
-            on_device = resident + placement.travelling_bytes + (kv_bytes if placement.kv_home == "vram" else 0)
-            memory_s = on_device / (hw.device_memory_gb_per_s * GB) if hw.device_memory_gb_per_s else 0.0
-            compute_s = flops / (hw.compute_tflops * 1e12) if hw.compute_tflops else 0.0
+            terms["PCIe"] = one.h2d_bytes / (hw.h2d_gb_per_s * GB)
+            memory_s = one.device_bytes / (hw.device_memory_gb_per_s * GB) if hw.device_memory_gb_per_s else 0.0
+            compute_s = one.flops / (hw.compute_tflops * 1e12) if hw.compute_tflops else 0.0
             terms["GPU"] = max(memory_s, compute_s)
-            terms["launches"] = self.shape.num_layers * hw.host_layer_s * FORWARD_SHARE
-        if drive := placement.bytes_at("nvme"):
-            terms["NVMe"] = drive / (hw.drive_read_gb_per_s * GB)
-        return PassTime(terms, SERIAL_S + self._unhidden_s())
-
-    def _unhidden_s(self) -> float:
-        ends = [p for p in self.placement.parts if not p.part.startswith("layer") and p.home != "vram"]
-        if self.hardware.is_cpu or not ends:
-            return 0.0
-        return ends[-1].size_bytes / (self.hardware.h2d_gb_per_s * GB) / 2  # half hides behind the last layers
+            terms["launches"] = hw.host_s(one.launched_layers)
+        if one.read_bytes:
+            terms["NVMe"] = one.read_bytes / (hw.drive_read_gb_per_s * GB)
+        return PassTime(terms, SERIAL_S + unhidden_bytes / (hw.h2d_gb_per_s * GB))
 
 
 def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float) -> InferenceNeeds:

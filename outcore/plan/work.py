@@ -54,19 +54,13 @@ def step_flops(shape: ModelShape, request: RunRequest, seq_length: int, tokens: 
     )
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of one step that pass through the device's own memory beside the matrix products' operands."""
-
-    forward: float
-    backward: float
-    """Recomputation, loss and the adding up of gradients included."""
-
-
-def step_traffic(
+def device_bytes(
     shape: ModelShape, request: RunRequest, seq_length: int, micro_tokens: int, micro_batches: int
-) -> Traffic:
-    """Of `micro_batches` micro-batches of `micro_tokens` tokens in rows of `seq_length`, with fused element-wise work.
+) -> tuple[float, float]:
+    """(forward, backward) bytes of one step that pass through the device's own memory beside the matrix products'
+    operands; recomputation, loss and the adding up of gradients are backward's.
+
+    Of `micro_batches` micro-batches of `micro_tokens` tokens in rows of `seq_length`, with fused element-wise work.
 
     Per token and layer forward: 8h (norms, residuals), 4(q + kv) (rotation, attention's operands), 3f (gated) or 2f;
     backward three times that, recomputation included. Loss: LOSS_BYTES_PER_LOGIT. Gradients: each micro-batch (of the
@@ -86,10 +80,4 @@ def step_traffic(
         chunks = -(-micro_tokens // chunk_tokens(shape, micro_tokens))
         layer_passes = micro_batches if micro_batches > 1 else 0
         summed = 10.0 * (sum(shape.layer_params) * layer_passes + shape.head_weight_numel * chunks * micro_batches)
-    return Traffic(forward=layers, backward=passes * layers + logits + summed)
-
-
-def overlapped_s(*terms_s: float) -> float:
-    """Wall clock of terms that run at the same time: the longest, and a residue of the second longest."""
-    first, second, *_ = [*sorted(terms_s, reverse=True), 0.0, 0.0]
-    return first + k.OVERLAP_RESIDUE * second
+    return layers, passes * layers + logits + summed

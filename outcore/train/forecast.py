@@ -37,14 +37,14 @@ from outcore.plan import (
 from outcore.plan.answer.advice import advise
 from outcore.plan.answer.show import show
 from outcore.plan.choose import best_stage, best_stream, stream_refusal
-from outcore.plan.deepspeed.forecast import DeepSpeedLayout, plan_deepspeed
-from outcore.plan.deepspeed.staged import Staged
+from outcore.plan.deepspeed.forecast import plan_deepspeed
 from outcore.plan.hardware import LINKS
 from outcore.plan.learned import LEAST_STEPS, last_time, remember
 from outcore.plan.profile import MEASURED_PROFILE
 from outcore.plan.request import STAGES
-from outcore.plan.stream.forecast import Residency, StreamLayout, plan_stream
+from outcore.plan.stream.forecast import plan_stream
 from outcore.sizing.deepspeed import MAX_IN_CPU_BYTES
+from outcore.sizing.layouts import DeepSpeedLayout, Residency, Staged, StreamLayout
 from outcore.sizing.streaming import STAGING_BYTES
 
 CHECKPOINT_HOMES = {"device": "vram", "ram": "ram", "nvme": "nvme"}

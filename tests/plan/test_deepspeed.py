@@ -9,12 +9,12 @@ import pytest
 from outcore.engine.deepspeed.infinity import nvme_space_parts_gb
 from outcore.model.shape import preset_shape
 from outcore.plan import constants as k
-from outcore.plan.deepspeed.forecast import OFFLOADS, DeepSpeedLayout, plan_deepspeed
-from outcore.plan.deepspeed.staged import Staged
+from outcore.plan.deepspeed.forecast import OFFLOADS, plan_deepspeed
 from outcore.plan.nvme_space import space_parts_gb
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
 from outcore.sizing.activations import layer_activation_bytes, layer_backward_bytes
+from outcore.sizing.layouts import DeepSpeedLayout, Staged
 from outcore.sizing.streaming import STAGING_BYTES
 from outcore.sizing.swapping import WeightCounts, nvme_bytes, size_optimizer_buffers
 from tests.plan.fakes import prototype_shape, server

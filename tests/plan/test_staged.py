@@ -13,10 +13,10 @@ from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.model.settings import ModelSettings
 from outcore.model.shape import preset_shape
 from outcore.plan.choose import best_stage
-from outcore.plan.deepspeed.forecast import DeepSpeedLayout, plan_deepspeed
-from outcore.plan.deepspeed.staged import Staged
+from outcore.plan.deepspeed.forecast import plan_deepspeed
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
+from outcore.sizing.layouts import DeepSpeedLayout, Staged
 from outcore.sizing.swapping import WeightCounts
 from outcore.train.forecast import RunFigures, run_plan
 from tests.engine.deepspeed.config_cases import run_of

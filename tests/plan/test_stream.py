@@ -15,8 +15,9 @@ from outcore.plan import constants as k
 from outcore.plan.choose import choose
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
-from outcore.plan.stream.forecast import Residency, StreamLayout, plan_stream
+from outcore.plan.stream.forecast import plan_stream
 from outcore.sizing.activations import checkpoint_bytes, layer_activation_bytes
+from outcore.sizing.layouts import Residency, StreamLayout
 from outcore.sizing.shape import shape_from_fields
 from outcore.sizing.states import COMPRESSED_MOMENTS, COMPRESSION_ROOM, SPLIT_FORMATS, STATE_FORMATS
 from tests.plan.fakes import prototype_shape, server

@@ -12,8 +12,9 @@ from outcore.common.quantities import GIB
 from outcore.model.shape import preset_shape
 from outcore.plan import constants as k
 from outcore.plan.request import RunRequest
-from outcore.plan.stream.forecast import Residency, StreamLayout, plan_stream
+from outcore.plan.stream.forecast import plan_stream
 from outcore.sizing.activations import logits_bytes
+from outcore.sizing.layouts import Residency, StreamLayout
 from outcore.sizing.shape import shape_from_fields
 from tests.plan.fakes import prototype_shape, server
 

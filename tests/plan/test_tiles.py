@@ -14,9 +14,10 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import discover_units
 from outcore.flow.tiles import plan_tiles
 from outcore.model.shape import shape_from_config
+from outcore.plan.case import Case
 from outcore.plan.request import RunRequest
-from outcore.plan.stream.layout import StreamLayout
 from outcore.plan.stream.tiles import tiling_of
+from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.tiles import Holding, Model, UnitSize, Work, choose_holding, held_bytes
 from tests.flow.models import tiny_loaded
 from tests.plan.fakes import server
@@ -44,7 +45,7 @@ def test_shapes_and_models_lead_to_the_same_tiles(model: str, fields: dict) -> N
     seen: dict[tuple[int, bool], set[tuple[int, int]]] = {}
     for device_bytes in [size * KIB for size in range(400, 24_000, 200)]:
         layout = StreamLayout(2, 2, "ram", device_bytes=device_bytes, tile_bytes=4 * KIB, compiled=False)
-        planned = tiling_of(shape, RunRequest(precision="fp32"), server(), 24, layout)
+        planned = tiling_of(Case(shape, RunRequest(precision="fp32"), server(), 24, layout))
         # gaps between parameters are not planned with: within half a percent of a step of the ladder both are right
         near = [device_bytes, device_bytes * 995 // 1000, device_bytes * 1005 // 1000]
         builts = [plan_tiles(units, "auto", n_bytes, 4 * KIB, 3, work_of=work_of) for n_bytes in near]

@@ -10,14 +10,11 @@ import dataclasses
 from dataclasses import dataclass
 
 from outcore.plan import constants as k
-from outcore.plan.deepspeed.staged import Staged
-from outcore.plan.hardware import Hardware
+from outcore.plan.case import Case
 from outcore.plan.record import BORDERS, COMMUNICATOR, MASKS, OVERHEAD, SPARE, Item
-from outcore.plan.request import RunRequest
 from outcore.sizing.activations import (
     border_bytes,
     checkpoint_bytes,
-    has_masks,
     layer_activation_bytes,
     layer_backward_bytes,
     logits_bytes,
@@ -29,34 +26,13 @@ from outcore.sizing.deepspeed import (
     NVME_RAM_BYTES_PER_PARAM,
     RAM_BYTES_PER_PARAM,
     RAM_OVERHEAD_BYTES,
-    Device,
 )
-from outcore.sizing.shape import ModelShape
+from outcore.sizing.layouts import DeepSpeedLayout
 from outcore.sizing.staged import NORM_NUMEL
 from outcore.sizing.streaming import STAGING_BYTES
 from outcore.sizing.swapping import OPTIMIZER_BUFFERS, PARAM_BUFFERS_BASE, TENSORS_PER_MODULE
 
 STAGE_NUMBER = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
-
-
-@dataclass(frozen=True)
-class DeepSpeedLayout:
-    """One choice of what the planner may vary."""
-
-    stage: str
-    optimizer: Device
-    """'none' (GPU) | 'cpu' | 'nvme'."""
-    params: Device
-    micro_batch: int
-    accumulation: int
-    staged: Staged | None = None
-    """How outcore moves what is offloaded in DeepSpeed's place; None: stock DeepSpeed, or nothing is offloaded."""
-    packed_attention: str = "auto"
-    """'auto' | 'masks': as the streaming engine's setting."""
-
-    @property
-    def homes(self) -> tuple[Device, Device]:
-        return self.optimizer, self.params
 
 
 @dataclass(frozen=True)
@@ -78,13 +54,11 @@ class _Peak:
         return self.work + self.gradients + self.gathered + self.checkpoints + self.borders
 
 
-def vram_parts(
-    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: DeepSpeedLayout
-) -> list[Item]:
+def vram_parts(case: Case[DeepSpeedLayout]) -> list[Item]:
     """Of one GPU."""
-    gpus = hardware.num_gpus
-    e, stage = request.element_bytes, STAGE_NUMBER[layout.stage]
-    base, trained, tokens = shape.total_params, shape.trainable_params, seq_length * layout.micro_batch
+    shape, hardware, layout, gpus = case.shape, case.hardware, case.layout, case.hardware.num_gpus
+    e, stage = case.element_bytes, STAGE_NUMBER[layout.stage]
+    base, trained = shape.total_params, shape.trainable_params
     bucket = e * BUCKET_NUMEL if stage else 0  # of reductions; what is prefetched counts as gathered
     params = e * base // (gpus if stage == 3 else 1)
     gradients = e * trained // (gpus if stage >= 2 else 1)
@@ -96,13 +70,9 @@ def vram_parts(
         master = moments = fp32_gradients = gradients = 0
     if layout.params != "none":
         params = 0
-    peaks = _peaks(shape, request, seq_length, layout, gpus)
+    peaks = _peaks(case)
     peak = max(peaks, key=lambda peak: peak.size_bytes)
-    masks = (
-        mask_bytes(shape, request.element_bytes, seq_length, tokens)
-        if has_masks(layout.packed_attention, request.element_bytes)
-        else 0
-    )
+    masks = mask_bytes(shape, e, case.seq_length, case.micro_tokens) if case.masks else 0
     # None of these is there in the step.
     in_step = max(0, fp32_gradients - peak.work - peak.gradients - peak.checkpoints)
     parts = [
@@ -128,9 +98,10 @@ def vram_parts(
     return [*parts, Item("vram", SPARE, max(k.GPU_SPARE_BYTES, min(left_behind, room)))]
 
 
-def _peaks(shape: ModelShape, request: RunRequest, seq_length: int, layout: DeepSpeedLayout, gpus: int) -> list[_Peak]:
+def _peaks(case: Case[DeepSpeedLayout]) -> list[_Peak]:
     """Of a pass, one of which is the worst."""
-    e, tokens, stage = request.element_bytes, seq_length * layout.micro_batch, STAGE_NUMBER[layout.stage]
+    shape, layout, gpus = case.shape, case.layout, case.hardware.num_gpus
+    e, tokens, stage = case.element_bytes, case.micro_tokens, STAGE_NUMBER[layout.stage]
     gathers = stage == 3 and (gpus > 1 or layout.params != "none")
 
     def gathered(beyond: int) -> int:
@@ -138,10 +109,10 @@ def _peaks(shape: ModelShape, request: RunRequest, seq_length: int, layout: Deep
         last may lie beyond it."""
         return e * min(shape.total_params, LIVE_NUMEL + beyond) if gathers else 0
 
-    checkpoints = checkpoint_bytes(shape, request.element_bytes, tokens)
-    activations = layer_backward_bytes(shape, request.element_bytes, seq_length, tokens)
-    if not request.activation_checkpointing:
-        whole = layer_activation_bytes(shape, request.element_bytes, seq_length, tokens)
+    checkpoints = checkpoint_bytes(shape, e, tokens)
+    activations = layer_backward_bytes(shape, e, case.seq_length, tokens)
+    if not case.request.activation_checkpointing:
+        whole = layer_activation_bytes(shape, e, case.seq_length, tokens)
         activations, checkpoints = shape.num_layers * whole, 0
     # A layer's gradients come one weight's at a time, and hooks take each; the head's is one for all chunks of the
     # loss, and where it is tied it waits for the embedding's.
@@ -149,11 +120,7 @@ def _peaks(shape: ModelShape, request: RunRequest, seq_length: int, layout: Deep
     largest = max(shape.largest_weight_numel, in_layer)
     numel, of_head = shape.head_weight_numel, e * shape.head_weight_numel
     waiting = of_head if shape.tied else 0
-    borders = (
-        border_bytes(shape, tokens)
-        if shape.fused_attention and not has_masks(layout.packed_attention, request.element_bytes)
-        else 0
-    )
+    borders = border_bytes(shape, tokens) if shape.fused_attention and not case.masks else 0
     in_a_layer = ("activations of the largest unit", activations, e * in_layer + waiting)
     # Fetching ahead reaches an untied embedding when the layers that are left lie within the limit.
     few = min(shape.num_layers, 1 + LIVE_NUMEL // max(shape.layer_params)) / (shape.num_layers + 1)
@@ -176,11 +143,10 @@ def _peaks(shape: ModelShape, request: RunRequest, seq_length: int, layout: Deep
     return peaks
 
 
-def host_parts(
-    shape: ModelShape, request: RunRequest, gpus: int, layout: DeepSpeedLayout
-) -> tuple[list[Item], list[Item], list[str]]:
+def host_parts(case: Case[DeepSpeedLayout]) -> tuple[list[Item], list[Item], list[str]]:
     """RAM, locked swap buffers, and what there is to say of them."""
-    e, trained = request.element_bytes, shape.trainable_params
+    shape, layout, gpus = case.shape, case.layout, case.hardware.num_gpus
+    e, trained = case.element_bytes, shape.trainable_params
     frozen = shape.total_params - trained
     ram = [Item("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES)]
     if layout.optimizer == "none" and layout.params == "none":
@@ -226,9 +192,10 @@ def host_parts(
     return ram, pinned, notes
 
 
-def drive_parts(shape: ModelShape, request: RunRequest, layout: DeepSpeedLayout) -> list[Item]:
+def drive_parts(case: Case[DeepSpeedLayout]) -> list[Item]:
     """What lives on the drive during the run."""
-    trained, parts = shape.trainable_params, []
+    layout, trained = case.layout, case.shape.trainable_params
+    parts = []
     if layout.optimizer == "nvme":
         parts += [
             Item("nvme", "master", 4 * trained),
@@ -236,5 +203,5 @@ def drive_parts(shape: ModelShape, request: RunRequest, layout: DeepSpeedLayout)
             Item("nvme", "gradients", 4 * trained),
         ]
     if layout.params == "nvme":
-        parts.append(Item("nvme", "parameters", request.element_bytes * shape.total_params))
+        parts.append(Item("nvme", "parameters", case.element_bytes * case.shape.total_params))
     return parts

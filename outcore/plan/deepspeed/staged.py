@@ -15,30 +15,19 @@ from dataclasses import dataclass
 
 from outcore.common.quantities import round_up
 from outcore.plan import constants as k
+from outcore.plan.case import Case
 from outcore.plan.deepspeed.shares import RingTerms, on_drive, param_homes, ring_of, trained_shares
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Item
-from outcore.plan.request import RunRequest
-from outcore.sizing.deepspeed import BUCKET_NUMEL, LIVE_NUMEL, MAX_IN_CPU_BYTES, Device
+from outcore.plan.traffic import Pass
+from outcore.sizing.deepspeed import BUCKET_NUMEL, LIVE_NUMEL
+from outcore.sizing.layouts import DeepSpeedLayout, Staged
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.staged import StagedFacts, staged_sizes
 from outcore.sizing.states import SPLIT_FORMATS, STATE_FORMATS
-from outcore.sizing.streaming import CHUNK_NUMEL, STAGING_BYTES
+from outcore.sizing.streaming import CHUNK_NUMEL
 
 NOTE = "staged offload: sizes by the engine's own rule, seconds by the streaming engine's rates; one run compared"
-
-
-@dataclass(frozen=True)
-class Staged:
-    """How states are moved in DeepSpeed's place, as the run was or will be told."""
-
-    states: str
-    """Format of the states."""
-    ram_budget_bytes: int | None = None
-    """Of all ranks of the host. None: what is sent to the drive lives there whole."""
-    staging_bytes: int = STAGING_BYTES
-    max_in_ram_bytes: int = MAX_IN_CPU_BYTES
-    gradients_on_nvme: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,20 +56,10 @@ class StagedHomes:
     overhead: int
 
 
-@dataclass(frozen=True)
-class StagedUpdate:
-    """One optimizer phase."""
-
-    read_bytes: float
-    written_bytes: float
-    drive_s: float
-    cpu_s: float
-
-
-def staged_homes(
-    shape: ModelShape, request: RunRequest, hardware: Hardware, optimizer: Device, params: Device, staged: Staged
-) -> StagedHomes:
+def staged_homes(case: Case[DeepSpeedLayout], staged: Staged) -> StagedHomes:
     """What lives where, by the engine's rule."""
+    shape, request, hardware = case.shape, case.request, case.hardware
+    optimizer, params = case.layout.homes
     gpus = hardware.num_gpus
     e, state_bytes = request.element_bytes, sum(STATE_FORMATS[staged.states])
     trained, whole = -(-shape.trainable_params // gpus), -(-shape.total_params // gpus)
@@ -173,17 +152,14 @@ def staged_drive_parts(homes: StagedHomes, staged: Staged) -> list[Item]:
     ]
 
 
-def staged_update(shape: ModelShape, homes: StagedHomes, staged: Staged, hardware: Hardware) -> StagedUpdate:
-    """The drive and the CPU work at the same time."""
+def staged_update(shape: ModelShape, homes: StagedHomes, staged: Staged) -> Pass:
+    """One optimizer phase: the drive and the CPU work at the same time."""
     written = homes.states_moved + homes.trained_on_drive
     read = homes.states_moved + homes.gradients_on_drive
     if staged.states in SPLIT_FORMATS:
         read += homes.params_completing
-    return StagedUpdate(
-        read_bytes=read,
-        written_bytes=written,
-        drive_s=hardware.drive_s(read, written) / k.STREAM_DRIVE_SHARE,
-        cpu_s=hardware.update_s(staged.states, shape.trainable_params, read + written),
+    return Pass(
+        read_bytes=read, written_bytes=written, copied_bytes=read + written, updated_params=shape.trainable_params
     )
 
 

@@ -2,8 +2,8 @@
 
 Schedule (vertical): every unit runs all micro-batches before the next, so parameters cross the link once forward and
 once backward whatever the accumulation (units in tiles: oftener). Three layer buffers and one for embedding and head,
-an fp32 sum of a unit's gradients and two buffers for their way down, AdamW on the CPU. `stream_memory` counts bytes,
-`stream_time` seconds, `stream_tiles` asks the engine's rule what is tiled; here they become a `Plan`.
+an fp32 sum of a unit's gradients and two buffers for their way down, AdamW on the CPU. `memory` counts bytes
+that stay, `time` those that move, `tiles` asks the engine's rule what is tiled; here they become a `Plan`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outcore.plan import constants as k
+from outcore.plan.case import Case
 from outcore.plan.cpu import without_gpu
 from outcore.plan.hardware import Hardware
 from outcore.plan.nvme_space import CHECKPOINTS, nvme_use
 from outcore.plan.record import SPARE, Item, Plan, TierUse
 from outcore.plan.request import RunRequest
-from outcore.plan.stream.layout import Residency, Spill, StreamLayout
+from outcore.plan.spill import Spill
 from outcore.plan.stream.memory import drive_states, graph_bytes, pinned_and_rest, ram_parts, spilled, vram_parts
 from outcore.plan.stream.tiles import Tiling, tiling_of
-from outcore.plan.stream.time import step_time
+from outcore.plan.stream.time import Placed, stream_rates, stream_traffic
 from outcore.sizing.activations import checkpoint_bytes
+from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.shape import ModelShape
-
-__all__ = ["Residency", "StreamLayout", "plan_stream"]
 
 
 def plan_stream(
@@ -33,13 +33,14 @@ def plan_stream(
     asked, request = request, replace(request, activation_checkpointing=True)
     if shape.stays_eager:
         layout = replace(layout, compiled=False, cuda_graphs=False)
-    checkpoints = checkpoint_bytes(shape, request.element_bytes, seq_length * layout.micro_batch * layout.accumulation)
-    tiling = tiling_of(shape, request, hardware, seq_length, layout)
-    ram, sizes = ram_parts(shape, request, layout, checkpoints, tiling)
-    spill, ram = spilled(ram, sizes, shape, request, hardware, layout, tiling)
-    ram, pinned, pageable = pinned_and_rest(ram, request, hardware)
-    vram = vram_parts(shape, request, hardware, seq_length, layout, tiling)
-    graphs = graph_bytes(shape, request, hardware, seq_length, layout, vram) if not tiling.layers else None
+    case = Case(shape, request, hardware, seq_length, layout)
+    checkpoints = checkpoint_bytes(shape, request.element_bytes, case.micro_tokens * layout.accumulation)
+    tiling = tiling_of(case)
+    ram, sizes = ram_parts(case, checkpoints, tiling)
+    spill, ram = spilled(case, ram, sizes, tiling)
+    ram, pinned, pageable = pinned_and_rest(case, ram)
+    vram = vram_parts(case, tiling)
+    graphs = graph_bytes(case, vram) if not tiling.layers else None
     if graphs is not None:
         tensors, spare = graphs
         vram.append(Item("vram", "CUDA graphs of layers", tensors))
@@ -51,10 +52,8 @@ def plan_stream(
     if not request.checkpoints_elsewhere:
         drive.append(Item("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
     parts = [p for p in (*vram, *pinned, *ram, *drive) if p.size_bytes > 0]
-    time, read_bytes, written_bytes = step_time(
-        shape, request, hardware, seq_length, layout, sizes, spill, pageable, checkpoints, tiling,
-        graphs=graphs is not None,
-    )  # fmt: skip
+    placed = Placed(spill, pageable, checkpoints, tiling, graphs is not None)
+    traffic = stream_traffic(case, placed)
     ram_used = sum(p.size_bytes for p in parts if p.tier in ("ram", "pinned"))
     plan = Plan(
         model=shape.name,
@@ -85,9 +84,9 @@ def plan_stream(
             TierUse("ram", ram_used, hardware.ram_bytes),
             nvme_use(drive, hardware),
         ),
-        time=time,
-        drive_read_bytes_per_step=int(read_bytes),
-        drive_written_bytes_per_step=int(written_bytes),
+        time=stream_rates(case, placed).seconds(traffic),
+        drive_read_bytes_per_step=int(traffic.read_bytes),
+        drive_written_bytes_per_step=int(traffic.written_bytes),
         drive_rated_write_bytes=hardware.rated_write_bytes,
         checkpoint_bytes=saved_bytes,
         checkpoint_s=hardware.drive_s(saved_bytes * spill.states, saved_bytes),

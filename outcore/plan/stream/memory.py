@@ -9,13 +9,14 @@ first: it is read twice a step and never written.
 from __future__ import annotations
 
 from outcore.plan import constants as k
-from outcore.plan.hardware import Hardware
+from outcore.plan.case import Case
 from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Item
 from outcore.plan.request import RunRequest
-from outcore.plan.stream.layout import Residency, Spill, StoredStates, StreamLayout
+from outcore.plan.spill import Spill
 from outcore.plan.stream.tiles import Tiling
-from outcore.plan.work import step_flops, step_traffic
-from outcore.sizing.activations import compiled_activation_bytes, has_masks, layer_activation_bytes
+from outcore.plan.work import device_bytes, step_flops
+from outcore.sizing.activations import compiled_activation_bytes, layer_activation_bytes
+from outcore.sizing.layouts import Residency, StoredStates, StreamLayout
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.states import STATE_FORMATS
 from outcore.sizing.streaming import (
@@ -39,13 +40,10 @@ LEAST_GRADIENTS = 3
 """Units' worth of gradients without clipping, where RAM is short."""
 
 
-def vram_parts(
-    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout,
-    tiling: Tiling,
-) -> list[Item]:  # fmt: skip
+def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
     """Of the GPU. The peak is the worse of a layer's backward and the head's: activations or logits, and gradients as
     autograd returns them, before they are added to the sum. Tiled units hold tiles instead of all that."""
-    e, holding = request.element_bytes, tiling.holding
+    shape, layout, e, holding = case.shape, case.layout, case.element_bytes, tiling.holding
     adapters = -(-shape.adapter_params // shape.num_layers)  # a layer's
     whole = [params for i, params in enumerate(shape.layer_params) if i not in tiling.layers]
     layer, ends = max(whole) + adapters if whole else 0, 0 if tiling.ends else shape.ends_params
@@ -55,10 +53,9 @@ def vram_parts(
     summed = of_layer + of_ends if shape.tied else max(of_layer, of_ends)
     leaving = max(of_layer, min(holding.part_numel, of_ends) if holding.ends_in_parts else of_ends)
     needs = step_work(
-        shape, request.element_bytes, seq_length, seq_length * layout.micro_batch, layout.accumulation,
+        shape, e, case.seq_length, case.micro_tokens, layout.accumulation,
         checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
-        tile_bytes=tiling.tile_bytes, chunk_bytes=tiling.chunk_bytes,
-        masks=has_masks(layout.packed_attention, request.element_bytes),
+        tile_bytes=tiling.tile_bytes, chunk_bytes=tiling.chunk_bytes, masks=case.masks,
     )  # fmt: skip
     layer_peak = (needs.tiled_layer if tiling.layers else needs.layer, e * of_layer)
     head_peak = (needs.tiled_head if tiling.ends else needs.head, e * of_ends)
@@ -75,46 +72,43 @@ def vram_parts(
         Item("vram", "activation checkpoints", needs.checkpoints),
         Item("vram", "activations and gradients between units", needs.between),
         Item("vram", name, work),
-        Item("vram", MASKS if has_masks(layout.packed_attention, request.element_bytes) else BORDERS, needs.masks),
+        Item("vram", MASKS if case.masks else BORDERS, needs.masks),
         Item("vram", EVALUATION, beyond),
-        Item("vram", OVERHEAD, hardware.gpu_context_bytes),
+        Item("vram", OVERHEAD, case.hardware.gpu_context_bytes),
         Item("vram", SPARE, k.GPU_SPARE_BYTES),
         Item("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
     ]
 
 
-def graph_bytes(
-    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout, vram: list[Item]
-) -> tuple[int, int] | None:
+def graph_bytes(case: Case[StreamLayout], vram: list[Item]) -> tuple[int, int] | None:
     """(tensors, allocator's spare memory) that CUDA graphs of layers keep on the GPU. None where nothing is captured:
     layers compute long or the GPU is rather full."""
+    shape, hardware, layout, tokens = case.shape, case.hardware, case.layout, case.micro_tokens
     if hardware.is_cpu or not layout.cuda_graphs or hardware.compute_tflops is None:
         return None
-    tokens = seq_length * layout.micro_batch
-    flops, traffic = step_flops(shape, request, seq_length, tokens), step_traffic(shape, request, seq_length, tokens, 1)
+    flops = step_flops(shape, case.request, case.seq_length, tokens)
+    passed, _ = device_bytes(shape, case.request, case.seq_length, tokens, 1)
     head = 2.0 * tokens * shape.head_weight_numel
     slower = 1.0 if layout.compiled else k.EAGER_SLOWDOWN
-    layers_s = slower * hardware.compute_s(flops.forward - head, traffic.forward, flops.attention_forward)
+    layers_s = slower * hardware.compute_s(flops.forward - head, passed, flops.attention_forward)
     if layers_s / shape.num_layers > GRAPH_LONG_S:
         return None
     tensors = sum(p.size_bytes for p in vram if p.name not in NOT_TENSORS)
     if tensors > (1 - GRAPH_FREE_SHARE) * hardware.tensor_bytes:
         return None
-    hidden = tokens * shape.hidden_size * request.element_bytes
+    hidden = tokens * shape.hidden_size * case.element_bytes
     if layout.compiled:
-        held = int(k.GRAPH_POOL * compiled_activation_bytes(shape, request.element_bytes, seq_length, tokens))
+        held = int(k.GRAPH_POOL * compiled_activation_bytes(shape, case.element_bytes, case.seq_length, tokens))
         return held + k.GRAPH_TENSORS * hidden, k.GRAPH_SPARE_TENSORS * hidden
     return k.EAGER_GRAPH_TENSORS * hidden + k.EAGER_GRAPH_WORKSPACE_BYTES, int(
-        k.EAGER_GRAPH_POOL * layer_activation_bytes(shape, request.element_bytes, seq_length, tokens)
+        k.EAGER_GRAPH_POOL * layer_activation_bytes(shape, case.element_bytes, case.seq_length, tokens)
     )
 
 
-def ram_parts(
-    shape: ModelShape, request: RunRequest, layout: StreamLayout, all_checkpoints: int, tiling: Tiling
-) -> tuple[list[Item], dict[str, int]]:
+def ram_parts(case: Case[StreamLayout], all_checkpoints: int, tiling: Tiling) -> tuple[list[Item], dict[str, int]]:
     """RAM with everything in it, and the sizes of what may spill or shrink."""
-    e, trained = request.element_bytes, shape.trainable_params
-    master, moments = STATE_FORMATS[request.format]
+    shape, layout, e, trained = case.shape, case.layout, case.element_bytes, case.shape.trainable_params
+    master, moments = STATE_FORMATS[case.request.format]
     sizes = {
         PARAMETERS: e * shape.total_params,
         "master": int(master * trained),
@@ -143,15 +137,10 @@ def _beyond(shape: ModelShape, element_bytes: int, all_checkpoints: int) -> int:
 
 
 def spilled(
-    parts: list[Item],
-    sizes: dict[str, int],
-    shape: ModelShape,
-    request: RunRequest,
-    hardware: Hardware,
-    layout: StreamLayout,
-    tiling: Tiling,
+    case: Case[StreamLayout], parts: list[Item], sizes: dict[str, int], tiling: Tiling
 ) -> tuple[Spill, list[Item]]:
     """Shares that go to the drive, and the RAM parts that stay: a vocabulary in tiles has its parameters in RAM."""
+    shape, request, hardware, layout = case.shape, case.request, case.hardware, case.layout
     may_spill = max(0, sizes[PARAMETERS] - request.element_bytes * tiling.params_in_ram(shape))
     states = sum(sizes[name] for name in STATES)
     gradients = sizes[GRADIENTS]
@@ -207,15 +196,14 @@ def _over(size: int, budget: int | None) -> float:
     return 0.0 if budget is None or not size else max(0.0, 1.0 - budget / size)
 
 
-def pinned_and_rest(ram: list[Item], request: RunRequest, hardware: Hardware) -> tuple[list[Item], list[Item], float]:
+def pinned_and_rest(case: Case[StreamLayout], ram: list[Item]) -> tuple[list[Item], list[Item], float]:
     """RAM without what the staging pool takes, the pool's parts, and the share of homes that stays pageable.
 
     The pool is as large as parameters and gradients need, up to what it may take.
     """
-    if request.staging_bytes is not None:
-        pool = request.staging_bytes
-    else:
-        pool = min(STAGING_BYTES, max(hardware.pinned_bytes, LANE_BYTES))
+    pool = case.layout.staging_bytes or case.request.staging_bytes
+    if pool is None:
+        pool = min(STAGING_BYTES, max(case.hardware.pinned_bytes, LANE_BYTES))
     left = max(0, pool - LANE_BYTES)
     pinned = [Item("pinned", SLOTS, LANE_BYTES)]
     movable = (PARAMETERS, GRADIENTS)

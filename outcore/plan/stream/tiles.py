@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outcore.common.quantities import format_gib
+from outcore.plan.case import Case
 from outcore.plan.hardware import Hardware
-from outcore.plan.request import RunRequest
-from outcore.plan.stream.layout import StreamLayout
-from outcore.sizing.activations import has_masks
+from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.tiles import (
     HELD_WHOLE,
@@ -68,28 +67,25 @@ def device_bytes_of(hardware: Hardware, layout: StreamLayout) -> int | None:
     return None if hardware.is_cpu else hardware.tensor_bytes
 
 
-def tiling_of(
-    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout
-) -> Tiling:
+def tiling_of(case: Case[StreamLayout]) -> Tiling:
     """What the engine will do with this model there."""
-    device_bytes = device_bytes_of(hardware, layout)
+    shape, layout, e = case.shape, case.layout, case.element_bytes
+    device_bytes = device_bytes_of(case.hardware, layout)
     holding = Holding(layer_buffers=layout.layer_buffers)
     if device_bytes is None and layout.tiling != "on":
         return Tiling(holding=holding)
     tile_bytes = layout.tile_bytes or tile_bytes_of(device_bytes)
     chunk_bytes = None if device_bytes is None else chunk_bytes_of(device_bytes)
-    units = _units(shape, request.element_bytes, tile_bytes)
-    model = Model(units, request.element_bytes, tied=shape.tied)
+    units = _units(shape, e, tile_bytes)
+    model = Model(units, e, tied=shape.tied)
     if layout.tiling == "on":
         holding = replace(holding, tiled=frozenset(unit.index for unit in units if unit.is_large))
     else:
         assert device_bytes is not None
-        tokens = seq_length * layout.micro_batch
         work = step_work(
-            shape, request.element_bytes, seq_length, tokens, layout.accumulation,
+            shape, e, case.seq_length, case.micro_tokens, layout.accumulation,
             checkpoints_home=layout.checkpoints_home, compiled=layout.compiled,
-            tile_bytes=tile_bytes, chunk_bytes=chunk_bytes,
-            masks=has_masks(layout.packed_attention, request.element_bytes),
+            tile_bytes=tile_bytes, chunk_bytes=chunk_bytes, masks=case.masks,
         )  # fmt: skip
         holding = choose_holding(
             model, device_bytes, tile_bytes,

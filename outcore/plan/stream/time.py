@@ -1,4 +1,4 @@
-"""Seconds of a step of the streaming engine by term, and how much of them overlaps.
+"""What a step of the streaming engine moves, pass by pass, and how much of it overlaps.
 
 Exact clipping needs the norm first, so updates run under the next forward pass; without it they start during the
 backward pass. The formulas reproduce the prototype's measured runs within 20 % (tests/plan/test_stream.py); how far
@@ -8,105 +8,196 @@ they are from the engine itself is in docs/planning.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from outcore.common.quantities import GB
 from outcore.plan import constants as k
-from outcore.plan.hardware import Hardware
+from outcore.plan.case import Case
+from outcore.plan.rates import Rates, overlapped_s
 from outcore.plan.record import StepTime
-from outcore.plan.request import RunRequest
-from outcore.plan.stream.layout import Spill, StreamLayout
+from outcore.plan.spill import Spill
 from outcore.plan.stream.tiles import Tiling
-from outcore.plan.work import overlapped_s, step_flops, step_traffic
-from outcore.sizing.activations import has_masks, mlp_activation_bytes
-from outcore.sizing.shape import ModelShape
+from outcore.plan.traffic import Pass, Traffic
+from outcore.sizing.activations import mlp_activation_bytes
+from outcore.sizing.layouts import StreamLayout
 
 
-def step_time(
-    shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, layout: StreamLayout,
-    sizes: dict[str, int], spill: Spill, pageable: float, all_checkpoints: int, tiling: Tiling,
-    *, graphs: bool,
-) -> tuple[StepTime, float, float]:  # fmt: skip
-    """The step, and the bytes the drive reads and writes in it. `pageable`: share of homes that is not pinned;
-    `graphs`: layers are CUDA graphs."""
-    e, trained = request.element_bytes, shape.trainable_params
-    micro_tokens = seq_length * layout.micro_batch
-    flops = step_flops(shape, request, seq_length, micro_tokens * layout.accumulation)
-    traffic = step_traffic(shape, request, seq_length, micro_tokens, layout.accumulation)
-    compiled = layout.compiled and len(tiling.layers) < shape.num_layers  # tiled layers are eager
-    slower = 1.0 if compiled else k.EAGER_SLOWDOWN
-    again = 2.0 * micro_tokens * layout.accumulation * shape.head_weight_numel if tiling.ends else 0.0  # its logits
-    share = k.MASKED_ATTENTION_SHARE if has_masks(layout.packed_attention, request.element_bytes) else k.ATTENTION_SHARE
-    device_s = [
-        slower * hardware.compute_s(flops.forward, traffic.forward, flops.attention_forward, share),
-        slower * hardware.compute_s(flops.backward + again, traffic.backward, flops.attention_backward, share),
-    ]
-    per_call = k.STREAM_HOST_LAYERS_PER_CALL if compiled or graphs else k.STREAM_EAGER_HOST_LAYERS_PER_CALL
-    calls = shape.num_layers * layout.accumulation
-    gpu_s = [max(seconds, hardware.host_s(calls * call)) for seconds, call in zip(device_s, per_call, strict=True)]
-    head = shape.head_params + (shape.head_weight_numel if shape.tied else 0)
-    up_forward = e * (shape.embedding_params + sum(shape.layer_params) + shape.adapter_params + head)
-    up_backward = e * (sum(shape.layer_params) + shape.adapter_params)
-    moved = all_checkpoints if layout.checkpoints_home != "vram" else 0
-    down = e * trained
-    tiles = _tile_traffic(shape, request, micro_tokens, layout, tiling, head)
-    extra_forward, extra_backward = tiles.ends + tiles.weights_forward, tiles.weights_backward + tiles.gradients
-    states = spill.states * trained * layout.stored_states(request.format).moved
-    weights = spill.parameters * e * shape.total_params
-    in_drive = moved if layout.checkpoints_home == "nvme" else 0
-    forward_read = spill.parameters * (up_forward + tiles.weights_forward) + states
-    forward_written = states + in_drive + (weights if not shape.lora_r else 0.0)
-    backward_read = spill.parameters * (up_backward + tiles.weights_backward) + in_drive
-    backward_written = 0.0
-    ring = 1 + 2 * pageable  # a pageable home is copied once more, through a slot: a read and a write
-    copied_bytes = [
-        ring * copied + through_drive
-        for copied, through_drive in (
-            (up_forward + moved + extra_forward, forward_read + forward_written),
-            (up_backward + moved + down + extra_backward + tiles.gradients, backward_read + backward_written),
-        )
-    ]
-    h2d_rate, d2h_rate = (
-        hardware.with_copies(link, pageable) * GB for link in (hardware.h2d_gb_per_s, hardware.d2h_gb_per_s)
+@dataclass(frozen=True)
+class Placed:
+    """Where everything of a case lives."""
+
+    spill: Spill
+    pageable: float
+    """Share of homes that is not pinned."""
+    checkpoint_bytes: int
+    """Activation checkpoints of a step, wherever they wait."""
+    tiling: Tiling
+    graphs: bool
+    """Whether layers are CUDA graphs."""
+
+
+def stream_rates(case: Case[StreamLayout], placed: Placed) -> StreamRates:
+    """The machine's, as the engine reaches them."""
+    compiled = _is_compiled(case, placed)
+    return StreamRates(
+        case.hardware,
+        case.request.format,
+        k.STREAM_DRIVE_SHARE,
+        case.attention_share,
+        1.0 if compiled else k.EAGER_SLOWDOWN,
+        placed.pageable,
     )
-    drive_s = [
-        hardware.drive_s(read, written) / k.STREAM_DRIVE_SHARE
-        for read, written in ((forward_read, forward_written), (backward_read, backward_written))
-    ]
-    h2d_s = [(up_forward + extra_forward) / h2d_rate, (up_backward + moved + extra_backward) / h2d_rate]
-    d2h_s = [moved / d2h_rate, (down + tiles.gradients) / d2h_rate]
-    if tiling.holding.layer_buffers == 1 and len(tiling.layers) < shape.num_layers:  # a layer comes when one has gone
-        reads_s = [hardware.drive_s(spill.parameters * up, 0.0) for up in (up_forward, up_backward)]
-        gpu_s = [gpu + max(up, read) for gpu, up, read in zip(gpu_s, h2d_s, reads_s, strict=True)]
-    if request.clips:  # updates wait for the norm, then run under the next forward pass
-        update_s = [
-            hardware.update_s(request.format, trained, copied_bytes[0]),
-            hardware.copies_s(copied_bytes[1]),
-        ]
-        step_s = overlapped_s(gpu_s[0], h2d_s[0], d2h_s[0], update_s[0], drive_s[0])
-        step_s += overlapped_s(gpu_s[1], h2d_s[1], d2h_s[1], update_s[1], drive_s[1])
-    else:
-        update_s = [hardware.update_s(request.format, trained, sum(copied_bytes))]
-        step_s = overlapped_s(sum(gpu_s), sum(h2d_s), sum(d2h_s), sum(update_s), sum(drive_s))
-    between_s = hardware.host_s(k.STREAM_HOST_LAYERS_PER_UNIT * (shape.num_layers + (1 if shape.tied else 2)))
-    step_s += between_s
-    if hardware.is_cpu:  # the update computes where the layers do: one after the other
-        step_s = sum(gpu_s) + sum(update_s) + max(0.0, sum(drive_s) - sum(gpu_s))
-    read, written = forward_read + backward_read, forward_written + backward_written
-    both_s, alone = sum(drive_s), read + written
-    return (
-        StepTime(
-            compute_s=sum(device_s),
-            h2d_s=sum(h2d_s),
-            d2h_s=sum(d2h_s),
-            drive_read_s=both_s * read / alone if alone else 0.0,
-            drive_write_s=both_s * written / alone if alone else 0.0,
-            cpu_optimizer_s=sum(update_s),
-            host_overhead_s=sum(gpu_s) - sum(device_s) + between_s,
+
+
+class StreamRates(Rates):
+    """Everything of a pass overlaps; what is between layers does not."""
+
+    def seconds(self, traffic: Traffic) -> StepTime:
+        """A pass takes its longest term and a residue of the second longest."""
+        found = [self.of(one) for one in traffic.passes]
+        apart = traffic.passes if traffic.are_apart else ()
+        cpu_s = [self.cpu_s(one) for one in apart] or [self.cpu_s(*traffic.passes)]
+        gpu_s, drive_s = sum(one.gpu_s for one in found), sum(one.drive_s for one in found)
+        h2d_s, d2h_s = sum(one.h2d_s for one in found), sum(one.d2h_s for one in found)
+        between_s = self.hardware.host_s(traffic.between_layers)
+        if self.hardware.is_cpu:  # the update computes where the layers do: one after the other
+            step_s = gpu_s + sum(cpu_s) + max(0.0, drive_s - gpu_s)
+        elif apart:
+            pairs = zip(found, cpu_s, strict=True)
+            step_s = sum(overlapped_s(s.gpu_s, s.h2d_s, s.d2h_s, cpu, s.drive_s) for s, cpu in pairs) + between_s
+        else:
+            step_s = overlapped_s(gpu_s, h2d_s, d2h_s, sum(cpu_s), drive_s) + between_s
+        read, alone = traffic.read_bytes, traffic.read_bytes + traffic.written_bytes
+        device_s = sum(one.device_s for one in found)
+        return StepTime(
+            compute_s=device_s,
+            h2d_s=h2d_s,
+            d2h_s=d2h_s,
+            drive_read_s=drive_s * read / alone if alone else 0.0,
+            drive_write_s=drive_s * traffic.written_bytes / alone if alone else 0.0,
+            cpu_optimizer_s=sum(cpu_s),
+            host_overhead_s=gpu_s - device_s + between_s,
             step_s=step_s,
-        ),
-        read,
-        written,
+        )
+
+
+def _is_compiled(case: Case[StreamLayout], placed: Placed) -> bool:
+    return case.layout.compiled and len(placed.tiling.layers) < case.shape.num_layers  # tiled layers are eager
+
+
+def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
+    """Forward, with the updates of the step before where the norm comes first, and backward."""
+    shape, layout, tiling = case.shape, case.layout, placed.tiling
+    per_call = k.STREAM_EAGER_HOST_LAYERS_PER_CALL
+    if _is_compiled(case, placed) or placed.graphs:
+        per_call = k.STREAM_HOST_LAYERS_PER_CALL
+    calls = shape.num_layers * layout.accumulation
+    again = 2.0 * case.micro_tokens * layout.accumulation * shape.head_weight_numel if tiling.ends else 0.0
+    links = _Links(case, placed)
+    waits = (
+        tiling.holding.layer_buffers == 1 and len(tiling.layers) < shape.num_layers
+    )  # a layer comes when one has gone
+    spilled, ring = (
+        placed.spill.parameters,
+        1 + 2 * placed.pageable,
+    )  # pageable: once more through a slot, read and write
+    through_drive = links.forward_read + links.forward_written
+    forward = Pass(
+        flops=case.flops.forward,
+        attention_flops=case.flops.attention_forward,
+        device_bytes=case.device_bytes[0],
+        launched_layers=calls * per_call[0],
+        h2d_bytes=links.up_forward + links.tiles_forward,
+        d2h_bytes=links.moved,
+        read_bytes=links.forward_read,
+        written_bytes=links.forward_written,
+        copied_bytes=ring * (links.up_forward + links.moved + links.tiles_forward) + through_drive,
+        updated_params=shape.trainable_params,
+        awaited_read_bytes=spilled * links.up_forward if waits else None,
     )
+    back = links.up_backward + links.moved + links.down + links.tiles_backward + links.tiles.gradients
+    backward = Pass(
+        flops=case.flops.backward + again,  # logits of tiles
+        attention_flops=case.flops.attention_backward,
+        device_bytes=case.device_bytes[1],
+        launched_layers=calls * per_call[1],
+        h2d_bytes=links.up_backward + links.moved + links.tiles_backward,
+        d2h_bytes=links.down + links.tiles.gradients,
+        read_bytes=links.backward_read,
+        copied_bytes=ring * back + links.backward_read,
+        awaited_read_bytes=spilled * links.up_backward if waits else None,
+    )
+    between = k.STREAM_HOST_LAYERS_PER_UNIT * (shape.num_layers + (1 if shape.tied else 2))
+    return Traffic((forward, backward), are_apart=case.request.clips, between_layers=between)
+
+
+@dataclass(frozen=True)
+class _Links:
+    """Bytes of a step over the link and the drive."""
+
+    case: Case[StreamLayout]
+    placed: Placed
+
+    @property
+    def head(self) -> int:
+        """Elements that come up for the head."""
+        shape = self.case.shape
+        return shape.head_params + (shape.head_weight_numel if shape.tied else 0)
+
+    @property
+    def up_forward(self) -> int:
+        shape = self.case.shape
+        whole = shape.embedding_params + sum(shape.layer_params) + shape.adapter_params + self.head
+        return self.case.element_bytes * whole
+
+    @property
+    def up_backward(self) -> int:
+        return self.case.element_bytes * (sum(self.case.shape.layer_params) + self.case.shape.adapter_params)
+
+    @property
+    def moved(self) -> int:
+        """Activation checkpoints, each way."""
+        return self.placed.checkpoint_bytes if self.case.layout.checkpoints_home != "vram" else 0
+
+    @property
+    def down(self) -> int:
+        """Gradients."""
+        return self.case.element_bytes * self.case.shape.trainable_params
+
+    @cached_property
+    def tiles(self) -> _TileTraffic:
+        return _tile_traffic(self.case, self.placed.tiling, self.head)
+
+    @property
+    def tiles_forward(self) -> float:
+        return self.tiles.ends + self.tiles.weights_forward
+
+    @property
+    def tiles_backward(self) -> float:
+        return self.tiles.weights_backward + self.tiles.gradients
+
+    @property
+    def states(self) -> float:
+        """Optimizer states, each way."""
+        stored = self.case.layout.stored_states(self.case.request.format)
+        return self.placed.spill.states * self.case.shape.trainable_params * stored.moved
+
+    @property
+    def in_drive(self) -> int:
+        """Activation checkpoints that wait on the drive."""
+        return self.moved if self.case.layout.checkpoints_home == "nvme" else 0
+
+    @property
+    def forward_read(self) -> float:
+        return self.placed.spill.parameters * (self.up_forward + self.tiles.weights_forward) + self.states
+
+    @property
+    def forward_written(self) -> float:
+        weights = self.placed.spill.parameters * self.case.element_bytes * self.case.shape.total_params
+        return self.states + self.in_drive + (weights if not self.case.shape.lora_r else 0.0)
+
+    @property
+    def backward_read(self) -> float:
+        return self.placed.spill.parameters * (self.up_backward + self.tiles.weights_backward) + self.in_drive
 
 
 @dataclass(frozen=True)
@@ -122,16 +213,14 @@ class _TileTraffic:
     """Of layers, down in parts and up again, each way, all in backward."""
 
 
-def _tile_traffic(
-    shape: ModelShape, request: RunRequest, micro_tokens: int, layout: StreamLayout, tiling: Tiling, head: int
-) -> _TileTraffic:
+def _tile_traffic(case: Case[StreamLayout], tiling: Tiling, head: int) -> _TileTraffic:
     """See docs/tiling.md.
 
     A tiled layer's weights come up once in forward and twice in backward of each micro-batch, and once more in each of
     these for every further chunk of tokens through its MLP. Gradients in parts wait in RAM and come up again. The
     head's weights come up a second time; of the embedding only rows that occur.
     """
-    e, passes = request.element_bytes, layout.accumulation
+    shape, e, passes, micro_tokens = case.shape, case.element_bytes, case.layout.accumulation, case.micro_tokens
     ends = 0.0
     if tiling.ends:
         rows = min(shape.vocab_size, micro_tokens * passes) * shape.hidden_size
@@ -140,7 +229,7 @@ def _tile_traffic(
         return _TileTraffic(ends)
     chunks = 1
     if tiling.chunk_bytes is not None:
-        chunks = -(-mlp_activation_bytes(shape, request.element_bytes, micro_tokens) // tiling.chunk_bytes)
+        chunks = -(-mlp_activation_bytes(shape, e, micro_tokens) // tiling.chunk_bytes)
     weights = e * sum(shape.layer_params[i] for i in tiling.layers)
     parts = passes * chunks
     again = 0.0

@@ -1,12 +1,13 @@
-"""What a plan of the streaming engine may vary, and what of it ends up on the drive."""
+"""What an engine decided that bytes and seconds of a run depend on: the engine says it, the planner counts with it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from outcore.sizing.deepspeed import MAX_IN_CPU_BYTES, Device
 from outcore.sizing.states import COMPRESSED_MOMENTS, COMPRESSION_ROOM, STATE_FORMATS
-from outcore.sizing.streaming import STATE_RING_BYTES, STATE_RING_SLOTS
+from outcore.sizing.streaming import STAGING_BYTES, STATE_RING_BYTES, STATE_RING_SLOTS
 from outcore.sizing.tiles import LAYER_BUFFERS
 
 
@@ -43,7 +44,7 @@ class StoredStates(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """One choice of what the planner may vary."""
+    """How the streaming engine runs a model; the planner's own search varies it."""
 
     micro_batch: int
     accumulation: int
@@ -63,6 +64,8 @@ class StreamLayout:
     """None: the planner decides, RAM first and the drive for what does not fit."""
     packed_attention: str = "auto"
     """'auto' | 'masks', as the engine's setting."""
+    staging_bytes: int | None = None
+    """Pinned memory. None: as the request says, or what the machine gives."""
 
     def stored_states(self, state_format: str) -> StoredStates:
         """How states of this format lie on the drive."""
@@ -74,19 +77,33 @@ class StreamLayout:
 
 
 @dataclass(frozen=True)
-class Spill:
-    """Shares of each kind that live on the drive."""
+class Staged:
+    """How states are moved in DeepSpeed's place."""
 
-    states: float = 0.0
-    parameters: float = 0.0
+    states: str
+    """Format of the states."""
+    ram_budget_bytes: int | None = None
+    """Of all ranks of the host. None: what is sent to the drive lives there whole."""
+    staging_bytes: int = STAGING_BYTES
+    max_in_ram_bytes: int = MAX_IN_CPU_BYTES
+    gradients_on_nvme: bool = False
 
-    def words(self) -> str:
-        """For people."""
-        if self == Spill():
-            return "all in RAM"
-        named = (("states", self.states), ("parameters", self.parameters))
-        whole = [what for what, share in named if share >= 1]
-        if len(whole) == len(named):
-            return "all on NVMe"
-        parts = [f"{100 * share:.0f} % of {what}" for what, share in named if 0 < share < 1]
-        return " and ".join([*whole, *parts]) + " on NVMe"
+
+@dataclass(frozen=True)
+class DeepSpeedLayout:
+    """How DeepSpeed runs a model; the planner's own search varies it."""
+
+    stage: str
+    optimizer: Device
+    """'none' (GPU) | 'cpu' | 'nvme'."""
+    params: Device
+    micro_batch: int
+    accumulation: int
+    staged: Staged | None = None
+    """How outcore moves what is offloaded in DeepSpeed's place; None: stock DeepSpeed, or nothing is offloaded."""
+    packed_attention: str = "auto"
+    """'auto' | 'masks': as the streaming engine's setting."""
+
+    @property
+    def homes(self) -> tuple[Device, Device]:
+        return self.optimizer, self.params
