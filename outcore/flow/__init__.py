@@ -10,6 +10,6 @@ copy, `trace` tells what happened when.
 from outcore.flow.call import Call, OnPart, Output, Want
 from outcore.flow.device_memory import let_segments_grow
 from outcore.flow.flow import Flow, Passage, PassWatch
-from outcore.flow.layers import CompiledLayers, Head, HeadInput, PartRunner
+from outcore.flow.layers import CompileChoice, CompiledLayers, Head, HeadInput, PartRunner
 from outcore.flow.parts import ModelParts, Part, StreamUnsupported, discover_units
 from outcore.flow.weights import FixedWeights, WeightArrival, WeightSource

@@ -24,12 +24,13 @@ from outcore.infer.requests import (
     OnPiece,
     Piece,
     Request,
+    Sampling,
     TextStream,
     choose,
     derived_seed,
     seed_of,
 )
-from outcore.infer.schedule import Clock, Drafter, Scheduler, Work, rows_of
+from outcore.infer.schedule import Clock, Drafter, PassCost, Scheduler, Work, rows_of
 from outcore.infer.schedule import Sequence as Running
 
 
@@ -209,6 +210,17 @@ class InferenceEngine:
             left = self.step()
             while done:
                 yield done.popleft()
+
+    def warm_up(self) -> float:
+        """Answer a request of nobody's before the first one comes, so that what has to be made for it is; seconds."""
+        began = time.perf_counter()
+        token = min(1, self.speech.vocab_size - 1)
+        sampling = Sampling(temperature=0, max_tokens=4, ignore_eos=True)
+        for _ in self.generate([Request("warm-up", (token,) * 8, sampling)]):
+            pass
+        self.scheduler.cache.clear_prefixes()
+        self.scheduler.cost, self.counts = PassCost(), EngineCounts()
+        return time.perf_counter() - began
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """log-probability of each token after the first, for each text. ValueError for texts that cannot be scored."""

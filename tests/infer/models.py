@@ -8,9 +8,10 @@ from contextlib import ExitStack
 import torch
 from transformers import GenerationConfig
 
-from outcore.flow import discover_units
+from outcore.flow import CompiledLayers, discover_units
 from outcore.infer import InferenceEngine, Speech
-from outcore.infer.opening.check import tiny_runner
+from outcore.infer.opening.check import CPU, tiny_runner
+from outcore.infer.passes import SmallPasses
 from outcore.infer.requests import Request, Sampling
 from outcore.infer.schedule import ScheduleLimits, Scheduler
 from tests.flow.models import tiny_loaded
@@ -41,14 +42,32 @@ def greedy_by_transformers(model, prompt: list[int], count: int) -> list[int]:
 
 
 class TinyEngine:
-    """An engine over `tiny_loaded(family)`; close it."""
+    """An engine over `tiny_loaded(family)`; close it. `small`: passes of few tokens run in slots; `backend`: layers are
+    compiled by it."""
 
-    def __init__(self, family: str, way="paged", *, limits=None, speculates=True, loaded=None, page_tokens=4, **fields):
+    def __init__(
+        self,
+        family: str,
+        way="paged",
+        *,
+        limits=None,
+        speculates=True,
+        loaded=None,
+        page_tokens=4,
+        small=False,
+        backend=None,
+        **fields,
+    ):
         self.loaded = loaded or tiny_loaded(family, **fields)
         self.loaded.model.eval()
         self._undo = ExitStack()
         units = discover_units(self.loaded)
         self.runner, self.cache = tiny_runner(self.loaded, units, way, self._undo, page_tokens=page_tokens)
+        flow = self.runner.flow
+        if backend is not None:
+            flow.runner.compiled = CompiledLayers(units, "on", backend=backend, training=False, any_shape=True)
+        if small:
+            self.runner.small = SmallPasses(flow, self.runner.attention, self.cache, CPU, is_captured=False)
         default = ScheduleLimits(8, 64, 16, 32) if way == "paged" else ScheduleLimits(8, 64, 64, 0, whole_chunks=True)
         self.scheduler = Scheduler(self.cache, limits or default)
         speech = Speech(Words(), frozenset(), self.loaded.facts.vocab_size, 512)

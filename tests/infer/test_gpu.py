@@ -50,10 +50,21 @@ def answers(folder, monkeypatch, ram_share: float | None = None, device: str = "
         sampling = Sampling(temperature=0, max_tokens=24, ignore_eos=True)
         requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
         found = {a.request: [c.token for c in a.tokens] for a in opened.engine.generate(requests)}
+        if settings.get("compile") != "off":
+            assert_captured(opened.engine.runner)
         scores = opened.engine.score(PROMPTS)
         return [found[str(i)] for i in range(len(PROMPTS))], scores, opened.placement
     finally:
         opened.close()
+
+
+def assert_captured(runner) -> None:
+    """Layers are compiled, and graphs have run passes."""
+    assert not runner.flow.runner.compiled.why_not and not runner.small.why_not
+    slots = list(runner.small._slots.values())
+    assert slots and all(slot.is_captured for slot in slots if slot.runs > 1)
+    assert any(slot.runs > 2 for slot in slots), "graphs were replayed"
+    print(f"captures took {runner.small.capture_s:.2f} s, {sum(len(s.segments) for s in slots)} segments")
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +110,25 @@ def test_homes_do_not_change_answers(wide_folder, monkeypatch, tmp_path, precisi
             logprobs = torch.log_softmax(model(torch.tensor([prompt], device="cuda")).logits[0].float(), -1)
         wanted = [float(logprobs[i - 1, token]) for i, token in enumerate(prompt) if i]
         assert found == pytest.approx(wanted, abs=tolerance * 10)
+
+
+@pytest.mark.parametrize("kv_format", ["same", "int8"])
+def test_compiled_layers_and_graphs_say_what_eager_ones_say(wide_folder, monkeypatch, tmp_path, kv_format):
+    common = {"precision": "fp32", "kv_format": kv_format}
+    wanted, scores, _ = answers(wide_folder[0], monkeypatch, compile="off", **common)
+    for share, more in ((None, {}), (None, {"kv_home": "ram"}), (1, {}), (0.5, {"nvme_path": (tmp_path,)})):
+        found, again, _ = answers(wide_folder[0], monkeypatch, share, compile="on", **common, **more)
+        assert found == wanted, (share, more)
+        assert all(one == pytest.approx(other, abs=1e-3) for one, other in zip(again, scores))
+
+
+def test_guesses_go_through_graphs(wide_folder):
+    opened = open_engine(str(wide_folder[0]), InferSettings(context=256, device="cuda", precision="fp32"))
+    sampling = Sampling(temperature=0, max_tokens=96, ignore_eos=True)
+    request = Request("repeats", tuple(PROMPTS[1] * 3), sampling)
+    (guessed,) = opened.engine.generate([request])
+    assert opened.engine.counts.accepted > 0 and max(slot[0] for slot in opened.engine.runner.small._slots) > 1
+    opened.engine.speculates = False
+    (plain,) = opened.engine.generate([request])
+    assert [c.token for c in plain.tokens] == [c.token for c in guessed.tokens]
+    opened.close()

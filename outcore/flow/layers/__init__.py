@@ -1,6 +1,12 @@
 """Running one part on one batch: embedding and layers (compiled, as graphs, or eagerly) and the head."""
 
-from outcore.flow.layers.compiled import CompiledLayers, LayerForward, compiler_errors, draws_random_numbers
+from outcore.flow.layers.compiled import (
+    CompileChoice,
+    CompiledLayers,
+    LayerForward,
+    compiler_errors,
+    draws_random_numbers,
+)
 from outcore.flow.layers.graphs import LayerGraphs
 from outcore.flow.layers.head import Head
 from outcore.flow.layers.routers import RouterTaps

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 
 from outcore.common.errors import EngineError
 from outcore.flow.layers.adapters import with_added_adapters
@@ -45,7 +46,8 @@ LOAD_TIMEOUT_S = 120.0
 
 class CompiledLayers:
     """The functions of all roles, and the graphs that run them. `why_not` says why layers run eagerly; '' while they
-    are compiled. `training`: in which mode of theirs layers are compiled; in the other they run eagerly."""
+    are compiled. `training`: in which mode of theirs layers are compiled; in the other they run eagerly. `any_shape`:
+    no shape is the usual one, and code for any number of tokens is made at once (and for a single one)."""
 
     def __init__(
         self,
@@ -56,8 +58,10 @@ class CompiledLayers:
         share: bool = True,
         graphs: LayerGraphs | None = None,
         training: bool = True,
+        any_shape: bool = False,
     ) -> None:
         self.units, self.choice, self._training = units, choice, training
+        self._any_shape = any_shape
         self.why_not = "compile: off" if choice == "off" else ""
         self._like = alike(units.layers) if share else list(range(len(units.layers)))
         self._backend = backend
@@ -125,7 +129,9 @@ class CompiledLayers:
         for value in (*call.args, *call.kwargs.values()):
             if are_borders(value):  # one code for any number of documents
                 torch._dynamo.maybe_mark_dynamic(value, 0)
-        if self._usual is None:
+        if self._any_shape:
+            _mark_tokens(hidden, call)
+        elif self._usual is None:
             self._usual = hidden.shape
         kind, usual = self._like[layer], hidden.shape == self._usual
         args = (list(tensors), hidden, call.args, call.kwargs, *more)
@@ -179,6 +185,16 @@ class CompiledLayers:
         if usual:  # a code object of its own: what was compiled is looked up by it
             function.__code__ = function.__code__.replace(co_name=f"{role}_usual")
         return torch.compile(function, fullgraph=True, backend=self._backend, dynamic=False if usual else None)
+
+
+def _mark_tokens(hidden: torch.Tensor, call: LayerCall) -> None:
+    """Tell the compiler that the number of tokens varies. A single one has code of its own whatever is said."""
+    num_tokens = hidden.shape[1]
+    if num_tokens == 1:
+        return
+    for value in tree_leaves((hidden, call.args, call.kwargs)):
+        if isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[1] == num_tokens:
+            torch._dynamo.maybe_mark_dynamic(value, 1)
 
 
 def _names_in(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[str]:

@@ -26,10 +26,10 @@ from outcore.infer.attention.exact import (
     attend_in_pieces,
     causal_mask,
 )
-from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, Span
+from outcore.infer.attention.operation import opened, paged_attention
+from outcore.infer.attention.rows import GATHER_NUMEL, attend_rows
+from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, RowTables, Span, first_page
 
-GATHER_NUMEL = 1 << 26
-"""Keys and values read back together at most: 256 MiB in fp32."""
 _numbers = itertools.count()
 
 Site = tuple[int, int]
@@ -71,17 +71,20 @@ class PagedAttention:
         *,
         is_deterministic: bool = False,
     ) -> None:
-        self.name = f"outcore_paged_{next(_numbers)}"
+        self.number = next(_numbers)
+        self.name = f"outcore_paged_{self.number}"
         self.cache, self._is_deterministic = cache, is_deterministic
-        self._calls: Sequence[PassTables] = ()
+        self._calls: Sequence[PassTables | RowTables] = ()
         self._place = _Place()
         AttentionInterface.register(self.name, self)
+        opened[self.number] = self
 
     def close(self) -> None:
         """Take the name back from transformers."""
         AttentionInterface._global_mapping.pop(self.name, None)
+        opened.pop(self.number, None)
 
-    def begin(self, calls: Sequence[PassTables]) -> None:
+    def begin(self, calls: Sequence[PassTables | RowTables]) -> None:
         """A pass over these rows starts; layer 0 of the first row comes next."""
         self._calls, self._place = calls, _Place(0, 0, 0)
 
@@ -109,12 +112,26 @@ class PagedAttention:
     ) -> tuple[torch.Tensor, None]:
         """query [1, H, N, D], key [1, K, N, D], value [1, K, N, E] -> [1, N, H, E]."""
         rule = _rule_of(module, query, scaling, more)
+        if torch.compiler.is_compiling():  # where the pass is, is looked up when the code runs
+            cut = (rule.scaling, rule.window, rule.softcap, rule.sinks_H)
+            return paged_attention(query[0], key[0], value[0], self.number, *cut)[None], None
+        return self.attend(rule, query[0], key[0], value[0])[None], None
+
+    def attend(
+        self, rule: AttentionRule, query_HND: torch.Tensor, key_KND: torch.Tensor, value_KNE: torch.Tensor
+    ) -> torch.Tensor:
+        """[N, H, E]: the next attention of the layer that is run."""
         site = (self._place.layer, self._place.ordinal)
         self._place.ordinal += 1
-        shape = KvShape(key.shape[1], key.shape[3], value.shape[3])
+        shape = KvShape(key_KND.shape[0], key_KND.shape[2], value_KNE.shape[2])
         self.seen(shape, rule.window)
         tables = self._calls[self._place.call]
-        return self._attend(site, shape, rule, tables, query[0], key[0], value[0])[None], None
+        if isinstance(tables, RowTables):
+            assert self.cache is not None
+            group = self.cache.group_of(rule.window)
+            store = self.cache.store(site, shape, group)
+            return attend_rows(store, group, rule, tables, query_HND, key_KND, value_KNE)
+        return self._attend(site, shape, rule, tables, query_HND, key_KND, value_KNE)
 
     def _attend(
         self,
@@ -195,7 +212,7 @@ class PagedAttention:
     def _pages_padded(self, span: Span, store: KvStore, rule: AttentionRule) -> int:
         """Pages that a span is attended over: its own, or where results must not depend on others, a size that its own
         length gives."""
-        first = _first_page(span, rule.window, store.page_tokens)
+        first = first_page(span.start, rule.window, store.page_tokens)
         own = -(-span.length // store.page_tokens) - first
         if not self._is_deterministic or own <= 4:
             return own
@@ -203,7 +220,7 @@ class PagedAttention:
         return -(-own // step) * step
 
     def _seen(self, span: Span, store: KvStore, rule: AttentionRule) -> int:
-        first = _first_page(span, rule.window, store.page_tokens)
+        first = first_page(span.start, rule.window, store.page_tokens)
         return span.length - first * store.page_tokens
 
     def _together(
@@ -237,7 +254,7 @@ class PagedAttention:
         device: torch.device,
     ) -> _Together:
         size, count = store.page_tokens, batch[0].count
-        firsts = [_first_page(span, rule.window, size) for span in batch]
+        firsts = [first_page(span.start, rule.window, size) for span in batch]
         lasts = [-(-span.length // size) for span in batch]
         most = max(self._pages_padded(span, store, rule) for span in batch)
         if len(batch) == 1 and most * size * count * heads > PIECE_NUMEL:
@@ -282,7 +299,7 @@ class PagedAttention:
     ) -> None:
         size, device = store.page_tokens, query_HND.device
         here = slice(span.row, span.row + span.count)
-        first, last = _first_page(span, rule.window, size), -(-span.length // size)
+        first, last = first_page(span.start, rule.window, size), -(-span.length // size)
         step = max(1, PIECE_NUMEL // (query_HND.shape[0] * span.count * size))
         start = torch.full((1,), span.start, device=device)
 
@@ -294,10 +311,6 @@ class PagedAttention:
                 yield keys, values, causal_mask(start, span.count, begin, len(keys), rule.window)[0, 0]
 
         output[here] = attend_in_pieces(query_HND[:, here], pieces(), rule).transpose(0, 1)
-
-
-def _first_page(span: Span, window: int | None, page_tokens: int) -> int:
-    return 0 if window is None else max(0, span.start - window + 1) // page_tokens
 
 
 _IGNORED = frozenset(

@@ -4,6 +4,7 @@ from outcore.infer.cache.kv_cache import CacheSettings, GroupPlan, KvCache, Pass
 from outcore.infer.cache.memory import KvMemory, open_memory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
 from outcore.infer.cache.prefix import PrefixIndex
+from outcore.infer.cache.rows import RowTables, first_page
 from outcore.infer.cache.store import KvFormat, KvShape, KvStore
 
 __all__ = [
@@ -18,7 +19,9 @@ __all__ = [
     "PageLedger",
     "PassTables",
     "PrefixIndex",
+    "RowTables",
     "SequencePages",
     "Span",
+    "first_page",
     "open_memory",
 ]

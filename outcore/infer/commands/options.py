@@ -45,6 +45,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--nvme_path", action="append", default=[], help="folder for weights that RAM does not hold")
     group.add_argument("--pin_gib", type=float, help="page-locked memory at most")
     group.add_argument("--num_layer_buffers", type=int, default=3, help="travelling layers on the device at a time")
+    group.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="layers through torch.compile")
     group.add_argument("--draft_tokens", type=int, help="guessed tokens of a pass; 0: none")
     group.add_argument("--no_prefix_sharing", action="store_true", help="compute every prompt from its beginning")
     group.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
@@ -78,6 +79,7 @@ def settings_of(args: argparse.Namespace, *, deterministic: bool = False) -> Inf
         nvme_path=tuple(Path(path) for path in args.nvme_path),
         pin_gib=args.pin_gib,
         num_layer_buffers=args.num_layer_buffers,
+        compile=args.compile,
         draft_tokens=args.draft_tokens,
         share_prefixes=not args.no_prefix_sharing,
         deterministic=deterministic,

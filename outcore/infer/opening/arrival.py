@@ -24,6 +24,9 @@ class ResidentWeights:
         self.stalls = travelling.stalls if travelling is not None else Stalls(device)
         self._uses: list[tuple[Part, int]] = []
         """Each use of the pass, with its number among those that travel (-1: it stays)."""
+        self._ahead: list[Part] | None = None
+        """What the next pass is expected to bring: the same as the last one. Its first uploads begin as soon as buffers
+        are free, so that the link is busy while tokens are chosen."""
 
     @property
     def device_bytes(self) -> int:
@@ -34,7 +37,13 @@ class ResidentWeights:
         moving = [part for part in sequence if part.index not in self._slabs]
         numbers = iter(range(len(moving)))
         self._uses = [(part, -1 if part.index in self._slabs else next(numbers)) for part in sequence]
-        if self._travelling is not None and moving:
+        ahead, self._ahead = self._ahead, None
+        if self._travelling is None or not moving:
+            return
+        if ahead is not None and [part.index for part in ahead] != [part.index for part in moving]:
+            self._travelling.abort()
+            ahead = None
+        if ahead is None:
             self._travelling.begin(moving)
 
     def acquire(self, at: int) -> torch.Tensor:
@@ -48,7 +57,17 @@ class ResidentWeights:
         _, number = self._uses[at]
         if number >= 0 and self._travelling is not None:
             self._travelling.release(number)
+        if at == len(self._uses) - 1 and self._travelling is not None:
+            moving = [part for part, number in self._uses if number >= 0]
+            if moving:
+                self._travelling.begin(moving)
+                self._ahead = moving
+
+    def stays(self, part: Part) -> bool:
+        """Whether the part's slab has one address for good, also while other parts are used."""
+        return part.index in self._slabs and not part.layout.packed_slots
 
     def abort(self, deadline: Deadline | None = None) -> None:
+        self._ahead = None
         if self._travelling is not None:
             self._travelling.abort(deadline)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from outcore.common.quantities import GIB
-from outcore.flow import Flow, Head, ModelParts, PartRunner, discover_units, let_segments_grow
+from outcore.flow import CompiledLayers, Flow, Head, ModelParts, PartRunner, discover_units, let_segments_grow
 from outcore.flow.tiles import free_device_bytes
 from outcore.infer.attention import PagedAttention
 from outcore.infer.cache import CacheSettings, GroupPlan, KvCache, KvFormat, KvMemory, KvShape, open_memory
@@ -18,7 +18,7 @@ from outcore.infer.opening.check import Way, kv_of, use_attention, way_of
 from outcore.infer.opening.model import FoundModel, open_model
 from outcore.infer.opening.settings import InferSettings
 from outcore.infer.opening.weights import OpenedWeights, StagingSettings, open_weights
-from outcore.infer.passes import PagedRunner, PassRunner, RunnerLimits, WholeRunner
+from outcore.infer.passes import PagedRunner, PassRunner, RunnerLimits, SmallPasses, WholeRunner
 from outcore.infer.schedule import ScheduleLimits, Scheduler
 from outcore.machine import available_ram_bytes
 from outcore.sizing.inference import (
@@ -33,6 +33,8 @@ from outcore.sizing.inference import (
 RAM_LEFT_BYTES = 2 * GIB
 """RAM that stays free for everything else, unless told."""
 DRAFT_TOKENS = 64
+MAX_KINDS = 8
+"""Kinds of layers that are compiled, two functions each: about 10 s a function where nothing is cached."""
 Shapes = Mapping[int | None, Mapping[int, KvShape]]
 """window -> layer -> widths."""
 
@@ -96,7 +98,8 @@ def open_found(
             num_buffers=placement.num_buffers,
         )
         weights = open_weights(units, placement, device, staging, loaded.feed, undo)
-        runner = PartRunner(units)
+        undo.callback(weights.arrival.abort)
+        runner = PartRunner(units, compiled=layers_of(units, settings, way, device, progress))
         flow = Flow(runner, Head(runner, vocab_size=loaded.facts.vocab_size), weights.arrival, device)
         memory = open_memory(device, placement.kv_home, placement.kv_bytes)
         undo.callback(memory.close)
@@ -108,7 +111,36 @@ def open_found(
         context = min(n for n in (found.max_context, placement.context_tokens) if n is not None)
         speech = Speech(found.tokenizer, found.end_tokens, loaded.facts.vocab_size, context)
         engine = InferenceEngine(passes, scheduler, speech, speculates=settings.draft_tokens != 0)
+        _warm_up(engine, runner, progress)
         return OpenedModel(engine, found, placement, way, weights, device, undo.pop_all())
+
+
+def layers_of(
+    units: ModelParts, settings: InferSettings, way: Way, device: torch.device, progress: Callable[[str], None]
+) -> CompiledLayers:
+    """How layers run; why eagerly, if so, is told. EngineError where compiling is asked for and cannot be."""
+    layers = CompiledLayers(units, settings.compile, training=False, any_shape=True)
+    if settings.compile == "auto" and device.type != "cuda":
+        layers.why_not = "compile: auto compiles on a GPU only"
+    elif way == "whole":
+        layers.cannot("its layers keep states of their own between passes.")
+    elif layers.num_kinds > MAX_KINDS:
+        layers.cannot(f"its layers are of {layers.num_kinds} kinds, each of which would be compiled twice.")
+    if layers.why_not and device.type == "cuda":
+        progress(f"layers run eagerly: {layers.why_not}")
+    return layers
+
+
+def _warm_up(engine: InferenceEngine, runner: PartRunner, progress: Callable[[str], None]) -> None:
+    """Have layers compiled before the first request comes: two functions for each kind of layer."""
+    layers = runner.compiled
+    if layers is None or layers.why_not:
+        return
+    seconds = engine.warm_up()
+    small = getattr(engine.runner, "small", None)
+    graphs = "" if small is None else f", CUDA graphs: {small.why_not or 'yes'}"
+    ways = f"eagerly: {layers.why_not}" if layers.why_not else f"compiled, {layers.num_kinds} kind(s)"
+    progress(f"layers run {ways}{graphs}; making them took {seconds:.0f} s")
 
 
 def device_of(settings: InferSettings) -> torch.device:
@@ -234,4 +266,8 @@ def _runner(
     attention = PagedAttention(cache, is_deterministic=settings.deterministic)
     use_attention(found.loaded.model, attention.name)
     flow.units.isolation = "position_ids"
-    return PagedRunner(flow, attention, limits, device)
+    small = None
+    # Where results may not depend on company, products keep one size; padding to slots would change it.
+    if device.type == "cuda" and settings.compile != "off" and not settings.deterministic:
+        small = SmallPasses(flow, attention, cache, device)
+    return PagedRunner(flow, attention, limits, device, small=small)

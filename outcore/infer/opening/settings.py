@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from outcore.common.quantities import GIB
+from outcore.flow import CompileChoice
 from outcore.sizing.inference import PRESETS
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
@@ -46,6 +47,8 @@ class InferSettings:
     draft_tokens: int | None = None
     """Guessed tokens of a pass; 0: none. None: 64."""
     share_prefixes: bool = True
+    compile: CompileChoice = "auto"
+    """Layers through torch.compile, small passes as CUDA graphs. auto: on a GPU, where it works."""
     deterministic: bool = False
     """The same text whatever else runs: fixed shapes, guesses by the text alone. Slower."""
     trust_remote_code: bool = False
@@ -60,6 +63,8 @@ class InferSettings:
             raise ValueError(f"precision is {self.precision!r}, but must be auto, bf16, fp16 or fp32.")
         if self.kv_format not in ("same", "int8") or self.kv_home not in ("auto", "vram", "ram"):
             raise ValueError("kv_format must be same or int8, kv_home auto, vram or ram.")
+        if self.compile not in ("auto", "on", "off"):
+            raise ValueError(f"compile is {self.compile!r}, but must be auto, on or off.")
         for name, least in (
             ("context", 16),
             ("max_sequences", 1),

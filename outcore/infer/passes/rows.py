@@ -48,7 +48,7 @@ class RowCall:
         filling = self.padded_rows - self.num_rows
         rows = torch.tensor([ids + [0] * filling, positions + [0] * filling], dtype=torch.long)
         rows = rows.to(device, non_blocking=True)
-        return {"input_ids": rows[:1], "position_ids": rows[1:]}
+        return {"input_ids": rows[:1], "position_ids": rows[1:].clone()}  # its place in memory would tell its length
 
     def tables(self, page_tokens: int) -> PassTables:
         """Where its tokens are stored."""
@@ -105,7 +105,7 @@ class TextCall:
         positions = [i for _, tokens in self.texts for i in range(len(tokens))]
         labels = [-100 if i == 0 else token for _, tokens in self.texts for i, token in enumerate(tokens)]
         rows = torch.tensor([ids, positions, labels], dtype=torch.long).to(device, non_blocking=True)
-        return {"input_ids": rows[:1], "position_ids": rows[1:2], "labels": rows[2:]}
+        return {"input_ids": rows[:1], "position_ids": rows[1:2].clone(), "labels": rows[2:]}
 
     def tables(self) -> PassTables:
         """Spans of texts that begin here; nothing is stored."""

@@ -10,6 +10,7 @@ import torch
 
 from outcore.flow import Call, Flow, Output, Part
 from outcore.infer.attention import PagedAttention
+from outcore.infer.passes.graphs import SmallPasses
 from outcore.infer.passes.rows import TextCall, lay_out, lay_out_texts
 from outcore.infer.schedule import Work
 
@@ -65,7 +66,7 @@ class RunnerLimits:
 
 
 class PagedRunner:
-    """All sequences in shared rows, for models whose tokens meet in attention only."""
+    """All sequences in shared rows, where tokens meet in attention only. `small`: runs passes of few tokens."""
 
     can_step_back = True
 
@@ -76,13 +77,19 @@ class PagedRunner:
         limits: RunnerLimits,
         device: torch.device,
         on_close: Callable[[], None] = lambda: None,
+        small: SmallPasses | None = None,
     ) -> None:
         self.flow, self.attention, self.limits, self.device = flow, attention, limits, device
+        self.small = small
         self._on_close = on_close
         assert attention.cache is not None
         self._page_tokens = attention.cache.settings.page_tokens
 
     def run(self, works: Sequence[Work]) -> Found:
+        found = None if self.small is None else self.small.run(works)
+        return self._run_rows(works) if found is None else found
+
+    def _run_rows(self, works: Sequence[Work]) -> Found:
         rows = lay_out(works, self.limits.call_tokens, fixed_sizes=self.limits.is_deterministic)
         self.attention.begin([row.tables(self._page_tokens) for row in rows])
         calls = []

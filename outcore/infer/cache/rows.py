@@ -1,0 +1,81 @@
+"""Where the rows of a small pass are stored and what they see, at addresses that stay: a CUDA graph reads them there.
+
+One copy to the device fills all tables. Rows beyond those of the pass repeat its first row: they write what it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outcore.infer.cache.kv_cache import SequencePages
+
+
+class RowTables:
+    """Tables of `num_rows` rows, each with `num_pages[group]` pages. `windows`: of each group."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_pages: Sequence[int],
+        windows: Sequence[int | None],
+        page_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.num_rows, self.num_pages, self._windows = num_rows, tuple(num_pages), tuple(windows)
+        self._page_tokens = page_tokens
+        widths = [1, 1, *(width for count in num_pages for width in (1, 1, count))]
+        self._host = torch.zeros(sum(widths) * num_rows, dtype=torch.long, pin_memory=device.type == "cuda")
+        self._device = torch.zeros_like(self._host, device=device)
+        self._columns = self._cut(self._host, widths)
+        ids, self._places, *rest = self._cut(self._device, widths)
+        self.ids, self.positions = ids.view(1, -1), self._places.view(1, -1).clone()
+        self.slots = [column.view(-1) for column in rest[0::3]]
+        """For each group, the slot that each row's key and value go to."""
+        self._firsts, self.pages = rest[1::3], rest[2::3]
+        self.seen = [
+            torch.zeros((num_rows, 1, 1, count * page_tokens), dtype=torch.bool, device=device) for count in num_pages
+        ]
+        """For each group, which keys of its pages each row sees; made, like `positions`, by `work_out`."""
+
+    def fill(self, rows: Sequence[tuple[SequencePages, int, int]]) -> None:
+        """Put rows (pages, position, token) into the tables: on a GPU queued on the current stream."""
+        size = self._page_tokens
+        ids, positions, *rest = self._columns
+        whole = [*rows, *[rows[0]] * (self.num_rows - len(rows))]
+        ids[:, 0] = torch.tensor([token for _, _, token in whole])
+        positions[:, 0] = torch.tensor([position for _, position, _ in whole])
+        for group, (window, count) in enumerate(zip(self._windows, self.num_pages, strict=True)):
+            slots, firsts, of_row = [], [], []
+            for pages, position, _ in whole:
+                table = pages.tables[group]
+                first = first_page(position, window, size)
+                seen = table[first : position // size + 1]
+                slots.append(table[position // size] * size + position % size)
+                firsts.append(first * size)
+                of_row.append([max(page, 0) for page in seen] + [0] * (count - len(seen)))  # passed ones are masked
+            rest[3 * group][:, 0] = torch.tensor(slots)
+            rest[3 * group + 1][:, 0] = torch.tensor(firsts)
+            rest[3 * group + 2].copy_(torch.tensor(of_row))
+        self._device.copy_(self._host, non_blocking=True)
+
+    def work_out(self) -> None:
+        """Make what follows from the tables, on the device."""
+        at = self._places
+        self.positions.copy_(at.view(1, -1))
+        for window, first, seen in zip(self._windows, self._firsts, self.seen, strict=True):
+            keys = first + torch.arange(seen.shape[-1], device=seen.device)
+            visible = keys <= at
+            if window is not None:
+                visible &= keys > at - window
+            seen.copy_(visible.view(seen.shape))
+
+    def _cut(self, flat: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
+        parts = flat.split([width * self.num_rows for width in widths])
+        return [part.view(self.num_rows, width) for part, width in zip(parts, widths, strict=True)]
+
+
+def first_page(position: int, window: int | None, page_tokens: int) -> int:
+    """Number of the first page that a token at this position sees."""
+    return 0 if window is None else max(0, position - window + 1) // page_tokens

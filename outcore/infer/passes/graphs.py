@@ -1,0 +1,248 @@
+"""Small passes at fixed addresses: from the second of one size on, CUDA graphs run them, with no Python between layers.
+
+A pass of few tokens (answers being written, guesses, short prompts) is padded to a *slot*: so many rows, each over so
+many pages. The first pass of a slot runs by ordinary launches, which compiles what has to be; the second is captured as
+it runs, in segments: parts that stay on the device make one graph together, one that travels a graph of its own, bound
+to the arrival buffer that it comes to. All graphs share one pool of memory, since they never run at the same time.
+Where nothing can be captured (a CPU, pages out of the GPU's reach, a model whose code asks the device) passes run as
+before, and `why_not` says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from outcore.common.deadline import after
+from outcore.common.errors import line_of
+from outcore.flow import Flow, HeadInput, Part
+from outcore.infer.attention import PagedAttention
+from outcore.infer.cache import KvCache, RowTables, SequencePages, first_page
+from outcore.infer.schedule import Work
+
+logger = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+"""Sizes of slots; padding costs nothing while weights are what a pass waits for."""
+MAX_SLOTS = 48
+"""The least recently used goes: its tables and graphs (about 0.1 MB a layer) do."""
+ROW_KEYS, SPAN_KEYS = 1 << 18, 1 << 15
+"""Keys that all rows may see together: of rows by themselves, and where a sequence has several, each of which reads its
+own copy of the same pages."""
+
+
+class Arrival(Protocol):
+    """What is asked of weights, beside that they arrive."""
+
+    def stays(self, part: Part) -> bool:
+        """Whether the part's slab has one address for good."""
+        ...
+
+
+@dataclass
+class _Segment:
+    """Parts of the pass that run as one."""
+
+    uses: range
+    addresses: tuple[int, ...] = ()
+    graph: torch.cuda.CUDAGraph | None = None
+    hidden: torch.Tensor | None = None
+    """What its graph leaves for the next one."""
+
+
+class SlotPass:
+    """A pass of one slot."""
+
+    def __init__(self, flow: Flow, attention: PagedAttention, tables: RowTables, parts: Sequence[Part]) -> None:
+        self.flow, self.attention, self.tables = flow, attention, tables
+        self._parts = list(parts)
+        self.segments = self._cut(flow.arrival)
+        self._batch = {"input_ids": tables.ids, "position_ids": tables.positions}
+        self._places = torch.arange(tables.num_rows, device=flow.device)
+        self._log: Any = None
+        self._hidden: torch.Tensor | None = None
+        self._logits: torch.Tensor | None = None
+        self.runs = 0
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether graphs run all of it."""
+        return all(segment.graph is not None for segment in self.segments)
+
+    def run(self, capture: Callable[[Callable[[], None]], torch.cuda.CUDAGraph] | None) -> torch.Tensor:
+        """fp32 [rows, V], good until the next pass. `capture`: makes a graph of a function without running it; None:
+        by ordinary launches, unless there are graphs already."""
+        arrival = self.flow.arrival
+        replays = self.is_captured
+        try:
+            arrival.begin(self._parts)
+            self.attention.begin([self.tables])
+            for segment in self.segments:
+                slabs = [arrival.acquire(at) for at in segment.uses]
+                addresses = tuple(slab.data_ptr() for slab in slabs)
+                replays = replays and addresses == segment.addresses
+                if not replays:
+                    segment.graph, segment.addresses = None, addresses
+                if capture is not None and segment.graph is None:
+                    segment.graph = capture(lambda s=segment, w=slabs: self._compute(s, w))
+                    segment.hidden = self._hidden
+                if segment.graph is not None:
+                    segment.graph.replay()
+                    self._hidden = segment.hidden
+                else:
+                    self._compute(segment, slabs)
+                for at in segment.uses:
+                    arrival.release(at)
+        except BaseException as error:
+            arrival.abort(after(error))
+            raise
+        self.runs += 1
+        assert self._logits is not None
+        return self._logits
+
+    def _compute(self, segment: _Segment, slabs: Sequence[torch.Tensor]) -> None:
+        runner = self.flow.runner
+        for at, slab in zip(segment.uses, slabs, strict=True):
+            if at == 0:
+                self.tables.work_out()
+                self._log = runner.embed(slab, self._batch)
+                self._hidden, self._log.first = self._log.hidden, None
+                self.attention.moved(-1, 0)
+            elif at < len(self._parts) - 1:
+                assert self._hidden is not None
+                self._hidden, _ = runner.layer(at - 1, slab, self._hidden, self._log.call(at - 1))
+                self.attention.moved(at - 1, 0)
+            else:
+                assert self._hidden is not None
+                item = HeadInput(self._hidden, self._batch, self._log)
+                self._logits = self.flow.head.logits(slab, item, self._places)
+
+    def _cut(self, arrival: Any) -> list[_Segment]:
+        """Neighbours that stay go together."""
+        segments: list[_Segment] = []
+        joins = False
+        for at, part in enumerate(self._parts):
+            stays = arrival.stays(part)
+            if joins and stays:
+                segments[-1].uses = range(segments[-1].uses.start, at + 1)
+            else:
+                segments.append(_Segment(range(at, at + 1)))
+            joins = stays
+        return segments
+
+
+class SmallPasses:
+    """See the module docstring. `is_captured` False: passes of slots run by ordinary launches always (for tests)."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        attention: PagedAttention,
+        cache: KvCache,
+        device: torch.device,
+        *,
+        is_captured: bool = True,
+    ) -> None:
+        self.flow, self.attention, self.cache, self.device = flow, attention, cache, device
+        self.why_not = ""
+        self.capture_s = 0.0
+        """Seconds that captures have taken."""
+        self._is_captured = is_captured
+        self._slots: OrderedDict[tuple[int, ...], SlotPass] = OrderedDict()
+        self._pool: Any = None
+        units = flow.units
+        self._parts = [units.embed, *units.layer_units, units.head]
+        if cache.memory.device != device:
+            self.why_not = "keys and values live where the GPU cannot read them"
+
+    def run(self, works: Sequence[Work]) -> list[tuple[Work, torch.Tensor]] | None:
+        """Logits as `PassRunner.run`; None where this is no such pass."""
+        if self.why_not or not all(work.is_last for work in works):
+            return None
+        size = self._size(works)
+        if size is None:
+            return None
+        slot = self._slot(size)
+        slot.tables.fill(rows_of(works))
+        try:
+            logits = slot.run(self._capture if self._is_captured and slot.runs else None)
+        except _CaptureFailed as error:
+            self._give_up(str(error))
+            return None
+        found, at = [], 0
+        for work in works:
+            at += work.count
+            found.append((work, logits[at - work.num_drafts - 1 : at]))
+        return found
+
+    def _size(self, works: Sequence[Work]) -> tuple[int, ...] | None:
+        """(rows, pages of each group) of the slot that holds these; None: none does."""
+        total = sum(work.count for work in works)
+        num_rows = next((count for count in ROWS if count >= total), None)
+        if num_rows is None:
+            return None
+        page_tokens, pages = self.cache.settings.page_tokens, []
+        for window in self.cache.windows:
+            most = max(
+                (work.start + place) // page_tokens + 1 - first_page(work.start + place, window, page_tokens)
+                for work in works
+                for place in {0, work.count - 1}
+            )
+            pages.append(rounded_up(most + (window is not None)))
+        limit = ROW_KEYS if total == len(works) else SPAN_KEYS
+        return (num_rows, *pages) if num_rows * max(pages) * page_tokens <= limit else None
+
+    def _slot(self, size: tuple[int, ...]) -> SlotPass:
+        if size not in self._slots:
+            if len(self._slots) >= MAX_SLOTS:
+                self._slots.popitem(last=False)
+            settings = self.cache.settings
+            tables = RowTables(size[0], size[1:], self.cache.windows, settings.page_tokens, self.device)
+            self._slots[size] = SlotPass(self.flow, self.attention, tables, self._parts)
+        self._slots.move_to_end(size)
+        return self._slots[size]
+
+    def _capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        began = time.perf_counter()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads wait for copies meanwhile, which a capture of the whole process would forbid.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                function()
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            raise _CaptureFailed(line_of(error)) from error
+        self.capture_s += time.perf_counter() - began
+        return graph
+
+    def _give_up(self, reason: str) -> None:
+        self.why_not = reason
+        self._slots.clear()
+        logger.warning("passes run without CUDA graphs: %s", reason)
+
+
+class _CaptureFailed(RuntimeError):
+    """No graph could be made."""
+
+
+def rows_of(works: Sequence[Work]) -> list[tuple[SequencePages, int, int]]:
+    """(pages, position, token) of every token."""
+    rows = []
+    for work in works:
+        pages = work.sequence.pages
+        assert pages is not None
+        rows += [(pages, work.start + place, token) for place, token in enumerate(work.tokens)]
+    return rows
+
+
+def rounded_up(count: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24 ... that is not below."""
+    power = 1 << max(0, count - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power

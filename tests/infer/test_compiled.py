@@ -1,0 +1,71 @@
+"""Compiled layers and passes in slots, as a GPU runs them, say what eager layers say (here without code generation)."""
+
+from __future__ import annotations
+
+import pytest
+
+from outcore.infer.opening import InferSettings, open_engine
+from outcore.infer.passes.graphs import rounded_up
+from tests.flow.models import tiny_loaded
+from tests.infer.models import TinyEngine, greedy_by_transformers, prompts_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def slots_used(one: TinyEngine) -> dict:
+    return {size: slot.runs for size, slot in one.runner.small._slots.items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_slots_say_what_transformers_says(family):
+    loaded = tiny_loaded(family)
+    prompts = prompts_of(6)
+    expected = [greedy_by_transformers(loaded.model.eval(), prompt, 20) for prompt in prompts]
+    one = TinyEngine(family, loaded=loaded, small=True)
+    assert one.greedy(prompts, 20) == expected
+    assert one.engine.counts.accepted > 0, "guesses are rows of one sequence"
+    used = slots_used(one)
+    assert len(used) > 2 and sum(used.values()) > 10
+    one.close()
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma3_text", "gpt_oss"))]
+)
+def test_compiled_layers_say_what_transformers_says(family):
+    loaded = tiny_loaded(family)
+    prompts = prompts_of(6)
+    expected = [greedy_by_transformers(loaded.model.eval(), prompt, 12) for prompt in prompts]
+    made = []
+
+    def backend(module, inputs):
+        made.append(inputs)
+        return module
+
+    one = TinyEngine(family, loaded=loaded, small=True, backend=backend)
+    layers = one.runner.flow.runner.compiled
+    assert one.engine.warm_up() > 0 and one.engine.counts.passes == 0 and not len(one.cache.index)
+    assert len(made) == 2 * layers.num_kinds, "one function for any number of tokens, one for a single token"
+    assert one.greedy(prompts, 12) == expected and not layers.why_not
+    scores = one.engine.score(prompts)
+    assert len(made) == 2 * layers.num_kinds, "prompts of other lengths and scores compile nothing new"
+    layers.why_not = "compared"
+    assert one.engine.score(prompts) == [pytest.approx(s, abs=1e-4) for s in scores]
+    one.close()
+
+
+def test_sizes_of_slots_waste_at_most_half():
+    sizes = [rounded_up(count) for count in range(1, 200)]
+    assert sizes[:9] == [1, 2, 3, 4, 6, 6, 8, 8, 12] and sizes == sorted(sizes)
+    assert all(count <= size <= 1.5 * count for count, size in enumerate(sizes, 1))
+    assert len(set(sizes)) < 17
+
+
+def test_on_a_cpu_layers_run_eagerly_and_say_so(tiny_folder):
+    lines: list[str] = []
+    opened = open_engine(str(tiny_folder[0]), InferSettings(context=64, device="cpu"), lines.append)
+    layers = opened.engine.runner.flow.runner.compiled
+    assert "on a GPU only" in layers.why_not and opened.engine.runner.small is None
+    opened.close()
+    with pytest.raises(ValueError, match="compile is"):
+        InferSettings(compile="maybe")
