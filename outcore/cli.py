@@ -18,7 +18,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "generate": ("outcore.infer.commands.generate", "text by a model of any size: a prompt, or a job over a file"),
         "chat": ("outcore.infer.commands.chat", "talk with a model of any size, or with the one just trained"),
         "score": ("outcore.infer.commands.score", "log-probabilities of texts and perplexity"),
-        "serve": ("outcore.serve.main", "an address under OpenAI's API for a model of any size"),
+        "evaluate": ("outcore.evaluate.commands.evaluate", "scores by lm-evaluation-harness, for a model of any size"),
+        "evaluations": ("outcore.evaluate.commands.evaluations", "what was evaluated: list, show, diff, export"),
+        "serve": ("outcore.evaluate.commands.serve", "an address under OpenAI's API for a model of any size"),
         "models": ("outcore.engine.stream.check.command", "which architectures stream, and what goes with them"),
         "export": ("outcore.checkpoint.main", "a checkpoint as a model that from_pretrained loads, without a GPU"),
         "watch": ("outcore.monitor.screen.watch", "a running or finished run, live in the terminal"),
@@ -31,7 +33,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
 def usage() -> str:
     """The list of subcommands."""
     lines = ["usage: outcore COMMAND [...]", "", "commands:"]
-    lines += [f"  {name:<8} {words}" for name, (_, words) in COMMANDS.items()]
+    lines += [f"  {name:<11} {words}" for name, (_, words) in COMMANDS.items()]
     lines += ["", "outcore COMMAND --help tells more; RUN is a run's name or its folder."]
     return "\n".join(lines)
 

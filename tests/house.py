@@ -46,7 +46,7 @@ BESIDE = {"install": 3, "probe": 3}
 """Rooms beside the tower: they import from floors up to this one, and no room of the tower imports them."""
 OPEN = ("common", "sizing", "engine.base")
 """Rooms whose files are their doors: each is one noun (`common.quantities`, `sizing.tiles`), imported by its name."""
-DOORED = ("config", "checkpoint", "data", "flow", "formats", "infer", "serve", "states", "sizing")
+DOORED = ("config", "checkpoint", "data", "evaluate", "flow", "formats", "infer", "serve", "states", "sizing")
 """Rooms whose files are imported from outside through an `__init__` only."""
 
 

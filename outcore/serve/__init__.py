@@ -1,5 +1,10 @@
-"""A model under OpenAI's API: an HTTP server over `outcore.infer`. Needs requirements/serve.txt."""
+"""A model under OpenAI's API: an HTTP server over `outcore.infer`. Needs requirements/serve.txt.
 
+Rooms above add routes to the same server: an `Addition`, made of what `outcore.serve.additions` has.
+"""
+
+from outcore.serve.main import main as serve_main
+from outcore.serve.records import model_hash
 from outcore.serve.settings import ServeSettings
 
-__all__ = ["ServeSettings"]
+__all__ = ["ServeSettings", "model_hash", "serve_main"]

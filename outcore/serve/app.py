@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
@@ -29,7 +30,23 @@ LOOK_EVERY_S = 0.1
 """How often it is looked whether a client that waits for a whole answer is still there."""
 
 
-def create_app(service: Service) -> FastAPI:
+class Addition(Protocol):
+    """Routes of a room above, with work of their own."""
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes."""
+        ...
+
+    def begin(self) -> None:
+        """The server has started; called on its event loop."""
+        ...
+
+    async def end(self) -> None:
+        """The server ends; the service is still there."""
+        ...
+
+
+def create_app(service: Service, additions: Sequence[Addition] = ()) -> FastAPI:
     """The application; the service is started and closed with it."""
 
     logs = service.settings.logs
@@ -39,9 +56,13 @@ def create_app(service: Service) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
         batches.go_on()
+        for addition in additions:
+            addition.begin()
         try:
             yield
         finally:
+            for addition in additions:
+                await addition.end()
             await batches.stop()
             await asyncio.to_thread(service.close)
 
@@ -54,6 +75,8 @@ def create_app(service: Service) -> FastAPI:
     _add_answers(app, service, "/v1/completions", completions.CompletionCall, completions.whole, completions.events)
     _add_answers(app, service, "/v1/responses", responses.ResponseCall, responses.whole, responses.events)
     _add_answers(app, service, "/v1/embeddings", plain.EmbeddingCall, plain.embedded, None)
+    for addition in additions:
+        addition.add_to(app)
     return app
 
 
@@ -70,6 +93,11 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     async def routing(http: HttpRequest, error: HTTPException) -> JSONResponse:
         words = f"There is no {http.url.path} here." if error.status_code == 404 else str(error.detail)
         return answer(ApiError(error.status_code, words))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(http: HttpRequest, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        return answer(ApiError(400, f"{first['loc'][-1]}: {first['msg']}.", param=str(first["loc"][-1])))
 
     @app.exception_handler(Exception)
     async def unknown(http: HttpRequest, error: Exception) -> JSONResponse:

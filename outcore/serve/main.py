@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outcore.infer.commands import add_model_flags, settings_of
 from outcore.infer.opening import open_engine
 from outcore.serve.settings import ServeSettings, read_keys
+
+if TYPE_CHECKING:
+    from outcore.serve.app import Addition
+    from outcore.serve.service import Service
 
 NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")
 
@@ -36,8 +42,8 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The subcommand; returns its exit code."""
+def main(argv: list[str] | None = None, additions: Callable[[Service], Sequence[Addition]] = lambda service: ()) -> int:
+    """The subcommand; returns its exit code. `additions`: routes of rooms above."""
     args = parser().parse_args(argv)
     try:
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -59,14 +65,16 @@ def main(argv: list[str] | None = None) -> int:
             args.log_dir,
             args.record_text,
         )
-        _serve(args, settings)
+        _serve(args, settings, additions)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"outcore serve: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _serve(args: argparse.Namespace, settings: ServeSettings) -> None:
+def _serve(
+    args: argparse.Namespace, settings: ServeSettings, additions: Callable[[Service], Sequence[Addition]]
+) -> None:
     import uvicorn
 
     from outcore.serve.app import create_app
@@ -81,6 +89,5 @@ def _serve(args: argparse.Namespace, settings: ServeSettings) -> None:
         say(f"no forecast beside the measured passes: {service.metrics.why_no_forecast}")
     say(f"records: {service.records.path}")
     say(f"listening on http://{settings.host}:{settings.port}/v1 as {service.name!r}")
-    uvicorn.run(
-        create_app(service), host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=5
-    )
+    app = create_app(service, additions(service))
+    uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=5)

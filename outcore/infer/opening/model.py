@@ -40,6 +40,8 @@ class FoundModel:
     words: str
     end_tokens: frozenset[int]
     max_context: int | None
+    folders: tuple[str, ...] = ()
+    """Hub id or folder of its weights, and of the adapter where one lies beside them."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,9 @@ def open_model(name: str, *, precision: str, adapter: str | None = None, trust_r
     for parameter in loaded.model.parameters():
         parameter.requires_grad_(False)
     tokenizer = load_tokenizer(place.tokenizer, trust_remote_code)
+    folders = (str(place.checkpoint or place.weights), *([] if place.adapter is None else [str(place.adapter)]))
     return FoundModel(
-        loaded, tokenizer, place.words, end_tokens_of(loaded.model, tokenizer), max_positions(loaded.config)
+        loaded, tokenizer, place.words, end_tokens_of(loaded.model, tokenizer), max_positions(loaded.config), folders
     )
 
 

@@ -1,0 +1,18 @@
+"""Questions to a model, each answered once whatever happens in between."""
+
+from outcore.evaluate.asking.desk import Cancelled, Desk, Progress
+from outcore.evaluate.asking.engine import EngineAnswerer
+from outcore.evaluate.asking.journal import AnswerJournal, is_held
+from outcore.evaluate.asking.question import Question, ScoreQuestion, WriteQuestion
+
+__all__ = [
+    "AnswerJournal",
+    "Cancelled",
+    "Desk",
+    "EngineAnswerer",
+    "Progress",
+    "Question",
+    "ScoreQuestion",
+    "WriteQuestion",
+    "is_held",
+]

@@ -1,0 +1,144 @@
+"""Questions answered in portions that fit a pass, each noted before the next begins.
+
+A portion is cut from the questions alone, never from what is known already: one that a kill left half-noted is asked
+again whole, so the same rows meet in the same calls and the scores are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from outcore.evaluate.asking.journal import AnswerJournal
+from outcore.evaluate.asking.question import Question, ScoreQuestion, WriteQuestion
+
+
+class Cancelled(Exception):
+    """Whoever asked does not want the answers any more."""
+
+
+class Answerer(Protocol):
+    """What answers: an engine here, or one that a server runs."""
+
+    def score(self, questions: Sequence[ScoreQuestion], check: Callable[[], None]) -> list[list[Any]]:
+        """[log-probability, is likeliest] of each. `check` raises Cancelled when it is to end."""
+        ...
+
+    def write(
+        self, questions: Sequence[WriteQuestion], told: Callable[[int, str], None], check: Callable[[], None]
+    ) -> None:
+        """Tell each text with its question's number, as they end."""
+        ...
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a list of questions is."""
+
+    stage: str
+    done: int
+    total: int
+    newly: tuple[int, ...] = ()
+    """Numbers of the questions whose answers came with this."""
+    left_s: float | None = None
+
+
+class Desk:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        answerer: Answerer,
+        journal: AnswerJournal | None,
+        portion_tokens: int,
+        tell: Callable[[Progress], None] = lambda progress: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.answerer, self.portion_tokens = answerer, portion_tokens
+        self.tell, self.check = tell, check
+        self.asking_s = 0.0
+        """Seconds in which the model was asked."""
+        self.asked = 0
+        """Questions that it answered; what the journal knew is not among them."""
+        self._journal = journal
+        self._known: dict[str, Any] = {} if journal is None else journal.answers
+
+    def ask(self, questions: Sequence[Question]) -> list[Any]:
+        """An answer for each, in order. Cancelled, or what the engine raises."""
+        keys = [question.key for question in questions]
+        first: dict[str, int] = {}
+        for number, key in enumerate(keys):
+            first.setdefault(key, number)
+        unique = [questions[number] for number in first.values()]
+        counter = _Counter(keys, self.tell)
+        counter.add({key for key in first if key in self._known and self._stays(questions[first[key]])}, "")
+        for stage, kind, answer in (
+            ("scoring", ScoreQuestion, self._score),
+            ("writing", WriteQuestion, self._write),
+        ):
+            of_kind = [question for question in unique if isinstance(question, kind)]
+            for portion in self._portions(of_kind):
+                self.check()
+                if all(question.key in self._known for question in portion):
+                    counter.add({question.key for question in portion}, stage)
+                    continue
+                began_s = time.monotonic()
+                answer(portion, counter, stage)
+                self.asking_s += time.monotonic() - began_s
+        return [self._known[key] for key in keys]
+
+    def _stays(self, question: Question) -> bool:
+        """Whether a known answer is taken by itself; scores are taken by portions."""
+        return isinstance(question, WriteQuestion)
+
+    def _portions(self, questions: Sequence[Any]) -> list[list[Any]]:
+        if questions and isinstance(questions[0], WriteQuestion):  # each is noted by itself, as it ends
+            return [list(questions)]
+        found: list[list[Any]] = []
+        tokens = 0
+        for question in questions:
+            if not found or tokens + question.num_tokens > self.portion_tokens:
+                found.append([])
+                tokens = 0
+            found[-1].append(question)
+            tokens += question.num_tokens
+        return found
+
+    def _score(self, portion: list[Any], counter: _Counter, stage: str) -> None:
+        answers = self.answerer.score(portion, self.check)
+        self._note({question.key: answer for question, answer in zip(portion, answers, strict=True)}, counter, stage)
+
+    def _write(self, portion: list[Any], counter: _Counter, stage: str) -> None:
+        left = [question for question in portion if question.key not in self._known]
+        self.answerer.write(left, lambda number, text: self._note({left[number].key: text}, counter, stage), self.check)
+
+    def _note(self, answers: dict[str, Any], counter: _Counter, stage: str) -> None:
+        if self._journal is not None:
+            self._journal.add(answers)
+        self._known.update(answers)
+        self.asked += len(answers)
+        counter.add(set(answers), stage, is_new=True)
+
+
+class _Counter:
+    """Counts the questions that are answered and tells."""
+
+    def __init__(self, keys: Sequence[str], tell: Callable[[Progress], None]) -> None:
+        self._numbers: dict[str, list[int]] = {}
+        for number, key in enumerate(keys):
+            self._numbers.setdefault(key, []).append(number)
+        self._tell, self._total = tell, len(keys)
+        self._done = self._new = 0
+        self._began_s = time.monotonic()
+
+    def add(self, keys: set[str], stage: str, *, is_new: bool = False) -> None:
+        newly = [number for key in keys for number in self._numbers.pop(key, ())]
+        self._done += len(newly)
+        self._new += len(newly) if is_new else 0
+        left_s = None
+        if self._new:
+            left_s = (time.monotonic() - self._began_s) / self._new * (self._total - self._done)
+        if newly or stage:
+            self._tell(Progress(stage or "resumed", self._done, self._total, tuple(sorted(newly)), left_s))

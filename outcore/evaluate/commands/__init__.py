@@ -1,0 +1,1 @@
+"""Commands: evaluate, evaluations, serve (with evaluation's routes). Each file has `main(argv) -> int`."""

@@ -1,0 +1,171 @@
+"""`outcore evaluate MODEL --tasks a,b`: scores of a model of any size, on this machine or by a running server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from outcore.evaluate.asking import Cancelled
+from outcore.evaluate.commands.remote import evaluate_remotely
+from outcore.evaluate.commands.say import say, say_event, table_of
+from outcore.evaluate.history import History
+from outcore.evaluate.jobs import Event, Job, subject_of, unfinished_or_new
+from outcore.evaluate.settings import EvaluationError, EvaluationSettings
+from outcore.evaluate.tasks import OWN_TASKS, TaskNames, check_harness, stay_offline
+from outcore.infer.commands import add_model_flags, settings_of
+from outcore.infer.opening import open_engine
+
+DATABASE = Path("logs/evaluations.db")
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    found = argparse.ArgumentParser(
+        prog="outcore evaluate",
+        description="Scores of a model of any size by lm-evaluation-harness. One that was killed goes on when the same "
+        "command is given again, with the same scores in the end.",
+    )
+    add_model_flags(found)
+    group = found.add_argument_group("what is asked")
+    group.add_argument("--tasks", default="", help="names with commas: own tasks (outcore_...) and the harness's")
+    group.add_argument("--limit", type=float, help="documents of each task; below 1: a share of them")
+    group.add_argument("--num_fewshot", type=int, help="examples before each question (default: as the task says)")
+    group.add_argument("--apply_chat_template", action="store_true", help="questions as a user's messages")
+    group.add_argument("--system_instruction", help="who the model is told to be, with --apply_chat_template")
+    group.add_argument("--gen_kwargs", default="{}", help="JSON: changes to the tasks' generation settings")
+    group.add_argument("--seed", type=int, default=1234, help="key of few-shot examples and of drawn answers")
+    group.add_argument("--include_path", help="folder with further tasks in the harness's YAML")
+    group.add_argument("--offline", action="store_true", help="use only data sets that lie in the hub's cache")
+    group.add_argument("--list_tasks", nargs="?", const="", metavar="PART", help="list names of tasks and end")
+    group = found.add_argument_group("how it is kept and told")
+    group.add_argument("--database", type=Path, default=DATABASE, help="the history (default: logs/evaluations.db)")
+    group.add_argument("--new", action="store_true", help="begin anew, though an unfinished one could be gone on with")
+    group.add_argument("--note_tokens", type=int, help="tokens of questions asked before their answers are noted")
+    group.add_argument("--json", action="store_true", help="events as JSON lines on stdout, the record as the last one")
+    group.add_argument("--api_key_file", type=Path, help="file with the server's key, where MODEL is a URL")
+    group = found.add_argument_group("against Hugging Face")
+    group.add_argument("--parity", action="store_true", help="run the harness's own backend too and compare documents")
+    group.add_argument("--hf_batch_size", type=int, default=8, help="rows of the harness's backend (default: 8)")
+    group.add_argument("--hf_device_map", action="store_true", help="let accelerate spread it over GPU, RAM and drive")
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The subcommand; returns its exit code."""
+    args_list = sys.argv[1:] if argv is None else argv
+    if "--list_tasks" in args_list or any(one.startswith("--list_tasks=") for one in args_list):
+        return _list_tasks(args_list)
+    args = parser().parse_args(args_list)
+    try:
+        settings = evaluation_settings(args)
+        if args.model.startswith(("http://", "https://")):
+            return _remote(args, settings)
+        check_harness()
+        if args.offline:
+            stay_offline()
+        return _local(args, settings)
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on")
+        return 130
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"outcore evaluate: {error}", file=sys.stderr)
+        return 1
+
+
+def evaluation_settings(args: argparse.Namespace) -> EvaluationSettings:
+    """EvaluationError for what cannot be."""
+    try:
+        gen_kwargs = json.loads(args.gen_kwargs)
+    except ValueError:
+        raise EvaluationError(f"gen_kwargs is {args.gen_kwargs!r}, but must be a JSON object.", "gen_kwargs") from None
+    limit = args.limit
+    return EvaluationSettings.from_fields(
+        {
+            "tasks": args.tasks,
+            "limit": int(limit) if limit is not None and limit == int(limit) else limit,
+            "num_fewshot": args.num_fewshot,
+            "apply_chat_template": args.apply_chat_template,
+            "system_instruction": args.system_instruction,
+            "gen_kwargs": gen_kwargs,
+            "seed": args.seed,
+            "include_path": args.include_path,
+            "note_tokens": args.note_tokens,
+        }
+    )
+
+
+def _local(args: argparse.Namespace, settings: EvaluationSettings) -> int:
+    history = History(args.database)
+    history.check_writable()
+    opened = open_engine(args.model, settings_of(args, deterministic=True), say)
+    try:
+        subject = subject_of(opened, args.model)
+        record = unfinished_or_new(history, subject, settings, resume=not args.new)
+        say(f"evaluation {record['id']} in {args.database}")
+        job = Job(history, record, subject, _listener(args))
+        reference = None
+        if args.parity:
+            from outcore.evaluate.parity import reference_of
+
+            reference = reference_of(opened, subject.answerer.max_length, args)
+        try:
+            record = job.run()
+        except Cancelled:
+            return 130
+    finally:
+        opened.close()
+    _show(args, record | {"scores": job.scores})
+    return _parity(reference, settings, job) if reference is not None else 0
+
+
+def _parity(reference: Any, settings: EvaluationSettings, job: Job) -> int:
+    """Compare a finished job with the harness's own backend, its model being closed: 1 when a score differs."""
+    from outcore.evaluate.parity import compare_with_reference, save_parity
+
+    ours = (job.scores, job.samples, job.record["asking_s"])
+    parity = compare_with_reference(reference, settings, ours, say)
+    print(parity.words())
+    say(f"kept in {save_parity(parity, job.folder)}")
+    return 0 if parity.is_equal else 1
+
+
+def _remote(args: argparse.Namespace, settings: EvaluationSettings) -> int:
+    if args.parity:
+        raise EvaluationError("--parity needs the model here: name it instead of a server.", "parity")
+    key = args.api_key_file.read_text(encoding="utf-8").split()[0] if args.api_key_file else ""
+    record = evaluate_remotely(args.model, key, settings, resume=not args.new, listener=_listener(args))
+    _show(args, record)
+    return 0 if record["status"] == "completed" else 1
+
+
+def _listener(args: argparse.Namespace) -> Any:
+    def tell_json(event: Event) -> None:
+        print(json.dumps(event), flush=True)
+
+    return tell_json if args.json else say_event
+
+
+def _show(args: argparse.Namespace, record: dict[str, Any]) -> None:
+    print(json.dumps(record) if args.json else table_of(record["scores"]), flush=True)
+
+
+def _list_tasks(argv: list[str]) -> int:
+    found = argparse.ArgumentParser(prog="outcore evaluate")
+    found.add_argument("--list_tasks", nargs="?", const="", default="")
+    found.add_argument("--database", type=Path, default=DATABASE)
+    args, _ = found.parse_known_args(argv)
+    try:
+        check_harness()
+        names = TaskNames(args.database.with_suffix("") / "task_names.json")
+        names.wait()
+        known = names.find(args.list_tasks, 1_000_000)
+    except ValueError as error:
+        print(f"outcore evaluate: {error}", file=sys.stderr)
+        return 1
+    width = max(len(task.name) for task in OWN_TASKS)
+    for one in known:
+        print(f"{one.kind:<5}  {one.name:<{width}}  {one.words}".rstrip())
+    return 0

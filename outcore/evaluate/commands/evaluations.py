@@ -1,0 +1,159 @@
+"""`outcore evaluations`: what was evaluated: list, show, diff, export, delete, rebuild."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from outcore.evaluate.asking import is_held
+from outcore.evaluate.commands.say import table_of
+from outcore.evaluate.history import History, as_csv, as_table, diff_of, when
+from outcore.evaluate.jobs import JOURNAL
+
+DATABASE = Path("logs/evaluations.db")
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    found = argparse.ArgumentParser(prog="outcore evaluations", description="What was evaluated, with which settings.")
+    verbs = found.add_subparsers(dest="verb", required=True)
+
+    def add(name: str, words: str) -> argparse.ArgumentParser:
+        verb = verbs.add_parser(name, help=words, description=words)
+        verb.add_argument("--database", type=Path, default=DATABASE, help="the history")
+        return verb
+
+    add("list", "all evaluations, newest first").add_argument("--json", action="store_true")
+    show = add("show", "one evaluation: scores, settings, layout")
+    show.add_argument("id", help="its id, or the beginning of it")
+    show.add_argument("--json", action="store_true")
+    show.add_argument("--samples", type=int, default=0, metavar="N", help="with the first N documents of each task")
+    diff = add("diff", "two evaluations: settings that differ, scores, changed answers, paired test")
+    diff.add_argument("a")
+    diff.add_argument("b")
+    diff.add_argument("--json", action="store_true")
+    export = add("export", "evaluations as JSON or CSV on stdout, or in a file")
+    export.add_argument("id", nargs="*", help="ids (default: all)")
+    form = export.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="with every document (the default)")
+    form.add_argument("--csv", action="store_true", help="a line for each score")
+    export.add_argument("--output", type=Path)
+    add("delete", "forget an evaluation").add_argument("id")
+    add("rebuild", "put a damaged database aside and make it again from the results beside it")
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The subcommand; returns its exit code."""
+    args = parser().parse_args(argv)
+    history = History(args.database)
+    try:
+        return VERBS[args.verb](args, history)
+    except KeyError as error:
+        print(f"outcore evaluations: there is no evaluation {error.args[0]!r} in {args.database}.", file=sys.stderr)
+    except BrokenPipeError:
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"outcore evaluations: {error}", file=sys.stderr)
+    return 1
+
+
+def _list(args: argparse.Namespace, history: History) -> int:
+    records = [_shown(history, record) for record in history.all()]
+    if args.json:
+        print(json.dumps(records))
+        return 0
+    rows = [
+        (record["id"], when(record["created_at"]), record["status"], record["model"], _first_score(record))
+        for record in records
+    ]
+    print(as_table(rows, ("id", "when", "status", "model", "scores")) if rows else f"none in {args.database}")
+    return 0
+
+
+def _show(args: argparse.Namespace, history: History) -> int:
+    record = _shown(history, history.get(args.id))
+    samples = [
+        one
+        for task in dict.fromkeys(score["task"] for score in record["scores"])
+        for one in (history.samples(record["id"], task, 0, args.samples) if args.samples else ())
+    ]
+    if args.json:
+        print(json.dumps(record | {"samples": samples}))
+        return 0
+    print(f"{record['id']}  {record['status']}  {record['model']}  {when(record['created_at'])}")
+    if record["error"]:
+        print(f"error: {record['error']}")
+    if record["seconds"]:
+        print(f"{record['seconds']:.1f} s, of them {record['asking_s'] or 0:.1f} s in the model")
+    for name in ("settings", "launch", "versions"):
+        print(f"{name}: {json.dumps(record[name])}")
+    print("\n".join(record["placement"]))
+    if record["scores"]:
+        print(table_of(record["scores"]))
+    for one in samples:
+        print(json.dumps(one, ensure_ascii=False))
+    return 0
+
+
+def _diff(args: argparse.Namespace, history: History) -> int:
+    found = diff_of(history, history.get(args.a), history.get(args.b))
+    if args.json:
+        print(json.dumps(found))
+        return 0
+    for name, (a, b) in found["settings"].items():
+        print(f"{name}: {a} -> {b}")
+    columns = ("task", "metric", "a", "b", "difference", "unit", "documents", "changed", "better", "worse", "p_value",
+               "max_logprob_difference")  # fmt: skip
+    rows = [[one[name] for name in columns] for one in found["tasks"]]
+    print(as_table(rows, columns) if rows else "no metric is in both")
+    return 0
+
+
+def _export(args: argparse.Namespace, history: History) -> int:
+    records = [history.get(name) for name in args.id] if args.id else history.all()
+    if args.csv:
+        text = as_csv(records)
+    else:
+        text = json.dumps([record | {"samples": history.samples(record["id"])} for record in records], indent=1) + "\n"
+    if args.output is None:
+        sys.stdout.write(text)
+    else:
+        args.output.write_text(text, encoding="utf-8")
+    return 0
+
+
+def _delete(args: argparse.Namespace, history: History) -> int:
+    record = history.get(args.id)
+    if is_held(history.folder_of(record["id"]) / JOURNAL):
+        raise ValueError(f"{record['id']} is under way: end it first.")
+    history.remove(record["id"])
+    print(f"{record['id']} is forgotten")
+    return 0
+
+
+def _rebuild(args: argparse.Namespace, history: History) -> int:
+    count, aside = history.rebuild()
+    where = "" if aside is None else f"; the old file is {aside}"
+    print(f"{args.database}: {count} results taken in{where}")
+    return 0
+
+
+def _shown(history: History, record: dict[str, Any]) -> dict[str, Any]:
+    """With "interrupted" for one that nobody works on any more."""
+    is_open = record["status"] in ("queued", "running")
+    if is_open and not is_held(history.folder_of(record["id"]) / JOURNAL):
+        return record | {"status": "interrupted"}
+    return record
+
+
+def _first_score(record: dict[str, Any]) -> str:
+    scores = record["scores"]
+    words = [f"{score['task']} {score['metric']} {score['value']:.4g}" for score in scores[:2]]
+    return ", ".join(words) + (f" and {len(scores) - 2} more" if len(scores) > 2 else "") or ", ".join(record["tasks"])
+
+
+VERBS = {"list": _list, "show": _show, "diff": _diff, "export": _export, "delete": _delete, "rebuild": _rebuild}

@@ -1,0 +1,299 @@
+"""Evaluations over HTTP: created, watched, cancelled and compared by id. Needs the server's packages.
+
+Jobs run one after the other on a thread of their own, over the model that is loaded, and share its passes with everyone
+else's requests. One that a server left unfinished goes on with its next start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import Response
+from starlette.requests import Request as HttpRequest
+
+from outcore.evaluate.asking import Cancelled, is_held
+from outcore.evaluate.history import History, HistoryError, as_csv, diff_of
+from outcore.evaluate.jobs import (
+    ENDS,
+    EVENTS,
+    IDLE,
+    JOURNAL,
+    Job,
+    Subject,
+    progress_of,
+    read_events,
+    subject_of,
+    unfinished_or_new,
+)
+from outcore.evaluate.settings import EvaluationError, EvaluationSettings
+from outcore.evaluate.tasks import TaskNames, check_harness
+from outcore.serve.additions import ApiError, ClosedEvents, Service, bad, read_body
+
+logger = logging.getLogger(__name__)
+MAX_BODY_BYTES = 1 << 20
+LOOK_EVERY_S = 0.3
+UNFINISHED = ("queued", "running")
+Record = dict[str, Any]
+
+
+class Evaluations:
+    """See the module docstring. `service_of` gives the service that is loaded now, or None."""
+
+    def __init__(self, service_of: Callable[[], Service | None], database: Path = Path("logs/evaluations.db")) -> None:
+        self.history = History(database)
+        self.names = TaskNames(self.history.folder / "task_names.json")
+        self._service_of = service_of
+        self._worker = ThreadPoolExecutor(1, "evaluation")
+        self._jobs: dict[str, tuple[Job, Future[None]]] = {}
+
+    # --- the server's
+
+    def add_to(self, app: FastAPI) -> None:
+        """Add the routes."""
+        add_evaluations(app, self)
+
+    def begin(self) -> None:
+        """Go on with what a server before this one left unfinished, where it is of the model that is loaded."""
+        try:
+            for record in self.history.all():
+                if record["status"] in UNFINISHED and record.get("host") == "server":
+                    self._go_on(record)
+        except HistoryError as error:
+            logger.warning("evaluations are not gone on with: %s", error)
+        except ApiError:
+            return
+
+    async def end(self) -> None:
+        """End work on all jobs; they go on with the next start."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+        for job, _ in self._jobs.values():
+            job.cancel(keep=True)
+        await asyncio.to_thread(self._worker.shutdown, True)
+
+    # --- what routes do
+
+    def create(self, body: Record) -> Record:
+        """Begin an evaluation, or go on with an unfinished one of equal model and settings. ApiError."""
+        fields = {name: value for name, value in body.items() if name not in ("resume", "model")}
+        try:
+            check_harness()
+        except EvaluationError as error:
+            raise ApiError(503, str(error), code="not_installed") from error
+        try:
+            settings = EvaluationSettings.from_fields(fields)
+        except EvaluationError as error:
+            raise bad(str(error), error.param) from error
+        subject = self._subject(body.get("model"))
+        self.history.check_writable()
+        record = unfinished_or_new(
+            self.history, subject, settings, resume=body.get("resume") is not False, host="server"
+        )
+        return self._start(record, subject)
+
+    def resume(self, name: str) -> Record:
+        """Go on with an evaluation that was not finished."""
+        record = self._found(name)
+        if record["status"] == "completed":
+            raise ApiError(409, "The evaluation is completed already.", param="id")
+        if self.shown(record)["status"] in UNFINISHED:
+            raise ApiError(409, "The evaluation runs already.", param="id")
+        return self._go_on(record)
+
+    def get(self, name: str) -> Record:
+        """An evaluation as it is now."""
+        return self.shown(self._found(name))
+
+    def all(self) -> list[Record]:
+        """Newest first."""
+        return [self.shown(record) for record in self.history.all()]
+
+    def cancel(self, name: str) -> Record:
+        """End a job; what was answered stays."""
+        record = self._found(name)
+        entry = self._jobs.get(record["id"])
+        if entry is None:
+            raise ApiError(409, f"The evaluation is {self.shown(record)['status']}, not under way here.", param="id")
+        job, future = entry
+        job.cancel()
+        if future.cancel():
+            self._jobs.pop(record["id"], None)
+            self.history.save(job.record | {"status": "cancelled"})
+        return self.get(name)
+
+    def remove(self, name: str) -> Record:
+        """Forget an evaluation."""
+        record = self._found(name)
+        if self.shown(record)["status"] in UNFINISHED:
+            raise ApiError(409, "The evaluation is under way: cancel it first.", param="id")
+        self.history.remove(record["id"])
+        return {"id": record["id"], "object": "evaluation", "deleted": True}
+
+    def diff(self, a: str, b: str) -> Record:
+        """Two evaluations side by side."""
+        first, second = self._found(a), self._found(b)
+        return diff_of(self.history, first, second)
+
+    def samples(self, name: str, task: str | None, offset: int, limit: int) -> Record:
+        """Some documents of an evaluation."""
+        if offset < 0 or not 0 < limit <= 1000:
+            raise bad("offset must be at least 0, limit from 1 to 1000.", "limit")
+        found = self._found(name)["id"]
+        data = self.history.samples(found, task, offset, limit)
+        return {"object": "list", "data": data, "total": self.history.num_samples(found, task)}
+
+    def export(self, name: str, form: str) -> Response:
+        """An evaluation as a file to keep."""
+        record = self._found(name)
+        if form not in ("json", "csv"):
+            raise bad("format must be json or csv.", "format")
+        if form == "csv":
+            text, media = as_csv([record]), "text/csv"
+        else:
+            samples = self.history.samples(record["id"])
+            text, media = json.dumps(record | {"samples": samples}, indent=1), "application/json"
+        headers = {"Content-Disposition": f'attachment; filename="{record["id"]}.{form}"'}
+        return Response(text, media_type=media, headers=headers)
+
+    async def events(self, name: str, after: int) -> AsyncGenerator[dict[str, str], None]:
+        """Events so far, then as they come; ends with the evaluation."""
+        record = await asyncio.to_thread(self._found, name)
+        path, last = self.history.folder_of(record["id"]) / EVENTS, after
+        while True:
+            # Asked before reading: what it told last is in the file then.
+            is_under_way = record["id"] in self._jobs or is_held(path.with_name(JOURNAL))
+            found = await asyncio.to_thread(read_events, path, last)
+            for event in found:
+                last = event["n"]
+                yield {"data": json.dumps(event)}
+            if not is_under_way or (found and found[-1]["event"] in ENDS):
+                break
+            await asyncio.sleep(LOOK_EVERY_S)
+        yield {"data": "[DONE]"}
+
+    def shown(self, record: Record) -> Record:
+        """A record with where it is now."""
+        entry = self._jobs.get(record["id"])
+        found = dict(record)
+        folder = self.history.folder_of(record["id"])
+        if entry is not None and entry[0].events is not None:
+            found["progress"] = dict(entry[0].events.progress)
+        else:
+            found["progress"] = progress_of(folder / EVENTS) if record["status"] != "queued" else dict(IDLE)
+        if record["status"] in UNFINISHED and entry is None:
+            found["status"] = "running" if is_held(folder / JOURNAL) else "interrupted"
+        for stamp in ("created_at", "started_at", "completed_at"):
+            found[stamp] = None if found[stamp] is None else int(found[stamp])
+        found.setdefault("scores", [])
+        return found
+
+    # --- parts
+
+    def _found(self, name: str) -> Record:
+        try:
+            return self.history.get(name)
+        except KeyError:
+            raise ApiError(404, f"There is no evaluation {name!r}.", param="id") from None
+
+    def _subject(self, model: Any = None) -> Subject:
+        service = self._service_of()
+        if service is None:
+            raise ApiError(409, "No model is loaded: load one first.", code="no_model")
+        if model is not None:
+            service.check_model({"model": model})
+        return subject_of(service.opened, service.name, lambda: service.thread.is_well)
+
+    def _go_on(self, record: Record) -> Record:
+        subject = self._subject()
+        if (record["model"], record["model_hash"]) != (subject.name, subject.model_hash):
+            raise ApiError(
+                409, f"The evaluation is of {record['model']!r}; {subject.name!r} is loaded.", code="other_model"
+            )
+        return self._start({k: v for k, v in record.items() if k != "scores"}, subject)
+
+    def _start(self, record: Record, subject: Subject) -> Record:
+        if record["id"] in self._jobs:
+            return self.get(record["id"])
+        record = record | {"status": "queued", "error": None, "created_at": record["created_at"] or time.time()}
+        self.history.save(record)
+        job = Job(self.history, record, subject)
+        self._jobs[record["id"]] = (job, self._worker.submit(self._run, job))
+        return self.get(record["id"])
+
+    def _run(self, job: Job) -> None:
+        try:
+            job.run()
+        except Cancelled:
+            pass
+        except EvaluationError as error:
+            logger.warning("%s failed: %s", job.record["id"], error)
+        except Exception:
+            logger.exception("%s failed", job.record["id"])
+        finally:
+            self._jobs.pop(job.record["id"], None)
+
+
+def add_evaluations(app: FastAPI, evaluations: Evaluations) -> None:
+    """The endpoints /v1/evaluations and /v1/evaluation_tasks."""
+
+    async def done(work: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return await asyncio.to_thread(work, *args)
+        except HistoryError as error:
+            raise ApiError(500, str(error), code="history") from error
+        except EvaluationError as error:
+            raise bad(str(error), error.param) from error
+
+    @app.get("/v1/evaluation_tasks")
+    async def tasks(query: str = "", limit: int = 100) -> Record:
+        found = evaluations.names.find(query, limit)
+        return {"object": "list", "data": [asdict(one) for one in found], "is_complete": evaluations.names.is_complete}
+
+    @app.post("/v1/evaluations")
+    async def create(http: HttpRequest) -> Record:
+        return await done(evaluations.create, await read_body(http, MAX_BODY_BYTES))
+
+    @app.get("/v1/evaluations")
+    async def list_all() -> Record:
+        return {"object": "list", "data": await done(evaluations.all), "has_more": False}
+
+    @app.get("/v1/evaluations/{name}")
+    async def look(name: str) -> Record:
+        return await done(evaluations.get, name)
+
+    @app.delete("/v1/evaluations/{name}")
+    async def remove(name: str) -> Record:
+        return await done(evaluations.remove, name)
+
+    @app.post("/v1/evaluations/{name}/cancel")
+    async def cancel(name: str) -> Record:
+        return await done(evaluations.cancel, name)
+
+    @app.post("/v1/evaluations/{name}/resume")
+    async def resume(name: str) -> Record:
+        return await done(evaluations.resume, name)
+
+    @app.get("/v1/evaluations/{name}/events")
+    async def events(name: str, after: int = 0) -> Response:
+        await done(evaluations.get, name)
+        return ClosedEvents(evaluations.events(name, after), sep="\n")
+
+    @app.get("/v1/evaluations/{name}/samples")
+    async def samples(name: str, task: str | None = None, offset: int = 0, limit: int = 50) -> Record:
+        return await done(evaluations.samples, name, task, offset, limit)
+
+    @app.get("/v1/evaluations/{name}/export")
+    async def export(name: str, format: str = "json") -> Response:
+        return await done(evaluations.export, name, format)
+
+    @app.get("/v1/evaluations/{a}/diff/{b}")
+    async def diff(a: str, b: str) -> Record:
+        return await done(evaluations.diff, a, b)

@@ -1,0 +1,20 @@
+"""One evaluation from start to end, on this machine's engine or a server's."""
+
+from outcore.evaluate.jobs.events import ENDS, IDLE, Event, EventLog, progress_of, read_events
+from outcore.evaluate.jobs.job import EVENTS, JOURNAL, Job, unfinished_or_new
+from outcore.evaluate.jobs.subject import Subject, subject_of
+
+__all__ = [
+    "ENDS",
+    "EVENTS",
+    "IDLE",
+    "JOURNAL",
+    "Event",
+    "EventLog",
+    "Job",
+    "Subject",
+    "progress_of",
+    "read_events",
+    "subject_of",
+    "unfinished_or_new",
+]

@@ -1,0 +1,151 @@
+"""A job: one suite on one model. It can be killed at any moment and gone on with; the scores are the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from outcore.common.errors import line_of
+from outcore.evaluate.asking import AnswerJournal, Cancelled, Desk, is_held
+from outcore.evaluate.history import History
+from outcore.evaluate.jobs.events import Event, EventLog
+from outcore.evaluate.jobs.subject import Subject
+from outcore.evaluate.settings import EvaluationError, EvaluationSettings
+
+JOURNAL, EVENTS = "journal", "events.jsonl"
+Record = dict[str, Any]
+
+
+def unfinished_or_new(
+    history: History, subject: Subject, settings: EvaluationSettings, *, resume: bool = True, host: str = "command"
+) -> Record:
+    """The record of an evaluation to be done: the newest of this model and these settings that was not finished and is
+    not running, or a new one, saved as queued."""
+    key = settings.key(subject.name, subject.model_hash, str(subject.launch["adapter"]), subject.launch["precision"])
+    for record in history.unfinished(key) if resume else ():
+        if not is_held(history.folder_of(record["id"]) / JOURNAL):
+            return record
+    record = {
+        "id": f"eval-{uuid.uuid4().hex[:12]}",
+        "object": "evaluation",
+        "key": key,
+        "status": "queued",
+        "host": host,
+        "model": subject.name,
+        "model_hash": subject.model_hash,
+        "tasks": list(settings.tasks),
+        "settings": settings.as_json(),
+        "launch": subject.launch,
+        "placement": list(subject.placement),
+        "versions": subject.versions,
+        "created_at": time.time(),
+        "started_at": None,
+        "completed_at": None,
+        "seconds": None,
+        "asking_s": None,
+        "error": None,
+    }
+    history.save(record)
+    return record
+
+
+class Job:
+    """See the module docstring. `run` once; `cancel` from any thread."""
+
+    def __init__(
+        self,
+        history: History,
+        record: Record,
+        subject: Subject,
+        listener: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self.history, self.record, self.subject = history, dict(record), subject
+        self.settings = EvaluationSettings.from_fields(record["settings"])
+        self.folder: Path = history.folder_of(record["id"])
+        self.scores: list[Record] = []
+        self.samples: list[Record] = []
+        self._listener = listener
+        self._cancelled, self._keeps_status = threading.Event(), False
+        self.events: EventLog | None = None
+
+    def cancel(self, *, keep: bool = False) -> None:
+        """End the job before the next portion; what was answered stays, and it can be gone on with. `keep`: its status
+        too, because whoever runs it goes on with it."""
+        self._keeps_status = keep
+        self._cancelled.set()
+
+    def run(self) -> Record:
+        """The finished record. What goes wrong is told, noted in the record and raised."""
+        settings, subject = self.settings, self.subject
+        portion = settings.note_tokens or subject.portion_tokens
+        journal = AnswerJournal(
+            self.folder / JOURNAL, {**subject.answers_depend_on, "seed": settings.seed, "portion_tokens": portion}
+        )
+        self.events = events = EventLog(self.folder / EVENTS, self._listener, len(settings.tasks))
+        began_s = time.monotonic()
+        spent_s = self.record["seconds"] or 0.0
+        try:
+            self._save("running", started_at=self.record["started_at"] or time.time(), error=None)
+            if journal.answers:
+                events.tell("resumed", message=f"{len(journal.answers):,} questions are answered already")
+            desk = Desk(subject.answerer, journal, portion, events.move, self._check)
+            self._run_suite(desk, events)
+            seconds = {"seconds": spent_s + time.monotonic() - began_s, "asking_s": desk.asking_s}
+            self.record |= {"status": "completed", "completed_at": time.time(), **seconds}
+            self.history.finish(self.record, self.scores, self.samples)
+            journal.remove()
+            events.progress |= {"stage": "done", "tasks_done": len(settings.tasks), "left_s": 0.0}
+            events.tell("completed", **events.progress)
+        except BaseException as error:
+            self._end(error, spent_s + time.monotonic() - began_s)
+            raise
+        finally:
+            journal.close()
+            events.close()
+        return self.record
+
+    def _run_suite(self, desk: Desk, events: EventLog) -> None:
+        from outcore.evaluate.harness import OutcoreLM, run_suite
+
+        lm = OutcoreLM(
+            desk=desk,
+            opened=self.subject.opened,
+            seed=self.settings.seed,
+            starting=lambda stage, documents: events.start_requests(stage, list(documents)),
+        )
+
+        def scored(name: str, scores: list[Record], samples: list[Record]) -> None:
+            self.scores += scores
+            self.samples += samples
+            for score in scores:
+                events.tell("score", **score)
+
+        run_suite(lm, self.settings, events.start_task, scored)
+
+    def _check(self) -> None:
+        if self._cancelled.is_set():
+            raise Cancelled
+
+    def _end(self, error: BaseException, seconds: float) -> None:
+        """Note how it ended; a history that cannot be written must not hide why."""
+        assert self.events is not None
+        if self._keeps_status and isinstance(error, Cancelled):
+            return
+        is_cancelled = isinstance(error, (Cancelled, KeyboardInterrupt))
+        status = "cancelled" if is_cancelled else "failed"
+        words = (
+            None if is_cancelled else str(error) if isinstance(error, (EvaluationError, ValueError)) else line_of(error)
+        )
+        try:
+            self._save(status, seconds=seconds, error=words)
+        except ValueError as second:
+            self.events.tell("stage", message=f"the history was not written: {second}", **self.events.progress)
+        self.events.tell(status, message=words or "", **self.events.progress)
+
+    def _save(self, status: str, **more: Any) -> None:
+        self.record |= {"status": status, **more}
+        self.history.save(self.record)
