@@ -86,14 +86,15 @@ def reference_of(opened: OpenedModel, max_length: int, args: Any) -> Reference:
 
 def run_reference(reference: Reference, settings: EvaluationSettings) -> tuple[list[Record], list[Record], float]:
     """(scores, samples, seconds in the model) of the harness's own backend."""
-    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models import huggingface
 
     from outcore.evaluate.harness import run_suite
 
+    backend: Any = huggingface.HFLM  # its decorator hides the class's own parameters
     spread: dict[str, Any] = {"parallelize": True} if reference.uses_device_map else {}
     if spread and reference.vram_gib is not None:
         spread["max_memory_per_gpu"] = f"{reference.vram_gib}GiB"
-    lm = HFLM(
+    lm = backend(
         pretrained=reference.pretrained,
         peft=reference.adapter,
         dtype=reference.dtype,
