@@ -1,0 +1,201 @@
+"""What the cases of inference share: a shape with random values, requests, a pass's time, one JSON line a case.
+
+Weights are random: their values do not change the speed of a dense model. Guesses from random text are never right, so
+nothing is won by them.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.common.quantities import GIB, MIB
+from outcore.infer import Request, Sampling
+from outcore.infer.opening import FoundModel, InferSettings, OpenedModel, open_found
+from outcore.model.load import load_model
+from outcore.model.settings import ModelSettings
+
+BLOCK_NUMEL = 1 << 22
+
+
+class Numbers:
+    """A tokenizer that is not asked for words."""
+
+    eos_token_id = None
+    chat_template = "plain"
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        return "." * len(tokens)
+
+
+class RandomFeed:
+    """Values for every parameter, fast: one random block again and again."""
+
+    def __init__(self, model: Any) -> None:
+        parameters = dict(model.named_parameters())
+        self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        block = torch.randn(BLOCK_NUMEL, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+        self._block = block.to(next(iter(parameters.values())).dtype)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._shapes)
+
+    def groups(self) -> Iterator[dict[str, torch.Tensor]]:
+        for name, shape in self._shapes.items():
+            numel = torch.Size(shape).numel()
+            if len(shape) < 2:
+                yield {name: torch.ones(shape, dtype=self._block.dtype)}
+                continue
+            yield {name: self._block.repeat(-(-numel // BLOCK_NUMEL))[:numel].view(shape)}
+
+
+def find(model: str, precision: str) -> FoundModel:
+    """A preset's shape with random values."""
+    loaded = load_model(ModelSettings(preset=model, precision=precision, seq_length=2), lazy=True)
+    loaded.feed = RandomFeed(loaded.model)
+    loaded.model.eval()
+    for parameter in loaded.model.parameters():
+        parameter.requires_grad_(False)
+    return FoundModel(loaded, Numbers(), model, frozenset(), None)
+
+
+def opened_with(model: str, device: torch.device, **settings: Any) -> OpenedModel:
+    """Our engine with these settings; what it says goes to stderr."""
+    found = find(model, "bf16" if device.type == "cuda" else "fp32")
+    more: dict[str, Any] = {"context": 1024, **settings}
+    return open_found(found, InferSettings(**more), device, lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def prompts(count: int, length: int, vocab: int) -> list[tuple[int, ...]]:
+    """Random token ids."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, vocab, (count, length), generator=generator)
+    return [tuple(row) for row in ids.tolist()]
+
+
+def run_requests(opened: OpenedModel, asked: list[tuple[int, ...]], answer: int) -> dict[str, Any]:
+    """Seconds and rates of answering all of them."""
+    engine = opened.engine
+    sampling = Sampling(temperature=0, max_tokens=answer, ignore_eos=True)
+    before, began = engine.counts.passes, time.perf_counter()
+    written = sum(
+        len(a.tokens) for a in engine.generate(Request(f"{began}-{i}", ids, sampling) for i, ids in enumerate(asked))
+    )
+    synchronise()
+    seconds = time.perf_counter() - began
+    return {
+        "s": seconds,
+        "tokens_per_s": written / seconds,
+        "passes": engine.counts.passes - before,
+        "s_per_pass": seconds / max(1, engine.counts.passes - before),
+    }
+
+
+def decode_passes(opened: OpenedModel, batch: int, count: int, prompt: int, vocab: int) -> dict[str, Any]:
+    """Passes that only write: median seconds, and the share of the link that they reach."""
+    engine = opened.engine
+    sampling = Sampling(temperature=0, max_tokens=count + 4, ignore_eos=True)
+    speculates, engine.speculates = engine.speculates, False
+    done: list[Any] = []
+    for i, ids in enumerate(prompts(batch, prompt, vocab)):
+        engine.submit(Request(f"d{batch}-{prompt}-{i}", ids, sampling), None, done.append)
+    times = []
+    while len(done) < batch:
+        began = time.perf_counter()
+        engine.step()
+        if engine.counts.last_pass_rows == batch and engine.num_running == batch:
+            times.append(time.perf_counter() - began)
+    engine.speculates = speculates
+    times = sorted(times[3:])  # the first ones compile and capture
+    middle = times[len(times) // 2] if times else float("nan")
+    travelling, small = opened.placement.travelling_bytes, getattr(engine.runner, "small", None)
+    return {
+        "batch": batch,
+        "context": prompt,
+        "s_per_pass": middle,
+        "fastest_s": times[0] if times else None,
+        "tokens_per_s": batch / middle,
+        "travelling_gb": travelling / 1e9,
+        "weights_gb_per_s": travelling / middle / 1e9,
+        "graphs": None if small is None else small.why_not or sorted(map(str, small._slots)),
+        "capture_s": None if small is None else small.capture_s,
+    }
+
+
+def link_gb_per_s(device: torch.device) -> float:
+    """Of pinned copies to the device, best of five."""
+    if device.type != "cuda":
+        return float("nan")
+    host, there = (
+        torch.empty(512 * MIB, dtype=torch.uint8, pin_memory=True),
+        torch.empty(512 * MIB, dtype=torch.uint8, device=device),
+    )
+    best = 0.0
+    for _ in range(5):
+        synchronise()
+        began = time.perf_counter()
+        there.copy_(host, non_blocking=True)
+        synchronise()
+        best = max(best, host.nbytes / (time.perf_counter() - began) / 1e9)
+    return best
+
+
+def synchronise() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def device_of(cap_gib: float, *, dry_run: bool) -> torch.device:
+    """The GPU, capped; the CPU for a dry run."""
+    if dry_run or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", 0)
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * GIB / total), device)
+    return device
+
+
+class Cases:
+    """Runs cases one after another; each prints its line, and all go to a file as they come."""
+
+    def __init__(self, device: torch.device, out: Path | None) -> None:
+        self.device, self._out = device, out
+        self.link_gb_per_s = link_gb_per_s(device)
+        self.results: list[dict[str, Any]] = []
+        self._began = time.perf_counter()
+
+    def note(self, case: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Run one; what fails is a line, too, and the others go on."""
+        began = time.perf_counter()
+        try:
+            found = run()
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"}
+        if self.device.type == "cuda":
+            found["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / GIB
+            torch.cuda.reset_peak_memory_stats(self.device)
+        if found.get("travelling_gb"):
+            found["link_share"] = found["weights_gb_per_s"] / self.link_gb_per_s
+        entry = {"case": case, "link_gb_per_s": self.link_gb_per_s, **found, "case_s": time.perf_counter() - began}
+        entry["since_start_s"] = time.perf_counter() - self._began
+        self.results.append(entry)
+        print(json.dumps(entry), flush=True)
+        if self._out is not None:
+            self._out.parent.mkdir(parents=True, exist_ok=True)
+            self._out.write_text(json.dumps(self.results, indent=1))
+        return entry
+
+    def free(self) -> None:
+        """Give back what the case before held."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
