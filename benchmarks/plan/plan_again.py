@@ -13,6 +13,7 @@ from plan_runs import RUNS, config_of
 
 from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
+from outcore.machine.offload import FREE_RESERVE
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.sizing.shape import ModelShape, shape_from_fields
@@ -75,7 +76,7 @@ def _asked(result: dict[str, Any], links: dict[str, Any]) -> dict[str, Any]:
         "vram_bytes": tiers["vram"]["capacity_bytes"],
         "ram_bytes": tiers["ram"]["capacity_bytes"],
         "pinned_bytes": tiers["pinned"]["capacity_bytes"],
-        "nvme_free_bytes": round(tiers["nvme"]["capacity_bytes"] / (1 - k.SPACE_RESERVE)),
+        "nvme_free_bytes": round(tiers["nvme"]["capacity_bytes"] / (1 - FREE_RESERVE)),
         "nvme_total_bytes": 0,
         "compute_tflops": round(links["matmul_tflops"] * k.MATMUL_SHARE, 3),
         **{name: links[name] for name in _RATES},

@@ -21,6 +21,8 @@ SIMD_FLAGS = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_bf16"
 # A control group v1 without a limit reports the largest multiple of the page size below 2**63.
 _NO_LIMIT_BYTES = 1 << 60
 _CGROUPS = "sys/fs/cgroup"
+CAP_IPC_LOCK = 1 << 14
+"""A process with this capability may lock all of the RAM, whatever RLIMIT_MEMLOCK says."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +108,16 @@ def usable_cores(root: str | Path = "/") -> int:
 
 
 def memlock_limit_bytes() -> int | None:
-    """RLIMIT_MEMLOCK of this process; None when unlimited or where there is no such thing."""
+    """Bytes this process may lock in RAM; None when there is no limit (or on systems without one)."""
     try:
         import resource
     except ImportError:  # Windows
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
+    if soft == resource.RLIM_INFINITY:
+        return None
+    capabilities = re.search(r"^CapEff:\s*([0-9a-fA-F]+)$", _text(Path("/proc/self/status")), re.M)
+    return None if capabilities and int(capabilities[1], 16) & CAP_IPC_LOCK else soft
 
 
 def _control_group_limits(root: Path) -> list[tuple[int, int]]:

@@ -182,9 +182,6 @@ DEEPSPEED_NORM_NUMEL = 250_000_000
 
 # --- drive
 
-SPACE_SAFETY = 1.5
-SPACE_RESERVE = 0.2
-"""Parts on the drive x 1.5 must fit what is free once a fifth of it is left alone (mission row 12)."""
 RATED_WRITES_PER_BYTE = 600
 """Bytes a consumer NVMe drive is rated to take per byte of capacity (600 TB per TB; a 4 TB drive: 2.4 PB)."""
 

@@ -16,7 +16,7 @@ from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.model.shape import preset_shape, resolve_shape, shape_from_config
 from outcore.plan.choose import mild_changes
 from outcore.plan.request import RunRequest
-from outcore.plan.work import device_bytes, step_flops
+from outcore.plan.terms.work import device_bytes, step_flops
 from outcore.sizing.activations import (
     checkpoint_bytes,
     layer_activation_bytes,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from outcore.engine.deepspeed.build import init_process_group
 from outcore.engine.deepspeed.decision import DeepSpeedDecision, decide_deepspeed
-from outcore.engine.deepspeed.drive.path import resolve_nvme_path, validate_nvme_path
 from outcore.engine.deepspeed.environment import prepare_environment
 from outcore.engine.deepspeed.settings import ChosenOffload, RunFacts
+from outcore.machine.offload import resolve_nvme_path, validate_nvme_path
 
 __all__ = [
     "ChosenOffload",

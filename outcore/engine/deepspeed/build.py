@@ -20,7 +20,6 @@ from outcore.config import RunSettings
 from outcore.engine.base import EngineError
 from outcore.engine.deepspeed.config.accepted import check_by_deepspeed
 from outcore.engine.deepspeed.config.builder import build_config
-from outcore.engine.deepspeed.drive.path import validate_nvme_path
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.environment import accelerator, prepare_environment
 from outcore.engine.deepspeed.offload import usable_for_deepspeed
@@ -28,6 +27,7 @@ from outcore.engine.deepspeed.settings import BuiltConfig, RunFacts
 from outcore.engine.deepspeed.staged.binding import check_version
 from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.flow import let_segments_grow
+from outcore.machine.offload import validate_nvme_path
 from outcore.model.facts import model_class_of, model_facts, skeleton_and_tied
 from outcore.model.head import unwrap
 from outcore.model.inputs import attention_of

@@ -24,9 +24,9 @@ from typing import Any
 from outcore.common.quantities import GB
 from outcore.config import Place, TrainConfig, resolve, understand
 from outcore.engine.deepspeed.config.builder import build_config
-from outcore.engine.deepspeed.drive.path import NvmePathError, resolve_nvme_path, validate_nvme_path
-from outcore.engine.deepspeed.drive.speed import NvmePerformance, check_nvme_performance
+from outcore.engine.deepspeed.drive_speed import NvmePerformance, check_nvme_performance
 from outcore.engine.deepspeed.settings import RunFacts
+from outcore.machine.offload import NvmePathError, resolve_nvme_path, validate_nvme_path
 from outcore.sizing.swapping import WeightCounts
 
 __all__ = [

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.config import Device, Offload, RunSettings
-from outcore.engine.deepspeed.drive.path import NvmePathError, check_direct_io, resolve_nvme_path, validate_nvme_path
 from outcore.engine.deepspeed.notes import Notes
 from outcore.engine.deepspeed.settings import RunFacts
+from outcore.machine.offload import NvmePathError, check_direct_io, resolve_nvme_path, validate_nvme_path
 from outcore.sizing.deepspeed import NVME_RAM_BYTES_PER_PARAM, RAM_BYTES_PER_PARAM, RAM_OVERHEAD_BYTES
 from outcore.sizing.swapping import WeightCounts, nvme_bytes
 

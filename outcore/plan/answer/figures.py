@@ -18,12 +18,12 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from outcore.common.quantities import GB, GIB, format_count, format_s
-from outcore.plan import constants as k
+from outcore.machine.offload import SPACE_SAFETY
 from outcore.plan.answer.efficiency import ait_activations, ait_optimizer, ait_parameters, efficiency
 from outcore.plan.choose import Answer
 from outcore.plan.hardware import Hardware
-from outcore.plan.nvme_space import CHECKPOINTS
 from outcore.plan.record import Plan
+from outcore.plan.terms.nvme_space import CHECKPOINTS
 
 # Okabe and Ito's palette, told apart by people with colour-blindness too.
 CATEGORIES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -99,7 +99,7 @@ def _bars(
                 sizes[category(part.name)] = sizes.get(category(part.name), 0) + part.size_bytes
         if tiers == ("nvme",):
             states = sum(size for name, size in sizes.items() if name != "checkpoints")
-            sizes["safety factor"] = int((k.SPACE_SAFETY - 1) * states)
+            sizes["safety factor"] = int((SPACE_SAFETY - 1) * states)
         bottom = 0.0
         for name, (color, _) in CATEGORIES.items():
             size = sizes.get(name, 0) / unit

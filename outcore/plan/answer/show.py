@@ -11,8 +11,8 @@ from outcore.common.quantities import GB, GIB, format_count, format_gb, format_g
 from outcore.plan.answer.advice import Advice, shortage_words
 from outcore.plan.choose import Answer
 from outcore.plan.hardware import Hardware
-from outcore.plan.nvme_space import CHECKPOINTS
 from outcore.plan.record import TIER_WORDS, TIERS, Plan
+from outcore.plan.terms.nvme_space import CHECKPOINTS
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

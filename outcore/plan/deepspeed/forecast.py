@@ -13,17 +13,17 @@ last backward pass, alone.
 from __future__ import annotations
 
 from outcore.plan import constants as k
-from outcore.plan.case import Case
-from outcore.plan.cpu import without_gpu
 from outcore.plan.deepspeed.memory import drive_parts, host_parts, vram_parts
 from outcore.plan.deepspeed.staged import NOTE as STAGED_NOTE
 from outcore.plan.deepspeed.staged import StagedHomes, staged_drive_parts, staged_homes, staged_host_parts
 from outcore.plan.deepspeed.time import deepspeed_rates, deepspeed_traffic
 from outcore.plan.hardware import Hardware
-from outcore.plan.nvme_space import CHECKPOINTS, nvme_use
 from outcore.plan.record import Item, Plan, TierUse
 from outcore.plan.request import RunRequest
-from outcore.plan.spill import Spill
+from outcore.plan.terms.case import Case
+from outcore.plan.terms.cpu import without_gpu
+from outcore.plan.terms.nvme_space import CHECKPOINTS, nvme_use
+from outcore.plan.terms.spill import Spill
 from outcore.sizing.deepspeed import Device
 from outcore.sizing.layouts import DeepSpeedLayout
 from outcore.sizing.shape import ModelShape

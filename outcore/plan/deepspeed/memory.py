@@ -10,8 +10,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from outcore.plan import constants as k
-from outcore.plan.case import Case
 from outcore.plan.record import BORDERS, COMMUNICATOR, MASKS, OVERHEAD, SPARE, Item
+from outcore.plan.terms.case import Case
 from outcore.sizing.activations import (
     border_bytes,
     checkpoint_bytes,

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from outcore.common.quantities import round_up
 from outcore.plan import constants as k
-from outcore.plan.case import Case
 from outcore.plan.deepspeed.shares import RingTerms, on_drive, param_homes, ring_of, trained_shares
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Item
-from outcore.plan.traffic import Pass
+from outcore.plan.terms.case import Case
+from outcore.plan.terms.traffic import Pass
 from outcore.sizing.deepspeed import BUCKET_NUMEL, LIVE_NUMEL
 from outcore.sizing.layouts import DeepSpeedLayout, Staged
 from outcore.sizing.shape import ModelShape

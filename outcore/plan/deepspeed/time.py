@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from outcore.plan import constants as k
-from outcore.plan.case import Case
 from outcore.plan.deepspeed.memory import STAGE_NUMBER
 from outcore.plan.deepspeed.staged import StagedHomes, gradient_traffic, params_read, staged_update
-from outcore.plan.rates import Rates
 from outcore.plan.record import StepTime
-from outcore.plan.traffic import Pass, Traffic
+from outcore.plan.terms.case import Case
+from outcore.plan.terms.rates import Rates
+from outcore.plan.terms.traffic import Pass, Traffic
 from outcore.sizing.layouts import DeepSpeedLayout
 
 

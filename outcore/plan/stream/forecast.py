@@ -11,16 +11,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outcore.plan import constants as k
-from outcore.plan.case import Case
-from outcore.plan.cpu import without_gpu
 from outcore.plan.hardware import Hardware
-from outcore.plan.nvme_space import CHECKPOINTS, nvme_use
 from outcore.plan.record import SPARE, Item, Plan, TierUse
 from outcore.plan.request import RunRequest
-from outcore.plan.spill import Spill
 from outcore.plan.stream.memory import drive_states, graph_bytes, pinned_and_rest, ram_parts, spilled, vram_parts
 from outcore.plan.stream.tiles import Tiling, tiling_of
 from outcore.plan.stream.time import Placed, stream_rates, stream_traffic
+from outcore.plan.terms.case import Case
+from outcore.plan.terms.cpu import without_gpu
+from outcore.plan.terms.nvme_space import CHECKPOINTS, nvme_use
+from outcore.plan.terms.spill import Spill
 from outcore.sizing.activations import checkpoint_bytes
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.shape import ModelShape

@@ -9,12 +9,12 @@ first: it is read twice a step and never written.
 from __future__ import annotations
 
 from outcore.plan import constants as k
-from outcore.plan.case import Case
 from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Item
 from outcore.plan.request import RunRequest
-from outcore.plan.spill import Spill
 from outcore.plan.stream.tiles import Tiling
-from outcore.plan.work import device_bytes, step_flops
+from outcore.plan.terms.case import Case
+from outcore.plan.terms.spill import Spill
+from outcore.plan.terms.work import device_bytes, step_flops
 from outcore.sizing.activations import compiled_activation_bytes, layer_activation_bytes
 from outcore.sizing.layouts import Residency, StoredStates, StreamLayout
 from outcore.sizing.shape import ModelShape

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outcore.common.quantities import format_gib
-from outcore.plan.case import Case
 from outcore.plan.hardware import Hardware
+from outcore.plan.terms.case import Case
 from outcore.sizing.layouts import StreamLayout
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.tiles import (

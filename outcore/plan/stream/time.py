@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from outcore.plan import constants as k
-from outcore.plan.case import Case
-from outcore.plan.rates import Rates, overlapped_s
 from outcore.plan.record import StepTime
-from outcore.plan.spill import Spill
 from outcore.plan.stream.tiles import Tiling
-from outcore.plan.traffic import Pass, Traffic
+from outcore.plan.terms.case import Case
+from outcore.plan.terms.rates import Rates, overlapped_s
+from outcore.plan.terms.spill import Spill
+from outcore.plan.terms.traffic import Pass, Traffic
 from outcore.sizing.activations import mlp_activation_bytes
 from outcore.sizing.layouts import StreamLayout
 

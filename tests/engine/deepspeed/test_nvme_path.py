@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from outcore.common.quantities import MIB
+from outcore.engine.deepspeed import drive_speed as nvme_speed
 from outcore.engine.deepspeed import offload
-from outcore.engine.deepspeed.drive import path as nvme
-from outcore.engine.deepspeed.drive import speed as nvme_speed
 from outcore.engine.deepspeed.infinity import check_nvme_performance, validate_nvme_path
+from outcore.machine import memlock_limit_bytes
+from outcore.machine.offload import folder as nvme
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -216,11 +217,11 @@ def test_speed_arguments(tmp_path: Path, wrong: dict) -> None:
 
 def test_memlock_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert nvme.memlock_limit_bytes() is None
+    assert memlock_limit_bytes() is None
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8 * MIB, 8 * MIB))
-    monkeypatch.setattr(Path, "read_text", lambda self: "Name:\tx\nCapEff:\t0000000000000000\n")
-    assert nvme.memlock_limit_bytes() == 8 * MIB
-    monkeypatch.setattr(Path, "read_text", lambda self: "Name:\tx\nCapEff:\t0000000000004000\n")
-    assert nvme.memlock_limit_bytes() is None
-    monkeypatch.setattr(Path, "read_text", lambda self: "nothing")
-    assert nvme.memlock_limit_bytes() == 8 * MIB
+    monkeypatch.setattr(Path, "read_text", lambda self, **_: "Name:\tx\nCapEff:\t0000000000000000\n")
+    assert memlock_limit_bytes() == 8 * MIB
+    monkeypatch.setattr(Path, "read_text", lambda self, **_: "Name:\tx\nCapEff:\t0000000000004000\n")
+    assert memlock_limit_bytes() is None
+    monkeypatch.setattr(Path, "read_text", lambda self, **_: "nothing")
+    assert memlock_limit_bytes() == 8 * MIB

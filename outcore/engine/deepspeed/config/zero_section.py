@@ -12,10 +12,10 @@ from typing import Any
 
 from outcore.common.quantities import format_gib
 from outcore.config import RunSettings
-from outcore.engine.deepspeed.drive.path import memlock_limit_bytes
 from outcore.engine.deepspeed.notes import Notes
 from outcore.engine.deepspeed.offload import Placement
 from outcore.engine.deepspeed.settings import RunFacts
+from outcore.machine import memlock_limit_bytes
 from outcore.sizing.deepspeed import BUCKET_NUMEL, LIVE_NUMEL, Precision
 from outcore.sizing.swapping import (
     SUB_GROUP_NUMEL,

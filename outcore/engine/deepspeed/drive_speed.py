@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 
 from outcore.common.quantities import GB, MIB, format_gb, format_rate
-from outcore.engine.deepspeed.drive.path import resolve_nvme_path, temporary_file
+from outcore.machine.offload import resolve_nvme_path, temporary_file
 from outcore.storage import BlockFile, PosixEngine
 
 MIN_GB_PER_S = 2.0

@@ -21,10 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from outcore.common.quantities import GB, MIB, format_gb
-from outcore.machine import Drive, drive_of
+from outcore.machine.drives import drive_of
+from outcore.machine.records import Drive
 
 FREE_RESERVE = 0.20
 """Share of the free space that stays free: drives slow down and wear out faster when they are full."""
+SPACE_SAFETY = 1.5
+"""Free space that must be there, over the bytes that a run puts on the drive."""
 TEST_FILE_BYTES = 4 * MIB
 DEEPSPEED_IO_STEP_BYTES = 1024
 """DeepSpeed's transfer sizes are multiples of this (AIO_ALIGNED_BYTES in deepspeed/runtime/swap_tensor/utils.py)."""
@@ -166,24 +169,6 @@ def check_direct_io(path: str | os.PathLike[str], step_bytes: int = DEEPSPEED_IO
         finally:
             view.release()
     return True, ""
-
-
-def memlock_limit_bytes() -> int | None:
-    """Bytes this process may lock in RAM; None when there is no limit (or on systems without one)."""
-    try:
-        import resource
-    except ImportError:
-        return None
-    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if soft == resource.RLIM_INFINITY:
-        return None
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        status = Path("/proc/self/status").read_text()
-        effective = next(line for line in status.splitlines() if line.startswith("CapEff:"))
-        cap_ipc_lock = 1 << 14
-        if int(effective.split()[1], 16) & cap_ipc_lock:
-            return None
-    return soft
 
 
 def _make_folder(folder: Path) -> list[Path]:

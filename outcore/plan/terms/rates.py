@@ -9,7 +9,7 @@ from outcore.common.quantities import GB
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import StepTime
-from outcore.plan.traffic import Pass, Traffic
+from outcore.plan.terms.traffic import Pass, Traffic
 
 
 @dataclass(frozen=True)

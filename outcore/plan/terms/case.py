@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.request import RunRequest
-from outcore.plan.work import Flops, device_bytes, step_flops
+from outcore.plan.terms.work import Flops, device_bytes, step_flops
 from outcore.sizing.activations import has_masks
 from outcore.sizing.layouts import DeepSpeedLayout, StreamLayout
 from outcore.sizing.shape import ModelShape

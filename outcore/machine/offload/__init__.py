@@ -1,0 +1,21 @@
+"""A folder on a drive that takes what RAM does not hold: is it usable, and how much of it may be filled."""
+
+from outcore.machine.offload.folder import (
+    FREE_RESERVE,
+    SPACE_SAFETY,
+    NvmePathError,
+    check_direct_io,
+    resolve_nvme_path,
+    temporary_file,
+    validate_nvme_path,
+)
+
+__all__ = [
+    "FREE_RESERVE",
+    "SPACE_SAFETY",
+    "NvmePathError",
+    "check_direct_io",
+    "resolve_nvme_path",
+    "temporary_file",
+    "validate_nvme_path",
+]
