@@ -98,8 +98,9 @@ def test_rooms_that_need_no_torch_import_none(room):
             assert not [name for name in names if name.split(".")[0] in ("torch", "transformers")], module
 
 
-def test_contributing_names_files_that_are_there():
-    text = (house.ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def test_contributing_and_architecture_name_files_that_are_there():
+    pages = ("CONTRIBUTING.md", "docs/architecture.md")
+    text = "".join((house.ROOT / page).read_text(encoding="utf-8") for page in pages)
     named = set(re.findall(r"`([a-z_/]+(?:/|\.py|\.md))", text))
     tops = (house.ROOT, house.PACKAGE, house.PACKAGE / "engine/stream", house.PACKAGE / "flow/layers")
     assert len(named) > 40
