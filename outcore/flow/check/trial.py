@@ -35,7 +35,16 @@ from outcore.model.head import unwrap
 from outcore.model.inputs import IGNORE, attention_of, forward_inputs
 from outcore.model.load import LoadedModel
 from outcore.model.packed import PACKED_ATTENTION, takes_packed_attention
-from outcore.model.trial import MAX_TRIAL_PARAMS, VOCAB, Abilities, builder_of, check_abilities, run_once, shrink_config
+from outcore.model.trial import (
+    MAX_TRIAL_PARAMS,
+    VOCAB,
+    Abilities,
+    builder_of,
+    check_abilities,
+    on_one_thread,
+    run_once,
+    shrink_config,
+)
 from outcore.model.weights import seeded_cpu
 
 TOLERANCE = 1e-3
@@ -71,6 +80,7 @@ def config_of_type(model_type: str) -> Any:
     return language_config(AutoConfig.for_model(model_type))
 
 
+@on_one_thread()
 def why_config_not_streamed(
     config: Any,
     attention: str = "auto",
@@ -96,10 +106,11 @@ def why_config_not_streamed(
             with torch.device("meta"):
                 types = parameter_types(build(shrink_config(config), dtype=dtype), dtype, trained=trained)
     except Exception as error:  # any model's own code may fail in any way on a shrunken config
-        return f"a tiny copy of it could not be built and run to try it ({line_of(error)})"
+        return _not_tried(error)
     return why_not_streamed(tiny, trial) or several_types(types)
 
 
+@on_one_thread()
 def try_tiny_copy(loaded: LoadedModel, trial: Trial | None = None) -> None:
     """StreamUnsupported when a tiny copy of the model gives other numbers unit by unit than as a whole."""
     try:
@@ -107,7 +118,7 @@ def try_tiny_copy(loaded: LoadedModel, trial: Trial | None = None) -> None:
             tiny = tiny_copy(loaded)
             ids = torch.randint(2, VOCAB, (2, 12))
     except Exception as error:  # any model's own code may fail in any way on a shrunken config
-        raise StreamUnsupported(f"a tiny copy of it could not be built and run to try it ({line_of(error)})") from error
+        raise StreamUnsupported(_not_tried(error)) from error
     labels = ids.clone()
     labels[:, :2] = IGNORE
     mask = torch.ones_like(ids)
@@ -140,6 +151,21 @@ def try_tiny_copy(loaded: LoadedModel, trial: Trial | None = None) -> None:
                 f"unit by unit, a tiny copy of it gets other {(trial or FORWARD).what} than as a whole on {kind} rows "
                 f"(off by {difference:.1e} of the largest)"
             )
+
+
+def _not_tried(error: Exception) -> str:
+    return f"a tiny copy of it could not be built and run to try it ({line_of(error)}{_place_of(error)})"
+
+
+def _place_of(error: Exception) -> str:
+    """The innermost module or config of the model in whose code an error came up, in words; '' without any."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) or hasattr(owner, "model_type"):
+            place = f", in {type(owner).__name__}.{trace.tb_frame.f_code.co_name}"
+        trace = trace.tb_next
+    return place
 
 
 @torch.no_grad()
@@ -178,6 +204,7 @@ def _why_not_alone(units: ModelParts, log: CallLog) -> str:
     return ""
 
 
+@on_one_thread()
 def sharing_holds(loaded: LoadedModel) -> bool:
     """Whether, in a tiny copy, layers that look alike (`structure`) give the same bits with each other's weights."""
     with seeded_cpu(0, "stream trial"):
@@ -246,9 +273,13 @@ def _tiny_model(build: Callable[..., nn.Module], original: Any, attention: str, 
     config = shrink_config(original)
     attention = attention if attention in ("sdpa", "eager") else "sdpa"
     with torch.device("meta"):
-        size = sum(p.numel() for p in build(config, dtype=torch.float32, attn_implementation=attention).parameters())
-    if size > MAX_TRIAL_PARAMS:
-        raise ValueError(f"its tiny copy still has {size} parameters")
+        sizes = {
+            name: p.numel()
+            for name, p in build(config, dtype=torch.float32, attn_implementation=attention).named_parameters()
+        }
+    if (size := sum(sizes.values())) > MAX_TRIAL_PARAMS:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise ValueError(f"it still has {size} parameters, {sizes[largest]} of them in {largest}")
     model = build(config, dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():

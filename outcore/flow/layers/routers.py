@@ -17,7 +17,10 @@ class RouterTaps:
     def __init__(self, units: ModelParts) -> None:
         self._routers = [_router_modules(units, layer) for layer in units.layers]
         if not any(self._routers):
-            raise StreamUnsupported("it has a balancing loss, but does not tell which modules are its routers")
+            raise StreamUnsupported(
+                "it has a balancing loss, but does not tell which modules are its routers (without that loss, "
+                "output_router_logits false in its config, it may be streamed)"
+            )
 
     @contextmanager
     def seen(self, layer: int, found: list[torch.Tensor]) -> Iterator[None]:

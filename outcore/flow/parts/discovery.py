@@ -79,14 +79,16 @@ def find_stack(decoder: nn.Module, inputs: dict[str, Any]) -> tuple[str, list[nn
     the decoder reaches first with `inputs`. StreamUnsupported when there is none."""
     found = module_lists(decoder)
     if not found:
-        raise StreamUnsupported("its decoder has no list of layers")
+        raise StreamUnsupported(f"its decoder ({type(decoder).__name__}) has no list of layers")
     path = next(iter(found)) if len(found) == 1 else _first_reached(decoder, found, inputs)
     layers = list(found[path])
     if len({type(layer) for layer in layers}) > 1:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise StreamUnsupported(f"its layers are of several classes ({kinds})")
     if len({id(layer) for layer in layers}) < len(layers):
-        raise StreamUnsupported("some of its layers are one and the same module")
+        first = {id(layer): index for index, layer in reversed(list(enumerate(layers)))}
+        index, layer = next((i, layer) for i, layer in enumerate(layers) if first[id(layer)] != i)
+        raise StreamUnsupported(f"its layers {first[id(layer)]} and {index} of {path} are one and the same module")
     return path, layers
 
 
@@ -213,8 +215,13 @@ class _Discovery:
             for path, module in modules.items()
             if any(p is not None and id(p) in wanted for p in module._parameters.values())
         ]
-        if "" in paths or any(self.stack == path or self.stack.startswith(f"{path}.") for path in paths):
-            raise StreamUnsupported("its decoder holds parameters of the embedding itself, not in a module of its own")
+        around = [path for path in paths if not path or f"{self.stack}.".startswith(f"{path}.")]
+        if around:
+            held = [n for p in around for n, q in modules[p].named_parameters(p, recurse=False) if id(q) in wanted]
+            raise StreamUnsupported(
+                f"its {type(self.parts.decoder).__name__} holds parameters of the embedding itself "
+                f"({', '.join(held)}), not in a module of its own"
+            )
         return tuple(p for p in dict.fromkeys(paths) if not any(p.startswith(f"{outer}.") for outer in paths))
 
     def _check_complete(self, embed: list[nn.Parameter], head: list[nn.Parameter]) -> None:

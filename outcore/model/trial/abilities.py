@@ -9,7 +9,8 @@ forward passes of a model of some thousand parameters, a fraction of a second.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,6 +55,19 @@ class Abilities:
         return self.isolation is not None
 
 
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Inside (or in a function that this decorates) torch computes with one thread: products of a trial take
+    microseconds, and where other work is on the cores a second thread is waited for twenty times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@on_one_thread()
 def check_abilities(
     config: Any,
     attn_implementation: str = "auto",

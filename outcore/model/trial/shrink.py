@@ -86,7 +86,7 @@ _AT_MOST = {
     "linear_num_value_heads": 4,
 }
 
-_TWINS = {"embedding_dim": "hidden_size", "num_blocks": "num_hidden_layers"}
+_TWINS = {"embedding_dim": "hidden_size", "lru_width": "hidden_size", "num_blocks": "num_hidden_layers"}
 """Second names that some configs hold beside the first, with the same number."""
 _KEPT_OF_ROPE = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
@@ -133,6 +133,7 @@ def _shrink_part(part: Any) -> None:
     widths: list[Any] = [getattr(part, name, None) for name in ("head_dim", "qk_rope_head_dim", "qk_nope_head_dim")]
     whole_heads = latent and None not in widths and widths[0] == widths[1] + widths[2]
     mixers = [names for names in _MIXERS if _is_mixer(part, hidden, *names)]
+    own_width = _own_width_of_mixer(part, hidden)
     if isinstance(heads, int):
         part.num_attention_heads = HEADS
         for name in _KV_HEADS:
@@ -158,6 +159,8 @@ def _shrink_part(part: Any) -> None:
     for expand, num, width in mixers:
         setattr(part, num, getattr(part, expand) * HIDDEN // HEAD_DIM)
         setattr(part, width, HEAD_DIM)
+    if own_width is not None:
+        part.mamba_d_ssm, part.mamba_n_heads, part.mamba_d_head = own_width, own_width // HEAD_DIM, HEAD_DIM
     for twin, name in twins.items():
         _set(part, twin, getattr(part, name))
     _shrink_rope(part)
@@ -178,6 +181,15 @@ def _is_mixer(part: Any, hidden: Any, *names: str) -> bool:
     expand, num, width = (getattr(part, name, None) for name in names)
     numbers = (hidden, expand, num, width)
     return all(type(number) is int for number in numbers) and num * width == expand * hidden  # pyright: ignore[reportOptionalOperand]
+
+
+def _own_width_of_mixer(part: Any, hidden: Any) -> int | None:
+    """A tiny mixer's width where the config tells it beside heads and expansion (Falcon-H1), in its proportion to the
+    hidden size, of an even number of heads; None where it does not."""
+    width = getattr(part, "mamba_d_ssm", None)
+    if type(width) is not int or type(hidden) is not int:
+        return None
+    return 2 * HEAD_DIM * max(1, width * HIDDEN // hidden // (2 * HEAD_DIM))
 
 
 def _take_overrides(part: Any) -> dict[int, dict[str, Any]]:

@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 
 from outcore.engine.stream.check.gradients import why_config_not_trained, why_not_trained
+from outcore.flow.check import Trial, why_config_not_streamed
 from outcore.flow.parts import StreamUnsupported, discover_units, discovery
 from outcore.flow.parts.discovery import find_stack
 from outcore.model.trial import shrink
@@ -40,9 +41,9 @@ def test_models_that_cannot_be_streamed_are_named_with_the_reason():
         discover_units(loaded)
     loaded = tiny_loaded("llama")
     loaded.model.model.layers = nn.ModuleList([loaded.model.model.layers[0]] * 2)
-    with pytest.raises(StreamUnsupported, match="one and the same"):
+    with pytest.raises(StreamUnsupported, match="its layers 0 and 1 of layers are one and the same"):
         discover_units(loaded)
-    with pytest.raises(StreamUnsupported, match="no list of layers"):
+    with pytest.raises(StreamUnsupported, match=r"its decoder \(Linear\) has no list of layers"):
         find_stack(nn.Linear(2, 2), {})
 
 
@@ -189,6 +190,7 @@ def test_a_tiny_copy_that_does_not_run_says_nothing_of_the_model(monkeypatch):
     fields = dict(PUBLISHED["falcon-40b"])
     why = why_config_not_trained(transformers.AutoConfig.for_model(fields.pop("model_type"), **fields))
     assert why.startswith("a tiny copy of it could not be built and run to try it (RuntimeError")
+    assert re.search(r", in Falcon\w+\.\w+\)$", why)  # the model's part
 
 
 @pytest.mark.parametrize("model_type", ["ernie4_5_moe", "afmoe"])
@@ -201,6 +203,19 @@ def test_a_model_may_have_frozen_parameters_of_its_own(model_type):
 @pytest.mark.parametrize("model_type", ["qwen2", "gemma2", "mixtral", "gpt2"])
 def test_a_tiny_copy_shows_that_a_model_can_be_streamed(model_type):
     assert why_not_trained(tiny_loaded(model_type)) == ""
+
+
+def test_a_trial_leaves_torch_its_threads_and_takes_one():
+    """Two threads on a busy machine made the answer take a minute."""
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        config = transformers.AutoConfig.for_model("llama")
+        look = Trial("threads", lambda loaded, batch: seen.append(torch.get_num_threads()) or 0.0)
+        assert why_config_not_streamed(config, trial=look) == ""
+        assert set(seen) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_head_that_looks_at_more_than_hidden_states_is_found_out():

@@ -37,6 +37,18 @@ def test_heads_of_a_state_space_mixer_fill_its_width(model_type, expand, heads, 
     assert getattr(config, heads) * HEAD_DIM == getattr(config, expand) * HIDDEN
 
 
+@pytest.mark.parametrize("width", [1024, 512, 768])
+def test_a_mixers_own_width_shrinks_with_its_heads(width):
+    """Falcon-H1 tells the width beside heads and expansion; with width = expansion x hidden its tiny copy failed."""
+    config = tiny("falcon_h1", hidden_size=512, mamba_d_ssm=width, mamba_n_heads=width // 64, mamba_d_head=64)
+    assert config.mamba_n_heads * config.mamba_d_head == config.mamba_d_ssm == width * HIDDEN // 512
+    assert config.mamba_n_heads % 2 == 0 and config.mamba_d_head == HEAD_DIM
+
+
+def test_a_recurrences_width_is_the_hidden_size():
+    assert tiny("recurrent_gemma").lru_width == HIDDEN
+
+
 def test_a_latent_heads_width_is_that_of_its_parts():
     config = tiny("longcat_flash")
     assert config.qk_head_dim == config.qk_nope_head_dim + config.qk_rope_head_dim

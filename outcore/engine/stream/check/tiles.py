@@ -20,13 +20,14 @@ from outcore.flow.parts import StreamUnsupported
 from outcore.flow.trace import PhaseClock
 from outcore.model.inputs import count_target_tokens
 from outcore.model.load import LoadedModel
-from outcore.model.trial import VOCAB
+from outcore.model.trial import VOCAB, on_one_thread
 from outcore.model.weights import seeded_cpu
 
 TILE_BYTES = 4096
 """A few tiles to each weight of a tiny copy."""
 
 
+@on_one_thread()
 def try_tiled_copy(loaded: LoadedModel, build: Callable[..., Any]) -> None:
     """StreamUnsupported when a tiny copy of the model gives other numbers in tiles. `build`: build_stream_engine."""
     try:
