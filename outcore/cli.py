@@ -12,7 +12,7 @@ from outcore.common.words import nearest
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "train": ("outcore.train.run", "train a model: the same as python train_model.py"),
-        "runs": ("outcore.train.runs.listing", "the runs here with state, step, loss and size; delete one"),
+        "runs": ("outcore.runs.listing", "the runs here with state, step, loss and size; delete one"),
         "plan": ("outcore.plan.main", "will a model fit this machine, how fast, what to change"),
         "data": ("outcore.data.main", "how rows are read, and which of their tokens bear loss"),
         "generate": ("outcore.infer.commands.generate", "text by a model of any size: a prompt, or a job over a file"),

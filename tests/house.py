@@ -21,9 +21,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("machine", "model", "optim", "storage", "sizing", "config"),
     ("staging", "data", "formats"),
     ("checkpoint",),
-    ("flow",),
+    ("flow", "runs"),
     ("states",),
-    ("engine.base", "engine.stream", "engine.deepspeed", "infer"),
+    ("engine.base", "engine.stream", "engine.deepspeed", "engine.decide", "infer"),
     ("plan", "monitor"),
     ("train", "performance", "serve"),
     ("evaluate", "ui"),
@@ -37,6 +37,9 @@ ARROWS = frozenset(
         ("optim", "machine"),
         ("engine.stream", "engine.base"),
         ("engine.deepspeed", "engine.base"),
+        ("engine.decide", "engine.base"),
+        ("engine.decide", "engine.stream"),
+        ("engine.decide", "engine.deepspeed"),
         ("performance", "train"),
         ("ui", "evaluate"),
     }
@@ -44,9 +47,9 @@ ARROWS = frozenset(
 """(from, to) between rooms of one floor."""
 BESIDE = {"install": 3, "probe": 3}
 """Rooms beside the tower: they import from floors up to this one, and no room of the tower imports them."""
-OPEN = ("common", "sizing", "engine.base")
+OPEN = ("common", "sizing", "engine.base", "engine.decide")
 """Rooms whose files are their doors: each is one noun (`common.quantities`, `sizing.tiles`), imported by its name."""
-DOORED = ("config", "checkpoint", "data", "evaluate", "flow", "formats", "infer", "serve", "states", "sizing")
+DOORED = ("config", "checkpoint", "data", "runs", "evaluate", "flow", "formats", "infer", "serve", "states", "sizing")
 """Rooms whose files are imported from outside through an `__init__` only."""
 
 
@@ -184,8 +187,8 @@ def sub_room_edges(found: Iterable[Import], known: Mapping[str, Path]) -> dict[s
 
     def node(module: str) -> str:
         parent = module.rpartition(".")[0]
-        if known[module].name == "__init__.py":
-            return module
+        if known[module].name == "__init__.py" or module == f"outcore.{room_of(module)}":
+            return module  # a door, or a room of one file
         return module if parent == f"outcore.{room_of(module)}" else parent
 
     edges: dict[str, set[str]] = {}

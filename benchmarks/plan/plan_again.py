@@ -11,13 +11,19 @@ from typing import Any
 
 from plan_runs import RUNS, config_of
 
+from outcore.common.quantities import GIB
+from outcore.config import DeepSpeedFile, Place, TrainConfig, resolve
+from outcore.engine.deepspeed.decision import STAGE_NAMES, deepspeed_layout
 from outcore.engine.deepspeed.settings import ChosenOffload
+from outcore.engine.stream.decision.decision import stream_layout
 from outcore.engine.stream.settings import StreamSettings
 from outcore.machine.offload import FREE_RESERVE
 from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
+from outcore.plan.request import RunRequest
+from outcore.plan.run.forecast import Layout, plan_layout, run_request
+from outcore.sizing.layouts import DeepSpeedLayout, Residency, Staged, StreamLayout
 from outcore.sizing.shape import ModelShape, shape_from_fields
-from outcore.train.forecast import STAGE_NAMES, RunFigures, run_plan
 
 OLDER_RING = {"state_ring_slots": 24, "compress_on_nvme": False}
 """How states on NVMe passed through RAM before a run kept what it was asked."""
@@ -31,14 +37,49 @@ def planned_again(result: dict[str, Any], links: dict[str, Any] | None) -> dict[
     """The result with today's forecast in place of its own. `links`: the machine's, as the results have them."""
     asked = result["forecast"].get("asked") or _asked(result, links or {})
     shape = _shape(asked["shape"]) if "tensors" in asked["shape"] else _run_shape(result["name"])
-    stream = StreamSettings(**{**OLDER_RING, **asked["stream"]}) if asked["stream"] else None
+    request, layout = (_kept if "layout" in asked else _older)(asked)
+    plan = plan_layout(shape, request, Hardware(**asked["hardware"]), layout)
+    return {**result, "forecast": {**plan.to_dict(), "asked": asked}}
+
+
+def _kept(asked: dict[str, Any]) -> tuple[RunRequest, Layout]:
+    fields = dict(asked["layout"])
+    if "checkpoints_home" in fields:
+        fields["residency"] = Residency(**fields["residency"])
+        return RunRequest(**asked["request"]), StreamLayout(**fields)
+    fields["staged"] = Staged(**fields["staged"]) if fields["staged"] else None
+    return RunRequest(**asked["request"]), DeepSpeedLayout(**fields)
+
+
+def _older(asked: dict[str, Any]) -> tuple[RunRequest, Layout]:
+    """What runs kept until November 2026: the figures of the run and its engine's own settings."""
+    figures, told = asked["figures"], asked["stream"]
+    offload = ChosenOffload(**asked["offload"]) if asked["offload"] else None
+    stream = StreamSettings(**{**OLDER_RING, **told}) if told else None
     if stream is not None and stream.compile == "off" and "stays_eager" not in asked["shape"]:
         stream = dataclasses.replace(stream, cuda_graphs="off")  # only compiled layers were captured then
-    offload = ChosenOffload(**asked["offload"]) if asked["offload"] else None
-    hardware = Hardware(**asked["hardware"])
-    figures = RunFigures(**{"packed_attention": "masks", **asked["figures"]})  # DeepSpeed's, before it was kept
-    plan = run_plan(shape, figures, hardware, stream=stream, offload=offload)
-    return {**result, "forecast": {**plan.to_dict(), "asked": asked}}
+    settings = resolve(
+        TrainConfig(
+            per_device_train_batch_size=figures["micro_batch"],
+            gradient_accumulation_steps=figures["accumulation"],
+            activation_checkpointing=figures["activation_checkpointing"],
+            max_grad_norm=figures["max_grad_norm"],
+            # All packed rows were attended to through masks before what was asked was kept.
+            attn_implementation="auto" if figures.get("packed_attention", "masks") == "auto" else "sdpa",
+            state_format=stream.states if stream is not None else "auto",
+            staging_gib=figures["staging_bytes"] / GIB if "staging_bytes" in figures else None,
+        ),
+        DeepSpeedFile(),
+        Place(figures["precision"]),
+    )
+    layout: Layout
+    if stream is not None:
+        device = "cpu" if asked["hardware"].get("is_cpu") else "cuda"
+        layout = stream_layout(stream, figures["micro_batch"], figures["accumulation"], device)
+    else:
+        assert offload is not None
+        layout = deepspeed_layout(offload, settings, asked["hardware"].get("num_gpus", 1))
+    return run_request(settings, layout, figures["seq_length"], figures["save_total_limit"]), layout
 
 
 def _shape(fields: dict[str, Any]) -> ModelShape:

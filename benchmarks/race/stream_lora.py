@@ -28,13 +28,13 @@ from race_common import DeviceWatch, cap_allocator, rss_bytes
 
 from outcore.common.quantities import GIB, MIB
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.decision.homes import RunSizes, activation_bytes
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.model.load import LoadedModel, load_model
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.optim import state_format
 from outcore.storage import aligned_bytes
-from outcore.train.configure.stream import RunSizes, activation_bytes
 
 PROBE_BYTES = 4 * GIB
 PIECE_BYTES = 32 * MIB

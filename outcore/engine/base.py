@@ -15,6 +15,7 @@ import torch
 
 from outcore.common.errors import EngineError
 from outcore.config import RunSettings
+from outcore.sizing.layouts import DeepSpeedLayout, StreamLayout
 
 MicroBatch = dict[str, torch.Tensor]
 """input_ids, labels [B, T] (labels not shifted, -100 = no loss), perhaps position_ids or attention_mask [B, T]."""
@@ -89,6 +90,33 @@ class TracePlan:
         return cls(path, min(WARM_UP_STEPS, left - num_steps), num_steps, steps_done + 1)
 
 
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine holds, in numbers; None where it cannot tell."""
+
+    state_bytes: int
+    """Bytes that `save` writes, so that space is checked before it starts."""
+    pinned_bytes: int | None
+    """Pinned memory."""
+    ram_bytes: int | None = None
+    """Parameters, gradients and optimizer states in RAM, pinned or not."""
+    nvme_bytes: int | None = None
+    """Reserved on drives."""
+    tiles: str = ""
+    """Which parts are computed in tiles, and why; '' when none."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the process knows of its machine and its run when an engine decides."""
+
+    has_cuda: bool
+    ram_available_bytes: int
+    run_name: str
+    """Keeps this run's files on a drive apart from another run's."""
+    local_rank: int = -1
+
+
 class Engine(Protocol):
     """One training engine. All methods are called on every rank."""
 
@@ -118,12 +146,8 @@ class Engine(Protocol):
         """
         ...
 
-    def state_bytes(self) -> int:
-        """Bytes that `save` will write, so that space is checked before it starts."""
-        ...
-
-    def pinned_bytes(self) -> int | None:
-        """Pinned memory that this rank holds now; None where the engine cannot tell. May be called at any time."""
+    def facts(self) -> EngineFacts:
+        """What this rank's engine holds now. May be called at any time, from any thread."""
         ...
 
     def load(self, folder: Path, state: dict) -> None:
@@ -158,6 +182,11 @@ class Decision(Protocol):
     @property
     def reason(self) -> str:
         """Why this engine."""
+        ...
+
+    @property
+    def draws_timeline(self) -> bool:
+        """Whether its engine records a trace."""
         ...
 
     @property
@@ -196,8 +225,8 @@ class Decision(Protocol):
         ...
 
     @property
-    def planned(self) -> dict[str, Any]:
-        """What the planner is told of it."""
+    def layout(self) -> StreamLayout | DeepSpeedLayout:
+        """How the model is run, as the planner counts it."""
         ...
 
     def words(self) -> list[str]:

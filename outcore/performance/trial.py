@@ -1,8 +1,8 @@
-"""TrialRun: the real run up to its loop, then a few measured steps, one checkpoint saved and loaded, and no more.
+"""Trial: the real run up to its loop, then a few measured steps, one checkpoint saved and loaded, and no more.
 
 Runs as a process of its own (`python -m outcore.performance.trial RESULT STEPS SECONDS SAVE_BYTES -- FLAGS`), so that
 a run which runs out of memory or is killed leaves the test standing. Everything comes from the main job; only what
-follows its assembly is replaced.
+follows its assembly is another goal.
 """
 
 from __future__ import annotations
@@ -17,46 +17,39 @@ from typing import Any
 import torch
 
 from outcore.checkpoint import Checkpoint, open_checkpoint, step_folder
-from outcore.config import TrainConfig
-from outcore.engine.base import Engine
 from outcore.performance.timeline import Timeline
 from outcore.train.loop import Trainer
-from outcore.train.run import Run, main
-from outcore.train.run_parts import RunContext
+from outcore.train.run import Ready, main
 
 EVAL_MICRO_BATCHES = 4
 
 
-class TrialRun(Run):
+class Trial:
     """`result`: where the figures go as JSON. At least `warm_steps` + 1 steps, then as many of `steps` as `limit_s`
     allows. A checkpoint larger than `most_save_bytes` is not written."""
 
     warm_steps = 2
 
-    def __init__(self, config: TrainConfig, result: Path, steps: int, limit_s: float, most_save_bytes: int) -> None:
-        super().__init__(config)
+    def __init__(self, result: Path, steps: int, limit_s: float, most_save_bytes: int) -> None:
         self.result, self.steps, self.limit_s, self.most_save_bytes = result, steps, limit_s, most_save_bytes
-        self.model: dict[str, Any] = {}
 
-    def _say_model(self, engine: Engine) -> None:
-        super()._say_model(engine)
-        self.model = {"words": engine.loaded.words, "params": engine.loaded.facts.total_params}
-
-    def _train(self, trainer: Trainer, context: RunContext, started_s: float) -> int:
-        parts = trainer.parts
+    def __call__(self, ready: Ready) -> int:
+        """Try a run that is ready; the exit code."""
+        job, trainer, context = ready.job, ready.trainer, ready.context
+        parts, forecast, loaded = trainer.parts, context.forecast, trainer.parts.engine.loaded
         found: dict[str, Any] = {
-            "startup_s": {**self.clock.parts_s, "all": time.perf_counter() - started_s},
+            "startup_s": {**job.clock.parts_s, "all": time.perf_counter() - job.started_s},
             "engine": {"name": context.decided.name, "reason": context.decided.reason},
-            "model": self.model,
+            "model": {"words": loaded.words, "params": loaded.facts.total_params},
             "length": {
                 "total_steps": parts.length.total_steps,
                 "eval_steps": parts.length.eval_steps,
                 "save_steps": parts.length.save_steps,
                 "accumulation": parts.length.accumulation,
             },
-            "forecast": context.forecast.to_dict() if context.forecast else None,
-            "forecast_problem": context.forecast.problem if context.forecast else "",
-            "state_bytes": parts.engine.state_bytes(),
+            "forecast": forecast.to_dict() if forecast else None,
+            "forecast_problem": forecast.problem if forecast else "",
+            "state_bytes": parts.engine.facts().state_bytes,
             "watched_drive": str(context.decided.nvme_path or context.folder.checkpoints),
         }
         found |= self._steps(trainer, found["watched_drive"])
@@ -64,7 +57,7 @@ class TrialRun(Run):
         found |= self._checkpoint(trainer, found["state_bytes"])
         found["machine"] = parts.sampler.describe()
         found["sensors"] = parts.sampler.explanations()
-        found["said"] = self._said
+        found["said"] = job.said
         parts.progress.close()
         self.result.write_text(json.dumps(found, default=str), encoding="utf-8")
         return 0
@@ -115,6 +108,4 @@ class TrialRun(Run):
 
 if __name__ == "__main__":
     _result, _steps, _limit_s, _most = sys.argv[1:5]
-    sys.exit(
-        main(sys.argv[6:], lambda config: TrialRun(config, Path(_result), int(_steps), float(_limit_s), int(_most)))
-    )
+    sys.exit(main(sys.argv[6:], Trial(Path(_result), int(_steps), float(_limit_s), int(_most))))

@@ -251,7 +251,7 @@ class Trainer:
             p.folder.checkpoints,
             self.step,
             self._write_state,
-            needed_bytes=p.engine.state_bytes(),
+            needed_bytes=p.engine.facts().state_bytes,
             keep=p.config.save_total_limit,
             best_step=p.best.step if p.best is not None else None,
             is_writer=self.is_main,

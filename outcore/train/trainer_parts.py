@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from outcore.config import TrainConfig
 from outcore.engine.base import Engine, MicroBatch
 from outcore.monitor import MetricsLog, Progress, Sampler
+from outcore.runs import RunFolder
 from outcore.train.best import BestSoFar
 from outcore.train.configure.schedule import LrSchedule, RunLength
-from outcore.train.runs import RunFolder
 
 
 class TrainStream(Protocol):

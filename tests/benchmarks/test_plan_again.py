@@ -15,8 +15,9 @@ from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
 from outcore.model.shape import preset_shape
 from outcore.plan import constants as k
-from outcore.train.forecast import Forecast, RunFigures, run_plan
-from tests.plan.fakes import server
+from outcore.plan.run import Forecast
+from outcore.plan.run.forecast import plan_layout, run_request
+from tests.plan.fakes import layout_of, plan_of, server, settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SITTINGS = [
@@ -38,7 +39,7 @@ WITHOUT_RATES = [
     if run.get("changed") == []
 ]
 """Planned with nominal rates, so that their times say nothing."""
-FIGURES = RunFigures(1024, 4, 2, "bf16", 1.0, True, 2)
+ACCUMULATION = 2
 
 
 @pytest.fixture
@@ -78,21 +79,21 @@ def _check_memory(found: dict[str, Any], measured: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stream", "offload"),
+    "told",
     [
-        (StreamSettings(states="split8", compile="off", nvme_path="/x", state_ram_bytes=10**8), None),
-        (None, ChosenOffload(3, "nvme", "cpu", None, 0, staged=True, states="split")),
+        StreamSettings(states="split8", compile="off", nvme_path="/x", state_ram_bytes=10**8),
+        ChosenOffload(3, "nvme", "cpu", None, 0, staged=True, states="split"),
     ],
 )
-def test_a_run_keeps_what_its_planner_was_asked(
-    planned_again: Any, stream: StreamSettings | None, offload: ChosenOffload | None
-):
+def test_a_run_keeps_what_its_planner_was_asked(planned_again: Any, told: StreamSettings | ChosenOffload):
     shape = preset_shape("llama-1b").with_lora(4)
     hardware = server(ram_bytes=10**11, sources={"h2d_gb_per_s": "measured"})
-    figures = dataclasses.replace(FIGURES, save_total_limit=5, max_grad_norm=0.0)
-    plan = run_plan(shape, figures, hardware, stream=stream, offload=offload)
-    given = {"shape": shape, "figures": figures, "hardware": hardware, "stream": stream, "offload": offload}
-    asked = {name: dataclasses.asdict(value) if value else None for name, value in given.items()}
+    settings = settings_of(max_grad_norm=0.0, state_format=told.states)
+    layout = layout_of(told, settings, hardware)
+    request = run_request(settings, layout, 1024, 5)
+    plan = plan_layout(shape, request, hardware, layout)
+    given = {"shape": shape, "request": request, "layout": layout, "hardware": hardware}
+    asked = {name: dataclasses.asdict(value) for name, value in given.items()}
     kept = json.loads(json.dumps(Forecast(plan, hardware, asked=asked).to_dict()))
     kept["time_s"], kept["micro_batch"] = {}, 77  # only `asked` counts
     result = {"name": "some run", "argv": [], "forecast": kept}
@@ -106,16 +107,16 @@ def test_seconds_of_attention_and_of_launches_by_hand():
     whole = server(compute_tflops=100.0)  # a rate of whole layers, in which both are
     assert whole.compute_s(1e12, 1e9, 2e12) == pytest.approx(0.03)
     shape, endless = preset_shape("llama-1b"), server(compute_tflops=1e9)
-    calls = shape.num_layers * FIGURES.accumulation
-    eager = run_plan(shape, FIGURES, endless, stream=StreamSettings(compile="off", cuda_graphs="off")).time
-    compiled = run_plan(shape, FIGURES, endless, stream=StreamSettings()).time
+    calls = shape.num_layers * ACCUMULATION
+    eager = plan_of(shape, endless, StreamSettings(compile="off", cuda_graphs="off")).time
+    compiled = plan_of(shape, endless, StreamSettings()).time
     more = sum(k.STREAM_EAGER_HOST_LAYERS_PER_CALL) - sum(k.STREAM_HOST_LAYERS_PER_CALL)
     assert eager.host_overhead_s - compiled.host_overhead_s == pytest.approx(
         calls * more * endless.host_layer_s, rel=1e-3
     )
-    graphs = run_plan(shape, FIGURES, endless, stream=StreamSettings(compile="off")).time
+    graphs = plan_of(shape, endless, StreamSettings(compile="off")).time
     assert graphs.host_overhead_s == pytest.approx(compiled.host_overhead_s, rel=1e-6)
-    plain = run_plan(shape, FIGURES, endless, offload=ChosenOffload(0, "none", "none", None, 0)).time
+    plain = plan_of(shape, endless, ChosenOffload(0, "none", "none", None, 0)).time
     wanted = calls * k.DEEPSPEED_PLAIN_HOST_LAYERS + shape.num_layers * k.DEEPSPEED_GPU_UPDATE_HOST_LAYERS
     wanted *= endless.host_layer_s
     assert plain.step_s == pytest.approx(wanted, rel=1e-3) and plain.host_overhead_s == pytest.approx(wanted, rel=1e-3)

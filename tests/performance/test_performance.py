@@ -22,7 +22,7 @@ from outcore.performance.history import compared, last_report
 from outcore.performance.judge import judge
 from outcore.performance.main import PerformanceTest, main, write
 from outcore.performance.page import render
-from outcore.performance.trial import TrialRun
+from outcore.performance.trial import Trial
 from outcore.train.configure.arguments import parse_config
 from outcore.train.run import main as train_main
 from tests.plan.fakes import machine
@@ -42,7 +42,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     flags += [f"--data_cache_dir={folder / 'cache'}", "--run_name", "t", "--save_steps", "10", "--eval_steps", "20"]
     flags += ["--deepspeed_config", str(ROOT / "deepspeed_config.json"), "--engine", "stream"]
     result = folder / "trial.json"
-    assert train_main(flags, lambda config: TrialRun(config, result, 2, 60.0, GB)) == 0
+    assert train_main(flags, Trial(result, 2, 60.0, GB)) == 0
     return json.loads(result.read_text())
 
 

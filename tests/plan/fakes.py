@@ -6,8 +6,15 @@ import dataclasses
 from typing import Any
 
 from outcore.common.quantities import GIB
+from outcore.config import DeepSpeedFile, Place, RunSettings, TrainConfig, resolve
+from outcore.engine.deepspeed.decision import deepspeed_layout
+from outcore.engine.deepspeed.settings import ChosenOffload
+from outcore.engine.stream.decision.decision import stream_layout
+from outcore.engine.stream.settings import StreamSettings
 from outcore.machine import Drive, Gpu, LinkRates, Machine
 from outcore.plan.hardware import Hardware
+from outcore.plan.record import Plan
+from outcore.plan.run.forecast import Layout, plan_layout, run_request
 from outcore.sizing.shape import ModelShape, shape_from_fields
 
 TB = 10**12
@@ -84,3 +91,32 @@ def machine(**changes: Any) -> Machine:
         ),
         **changes,
     )
+
+
+def settings_of(**said: Any) -> RunSettings:
+    """A run of 2 micro-batches of 4 rows in bf16, recomputed; `said`: other flags."""
+    usual = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "activation_checkpointing": True}
+    return resolve(TrainConfig(**{**usual, **said}), DeepSpeedFile(), Place("bf16"))
+
+
+def layout_of(told: StreamSettings | ChosenOffload, settings: RunSettings, hardware: Hardware) -> Layout:
+    """How a model is run by the streaming engine that was told this, or by DeepSpeed."""
+    if isinstance(told, StreamSettings):
+        rows, times = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
+        return stream_layout(told, rows, times, "cpu" if hardware.is_cpu else "cuda")
+    return deepspeed_layout(told, settings, hardware.num_gpus)
+
+
+def plan_of(
+    shape: ModelShape,
+    hardware: Hardware,
+    told: StreamSettings | ChosenOffload,
+    settings: RunSettings | None = None,
+    *,
+    seq_length: int = 1024,
+    kept: int = 2,
+) -> Plan:
+    """The plan of a run whose engine decided this: of the streaming engine, or of DeepSpeed."""
+    settings = settings or settings_of(state_format=told.states)
+    layout = layout_of(told, settings, hardware)
+    return plan_layout(shape, run_request(settings, layout, seq_length, kept), hardware, layout)

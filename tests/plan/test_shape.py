@@ -16,6 +16,7 @@ from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.model.shape import preset_shape, resolve_shape, shape_from_config
 from outcore.plan.choose import mild_changes
 from outcore.plan.request import RunRequest
+from outcore.plan.run.forecast import run_shape
 from outcore.plan.terms.work import device_bytes, step_flops
 from outcore.sizing.activations import (
     checkpoint_bytes,
@@ -27,7 +28,6 @@ from outcore.sizing.activations import (
 from outcore.sizing.shape import shape_from_fields
 from outcore.sizing.work import step_work
 from outcore.train.configure.rooms import model_settings_of
-from outcore.train.forecast import run_shape
 from tests.flow.models import FAMILIES, tiny_loaded
 
 

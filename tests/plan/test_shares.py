@@ -20,7 +20,7 @@ from outcore.engine.deepspeed.staged.shares import Share
 from outcore.model.facts import model_class_of, skeleton_and_tied
 from outcore.model.lora import with_adapters
 from outcore.model.presets import preset_config
-from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.model.settings import LoraSettings
 from outcore.model.shape import preset_shape
 from outcore.optim import state_format
 from outcore.plan.record import Plan
@@ -29,9 +29,8 @@ from outcore.sizing.swapping import partition_numel
 from outcore.states.placement import GradPlace, StateChunk, spill
 from outcore.states.ring.schedule import RingSchedule
 from outcore.states.ring.slots import needed_bytes, ring_slots
-from outcore.train.forecast import RunFigures, run_plan
 from tests.engine.deepspeed.config_cases import run_of
-from tests.plan.fakes import server
+from tests.plan.fakes import plan_of, server
 
 DTYPE = torch.bfloat16
 PASSES = 4
@@ -156,9 +155,7 @@ def both(
     flags |= {"gradient_accumulation_steps": PASSES}
     chosen, run = run_of({"outcore": outcore}, flags, {"world_size": ranks, "ram_available_bytes": RAM_BYTES})
     built = build_config(chosen, facts, run, nvme_check=lambda path, gb: (True, ""), staged=True)
-    model_settings = ModelSettings(preset=preset, seq_length=64, precision="bf16", gradient_checkpointing=True)
-    figures = RunFigures.of(model_settings, chosen, 2)
-    planned = run_plan(shape, figures, server(num_gpus=ranks, ram_bytes=RAM_BYTES), offload=built.offload)
+    planned = plan_of(shape, server(num_gpus=ranks, ram_bytes=RAM_BYTES), built.offload, chosen, seq_length=64)
     assert planned.staged and planned.accumulation == PASSES
     params = [Param(weight, ranks) for weight in model.parameters()]
     sub_group_size = built.config["zero_optimization"]["sub_group_size"]

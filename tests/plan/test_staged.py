@@ -10,7 +10,6 @@ import pytest
 from outcore.common.quantities import GIB
 from outcore.engine.deepspeed.config.builder import build_config
 from outcore.engine.deepspeed.staged.plan import make_plan
-from outcore.model.settings import ModelSettings
 from outcore.model.shape import preset_shape
 from outcore.plan.choose import best_stage
 from outcore.plan.deepspeed.forecast import plan_deepspeed
@@ -18,9 +17,8 @@ from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
 from outcore.sizing.layouts import DeepSpeedLayout, Staged
 from outcore.sizing.swapping import WeightCounts
-from outcore.train.forecast import RunFigures, run_plan
 from tests.engine.deepspeed.config_cases import run_of
-from tests.plan.fakes import server
+from tests.plan.fakes import plan_of, server
 
 LAPTOP = load_hardware("rtx4070-laptop")
 SHAPE = preset_shape("llama-3b")
@@ -169,13 +167,8 @@ def test_the_plan_of_a_run_is_what_the_engine_is_told(settings: dict[str, Any], 
     chosen, run = run_of({"outcore": outcore}, asked, where)
     built = build_config(chosen, facts, run, nvme_check=lambda path, gb: (True, ""), staged=True)
     told = make_plan(chosen, built.offload, facts, run)
-    figures = RunFigures.of(
-        ModelSettings(preset="llama-1b", seq_length=1024, precision="bf16", gradient_checkpointing=True),
-        chosen,
-        2,
-    )
-    assert figures.packed_attention == "auto"
-    p = run_plan(SHAPE, figures, machine, offload=built.offload)
+    assert chosen.packed_attention == "auto"
+    p = plan_of(SHAPE, machine, built.offload, chosen)
     assert p.staged and p.state_format == told.states
     state_bytes = (12 if told.states == "fp32" else 10) * -(-N // ranks)
     in_ram = state_bytes if told.state_ram_bytes is None else min(state_bytes, told.state_ram_bytes)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from outcore.train import forecast as forecast_module
-from outcore.train import run_parts
-from outcore.train.run import main
+from outcore.plan.run import forecast as forecast_module
+from outcore.train.run import context, main
 from tests.monitor.fakes import FakeNvml, FakeNvmlError, make_sampler
 from tests.plan.fakes import machine
 
@@ -49,7 +48,7 @@ def _train(root: Path, monkeypatch: pytest.MonkeyPatch, profile: Path, faults: F
     monkeypatch.chdir(ROOT)
     real = forecast_module.run_hardware
     monkeypatch.setattr(forecast_module, "run_hardware", lambda *args: real(*args, measured=profile))
-    monkeypatch.setattr(run_parts, "Sampler", faults.make)
+    monkeypatch.setattr(context, "Sampler", faults.make)
     corpus = root / "text.txt"
     corpus.write_text("\n\n".join(f"the quick brown fox {i} jumps over the lazy dog " * 30 for i in range(20)))
     argv = ["--dataset", str(corpus), "--seq_length", "32", "--max_steps", str(STEPS), "--run_name", "r"]

@@ -9,14 +9,13 @@ import pytest
 
 from outcore.engine.stream.settings import StreamSettings
 from outcore.plan import TierUse
-from outcore.train import forecast as forecast_module
-from outcore.train import run as run_module
-from outcore.train.fit_check import too_small
-from outcore.train.forecast import run_plan
+from outcore.plan.run import forecast as forecast_module
+from outcore.train.run import assemble as run_module
 from outcore.train.run import main
-from tests.plan.fakes import server
+from outcore.train.run.fit_check import too_small
+from tests.plan.fakes import plan_of, server
 from tests.train.jobs import fixtures, flags
-from tests.train.test_forecast import FIGURES, SHAPE
+from tests.train.test_forecast import SHAPE
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures
 pytestmark = pytest.mark.no_cover
@@ -64,7 +63,7 @@ def test_a_drive_that_was_named_and_not_taken_is_told_with_the_reason(capsys: py
 
 
 def test_what_is_only_left_free_does_not_count() -> None:
-    plan = run_plan(SHAPE, FIGURES, server(), stream=StreamSettings())
+    plan = plan_of(SHAPE, server(), StreamSettings())
     needed = plan.expected_bytes("ram", "pinned")
     exact = replace(plan, tiers=tuple(_with(use, "ram", needed) for use in plan.tiers))
     assert not too_small(exact) and exact.tier("ram").used_bytes > needed, "reserves come on top"

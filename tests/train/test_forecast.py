@@ -16,35 +16,35 @@ from outcore.engine.stream import StreamDecision, StreamSettings
 from outcore.machine import LinkRates
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.model.shape import preset_shape
-from outcore.train import forecast as forecast_module
-from outcore.train.forecast import Forecast, Forecaster, RunFigures, run_hardware, run_plan, run_shape
+from outcore.plan.run import Forecast, Forecaster
+from outcore.plan.run import forecast as forecast_module
+from outcore.plan.run.forecast import run_hardware, run_shape
 from outcore.train.run import main
-from outcore.train.run_parts import kept_on_drive
-from tests.plan.fakes import machine, server
+from outcore.train.run.context import kept_on_drive
+from tests.plan.fakes import machine, plan_of, server
 
 ROOT = Path(__file__).resolve().parents[2]
-FIGURES = RunFigures(1024, 4, 2, "bf16", 1.0, True, 2)
 SHAPE = preset_shape("llama-3b")
 
 
 def test_the_streaming_engines_settings_are_planned_as_they_are():
     n = SHAPE.total_params
     told = StreamSettings(states="split", activations="ram", nvme_path="/x", state_ram_bytes=4 * n, num_layer_buffers=2)
-    p = run_plan(SHAPE, FIGURES, server(), stream=told)
+    p = plan_of(SHAPE, server(), told)
     assert (p.engine, p.state_format, p.micro_batch, p.accumulation) == ("stream", "split", 4, 2)
     assert p.part_bytes("nvme", "moments") == pytest.approx(
         (7 + 8 / 256 + 1) * n * 0.6, rel=1e-6
     )  # compressed, and room
-    plain = run_plan(SHAPE, FIGURES, server(), stream=replace(told, compress_on_nvme=False))
+    plain = plan_of(SHAPE, server(), replace(told, compress_on_nvme=False))
     assert plain.part_bytes("nvme", "moments") == pytest.approx(8 * n * 0.6, rel=1e-6)
     assert plain.drive_written_bytes_per_step > p.drive_written_bytes_per_step
     assert p.homes["activation checkpoints"] == "RAM"
     layer, head = SHAPE.layer_params[0], SHAPE.ends_params
     assert p.part_bytes("vram", "parameters") == 2 * (2 * layer + head)
-    whole = run_plan(SHAPE, FIGURES, server(ram_bytes=1 << 30), stream=StreamSettings())
+    whole = plan_of(SHAPE, server(ram_bytes=1 << 30), StreamSettings())
     assert not whole.uses_drive and not whole.fits  # the engine was told RAM, so RAM is what is short
-    eager = run_plan(SHAPE, FIGURES, server(), stream=StreamSettings(compile="off"))
-    assert eager.time.compute_s > run_plan(SHAPE, FIGURES, server(), stream=StreamSettings()).time.compute_s
+    eager = plan_of(SHAPE, server(), StreamSettings(compile="off"))
+    assert eager.time.compute_s > plan_of(SHAPE, server(), StreamSettings()).time.compute_s
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_the_streaming_engines_settings_are_planned_as_they_are():
     ],
 )
 def test_deepspeeds_homes_are_planned_as_they_are(stage: int, optimizer: Any, params: Any, name: str):
-    p = run_plan(SHAPE, FIGURES, server(), offload=ChosenOffload(stage, optimizer, params, None, 0))
+    p = plan_of(SHAPE, server(), ChosenOffload(stage, optimizer, params, None, 0))
     assert (p.engine, p.zero_stage) == ("deepspeed", name)
     assert p.homes["optimizer states"] == {"none": "VRAM", "cpu": "RAM", "nvme": "NVMe"}[optimizer]
     assert p.uses_drive == (optimizer == "nvme")
@@ -67,7 +67,7 @@ def test_staged_states_are_planned_in_their_format():
     n = SHAPE.total_params
     stock = ChosenOffload(3, "cpu", "cpu", None, 0)
     staged = ChosenOffload(3, "cpu", "cpu", None, 0, staged=True, states="split8")
-    slow, fast = (run_plan(SHAPE, FIGURES, server(), offload=offload) for offload in (stock, staged))
+    slow, fast = (plan_of(SHAPE, server(), offload) for offload in (stock, staged))
     assert fast.state_format == "split8" and fast.part_bytes("ram", "master") == 2 * n
     assert (
         fast.part_bytes("ram", "DeepSpeed's further copies") == 0 < slow.part_bytes("ram", "DeepSpeed's further copies")
@@ -142,7 +142,7 @@ def test_checkpoints_count_where_they_are_written(tmp_path: Path):
     forecaster = Forecaster(settings, None, has_cuda=False)
     sizes = []
     for kept in (0, 1, 2):
-        plan = forecaster.of(decided, kept).plan
+        plan = forecaster.of(decided.settings, decided.layout, kept).plan
         assert plan is not None
         sizes.append(plan.part_bytes("nvme", "checkpoints"))
     assert sizes[0] == 0 and sizes[1] > 0 and sizes[2] == 1.5 * sizes[1]  # one more while it is written
@@ -154,7 +154,7 @@ def test_checkpoints_count_where_they_are_written(tmp_path: Path):
 
 def test_whatever_fails_in_a_forecast_is_a_sentence(monkeypatch: pytest.MonkeyPatch):
     settings, decided = ModelSettings(preset="tiny", seq_length=64), _decided(StreamSettings())
-    fine = Forecaster(settings, None, has_cuda=False).of(decided, 2)
+    fine = Forecaster(settings, None, has_cuda=False).of(decided.settings, decided.layout, 2)
     assert fine.plan is not None and fine.problem == ""
     assert Forecast(None, server(sources={"h2d_gb_per_s": "measured", "ram_gb_per_s": "nominal"})).measured_links() == {
         "h2d_gb_per_s": 55.5
@@ -165,15 +165,15 @@ def test_whatever_fails_in_a_forecast_is_a_sentence(monkeypatch: pytest.MonkeyPa
     assert header is not None and record is not None and header["step_s"] == record["time_s"]["step_s"] > 0
     assert header["rss_bytes"] == record["expected_rss_bytes"] < record["ram_bytes"]
     asked = json.loads(json.dumps(record["asked"]))  # for a planner of later
-    assert asked["figures"]["save_total_limit"] == 2 and asked["shape"]["hidden_size"] > 0 and asked["hardware"]
+    assert asked["request"]["save_total_limit"] == 2 and asked["shape"]["hidden_size"] > 0 and asked["hardware"]
 
     def broken(*_: object, **__: object) -> None:
         raise KeyError("no such thing")
 
-    monkeypatch.setattr(forecast_module, "run_plan", broken)
-    late = Forecaster(settings, None, has_cuda=False).of(decided, 2)
+    monkeypatch.setattr(forecast_module, "plan_layout", broken)
+    late = Forecaster(settings, None, has_cuda=False).of(decided.settings, decided.layout, 2)
     monkeypatch.setattr(forecast_module, "load_hardware", broken)
-    early = Forecaster(settings, None, has_cuda=False).of(decided, 2)
+    early = Forecaster(settings, None, has_cuda=False).of(decided.settings, decided.layout, 2)
     for forecast in (late, early):
         assert forecast.plan is None and forecast.to_dict() is None and forecast.header() is None
         assert "no forecast for this run" in forecast.problem and "no such thing" in forecast.problem
@@ -187,7 +187,7 @@ def test_benchmark_tables(monkeypatch: pytest.MonkeyPatch):
 
     assert len(DEFAULT) >= 8 and {RUNS[n].shape for n in DEFAULT} >= {"0.1b", "2.9b"}
     assert json.dumps(config_of("1.3b-tied"))
-    p = run_plan(SHAPE, FIGURES, server(), stream=StreamSettings())
+    p = plan_of(SHAPE, server(), StreamSettings())
     forecast = p.to_dict()
     measured = {
         "driver_vram_bytes": forecast["expected_vram_bytes"] / 1.25, "allocator_peak_bytes": None,

@@ -10,7 +10,7 @@ import pytest
 from outcore.plan import RunRequest, choose
 from outcore.plan.learned import LEAST_STEPS, kind_of, last_time, remember
 from outcore.plan.main import main
-from outcore.train.forecast import Forecast
+from outcore.plan.run import Forecast
 from tests.plan.fakes import prototype_shape, server
 
 HERE = server(identity="a GPU; a CPU; 64 GiB")

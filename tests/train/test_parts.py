@@ -20,13 +20,14 @@ import torch
 from outcore.checkpoint.folders import SPACE_MARGIN_BYTES, Checkpoint, save_checkpoint
 from outcore.checkpoint.shards import CheckpointError, TensorPlan, write_shard
 from outcore.config import ConfigError, TrainConfig
+from outcore.engine.base import EngineFacts
 from outcore.engine.deepspeed.environment import GROUP_OF_ONE, free_port, prepare_environment
+from outcore.runs import RunFolder, default_name, take_run
 from outcore.train.configure.rooms import schedule_of
 from outcore.train.configure.schedule import LrSchedule
 from outcore.train.memory_advice import explain, ram_advice
 from outcore.train.process import StopRequest, explain_order, load_random_state, save_random_state, seed_everything
-from outcore.train.run_parts import SPACE_RESERVE_BYTES, space_reserves
-from outcore.train.runs import RunFolder, default_name, take_run
+from outcore.train.run.context import SPACE_RESERVE_BYTES, space_reserves
 
 
 def test_warmup_decay_is_linear_up_and_down() -> None:
@@ -303,7 +304,7 @@ def test_a_drive_keeps_free_what_the_run_will_write_there(
     tmp_path: Path, flags: dict[str, Any], checkpoint_bytes: int, export_bytes: int
 ) -> None:
     facts = SimpleNamespace(total_params=3 * 10**9, trainable_params=2 * 10**9)
-    engine: Any = SimpleNamespace(state_bytes=lambda: 42 * 10**9, loaded=SimpleNamespace(facts=facts))
+    engine: Any = SimpleNamespace(facts=lambda: EngineFacts(42 * 10**9, None), loaded=SimpleNamespace(facts=facts))
     folder = RunFolder("r", tmp_path / "c/r", tmp_path / "l/r", tmp_path / "e/r")
     found = space_reserves(TrainConfig(**flags), folder, str(tmp_path / "nvme"), engine, "bf16")
     written = {folder.checkpoints: checkpoint_bytes, tmp_path / "e": export_bytes}

@@ -12,15 +12,10 @@ import pytest
 from outcore.common.quantities import GIB, MIB
 from outcore.config import ConfigError, Place, TrainConfig, resolve, understand
 from outcore.engine.base import grouped
+from outcore.engine.decide import choose_engine
 from outcore.engine.stream import StreamDecision
-from outcore.train.configure.engine_choice import choose_engine
-from outcore.train.configure.stream import (
-    RAM_RESERVE_BYTES,
-    RunSizes,
-    activation_bytes,
-    stream_decision,
-    unused_keys,
-)
+from outcore.engine.stream.decision.decide import stream_decision, unused_keys
+from outcore.engine.stream.decision.homes import RAM_RESERVE_BYTES, RunSizes, activation_bytes
 
 SHIPPED = json.loads((Path(__file__).resolve().parents[2] / "deepspeed_config.json").read_text())
 SIZES = RunSizes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -11,12 +12,38 @@ from typing import Any
 import torch
 
 from outcore.config import RunSettings
-from outcore.engine.base import Engine
+from outcore.engine.base import Engine, Host
 from outcore.engine.deepspeed.build import Resolved, build_engine, init_process_group, resolve
-from outcore.engine.deepspeed.settings import RunFacts
+from outcore.engine.deepspeed.settings import ChosenOffload, RunFacts
 from outcore.flow.weights import choose_verification
 from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
+from outcore.sizing.layouts import DeepSpeedLayout, Staged
+
+STAGE_NAMES = ("none", "zero1", "zero2", "zero3")
+
+
+def deepspeed_layout(offload: ChosenOffload, settings: RunSettings, num_gpus: int) -> DeepSpeedLayout:
+    """What bytes and seconds depend on of these homes and settings."""
+    staged = None
+    if offload.staged:
+        per_rank = offload.ram_budget_bytes
+        staged = Staged(
+            offload.states,
+            None if per_rank is None else per_rank * num_gpus,
+            settings.staging_bytes,
+            settings.offload.max_in_cpu_numel * settings.element_bytes if offload.params == "nvme" else 0,
+            offload.gradients_on_nvme,
+        )
+    return DeepSpeedLayout(
+        "infinity" if offload.uses_nvme else STAGE_NAMES[offload.stage],
+        offload.optimizer,
+        offload.params,
+        settings.per_device_train_batch_size,
+        settings.gradient_accumulation_steps,
+        staged=staged,
+        packed_attention=settings.packed_attention,
+    )
 
 
 @dataclass(frozen=True)
@@ -28,6 +55,7 @@ class DeepSpeedDecision:
     is_auto: bool = False
     loaded: LoadedModel | None = None
     name: str = "deepspeed"
+    draws_timeline: bool = False
     shortage: str = ""
     """Left to the planner, which counts DeepSpeed's copies."""
 
@@ -52,9 +80,11 @@ class DeepSpeedDecision:
         return self.resolved.built.offload.states
 
     @property
-    def planned(self) -> dict[str, Any]:
-        """What the planner is told of it."""
-        return {"offload": self.resolved.built.offload}
+    def layout(self) -> DeepSpeedLayout:
+        """How the model is run, as the planner counts it."""
+        run = self.resolved.run
+        num_gpus = run.world_size if run.device == "cuda" else 1
+        return deepspeed_layout(self.resolved.built.offload, self.settings, num_gpus)
 
     def words(self) -> list[str]:
         """Lines to show before anything is read or built."""
@@ -85,15 +115,18 @@ class DeepSpeedDecision:
 
 
 def decide_deepspeed(
-    settings: RunSettings,
-    model: ModelSettings,
-    run: RunFacts,
-    tokenizer: Any,
-    loaded: LoadedModel | None,
-    local_rank: int,
+    settings: RunSettings, model: ModelSettings, host: Host, tokenizer: Any, loaded: LoadedModel | None
 ) -> DeepSpeedDecision:
     """Rank 0 decides (free space and drives are looked at once); the others follow."""
-    init_process_group(run.device != "cpu", local_rank)
+    init_process_group(host.has_cuda, host.local_rank)
+    local = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", settings.world_size))
+    run = RunFacts(
+        world_size=settings.world_size,
+        local_world_size=int(local),
+        device="cuda" if host.has_cuda else "cpu",
+        run_name=host.run_name,
+        ram_available_bytes=host.ram_available_bytes,
+    )
     resolved, loaded = resolve(settings, model, run, tokenizer, loaded)
     if run.world_size > 1:
         shared = [resolved.built]

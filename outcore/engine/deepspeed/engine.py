@@ -22,6 +22,7 @@ from outcore.engine.base import (
     LOWER_RATE,
     NO_TARGETS,
     EngineError,
+    EngineFacts,
     EvalResult,
     MicroBatch,
     NonFiniteLossError,
@@ -64,6 +65,7 @@ class DeepSpeedEngine:
         self.state = open_state(engine)
         if not nvme_state:
             self.state.prepare(0)  # stage none takes a step of its own when it is made, and would count from 1
+        self._state_bytes = self._saved_bytes()
         self._closed = False
 
     # --- training
@@ -180,19 +182,18 @@ class DeepSpeedEngine:
         state = self.network.state_dict()
         return {name: t for name, t in state.items() if name not in params and isinstance(t, torch.Tensor)}
 
-    def state_bytes(self) -> int:
-        """Bytes that `save` writes: weights, and unless they live on NVMe the fp32 master and two moments."""
+    def _saved_bytes(self) -> int:
+        """Of weights, and unless they live on NVMe of the fp32 master and two moments."""
         per_param = 0 if self.nvme_state else 12
         return sum(
             torch.Size(self._shape(p)).numel() * (p.dtype.itemsize + per_param) for _, p in self._trainable()
         ) + sum(t.numel() * t.dtype.itemsize for t in self._buffers().values())
 
-    def pinned_bytes(self) -> int | None:
-        """Of the staged engine's pool; None with stock offload, whose buffers lie in torch's cache of pinned memory."""
+    def facts(self) -> EngineFacts:
+        """Pinned: the staged engine's pool; None with stock offload, whose buffers lie in torch's cache of pinned
+        memory."""
         session = getattr(self.ds.optimizer, "session", None)
-        if session is None:
-            return None
-        return session.memory.pinned_bytes
+        return EngineFacts(self._state_bytes, session.memory.pinned_bytes if session is not None else None)
 
     def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:
         """Write shards; see `Engine`. Every rank takes part, rank 0 writes."""

@@ -9,7 +9,7 @@ and writes checkpoints, `check` finds out whether a model trains when it is stre
 from __future__ import annotations
 
 from outcore.engine.stream.check.gradients import why_config_not_trained, why_not_trained
-from outcore.engine.stream.decision import StreamDecision
+from outcore.engine.stream.decision import StreamDecision, decide_stream
 from outcore.engine.stream.settings import StreamSettings
 
-__all__ = ["StreamDecision", "StreamSettings", "why_config_not_trained", "why_not_trained"]
+__all__ = ["StreamDecision", "StreamSettings", "decide_stream", "why_config_not_trained", "why_not_trained"]

@@ -24,6 +24,7 @@ from outcore.engine.base import (
     LOWER_RATE,
     NO_TARGETS,
     EngineError,
+    EngineFacts,
     EvalResult,
     MicroBatch,
     NonFiniteLossError,
@@ -79,6 +80,7 @@ class StreamEngine:
             settings.min_loss_scale,
         )
         self._state = StreamState(loaded, parts.homes)
+        self._state_bytes = self._state.size_bytes()
         self._attempts = 0
         """Steps tried since the run began, skipped ones too: the key of dropout."""
         self._skips_in_a_row = 0
@@ -251,13 +253,16 @@ class StreamEngine:
 
     # --- checkpoints
 
-    def state_bytes(self) -> int:
-        """Bytes that `save` writes."""
-        return self._state.size_bytes()
-
-    def pinned_bytes(self) -> int:
-        """Of the staging pool: the lanes' slots and the homes in it."""
-        return self._parts.staging.pinned_bytes
+    def facts(self) -> EngineFacts:
+        """Pinned: the lanes' slots and the homes in the staging pool; see `Engine`."""
+        parts = self._parts
+        return EngineFacts(
+            self._state_bytes,
+            parts.staging.pinned_bytes,
+            parts.memory.pinned_bytes + parts.memory.pageable_bytes,
+            parts.scratch.size_bytes if parts.scratch is not None else 0,
+            parts.tile_plan.reason if parts.tile_plan.tiled else "",
+        )
 
     def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:
         """Write shards; see `Engine` and `state`."""

@@ -22,7 +22,7 @@ DEFAULT_SEQ_LENGTH = 1024
 
 
 @dataclass(frozen=True)
-class Hardware:
+class ComputeDevice:
     """What this process computes on."""
 
     has_cuda: bool
@@ -30,7 +30,7 @@ class Hardware:
     reason: str
 
 
-def choose_hardware(config: TrainConfig) -> Hardware:
+def choose_device(config: TrainConfig) -> ComputeDevice:
     """Device and precision, with the reason; ConfigError for a precision the GPU does not have."""
     has_cuda = torch.cuda.is_available()
     if has_cuda:
@@ -41,14 +41,14 @@ def choose_hardware(config: TrainConfig) -> Hardware:
         if config.precision == "auto":
             chosen = "bf16" if has_bf16 else "fp16"
             why = "has bf16 units" if has_bf16 else "has no bf16 units: fp16 with loss scaling"
-            return Hardware(True, chosen, f"{name} {why}")
-        return Hardware(True, config.precision, f"{name}, as asked")
+            return ComputeDevice(True, chosen, f"{name} {why}")
+        return ComputeDevice(True, config.precision, f"{name}, as asked")
     words = "no CUDA GPU found: training on the CPU"
     if config.precision == "fp16":
         raise ConfigError("precision fp16 needs a GPU: on the CPU use --precision bf16 or fp32.")
     if config.precision == "auto":
-        return Hardware(False, "fp32", f"{words} in fp32 (fastest there for small models)")
-    return Hardware(False, config.precision, f"{words} in {config.precision}, as asked")
+        return ComputeDevice(False, "fp32", f"{words} in fp32 (fastest there for small models)")
+    return ComputeDevice(False, config.precision, f"{words} in {config.precision}, as asked")
 
 
 def lora_alpha(config: TrainConfig) -> float:

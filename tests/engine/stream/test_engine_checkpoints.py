@@ -31,7 +31,7 @@ def test_saved_and_resumed_training_goes_on_bit_by_bit(build, tmp_path, states):
     assert state["engine"] == "stream" and state["updates"] == 3 and state["optimizer_state"]
     assert all(crc32_of(tmp_path / name) == crc for name, crc in files.items())
     written = sum((tmp_path / name).stat().st_size for name in files)
-    assert engine.state_bytes() <= written < engine.state_bytes() + 65536
+    assert engine.facts().state_bytes <= written < engine.facts().state_bytes + 65536
     on = [engine.train_step(batches_of(step), LR).loss for step in range(3, 6)]
     resumed = build(
         "gpt2", replace(settings, activations="ram", chunk_numel=1 << 12), dtype=torch.bfloat16, dropout=0.1, seed=9

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outcore.cli import main
-from outcore.train.runs import RunLock
+from outcore.runs import RunLock
 from tests.train.jobs import fixtures, flags, same, weights
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures

@@ -11,9 +11,9 @@ import pytest
 
 from outcore.data import BatchStream, DataError, DataSettings, load_or_train_tokenizer, prepare_mixture, weighted_source
 from outcore.data.layout import MixedRows
+from outcore.runs import default_name
 from outcore.train.configure.arguments import parse_config
 from outcore.train.run import main
-from outcore.train.runs import default_name
 from tests.train.jobs import fixtures, flags, metrics, same, states
 
 corpus, shared, straight, straight_by, in_the_repository = fixtures

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from outcore.config import TrainConfig
-from outcore.train.runs import RunInUse, RunLock, holder_of, lock_path, take_run
+from outcore.runs import RunInUse, RunLock, holder_of, lock_path, take_run
 from tests.forked import ForkedProcess, fork_server, start_script
 from tests.train.jobs import REPOSITORY, fixtures, flags, fresh_env
 

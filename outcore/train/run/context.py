@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,12 @@ from outcore.monitor import MetricsLog, Progress, Sampler
 from outcore.monitor.metrics import MetricsServer, make_loggers
 from outcore.monitor.sensors import nearest_existing
 from outcore.monitor.watches import MemoryWatch, RunWarnings, SpaceWatch
+from outcore.plan.run import Forecast
+from outcore.runs import RunFolder
 from outcore.train.best import BestSoFar
 from outcore.train.changes import settle_changes
-from outcore.train.configure.engine_choice import check_trace
-from outcore.train.configure.rooms import Hardware, lora_alpha
+from outcore.train.configure.rooms import ComputeDevice, lora_alpha
 from outcore.train.configure.schedule import LrSchedule, RunLength
-from outcore.train.engine_build import record_of
-from outcore.train.forecast import Forecast
-from outcore.train.runs import RunFolder
 from outcore.train.sample_prompt import sample_prompt
 from outcore.train.trainer_parts import TrainerParts
 
@@ -54,7 +52,7 @@ def space_reserves(
     What is offloaded to `nvme_path` has all its space from the start.
     """
     facts = engine.loaded.facts
-    checkpoint_bytes = engine.state_bytes() if config.save_strategy != "no" else 0
+    checkpoint_bytes = engine.facts().state_bytes if config.save_strategy != "no" else 0
     exported = facts.trainable_params if config.lora_r and config.lora_export == "adapter" else facts.total_params
     export_bytes = exported * ELEMENT_BYTES[precision] if config.export else 0
     reserves = {folder.logs: SPACE_RESERVE_BYTES}
@@ -71,7 +69,7 @@ class RunContext:
     """What was settled before the loop's parts are made."""
 
     config: TrainConfig
-    hardware: Hardware
+    device: ComputeDevice
     folder: RunFolder
     decided: Decision
     data: PreparedData
@@ -89,7 +87,7 @@ class RunContext:
     def fingerprint(self) -> dict[str, Any]:
         """What must be the same for a resumed run to be the same run, and is known before the model is loaded."""
         return {
-            "precision": self.hardware.precision,
+            "precision": self.device.precision,
             "train_batch_size": self.decided.settings.train_batch_size,
             "lora_r": self.config.lora_r,
             "lora_alpha": lora_alpha(self.config),
@@ -114,15 +112,10 @@ class RunContext:
             "state_format": decided.state_format,
         }
 
-    def with_engine(self, decided: Decision, forecast: Forecast) -> RunContext:
-        """The same run with the engine that was built in the end, and what the planner says of it."""
-        return replace(self, decided=decided, forecast=forecast)
-
     def start_trace(self, engine: Engine, say: Callable[[str], None]) -> None:
         """Have the steps that `--trace` asks for recorded, if any."""
         if not self.config.trace:
             return
-        check_trace(self.config.trace, self.decided.name, self.decided.reason)
         steps_done = self.checkpoint.step if self.checkpoint else 0
         plan = TracePlan.for_run(
             self.folder.logs / "trace.json", self.config.trace, steps_done, self.length.total_steps
@@ -142,10 +135,10 @@ class RunContext:
         evals = None
         if self.data.eval is not None and config.eval_strategy != "no":
             evals = EvalStream(self.data.eval, eval_micro, engine.rank, engine.world_size)
-        gpu = str(torch.cuda.get_device_properties(engine.device).uuid) if self.hardware.has_cuda else None
+        gpu = str(torch.cuda.get_device_properties(engine.device).uuid) if self.device.has_cuda else None
         nvme_path = self.decided.nvme_path
-        sampler = Sampler(nvme_path or folder.checkpoints, gpu=gpu, pinned_bytes=engine.pinned_bytes).start()
-        opened.callback(sampler.close)
+        sampler = Sampler(nvme_path or folder.checkpoints, gpu=gpu, pinned_bytes=lambda: engine.facts().pinned_bytes)
+        opened.callback(sampler.start().close)
         resume_step = self.checkpoint.step if self.checkpoint else None
         loggers = make_loggers(config.report_to, folder.logs, resume_step=resume_step, enabled=is_main, say=say)
         opened.callback(loggers.close)
@@ -163,7 +156,7 @@ class RunContext:
                 )
             metrics.write_header(header)
             loggers.log_header(header)
-        space = SpaceWatch(space_reserves(config, folder, nvme_path, engine, self.hardware.precision))
+        space = SpaceWatch(space_reserves(config, folder, nvme_path, engine, self.device.precision))
         progress = Progress(
             self.length.total_steps,
             first_step=resume_step or 0,
@@ -230,7 +223,7 @@ class RunContext:
             "versions": versions,
             "machine": {
                 "host": platform.node(),
-                "device": self.hardware.reason,
+                "device": self.device.reason,
                 **sampler.describe(),
                 "links": self._links(),
             },
@@ -254,5 +247,19 @@ class RunContext:
         """logs/<run>/plan.json: the engine, its settings, the reason of every choice, the planner's forecast."""
         if self.is_main:
             forecast = self.forecast.to_dict() if self.forecast else None
-            plan = {**record_of(self.decided), "said": said, "startup_s": startup_s, "forecast": forecast}
+            plan = {**_record_of(self.decided), "said": said, "startup_s": startup_s, "forecast": forecast}
             (self.folder.logs / "plan.json").write_text(json.dumps(plan, indent=1, default=str), encoding="utf-8")
+
+
+def _record_of(decision: Decision) -> dict[str, Any]:
+    """The engine, every resolved value with its reason, what the engine made of them."""
+    settings = decision.settings
+    plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.compare}
+    nested = {"offload": asdict(settings.offload), "loss_scaling": asdict(settings.loss_scaling)}
+    resolved = {"train_batch_size": settings.train_batch_size, **plain, **nested, "reasons": dict(settings.reasons)}
+    return {
+        "engine": {"name": decision.name, "reason": decision.reason},
+        "notes": decision.notes,
+        "settings": resolved,
+        **decision.record(),
+    }

@@ -4,37 +4,36 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import outcore
 from outcore.common.quantities import GIB
 from outcore.config import ConfigError, DeepSpeedFile, Place, TrainConfig, resolve
-from outcore.model.facts import ModelFacts
+from outcore.engine.base import Host
+from outcore.engine.decide import EngineChoice, ask_model
+from outcore.engine.stream import StreamDecision, StreamSettings, decide_stream
+from outcore.engine.stream.decision import decide
 from outcore.model.settings import ModelSettings
-from outcore.train import engine_build
-from outcore.train.configure.engine_choice import EngineChoice, ask_model
-from outcore.train.configure.rooms import Hardware
+from outcore.train.run import assemble
 from tests.flow.models import tiny_loaded
 
+_NOTHING = StreamDecision(resolve(TrainConfig(), DeepSpeedFile(), Place("bf16")), StreamSettings(), "cpu")
 SETTINGS = resolve(TrainConfig(), DeepSpeedFile(), Place("bf16"))
 
 
 def test_ram_is_that_of_the_control_group(monkeypatch):
     """The ring of states takes a part of it: the host's free RAM would end a run in a container."""
-    monkeypatch.setattr(engine_build, "available_ram_bytes", lambda: 5 * GIB)
-    request = engine_build.EngineRequest(SETTINGS, None, None, Hardware(False, "bf16", ""), "run")  # pyright: ignore[reportArgumentType]
-    assert request.run_facts().ram_available_bytes == 5 * GIB
-
-
-def test_the_streaming_engine_is_told_the_same(monkeypatch):
-    monkeypatch.setattr(engine_build, "available_ram_bytes", lambda: 5 * GIB)
-    request = engine_build.EngineRequest(
-        SETTINGS, ModelSettings(preset="tiny", precision="bf16"), None, Hardware(False, "bf16", ""), "run"
-    )
-    facts = ModelFacts(4_000_000, 4_000_000, 1_000_000, 30, 128, 2, 4096, False, False, False)
-    sizes = engine_build._sizes(request, facts, None)
-    assert sizes.ram_available_bytes == 5 * GIB
+    given = []
+    model = ModelSettings(preset="tiny", precision="bf16", seq_length=64, vocab_size=300)
+    monkeypatch.setattr(decide, "stream_decision", lambda settings, sizes: given.append(sizes) or _NOTHING)
+    decide_stream(SETTINGS, model, Host(False, 5 * GIB, "run"), None, None)
+    assert given[0].ram_available_bytes == 5 * GIB and given[0].step_tokens == (128,) * 4
+    job = SimpleNamespace(device=SimpleNamespace(has_cuda=False), config=TrainConfig(), say=print)
+    monkeypatch.setattr(assemble, "available_ram_bytes", lambda: 7 * GIB)
+    monkeypatch.setattr(assemble, "load_tokenizer", lambda *_: None)
+    assert assemble._Planned(job, SETTINGS, model, "run").host.ram_available_bytes == 7 * GIB  # pyright: ignore[reportArgumentType]
 
 
 def test_a_model_whose_code_fails_layer_by_layer_goes_to_deepspeed_with_the_reason():

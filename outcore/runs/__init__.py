@@ -1,8 +1,8 @@
 """A run as it lies on disk: its folders and names, and the lock of the one process that writes it."""
 
-from outcore.train.runs.claim import TakenRun, take_run, take_run_together
-from outcore.train.runs.folder import RunFolder, default_name, folder_of
-from outcore.train.runs.lock import RunInUse, RunLock, holder_of, lock_path
+from outcore.runs.claim import TakenRun, take_run, take_run_together
+from outcore.runs.folder import RunFolder, default_name, folder_of
+from outcore.runs.lock import RunInUse, RunLock, holder_of, lock_path
 
 __all__ = [
     "RunFolder",

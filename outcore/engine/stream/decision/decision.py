@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from outcore.config import RunSettings
 from outcore.engine.base import Engine, grouped
 from outcore.engine.stream.build import build_stream_engine
@@ -13,6 +15,34 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.weights import choose_verification
 from outcore.formats import open_packed
 from outcore.model.load import LoadedModel, load_model
+from outcore.sizing.layouts import Residency, StreamLayout
+
+CHECKPOINT_HOMES = {"device": "vram", "ram": "ram", "nvme": "nvme"}
+
+
+def stream_layout(told: StreamSettings, micro_batch: int, accumulation: int, device: str) -> StreamLayout:
+    """What bytes and seconds depend on of these settings."""
+    return StreamLayout(
+        micro_batch,
+        accumulation,
+        checkpoints_home=CHECKPOINT_HOMES[told.activations_on(torch.device(device))],
+        layer_buffers=told.num_layer_buffers,
+        compiled=device != "cpu" and told.compile != "off",
+        cuda_graphs=told.cuda_graphs == "auto",
+        tiling=told.tiling,
+        tile_bytes=told.tile_bytes,
+        device_bytes=told.device_bytes,
+        packed_attention=told.packed_attention,
+        staging_bytes=told.staging_bytes,
+        residency=Residency(
+            told.state_ram_bytes,
+            told.weight_ram_bytes,
+            told.gradient_bytes,
+            told.state_ring_bytes,
+            told.state_ring_slots,
+            compressed=told.compress_on_nvme,
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -32,6 +62,7 @@ class StreamDecision:
     is_auto: bool = False
     loaded: LoadedModel | None = None
     name: str = "stream"
+    draws_timeline: bool = True
 
     @property
     def nvme_path(self) -> str | None:
@@ -44,9 +75,10 @@ class StreamDecision:
         return self.told.states
 
     @property
-    def planned(self) -> dict[str, Any]:
-        """What the planner is told of it."""
-        return {"stream": self.told}
+    def layout(self) -> StreamLayout:
+        """How the model is run, as the planner counts it."""
+        micro, accumulation = self.settings.per_device_train_batch_size, self.settings.gradient_accumulation_steps
+        return stream_layout(self.told, micro, accumulation, self.device)
 
     def words(self) -> list[str]:
         """Lines to show before anything is read or built."""

@@ -13,78 +13,25 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outcore.config import RunSettings
-from outcore.engine.base import Decision
-from outcore.engine.deepspeed import ChosenOffload
-from outcore.engine.stream import StreamSettings
 from outcore.machine import Machine, detect_machine
 from outcore.model.settings import ModelSettings
 from outcore.model.shape import on_targets, shape_from_config
 from outcore.model.source import resolve_source
-from outcore.plan import (
-    Answer,
-    Change,
-    Hardware,
-    ModelShape,
-    Overrides,
-    Plan,
-    RunRequest,
-    choose_or_change,
-    load_hardware,
-)
 from outcore.plan.answer.advice import advise
 from outcore.plan.answer.show import show
-from outcore.plan.choose import best_stage, best_stream, stream_refusal
+from outcore.plan.choose import Answer, Change, best_stage, best_stream, choose_or_change, stream_refusal
 from outcore.plan.deepspeed.forecast import plan_deepspeed
-from outcore.plan.hardware import LINKS
+from outcore.plan.hardware import LINKS, Hardware, Overrides
 from outcore.plan.learned import LEAST_STEPS, last_time, remember
-from outcore.plan.profile import MEASURED_PROFILE
-from outcore.plan.request import STAGES
+from outcore.plan.profile import MEASURED_PROFILE, load_hardware
+from outcore.plan.record import Plan
+from outcore.plan.request import STAGES, RunRequest
 from outcore.plan.stream.forecast import plan_stream
-from outcore.sizing.deepspeed import MAX_IN_CPU_BYTES
-from outcore.sizing.layouts import DeepSpeedLayout, Residency, Staged, StreamLayout
-from outcore.sizing.streaming import STAGING_BYTES
+from outcore.sizing.layouts import DeepSpeedLayout, StreamLayout
+from outcore.sizing.shape import ModelShape
 
-CHECKPOINT_HOMES = {"device": "vram", "ram": "ram", "nvme": "nvme"}
-STAGE_NAMES = ("none", "zero1", "zero2", "zero3")
-
-
-@dataclass(frozen=True)
-class RunFigures:
-    """What a run's memory and time depend on beside its engine's settings."""
-
-    seq_length: int
-    micro_batch: int
-    accumulation: int
-    precision: str
-    max_grad_norm: float
-    activation_checkpointing: bool
-    save_total_limit: int
-    """Checkpoints kept on the drive of offloaded states; 0: none are written there."""
-    staging_bytes: int = STAGING_BYTES
-    """Of DeepSpeed's staged offload, all ranks of the host."""
-    max_in_ram_bytes: int = MAX_IN_CPU_BYTES
-    """Parameters per rank that staged offload keeps in RAM though they may go to the drive."""
-    packed_attention: str = "auto"
-    """Of DeepSpeed's engine: 'auto' | 'masks'."""
-
-    @classmethod
-    def of(cls, settings: ModelSettings, run: RunSettings, save_total_limit: int) -> RunFigures:
-        """From the model room's settings and the run's."""
-        return cls(
-            seq_length=settings.seq_length,
-            micro_batch=run.per_device_train_batch_size,
-            accumulation=run.gradient_accumulation_steps,
-            precision=run.precision,
-            max_grad_norm=run.max_grad_norm,
-            activation_checkpointing=run.activation_checkpointing,
-            save_total_limit=save_total_limit,
-            staging_bytes=run.staging_bytes,
-            max_in_ram_bytes=run.offload.max_in_cpu_numel * run.element_bytes,
-            packed_attention=run.packed_attention,
-        )
+Layout = StreamLayout | DeepSpeedLayout
 
 
 def run_hardware(
@@ -119,81 +66,27 @@ def run_shape(settings: ModelSettings, tokenizer: Any) -> ModelShape:
     return replace(shape.with_lora(settings.lora.r), stays_eager=shape.stays_eager or settings.lora.dropout > 0)
 
 
-def run_plan(
-    shape: ModelShape,
-    figures: RunFigures,
-    hardware: Hardware,
-    *,
-    stream: StreamSettings | None = None,
-    offload: ChosenOffload | None = None,
-    compiled: bool | None = None,
-) -> Plan:
-    """The plan of exactly this run: of the streaming engine with `stream`, of DeepSpeed with `offload`.
-
-    `compiled`: whether layers are compiled, where that is known already; None: on a GPU unless switched off.
-    """
-    request = RunRequest(
-        seq_length=figures.seq_length,
-        micro_batch=figures.micro_batch,
-        accumulation=figures.accumulation,
-        state_format=stream.states if stream is not None else None,
-        precision=figures.precision,
-        activation_checkpointing=figures.activation_checkpointing,
-        max_grad_norm=figures.max_grad_norm,
-        staging_bytes=stream.staging_bytes if stream is not None else None,
-        save_total_limit=max(1, figures.save_total_limit),
-        checkpoints_elsewhere=not figures.save_total_limit,
+def run_request(settings: RunSettings, layout: Layout, seq_length: int, kept: int) -> RunRequest:
+    """The run's settings as the planner takes them. `kept`: checkpoints on the drive of offloaded states; 0: none."""
+    return RunRequest(
+        seq_length=seq_length,
+        micro_batch=settings.per_device_train_batch_size,
+        accumulation=settings.gradient_accumulation_steps,
+        state_format=settings.state_format if isinstance(layout, StreamLayout) else None,
+        precision=settings.precision,
+        activation_checkpointing=settings.activation_checkpointing,
+        max_grad_norm=settings.max_grad_norm,
+        save_total_limit=max(1, kept),
+        checkpoints_elsewhere=not kept,
     )
-    if stream is not None:
-        if compiled is None:
-            compiled = not hardware.is_cpu and stream.compile != "off"
-        device = torch.device("cpu" if hardware.is_cpu else "cuda")
-        layout = StreamLayout(
-            figures.micro_batch,
-            figures.accumulation,
-            checkpoints_home=CHECKPOINT_HOMES[stream.activations_on(device)],
-            layer_buffers=stream.num_layer_buffers,
-            cuda_graphs=stream.cuda_graphs == "auto",
-            tiling=stream.tiling,
-            tile_bytes=stream.tile_bytes,
-            device_bytes=stream.device_bytes,
-            compiled=compiled,
-            packed_attention=stream.packed_attention,
-            residency=Residency(
-                stream.state_ram_bytes,
-                stream.weight_ram_bytes,
-                stream.gradient_bytes,
-                stream.state_ring_bytes,
-                stream.state_ring_slots,
-                compressed=stream.compress_on_nvme,
-            ),
-        )
-        return plan_stream(shape, request, hardware, figures.seq_length, layout)
-    assert offload is not None
-    on_nvme = "nvme" in (offload.optimizer, offload.params)
-    layout = DeepSpeedLayout(
-        "infinity" if on_nvme else STAGE_NAMES[offload.stage],
-        offload.optimizer,
-        offload.params,
-        figures.micro_batch,
-        figures.accumulation,
-        staged=_staged(offload, figures, hardware.num_gpus),
-        packed_attention=figures.packed_attention,
-    )
-    return plan_deepspeed(shape, request, hardware, figures.seq_length, layout)
 
 
-def _staged(offload: ChosenOffload, figures: RunFigures, num_gpus: int) -> Staged | None:
-    if not offload.staged:
-        return None
-    per_rank = offload.ram_budget_bytes
-    return Staged(
-        offload.states,
-        None if per_rank is None else per_rank * num_gpus,
-        figures.staging_bytes,
-        figures.max_in_ram_bytes if offload.params == "nvme" else 0,
-        offload.gradients_on_nvme,
-    )
+def plan_layout(shape: ModelShape, request: RunRequest, hardware: Hardware, layout: Layout) -> Plan:
+    """The plan of exactly this layout, by the engine that it is of."""
+    assert request.seq_length is not None
+    if isinstance(layout, StreamLayout):
+        return plan_stream(shape, request, hardware, request.seq_length, layout)
+    return plan_deepspeed(shape, request, hardware, request.seq_length, layout)
 
 
 @dataclass(frozen=True)
@@ -204,7 +97,7 @@ class Forecast:
     hardware: Hardware | None
     problem: str = ""
     asked: Mapping[str, Any] | None = None
-    """What `run_plan` was given, as plain values: enough to ask a later planner the same."""
+    """What `plan_layout` was given, as plain values: enough to ask a later planner the same."""
 
     def to_dict(self) -> dict[str, Any] | None:
         """For plan.json; None without a plan."""
@@ -268,20 +161,18 @@ class Forecaster:
         except Exception as error:
             self.problem = _words(error)
 
-    def of(self, decided: Decision, save_total_limit: int) -> Forecast:
-        """The plan of the run as it was decided. `save_total_limit`: as in `RunFigures`."""
+    def of(self, settings: RunSettings, layout: Layout, kept: int) -> Forecast:
+        """The plan of the run as its engine decided it. `kept`: as in `run_request`."""
         if self._known is None:
             return Forecast(None, None, self.problem)
         shape, hardware = self._known
         try:
-            figures = RunFigures.of(self._settings, decided.settings, save_total_limit)
-            chosen = {"stream": None, "offload": None, **decided.planned}
-            plan = run_plan(shape, figures, hardware, **chosen)
+            request = run_request(settings, layout, self._settings.seq_length, kept)
+            plan = plan_layout(shape, request, hardware, layout)
             if taught := last_time(plan, hardware):
                 plan = replace(plan, notes=(*plan.notes, taught))
-            asked = {"shape": shape, "figures": figures, **chosen, "hardware": hardware}
-            plain = {name: asdict(value) if value is not None else None for name, value in asked.items()}
-            return Forecast(plan, hardware, asked=plain)
+            asked = {"shape": shape, "request": request, "layout": layout, "hardware": hardware}
+            return Forecast(plan, hardware, asked={name: asdict(value) for name, value in asked.items()})
         except Exception as error:
             return Forecast(None, None, _words(error))
 

@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 from typing import Any, Protocol
 
+import outcore
 from outcore.common import explain_error
 from outcore.train.memory_advice import explain
 from outcore.train.process import explain_order
@@ -51,4 +52,4 @@ def plain_words(error: BaseException, run: Ended | None) -> RuntimeError | None:
 def _raised_by_us(error: BaseException) -> bool:
     """True when the message was written here for people; an error from a library shows its traceback as well."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(outcore.__file__).parent)

@@ -14,7 +14,7 @@ from outcore.common.quantities import format_gib
 from outcore.config import ConfigError
 from outcore.engine.base import Decision
 from outcore.plan import Plan
-from outcore.train.forecast import Forecast, Forecaster
+from outcore.plan.run import Forecast, Forecaster
 
 
 def too_small(plan: Plan) -> str:

@@ -12,8 +12,8 @@ import torch
 
 from outcore.checkpoint import Checkpoint, CheckpointError, list_checkpoints, newest_checkpoint, open_checkpoint
 from outcore.config import ConfigError, TrainConfig, nearest
-from outcore.train.runs.folder import RunFolder, default_name, folder_of, numbered_names
-from outcore.train.runs.lock import RunInUse, RunLock
+from outcore.runs.folder import RunFolder, default_name, folder_of, numbered_names
+from outcore.runs.lock import RunInUse, RunLock
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From `RunSettings` to the streaming engine's settings: what lives where, and why.
+"""What lives where.
 
 RAM first, NVMe when RAM fills: the budget for parameters, gradients and optimizer states is `ram_budget_gib`, or what
 is available now less a reserve. Gradients come first (they have no other home), then parameters (each of their bytes
@@ -7,19 +7,16 @@ moves three times a step), then states (twice); the rest of the last two lives o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.config import ConfigError, RunSettings
-from outcore.engine.deepspeed import resolve_nvme_path, validate_nvme_path
-from outcore.engine.stream import StreamDecision, StreamSettings
+from outcore.engine.stream.settings import StreamSettings
+from outcore.machine.offload import SPACE_SAFETY, resolve_nvme_path
 from outcore.optim import state_format
-from outcore.plan.constants import SPACE_SAFETY
 
-CPU_STAGING_BYTES = 256 << 20
-"""Without a GPU nothing is pinned: the lanes' slots are all that is needed."""
 RAM_RESERVE_BYTES = 3 * GIB
 """Left alone when the budget is measured: Python, the libraries and a CUDA context take 1.5 to 2.5 GiB, and a
 checkpoint being written wants page cache."""
@@ -69,79 +66,12 @@ def wanted_homes(settings: RunSettings) -> Wanted:
     )
 
 
-def stream_decision(
-    settings: RunSettings, sizes: RunSizes, *, nvme_check: NvmeCheck = validate_nvme_path
-) -> StreamDecision:
-    """Decide every setting of the streaming engine.
-
-    ConfigError for an unusable drive under `strict_offload`.
-    """
-    notes: list[str] = []
-    warnings: list[str] = []
-    if state_format(settings.state_format).moments8:
-        master = ", masters in 24" if state_format(settings.state_format).short_residual else ""
-        notes.append(
-            f"state_format {settings.state_format}: the optimizer's moments are kept in 8 bits{master}, so results "
-            "differ from fp32's"
-        )
-    wanted = wanted_homes(settings)
-    for what, device in (("optimizer states", settings.offload.optimizer), ("parameters", settings.offload.params)):
-        if device == "none":
-            notes.append(f"{what}: in RAM (offload none keeps them on the GPU with DeepSpeed only)")
-    if settings.offload.gradients_on_nvme:
-        notes.append("nvme_offload_gradients: gradients stay in RAM, where the optimizer takes them from")
-    if settings.activations == "nvme" and wanted.folder is None:
-        raise ConfigError("activations nvme needs a drive: give --nvme_offload_path DIR.")
-    slots_bytes = 2 * settings.lane_slots * settings.lane_slot_bytes
-    pinned = settings.staging_bytes if sizes.has_cuda else CPU_STAGING_BYTES
-    if not settings.offload.pin_memory:
-        pinned = slots_bytes
-        notes.append("pin_memory false: only the lanes' slots are pinned, homes are pageable and flow through them")
-    homes, shortage = _homes(settings, sizes, wanted, nvme_check, warnings, notes)
-    scaling, accumulates_as = settings.loss_scaling, settings.grad_accum_dtype
-    told = StreamSettings(
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_epsilon,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        states=settings.state_format,
-        accumulate="weights" if accumulates_as == settings.precision != "fp32" else "fp32",
-        activations=settings.activations,
-        compile=settings.compile,
-        packed_attention=settings.packed_attention,
-        tiling=settings.tiling,
-        tile_bytes=settings.tile_bytes,
-        staging_bytes=max(pinned, slots_bytes),
-        slot_bytes=settings.lane_slot_bytes,
-        num_slots=settings.lane_slots,
-        write_combined=settings.write_combined == "on" and not homes,
-        step_tokens=sizes.step_tokens,
-        row_tokens=sizes.row_tokens,
-        initial_loss_scale=2.0**scaling.initial_power,
-        loss_scale_window=scaling.window,
-        loss_scale_hysteresis=scaling.hysteresis,
-        min_loss_scale=float(scaling.minimum),
-        seed=settings.seed,
-        nvme_checksums=settings.nvme_checksums,
-        **homes,
-    )
-    return StreamDecision(
-        settings,
-        told,
-        "cuda" if sizes.has_cuda else "cpu",
-        notes=tuple(notes),
-        warnings=(*settings.warnings, *warnings),
-        shortage=shortage,
-        unused=tuple(unused_keys(settings.file.blocks)),
-    )
-
-
 def activation_bytes(sizes: RunSizes, element_bytes: int) -> int:
     """Activation checkpoints of a step: every layer's input for every micro-batch."""
     return sizes.num_layers * sum(sizes.step_tokens) * sizes.hidden_size * element_bytes
 
 
-def _homes(
+def homes_of(
     settings: RunSettings,
     sizes: RunSizes,
     wanted: Wanted,
@@ -258,34 +188,3 @@ def _check_ram(
     elif needed > sizes.ram_available_bytes - RAM_RESERVE_BYTES and needed > RAM_RESERVE_BYTES:
         warnings.append(f"RAM: {format_gib(needed)} are needed, {words}: it may get tight. {way}")
     return ""
-
-
-USED_KEYS = {
-    "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer "
-    "scheduler bf16 bfloat16",
-    "fp16": "enabled initial_scale_power loss_scale_window hysteresis min_loss_scale loss_scale",
-    "zero_optimization": "stage",
-    "zero_optimization.offload_optimizer": "device nvme_path pin_memory",
-    "zero_optimization.offload_param": "device nvme_path pin_memory",
-    "activation_checkpointing": "cpu_checkpointing",
-    "data_types": "grad_accum_dtype",
-    "outcore": "staging_bytes write_combined engine nvme_path residency state_format ram_budget_gib lanes",
-}
-"""What of deepspeed_config.json the streaming engine goes by."""
-
-
-def unused_keys(user_config: Mapping[str, Any]) -> list[str]:
-    """The file's keys that have no effect with the streaming engine, dotted, in the file's order."""
-    found: list[str] = []
-
-    def look(block: Mapping[str, Any], path: str) -> None:
-        used = USED_KEYS[path].split()
-        for key, value in block.items():
-            name = f"{path}.{key}".removeprefix(".")
-            if name in USED_KEYS and isinstance(value, Mapping):
-                look(value, name)
-            elif key not in used and not key.startswith(("_", "//", "#")) and key != "comment":
-                found.append(name)
-
-    look(user_config, "")
-    return found

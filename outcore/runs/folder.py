@@ -13,7 +13,7 @@ from outcore.checkpoint import list_checkpoints
 from outcore.common import describe_errno, make_folder
 from outcore.config import ConfigError, TrainConfig
 from outcore.data import weighted_source
-from outcore.train.runs.lock import RunLock
+from outcore.runs.lock import RunLock
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.quantities import format_gb
-from outcore.train.runs.folder import RunFolder
-from outcore.train.runs.lock import RunInUse, RunLock, holder_of, lock_path
+from outcore.runs.folder import RunFolder
+from outcore.runs.lock import RunInUse, RunLock, holder_of, lock_path
 
 TAIL_BYTES = 256 << 10
 """Of metrics.jsonl, in which its last step is looked for: a line takes about 1 KiB."""

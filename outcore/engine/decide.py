@@ -1,21 +1,29 @@
-"""Which engine trains this run, and why: the rule, what was asked for, and what the model itself says.
+"""Which engine trains this run, and why; what it decides for it; and how it is opened.
 
-`auto` streams a decoder-only model on one process (`outcore.sizing.engine_rule`); what the streaming engine cannot do
-goes to DeepSpeed, with the reason in words. `--engine stream` where it cannot is a ConfigError with the same reason.
+`decide` settles everything that can be settled without weights (flags, files, drive, RAM); `open_engine` loads the
+model, once, and makes the engine. `auto` streams a decoder-only model on one process (`outcore.sizing.engine_rule`);
+what the streaming engine cannot do goes to DeepSpeed, with the reason in words. `--engine stream` where it cannot is a
+ConfigError with the same reason.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outcore.config import ConfigError, RunSettings
-from outcore.engine.stream import why_config_not_trained, why_not_trained
+from outcore.engine.base import Decision, Engine, Host
+from outcore.engine.deepspeed import decide_deepspeed
+from outcore.engine.stream import decide_stream, why_config_not_trained, why_not_trained
+from outcore.flow.parts import StreamUnsupported
 from outcore.model.facts import resolve_attention
-from outcore.model.load import LoadedModel
+from outcore.model.load import LoadedModel, load_model
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.sizing.engine_rule import why_not_stream
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -66,13 +74,58 @@ def ask_model(
     return choice.give_way(why) if why else choice
 
 
-def check_trace(steps: int, engine: str, reason: str) -> None:
-    """ConfigError for a timeline of an engine that cannot draw one."""
-    if steps and engine != "stream":
+def decide(settings: RunSettings, model: ModelSettings, host: Host, tokenizer: Any, say: Say) -> Decision:
+    """All that the engine chooses, with its warnings said. ConfigError for what cannot be."""
+    loaded = load_model(model, tokenizer=tokenizer) if model.model_module is not None else None
+    choice = ask_model(choose_engine(settings), model, tokenizer, loaded)
+    say(f"engine: {choice.name} ({choice.reason})")
+    try:
+        if choice.name == "stream":
+            decided = decide_stream(settings, model, host, tokenizer, loaded)
+            decision: Decision = replace(decided, reason=choice.reason, is_auto=choice.is_auto)
+        else:
+            decision = _deepspeed(settings, model, host, tokenizer, loaded, choice)
+    except ValueError as error:
+        if not str(error).startswith("deepspeed_config.json:"):
+            raise
+        words = str(error).removeprefix("deepspeed_config.json")
+        raise ConfigError(f"{settings.file.path}{words}") from error
+    for line in decision.words():
+        say(line)
+    return decision
+
+
+def open_engine(
+    decision: Decision, model: ModelSettings, host: Host, tokenizer: Any, say: Say, check: Callable[[Decision], None]
+) -> tuple[Engine, Decision]:
+    """The engine, and the decision that it follows in the end: under auto a model that cannot be streamed after all
+    goes to DeepSpeed, as it is, unless `check` refuses that."""
+    try:
+        return decision.open(model, tokenizer, say), decision
+    except StreamUnsupported as error:
+        choice = EngineChoice(decision.name, decision.reason, decision.is_auto).give_way(str(error))
+        say(f"engine: {choice.name} ({choice.reason})")
+        # Loaded lazily, no weight has been read yet: DeepSpeed reads them itself.
+        decision = _deepspeed(decision.settings, model, host, tokenizer, decision.loaded, choice)
+        check(decision)
+        return decision.open(model, tokenizer, say), decision
+
+
+def _deepspeed(
+    settings: RunSettings,
+    model: ModelSettings,
+    host: Host,
+    tokenizer: Any,
+    loaded: LoadedModel | None,
+    choice: EngineChoice,
+) -> Decision:
+    if model.quantize is not None:
         raise ConfigError(
-            f"trace: a timeline is recorded by the streaming engine only, and this run is {engine}'s "
-            f"({reason}). Leave --trace out, or use --engine stream."
+            f"quantize {model.quantize}: only the streaming engine keeps a packed base, and this run is DeepSpeed's "
+            f"({choice.reason}). Leave quantize out."
         )
+    decided = decide_deepspeed(settings, model, host, tokenizer, loaded)
+    return replace(decided, reason=choice.reason, is_auto=choice.is_auto)
 
 
 def _only_in_deepspeed(settings: RunSettings) -> str:

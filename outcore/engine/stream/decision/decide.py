@@ -1,0 +1,149 @@
+"""From `RunSettings` to the streaming engine's settings, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from outcore.config import ConfigError, RunSettings
+from outcore.engine.base import Host
+from outcore.engine.stream.decision.decision import StreamDecision
+from outcore.engine.stream.decision.homes import NvmeCheck, RunSizes, homes_of, wanted_homes
+from outcore.engine.stream.decision.lora_size import lora_size
+from outcore.engine.stream.settings import StreamSettings
+from outcore.flow.parts import saved_bytes
+from outcore.machine.offload import validate_nvme_path
+from outcore.model.facts import model_facts
+from outcore.model.load import LoadedModel
+from outcore.model.settings import ModelSettings
+from outcore.model.source import resolve_source
+from outcore.optim import state_format
+
+CPU_STAGING_BYTES = 256 << 20
+"""Without a GPU nothing is pinned: the lanes' slots are all that is needed."""
+
+
+def decide_stream(
+    settings: RunSettings, model: ModelSettings, host: Host, tokenizer: Any, loaded: LoadedModel | None
+) -> StreamDecision:
+    """Decide from the model's configuration, or from a model_module's own model, which is `loaded` already."""
+    facts = model_facts(loaded.model if loaded else resolve_source(model, tokenizer).config)
+    trainable, total = facts.trainable_params, facts.total_params
+    available, saved = host.ram_available_bytes, 0
+    if loaded is not None:
+        available += total * model.dtype.itemsize  # the homes take its place
+        saved = 0 if loaded.quantize is None else saved_bytes(loaded.model, loaded.quantize)
+    elif model.lora is not None:
+        trainable, saved = lora_size(model, tokenizer)
+        total += trainable
+    sizes = RunSizes(
+        total_params=total,
+        trainable_params=trainable,
+        num_layers=facts.num_layers,
+        hidden_size=facts.hidden_size,
+        step_tokens=(settings.per_device_train_batch_size * model.seq_length,) * settings.gradient_accumulation_steps,
+        ram_available_bytes=available,
+        has_cuda=host.has_cuda,
+        row_tokens=model.seq_length,
+        saved_bytes=saved,
+    )
+    return replace(stream_decision(settings, sizes), loaded=loaded)
+
+
+def stream_decision(
+    settings: RunSettings, sizes: RunSizes, *, nvme_check: NvmeCheck = validate_nvme_path
+) -> StreamDecision:
+    """Decide every setting of the streaming engine.
+
+    ConfigError for an unusable drive under `strict_offload`.
+    """
+    notes: list[str] = []
+    warnings: list[str] = []
+    if state_format(settings.state_format).moments8:
+        master = ", masters in 24" if state_format(settings.state_format).short_residual else ""
+        notes.append(
+            f"state_format {settings.state_format}: the optimizer's moments are kept in 8 bits{master}, so results "
+            "differ from fp32's"
+        )
+    wanted = wanted_homes(settings)
+    for what, device in (("optimizer states", settings.offload.optimizer), ("parameters", settings.offload.params)):
+        if device == "none":
+            notes.append(f"{what}: in RAM (offload none keeps them on the GPU with DeepSpeed only)")
+    if settings.offload.gradients_on_nvme:
+        notes.append("nvme_offload_gradients: gradients stay in RAM, where the optimizer takes them from")
+    if settings.activations == "nvme" and wanted.folder is None:
+        raise ConfigError("activations nvme needs a drive: give --nvme_offload_path DIR.")
+    slots_bytes = 2 * settings.lane_slots * settings.lane_slot_bytes
+    pinned = settings.staging_bytes if sizes.has_cuda else CPU_STAGING_BYTES
+    if not settings.offload.pin_memory:
+        pinned = slots_bytes
+        notes.append("pin_memory false: only the lanes' slots are pinned, homes are pageable and flow through them")
+    homes, shortage = homes_of(settings, sizes, wanted, nvme_check, warnings, notes)
+    scaling, accumulates_as = settings.loss_scaling, settings.grad_accum_dtype
+    told = StreamSettings(
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        states=settings.state_format,
+        accumulate="weights" if accumulates_as == settings.precision != "fp32" else "fp32",
+        activations=settings.activations,
+        compile=settings.compile,
+        packed_attention=settings.packed_attention,
+        tiling=settings.tiling,
+        tile_bytes=settings.tile_bytes,
+        staging_bytes=max(pinned, slots_bytes),
+        slot_bytes=settings.lane_slot_bytes,
+        num_slots=settings.lane_slots,
+        write_combined=settings.write_combined == "on" and not homes,
+        step_tokens=sizes.step_tokens,
+        row_tokens=sizes.row_tokens,
+        initial_loss_scale=2.0**scaling.initial_power,
+        loss_scale_window=scaling.window,
+        loss_scale_hysteresis=scaling.hysteresis,
+        min_loss_scale=float(scaling.minimum),
+        seed=settings.seed,
+        nvme_checksums=settings.nvme_checksums,
+        **homes,
+    )
+    return StreamDecision(
+        settings,
+        told,
+        "cuda" if sizes.has_cuda else "cpu",
+        notes=tuple(notes),
+        warnings=(*settings.warnings, *warnings),
+        shortage=shortage,
+        unused=tuple(unused_keys(settings.file.blocks)),
+    )
+
+
+USED_KEYS = {
+    "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer "
+    "scheduler bf16 bfloat16",
+    "fp16": "enabled initial_scale_power loss_scale_window hysteresis min_loss_scale loss_scale",
+    "zero_optimization": "stage",
+    "zero_optimization.offload_optimizer": "device nvme_path pin_memory",
+    "zero_optimization.offload_param": "device nvme_path pin_memory",
+    "activation_checkpointing": "cpu_checkpointing",
+    "data_types": "grad_accum_dtype",
+    "outcore": "staging_bytes write_combined engine nvme_path residency state_format ram_budget_gib lanes",
+}
+"""What of deepspeed_config.json the streaming engine goes by."""
+
+
+def unused_keys(user_config: Mapping[str, Any]) -> list[str]:
+    """The file's keys that have no effect with the streaming engine, dotted, in the file's order."""
+    found: list[str] = []
+
+    def look(block: Mapping[str, Any], path: str) -> None:
+        used = USED_KEYS[path].split()
+        for key, value in block.items():
+            name = f"{path}.{key}".removeprefix(".")
+            if name in USED_KEYS and isinstance(value, Mapping):
+                look(value, name)
+            elif key not in used and not key.startswith(("_", "//", "#")) and key != "comment":
+                found.append(name)
+
+    look(user_config, "")
+    return found

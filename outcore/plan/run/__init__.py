@@ -1,0 +1,5 @@
+"""The forecast of a run as it was decided."""
+
+from outcore.plan.run.forecast import Forecast, Forecaster
+
+__all__ = ["Forecast", "Forecaster"]

@@ -1,0 +1,203 @@
+"""From a checked configuration to a run that is ready to train: choose, prepare, build, and say why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outcore.checkpoint import changed_settings
+from outcore.common import file_errors
+from outcore.common.quantities import format_count
+from outcore.config import ConfigError, Place, RunSettings, read_deepspeed_file, resolve
+from outcore.data import PreparedData
+from outcore.engine.base import Decision, Engine, Host
+from outcore.engine.decide import choose_engine, decide, open_engine
+from outcore.machine import available_ram_bytes
+from outcore.model.settings import ModelSettings
+from outcore.model.source import resolve_source
+from outcore.monitor.watches import hold_off_sleep
+from outcore.plan.run import Forecast, Forecaster
+from outcore.runs import TakenRun, default_name, take_run_together
+from outcore.train.changes import settle_changes
+from outcore.train.configure.rooms import model_settings_of, run_length, schedule_of
+from outcore.train.loop import Trainer
+from outcore.train.process import fix_order, seed_everything
+from outcore.train.run.context import RunContext, kept_on_drive
+from outcore.train.run.data import default_seq_length, load_data, load_tokenizer
+from outcore.train.run.fit_check import check_fit, why_not
+from outcore.train.run.hub_upload import check_login
+from outcore.train.run.job import Job
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A run with everything built, before its first step."""
+
+    job: Job
+    trainer: Trainer
+    context: RunContext
+
+
+def settle(job: Job) -> tuple[RunSettings, ModelSettings]:
+    """Settle and check everything that needs neither model nor data; a wrong name or folder is told here, before
+    anything is made, read or built."""
+    config, precision = job.config, job.device.precision
+    settings = resolve(config, read_deepspeed_file(config.deepspeed_config), Place(precision, job.join()))
+    choose_engine(settings)
+    model = model_settings_of(config, precision, config.seq_length or default_seq_length(config, precision))
+    if model.model_module is None:
+        resolve_source(model)
+    return settings, model
+
+
+def show_plan(job: Job, settings: RunSettings, model: ModelSettings) -> int:
+    """`--plan`: everything up to the engine's decision, then the forecast; the exit code says whether it fits."""
+    planned = _Planned(job, settings, model, job.config.run_name or default_name(job.config))
+    if planned.forecaster.problem:
+        raise ConfigError(f"--plan: {planned.forecaster.problem}.")
+    decision = planned.decide()
+    decision.forget()
+    forecast = planned.forecast(decision)
+    if forecast.plan is None:
+        raise ConfigError(f"--plan: {forecast.problem}.")
+    short = why_not(decision, forecast)
+    if short:
+        job.say(f"does not fit: {short}")
+    if job.is_main:
+        planned.forecaster.show(forecast)
+    return 1 if short or not forecast.plan.fits else 0
+
+
+def assemble(job: Job, settings: RunSettings, model: ModelSettings) -> Ready:
+    """Take the run's name, which is this process's alone from here on, and build all that it trains with."""
+    config = job.config
+    if config.push_to_hub is not None and job.is_main:
+        job.say(f"the model will be uploaded to {config.push_to_hub}, as {check_login(config.push_to_hub)}")
+    taken = _take(job, settings)
+    job.phase = "preparing tokenizer and data"
+    planned = _Planned(job, settings, model, taken.folder.name)
+    decision = planned.decide()
+    planned.check(decision)
+    job.clock.mark("settings")
+    with file_errors("preparing the data", config.data_cache_dir):
+        data = load_data(config, model, planned.tokenizer, decision.loaded, job.say)
+    job.phase = "building the engine"
+    job.clock.mark("data")
+    context = _context(job, taken, decision, data, planned.tokenizer)
+    _stay_awake(job, taken.folder.name)
+    job.clock.mark("plan")
+    engine, decision = planned.open(decision)
+    job.clock.mark("engine_init", of_it={"model_load": engine.loaded.load_s})
+    job.say(_model_words(engine))
+    forecast = planned.forecast(decision)
+    if forecast.problem:
+        job.say(forecast.problem)
+    return _ready(job, replace(context, decided=decision, forecast=forecast), engine)
+
+
+def _take(job: Job, settings: RunSettings) -> TakenRun:
+    config = job.config
+    taken = take_run_together(config, job.say, settings.world_size, is_main=job.is_main)
+    if taken.lock is not None:
+        job.opened.callback(taken.lock.release)
+        job.opened.callback(taken.folder.remove_empty)
+        taken.folder.make()
+    seed_everything(config.seed)
+    if config.deterministic:
+        fix_order()
+    return taken
+
+
+class _Planned:
+    """The engine's decision and the forecast of it, on one host and for one model."""
+
+    def __init__(self, job: Job, settings: RunSettings, model: ModelSettings, name: str) -> None:
+        self.job, self.settings, self.model = job, settings, model
+        self.host = Host(job.device.has_cuda, available_ram_bytes(), name, job.config.local_rank)
+        with file_errors("preparing the tokenizer", job.config.data_cache_dir):
+            self.tokenizer = load_tokenizer(job.config, model, job.say)
+        num_gpus = settings.world_size
+        self.forecaster = Forecaster(model, self.tokenizer, has_cuda=self.host.has_cuda, num_gpus=num_gpus)
+
+    def decide(self) -> Decision:
+        decision = decide(self.settings, self.model, self.host, self.tokenizer, self.job.say)
+        self._settle(decision)
+        return decision
+
+    def _settle(self, decision: Decision) -> None:
+        if self.job.config.trace and not decision.draws_timeline:
+            decision.forget()
+            raise ConfigError(
+                f"trace: a timeline is recorded by the streaming engine only, and this run is {decision.name}'s "
+                f"({decision.reason}). Leave --trace out, or use --engine stream."
+            )
+        self.job.engine_name = decision.name
+        self.job.micro_batch_size = self.settings.per_device_train_batch_size
+
+    def forecast(self, decision: Decision) -> Forecast:
+        kept = kept_on_drive(self.job.config, decision.nvme_path)
+        return self.forecaster.of(decision.settings, decision.layout, kept)
+
+    def check(self, decision: Decision) -> None:
+        """ConfigError for a run that cannot fit."""
+        job, forecast = self.job, self.forecast(decision)
+        check_fit(decision, self.forecaster, forecast, job.config.fit_check, job.say, self.settings.world_size)
+
+    def open(self, decision: Decision) -> tuple[Engine, Decision]:
+        job = self.job
+        engine, decision = open_engine(decision, self.model, self.host, self.tokenizer, job.say, self.check)
+        job.opened.callback(engine.close)
+        job.opened.push(job.tell)
+        self._settle(decision)
+        return engine, decision
+
+
+def _context(job: Job, taken: TakenRun, decision: Decision, data: PreparedData, tokenizer: Any) -> RunContext:
+    """Length, schedule, and what a resumed run changes on purpose."""
+    config, settings, checkpoint = job.config, decision.settings, taken.checkpoint
+    batches = math.ceil(len(data.train) / (settings.per_device_train_batch_size * settings.world_size))
+    length = run_length(config, batches, settings.gradient_accumulation_steps)
+    schedule = schedule_of(config, dict(settings.file.blocks), settings.learning_rate, length.total_steps)
+    context = RunContext(
+        config, job.device, taken.folder, decision, data, tokenizer, schedule, length, checkpoint, job.is_main
+    )
+    if checkpoint is None:
+        return context
+    changes = settle_changes(checkpoint, context.fingerprint, on_purpose=config.continue_with_changes)
+    for line in changes:
+        job.say(f"resume: {line}, as asked")
+    if changes:
+        rate = f"{schedule.lr(checkpoint.step):g} at this step"
+        job.say(f"resume: the schedule from here on: {schedule.words}; {rate}")
+    return replace(context, changes=tuple(changes))
+
+
+def _stay_awake(job: Job, name: str) -> None:
+    if job.device.has_cuda and job.is_main:
+        hold = job.opened.enter_context(hold_off_sleep(f"outcore run {name}"))
+        if not hold.held:
+            job.say(f"sleep: {hold.words}")
+
+
+def _ready(job: Job, context: RunContext, engine: Engine) -> Ready:
+    """Logs, watches and the loop around an engine; the run's plan is written."""
+    if context.checkpoint is not None:
+        for line in changed_settings(context.checkpoint, context.changeable):
+            job.say(line)
+    context.start_trace(engine, job.say)
+    parts = context.make_parts(engine, job.opened, job.say)
+    job.opened.push(job.tell)
+    job.opened.callback(parts.progress.close)  # which has the last line of the screen
+    job.clock.mark("logs")
+    job.say(job.clock.words())
+    context.write_plan(job.said, job.clock.parts_s)
+    return Ready(job, Trainer(parts, job.clock), context)
+
+
+def _model_words(engine: Engine) -> str:
+    facts = engine.loaded.facts
+    words = f"model: {engine.loaded.words}: {format_count(facts.total_params)} parameters"
+    if facts.trainable_params < facts.total_params:
+        words += f", {format_count(facts.trainable_params)} trainable"
+    return words

@@ -1,0 +1,58 @@
+"""From the command line to a finished run, as a table of contents.
+
+`assemble` settles, decides and builds; `finish` trains, evaluates, saves and exports. `goal` says what is done with a
+run that is ready: train it to its end, or, for a performance test, only try it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from outcore.common import explain_error
+from outcore.config import TrainConfig
+from outcore.train.configure import parse_config
+from outcore.train.process import StartupClock, stay_offline, watch_launcher
+from outcore.train.run.assemble import Ready, assemble, settle, show_plan
+from outcore.train.run.finish import train_to_end
+from outcore.train.run.job import Job
+from outcore.train.run.telling import TOLD, plain_words, tell
+
+Goal = Callable[[Ready], int]
+
+
+def run(job: Job, goal: Goal) -> int:
+    """The whole story; the process's exit code."""
+    settings, model = settle(job)
+    if job.config.plan:
+        return show_plan(job, settings, model)
+    with job.opened:
+        return goal(assemble(job, settings, model))
+
+
+def main(argv: list[str] | None = None, goal: Goal = train_to_end, *, began_s: float | None = None) -> int:
+    """Entry of train_model.py: parse, run, and turn failures into one clear paragraph and an exit code.
+
+    `began_s`: time.perf_counter before this module was imported; without it imports are not among the start's parts.
+
+    0 done; 1 the run failed (checkpoints intact); 2 wrong input; 128 + signal when stopped and saved.
+    """
+    job: Job | None = None
+    try:
+        clock = StartupClock(began_s)
+        config: TrainConfig = parse_config(argv)
+        watch_launcher(config.local_rank)
+        stay_offline(config, print)
+        job = Job(config, clock)
+        return run(job, goal)
+    except (*TOLD, KeyboardInterrupt) as error:
+        tell(error, job)
+        if isinstance(error, KeyboardInterrupt):
+            return 130
+        return 2 if isinstance(plain_words(error, job) or error, ValueError) else 1
+    except Exception as error:  # libraries in Rust raise plain ones that only quote the system's number
+        words = explain_error(error, job.phase if job is not None else "starting")
+        if words is None:
+            raise
+        print(f"error: {words}", file=sys.stderr, flush=True)
+        return 1

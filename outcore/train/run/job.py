@@ -1,0 +1,57 @@
+"""The process that runs: what it computes on, what it said, what it must close, and what it is doing."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+
+import torch
+
+from outcore.config import TrainConfig
+from outcore.engine.deepspeed import init_process_group, prepare_environment
+from outcore.train.configure.rooms import choose_device
+from outcore.train.process import StartupClock
+from outcore.train.run.telling import tell
+
+
+class Job:
+    """One run's process. Close `opened` at its end, also when assembling the rest fails."""
+
+    def __init__(self, config: TrainConfig, clock: StartupClock) -> None:
+        self.config, self.clock = config, clock
+        self.started_s = time.perf_counter()
+        self.device = choose_device(config)
+        self.is_main = True
+        self.micro_batch_size = config.per_device_train_batch_size or 1
+        self.engine_name = "deepspeed"
+        """Who trains, as far as it is decided; advice for a full tier names that engine's settings."""
+        self.opened = ExitStack()
+        """What must be closed, in reverse order."""
+        self.told: BaseException | None = None
+        """The error that the user has read."""
+        self.phase = "starting"
+        """What is being done, for an error of the system that says nothing of it."""
+        self.said: list[str] = []
+
+    def say(self, line: str) -> None:
+        """A line on the screen, from rank 0 only."""
+        self.said.append(line)
+        if self.is_main:
+            print(line, flush=True)
+
+    def join(self) -> int:
+        """This run's number of processes. One process needs no group; DeepSpeed makes its own when it is chosen."""
+        prepare_environment(self.device.has_cuda, self.config.local_rank)
+        world_size = int(os.environ["WORLD_SIZE"])
+        if world_size > 1:
+            init_process_group(self.device.has_cuda, self.config.local_rank)
+            world_size = torch.distributed.get_world_size()
+            self.is_main = torch.distributed.get_rank() == 0
+        self.say(f"device: {self.device.reason}; {world_size} process{'es' if world_size > 1 else ''}")
+        return world_size
+
+    def tell(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Say why the run ends, as an exit of `opened`: closing may have to wait for a drive that hangs."""
+        if error is not None:
+            tell(error, self)
