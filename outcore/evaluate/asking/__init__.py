@@ -1,11 +1,12 @@
 """Questions to a model, each answered once whatever happens in between."""
 
-from outcore.evaluate.asking.desk import Cancelled, Desk, Progress
+from outcore.evaluate.asking.desk import PORTION_TOKENS, Cancelled, Desk, Progress
 from outcore.evaluate.asking.engine import EngineAnswerer
 from outcore.evaluate.asking.journal import AnswerJournal, is_held
 from outcore.evaluate.asking.question import Question, ScoreQuestion, WriteQuestion
 
 __all__ = [
+    "PORTION_TOKENS",
     "AnswerJournal",
     "Cancelled",
     "Desk",

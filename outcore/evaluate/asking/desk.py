@@ -14,6 +14,9 @@ from typing import Any, Protocol
 from outcore.evaluate.asking.journal import AnswerJournal
 from outcore.evaluate.asking.question import Question, ScoreQuestion, WriteQuestion
 
+PORTION_TOKENS = {"cuda": 1 << 16, "cpu": 1 << 13}
+"""Tokens of questions that go through all layers together before their answers are noted: a pass's worth on a GPU."""
+
 
 class Cancelled(Exception):
     """Whoever asked does not want the answers any more."""

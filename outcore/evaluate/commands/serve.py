@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
-    return serve_main(argv, _evaluations)
+    return serve_main(argv, with_evaluations)
 
 
-def _evaluations(service: Service) -> Sequence[Addition]:
+def with_evaluations(service: Service) -> Sequence[Addition]:
+    """Evaluations of the model that this service has loaded; their history lies beside the server's records."""
     from outcore.evaluate.http import Evaluations
 
     return [Evaluations(lambda: service, service.settings.logs.parent / "evaluations.db")]

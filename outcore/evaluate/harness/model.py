@@ -14,14 +14,12 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from outcore.evaluate.asking import Desk, EngineAnswerer, Question, ScoreQuestion, WriteQuestion
+from outcore.evaluate.asking import PORTION_TOKENS, Desk, EngineAnswerer, Question, ScoreQuestion, WriteQuestion
 from outcore.evaluate.settings import EvaluationError
 from outcore.infer.opening import InferSettings, OpenedModel, open_engine
 from outcore.infer.requests import derived_seed, seed_of
 
 MAX_STOPS = 16
-PORTION_TOKENS = {"cuda": 1 << 16, "cpu": 1 << 13}
-"""Tokens of questions that go through all layers together before their answers are noted: a pass's worth on a GPU."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 

@@ -16,8 +16,9 @@ Listener = Callable[[Event], None]
 ENDS = ("completed", "failed", "cancelled")
 """Events after which none follows."""
 TELL_EVERY_S = 1.0
-STALL_S = 60.0
-"""Silence after which a stall is told, at least; longer where a portion takes long."""
+STALL_S, FIRST_STALL_S = 60.0, 600.0
+"""Silence after which a stall is told, at least: longer where a portion takes long, and before the first one's time is
+known."""
 IDLE: dict[str, Any] = {
     "stage": "queued",
     "task": "",
@@ -45,7 +46,7 @@ class EventLog:
         self._lock = threading.RLock()
         self._told_s = self._moved_s = time.monotonic()
         self._longest_s = 0.0
-        self._is_stalled = False
+        self._is_stalled = self._has_answers = False
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._look, name="evaluation's stalls", daemon=True)
         self._watch.start()
@@ -82,6 +83,7 @@ class EventLog:
     def move(self, progress: Progress) -> None:
         """Answers came."""
         self._moved()
+        self._has_answers = self._has_answers or progress.left_s is not None
         finished = 0
         for number in progress.newly:
             if number < len(self._documents):
@@ -115,7 +117,8 @@ class EventLog:
     def _look(self) -> None:
         while not self._closing.wait(1.0):
             quiet_s = time.monotonic() - self._moved_s
-            if quiet_s > max(STALL_S, 3 * self._longest_s) and not self._is_stalled:
+            least_s = STALL_S if self._has_answers else FIRST_STALL_S
+            if quiet_s > max(least_s, 3 * self._longest_s) and not self._is_stalled:
                 self._is_stalled = True
                 self.tell("stall", message=f"nothing came for {quiet_s:.0f} s", quiet_s=quiet_s, **self.progress)
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from outcore import __version__
-from outcore.evaluate.asking import EngineAnswerer
+from outcore.evaluate.asking import PORTION_TOKENS, EngineAnswerer
 from outcore.evaluate.tasks import harness_version
 from outcore.infer.opening import OpenedModel
 from outcore.serve import model_hash
@@ -41,7 +41,6 @@ class Subject:
 
 
 MANIFEST = "manifest.json"
-PORTION_TOKENS = {"cuda": 1 << 16, "cpu": 1 << 13}
 SERVED_TOKENS = {"cuda": 1 << 14, "cpu": 1 << 11}
 
 

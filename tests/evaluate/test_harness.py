@@ -1,0 +1,63 @@
+"""The harness's own command with our engine among its models."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+import tomllib
+
+import pytest
+
+from tests.forked import ROOT
+
+lm_eval = pytest.importorskip("lm_eval")
+pytest.importorskip("lm_eval.tasks")
+import datasets
+
+from outcore.evaluate.lm_eval import main
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_the_harness_finds_the_model_by_its_entry_point():
+    """Versions after 0.4.13 register every entry point of this group as it stands here."""
+    from lm_eval.api.registry import Registry
+
+    from outcore.evaluate.harness import OutcoreLM
+
+    (name, value), = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        "lm_eval.models"
+    ].items()  # fmt: skip
+    registry = Registry("model")
+    registry.register(name, target=importlib.metadata.EntryPoint(name, value, "lm_eval.models"))
+    assert name == "outcore" and registry.get("outcore") is OutcoreLM
+
+
+def test_lm_eval_with_our_model(tiny, adapter, tmp_path, monkeypatch):
+    """The real command, a task of a user's own, a preset and an adapter; its scores are those of `--model hf`."""
+    rows = [{"q": f"The quick brown {n}", "a": [" fox", " dog", f" {n}"], "y": n % 3} for n in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.yaml").write_text(
+        "task: mine\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: "
+        f"{tmp_path / 'rows.jsonl'}\ntest_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{{{q}}}}'\n"
+        "doc_to_choice: '{{a}}'\ndoc_to_target: y\nmetric_list:\n  - metric: acc\n  - metric: acc_norm\n"
+    )
+    ours = f"pretrained={tiny},preset=throughput,context=256,ram_gib=1,device=cpu,precision=fp32,adapter={adapter}"
+    manager = lm_eval.tasks.TaskManager  # without the harness's own tasks, which take half a minute to index
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda *a, **k: manager(*a, **{**k, "include_defaults": False}))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub"))
+
+    def scores_of(model: str, arguments: str) -> dict[str, float]:
+        output = tmp_path / model
+        given = ["--model", model, "--model_args", arguments, "--tasks", "mine", "--include_path", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", ["lm_eval", *given, "--output_path", str(output)])
+        main()
+        (result,) = output.rglob("results_*.json")
+        return json.loads(result.read_text())["results"]["mine"]
+
+    theirs = scores_of("hf", f"pretrained={tiny},dtype=float32,peft={adapter}")
+    found = scores_of("outcore", ours)
+    assert {k: v for k, v in found.items() if k.startswith("acc")} == {
+        k: v for k, v in theirs.items() if k.startswith("acc")
+    }

@@ -1,0 +1,160 @@
+"""The history: two processes write it, a damaged or read-only one says what to do, and nothing in it is lost."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import sqlite3
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from outcore.evaluate.history import History, HistoryError, as_csv, diff_of
+from tests.evaluate.running import record_of, result_of
+
+FORK = multiprocessing.get_context("fork")
+NOBODY = 65534
+
+
+def in_child(work, *args) -> None:
+    """Run `work` in a process of its own, to its end."""
+    child = FORK.Process(target=work, args=args)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def test_what_is_kept_comes_back(history):
+    record = history.get("eval-b")
+    scores, documents = result_of((1.0, 1.0, 1.0, 0.0))
+    assert record == record_of("eval-b", status="completed") | {"scores": scores}
+    assert history.samples("eval-b") == documents
+    assert history.samples("eval-b", "t", 1, 2) == documents[1:3] and history.num_samples("eval-b") == 4
+    assert {one["id"] for one in history.all()} == {"eval-a", "eval-b"}
+    with pytest.raises(KeyError):
+        history.get("eval-")  # both begin so
+    with pytest.raises(KeyError):
+        history.get("%")
+
+
+def test_two_processes_write_at_once(tmp_path):
+    path = tmp_path / "new" / "evaluations.db"
+
+    def write(name: str) -> None:
+        history = History(path)
+        for number in range(15):
+            history.finish(record_of(f"eval-{name}{number}", status="completed"), *result_of((1.0, 0.0)))
+
+    children = [FORK.Process(target=write, args=(name,)) for name in "ab"]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+        assert child.exitcode == 0
+    found = History(path).all()
+    assert len(found) == 30 and all(one["scores"][0]["value"] == 0.5 for one in found)
+
+
+def test_a_lock_that_stays_is_said(history, monkeypatch):
+    monkeypatch.setattr("outcore.evaluate.history.database.WAIT_S", 0.1)
+    other = sqlite3.connect(history.path, isolation_level=None)
+    try:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(HistoryError, match="in use by another process"):
+            history.save(record_of("eval-c"))
+        assert len(history.all()) == 2  # readers do not wait
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("left", [0, 60, 5000, "garbage"])
+def test_a_damaged_file_is_said_and_made_again(history, left):
+    whole = [history.get(name) for name in ("eval-a", "eval-b")], history.samples("eval-b")
+    if left == "garbage":
+        history.path.write_bytes(b"SQLite format 3\0" + os.urandom(20_000))
+    else:
+        os.truncate(history.path, left)
+    before = history.path.read_bytes()
+    for ask in (history.all, history.check_writable, lambda: history.save(record_of("eval-c"))):
+        with pytest.raises(HistoryError, match=r"damaged .*outcore evaluations rebuild"):
+            ask()
+    assert history.path.read_bytes() == before  # not written to
+    count, aside = history.rebuild()
+    assert count == 2 and aside is not None and aside.read_bytes() == before
+    assert ([history.get(name) for name in ("eval-a", "eval-b")], history.samples("eval-b")) == whole
+
+
+def test_a_file_that_cannot_be_written_is_said(history):
+    """As another user, because root may write everything."""
+    with tempfile.TemporaryDirectory() as open_to_all:
+        folder = Path(open_to_all)
+        shutil.copy(history.path, folder / "evaluations.db")
+        (folder / "evaluations.db").chmod(0o444)
+        folder.chmod(0o555)
+
+        def look() -> None:
+            if os.geteuid() == 0:
+                os.setuid(NOBODY)
+            kept = History(folder / "evaluations.db")
+            assert len(kept.all()) == 2
+            for ask in (kept.check_writable, lambda: kept.finish(record_of("eval-c"), *result_of((1.0,)))):
+                with pytest.raises(HistoryError, match="cannot be written"):
+                    ask()
+
+        in_child(look)
+        folder.chmod(0o755)
+
+
+def test_a_result_outlives_a_database_that_fails(history):
+    """The work of hours is kept in its folder, and the message says how it gets back."""
+    os.truncate(history.path, 100)
+    with pytest.raises(HistoryError, match=r"result is kept in .*eval-c.*rebuild"):
+        history.finish(record_of("eval-c", status="completed"), *result_of((1.0,)))
+    history.rebuild()
+    assert history.get("eval-c")["scores"][0]["value"] == 1.0
+
+
+def test_a_newer_history_is_left_alone(history):
+    with sqlite3.connect(history.path) as database:
+        database.execute("PRAGMA user_version = 9")
+    database.close()
+    with pytest.raises(HistoryError, match="version 9"):
+        history.all()
+
+
+def test_diff(history):
+    found = diff_of(history, history.get("eval-a"), history.get("eval-b"))
+    assert found["settings"] == {"preset": ["a", "b"]}
+    (task,) = found["tasks"]
+    assert (task["a"], task["b"], task["difference"], task["unit"]) == (0.5, 0.75, 25.0, "points")
+    assert (task["changed"], task["better"], task["worse"], task["p_value"]) == (3, 2, 1, 1.0)
+    assert task["max_logprob_difference"] == 1.0
+
+
+def test_csv_has_a_line_for_each_score(history):
+    rows = list(csv.DictReader(io.StringIO(as_csv(history.all()))))
+    assert {(row["id"], row["task"], row["metric"], row["value"], row["limit"]) for row in rows} == {
+        ("eval-a", "t", "acc", "0.5", "4"),
+        ("eval-b", "t", "acc", "0.75", "4"),
+    }
+    assert rows[0]["world_size"] == "1" and rows[0]["lm_eval"] == "0.4.13"
+
+
+def test_the_command(history, evaluation):
+    assert json.loads(evaluation.history("list", "--json"))[0]["status"] == "completed"
+    shown = evaluation.history("show", "eval-a", "--samples", "1")
+    assert '"world_size": 1' in shown and "Frage 0 ü" in shown and "weights in RAM" in shown
+    assert "25" in evaluation.history("diff", "eval-a", "eval-b")
+    exported = json.loads(evaluation.history("export", "eval-a"))
+    assert len(exported[0]["samples"]) == 4
+    assert evaluation.history("export", "--csv").startswith("id,created,")
+    history.save(record_of("eval-c"))
+    assert "interrupted" in evaluation.history("list")  # nobody works on it
+    evaluation.history("delete", "eval-c")
+    evaluation.history("show", "eval-c", code=1)
+    assert "no evaluation 'eval-c'" in evaluation.said

@@ -1,0 +1,141 @@
+"""Evaluations by a running server, as programs and `outcore evaluate URL` use them; its end loses nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("lm_eval")
+pytest.importorskip("fastapi")
+from outcore.evaluate.commands.serve import with_evaluations
+from outcore.evaluate.http import MAX_BODY_BYTES
+from outcore.evaluate.tasks import harness_version
+from outcore.serve import ServeSettings
+from tests.serve.running import Running
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PATH = "/v1/evaluations"
+LONG = {"tasks": "outcore_endings", "limit": 100, "note_tokens": 50}
+
+
+def start(tiny, logs) -> Running:
+    names = logs / "evaluations" / "task_names.json"  # indexing the harness's takes half a minute
+    names.parent.mkdir(exist_ok=True)
+    names.write_text(json.dumps({"version": harness_version(), "names": []}))
+    settings = replace(ServeSettings(), logs=logs / "serve", name="tiny")
+    return Running(tiny, settings, with_evaluations, deterministic=True, device="cpu", precision="fp32")
+
+
+@pytest.fixture(scope="module")
+def server(tiny, tmp_path_factory):
+    running = start(tiny, tmp_path_factory.mktemp("logs"))
+    yield running
+    running.stop()
+
+
+def ask(server, path, body=None, method=None):
+    """(status, JSON or text)."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            status, text = reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        status, text = error.code, error.read().decode()
+    return status, json.loads(text) if text.startswith("{") else text
+
+
+def wait_for(server, name, *statuses):
+    for _ in range(3000):
+        record = ask(server, f"{PATH}/{name}")[1]
+        if record["status"] in statuses:
+            return record
+        time.sleep(0.02)
+    raise AssertionError(f"still {record['status']}")
+
+
+def test_the_command_against_a_server_gives_what_it_gives_here(server, evaluation):
+    here, _ = evaluation.run("outcore_endings,outcore_sums", limit=3)
+    argv = ["evaluate", server.url, "--tasks", "outcore_endings,outcore_sums", "--limit", "3", "--json"]
+    *events, record = [json.loads(line) for line in evaluation.call(argv).splitlines()]
+    assert record["status"] == "completed" and record["scores"] == here["scores"]
+    assert record["model_hash"] == here["model_hash"]
+    assert events[-1]["event"] == "completed" and [event["n"] for event in events] == list(range(1, len(events) + 1))
+    evaluation.call(["evaluate", f"{server.url}/elsewhere", "--tasks", "outcore_sums"], 1)
+    assert "says 404" in evaluation.said
+
+
+def test_cancelled_resumed_compared_and_exported(server):
+    name = ask(server, PATH, LONG)[1]["id"]
+    assert ask(server, f"{PATH}/{name}", method="DELETE")[0] == 409
+    while not ask(server, f"{PATH}/{name}")[1]["progress"]["requests_done"]:
+        time.sleep(0.01)
+    ask(server, f"{PATH}/{name}/cancel", {})
+    wait_for(server, name, "cancelled")
+    assert ask(server, f"{PATH}/{name}/cancel", {})[0] == 409
+    assert ask(server, PATH, LONG)[1]["id"] == name  # gone on with, as nobody finished it
+    record = wait_for(server, name, "completed")
+    assert record["scores"][0]["documents"] == 100
+    assert ask(server, f"{PATH}/{name}/resume", {})[0] == 409
+    other = ask(server, PATH, LONG)[1]["id"]
+    assert other != name and wait_for(server, other, "completed")["scores"] == record["scores"]
+    diff = ask(server, f"{PATH}/{name}/diff/{other}")[1]
+    assert diff["settings"] == {} and all(one["changed"] == 0 for one in diff["tasks"])
+    assert len(ask(server, f"{PATH}/{name}/export")[1]["samples"]) == 100
+    assert ask(server, f"{PATH}/{name}/export?format=csv")[1].count("\n") == 3
+    samples = ask(server, f"{PATH}/{name}/samples?offset=98")[1]
+    assert samples["total"] == 100 and [one["doc_id"] for one in samples["data"]] == [98, 99]
+    events = ask(server, f"{PATH}/{name}/events?after=0")[1]
+    assert '"resumed"' in events and '"cancelled"' in events and events.rstrip().endswith("data: [DONE]")
+    assert ask(server, f"{PATH}/{other}", method="DELETE")[1]["deleted"]
+    assert [one["id"] for one in ask(server, PATH)[1]["data"]].count(other) == 0
+
+
+def test_answers_to_others_come_in_between(server):
+    name = ask(server, PATH, LONG | {"seed": 5})[1]["id"]
+    status, said = ask(server, "/v1/completions", {"model": "tiny", "prompt": "The", "max_tokens": 3})
+    assert status == 200 and said["choices"]
+    assert ask(server, f"{PATH}/{name}")[1]["status"] in ("queued", "running", "completed")
+    wait_for(server, name, "completed")
+
+
+def test_a_server_that_ends_goes_on_with_its_next_start(tiny, tmp_path):
+    first = start(tiny, tmp_path)
+    name = ask(first, PATH, LONG | {"limit": 60})[1]["id"]
+    while not ask(first, f"{PATH}/{name}")[1]["progress"]["requests_done"]:
+        time.sleep(0.01)
+    first.stop()
+    second = start(tiny, tmp_path)
+    try:
+        record = wait_for(second, name, "completed")
+        assert record["scores"][0]["documents"] == 60
+        assert '"resumed"' in ask(second, f"{PATH}/{name}/events")[1]
+    finally:
+        second.stop()
+
+
+BAD = [
+    ("POST", PATH, {}, 400, "tasks"),
+    ("POST", PATH, {"tasks": "outcore_sums", "shots": 1}, 400, "shots"),
+    ("POST", PATH, {"tasks": "outcore_sums", "model": "other"}, 404, "other"),
+    ("POST", PATH, {"tasks": "x" * MAX_BODY_BYTES}, 413, ""),
+    ("GET", f"{PATH}/eval-none", None, 404, "eval-none"),
+    ("GET", f"{PATH}/eval-none/events", None, 404, "eval-none"),
+    ("POST", f"{PATH}/eval-none/resume", {}, 404, "eval-none"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body", "status", "words"), BAD)
+def test_bad_requests(server, method, path, body, status, words):
+    found, said = ask(server, path, body, method)
+    assert found == status and words in said["error"]["message"], said
+
+
+def test_names_of_tasks(server):
+    found = ask(server, "/v1/evaluation_tasks?query=outcore")[1]
+    assert {"outcore_endings", "outcore_stdlib", "outcore_sums"} <= {one["name"] for one in found["data"]}

@@ -1,0 +1,38 @@
+"""A server of the test's own process, on a free port of this machine."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from outcore.infer.opening import InferSettings, open_engine
+from outcore.serve import ServeSettings
+
+
+class Running:
+    """A server on a thread. `additions`: routes of rooms above."""
+
+    def __init__(self, folder, settings: ServeSettings, additions=lambda service: (), **infer):
+        import uvicorn
+
+        from outcore.serve.app import create_app
+        from outcore.serve.service import Service
+
+        opened = open_engine(str(folder), InferSettings(**{"context": 256, "ram_gib": 1, "page_tokens": 8, **infer}))
+        self.service = Service(opened, settings)
+        config = uvicorn.Config(
+            create_app(self.service, additions(self.service)), host="127.0.0.1", port=0, log_level="error"
+        )
+        self.server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self.server.run, daemon=True)
+        self._thread.start()
+        until = time.monotonic() + 30
+        while not self.server.started and time.monotonic() < until:
+            time.sleep(0.01)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def stop(self):
+        self.server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()
