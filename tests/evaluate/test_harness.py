@@ -7,15 +7,14 @@ import json
 import sys
 import tomllib
 
+import datasets
 import pytest
 
+from outcore.evaluate.lm_eval import main
 from tests.forked import ROOT
 
 lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("lm_eval.tasks")
-import datasets
-
-from outcore.evaluate.lm_eval import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,14 +42,25 @@ def test_lm_eval_with_our_model(tiny, adapter, tmp_path, monkeypatch):
         f"{tmp_path / 'rows.jsonl'}\ntest_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{{{q}}}}'\n"
         "doc_to_choice: '{{a}}'\ndoc_to_target: y\nmetric_list:\n  - metric: acc\n  - metric: acc_norm\n"
     )
-    ours = f"pretrained={tiny},preset=throughput,context=256,ram_gib=1,device=cpu,precision=fp32,adapter={adapter}"
+    ours = f"pretrained={tiny},preset=throughput,context=256,ram_gib=1,precision=fp32,adapter={adapter}"
     manager = lm_eval.tasks.TaskManager  # without the harness's own tasks, which take half a minute to index
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda *a, **k: manager(*a, **{**k, "include_defaults": False}))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub"))
 
     def scores_of(model: str, arguments: str) -> dict[str, float]:
         output = tmp_path / model
-        given = ["--model", model, "--model_args", arguments, "--tasks", "mine", "--include_path", str(tmp_path)]
+        given = [
+            "--model",
+            model,
+            "--model_args",
+            arguments,
+            "--tasks",
+            "mine",
+            "--include_path",
+            str(tmp_path),
+            "--device",
+            "cpu",
+        ]
         monkeypatch.setattr(sys, "argv", ["lm_eval", *given, "--output_path", str(output)])
         main()
         (result,) = output.rglob("results_*.json")
