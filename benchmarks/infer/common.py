@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where outcore is not installed
+
 from outcore.common.quantities import GIB, MIB
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import FoundModel, InferSettings, OpenedModel, open_found

@@ -5,7 +5,9 @@
 
 Cases: decode (passes that only write, at 1, 8 and 64 answers), repeat (a text that repeats, with and without guesses),
 many (256 requests of 512 + 128 tokens, keys and values where the rule puts them), score (4K documents), accelerate,
-zero (DeepSpeed's ZeRO-Inference: stage 3, parameters in pinned RAM; start it with `deepspeed`'s variables unset).
+zero (DeepSpeed's ZeRO-Inference: stage 3, parameters in pinned RAM; start it with `deepspeed`'s variables unset), once
+(decode and many by one engine, answers of --once_answer tokens: first pass and seconds a token, from which the rate of
+whole answers follows for ours as it does for the rivals; for when a GPU is lent for minutes).
 Each prints one JSON line as it ends. `link_share`: bytes of weights that crossed the link per second of a pass, over
 the link's rate measured in the same run.
 """
@@ -22,9 +24,11 @@ import torch
 from common import Cases, RandomFeed, decode_passes, device_of, find, opened_with, prompts, run_requests, synchronise
 
 from outcore.common.quantities import GIB
+from outcore.infer import Request, Sampling
 
 PROMPT, ANSWER = 512, 128
-CASES = ("decode", "repeat", "many", "score", "accelerate", "zero")
+CASES = ("decode", "repeat", "many", "score", "accelerate", "zero", "once")
+USUAL = CASES[:-1]
 
 
 def filled(model: Any, device: str) -> Any:
@@ -107,16 +111,49 @@ def zero_case(args: argparse.Namespace, device: torch.device, batches: tuple[int
     return {"rows": rows, "config": keep.config["zero_optimization"]}
 
 
+def many_short(opened: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """All requests at once: seconds until each has its first token, and a token after that, told as `generate_times`
+    tells them. The context while writing is that of the first tokens of an answer, as for the rivals."""
+    engine, done = opened.engine, []
+    sampling = Sampling(temperature=0, max_tokens=args.once_answer, ignore_eos=True)
+    engine.speculates, guesses = False, engine.speculates
+    for i, ids in enumerate(prompts(args.requests, args.prompt, args.vocab)):
+        engine.submit(Request(f"many-{i}", ids, sampling), None, done.append)
+    synchronise()
+    began = time.perf_counter()
+    first_s, steps = 0.0, []
+    while len(done) < args.requests:
+        at = time.perf_counter()
+        engine.step()
+        running = engine.scheduler.running
+        if not first_s and len(running) == args.requests and all(s.num_answer for s in running):
+            first_s = time.perf_counter() - began
+        elif engine.counts.last_pass_rows == args.requests:
+            steps.append(time.perf_counter() - at)
+    seconds = time.perf_counter() - began
+    engine.speculates = guesses
+    found: dict[str, Any] = {"requests": args.requests, "answer": args.once_answer, "s": seconds}
+    if first_s and steps:
+        step = sorted(steps)[len(steps) // 2]
+        whole_s = first_s + step * (args.answer - 1)
+        found |= {"prefill_s": first_s, "s_per_token": step, "num_steps": len(steps), "whole_s": whole_s}
+        found["tokens_per_s_whole"] = args.requests * args.answer / whole_s
+        travelling_gb = opened.placement.travelling_bytes / 1e9
+        found |= {"travelling_gb": travelling_gb, "weights_gb_per_s": travelling_gb / step}
+    return found | {"kv_home": opened.placement.kv_home}
+
+
 def main() -> None:
     """Run the cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-8b", help="a preset of outcore.model.presets")
     parser.add_argument("--cap_gib", type=float, default=6.5)
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default=",".join(USUAL))
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--batches", default="1,8,64", help="answers at once, of the case decode")
     parser.add_argument("--rival_batches", default="1,8,32", help="of accelerate and ZeRO-Inference")
-    parser.add_argument("--kv_home", default="auto", help="of the case many")
+    parser.add_argument("--kv_home", default="auto", help="of the cases many and once")
+    parser.add_argument("--once_answer", type=int, default=24, help="tokens of an answer in the case once")
     parser.add_argument("--nvme_path", help="weights that --ram_gib does not hold go there")
     parser.add_argument("--ram_gib", type=float)
     parser.add_argument("--compile", default="auto", help="auto, on or off")
@@ -127,13 +164,25 @@ def main() -> None:
     device = device_of(args.cap_gib, dry_run=args.dry_run)
     if args.dry_run:
         args.model, args.requests, args.prompt, args.answer, args.vocab = "tiny", 6, 24, 8, 200
-        args.batches, args.rival_batches = "1,4", "2"
+        args.batches, args.rival_batches, args.once_answer = "1,4", "2", 6
     cases, wanted = Cases(device, args.out), args.cases.split(",")
     if unknown := set(wanted) - set(CASES):
         parser.error(f"unknown case {sorted(unknown)[0]}; there are {', '.join(CASES)}")
     more: dict[str, Any] = {"compile": args.compile}
     if args.nvme_path:
         more |= {"nvme_path": (Path(args.nvme_path),), "ram_gib": args.ram_gib}
+    if "once" in wanted:
+        home = {"kv_home": args.kv_home} if device.type == "cuda" else {}
+        many = {"preset": "throughput", "max_sequences": args.requests, "context": 1024 if not args.dry_run else 64}
+        began = time.perf_counter()
+        opened = opened_with(args.model, device, **many, **home, **more)
+        cases.note("opening", lambda: {"s": time.perf_counter() - began})
+        for batch in map(int, args.batches.split(",")):
+            cases.note("decode", lambda b=batch: decode_passes(opened, b, 16, args.prompt, args.vocab))
+        cases.note("many, short answers", lambda: many_short(opened, args))
+        opened.close()
+        del opened
+        cases.free()
     if {"decode", "repeat"} & set(wanted):
         opened = opened_with(args.model, device, max_sequences=64, **more)
         for batch in map(int, args.batches.split(",")) if "decode" in wanted else ():
