@@ -94,13 +94,14 @@ class InferencePlan:
         """What that pass moves and computes."""
         shape, placement, is_cpu = self.shape, self.placement, self.hardware.is_cpu
         kv_bytes = kv_tokens * self.kv_token_bytes
-        resident_bytes = placement.bytes_at("vram") + (kv_bytes if placement.kv_home == "vram" else 0)
+        kv_travels = placement.kv_home != "vram"
+        resident_bytes = placement.bytes_at("vram") + (0 if kv_travels else kv_bytes)
         return Pass(
             flops=2.0 * rows * shape.active_layer_params + 2.0 * answers * shape.head_weight_numel,
             device_bytes=resident_bytes + placement.travelling_bytes,
             launched_layers=shape.num_layers * FORWARD_SHARE,
-            h2d_bytes=placement.travelling_bytes + (kv_bytes if placement.kv_home == "ram" else 0),
-            read_bytes=placement.bytes_at("nvme"),
+            h2d_bytes=placement.travelling_bytes + (kv_bytes if kv_travels else 0),
+            read_bytes=placement.bytes_at("nvme") + (kv_bytes if placement.kv_home == "nvme" else 0),
             ram_bytes=placement.bytes_at("ram") + kv_bytes if is_cpu else 0.0,
         )
 

@@ -4,7 +4,6 @@ Rooms above add routes to the same server: an `Addition`, made of what `outcore.
 """
 
 from outcore.serve.main import main as serve_main
-from outcore.serve.records import model_hash
 from outcore.serve.settings import ServeSettings
 
-__all__ = ["ServeSettings", "model_hash", "serve_main"]
+__all__ = ["ServeSettings", "serve_main"]

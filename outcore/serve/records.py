@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import threading
@@ -12,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from outcore.infer import Answer, Request
-from outcore.infer.opening import OpenedModel
+from outcore.infer.opening import OpenedModel, model_hash
 from outcore.infer.requests import derived_seed, seed_of
 
 logger = logging.getLogger(__name__)
-HASHED_BYTES = 1 << 20
-"""Of each file of weights, from its beginning (the names and shapes of its tensors, and values)."""
 
 
 class Records:
@@ -29,7 +26,7 @@ class Records:
         self.path = folder / f"requests-{stamp}.jsonl"
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
         self._lock, self._with_text, self._is_broken = threading.Lock(), with_text, False
-        self.model_hash = model_hash(opened.found.words)
+        self.model_hash = model_hash(opened.found.folders)
         self._write(
             {
                 "header": True,
@@ -83,16 +80,3 @@ def _settings(request: Request) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(sampling) if field.name != "logit_bias"]
     found = {name: getattr(sampling, name) for name in names}
     return found | {"logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()}}
-
-
-def model_hash(words: str) -> str:
-    """Name of a local model's bytes: config, and size and beginning of each file of weights; '' for others."""
-    folder = Path(words)
-    if not folder.is_dir():
-        return ""
-    found = hashlib.blake2b(digest_size=16)
-    for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
-        found.update(f"{path.name} {path.stat().st_size}".encode())
-        with open(path, "rb") as file:
-            found.update(file.read(HASHED_BYTES))
-    return found.hexdigest()

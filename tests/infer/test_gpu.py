@@ -18,7 +18,7 @@ PROMPTS = prompts_of(6, vocab=270)
 
 def test_the_gpu_reads_and_writes_pages_in_ram():
     device = torch.device("cuda", 0)
-    memory = open_memory(device, "ram", 1 << 20)
+    memory = open_memory(device, "ram", 1 << 20, None, 0)
     assert not memory.note, memory.note
     pages = memory.zeros((16, 4, 8), torch.bfloat16)
     rows = torch.randn(2, 4, 8, device=device, dtype=torch.bfloat16)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +13,7 @@ import transformers
 from outcore import __version__
 from outcore.evaluate.asking import PORTION_TOKENS, EngineAnswerer
 from outcore.evaluate.tasks import harness_version
-from outcore.infer.opening import OpenedModel
-from outcore.serve import model_hash
+from outcore.infer.opening import OpenedModel, model_hash
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,6 @@ class Subject:
         return {"model": self.name, "model_hash": self.model_hash} | {key: self.launch[key] for key in keys}
 
 
-MANIFEST = "manifest.json"
 SERVED_TOKENS = {"cuda": 1 << 14, "cpu": 1 << 11}
 
 
@@ -52,7 +48,7 @@ def subject_of(opened: OpenedModel, name: str, is_well: Callable[[], bool] | Non
     return Subject(
         opened,
         name,
-        _hash_of(found.folders),
+        model_hash(found.folders),
         tuple(opened.placement.lines()),
         launch_of(opened),
         {
@@ -95,18 +91,3 @@ def launch_of(opened: OpenedModel) -> dict[str, Any]:
         "max_sequences": placement.max_sequences,
         "adapter": ", ".join(opened.found.folders[1:]),
     }
-
-
-def _hash_of(folders: Sequence[str]) -> str:
-    """Name of the bytes of a model, and of its adapter; '' where they are not in folders here."""
-    parts = [_hash_of_folder(Path(folder)) for folder in folders if Path(folder).is_dir()]
-    if len(parts) < 2:
-        return parts[0] if parts else ""
-    return hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
-
-
-def _hash_of_folder(folder: Path) -> str:
-    manifest = folder / MANIFEST  # a checkpoint's names every file with its checksum
-    if manifest.is_file():
-        return hashlib.blake2b(manifest.read_bytes(), digest_size=16).hexdigest()
-    return model_hash(str(folder))

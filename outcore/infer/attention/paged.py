@@ -161,6 +161,9 @@ class PagedAttention:
                     self._attend_long(together.spans[0], store, group, rule, tables, query_HND, output)
                 else:
                     self._attend_stored(together, store, rule, query_HND, output)
+                    after = self.cache.store_after(site)
+                    if after is not None and together.pages is not None:
+                        after.read_ahead(together.pages)
         for span in fresh:
             here = slice(span.row, span.row + span.count)
             self._attend_fresh(here, rule, query_HND, key_KND, value_KNE, output)

@@ -6,12 +6,13 @@ pages back as soon as no later token can see them. Prompts share full pages with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from outcore.infer.cache.kept import KeptPrefixes
 from outcore.infer.cache.memory import KvMemory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
 from outcore.infer.cache.prefix import ROOT, PrefixIndex, PrefixPage
@@ -64,19 +65,29 @@ class PrefixCounts:
     asked_tokens: int = 0
     found_tokens: int = 0
     evicted_pages: int = 0
+    read_pages: int = 0
+    """Brought back from the drive."""
+
+
+Site = tuple[int, int]
+"""An attention: number of its layer, and which of the layer's it is."""
 
 
 class KvCache:
-    """See the module docstring. Stores of single attentions are made when they are first written to."""
+    """See the module docstring. Stores of single attentions are made when they are first written to. `kept`: where
+    shared beginnings go that memory forgets; None: nowhere."""
 
-    def __init__(self, settings: CacheSettings, memory: KvMemory | None = None) -> None:
+    def __init__(
+        self, settings: CacheSettings, memory: KvMemory | None = None, kept: KeptPrefixes | None = None
+    ) -> None:
         self.settings, self.memory = settings, memory or KvMemory(torch.device("cpu"))
         self.ledgers = [PageLedger(group.num_pages) for group in settings.groups]
         self.windows = [group.window for group in settings.groups]
         self.index = PrefixIndex(settings.page_tokens) if settings.shares_prefixes else None
         self.counts = PrefixCounts()
-        self.stores: dict[object, KvStore] = {}
-        """By attention."""
+        self.stores: dict[Site, KvStore] = {}
+        self.group_of_site: dict[Site, int] = {}
+        self.kept, self._is_sealed = kept, False
 
     @property
     def size_bytes(self) -> int:
@@ -91,19 +102,31 @@ class KvCache:
         """Number of the group with this window."""
         return self.windows.index(window)
 
-    def store(self, site: object, shape: KvShape, group: int) -> KvStore:
+    def store(self, site: Site, shape: KvShape, group: int) -> KvStore:
         """Pages of one attention."""
         if site not in self.stores:
             settings = self.settings
-            self.stores[site] = KvStore(
-                shape,
-                settings.groups[group].num_pages,
-                settings.page_tokens,
-                settings.dtype,
-                self.memory,
-                settings.kv_format,
+            num_pages = settings.groups[group].num_pages
+            self.stores[site] = self.memory.store(
+                shape, num_pages, settings.page_tokens, settings.dtype, settings.kv_format
             )
+            self.group_of_site[site] = group
+            if self._is_sealed and self.kept is not None:
+                self.kept.give_up(f"layer {site[0]} has more attentions than were found when the model was opened")
         return self.stores[site]
+
+    def make_stores(self, shapes: Mapping[int | None, Mapping[int, KvShape]]) -> None:
+        """Make all layers' pages now. `shapes`: window -> layer -> widths; more must not come where pages are kept."""
+        layers = [(layer, shape, window) for window, of in shapes.items() for layer, shape in of.items()]
+        for layer, shape, window in sorted(layers, key=lambda found: found[0]):
+            self.store((layer, 0), shape, self.group_of(window))
+        self._is_sealed = True
+
+    def store_after(self, site: Site) -> KvStore | None:
+        """The next attention's of the same group; None behind the last one."""
+        sites = [other for other, group in self.group_of_site.items() if group == self.group_of_site[site]]
+        at = sites.index(site) + 1
+        return self.stores[sites[at]] if at < len(sites) else None
 
     def most_tokens(self) -> int:
         """Tokens that one sequence could have if it were alone; windows alone set no limit."""
@@ -115,17 +138,77 @@ class KvCache:
         sequence = SequencePages([[] for _ in self.ledgers])
         if self.index is None:
             return sequence
-        found = self.index.find(tokens)
+        for page in self.index.find(tokens):
+            self._use(sequence, page)
+            if self.kept is not None:
+                self._keep(page)  # a beginning that came twice may come again
+        while self.kept is not None and (page := self._brought(sequence, tokens)) is not None:
+            self._use(sequence, page)
+            self.counts.read_pages += 1
+        sequence.num_cached = sequence.num_offered * self.settings.page_tokens
         self.counts.asked_tokens += len(tokens)
-        self.counts.found_tokens += len(found) * self.settings.page_tokens
-        for page in found:
-            for group, ledger in enumerate(self.ledgers):
-                ledger.share([page.pages[group]])
-                sequence.tables[group].append(page.pages[group])
-            sequence.parent = page.key
-        sequence.num_offered = len(found)
-        sequence.num_cached = len(found) * self.settings.page_tokens
+        self.counts.found_tokens += sequence.num_cached
         return sequence
+
+    def _use(self, sequence: SequencePages, page: PrefixPage) -> None:
+        """Let a sequence have a shared page as its next."""
+        for group, ledger in enumerate(self.ledgers):
+            ledger.share([page.pages[group]])
+            sequence.tables[group].append(page.pages[group])
+        sequence.parent = page.key
+        sequence.num_offered += 1
+
+    def _brought(self, sequence: SequencePages, tokens: Sequence[int]) -> PrefixPage | None:
+        """The sequence's next page from the drive, now in memory and shared; None where it is not to be had."""
+        assert self.index is not None and self.kept is not None
+        size = self.settings.page_tokens
+        start = sequence.num_offered * size
+        own = tokens[start : start + size]
+        if start + size >= len(tokens) or not self.kept.has(sequence.parent, own):
+            return None
+        try:
+            for group in range(len(self.ledgers)):
+                if not self.ledgers[group].num_free:
+                    self._evict(group, 1)
+        except OutOfPages:
+            return None
+        contents = self.kept.read(sequence.parent, own, self._page_shapes())
+        if contents is None:
+            return None
+        pages = tuple(ledger.take(1)[0] for ledger in self.ledgers)
+        for (site, store), of_store in zip(self.stores.items(), contents, strict=True):
+            store.put_page(pages[self.group_of_site[site]], of_store)
+        key, is_new = self.index.add(sequence.parent, own, pages)
+        if not is_new:  # a collision of hashes
+            for ledger, page in zip(self.ledgers, pages, strict=True):
+                ledger.give_back([page])
+            return None
+        return PrefixPage(key, sequence.parent, tuple(own), pages)
+
+    def _page_shapes(self) -> list[list[torch.Tensor]]:
+        """For each attention, empty tensors like those of a page."""
+        return [store.page_like() for store in self.stores.values()]
+
+    def _keep(self, page: PrefixPage) -> None:
+        """Bring a page to the drive, those before it first."""
+        assert self.kept is not None and self.index is not None
+        chain: list[PrefixPage] = []
+        last: PrefixPage | None = page
+        while last is not None and not self.kept.has(last.parent, last.tokens):
+            chain.append(last)
+            last = self.index.by_key(last.parent)
+        for page in reversed(chain):
+            contents = [
+                store.page_contents(page.pages[self.group_of_site[site]]) for site, store in self.stores.items()
+            ]
+            self.kept.put(page.parent, page.tokens, contents)
+
+    def close_kept(self) -> None:
+        """Bring all shared beginnings to the drive, those used last in the end so that they stay longest."""
+        if self.kept is not None:
+            for page in () if self.index is None else self.index.all():
+                self._keep(page)
+            self.kept.close()
 
     def extend(self, sequence: SequencePages, length: int) -> None:
         """Have pages for `length` tokens. OutOfPages, and nothing changed, when there are not enough."""
@@ -180,6 +263,8 @@ class KvCache:
             page = self.index.oldest(self._is_idle)
             if page is None:
                 break
+            if self.kept is not None:
+                self._keep(page)
             self._forget(page)
             self.counts.evicted_pages += 1
         if ledger.num_free < count:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import MIB, format_gib
+from outcore.infer.cache.store import KvFormat, KvShape, KvStore
 from outcore.staging.pool import ALIGNMENT_BYTES, PinnedPool, load_libcudart
 
 SPARE_BYTES = 4 * MIB
@@ -29,6 +30,12 @@ class KvMemory:
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor there, all zero."""
         return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def store(
+        self, shape: KvShape, num_pages: int, page_tokens: int, dtype: torch.dtype, kv_format: KvFormat
+    ) -> KvStore:
+        """Pages of one attention there."""
+        return KvStore(shape, num_pages, page_tokens, dtype, self, kv_format)
 
     def close(self) -> None:
         """Let it go; no tensor of it may be used any more."""
@@ -95,15 +102,3 @@ def _device_address(address: int) -> int:
         lib.cudaGetLastError()  # or torch would report it at the next kernel
         raise MemoryError(f"the CUDA runtime gives pages in RAM no address on the GPU (error {code})")
     return int(found.value)
-
-
-def open_memory(device: torch.device, home: str, n_bytes: int) -> KvMemory:
-    """Memory for pages of keys and values that live in `home` ("vram" or "ram")."""
-    if device.type == "cpu" or home == "vram":
-        return KvMemory(device)
-    try:
-        return MappedMemory(n_bytes, device)
-    except (MemoryError, RuntimeError) as error:
-        plain = KvMemory(torch.device("cpu"))
-        plain.note = f"keys and values live in RAM that the GPU cannot read by itself, which is slower: {error}"
-        return plain

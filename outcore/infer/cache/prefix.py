@@ -40,20 +40,40 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._pages)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._pages
+
+    def by_key(self, key: bytes) -> PrefixPage | None:
+        """The page of this name."""
+        return self._pages.get(key)
+
+    def all(self) -> list[PrefixPage]:
+        """Every page, least recently used first."""
+        return list(self._pages.values())
+
+    def get(self, parent: bytes, tokens: Sequence[int]) -> PrefixPage | None:
+        """The page with these tokens behind `parent`."""
+        own = tuple(tokens)
+        page = self._pages.get(key_of(parent, own))
+        return page if page is not None and page.tokens == own and page.parent == parent else None
+
+    def used(self, page: PrefixPage) -> None:
+        """Note that a page was used just now."""
+        self._pages.move_to_end(page.key)
+
     def find(self, tokens: Sequence[int]) -> list[PrefixPage]:
         """The longest chain of pages that hold the beginning of `tokens`, and never all of them: the last token must
         be computed to know what follows."""
         found: list[PrefixPage] = []
         parent, size = ROOT, self.page_tokens
         for start in range(0, len(tokens) - size, size):
-            own = tuple(tokens[start : start + size])
-            page = self._pages.get(key_of(parent, own))
-            if page is None or page.tokens != own or page.parent != parent:
+            page = self.get(parent, tokens[start : start + size])
+            if page is None:
                 break
             found.append(page)
             parent = page.key
         for page in found:
-            self._pages.move_to_end(page.key)
+            self.used(page)
         return found
 
     def add(self, parent: bytes, tokens: Sequence[int], pages: tuple[int, ...]) -> tuple[bytes, bool]:

@@ -7,12 +7,11 @@ Legend: N tokens, P pages, T tokens a page, H heads, D width of a head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
-
-from outcore.infer.cache.memory import KvMemory
 
 KvFormat = Literal["same", "int8"]
 
@@ -31,6 +30,16 @@ class KvShape:
         return numel * dtype.itemsize if kv_format == "same" else numel + 2 * self.heads * 4
 
 
+class Memory(Protocol):
+    """Where a store's tensors come from."""
+
+    device: torch.device
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor there, all zero."""
+        ...
+
+
 class KvStore:
     """Pages of one attention. `memory`: where they live; `dtype`: what is given out."""
 
@@ -40,11 +49,12 @@ class KvStore:
         num_pages: int,
         page_tokens: int,
         dtype: torch.dtype,
-        memory: KvMemory,
+        memory: Memory,
         kv_format: KvFormat = "same",
     ) -> None:
         self.shape, self.page_tokens, self.dtype, self.home = shape, page_tokens, dtype, memory.device
-        stored = dtype if kv_format == "same" else torch.int8
+        self.is_packed = kv_format != "same"
+        stored = torch.int8 if self.is_packed else dtype
 
         def empty(width: int, kind: torch.dtype) -> torch.Tensor:
             return memory.zeros((num_pages, page_tokens, shape.heads, width), kind)
@@ -62,7 +72,7 @@ class KvStore:
         parts = (self._keys, self._values)
         for which, given in enumerate((keys_NHD, values_NHD)):
             if self._scales is not None:
-                given, scale = _quantized(given)
+                given, scale = quantized(given)
                 _flat(self._scales[which]).index_copy_(0, slots_N, scale.to(self.home))
             _flat(parts[which]).index_copy_(0, slots_N, given.to(self.home, parts[which].dtype))
 
@@ -73,7 +83,7 @@ class KvStore:
             rows = part[pages].to(device, non_blocking=True)
             if self._scales is not None:
                 scale = self._scales[which][pages].to(device, non_blocking=True)
-                rows = (rows.float() * scale).to(self.dtype)
+                rows = dequantized(rows, scale, self.dtype)
             found.append(rows.flatten(pages.ndim - 1, pages.ndim))
         return found[0], found[1]
 
@@ -82,12 +92,33 @@ class KvStore:
         scales = () if self._scales is None else self._scales
         return [tensor[page] for tensor in (self._keys, self._values, *scales)]
 
+    def page_like(self) -> list[torch.Tensor]:
+        """Empty tensors in RAM of the shapes and types that `page_contents` gives."""
+        size, shape = self.page_tokens, self.shape
+        stored = torch.int8 if self.is_packed else self.dtype
+        kinds = [(shape.key_width, stored), (shape.value_width, stored)]
+        kinds += [(1, torch.float32)] * 2 if self.is_packed else []
+        return [torch.empty((size, shape.heads, width), dtype=dtype) for width, dtype in kinds]
+
+    def put_page(self, page: int, contents: Sequence[torch.Tensor]) -> None:
+        """Fill a page with what `page_contents` gave of it, or of the same page in a store like this one."""
+        for mine, given in zip(self.page_contents(page), contents, strict=True):
+            mine.copy_(given)
+
+    def read_ahead(self, pages: torch.Tensor) -> None:
+        """These pages will be read soon: nothing to do where they are at hand."""
+
 
 def _flat(pages: torch.Tensor) -> torch.Tensor:
     return pages.view(-1, *pages.shape[2:])
 
 
-def _quantized(rows_NHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized(rows_NHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(int8 values, fp32 scale of each token and head)."""
     scale = rows_NHD.float().abs().amax(-1, keepdim=True).clamp_min(1e-8) / 127
     return (rows_NHD.float() / scale).round().clamp_(-127, 127).to(torch.int8), scale
+
+
+def dequantized(rows: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows as they were, but for rounding."""
+    return (rows.float() * scale).to(dtype)

@@ -11,6 +11,7 @@ from outcore.infer.opening import InferSettings, OpenedModel
 from outcore.infer.requests import Sampling, own_defaults, sampling_of
 from outcore.sizing.inference import PRESETS
 
+KV_HOMES = ("auto", "vram", "ram", "nvme")
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("temperature", float, "0: the likeliest token each time (default: as the model's makers say, else 1)"),
     ("top_k", int, "draw among so many likeliest tokens"),
@@ -38,16 +39,18 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--chunk_tokens", type=int, help="tokens of one call of a layer, and of a piece of a prompt")
     group.add_argument("--page_tokens", type=int, default=64, help="tokens of a page of keys and values")
     group.add_argument("--kv_format", choices=("same", "int8"), default="same", help="int8: half the bytes, close")
-    group.add_argument("--kv_home", choices=("auto", "vram", "ram"), default="auto", help="where keys and values live")
+    group.add_argument("--kv_home", choices=KV_HOMES, default="auto", help="where keys and values live")
     group.add_argument("--kv_gib", type=float, help="room for keys and values")
     group.add_argument("--vram_gib", type=float, help="device memory to stay within")
     group.add_argument("--ram_gib", type=float, help="RAM for weights, keys and values")
-    group.add_argument("--nvme_path", action="append", default=[], help="folder for weights that RAM does not hold")
+    group.add_argument("--nvme_path", action="append", default=[], help="folder for what RAM does not hold")
     group.add_argument("--pin_gib", type=float, help="page-locked memory at most")
     group.add_argument("--num_layer_buffers", type=int, default=3, help="travelling layers on the device at a time")
     group.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="layers through torch.compile")
     group.add_argument("--draft_tokens", type=int, help="guessed tokens of a pass; 0: none")
     group.add_argument("--no_prefix_sharing", action="store_true", help="compute every prompt from its beginning")
+    group.add_argument("--prefix_path", help="folder where beginnings of prompts are kept for the next start")
+    group.add_argument("--prefix_gib", type=float, help="room there for each model (default 8)")
     group.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
 
 
@@ -82,6 +85,8 @@ def settings_of(args: argparse.Namespace, *, deterministic: bool = False) -> Inf
         compile=args.compile,
         draft_tokens=args.draft_tokens,
         share_prefixes=not args.no_prefix_sharing,
+        prefix_path=None if args.prefix_path is None else Path(args.prefix_path),
+        prefix_gib=args.prefix_gib,
         deterministic=deterministic,
         trust_remote_code=args.trust_remote_code,
     )

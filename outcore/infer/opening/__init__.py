@@ -1,7 +1,8 @@
 """A model opened by name: found, tried, placed, its weights brought home."""
 
 from outcore.infer.opening.build import OpenedModel, open_engine, open_found
+from outcore.infer.opening.identity import model_hash
 from outcore.infer.opening.model import FoundModel, open_model
 from outcore.infer.opening.settings import InferSettings
 
-__all__ = ["FoundModel", "InferSettings", "OpenedModel", "open_engine", "open_found", "open_model"]
+__all__ = ["FoundModel", "InferSettings", "OpenedModel", "model_hash", "open_engine", "open_found", "open_model"]

@@ -8,13 +8,24 @@ from dataclasses import dataclass
 
 import torch
 
-from outcore.common.quantities import GIB
+from outcore.common.quantities import GIB, format_gib
 from outcore.flow import CompiledLayers, Flow, Head, ModelParts, PartRunner, discover_units, let_segments_grow
 from outcore.flow.tiles import free_device_bytes
+from outcore.flow.weights import Scratch
 from outcore.infer.attention import PagedAttention
-from outcore.infer.cache import CacheSettings, GroupPlan, KvCache, KvFormat, KvMemory, KvShape, open_memory
+from outcore.infer.cache import (
+    CacheSettings,
+    GroupPlan,
+    KeptPrefixes,
+    KvCache,
+    KvFormat,
+    KvMemory,
+    KvShape,
+    open_memory,
+)
 from outcore.infer.engine import InferenceEngine, Speech
 from outcore.infer.opening.check import Way, kv_of, use_attention, way_of
+from outcore.infer.opening.identity import bytes_of
 from outcore.infer.opening.model import FoundModel, open_model
 from outcore.infer.opening.settings import InferSettings
 from outcore.infer.opening.weights import OpenedWeights, StagingSettings, open_weights
@@ -33,6 +44,8 @@ from outcore.sizing.inference import (
 RAM_LEFT_BYTES = 2 * GIB
 """RAM that stays free for everything else, unless told."""
 DRAFT_TOKENS = 64
+PREFIX_GIB = 8.0
+"""On the drive for beginnings of prompts, unless told."""
 MAX_KINDS = 8
 """Kinds of layers that are compiled, two functions each: about 10 s a function where nothing is cached."""
 Shapes = Mapping[int | None, Mapping[int, KvShape]]
@@ -92,20 +105,26 @@ def open_found(
         progress(line)
     with ExitStack() as undo:
         units.buffers_to(device)
+        uses_drive = placement.kv_home == "nvme" or any(home.home == "nvme" for home in placement.parts)
+        scratch = undo.enter_context(Scratch(settings.nvme_path)) if uses_drive else None
         staging = StagingSettings(
-            settings.nvme_path,
             None if settings.pin_gib is None else int(settings.pin_gib * GIB),
             num_buffers=placement.num_buffers,
         )
-        weights = open_weights(units, placement, device, staging, loaded.feed, undo)
+        weights = open_weights(units, placement, device, staging, loaded.feed, undo, scratch)
         undo.callback(weights.arrival.abort)
         runner = PartRunner(units, compiled=layers_of(units, settings, way, device, progress))
         flow = Flow(runner, Head(runner, vocab_size=loaded.facts.vocab_size), weights.arrival, device)
-        memory = open_memory(device, placement.kv_home, placement.kv_bytes)
+        open_pages = placement.max_sequences + 2 * -(-placement.chunk_tokens // settings.page_tokens)
+        memory = open_memory(device, placement.kv_home, placement.kv_bytes, scratch, open_pages)
         undo.callback(memory.close)
         if memory.note:
             progress(memory.note)
         cache = cache_of(placement, needs, settings, dtype, way, memory)
+        cache.make_stores(shapes)
+        if settings.prefix_path is not None:
+            cache.kept = kept_of(found, settings, shapes, dtype, way, device, progress)
+            undo.callback(cache.close_kept)
         passes = _runner(found, flow, cache, placement, settings, way, device)
         scheduler = Scheduler(cache, schedule_limits(placement, settings, way))
         context = min(n for n in (found.max_context, placement.context_tokens) if n is not None)
@@ -188,8 +207,10 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
         raise ValueError(f"context is {context}, but the model knows {found.max_context} positions. Lower --context.")
     kv_home = None if settings.kv_home == "auto" else settings.kv_home
     if way == "whole" and vram is not None:
-        if kv_home == "ram":
-            raise ValueError("kv_home ram: this model keeps states of its own, which stay on the GPU. Leave it out.")
+        if kv_home in ("ram", "nvme"):
+            raise ValueError(
+                f"kv_home {kv_home}: this model keeps states of its own, which stay on the GPU. Leave it out."
+            )
         kv_home = "vram"
     rule_context = context or found.max_context
     return InferenceLimits(
@@ -233,6 +254,38 @@ def cache_of(
     groups = tuple(GroupPlan(window, pages(min(low * size, most), window)) for window, _ in needs.kv.bytes_by_window)
     shares = settings.share_prefixes and way == "paged"
     return KvCache(CacheSettings(groups, size, dtype, settings.kv_format, shares), memory)
+
+
+def kept_of(
+    found: FoundModel,
+    settings: InferSettings,
+    shapes: Shapes,
+    dtype: torch.dtype,
+    way: Way,
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> KeptPrefixes | None:
+    """Beginnings of prompts on the drive. ValueError where the folder cannot be used, or nothing names the weights."""
+    assert settings.prefix_path is not None
+    if way == "whole":
+        raise ValueError("prefix_path: this model's sequences run by themselves and share nothing. Leave it out.")
+    identity = {
+        "weights": bytes_of(found),
+        "config": found.loaded.config.to_json_string(use_diff=False),
+        "dtype": str(dtype),
+        "kv_format": settings.kv_format,
+        "page_tokens": settings.page_tokens,
+        "windows": [str(window) for window in shapes],
+        "deterministic": settings.deterministic,
+        "device": device.type,
+    }
+    page_bytes = settings.page_tokens * sum(
+        shape.token_bytes(dtype, settings.kv_format) for of_layers in shapes.values() for shape in of_layers.values()
+    )
+    budget = int((settings.prefix_gib or PREFIX_GIB) * GIB)
+    kept = KeptPrefixes(settings.prefix_path, budget, identity, settings.page_tokens, page_bytes)
+    progress(f"beginnings of prompts: {len(kept):,} pages in {kept.folder}, {format_gib(kept.size_bytes)} reserved")
+    return kept
 
 
 def schedule_limits(placement: Placement, settings: InferSettings, way: Way) -> ScheduleLimits:

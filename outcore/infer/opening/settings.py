@@ -32,14 +32,14 @@ class InferSettings:
     chunk_tokens: int | None = None
     page_tokens: int = 64
     kv_format: Literal["same", "int8"] = "same"
-    kv_home: Literal["auto", "vram", "ram"] = "auto"
+    kv_home: Literal["auto", "vram", "ram", "nvme"] = "auto"
     kv_gib: float | None = None
     vram_gib: float | None = None
     """Device memory to stay within; None: what is free."""
     ram_gib: float | None = None
     """RAM for weights, keys and values; None: what is free, less 2 GiB."""
     nvme_path: tuple[Path, ...] = ()
-    """Folders for weights that RAM does not hold."""
+    """Folders for weights, keys and values that RAM does not hold."""
     pin_gib: float | None = None
     """Page-locked memory at most; None: as much as helps and the machine gives."""
     num_layer_buffers: int = 3
@@ -47,6 +47,10 @@ class InferSettings:
     draft_tokens: int | None = None
     """Guessed tokens of a pass; 0: none. None: 64."""
     share_prefixes: bool = True
+    prefix_path: Path | None = None
+    """Folder where beginnings of prompts are kept for the next start; None: they are forgotten."""
+    prefix_gib: float | None = None
+    """Room there for each model; None: 8."""
     compile: CompileChoice = "auto"
     """Layers through torch.compile, small passes as CUDA graphs. auto: on a GPU, where it works."""
     deterministic: bool = False
@@ -61,8 +65,16 @@ class InferSettings:
             raise ValueError(f"device is {self.device!r}, but must be auto, cpu, cuda or cuda:N.")
         if self.precision not in ("auto", "bf16", "fp16", "fp32"):
             raise ValueError(f"precision is {self.precision!r}, but must be auto, bf16, fp16 or fp32.")
-        if self.kv_format not in ("same", "int8") or self.kv_home not in ("auto", "vram", "ram"):
-            raise ValueError("kv_format must be same or int8, kv_home auto, vram or ram.")
+        if self.prefix_path is not None:
+            object.__setattr__(self, "prefix_path", Path(self.prefix_path).expanduser())
+        if self.kv_format not in ("same", "int8") or self.kv_home not in ("auto", "vram", "ram", "nvme"):
+            raise ValueError("kv_format must be same or int8, kv_home auto, vram, ram or nvme.")
+        if self.kv_home == "nvme" and not self.nvme_path:
+            raise ValueError("kv_home nvme needs a folder on a drive (--nvme_path).")
+        if self.prefix_path is not None and not self.share_prefixes:
+            raise ValueError("prefix_path does nothing without shared prefixes: leave out --no_prefix_sharing.")
+        if self.prefix_gib is not None and self.prefix_path is None:
+            raise ValueError("prefix_gib does nothing without --prefix_path. Give the folder, or leave it out.")
         if self.compile not in ("auto", "on", "off"):
             raise ValueError(f"compile is {self.compile!r}, but must be auto, on or off.")
         for name, least in (
@@ -77,7 +89,7 @@ class InferSettings:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ValueError(f"{name} is {value!r}, but must be a whole number of at least {least}.")
-        for name in ("kv_gib", "vram_gib", "ram_gib", "pin_gib"):
+        for name in ("kv_gib", "vram_gib", "ram_gib", "pin_gib", "prefix_gib"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value!r}, but must be above 0.")
@@ -92,7 +104,7 @@ class InferSettings:
         if device_type == "cuda":
             return
         for name, idle in (("vram_gib", None), ("pin_gib", None), ("kv_home", "auto")):
-            if getattr(self, name) != idle:
+            if getattr(self, name) != idle and (name, self.kv_home) != ("kv_home", "nvme"):
                 raise ValueError(f"{name} does nothing on a CPU, where everything lives in RAM. Leave it out.")
 
     @property

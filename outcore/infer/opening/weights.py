@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -26,9 +25,8 @@ READ_AHEAD_SLOTS = 16
 
 @dataclass(frozen=True)
 class StagingSettings:
-    """Pinned memory and drives."""
+    """Pinned memory."""
 
-    nvme_paths: tuple[Path, ...] = ()
     staging_bytes: int | None = None
     """Pinned memory at most; None: as much as the weights in RAM take, as far as the machine gives it."""
     slot_bytes: int = SLOT_BYTES
@@ -70,8 +68,10 @@ def open_weights(
     settings: StagingSettings,
     feed: WeightFeed | None,
     undo: ExitStack,
+    scratch: Scratch | None = None,
 ) -> OpenedWeights:
-    """Give every part its home; `undo` closes what was opened. EngineError where a drive has no room."""
+    """Give every part its home; `undo` closes what was opened. `scratch`: on the drives, where weights spill to them.
+    EngineError where a drive has no room."""
     home_of = {home.part: home for home in placement.parts}
     stays = [part for part in units.all if home_of[part.name].home == "vram" or _in_place(home_of, part, device)]
     travels = [part for part in units.all if part not in stays]
@@ -82,8 +82,7 @@ def open_weights(
     pool, lanes = _open_lanes(travels, spills, cuts, device, settings, undo)
     memory = _PlacedMemory(pool, stays if device.type != "cpu" else (), device)
     undo.callback(memory.close)
-    scratch = undo.enter_context(Scratch(settings.nvme_paths)) if spills else None
-    homes = WeightHomes(units.all, memory, cuts, scratch, feed)
+    homes = WeightHomes(units.all, memory, cuts, scratch if spills else None, feed)
     homes.adopt()
     travelling = None
     if travels:

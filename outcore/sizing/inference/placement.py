@@ -23,6 +23,8 @@ RAM_SHARE_OF_KV = 0.4
 """Of RAM that keys and values may take; a quarter of it where weights would have to go to a drive for them."""
 FREE_SHARE = 0.04
 """Of the device that stays free: the allocator's rounding and what a desktop takes meanwhile."""
+OPEN_TOKENS = 64
+"""Of each answer, whose keys and values are in RAM until their page is full."""
 DRAWN_ROWS, DRAWN_BYTES = 32, 44
 """Rows of logits that are sorted together to draw tokens, and bytes for every token of the vocabulary in each."""
 HIDDEN_COPIES = 14
@@ -171,7 +173,7 @@ class Placement:
         found = [
             f"preset {self.preset.name}: {self.preset.objective}",
             f"weights: {', '.join(where)}{shared}",
-            f"keys and values: {format_gib(self.kv_bytes)} in {'VRAM' if self.kv_home == 'vram' else 'RAM'}; context "
+            f"keys and values: {format_gib(self.kv_bytes)} {words[self.kv_home]}; context "
             f"{self.context_tokens:,} tokens, up to {self.max_sequences} answers at once",
         ]
         if self.vram_bytes:
@@ -204,6 +206,20 @@ def kv_wanted_bytes(needs: InferenceNeeds, sequences: int, chunk: int, context: 
     return max(one, sequences * needs.kv.sequence_bytes(max(256, context // 4), chunk))
 
 
+def open_kv_bytes(needs: InferenceNeeds, sequences: int, chunk: int) -> int:
+    """RAM for pages that are being filled, where full ones lie on a drive."""
+    return (sequences * OPEN_TOKENS + 2 * chunk) * needs.kv.token_bytes
+
+
+def _needs_drive(one: int, ram_bytes: int, limits: InferenceLimits) -> bool:
+    """Whether keys and values of one whole context exceed RAM, and a drive is there for them."""
+    return limits.kv_home is None and limits.has_nvme and limits.kv_bytes is None and one > ram_bytes
+
+
+def _on_drive_words(one: int) -> str:
+    return f"keys and values live on NVMe: {format_gib(one)} of one context would not fit in RAM"
+
+
 def work_bytes(needs: InferenceNeeds, chunk: int, pass_tokens: int, sequences: int) -> int:
     """What a pass holds beside weights and cache: a layer's intermediates, all rows' hidden states, logits."""
     hidden = needs.hidden_size * needs.itemsize
@@ -221,13 +237,17 @@ def _on_cpu(
     kv = limits.kv_bytes or kv_wanted_bytes(needs, sequences, chunk, context)
     one = needs.kv.sequence_bytes(context, chunk)
     most_kv = limits.ram_bytes - work - (weights if not limits.has_nvme else 0)
-    if limits.kv_bytes is None and kv > most_kv // 2:
+    kv_home: Home = "nvme" if limits.kv_home == "nvme" or _needs_drive(one, most_kv, limits) else "ram"
+    if kv_home == "ram" and limits.kv_bytes is None and kv > most_kv // 2:
         kv = max(one, most_kv // 2)
         reasons.append(f"keys and values take {format_gib(kv)} instead of more: RAM is short")
-    ram = limits.ram_bytes - kv - work
+    kv_ram = kv if kv_home == "ram" else open_kv_bytes(needs, sequences, chunk)
+    if kv_home == "nvme" and limits.kv_home is None:
+        reasons.append(_on_drive_words(one))
+    ram = limits.ram_bytes - kv_ram - work
     if ram < weights and not limits.has_nvme:
         raise DoesNotFit(
-            f"the weights take {format_gib(weights)}, keys and values {format_gib(kv)}, and RAM has "
+            f"the weights take {format_gib(weights)}, keys and values {format_gib(kv_ram)}, and RAM has "
             f"{format_gib(limits.ram_bytes)} to give: give a folder on a drive (--nvme_path), a shorter --context, or "
             "choose a smaller model."
         )
@@ -238,7 +258,7 @@ def _on_cpu(
         )
     homes = _in_ram(needs.parts, ram, computed_by="cpu")
     return Placement(
-        rule, homes, "ram", kv, context, sequences, pass_tokens, chunk, limits.num_buffers, {}, tuple(reasons)
+        rule, homes, kv_home, kv, context, sequences, pass_tokens, chunk, limits.num_buffers, {}, tuple(reasons)
     )
 
 
@@ -270,7 +290,8 @@ def _on_gpu(
     room = total - least
     # Many answers at once are worth more than keys and values that do not travel; one answer is not.
     stays = wanted if rule.name == "throughput" else one
-    kv_home: Home = limits.kv_home or ("vram" if stays <= min(room, int(total * rule.kv_share)) else "ram")
+    elsewhere: Home = "nvme" if _needs_drive(one, limits.ram_bytes, limits) else "ram"
+    kv_home: Home = limits.kv_home or ("vram" if stays <= min(room, int(total * rule.kv_share)) else elsewhere)
     if kv_home == "vram":
         kv = wanted if limits.kv_bytes else min(wanted, max(one, int(total * rule.kv_share)))
         if max(kv, one) > room:
@@ -279,6 +300,10 @@ def _on_gpu(
                 f"keys and values need {format_gib(max(kv, one))} of VRAM, {format_gib(room)} are left: context "
                 f"{fits // 256 * 256:,} tokens instead of {context:,}, --kv_format int8, or --kv_home ram."
             )
+    elif kv_home == "nvme":
+        kv = max(one, limits.kv_bytes or wanted)
+        if limits.kv_home is None:
+            reasons.append(_on_drive_words(one))
     else:
         spills = weights - (total - least) > limits.ram_bytes - wanted
         share = RAM_SHARE_OF_KV if not spills or rule.name == "throughput" else RAM_SHARE_OF_KV / 4
@@ -290,7 +315,8 @@ def _on_gpu(
     device_kv = kv if kv_home == "vram" else 0
     left = total - work - device_kv
     homes, resident, streams = _spread(needs.parts, left, buffers, max(ends))
-    ram = limits.ram_bytes - (0 if kv_home == "vram" else kv)
+    kv_ram = {"vram": 0, "ram": kv, "nvme": open_kv_bytes(needs, sequences, chunk)}[kv_home]
+    ram = limits.ram_bytes - kv_ram
     travelling = [part for part in needs.parts if part.name not in resident]
     in_ram = {home.part: home for home in _in_ram(travelling, ram, computed_by="gpu")}
     missing = sum(home.size_bytes - home.ram_bytes for home in in_ram.values())

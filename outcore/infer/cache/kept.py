@@ -1,0 +1,236 @@
+"""Full pages of prompts on a drive, so that a beginning computed once is not computed again after a restart.
+
+A page is a record in a store of the storage room, checksummed there: its key, the tokens before it by their key, its
+own tokens, then keys and values of all attentions. It counts only when those tokens are what was asked for, read from
+the record itself; a record that is damaged or another's is forgotten, and said. All space is reserved when the first
+page is kept, so the budget is never exceeded; the least recently used ends of chains go first. A list of pages lies
+beside the store and is replaced whole after every commit: what a kill loses is what was kept in the last minute.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.common import make_folder, write_json
+from outcore.common.quantities import KIB, format_gib, round_up
+from outcore.infer.cache.prefix import PrefixIndex, key_of
+from outcore.storage import StorageError, StoreInUse, TensorSpec, TensorStore, Transfer, aligned_bytes
+
+logger = logging.getLogger(__name__)
+LIST, IDENTITY, FILES = "pages.json", "model.json", "records"
+COMMIT_EVERY_S = 60.0
+SECTOR_BYTES, KEY_BYTES = 4 * KIB, 16
+MAX_UNDER_WAY = 8
+"""Records being written, each a page's bytes of memory."""
+
+
+class KeptPrefixes:
+    """Pages of one model in `folder` / a name that `identity` gives: whatever changes keys and values must be in it.
+
+    `page_bytes`: keys and values of all attentions. One process at a time. ValueError, in words, for a
+    folder that is in use, damaged, or on a drive without room.
+    """
+
+    def __init__(
+        self, folder: Path, budget_bytes: int, identity: Mapping[str, Any], page_tokens: int, page_bytes: int
+    ) -> None:
+        name = key_of(b"", list(json.dumps(identity, sort_keys=True).encode())).hex()
+        self.folder, self._page_tokens = folder.expanduser() / name, page_tokens
+        self._head_bytes = round_up(2 * KEY_BYTES + 8 * page_tokens, SECTOR_BYTES)
+        self._record_bytes = round_up(self._head_bytes + page_bytes, SECTOR_BYTES)
+        self._most = budget_bytes // self._record_bytes
+        if not self._most:
+            raise ValueError(
+                f"prefix_gib is {format_gib(budget_bytes)}, but one page of {page_tokens} tokens takes "
+                f"{format_gib(self._record_bytes)}: raise it, or lower --page_tokens."
+            )
+        self._index = PrefixIndex(page_tokens)
+        self._free = list(range(self._most - 1, -1, -1))
+        self._under_way: list[Transfer] = []
+        self._committed_s, self._has_news, self.why_not = time.monotonic(), False, ""
+        self.num_damaged = 0
+        try:
+            self._store = self._opened(identity)
+        except StoreInUse as error:
+            raise ValueError(
+                f"prefix_path: {self.folder} is in use by another process that runs this model. Give this one another "
+                "folder, or leave --prefix_path out."
+            ) from error
+        except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"prefix_path: {self.folder} cannot be used ({error}). Mend the drive, or remove that folder: it holds "
+                "nothing that is not computed again."
+            ) from error
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def size_bytes(self) -> int:
+        """Reserved on the drive."""
+        return self._store.total_bytes
+
+    def has(self, parent: bytes, tokens: Sequence[int]) -> bool:
+        """Whether the page with these tokens behind `parent` is kept."""
+        return not self.why_not and self._index.get(parent, tokens) is not None
+
+    def read(
+        self, parent: bytes, tokens: Sequence[int], like: Sequence[Sequence[torch.Tensor]]
+    ) -> list[list[torch.Tensor]] | None:
+        """Contents of a page that is kept, in tensors shaped `like` those; None where the drive's are not right, which
+        is logged, and the page is forgotten."""
+        page = self._index.get(parent, tokens)
+        assert page is not None
+        record = self._empty()
+        try:
+            self._settle()
+            self._store.submit_read(_name(page.pages[0]), record).wait()
+            if not torch.equal(record[: self._head_bytes], self._head(parent, tokens)):
+                raise StorageError("read of a kept page", path=self.folder, reason="it holds other tokens")
+        except StorageError as error:
+            self.num_damaged += 1
+            logger.warning("a page of a prompt on the drive is not used, and computed again: %s", error)
+            self._forget_from(page.key)
+            return None
+        self._index.used(page)
+        found, at = [], self._head_bytes
+        for of_store in like:
+            found.append([])
+            for tensor in of_store:
+                found[-1].append(record[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+                at += tensor.nbytes
+        return found
+
+    def put(self, parent: bytes, tokens: Sequence[int], contents: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Keep a page whose parent is kept or which begins a prompt. A drive that fails is logged once; nothing is
+        kept from then on."""
+        if self.why_not or (parent and parent not in self._index):
+            return
+        if not self._free:
+            self._make_room(parent)
+        if not self._free:
+            return
+        record, slot = self._empty(), self._free.pop()
+        record[: self._head_bytes] = self._head(parent, tokens)
+        at = self._head_bytes
+        for tensor in (tensor for of_store in contents for tensor in of_store):
+            flat = tensor.contiguous().view(-1).view(torch.uint8)
+            record[at : at + flat.numel()].copy_(flat)
+            at += flat.numel()
+        try:
+            while len(self._under_way) >= MAX_UNDER_WAY:
+                self._under_way.pop(0).wait()
+            self._under_way.append(self._store.submit_write(_name(slot), record))
+            self._index.add(parent, tokens, (slot,))
+            self._has_news = True
+            if time.monotonic() - self._committed_s > COMMIT_EVERY_S:
+                self.commit()
+        except OSError as error:  # StorageError is one
+            self.give_up(error)
+
+    def commit(self) -> None:
+        """Make durable what was kept so far. StorageError."""
+        self._committed_s = time.monotonic()
+        if self._has_news:
+            self._settle()
+            self._store.commit()
+            pages = [[page.parent.hex(), list(page.tokens), page.pages[0]] for page in self._index.all()]
+            write_json(self.folder / LIST, pages)
+            self._has_news = False
+
+    def close(self) -> None:
+        """Commit, and let the files go."""
+        try:
+            if not self.why_not:
+                self.commit()
+        except OSError as error:
+            self.give_up(error)
+        finally:
+            self._store.close()
+
+    def give_up(self, why: object) -> None:
+        """Keep nothing from now on, and find nothing."""
+        if not self.why_not:
+            self.why_not = str(why)
+            logger.error("prompts are no longer kept on the drive: %s", why)
+
+    # --- parts
+
+    def _opened(self, identity: Mapping[str, Any]) -> TensorStore:
+        make_folder(self.folder)
+        files = self.folder / FILES
+        if (self.folder / LIST).is_file():
+            store = TensorStore.open([files])
+            if store.names == tuple(map(_name, range(self._most))):
+                try:
+                    self._read_list(json.loads((self.folder / LIST).read_text(encoding="utf-8")))
+                    return store
+                except BaseException:
+                    store.close()
+                    raise
+            store.delete()  # another budget: begun anew
+            (self.folder / LIST).unlink()
+        specs = [TensorSpec(_name(slot), torch.uint8, (self._record_bytes,)) for slot in range(self._most)]
+        if files.is_dir() and (files / "manifest.json").exists():  # killed before its first commit
+            TensorStore.open([files]).delete()
+        store = TensorStore.create([files], specs, checksum=True)
+        write_json(self.folder / IDENTITY, dict(identity))
+        return store
+
+    def _read_list(self, pages: list[list[Any]]) -> None:
+        """What was kept, parents before those behind them."""
+        waiting = [(bytes.fromhex(parent), tokens, int(slot)) for parent, tokens, slot in pages]
+        while waiting:
+            left = []
+            for parent, tokens, slot in waiting:
+                if parent and parent not in self._index:
+                    left.append((parent, tokens, slot))
+                else:
+                    self._index.add(parent, tokens, (slot,))
+            if len(left) == len(waiting):
+                raise KeyError("its list names pages whose beginning is missing")
+            waiting = left
+        used = {page.pages[0] for page in self._index.all()}
+        self._free = [slot for slot in self._free if slot not in used]
+
+    def _make_room(self, parent: bytes) -> None:
+        """Forget the least recently used end of a chain, but not of the one that is to get longer."""
+        page = self._index.oldest(lambda page: page.key != parent)
+        if page is not None:
+            self._settle()  # two writes to one place would have no order
+            self._index.remove(page)
+            self._free.append(page.pages[0])
+
+    def _forget_from(self, key: bytes) -> None:
+        """Forget a page and all behind it."""
+        for page in [page for page in self._index.all() if page.parent == key]:
+            self._forget_from(page.key)
+        for page in [page for page in self._index.all() if page.key == key]:
+            self._index.remove(page)
+            self._free.append(page.pages[0])
+        self._has_news = True
+
+    def _head(self, parent: bytes, tokens: Sequence[int]) -> torch.Tensor:
+        head = torch.zeros(self._head_bytes, dtype=torch.uint8)
+        data = parent.ljust(KEY_BYTES, b"\0") + key_of(parent, tokens) + array("q", tokens).tobytes()
+        head[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return head
+
+    def _settle(self) -> None:
+        while self._under_way:
+            self._under_way.pop(0).wait()
+
+    def _empty(self) -> torch.Tensor:
+        return torch.from_numpy(aligned_bytes(self._record_bytes))
+
+
+def _name(slot: int) -> str:
+    return f"page {slot}"
