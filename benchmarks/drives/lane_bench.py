@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from outcore.common.quantities import MIB
-from outcore.staging import DownloadLane, PinnedPool, UploadLane
+from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane
 from outcore.storage import BlockFile, PosixEngine
 
 LINK_ROUNDS = 16
@@ -58,21 +58,22 @@ class Bench:
             self.down_source = torch.zeros(home_bytes, dtype=torch.uint8, device=self.device)
             # A pool that was degraded to a small machine's size still holds the slots of two lanes.
             fitting_bytes = self.pool.largest_free_bytes() // (2 * self.num_slots) // 4096 * 4096
-            slots = (min(self.slot_bytes, fitting_bytes), self.num_slots)
+            slots = LaneSettings(min(self.slot_bytes, fitting_bytes), self.num_slots)
             lanes = (self.pool, self.engine, self.device)
-            self.up = stack.enter_context(UploadLane(*lanes, *slots, write_combined=False, owner="up"))
-            self.down = stack.enter_context(DownloadLane(*lanes, *slots, owner="down"))
+            self.up = stack.enter_context(UploadLane(*lanes, slots, "up"))
+            self.down = stack.enter_context(DownloadLane(*lanes, slots, "down"))
             # The limited pool is a grant of its own: half of it for each direction.
             self.limited = stack.enter_context(PinnedPool(self.limited_bytes, device=self.device, probe=False))
-            slots = (self.limited_bytes // (2 * LIMITED_SLOTS) // 4096 * 4096, LIMITED_SLOTS)
+            slots = LaneSettings(self.limited_bytes // (2 * LIMITED_SLOTS) // 4096 * 4096, LIMITED_SLOTS)
             lanes = (self.limited, self.engine, self.device)
-            self.limited_up = stack.enter_context(UploadLane(*lanes, *slots, owner="limited up"))
-            self.limited_down = stack.enter_context(DownloadLane(*lanes, *slots, owner="limited down"))
+            self.limited_up = stack.enter_context(UploadLane(*lanes, slots, "limited up"))
+            self.limited_down = stack.enter_context(DownloadLane(*lanes, slots, "limited down"))
             self.combined_up: UploadLane | None = None
             if self.pool.write_combined_bytes:
-                slots = (self.pool.write_combined_bytes // self.num_slots // 4096 * 4096, self.num_slots)
+                slot_bytes = self.pool.write_combined_bytes // self.num_slots // 4096 * 4096
+                slots = LaneSettings(slot_bytes, self.num_slots, True)
                 lanes = (self.pool, self.engine, self.device)
-                self.combined_up = stack.enter_context(UploadLane(*lanes, *slots, True, "write-combined up"))
+                self.combined_up = stack.enter_context(UploadLane(*lanes, slots, "write-combined up"))
             self._stack = stack.pop_all()
         return self
 

@@ -28,7 +28,7 @@ from outcore.common.quantities import GB, GIB, MIB
 from outcore.machine import usable_cores
 from outcore.probe.bench.memory import measure_ram, thread_counts
 from outcore.sizing.copies import COPY_THREAD_GB_PER_S, DRAM_PASSES, copy_threads
-from outcore.staging import PinnedPool, UploadLane
+from outcore.staging import LaneSettings, PinnedPool, UploadLane
 from outcore.staging.pool.host_memory import pageable
 
 WANTED = 0.9
@@ -97,7 +97,7 @@ def _link(device: torch.device, args: argparse.Namespace) -> float:
     """GB/s of the same bytes from RAM that is pinned."""
     n_bytes = args.layer_mib * MIB
     with PinnedPool(2 * n_bytes + 64 * MIB, device=device) as pool:
-        home, lane = pool.lease(n_bytes, "home"), UploadLane(pool, None, device, 4 * MIB, 2)
+        home, lane = pool.lease(n_bytes, "home"), UploadLane(pool, None, device, LaneSettings(4 * MIB, 2))
         try:
             return _rate(lane, [home.tensor] * args.layers, device)
         finally:
@@ -111,7 +111,11 @@ def _pageable(device: torch.device, args: argparse.Namespace, slot_mib: int, thr
     homes = [pageable(args.layer_mib * MIB) for _ in range(args.layers)]
     with PinnedPool(n_bytes, device=device, write_combined_bytes=n_bytes if combined else 0) as pool:
         lane = UploadLane(
-            pool, None, device, slot_mib * MIB, num_slots, write_combined=combined, copy_threads=threads, owner="bench"
+            pool,
+            None,
+            device,
+            LaneSettings(slot_mib * MIB, num_slots, write_combined=combined, copy_threads=threads),
+            owner="bench",
         )
         try:
             return _rate(lane, homes, device)

@@ -36,7 +36,7 @@ from outcore.probe.report import advice
 from outcore.probe.report.recommend import recommend
 from outcore.probe.report.record import Measured
 from outcore.probe.system import RealSystem, System
-from outcore.staging import PinnedPool, UploadLane
+from outcore.staging import LaneSettings, PinnedPool, UploadLane
 from outcore.storage import BlockFile, BufferedFallbackWarning, PosixEngine, StorageEngine, StorageError
 
 if TYPE_CHECKING:
@@ -292,7 +292,9 @@ class ProbeRun:
         with ExitStack() as stack:
             direct = self._direct(found, file, facts, stack) if self.has_gpu else {}
             stage_s, repeats = self.budget.begin("latency", LEAST_STAGE_S), self.effort.latency_repeats
-            lane = UploadLane(pool, engine, self.device, slot_bytes, LATENCY_SLOTS, combined, "probe-latency")
+            lane = UploadLane(
+                pool, engine, self.device, LaneSettings(slot_bytes, LATENCY_SLOTS, combined), "probe-latency"
+            )
             with lane:
                 found.latency = measure_latency(file, self.device, lane, stage_s, repeats, direct, self.progress.tick)
 

@@ -6,6 +6,7 @@ from outcore.staging.lanes import (
     DownloadLane,
     Gate,
     LaneClosed,
+    LaneSettings,
     LaneStats,
     LaneTransfer,
     UploadLane,

@@ -10,7 +10,7 @@ from outcore.flow import Call, FixedWeights, Flow, Head, PartRunner, discover_un
 from outcore.flow.check import why_not_streamed
 from outcore.flow.check.trial import FORWARD, forward_difference
 from outcore.flow.weights import WeightHomes, WeightPrefetcher
-from outcore.staging import PinnedPool, UploadLane
+from outcore.staging import LaneSettings, PinnedPool, UploadLane
 from outcore.staging.pool.host_memory import HostMemory
 from tests.flow.models import padded_batch, plain_batch, tiny_loaded
 
@@ -28,7 +28,7 @@ def opened():
         loaded.model.eval()
         units = discover_units(loaded)
         pool = PinnedPool(1 << 20, device=CPU, probe=False)
-        lane = UploadLane(pool, None, CPU, 1 << 16, 2)
+        lane = UploadLane(pool, None, CPU, LaneSettings(1 << 16, 2))
         homes = WeightHomes(units.all, HostMemory(pool), {u.index: u.layout.numel for u in units.all}, None)
         homes.adopt()
         runner = PartRunner(units)

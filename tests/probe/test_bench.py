@@ -34,7 +34,7 @@ from outcore.probe.bench.measurement import Measurement, best, smallest_good_eno
 from outcore.probe.bench.memory import measure_ram, thread_counts
 from outcore.probe.gds.facts import GdsFacts, ReadTest
 from outcore.probe.gds.verdict import PathVerdict
-from outcore.staging import PinnedPool, UploadLane
+from outcore.staging import LaneSettings, PinnedPool, UploadLane
 from outcore.storage import BlockFile, PosixEngine
 
 CPU = torch.device("cpu")
@@ -252,7 +252,7 @@ def test_write_combined_is_measured() -> None:
 
 def test_latency(open_file: BlockFile) -> None:
     with PinnedPool(8 * MIB, device=CPU) as pool, PosixEngine(num_threads=2) as engine:
-        lane = UploadLane(pool, engine, CPU, MIB, 2, owner="test")
+        lane = UploadLane(pool, engine, CPU, LaneSettings(MIB, 2), owner="test")
         with lane:
             result = measure_latency(open_file, CPU, lane, 0.0, 5, {"kvikio": engine})
     sizes = list(result.median_s["plain"])

@@ -162,11 +162,11 @@ def content_of(path: Path) -> torch.Tensor:
 
 FORGETFUL = """
 import sys, torch
-from outcore.staging import PinnedPool, UploadLane
+from outcore.staging import LaneSettings, PinnedPool, UploadLane
 from outcore.storage import BlockFile, PosixEngine
 device = torch.device(sys.argv[2])
 pool = PinnedPool(4 << 20, device=device, probe=False)
-up = UploadLane(pool, PosixEngine(), device, 1 << 20, timeout_s=30)
+up = UploadLane(pool, PosixEngine(), device, LaneSettings(1 << 20, timeout_s=30))
 file = BlockFile(sys.argv[1])
 out = torch.zeros(file.size_bytes, dtype=torch.uint8, device=device)
 transfers = [up.submit(file, 0, out) for _ in range(20)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outcore.common.quantities import KIB, MIB
-from outcore.staging import DownloadLane, Gate, LaneClosed, PinnedPool, UploadLane
+from outcore.staging import DownloadLane, Gate, LaneClosed, LaneSettings, PinnedPool, UploadLane
 from outcore.storage import PosixEngine, StorageError
 from tests.staging.fakes import LateEvent, LateStreams, file_with, random_bytes
 from tests.storage.faulty import FaultyEngine
@@ -48,7 +48,7 @@ def test_slots_are_filled_ahead_and_copied_in_turn(pool, drive, tmp_path: Path, 
     event = LateEvent()
     with (
         file_with(tmp_path / "f", content) as file,
-        UploadLane(pool, drive, CPU, SLOT, 4, streams=LateStreams() if late else None) as lane,
+        UploadLane(pool, drive, CPU, LaneSettings(SLOT, 4), streams=LateStreams() if late else None) as lane,
     ):
         reads = drive.delay(0.0, "read")
         transfers = [lane.submit(file, i * 2 * SLOT, out, after=gate) for i, (out, gate) in enumerate(zip(outs, gates))]
@@ -69,7 +69,7 @@ def test_copies_wait_for_the_event_that_the_gate_was_opened_with(pool, drive, tm
     content, out, event, gate = random_bytes(3 * SLOT), torch.zeros(3 * SLOT, dtype=torch.uint8), LateEvent(), Gate()
     with (
         file_with(tmp_path / "f", content) as file,
-        UploadLane(pool, drive, CPU, SLOT, 3, streams=LateStreams()) as lane,
+        UploadLane(pool, drive, CPU, LaneSettings(SLOT, 3), streams=LateStreams()) as lane,
     ):
         transfer = lane.submit(file, 0, out, after=gate)
         gate.open(event)
@@ -86,7 +86,7 @@ def test_copies_wait_for_the_event_that_the_gate_was_opened_with(pool, drive, tm
 def test_a_cancelled_gate_fails_its_transfer_and_frees_the_slots(pool, drive, tmp_path: Path) -> None:
     content, outs = random_bytes(8 * SLOT), [torch.zeros(4 * SLOT, dtype=torch.uint8) for _ in range(2)]
     gates = [Gate(), Gate()]
-    with file_with(tmp_path / "f", content) as file, UploadLane(pool, drive, CPU, SLOT, 2) as lane:
+    with file_with(tmp_path / "f", content) as file, UploadLane(pool, drive, CPU, LaneSettings(SLOT, 2)) as lane:
         reads = drive.delay(0.0, "read")
         first, second = (lane.submit(file, i * 4 * SLOT, out, after=g) for i, (out, g) in enumerate(zip(outs, gates)))
         until(lambda: reads.fired == 2)
@@ -104,7 +104,10 @@ def test_a_cancelled_gate_fails_its_transfer_and_frees_the_slots(pool, drive, tm
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_failed_read_behind_a_gate_reaches_the_one_who_waits(pool, drive, tmp_path: Path, opens: bool) -> None:
     out, gate = torch.zeros(4 * SLOT, dtype=torch.uint8), Gate()
-    with file_with(tmp_path / "f", random_bytes(4 * SLOT)) as file, UploadLane(pool, drive, CPU, SLOT, 4) as lane:
+    with (
+        file_with(tmp_path / "f", random_bytes(4 * SLOT)) as file,
+        UploadLane(pool, drive, CPU, LaneSettings(SLOT, 4)) as lane,
+    ):
         drive.fail("read", after=1)
         transfer = lane.submit(file, 0, out, after=gate)
         until(lambda: transfer.error is not None)  # cancelled before the lane heard of the failure, it says "given up"
@@ -119,7 +122,7 @@ def test_a_failed_read_behind_a_gate_reaches_the_one_who_waits(pool, drive, tmp_
 
 def test_closing_a_lane_ends_what_waits_behind_a_gate(pool, drive, tmp_path: Path) -> None:
     with file_with(tmp_path / "f", random_bytes(4 * SLOT)) as file:
-        lane = UploadLane(pool, drive, CPU, SLOT, 2)
+        lane = UploadLane(pool, drive, CPU, LaneSettings(SLOT, 2))
         outs = [torch.zeros(2 * SLOT, dtype=torch.uint8) for _ in range(2)]
         reads = drive.delay(0.0, "read")
         transfers = [lane.submit(file, 0, out, after=Gate()) for out in outs]
@@ -134,8 +137,8 @@ def test_gates_are_for_uploads_from_a_drive(pool, drive, tmp_path: Path) -> None
     memory = torch.zeros(64, dtype=torch.uint8)
     with (
         file_with(tmp_path / "f", random_bytes(64)) as file,
-        UploadLane(pool, drive, CPU, SLOT) as up,
-        DownloadLane(pool, drive, CPU, SLOT) as down,
+        UploadLane(pool, drive, CPU, LaneSettings(SLOT)) as up,
+        DownloadLane(pool, drive, CPU, LaneSettings(SLOT)) as down,
     ):
         with pytest.raises(ValueError, match="from a drive"):
             up.submit_host(memory, memory.clone(), after=Gate())

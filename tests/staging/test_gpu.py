@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outcore.common.quantities import GIB, MIB
-from outcore.staging import AT_ONCE, DownloadLane, PinnedPool, UploadLane, probe_pinned_memory
+from outcore.staging import AT_ONCE, DownloadLane, LaneSettings, PinnedPool, UploadLane, probe_pinned_memory
 from outcore.staging.pool.cuda_runtime import CudaRuntime, find_libcudart
 from outcore.storage import BlockFile, PosixEngine, StorageEngine, StorageError
 from tests.staging.fakes import content_of, file_with, leave_without_closing, random_bytes
@@ -116,8 +116,8 @@ def test_random_ranges_come_up_and_go_down_unchanged(pool, engine, tmp_path: Pat
     offsets = [0, 4096, 1, 4095, 65_537, 1_000_000, 17, 123_456]
     with (
         file_with(tmp_path / "f", content) as file,
-        UploadLane(pool, engine, CUDA0, SLOT_BYTES, num_slots, True, num_streams=num_streams) as up,
-        DownloadLane(pool, engine, CUDA0, SLOT_BYTES, num_slots, num_streams=num_streams) as down,
+        UploadLane(pool, engine, CUDA0, LaneSettings(SLOT_BYTES, num_slots, True, num_streams=num_streams)) as up,
+        DownloadLane(pool, engine, CUDA0, LaneSettings(SLOT_BYTES, num_slots, num_streams=num_streams)) as down,
         BlockFile(tmp_path / "g", "create", size_bytes=64 * MIB) as target,
     ):
         assert up.write_combined and not down.write_combined
@@ -142,7 +142,7 @@ def test_random_ranges_come_up_and_go_down_unchanged(pool, engine, tmp_path: Pat
 
 def test_an_upload_waits_for_the_compute_that_still_writes_its_target(pool, engine, tmp_path: Path) -> None:
     content = random_bytes(20 * MIB)
-    with file_with(tmp_path / "f", content) as file, UploadLane(pool, engine, CUDA0, SLOT_BYTES, 2) as up:
+    with file_with(tmp_path / "f", content) as file, UploadLane(pool, engine, CUDA0, LaneSettings(SLOT_BYTES, 2)) as up:
         out = torch.zeros(20 * MIB, dtype=torch.uint8, device=CUDA0)
         torch.cuda._sleep(SLEEP_CYCLES)
         out.fill_(7)  # still queued when the reads have long finished
@@ -153,7 +153,7 @@ def test_an_upload_waits_for_the_compute_that_still_writes_its_target(pool, engi
 
 def test_an_upload_after_an_event_overtakes_compute_that_does_not_concern_it(pool, engine, tmp_path: Path) -> None:
     content = random_bytes(1 * MIB)
-    with file_with(tmp_path / "f", content) as file, UploadLane(pool, engine, CUDA0, SLOT_BYTES, 2) as up:
+    with file_with(tmp_path / "f", content) as file, UploadLane(pool, engine, CUDA0, LaneSettings(SLOT_BYTES, 2)) as up:
         out = torch.zeros(1 * MIB, dtype=torch.uint8, device=CUDA0)
         free = torch.cuda.current_stream().record_event()
         up.submit(file, 0, out, after=free).wait()  # warm
@@ -171,7 +171,7 @@ def test_downloads_take_what_compute_produced_and_release_it_in_stream_order(poo
     expected = values.cpu()
     with (
         BlockFile(tmp_path / "f", "create", size_bytes=20 * MIB) as file,
-        DownloadLane(pool, engine, CUDA0, SLOT_BYTES, 2) as down,
+        DownloadLane(pool, engine, CUDA0, LaneSettings(SLOT_BYTES, 2)) as down,
     ):
         src = torch.zeros_like(values)
         torch.cuda._sleep(SLEEP_CYCLES)
@@ -188,7 +188,7 @@ def test_downloads_take_what_compute_produced_and_release_it_in_stream_order(poo
 def test_a_target_that_the_caller_drops_is_not_handed_to_others_while_in_flight(pool, engine, tmp_path: Path) -> None:
     with (
         file_with(tmp_path / "f", torch.full((32 * MIB,), 9, dtype=torch.uint8)) as file,
-        UploadLane(pool, engine, CUDA0, SLOT_BYTES, 4) as up,
+        UploadLane(pool, engine, CUDA0, LaneSettings(SLOT_BYTES, 4)) as up,
     ):
         for _ in range(5):
             out = torch.empty(32 * MIB, dtype=torch.uint8, device=CUDA0)
@@ -210,8 +210,8 @@ def test_ram_homes_in_both_directions(pool, kind: str) -> None:
     home.copy_(source)
     out = torch.zeros(n_bytes, dtype=torch.uint8, device=CUDA0)
     with (
-        UploadLane(pool, None, CUDA0, SLOT_BYTES, 3, num_streams=2) as up,
-        DownloadLane(pool, None, CUDA0, SLOT_BYTES, 3) as down,
+        UploadLane(pool, None, CUDA0, LaneSettings(SLOT_BYTES, 3, num_streams=2)) as up,
+        DownloadLane(pool, None, CUDA0, LaneSettings(SLOT_BYTES, 3)) as down,
     ):
         up.submit_host(home, out).wait_stream()
         copy = out.clone()
@@ -228,7 +228,7 @@ def test_ram_homes_in_both_directions(pool, kind: str) -> None:
 def test_a_failed_read_is_raised_and_the_lane_goes_on(pool, engine, tmp_path: Path) -> None:
     content = random_bytes(20 * MIB)
     faulty = FaultyEngine(engine)
-    with file_with(tmp_path / "f", content) as file, UploadLane(pool, faulty, CUDA0, SLOT_BYTES, 2) as up:
+    with file_with(tmp_path / "f", content) as file, UploadLane(pool, faulty, CUDA0, LaneSettings(SLOT_BYTES, 2)) as up:
         faulty.fail("read", after=2)
         out = torch.zeros(20 * MIB, dtype=torch.uint8, device=CUDA0)
         transfer = up.submit(file, 0, out)
@@ -246,8 +246,8 @@ def test_two_gib_through_a_pool_of_one(engine, tmp_path: Path) -> None:
         PinnedPool(1 * GIB, device=CUDA0, write_combined_bytes=512 * MIB) as pool,
         file_with(tmp_path / "f", content) as file,
         BlockFile(tmp_path / "g", "create", size_bytes=256 * MIB) as target,
-        UploadLane(pool, engine, CUDA0, 64 * MIB, 8, True) as up,
-        DownloadLane(pool, engine, CUDA0, 64 * MIB, 8) as down,
+        UploadLane(pool, engine, CUDA0, LaneSettings(64 * MIB, 8, True)) as up,
+        DownloadLane(pool, engine, CUDA0, LaneSettings(64 * MIB, 8)) as down,
     ):
         assert pool.free_bytes == 0
         outs = [torch.empty(256 * MIB, dtype=torch.uint8, device=CUDA0) for _ in range(8)]

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outcore.common.quantities import KIB, MIB
-from outcore.staging import AT_ONCE, DownloadLane, PinnedPool, UploadLane
+from outcore.staging import AT_ONCE, DownloadLane, LaneSettings, PinnedPool, UploadLane
 from outcore.storage import BlockFile, PosixEngine, StorageEngine, StorageError, TensorSpec, TensorStore
 from tests.staging.fakes import LateEvent, LateStreams, TroubledEngine, content_of, file_with, random_bytes
 
@@ -44,8 +44,12 @@ def test_random_ranges_come_up_and_go_down_unchanged(pool, tmp_path: Path, late:
     offsets = [0, 4096, 1, 4095, 65_537, 1_000_000, 17, 123_456]
     with (
         file_with(tmp_path / "f", content) as file,
-        UploadLane(pool, engine, CPU, SLOT_BYTES, num_slots, True, streams=LateStreams(2) if late else None) as up,
-        DownloadLane(pool, engine, CPU, SLOT_BYTES, num_slots, streams=LateStreams(2) if late else None) as down,
+        UploadLane(
+            pool, engine, CPU, LaneSettings(SLOT_BYTES, num_slots, True), streams=LateStreams(2) if late else None
+        ) as up,
+        DownloadLane(
+            pool, engine, CPU, LaneSettings(SLOT_BYTES, num_slots), streams=LateStreams(2) if late else None
+        ) as down,
     ):
         outs = [torch.full((n,), 7, dtype=torch.uint8) for n in sizes]
         transfers = [up.submit(file, offset, out) for offset, out in zip(offsets, outs)]
@@ -69,7 +73,7 @@ def test_any_ranges_in_flight_together(pool, engine, tmp_path: Path, ranges: lis
     content = random_bytes(500_000)
     with (
         file_with(tmp_path / "f", content) as file,
-        UploadLane(pool, engine, CPU, 32 * KIB, 3, streams=LateStreams(1, delay_s=0.0005)) as up,
+        UploadLane(pool, engine, CPU, LaneSettings(32 * KIB, 3), streams=LateStreams(1, delay_s=0.0005)) as up,
     ):
         outs = [torch.empty(n, dtype=torch.uint8) for _, n in ranges]
         for transfer in [up.submit(file, offset, out) for (offset, _), out in zip(ranges, outs)]:
@@ -83,8 +87,8 @@ def test_tensors_of_any_dtype_and_shape_through_a_file(pool, engine, tmp_path: P
     source = (torch.randn(33, 77) * 3).to(dtype)
     with (
         BlockFile(tmp_path / "f", "create", size_bytes=1 * MIB) as file,
-        UploadLane(pool, engine, CPU, SLOT_BYTES) as up,
-        DownloadLane(pool, engine, CPU, SLOT_BYTES) as down,
+        UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES)) as up,
+        DownloadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES)) as down,
     ):
         down.submit(source, file, 12_345).wait(60)
         out = torch.zeros_like(source)
@@ -95,7 +99,7 @@ def test_tensors_of_any_dtype_and_shape_through_a_file(pool, engine, tmp_path: P
         assert torch.equal(scalar.detach(), source[0, 0])
     with torch.inference_mode():
         frozen = torch.zeros(33, 77, dtype=dtype)
-    with UploadLane(pool, None, CPU, SLOT_BYTES) as up:
+    with UploadLane(pool, None, CPU, LaneSettings(SLOT_BYTES)) as up:
         up.submit_host(source, frozen).wait(60)
         assert torch.equal(frozen, source)
 
@@ -105,8 +109,10 @@ def test_pageable_ram_goes_through_slots_by_copy_threads(pool, late: bool) -> No
     source, back = random_bytes(5 * MIB + 3), torch.zeros(5 * MIB + 3, dtype=torch.uint8)
     out = torch.zeros_like(source)
     with (
-        UploadLane(pool, None, CPU, 2 * MIB, 1, streams=LateStreams() if late else None, copy_threads=2) as up,
-        DownloadLane(pool, None, CPU, 1 * MIB, 2, streams=LateStreams() if late else None) as down,
+        UploadLane(
+            pool, None, CPU, LaneSettings(2 * MIB, 1, copy_threads=2), streams=LateStreams() if late else None
+        ) as up,
+        DownloadLane(pool, None, CPU, LaneSettings(1 * MIB, 2), streams=LateStreams() if late else None) as down,
     ):
         up.submit_host(source, out).wait(60)
         down.submit_host(out, back).wait(60)
@@ -118,7 +124,7 @@ def test_pinned_ram_needs_no_slot_and_keeps_the_order_of_after(pool) -> None:
     source, out = random_bytes(40 * MIB), torch.zeros(40 * MIB, dtype=torch.uint8)
     streams = LateStreams(2, pinned={source.data_ptr()})
     ready = LateEvent()
-    with UploadLane(pool, None, CPU, SLOT_BYTES, streams=streams) as up:
+    with UploadLane(pool, None, CPU, LaneSettings(SLOT_BYTES), streams=streams) as up:
         transfer = up.submit_host(source, out, after=ready)
         transfer.wait_stream("a stream", timeout_s=60)  # type: ignore[arg-type]
         assert [stream for stream, _ in streams.held] == ["a stream"]  # all on one stream
@@ -128,7 +134,9 @@ def test_pinned_ram_needs_no_slot_and_keeps_the_order_of_after(pool) -> None:
         assert transfer.wait(60) == 40 * MIB
     assert torch.equal(out, source)
     target = torch.zeros_like(out)
-    with DownloadLane(pool, None, CPU, SLOT_BYTES, streams=LateStreams(pinned={target.data_ptr()})) as down:
+    with DownloadLane(
+        pool, None, CPU, LaneSettings(SLOT_BYTES), streams=LateStreams(pinned={target.data_ptr()})
+    ) as down:
         down.submit_host(out, target, after=AT_ONCE).wait(60)
     assert torch.equal(target, source)
 
@@ -136,7 +144,7 @@ def test_pinned_ram_needs_no_slot_and_keeps_the_order_of_after(pool) -> None:
 def test_small_tensors_share_a_slot(pool, tmp_path: Path) -> None:
     engine = TroubledEngine()
     content = random_bytes(1 * MIB)
-    with file_with(tmp_path / "f", content) as file, UploadLane(pool, engine, CPU, SLOT_BYTES, 1) as up:
+    with file_with(tmp_path / "f", content) as file, UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES, 1)) as up:
         engine.hold.clear()
         outs = [torch.empty(1000, dtype=torch.uint8) for _ in range(40)]
         transfers = [up.submit(file, 4096 * i, out) for i, out in enumerate(outs)]
@@ -154,7 +162,10 @@ def test_small_tensors_share_a_slot(pool, tmp_path: Path) -> None:
 
 def test_chunks_are_cut_on_block_boundaries_of_the_file(pool, tmp_path: Path) -> None:
     engine = TroubledEngine()
-    with file_with(tmp_path / "f", random_bytes(400_000)) as file, UploadLane(pool, engine, CPU, SLOT_BYTES) as up:
+    with (
+        file_with(tmp_path / "f", random_bytes(400_000)) as file,
+        UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES)) as up,
+    ):
         up.submit(file, 5000, torch.empty(300_000, dtype=torch.uint8)).wait(60)
     engine.close()
     starts = sorted(offset for _, offset, _ in engine.requests)
@@ -166,7 +177,7 @@ def test_a_slot_is_not_refilled_before_its_copy_has_ended(pool, tmp_path: Path) 
     engine, streams, ready = TroubledEngine(), LateStreams(), LateEvent()
     with (
         file_with(tmp_path / "f", content) as file,
-        UploadLane(pool, engine, CPU, SLOT_BYTES, 2, streams=streams) as up,
+        UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES, 2), streams=streams) as up,
     ):
         out = torch.zeros(4 * SLOT_BYTES, dtype=torch.uint8)
         transfer = up.submit(file, 0, out, after=ready)
@@ -182,43 +193,13 @@ def test_a_slot_is_not_refilled_before_its_copy_has_ended(pool, tmp_path: Path) 
     engine.close()
 
 
-def test_a_bounded_queue_of_pinned_copies_makes_room_although_nobody_asks_for_them(pool) -> None:
-    source = random_bytes(MIB)
-    outs = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(6)]
-    streams = LateStreams(pinned={source.data_ptr()})
-    with UploadLane(pool, None, CPU, SLOT_BYTES, streams=streams, max_queued=2, timeout_s=30) as up:
-        transfers = [up.submit_host(source, out, after=AT_ONCE) for out in outs]
-        up.drain()
-        assert all(transfer.done() for transfer in transfers) and up.stats().transfers == len(outs)
-    assert all(torch.equal(out, source) for out in outs)
-
-
-def test_a_bounded_queue_holds_the_caller_back(pool, tmp_path: Path) -> None:
-    engine = TroubledEngine()
-    out = torch.zeros(100, dtype=torch.uint8)
-    with (
-        file_with(tmp_path / "f", random_bytes(1 * MIB)) as file,
-        UploadLane(pool, engine, CPU, SLOT_BYTES, max_queued=2, timeout_s=0.05) as up,
-    ):
-        engine.hold.clear()
-        first = [up.submit(file, 0, out), up.submit(file, 0, out)]
-        with pytest.raises(TimeoutError, match="no room for upload"):
-            up.submit(file, 0, out)
-        engine.hold.set()
-        for transfer in first:
-            transfer.wait(60)
-        for _ in range(5):
-            up.submit(file, 0, out).wait(60)
-    engine.close()
-
-
 def test_device_direct_transfers_use_no_slot_and_wait_for_the_device_first(pool, tmp_path: Path) -> None:
     content = random_bytes(1 * MIB)
     engine, ready = TroubledEngine(gds=True), LateEvent()
     with (
         file_with(tmp_path / "f", content) as file,
-        UploadLane(pool, engine, CPU, SLOT_BYTES, direct=True, streams=LateStreams()) as up,
-        DownloadLane(pool, engine, CPU, SLOT_BYTES, direct=True, streams=LateStreams()) as down,
+        UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES, direct=True), streams=LateStreams()) as up,
+        DownloadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES, direct=True), streams=LateStreams()) as down,
     ):
         out = torch.zeros(500_000, dtype=torch.uint8)
         transfer = up.submit(file, 1000, out, after=ready)
@@ -251,8 +232,8 @@ def test_tensors_of_a_store_striped_over_drives(pool, tmp_path: Path, checksum: 
     specs = [TensorSpec("w", torch.float32, (1000, 1700)), TensorSpec("m", torch.bfloat16, (777,))]
     with (
         TensorStore.create([tmp_path / "a", tmp_path / "b"], specs, checksum, stripe_bytes=64 * KIB) as store,
-        UploadLane(pool, None, CPU, 2 * MIB, 2, streams=LateStreams()) as up,
-        DownloadLane(pool, None, CPU, 2 * MIB, 2, streams=LateStreams()) as down,
+        UploadLane(pool, None, CPU, LaneSettings(2 * MIB, 2), streams=LateStreams()) as up,
+        DownloadLane(pool, None, CPU, LaneSettings(2 * MIB, 2), streams=LateStreams()) as down,
     ):
         for transfer in [down.submit_stored(weights, store, "w"), down.submit_stored(moments, store, "m")]:
             transfer.wait(60)
@@ -280,13 +261,19 @@ def test_tensors_of_a_store_striped_over_drives(pool, tmp_path: Path, checksum: 
                 lease.write_combined = True
             with pytest.raises(ValueError, match="the CPU would read the write-combined slots"):
                 up.submit_stored(store, "w", out)
-            with UploadLane(pool, None, CPU, SLOT_BYTES) as small, pytest.raises(ValueError, match="at least 2097152"):
+            with (
+                UploadLane(pool, None, CPU, LaneSettings(SLOT_BYTES)) as small,
+                pytest.raises(ValueError, match="at least 2097152"),
+            ):
                 small.submit_stored(store, "w", out)
 
 
 def test_stats_of_an_interval(pool, tmp_path: Path) -> None:
     engine = TroubledEngine(delay_s=0.002)
-    with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file, UploadLane(pool, engine, CPU, SLOT_BYTES) as up:
+    with (
+        file_with(tmp_path / "f", random_bytes(1 * MIB)) as file,
+        UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES)) as up,
+    ):
         out = torch.zeros(1 * MIB, dtype=torch.uint8)
         up.submit(file, 0, out).wait(60)
         before = up.stats()
@@ -306,8 +293,8 @@ def test_soak_random_traffic_of_several_threads_through_shared_lanes(tmp_path: P
     with (
         PinnedPool(2 * MIB, device=CPU) as pool,
         file_with(tmp_path / "f", random_bytes(5 * range_bytes)) as file,
-        UploadLane(pool, engine, CPU, SLOT_BYTES, 4, streams=LateStreams(2), max_queued=32) as up,
-        DownloadLane(pool, engine, CPU, SLOT_BYTES, 4, streams=LateStreams(2), max_queued=32) as down,
+        UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES, 4), streams=LateStreams(2)) as up,
+        DownloadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES, 4), streams=LateStreams(2)) as down,
     ):
         first = random_bytes(5 * range_bytes)
 
@@ -347,7 +334,7 @@ def test_nobody_watches_a_pinned_copy_until_somebody_asks(pool) -> None:
     source = random_bytes(MIB)
     outs = [torch.zeros(MIB, dtype=torch.uint8) for _ in range(4)]
     streams = LateStreams(pinned={source.data_ptr()})
-    with UploadLane(pool, None, CPU, SLOT_BYTES, streams=streams) as up:
+    with UploadLane(pool, None, CPU, LaneSettings(SLOT_BYTES), streams=streams) as up:
         looked, called, drained = (up.submit_host(source, out, after=AT_ONCE) for out in outs[:3])
         deadline_s = time.monotonic() + 30
         while not looked.done() and time.monotonic() < deadline_s:

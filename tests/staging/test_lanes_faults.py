@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outcore.common.quantities import KIB, MIB
-from outcore.staging import DownloadLane, LaneClosed, PinnedPool, PinnedPoolFull, UploadLane
+from outcore.staging import DownloadLane, LaneClosed, LaneSettings, PinnedPool, PinnedPoolFull, UploadLane
 from outcore.storage import PosixEngine, StorageEngine, StorageError
 from tests.staging.fakes import LateStreams, TroubledEngine, file_with, leave_without_closing, random_bytes
 
@@ -37,8 +37,8 @@ def test_an_io_error_arrives_where_the_data_is_awaited_and_the_lane_goes_on(pool
     engine = TroubledEngine(delay_s=0.001, bad_offset=300_000)
     with file_with(tmp_path / "f", content) as file:
         for lane in (
-            UploadLane(pool, engine, CPU, SLOT_BYTES, 3, streams=LateStreams()),
-            DownloadLane(pool, engine, CPU, SLOT_BYTES, 3, streams=LateStreams()),
+            UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES, 3), streams=LateStreams()),
+            DownloadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES, 3), streams=LateStreams()),
         ):
             heard: list[bool] = []
 
@@ -69,7 +69,7 @@ def test_short_refused_and_broken_copies_are_errors(pool, tmp_path: Path) -> Non
     engine, streams = TroubledEngine(), LateStreams()
     out = torch.zeros(100, dtype=torch.uint8)
     with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file:
-        with UploadLane(pool, engine, CPU, SLOT_BYTES, streams=streams) as up:
+        with UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES), streams=streams) as up:
             engine.short_by = 1
             with pytest.raises(StorageError, match="wanted 100 bytes, got 99"):
                 up.submit(file, 0, out).wait(60)
@@ -85,7 +85,7 @@ def test_short_refused_and_broken_copies_are_errors(pool, tmp_path: Path) -> Non
             with pytest.raises(StorageError, match="got 10"):
                 past_the_end.wait(60)
             assert up.submit(file, 0, out).wait(60) == 100
-        with UploadLane(pool, engine, CPU, SLOT_BYTES) as up:
+        with UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES)) as up:
             up.streams.copy = None  # type: ignore[assignment,method-assign]
             with pytest.raises(TypeError):
                 up.submit(file, 0, out).wait(60)
@@ -95,7 +95,7 @@ def test_short_refused_and_broken_copies_are_errors(pool, tmp_path: Path) -> Non
 def test_every_wait_ends_and_says_what_it_waited_for(pool, tmp_path: Path) -> None:
     engine = TroubledEngine()
     with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file:
-        up = UploadLane(pool, engine, CPU, SLOT_BYTES, 2, owner="params up", timeout_s=0.05)
+        up = UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES, 2, timeout_s=0.05), owner="params up")
         engine.hold.clear()
         out = torch.zeros(3 * SLOT_BYTES, dtype=torch.uint8)
         transfer = up.submit(file, 4096, out)
@@ -123,13 +123,13 @@ def test_closing_with_work_in_flight_finishes_it_or_cancels_what_has_not_begun(p
     engine = TroubledEngine(delay_s=0.003)
     with file_with(tmp_path / "f", content) as file:
         outs = [torch.zeros(100_000, dtype=torch.uint8) for _ in range(8)]
-        with UploadLane(pool, engine, CPU, SLOT_BYTES, streams=LateStreams()) as up:
+        with UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES), streams=LateStreams()) as up:
             transfers = [up.submit(file, 100_000 * i, out) for i, out in enumerate(outs)]
         assert all(t.done() and t.error is None for t in transfers)
         assert all(torch.equal(out, content[100_000 * i : 100_000 * (i + 1)]) for i, out in enumerate(outs))
 
         engine.hold.clear()
-        up = UploadLane(pool, engine, CPU, SLOT_BYTES, streams=LateStreams())
+        up = UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES), streams=LateStreams())
         transfers = [up.submit(file, 0, out) for out in outs]
         threading.Timer(0.05, engine.hold.set).start()
         up.close(cancel=True, timeout_s=60)
@@ -140,7 +140,7 @@ def test_closing_with_work_in_flight_finishes_it_or_cancels_what_has_not_begun(p
 
         with (
             pytest.raises(KeyError, match="the caller's own"),
-            UploadLane(pool, engine, CPU, SLOT_BYTES, streams=LateStreams()) as up,
+            UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES), streams=LateStreams()) as up,
         ):
             transfers = [up.submit(file, 0, out) for out in outs]
             raise KeyError("the caller's own")
@@ -152,7 +152,7 @@ def test_a_fault_of_the_lane_itself_reaches_everyone(tmp_path: Path, engine) -> 
     pool = PinnedPool(1 * MIB, device=CPU)
     out = torch.zeros(100, dtype=torch.uint8)
     with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file:
-        up = UploadLane(pool, engine, CPU, SLOT_BYTES)
+        up = UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES))
         up.clock.starved = None  # type: ignore[assignment,method-assign]
         with pytest.raises(RuntimeError, match="was lost, its lane broke"):
             up.submit(file, 0, out).wait(60)
@@ -164,7 +164,10 @@ def test_a_fault_of_the_lane_itself_reaches_everyone(tmp_path: Path, engine) -> 
 
 def test_a_raising_callback_does_not_hurt_the_lane(pool, engine, tmp_path: Path, caplog) -> None:
     out = torch.zeros(100, dtype=torch.uint8)
-    with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file, UploadLane(pool, engine, CPU, SLOT_BYTES) as up:
+    with (
+        file_with(tmp_path / "f", random_bytes(1 * MIB)) as file,
+        UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES)) as up,
+    ):
         transfer = up.submit(file, 0, out)
         transfer.add_done_callback(lambda t: {}["missing"])
         transfer.wait(60)
@@ -178,7 +181,7 @@ def test_a_raising_callback_does_not_hurt_the_lane(pool, engine, tmp_path: Path,
 def test_a_failure_that_nobody_awaits_is_logged(pool, tmp_path: Path, caplog) -> None:
     engine = TroubledEngine(bad_offset=0)
     with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file:
-        with UploadLane(pool, engine, CPU, SLOT_BYTES) as up:
+        with UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES)) as up:
             up.submit(file, 0, torch.zeros(100, dtype=torch.uint8))
         del up
     engine.close()
@@ -193,21 +196,24 @@ def test_unsuitable_arguments_fail_before_anything_moves(pool, engine, tmp_path:
     for arguments, message in (
         ({"slot_bytes": 1000}, "multiple of 4096"),
         ({"slot_bytes": SLOT_BYTES, "num_slots": 0}, "at least one slot"),
-        ({"slot_bytes": SLOT_BYTES, "max_queued": 0}, "max_queued"),
         ({"slot_bytes": SLOT_BYTES, "timeout_s": 0}, "timeout_s"),
         ({"slot_bytes": SLOT_BYTES, "num_streams": 0}, "at least one stream"),
         ({"slot_bytes": SLOT_BYTES, "direct": True}, "'posix' does not here"),
         ({"slot_bytes": SLOT_BYTES, "device": "meta"}, "lanes serve CUDA devices and the CPU"),
     ):
         with pytest.raises(ValueError, match=message):
-            UploadLane(pool, engine, **{"device": CPU, **arguments})
+            device = arguments.pop("device", CPU)
+            UploadLane(pool, engine, device, LaneSettings(**arguments))
     with pytest.raises(ValueError, match="cannot be write-combined"):
-        DownloadLane(pool, engine, CPU, SLOT_BYTES, write_combined=True)
+        DownloadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES, write_combined=True))
     before_bytes = pool.leased_bytes
     with pytest.raises(PinnedPoolFull, match="'upload slot 6'"):
-        UploadLane(pool, engine, CPU, 2 * MIB, 8)
+        UploadLane(pool, engine, CPU, LaneSettings(2 * MIB, 8))
     assert pool.leased_bytes == before_bytes  # the slots it had got are back
-    with file_with(tmp_path / "f", random_bytes(1 * MIB)) as file, UploadLane(pool, engine, CPU, SLOT_BYTES) as up:
+    with (
+        file_with(tmp_path / "f", random_bytes(1 * MIB)) as file,
+        UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES)) as up,
+    ):
         for call, message in (
             (lambda: up.submit(file, -1, out), "negative"),
             (lambda: up.submit(file, 0, out.t()), "contiguous"),
@@ -219,7 +225,10 @@ def test_unsuitable_arguments_fail_before_anything_moves(pool, engine, tmp_path:
             with pytest.raises(ValueError, match=message):
                 call()
         assert up.stats().transfers == 0
-        with UploadLane(pool, None, CPU, SLOT_BYTES) as ram_only, pytest.raises(ValueError, match="without a storage"):
+        with (
+            UploadLane(pool, None, CPU, LaneSettings(SLOT_BYTES)) as ram_only,
+            pytest.raises(ValueError, match="without a storage"),
+        ):
             ram_only.submit(file, 0, out)
 
 

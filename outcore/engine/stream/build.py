@@ -35,7 +35,7 @@ from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPrefetcher
 from outcore.model.load import LoadedModel
 from outcore.optim import Backend, OptimizerPool, default_num_threads, open_backend
-from outcore.staging import DownloadLane, PinnedPool, UploadLane, whole_device
+from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane, whole_device
 from outcore.staging.pool import HostMemory, PinnedGrant
 from outcore.states import Homes, StateRing, open_store
 from outcore.storage import StorageEngine
@@ -151,10 +151,15 @@ def _open_ground(
         scratch = undo.enter_context(Scratch(settings.nvme_paths, storage, settings.nvme_checksums))
     upload = undo.enter_context(
         UploadLane(
-            staging, None, device, settings.slot_bytes, settings.num_slots, write_combined=settings.write_combined
+            staging,
+            None,
+            device,
+            LaneSettings(settings.slot_bytes, settings.num_slots, write_combined=settings.write_combined),
         )
     )
-    download = undo.enter_context(DownloadLane(staging, None, device, settings.slot_bytes, settings.num_slots))
+    download = undo.enter_context(
+        DownloadLane(staging, None, device, LaneSettings(settings.slot_bytes, settings.num_slots))
+    )
     memory = HostMemory(staging)
     undo.callback(memory.close)
     return _Ground(staging, memory, scratch, upload, download)
@@ -168,7 +173,13 @@ def _open_drive_lanes(plan: Blueprint, ground: _Ground, undo: ExitStack) -> dict
     num_slots = max(2, ahead // max(1, sum(lanes.values())) // settings.slot_bytes)
     return {
         what: undo.enter_context(
-            UploadLane(ground.staging, None, plan.device, settings.slot_bytes, num_slots, owner=f"{what} from NVMe")
+            UploadLane(
+                ground.staging,
+                None,
+                plan.device,
+                LaneSettings(settings.slot_bytes, num_slots),
+                owner=f"{what} from NVMe",
+            )
         )
         for what, is_needed in lanes.items()
         if is_needed

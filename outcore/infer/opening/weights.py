@@ -15,7 +15,7 @@ from outcore.infer.opening.arrival import ResidentWeights
 from outcore.model.weights import WeightFeed
 from outcore.sizing.inference import Placement
 from outcore.sizing.streaming import NUM_SLOTS, SLOT_BYTES
-from outcore.staging import PinnedPool, UploadLane
+from outcore.staging import LaneSettings, PinnedPool, UploadLane
 from outcore.staging.pool import HostMemory
 
 GRAIN_NUMEL = 1 << 20
@@ -123,9 +123,11 @@ def _open_lanes(
     wanted = lane_bytes + (homes if device.type == "cuda" else 0)
     limit = settings.staging_bytes or wanted
     pool = undo.enter_context(PinnedPool(max(lane_bytes, min(wanted, limit)), device=device))
-    lanes = {"upload": undo.enter_context(UploadLane(pool, None, device, settings.slot_bytes, NUM_SLOTS))}
+    lanes = {"upload": undo.enter_context(UploadLane(pool, None, device, LaneSettings(settings.slot_bytes, NUM_SLOTS)))}
     if spills:
         lanes["drive"] = undo.enter_context(
-            UploadLane(pool, None, device, settings.slot_bytes, READ_AHEAD_SLOTS, owner="weights from NVMe")
+            UploadLane(
+                pool, None, device, LaneSettings(settings.slot_bytes, READ_AHEAD_SLOTS), owner="weights from NVMe"
+            )
         )
     return pool, lanes

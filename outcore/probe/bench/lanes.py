@@ -23,7 +23,7 @@ from outcore.probe.bench.budget import cell_time_s
 from outcore.probe.bench.device import measure_copies
 from outcore.probe.bench.drive_cell import bench_memory, measure_cell
 from outcore.probe.bench.measurement import Measurement, timed
-from outcore.staging import AT_ONCE, DownloadLane, PinnedPool, UploadLane
+from outcore.staging import AT_ONCE, DownloadLane, LaneSettings, PinnedPool, UploadLane
 from outcore.storage import BlockFile, StorageEngine
 
 TRANSFER_BYTES = 64 * MIB
@@ -232,11 +232,8 @@ def measure_lane(
         pool,
         engine,
         device,
-        slot_bytes,
-        num_slots,
-        write_combined,
+        LaneSettings(slot_bytes, num_slots, write_combined, num_streams=num_streams),
         f"probe-{direction}",
-        num_streams=num_streams,
     )
     last_offset = file.size_bytes - transfer_bytes
     under_way: deque[tuple[Any, torch.Tensor]] = deque()

@@ -3,6 +3,6 @@
 from outcore.staging.lanes.copy_streams import CopyEvent, CopyStreams, whole_device
 from outcore.staging.lanes.directions import DownloadLane, UploadLane
 from outcore.staging.lanes.gate import Gate
-from outcore.staging.lanes.lane import AT_ONCE
+from outcore.staging.lanes.lane import AT_ONCE, LaneSettings
 from outcore.staging.lanes.stats import LaneStats
 from outcore.staging.lanes.transfer import LaneClosed, LaneTransfer

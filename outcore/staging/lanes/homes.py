@@ -53,20 +53,19 @@ class FileHome:
 
     grain_bytes = BLOCK_BYTES
 
-    def __init__(self, engine: StorageEngine, file: BlockFile, offset: int, priority: int) -> None:
+    def __init__(self, engine: StorageEngine, file: BlockFile, offset: int) -> None:
         self._engine = engine
         self._file = file
         self._offset = offset
-        self._priority = priority
 
     def position_bytes(self, start_bytes: int) -> int:
         return self._offset + start_bytes
 
     def fill(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
-        return self._engine.submit_read(self._file, self._offset + start_bytes, slot, priority=self._priority)
+        return self._engine.submit_read(self._file, self._offset + start_bytes, slot)
 
     def drain(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
-        return self._engine.submit_write(self._file, self._offset + start_bytes, slot, priority=self._priority)
+        return self._engine.submit_write(self._file, self._offset + start_bytes, slot)
 
 
 class StoreHome:
@@ -78,7 +77,6 @@ class StoreHome:
         name: str,
         offset_bytes: int,
         tensor: torch.Tensor,
-        priority: int,
         slot_bytes: int,
     ) -> None:
         spec = store.spec(name)
@@ -91,7 +89,6 @@ class StoreHome:
         self._store = store
         self._name = name
         self._offset_bytes = offset_bytes
-        self._priority = priority
         # Pieces end with whole blocks of the checksums, so that each is verified alone.
         self.grain_bytes = max(BLOCK_BYTES, store.grain_bytes)
         if slot_bytes < 2 * self.grain_bytes and not store.has_checksums:
@@ -101,10 +98,10 @@ class StoreHome:
         return self._offset_bytes + start_bytes  # extents start on blocks
 
     def fill(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
-        return self._store.submit_read(self._name, slot, self.position_bytes(start_bytes), priority=self._priority)
+        return self._store.submit_read(self._name, slot, self.position_bytes(start_bytes))
 
     def drain(self, start_bytes: int, slot: torch.Tensor) -> Transfer:
-        return self._store.submit_write(self._name, slot, self.position_bytes(start_bytes), priority=self._priority)
+        return self._store.submit_write(self._name, slot, self.position_bytes(start_bytes))
 
 
 class RamHome:

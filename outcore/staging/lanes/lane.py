@@ -22,6 +22,7 @@ import logging
 import threading
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -55,18 +56,39 @@ After = Any
 """None, AT_ONCE, an event (torch.cuda.Event) that has been recorded, or a Gate."""
 
 
+@dataclass(frozen=True)
+class LaneSettings:
+    """How a lane moves bytes. ValueError for what cannot work."""
+
+    slot_bytes: int
+    """A multiple of 4 KiB."""
+    num_slots: int = 2
+    """Two overlap I/O and copy, four to eight smooth a drive."""
+    write_combined: bool = False
+    """Slots that the CPU only writes: uploads."""
+    num_streams: int = 1
+    """CUDA streams of the lane; slots take turns on them."""
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """Limit of every wait that is not given one."""
+    copy_threads: int | None = None
+    """Threads that copy between pageable RAM and slots. None: `sizing.copies`."""
+    direct: bool = False
+    """File transfers skip the slots; the engine must have been opened with `gds` (proven by the probe)."""
+
+    def __post_init__(self) -> None:
+        if self.slot_bytes <= 0 or self.slot_bytes % ALIGNMENT_BYTES:
+            raise ValueError(f"slot_bytes must be a positive multiple of {ALIGNMENT_BYTES}, got {self.slot_bytes}")
+        if self.num_slots < 1:
+            raise ValueError(f"a lane needs at least one slot (two to overlap), got {self.num_slots}")
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout_s must be positive, got {self.timeout_s}")
+
+
 class Lane:
     """Base of `UploadLane` and `DownloadLane`; not used by itself.
 
-    - `pool`, `slot_bytes`, `num_slots`, `owner`: the slots, leased now and given back by `close` (PinnedPoolFull when
-      they do not fit). slot_bytes is a multiple of 4 KiB; two slots overlap I/O and copy, four to eight smooth a drive.
+    - `pool`, `owner`: where the slots are leased now, until `close` (PinnedPoolFull when they do not fit).
     - `engine`: moves file bytes; None for a lane that only serves RAM homes.
-    - `num_streams`: CUDA streams of the lane; slots take turns on them.
-    - `max_queued`: transfers under way beyond which `submit` blocks (None: it never does).
-    - `timeout_s`: limit of every wait that is not given one.
-    - `copy_threads`: threads that copy between pageable RAM and slots (None: `sizing.copies`).
-    - `direct`: file transfers skip the slots; the engine must have been opened with `gds` (proven by the probe).
-    - `priority`: handed to the engine; lower goes first.
     - `streams`: other copy streams than the device's own (tests).
     """
 
@@ -77,30 +99,14 @@ class Lane:
         pool: PinnedPool,
         engine: StorageEngine | None,
         device: torch.device | str,
-        slot_bytes: int,
-        num_slots: int = 2,
-        write_combined: bool = False,
+        settings: LaneSettings,
         owner: str = "",
         *,
-        num_streams: int = 1,
-        max_queued: int | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        copy_threads: int | None = None,
-        direct: bool = False,
-        priority: int = 0,
         streams: CopyStreams | None = None,
     ) -> None:
-        if slot_bytes <= 0 or slot_bytes % ALIGNMENT_BYTES:
-            raise ValueError(f"slot_bytes must be a positive multiple of {ALIGNMENT_BYTES}, got {slot_bytes}")
-        if num_slots < 1:
-            raise ValueError(f"a lane needs at least one slot (two to overlap), got {num_slots}")
-        if max_queued is not None and max_queued < 1:
-            raise ValueError(f"max_queued must be at least 1, or None for no limit; got {max_queued}")
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s}")
-        if write_combined and self.direction == "download":
+        if settings.write_combined and self.direction == "download":
             raise ValueError("a download lane cannot be write-combined: the CPU reads its slots, at about 2 GB/s then")
-        if direct and not getattr(engine, "gds", False):
+        if settings.direct and not getattr(engine, "gds", False):
             name = getattr(engine, "name", "none")
             raise ValueError(
                 f"direct=True needs a storage engine that moves device memory, and {name!r} does not here: run "
@@ -108,23 +114,20 @@ class Lane:
             )
         self.device = whole_device(device)
         self.owner = owner or self.direction
-        self.slot_bytes = slot_bytes
-        self.num_slots = num_slots
-        self.timeout_s = timeout_s
-        self.direct = direct
-        self.streams = streams or open_streams(self.device, num_streams)
+        self.settings = settings
+        self.slot_bytes, self.num_slots = settings.slot_bytes, settings.num_slots
+        self.timeout_s, self.direct = settings.timeout_s, settings.direct
+        self.streams = streams or open_streams(self.device, settings.num_streams)
         self.clock = LaneClock()
         self._engine = engine
-        self._priority = priority
-        self._room = threading.BoundedSemaphore(max_queued) if max_queued else None
         self._outstanding: set[LaneTransfer] = set()
         self._settled = threading.Condition()
         self._turns = itertools.count()
         self._unwatched: deque[LaneTransfer] = deque()
         self._closed = False
         self._broken: BaseException | None = None
-        self._copier = HostCopier(copy_threads, self.owner)
-        self._leases = _lease_slots(pool, slot_bytes, num_slots, self.owner, write_combined)
+        self._copier = HostCopier(settings.copy_threads, self.owner)
+        self._leases = _lease_slots(pool, settings, self.owner)
         self._driver = LaneDriver(
             self.owner,
             self.direction == "upload",
@@ -202,7 +205,7 @@ class Lane:
             raise ValueError(f"a file offset cannot be negative, got {offset}")
         flat = self._flat(device_tensor)
         what = f"{self.direction} of {_named(label)}{format_gib(flat.numel())} ({file.path} at offset {offset})"
-        home = FileHome(self._engine, file, offset, self._priority)
+        home = FileHome(self._engine, file, offset)
         transfer = LaneTransfer(self, what, flat, home, self._event(after, from_drive=True), label)
         self._register(transfer)
         self._driver.accept(transfer, direct=self.direct)
@@ -212,7 +215,7 @@ class Lane:
         self, device_tensor: torch.Tensor, store: TensorStore, name: str, offset_bytes: int, after: After, label: str
     ) -> LaneTransfer:
         flat = self._flat(device_tensor)
-        home = StoreHome(store, name, offset_bytes, device_tensor, self._priority, self.slot_bytes)
+        home = StoreHome(store, name, offset_bytes, device_tensor, self.slot_bytes)
         if store.has_checksums and self.write_combined:
             raise ValueError(
                 f"{name!r} lies in a store with checksums, for which the CPU would read the write-combined slots of "
@@ -307,16 +310,10 @@ class Lane:
         return self.streams.now() if after is None else after
 
     def _register(self, transfer: LaneTransfer) -> None:
-        if self._room is not None and not self._room.acquire(blocking=False):
-            self._watch_all()  # else nobody would hear that one of them made room
-            if not self._room.acquire(timeout=self.timeout_s):
-                raise TimeoutError(f"no room for {transfer.what} after {format_s(self.timeout_s)}: {self.describe()}")
         with self._settled:
             if not self._closed and self._broken is None:
                 self._outstanding.add(transfer)
                 return
-        if self._room is not None:
-            self._room.release()
         if self._broken is not None:
             raise RuntimeError(f"{self.describe()} and is broken: {self._broken!r}") from self._broken
         raise LaneClosed(f"{self.direction} lane {self.owner!r} is closed: submit before close()")
@@ -332,8 +329,6 @@ class Lane:
         with self._settled:
             self._outstanding.discard(transfer)
             self._settled.notify_all()
-        if self._room is not None:
-            self._room.release()
 
     def _break(self, error: BaseException) -> None:
         logger.error("%s and broke", self.describe(), exc_info=error)
@@ -356,11 +351,11 @@ class Lane:
                 logger.error("at exit: %s", error)
 
 
-def _lease_slots(pool: PinnedPool, slot_bytes: int, num_slots: int, owner: str, write_combined: bool) -> list[Lease]:
+def _lease_slots(pool: PinnedPool, settings: LaneSettings, owner: str) -> list[Lease]:
     leases: list[Lease] = []
     try:
-        for i in range(num_slots):
-            leases.append(pool.lease(slot_bytes, f"{owner} slot {i}", write_combined))
+        for i in range(settings.num_slots):
+            leases.append(pool.lease(settings.slot_bytes, f"{owner} slot {i}", settings.write_combined))
     except BaseException:
         for lease in leases:
             lease.release()

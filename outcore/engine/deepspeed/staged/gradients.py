@@ -24,7 +24,7 @@ from outcore.common.quantities import MIB, round_up
 from outcore.flow.weights import Scratch
 from outcore.sizing.staged import GRADIENT_SLOT_BYTES, GRADIENT_SLOTS
 from outcore.sizing.staged import MIN_BYTES as MIN_BYTES  # for whoever decides which live here
-from outcore.staging import DownloadLane, PinnedPool, UploadLane
+from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane
 from outcore.staging.lanes import LaneTransfer
 from outcore.staging.pool import pageable
 from outcore.states import GradPlace
@@ -50,10 +50,10 @@ class StagedGradients:
     """One rank's. Its lanes lease their slots from `pool` now; `open` makes the store once the shares are known."""
 
     def __init__(self, pool: PinnedPool, device: torch.device) -> None:
-        sizes = (GRADIENT_SLOT_BYTES, GRADIENT_SLOTS)
-        self._down = DownloadLane(pool, None, device, *sizes, owner="gradients to NVMe", timeout_s=TIMEOUT_S)
+        lane = LaneSettings(GRADIENT_SLOT_BYTES, GRADIENT_SLOTS, timeout_s=TIMEOUT_S)
+        self._down = DownloadLane(pool, None, device, lane, "gradients to NVMe")
         try:
-            self._up = UploadLane(pool, None, device, *sizes, owner="gradients from NVMe", timeout_s=TIMEOUT_S)
+            self._up = UploadLane(pool, None, device, lane, "gradients from NVMe")
         except BaseException:
             self._down.close()
             raise
