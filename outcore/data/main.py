@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 
 from outcore.data.basis import FORMATS, LONG_ROWS, DataError, DataSettings
-from outcore.data.cache import TokenCache, carries_loss, token_ids
-from outcore.data.prepare import PreparedData, prepare_data
-from outcore.data.rows import KINDS
+from outcore.data.look import Look, look_at
 from outcore.data.show import render_sample, write_page
 from outcore.data.tokenizer import load_or_train_tokenizer
 
@@ -61,8 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = load_or_train_tokenizer(settings, args.model, trust_remote_code=args.trust_remote_code)
         if args.chat_template is not None:
             tokenizer.chat_template = _template(Path(args.chat_template))
-        data = prepare_data(settings, tokenizer, say=lambda words: print(words, file=sys.stderr))
-        _show(data, tokenizer, args)
+        look = look_at(settings, tokenizer, args.rows, say=lambda words: print(words, file=sys.stderr))
+        _show(look, tokenizer, args)
     except DataError as error:
         print(f"outcore data: {error}", file=sys.stderr)
         return 2
@@ -98,50 +96,20 @@ def _settings(args: argparse.Namespace) -> DataSettings:
     )
 
 
-def _show(data: PreparedData, tokenizer: Any, args: argparse.Namespace) -> None:
-    lines = [*_read_as(data), *data.summary.lines()]
-    for line in lines:
+def _show(look: Look, tokenizer: Any, args: argparse.Namespace) -> None:
+    for line in look.lines:
         print(line)
-    shown = [
-        (heading, token_ids(tokens), carries_loss(tokens) & (np.arange(len(tokens)) > 0))
-        for heading, tokens in _rows(data.cache, args.rows, args.seq_length)
-    ]
     brackets = GREEN if sys.stdout.isatty() else PLAIN
-    for heading, ids, has_loss in shown:
+    for heading, ids, has_loss in look.rows:
         print(f"\n{heading}")
         print(render_sample(tokenizer, ids, np.where(has_loss, ids, -100), brackets=brackets))
     if args.html != "none":
         page = Path(args.html)
         try:
-            write_page(page, f"Loss tokens of {args.dataset}", lines, shown, tokenizer)
+            write_page(page, f"Loss tokens of {args.dataset}", look.lines, look.rows, tokenizer)
         except OSError as error:
             raise DataError(f"the page {page} cannot be written: {error.strerror or error}") from error
         print(f"\nwritten: {page.absolute()}")
-
-
-def _read_as(data: PreparedData) -> list[str]:
-    """For every shape in the data what is asked and what bears loss."""
-    named = [shape.partition(" ")[0] for shape in data.summary.shape.split("; ")]
-    return [f"{name}: loss on {KINDS[name].loss}; no loss on {KINDS[name].asked}" for name in dict.fromkeys(named)]
-
-
-def _rows(cache: TokenCache, wanted: int, seq_length: int) -> list[tuple[str, np.ndarray]]:
-    """(heading, tokens with loss bits) of the first document of every shape, then of others all over the data."""
-    firsts: dict[str, int] = cache.meta["shape_firsts"]
-    chosen = {document: shape for shape, document in firsts.items()}
-    for document in np.linspace(0, cache.documents - 1, num=min(cache.documents, 4 * wanted)).astype(int).tolist():
-        if len(chosen) >= wanted:
-            break
-        chosen.setdefault(document, "")
-    found = []
-    for document, shape in chosen.items():
-        start, end = int(cache.offsets[document]), int(cache.offsets[document + 1])
-        tokens = np.asarray(cache.tokens[start:end])
-        learned = int(carries_loss(tokens)[1:].sum())
-        cut = f", {end - start - seq_length:,} of them beyond seq_length" if end - start > seq_length else ""
-        kind = f", {shape}" if shape else ""
-        found.append((f"document {document + 1}{kind}: {end - start:,} tokens, {learned:,} bear loss{cut}", tokens))
-    return found
 
 
 if __name__ == "__main__":

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from outcore.common.quantities import GIB
 from outcore.model.shape import resolve_shape
-from outcore.plan.answer.advice import advise
+from outcore.plan.answer.advice import Advice, advise
 from outcore.plan.answer.command import Said, command, notes
-from outcore.plan.choose import choose_or_change
+from outcore.plan.choose import Answer, choose_or_change
 from outcore.plan.fields import NAMED_ELSEWHERE, PlanConfig, parse_plan
 from outcore.plan.hardware import Hardware, Overrides
 from outcore.plan.learned import last_time
@@ -65,11 +66,63 @@ def _model_of(config: PlanConfig) -> str | None:
     return infer or config.model_name_or_path or config.preset or config.config_file
 
 
-def _plan(args: PlanConfig) -> int:
-    from outcore.plan.answer.show import show, to_json
+@dataclass(frozen=True)
+class Asked:
+    """A plan and what belongs to it."""
 
-    model = _model_of(args)
-    if model is None:
+    answer: Answer
+    advice: Advice
+    hardware: Hardware
+    request: RunRequest
+    command: str
+    """The command that makes the plan a run."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        from outcore.plan.answer.show import to_json
+
+        return to_json(self.answer, self.advice, self.hardware) | {"command": self.command}
+
+
+def answer_to(args: PlanConfig) -> Asked:
+    """The plan of a training run by its flags. ValueError for what cannot be planned."""
+    hardware, shape = _hardware(args), _shape(args)
+    request = _request(args)
+    if args.lora_r:
+        shape = shape.with_lora(args.lora_r)
+    answer = choose_or_change(shape, request, hardware)
+    advice = advise(shape, request, hardware, answer.plan)
+    if taught := last_time(answer.plan, hardware):
+        hardware = replace(hardware, notes=(*hardware.notes, taught))
+    dataset = args.dataset if args.dataset != PlanConfig.dataset else ()
+    said = Said(_name(_model_of(args) or ""), dataset, args.nvme_offload_path, args.trust_remote_code)
+    return Asked(answer, advice, hardware, request, command(answer.plan, request, said))
+
+
+def _plan(args: PlanConfig) -> int:
+    from outcore.plan.answer.show import show
+
+    if args.infer is not None:
+        hardware = _hardware(args)
+        return _infer(args, _shape(args), hardware)
+    asked = answer_to(args)
+    if args.png is not None:
+        from outcore.plan.answer.figures import save_bars
+
+        save_bars(asked.answer, asked.hardware, Path(args.png))
+    if args.json:
+        print(json.dumps(asked.to_dict(), indent=2))
+    else:
+        show(asked.answer, asked.advice, asked.hardware, run_it=asked.command)
+        for line in notes(asked.request):
+            print(f"- {line}")
+        if args.png is not None:
+            print(f"picture: {args.png}")
+    return 0 if asked.answer.plan.fits else 1
+
+
+def _hardware(args: PlanConfig) -> Hardware:
+    if _model_of(args) is None:
         from outcore.model.presets import PRESETS
 
         raise ValueError(
@@ -83,37 +136,15 @@ def _plan(args: PlanConfig) -> int:
         tflops=args.tflops,
         num_gpus=args.num_gpus,
     )
-    hardware = load_hardware(args.machine, overrides, allow_nominal=args.nominal)
-    shape = resolve_shape(
-        _name(model),
+    return load_hardware(args.machine, overrides, allow_nominal=args.nominal)
+
+
+def _shape(args: PlanConfig) -> ModelShape:
+    return resolve_shape(
+        _name(_model_of(args) or ""),
         lora_target_modules=args.lora_target_modules,
         trust_remote_code=args.trust_remote_code,
     )
-    if args.infer is not None:
-        return _infer(args, shape, hardware)
-    request = _request(args)
-    if args.lora_r:
-        shape = shape.with_lora(args.lora_r)
-    answer = choose_or_change(shape, request, hardware)
-    advice = advise(shape, request, hardware, answer.plan)
-    if taught := last_time(answer.plan, hardware):
-        hardware = replace(hardware, notes=(*hardware.notes, taught))
-    if args.png is not None:
-        from outcore.plan.answer.figures import save_bars
-
-        save_bars(answer, hardware, Path(args.png))
-    dataset = args.dataset if args.dataset != PlanConfig.dataset else ()
-    said = Said(_name(model), dataset, args.nvme_offload_path, args.trust_remote_code)
-    run_it = command(answer.plan, request, said)
-    if args.json:
-        print(json.dumps(to_json(answer, advice, hardware) | {"command": run_it}, indent=2))
-    else:
-        show(answer, advice, hardware, run_it=run_it)
-        for line in notes(request):
-            print(f"- {line}")
-        if args.png is not None:
-            print(f"picture: {args.png}")
-    return 0 if answer.plan.fits else 1
 
 
 def _infer(args: PlanConfig, shape: ModelShape, hardware: Hardware) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -96,6 +97,13 @@ def folder_of(config: TrainConfig, name: str) -> RunFolder:
         Path(p).expanduser() for p in (config.checkpoint_dir, config.log_dir, config.export_dir)
     )
     return RunFolder(name, checkpoints / name, logs / name, export / name)
+
+
+def next_name(config: TrainConfig) -> str:
+    """The name that a new run gets: the user's, else the first of base, base-2, base-3 ... that is not in use."""
+    base = config.run_name or default_name(config)
+    names = (base if number == 1 else f"{base}-{number}" for number in itertools.count(1))
+    return base if config.run_name else next(name for name in names if not folder_of(config, name).is_in_use)
 
 
 def numbered_names(config: TrainConfig, base: str) -> list[str]:

@@ -67,7 +67,7 @@ def create_app(service: Service, additions: Sequence[Addition] = ()) -> FastAPI:
             await asyncio.to_thread(service.close)
 
     app = FastAPI(title="outcore", lifespan=lifespan, docs_url=None, redoc_url=None)
-    _add_errors(app, service)
+    add_errors(app, lambda status: service.metrics.refused.labels(str(status)).inc())
     _add_key(app, service)
     _add_plain(app, service)
     add_jobs(app, service, batches)
@@ -80,9 +80,11 @@ def create_app(service: Service, additions: Sequence[Addition] = ()) -> FastAPI:
     return app
 
 
-def _add_errors(app: FastAPI, service: Service) -> None:
+def add_errors(app: FastAPI, refused: Callable[[int], object] = lambda status: None) -> None:
+    """Errors of routes in one shape. `refused`: told the status of each."""
+
     def answer(error: ApiError) -> JSONResponse:
-        service.metrics.refused.labels(str(error.status)).inc()
+        refused(error.status)
         return JSONResponse(error.body(), error.status, headers=error.headers())
 
     @app.exception_handler(ApiError)

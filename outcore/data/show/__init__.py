@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from outcore.data.show.page import write_page
+from outcore.data.show.page import pieces_of, write_page
 from outcore.data.show.render import render_sample

@@ -32,19 +32,24 @@ def write_page(
     parts += [f"<li>{html.escape(line)}</li>" for line in lines]
     parts.append("</ul>")
     for heading, ids, has_loss in rows:
-        spans = "".join(_spans(tokenizer, np.asarray(ids), np.asarray(has_loss, dtype=bool)))
+        spans = "".join(_span(*piece) for piece in pieces_of(tokenizer, np.asarray(ids), np.asarray(has_loss, bool)))
         parts.append(f"<h2>{html.escape(heading)}</h2>\n<pre>{spans}</pre>")
     path.write_text("\n".join([*parts, "</html>\n"]), encoding="utf-8")
 
 
-def _spans(tokenizer: Any, ids: np.ndarray, has_loss: np.ndarray) -> Iterator[str]:
-    """A span a token; tokens that only together make a character share one."""
+def pieces_of(tokenizer: Any, ids: np.ndarray, has_loss: np.ndarray) -> Iterator[tuple[str, list[int], bool]]:
+    """(text, token ids, bears loss) a token; tokens that only together make a character share one.
+
+    `ids`: token ids [n]; `has_loss`: bool [n]."""
     start = 0
     for end in range(1, len(ids) + 1):
         text = str(tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False))
         if text.endswith("\ufffd") and end < len(ids) and end - start < 8 and has_loss[end] == has_loss[start]:
             continue
-        numbers = " ".join(map(str, ids[start:end].tolist()))
-        name = ' class="l"' if has_loss[start] else ""
-        yield f'<span{name} title="{numbers}">{html.escape(text)}</span>'
+        yield text, ids[start:end].tolist(), bool(has_loss[start])
         start = end
+
+
+def _span(text: str, ids: Sequence[int], bears_loss: bool) -> str:
+    name = ' class="l"' if bears_loss else ""
+    return f'<span{name} title="{" ".join(map(str, ids))}">{html.escape(text)}</span>'

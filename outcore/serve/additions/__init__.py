@@ -1,8 +1,8 @@
 """What rooms above build on to add routes to a server."""
 
-from outcore.serve.app import Addition, ClosedEvents, create_app
+from outcore.serve.app import Addition, ClosedEvents, add_errors, create_app
 from outcore.serve.body import read_body
 from outcore.serve.errors import ApiError, bad
 from outcore.serve.service import Service
 
-__all__ = ["Addition", "ApiError", "ClosedEvents", "Service", "bad", "create_app", "read_body"]
+__all__ = ["Addition", "ApiError", "ClosedEvents", "Service", "add_errors", "bad", "create_app", "read_body"]

@@ -1,0 +1,5 @@
+"""Evaluations over HTTP."""
+
+from outcore.evaluate.http.routes import Evaluations
+
+__all__ = ["Evaluations"]

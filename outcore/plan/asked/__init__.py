@@ -1,0 +1,7 @@
+"""What `outcore plan` answers to flags, for programs."""
+
+from outcore.model.presets import PRESETS
+from outcore.plan.fields import PlanConfig, parse_plan
+from outcore.plan.main import Asked, answer_to
+
+__all__ = ["PRESETS", "Asked", "PlanConfig", "answer_to", "parse_plan"]

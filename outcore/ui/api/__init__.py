@@ -1,0 +1,10 @@
+"""The routes behind the panels: runs, training, forecasts, data, folders, the loaded model, conversations, the machine.
+
+They stand under /v1 beside the model's own (`passing`) and those of evaluations; JSON in, JSON out, errors in one shape.
+"""
+
+from outcore.ui.api.form import table
+from outcore.ui.api.place import Place
+from outcore.ui.api.routes import PanelsApi
+
+__all__ = ["PanelsApi", "Place", "table"]

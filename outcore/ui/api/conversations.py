@@ -1,0 +1,212 @@
+"""Conversations kept on disk, and answered by the loaded model: what was written so far stays, however the answer ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import httpx
+
+from outcore.serve.additions import ApiError, bad
+from outcore.ui.api.model import ModelHost
+from outcore.ui.api.place import Place, read_json, write_json
+
+_ID = re.compile(r"^chat-[0-9a-f]{12}$")
+SAVE_EVERY_S = 2.0
+TITLE_CHARS = 60
+SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "max_tokens", "seed", "stop",
+)  # fmt: skip
+
+
+class Conversations:
+    """See the module docstring. A conversation: id, title, system, sampling, messages; a message: role, content, and of
+    an answer reasoning, finish, timings, model."""
+
+    def __init__(self, place: Place, host: ModelHost) -> None:
+        self.place, self.host = place, host
+        self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=5.0))
+        self._under_way: set[str] = set()
+
+    def all(self) -> list[dict[str, Any]]:
+        """The latest first, without their messages."""
+        found = [read_json(path) for path in self._folder.glob("chat-*.json")]
+        found = [{k: v for k, v in one.items() if k != "messages"} | {"turns": _turns(one)} for one in found if one]
+        return sorted(found, key=lambda one: -one["changed_at"])
+
+    def create(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A new one."""
+        now = time.time()
+        one = {"id": f"chat-{uuid.uuid4().hex[:12]}", "title": "", "created_at": now, "system": "", "sampling": {}}
+        return self._save(one | {"messages": []} | _told(body))
+
+    def get(self, name: str) -> dict[str, Any]:
+        """One with its messages; 404 when there is none."""
+        one = read_json(self._folder / f"{name}.json") if _ID.match(name) else {}
+        if not one:
+            raise ApiError(404, f"There is no conversation {name!r}.", param="id")
+        return one | {"is_under_way": name in self._under_way}
+
+    def change(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Another title, system prompt or sampling."""
+        return self._save(self.get(name) | _told(body))
+
+    def remove(self, name: str) -> dict[str, Any]:
+        """Forget one."""
+        self.get(name)
+        (self._folder / f"{name}.json").unlink()
+        return {"id": name, "deleted": True}
+
+    def export(self, name: str, form: str) -> tuple[str, str]:
+        """(text, media type): json as chat data that can be trained on, or Markdown."""
+        one = self.get(name)
+        system = [{"role": "system", "content": one["system"]}] if one["system"] else []
+        messages = system + [{"role": m["role"], "content": m["content"]} for m in one["messages"]]
+        if form == "json":
+            return json.dumps({"messages": messages}, ensure_ascii=False) + "\n", "application/json"
+        if form != "md":
+            raise bad("format must be json or md.", "format")
+        return "\n\n".join(f"**{m['role']}**\n\n{m['content']}" for m in messages) + "\n", "text/markdown"
+
+    def prepare(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Take a user's message (or, with `regenerate`, the last one again; with `at`, in place of that message and what
+        followed) into the conversation, before anything is answered. ApiError for what cannot be."""
+        one = self.get(name)
+        if one.pop("is_under_way"):
+            raise ApiError(409, "An answer is being written in this conversation: stop it first.", code="under_way")
+        self.host.address()
+        messages, text, at = one["messages"], body.get("text"), body.get("at")
+        if body.get("regenerate"):
+            while messages and messages[-1]["role"] == "assistant":
+                messages.pop()
+            if not messages:
+                raise bad("There is nothing to answer again.", "regenerate")
+            return self._save(one)
+        if not isinstance(text, str) or not text.strip():
+            raise bad("text must say something.", "text")
+        if at is not None:
+            if not isinstance(at, int) or not 0 <= at < len(messages) or messages[at]["role"] != "user":
+                raise bad("at must be the number of one of the user's messages.", "at")
+            del messages[at:]
+        messages.append({"role": "user", "content": text})
+        one["title"] = one["title"] or " ".join(text.split())[:TITLE_CHARS]
+        return self._save(one)
+
+    async def answer(self, one: dict[str, Any]) -> AsyncGenerator[dict[str, str], None]:
+        """Events of the answer to a prepared conversation: pieces, then the message as it was kept, or an error."""
+        began_s = saved_s = time.monotonic()
+        said: dict[str, Any] = {"role": "assistant", "content": "", "reasoning": "", "finish": "cancelled"}
+        times: dict[str, Any] = {"first_s": None, "usage": {}, "pieces": 0}
+        self._under_way.add(one["id"])
+        messages = list(one["messages"])
+        try:
+            async for chunk in self._chunks(one):
+                if "error" in chunk:
+                    said["finish"] = "error"
+                    yield _event("error", message=chunk["error"]["message"])
+                    break
+                times["usage"] = chunk.get("usage") or times["usage"]
+                for choice in chunk.get("choices", []):
+                    delta = choice["delta"]
+                    said["content"] += delta.get("content") or ""
+                    said["reasoning"] += delta.get("reasoning_content") or ""
+                    said["finish"] = choice["finish_reason"] or said["finish"]
+                    if delta.get("content") or delta.get("reasoning_content"):
+                        times["first_s"] = times["first_s"] or time.monotonic() - began_s
+                        times["pieces"] += 1
+                        yield _event("piece", content=said["content"], reasoning=said["reasoning"])
+                if time.monotonic() - saved_s > SAVE_EVERY_S:
+                    saved_s = time.monotonic()
+                    self._save(one | {"messages": [*messages, said]})
+            if said["finish"] != "error":
+                said |= {
+                    "timings": _timings(times, time.monotonic() - began_s),
+                    "model": self.host.state().get("model"),
+                }
+                yield _event("done", message=said)
+        finally:
+            self._under_way.discard(one["id"])
+            if said["content"] or said["reasoning"]:
+                said.setdefault("timings", _timings(times, time.monotonic() - began_s))
+                self._save(one | {"messages": [*messages, said]})
+
+    # --- parts
+
+    @property
+    def _folder(self):
+        return self.place.of("conversations")
+
+    def _save(self, one: dict[str, Any]) -> dict[str, Any]:
+        one = {key: value for key, value in one.items() if key != "is_under_way"} | {"changed_at": time.time()}
+        write_json(self._folder / f"{one['id']}.json", one)
+        return one
+
+    async def _chunks(self, one: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        system = [{"role": "system", "content": one["system"]}] if one["system"] else []
+        said = [{"role": m["role"], "content": m["content"]} for m in one["messages"]]
+        body = {"messages": system + said, "stream": True, "stream_options": {"include_usage": True}, **one["sampling"]}
+        try:
+            base, headers = self.host.address()
+            async with self._client.stream("POST", f"{base}/v1/chat/completions", json=body, headers=headers) as answer:
+                if answer.status_code != 200:
+                    yield json.loads(await answer.aread())
+                    return
+                async for line in answer.aiter_lines():
+                    data = line.removeprefix("data: ")
+                    if line.startswith("data: ") and data != "[DONE]":
+                        yield json.loads(data)
+        except (httpx.HTTPError, ValueError, ApiError) as error:
+            words = (
+                str(error) if isinstance(error, ApiError) else "The model's server broke off; what it wrote is kept."
+            )
+            yield {"error": {"message": words}}
+
+
+def _told(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Title, system prompt and sampling of a body. ApiError for what is none."""
+    unknown = sorted(set(body) - {"title", "system", "sampling"})
+    if unknown:
+        raise bad(f"{unknown[0]} is nothing that a conversation has.", unknown[0])
+    for name in ("title", "system"):
+        if not isinstance(body.get(name, ""), str):
+            raise bad(f"{name} must be a text.", name)
+    sampling = body.get("sampling", {})
+    if not isinstance(sampling, Mapping) or (wrong := sorted(set(sampling) - set(SAMPLING))):
+        raise bad(
+            f"sampling may say {', '.join(SAMPLING)}.", "sampling" if not isinstance(sampling, Mapping) else wrong[0]
+        )
+    found = {name: body[name] for name in ("title", "system") if name in body}
+    if "sampling" in body:
+        found["sampling"] = {name: value for name, value in sampling.items() if value is not None}
+    return found
+
+
+def _turns(one: Mapping[str, Any]) -> int:
+    return sum(message["role"] == "user" for message in one.get("messages", []))
+
+
+def _timings(times: Mapping[str, Any], total_s: float) -> dict[str, Any]:
+    """What an answer cost: seconds to its first word, tokens after it per second, share of the prompt known before."""
+    usage = times["usage"]
+    prompt, tokens = usage.get("prompt_tokens"), usage.get("completion_tokens") or times["pieces"]
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    first_s = times["first_s"]
+    decode_s = total_s - first_s if first_s is not None else 0.0
+    return {
+        "prefill_s": first_s,
+        "decode_s": decode_s,
+        "total_s": total_s,
+        "tokens": tokens,
+        "tokens_per_s": (tokens - 1) / decode_s if tokens > 1 and decode_s > 0 else None,
+        "prompt_tokens": prompt,
+        "hit_rate": cached / prompt if prompt else None,
+    }
+
+
+def _event(kind: str, **more: Any) -> dict[str, str]:
+    return {"data": json.dumps({"event": kind, **more})}

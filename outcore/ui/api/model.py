@@ -1,0 +1,253 @@
+"""The model that chat and evaluations talk with: `outcore serve` in a process of its own, loaded and ended on demand.
+
+The panels pass requests on to it. It outlives panels that are killed, and those that start next find it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from outcore.infer.opening import InferSettings
+from outcore.serve.additions import ApiError, bad
+from outcore.ui.api.children import Child, complaint_of, lines_of
+from outcore.ui.api.place import Place, read_json, write_json
+
+FIELDS = (
+    "preset", "device", "precision", "adapter", "context", "max_sequences", "pass_tokens", "chunk_tokens", "page_tokens",
+    "kv_format", "kv_home", "kv_gib", "vram_gib", "ram_gib", "nvme_path", "pin_gib", "num_layer_buffers", "compile",
+    "draft_tokens",
+)  # fmt: skip
+DEGREES = ("tensor_parallel", "pipeline_parallel")
+LOOK_EVERY_S = 0.3
+_METRIC = re.compile(r"^outcore_(\w+?)(?:_total)?(?:\{([^}]*)\})? ([-+.\deE]+)$")
+
+
+class ModelHost:
+    """See the module docstring. States: none, loading, ready, failed, stopped."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._child: Child | None = None
+        self._note: dict[str, Any] = {"state": "none"}
+        self._lock = threading.Lock()
+        self._adopt()
+
+    # --- for routes
+
+    def state(self) -> dict[str, Any]:
+        """What is loaded or being loaded: state, model, settings, lines that it said, seconds so far."""
+        note = {key: value for key, value in self._note.items() if key not in ("port", "key", "pid")}
+        lines = lines_of(self._log) if note["state"] != "none" else []
+        began_s = note.get("began_at")
+        seconds = (note.get("ready_at") or time.time()) - began_s if began_s else None
+        return note | {"lines": lines[-30:], "seconds": seconds}
+
+    def load(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin to load a model, in place of another one. ApiError: 400 for settings that cannot be, 409 while one is
+        being loaded."""
+        model, settings = _asked(body)
+        with self._lock:
+            if self._note["state"] == "loading":
+                raise ApiError(
+                    409, f"{self._note['model']} is being loaded. Stop that first, or wait for it.", code="loading"
+                )
+            self._end()
+            port, key = _free_port(), secrets.token_urlsafe(24)
+            keys = self.place.of("model") / "key"
+            keys.touch(mode=0o600)
+            keys.write_text(key, encoding="utf-8")
+            argv = ["serve", model, "--port", str(port), "--api_key_file", str(keys)]
+            argv += ["--log_dir", str(self.place.logs / "serve"), *_flags(settings)]
+            self._child = Child(argv, self._log)
+            self._note = {
+                "state": "loading",
+                "model": model,
+                "settings": settings,
+                "command": " ".join(["outcore serve", model, *_flags(settings)]),
+                "began_at": time.time(),
+                "port": port,
+                "key": key,
+                "pid": self._child.pid,
+                "message": "",
+            }
+            threading.Thread(target=self._await, args=(self._child, self._note), daemon=True).start()
+        return self.state()
+
+    def unload(self) -> dict[str, Any]:
+        """Let the model go, also in the middle of loading."""
+        with self._lock:
+            if self._note["state"] in ("none", "stopped"):
+                raise ApiError(409, "No model is loaded.", code="no_model")
+            self._end()
+            self._note |= {"state": "stopped", "message": ""}
+        return self.state()
+
+    def address(self) -> tuple[str, dict[str, str]]:
+        """(base address, headers) of the model's server. ApiError with what to do while there is none."""
+        note = self._note
+        if note["state"] == "ready" and not self._is_alive():
+            self._failed(note, "the model's process was ended from outside")
+        if note["state"] == "ready":
+            return f"http://127.0.0.1:{note['port']}", {"Authorization": f"Bearer {note['key']}"}
+        if note["state"] == "loading":
+            raise ApiError(503, f"{note['model']} is still being loaded.", code="loading", retry_s=2)
+        why = f" {note['model']} is gone: {note['message']}" if note["state"] == "failed" else ""
+        raise ApiError(409, f"No model is loaded: load one first.{why}", code="no_model")
+
+    def metrics(self) -> dict[str, Any]:
+        """Figures of the model's server: name -> value, or label values -> value."""
+        base, headers = self.address()
+        try:
+            page = httpx.get(f"{base}/metrics", headers=headers, timeout=5.0).text
+        except httpx.HTTPError as error:
+            raise ApiError(503, f"The model's server does not answer: {error}", code="no_answer") from error
+        return parse_metrics(page)
+
+    def close(self) -> None:
+        """The panels end: the model with them."""
+        with self._lock:
+            self._end()
+
+    # --- parts
+
+    @property
+    def _log(self) -> Path:
+        return self.place.own / "model" / "serve.log"
+
+    @property
+    def _file(self) -> Path:
+        return self.place.own / "model" / "loaded.json"
+
+    def _adopt(self) -> None:
+        note = read_json(self._file)
+        if not note or not _answers(note):
+            return
+        self._note = note
+
+    def _await(self, child: Child, note: dict[str, Any]) -> None:
+        while child.exit_code is None and self._note is note:
+            if _answers(note):
+                note |= {"state": "ready", "ready_at": time.time(), "launch": _launch(self.place)}
+                with contextlib.suppress(OSError):  # then panels that start next do not find it
+                    write_json(self._file, note)
+                    self._file.chmod(0o600)
+                break
+            time.sleep(LOOK_EVERY_S)
+        while child.exit_code is None and self._note is note:
+            time.sleep(LOOK_EVERY_S)
+        if self._note is note and note["state"] in ("loading", "ready"):
+            code = child.exit_code or 0
+            was = "while it was loaded" if note["state"] == "loading" else "while it served"
+            words = f"killed by {signal.Signals(-code).name} {was}" if code < 0 else complaint_of(self._log)
+            self._failed(note, words)
+
+    def _failed(self, note: dict[str, Any], words: str) -> None:
+        note |= {"state": "failed", "message": words}
+        self._file.unlink(missing_ok=True)
+
+    def _is_alive(self) -> bool:
+        if self._child is not None:
+            return self._child.exit_code is None
+        return _answers(self._note)
+
+    def _end(self) -> None:
+        note, child = self._note, self._child
+        self._note, self._child = {**note, "state": "none" if note["state"] == "none" else "stopped"}, None
+        self._file.unlink(missing_ok=True)
+        if child is not None:
+            child.end()
+        elif note["state"] == "ready" and _answers(note):  # adopted: it is ours, its key says so
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(note["pid"], signal.SIGTERM)
+
+
+def _asked(body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    model = body.get("model")
+    if not isinstance(model, str) or not model.strip():
+        raise bad("model must name a folder, a run in final_model/, a checkpoint or a hub id.", "model")
+    if model.startswith("-"):
+        raise bad(f"model is {model!r}, which is a flag, not a model.", "model")
+    settings = {name: body[name] for name in FIELDS if body.get(name) not in (None, "", [])}
+    unknown = sorted(set(body) - {"model", *FIELDS, *DEGREES})
+    if unknown:
+        raise bad(f"{unknown[0]} is no setting of a model.", unknown[0])
+    for name in DEGREES:
+        if body.get(name) not in (None, 1):
+            raise bad(
+                f"{name} is {body[name]!r}, but this version serves a model from one GPU: weights that it does not hold "
+                "stream from RAM and NVMe. Leave it at 1.",
+                name,
+            )
+    try:
+        nvme = settings.get("nvme_path")
+        InferSettings(**{**settings, **({"nvme_path": (nvme,)} if isinstance(nvme, str) else {})})
+    except (ValueError, TypeError) as error:
+        word = str(error).split(" ", 1)[0]
+        raise bad(str(error), word if word in FIELDS else None) from error
+    return model.strip(), settings
+
+
+def _flags(settings: Mapping[str, Any]) -> list[str]:
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def _answers(note: Mapping[str, Any]) -> bool:
+    """Whether the server of this key is there (a stranger on its port does not know the key)."""
+    try:
+        found = httpx.get(
+            f"http://127.0.0.1:{note['port']}/v1/models",
+            headers={"Authorization": f"Bearer {note['key']}"},
+            timeout=2.0,
+        )
+        return found.status_code == 200 and found.json()["data"][0]["owned_by"] == "outcore"
+    except (httpx.HTTPError, KeyError, ValueError):
+        return False
+
+
+def _launch(place: Place) -> dict[str, Any]:
+    """How the model was laid out, from the head of its server's newest records."""
+    files = sorted((place.logs / "serve").glob("requests-*.jsonl"), key=lambda path: path.stat().st_mtime)
+    try:
+        head = files[-1].read_text(encoding="utf-8").splitlines()[0] if files else "{}"
+    except (OSError, IndexError):
+        return {}
+    try:
+        found = json.loads(head)
+    except ValueError:
+        return {}
+    return {key: found[key] for key in ("found", "model_hash", "placement", "way", "device") if key in found}
+
+
+def parse_metrics(page: str) -> dict[str, Any]:
+    """Prometheus' text as numbers: name -> value, with labels name -> {label values: value}."""
+    found: dict[str, Any] = {}
+    for line in page.splitlines():
+        if match := _METRIC.match(line):
+            name, labels, value = match[1], match[2], float(match[3])
+            if name.endswith(("_bucket", "_created")):
+                continue
+            if labels:
+                key = " ".join(re.findall(r'="([^"]*)"', labels))
+                found.setdefault(name, {})[key] = value
+            else:
+                found[name] = value
+    return found

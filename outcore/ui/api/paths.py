@@ -1,0 +1,54 @@
+"""Folders as they are typed: which there are, and whether one is a place to offload to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from outcore.engine.deepspeed import resolve_nvme_path, validate_nvme_path
+from outcore.machine import drive_of, local_drives
+from outcore.plan import ProfileError, load_hardware
+from outcore.serve.additions import bad
+
+MOST_FOLDERS = 200
+
+
+def check_path(text: str, needed_gb: float = 0.0) -> dict[str, Any]:
+    """Whether a run can offload into this folder: writable, space, kind of drive, speed as measured. Really writes a
+    test file, and leaves nothing."""
+    if not 0 <= needed_gb < 1e9:
+        raise bad("needed_gb must be at least 0.", "needed_gb")
+    is_good, words = validate_nvme_path(text, needed_gb)
+    found: dict[str, Any] = {"path": text, "is_good": is_good, "words": words, "warning": "Warning:" in words}
+    try:
+        drive = drive_of(resolve_nvme_path(text))
+    except (ValueError, OSError):
+        return found | {"kind": "unknown", "free_bytes": None, "speed": ""}
+    return found | {"kind": drive.kind, "free_bytes": drive.free_bytes, "speed": _speed()}
+
+
+def _speed() -> str:
+    try:
+        hardware = load_hardware()
+    except (ProfileError, ValueError, OSError):
+        return "Its speed was not measured: python gds_optimizer.py does."
+    read, write = hardware.drive_read_gb_per_s, hardware.drive_write_gb_per_s
+    slow = "" if min(read, write) >= 2 else " Below 2 GB/s steps take long."
+    return f"Measured: {read:.1f} GB/s read, {write:.1f} GB/s written.{slow}"
+
+
+def folders_in(text: str) -> dict[str, Any]:
+    """Folders below a path (below the nearest one that exists), and the drives of this machine to begin at."""
+    path = Path(text.strip() or "~").expanduser()
+    path = Path(os.path.abspath(path))
+    while not path.is_dir():
+        path = path.parent
+    try:
+        names = sorted(entry.name for entry in os.scandir(path) if entry.is_dir() and not entry.name.startswith("."))
+    except OSError as error:
+        raise bad(f"{path} cannot be listed: {error.strerror}.", "path") from error
+    drives = [
+        {"path": drive.mount_point, "kind": drive.kind, "free_bytes": drive.free_bytes} for drive in local_drives()
+    ]
+    return {"path": str(path), "parent": str(path.parent), "folders": names[:MOST_FOLDERS], "drives": drives}

@@ -1,0 +1,56 @@
+"""The folders that the panels work in: those of the commands, below the folder in which the server was started."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs, logs and models lie."""
+
+    checkpoints: Path = Path("checkpoints")
+    logs: Path = Path("logs")
+    exports: Path = Path("final_model")
+
+    @property
+    def own(self) -> Path:
+        """What the panels keep themselves; hidden, so that it is not taken for a run."""
+        return self.logs / ".ui"
+
+    def of(self, name: str) -> Path:
+        """A folder of the panels' own, made when it is missing."""
+        folder = self.own / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A small file's object; {} for one that is missing, damaged or something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a small file whole. OSError when the drive does not take it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.part")
+    aside.write_text(json.dumps(value, ensure_ascii=False, indent=1, default=str), encoding="utf-8")
+    os.replace(aside, path)
+
+
+def tail_of(path: Path, num_bytes: int = 32 << 10) -> str:
+    """The end of a text file; '' when there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - num_bytes))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""

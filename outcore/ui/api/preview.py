@@ -1,0 +1,54 @@
+"""Rows of a data set with their loss mask, as the run would read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from outcore.data import load_or_train_tokenizer, look_at, pieces_of, weighted_source
+from outcore.serve.additions import bad
+from outcore.train.configure import data_settings_of
+from outcore.ui.api.form import checked, said
+
+MOST_ROWS = 20
+SEQ_LENGTH = 1024
+READ_DOCUMENTS = 400
+"""Of a large data set, for a look at it."""
+MOST_TOKENS = 1500
+"""Of a row that are sent."""
+
+
+def preview(fields: Mapping[str, Any], num_rows: int = 3) -> dict[str, Any]:
+    """Some rows: heading, and pieces of text with whether they bear loss. ApiError with the data room's words."""
+    if not 1 <= num_rows <= MOST_ROWS:
+        raise bad(f"rows must be from 1 to {MOST_ROWS}.", "rows")
+    config = checked(said(fields))
+    settings = replace(
+        data_settings_of(config, config.seq_length or SEQ_LENGTH, "off"),
+        dataset=weighted_source(config.dataset[0]).name,
+        eval_fraction=0.0,
+        eval_dataset=None,
+        on_bad_row="skip",
+        max_train_samples=min(config.max_train_samples or READ_DOCUMENTS, READ_DOCUMENTS),
+    )
+    name = config.tokenizer_name_or_path or config.model_name_or_path
+    try:
+        tokenizer = load_or_train_tokenizer(settings, name, trust_remote_code=config.trust_remote_code)
+        if config.chat_template is not None:
+            tokenizer.chat_template = Path(config.chat_template).expanduser().read_text(encoding="utf-8")
+        look = look_at(settings, tokenizer, num_rows, say=lambda words: None)
+    except (ValueError, OSError) as error:  # DataError is one
+        raise bad(str(error), "dataset") from error
+    rows = [
+        {
+            "heading": heading,
+            "pieces": [
+                {"text": text, "loss": bears} for text, _, bears in pieces_of(tokenizer, ids[:MOST_TOKENS], has_loss)
+            ],
+            "cut_tokens": max(0, len(ids) - MOST_TOKENS),
+        }
+        for heading, ids, has_loss in look.rows
+    ]
+    return {"lines": look.lines, "rows": rows}

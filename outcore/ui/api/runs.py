@@ -1,0 +1,239 @@
+"""Runs as they lie on disk: list, figures as they grow, forecast beside measurement, comparison, export, deletion."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from outcore.checkpoint import list_checkpoints
+from outcore.monitor import Metrics
+from outcore.serve.additions import ApiError
+from outcore.runs import RunState, delete, list_runs
+from outcore.ui.api.children import Child, complaint_of, lines_of
+from outcore.ui.api.place import Place, read_json
+from outcore.ui.api.training import Training
+
+SERIES = (
+    "loss", "lr", "tokens_per_s", "step_s", "grad_norm", "gpu_mem_bytes", "ram_rss_bytes", "pinned_bytes", "gpu_temp_c",
+    "nvme_temp_c", "gpu_util_pct", "gpu_power_w", "pcie_rx_gb_per_s", "pcie_tx_gb_per_s", "nvme_read_bytes",
+    "nvme_write_bytes", "nvme_queue_depth",
+)  # fmt: skip
+"""Figures of a step that are drawn."""
+RECENT_STEPS = 50
+
+
+class Runs:
+    """See the module docstring."""
+
+    def __init__(self, place: Place, training: Training) -> None:
+        self.place, self.training = place, training
+        self._metrics: dict[str, Metrics] = {}
+        self._exports: dict[str, Child] = {}
+        self._lock = threading.Lock()
+
+    def all(self) -> list[dict[str, Any]]:
+        """The latest first. A folder in which no run has left anything is none."""
+        found = [self._row(run) for run in self._states() if self._is_run(run)]
+        there = {row["name"] for row in found}
+        starting = [name for name in self.training.running() if name not in there]
+        return [self._empty_row(name) for name in starting] + found
+
+    def get(self, name: str) -> dict[str, Any]:
+        """One run: its state, header, last step, forecast beside what was measured, checkpoints, export."""
+        rows = [row for row in self.all() if row["name"] == name]
+        job = self.training.job(name)
+        if not rows and job["state"] in ("none", ""):
+            raise ApiError(404, f"There is no run {name!r}.", param="name")
+        metrics = self._polled(name)
+        last = metrics.steps[-1] if metrics and metrics.steps else {}
+        recent = metrics.steps[-RECENT_STEPS:] if metrics else []
+        return {
+            **(rows[0] if rows else self._empty_row(name)),
+            "job": job,
+            "header": metrics.header if metrics else {},
+            "last": last,
+            "evals": metrics.evals if metrics else [],
+            "resumed_at": metrics.resumed_at if metrics else [],
+            "step_s": _median(recent, "step_s"),
+            "phases": _phases(recent),
+            "forecast": _forecast(metrics, recent) if metrics else [],
+            "checkpoints": [self._checkpoint(path) for path in list_checkpoints(self.place.checkpoints / name)],
+            "export": self._export_state(name),
+        }
+
+    def series(self, name: str, points: int = 400) -> dict[str, Any]:
+        """Figures by step for graphs: at most `points` of them, means of neighbours; evaluations beside."""
+        metrics = self._polled(name)
+        if metrics is None:
+            return {"steps": [], "series": {}, "evals": [], "total_steps": None}
+        groups = list(_chunks(metrics.steps, max(2, min(points, 2000))))
+        series = {key: [_mean(group, key) for group in groups] for key in SERIES}
+        return {
+            "steps": [group[-1]["step"] for group in groups],
+            "series": {key: values for key, values in series.items() if any(v is not None for v in values)},
+            "evals": [{"step": e.get("step"), "eval_loss": e.get("eval_loss")} for e in metrics.evals],
+            "total_steps": metrics.total_steps,
+        }
+
+    def log(self, name: str) -> dict[str, Any]:
+        """What the run printed last, where it was started from here; else what its plan noted."""
+        path = self.training.log_of(name)
+        lines = lines_of(path)
+        if not lines:
+            plan = read_json(self.place.logs / name / "plan.json")
+            lines = [str(line) for line in plan.get("said", [])]
+        return {"lines": lines[-200:]}
+
+    def compare(self, names: Sequence[str]) -> dict[str, Any]:
+        """Runs side by side: settings in which they differ, and what came of them."""
+        runs = [self.get(name) for name in names]
+        configs = [run["header"].get("config") or {} for run in runs]
+        keys = sorted({key for config in configs for key in config})
+        differing = {
+            key: [config.get(key) for config in configs]
+            for key in keys
+            if len({json.dumps(config.get(key), sort_keys=True, default=str) for config in configs}) > 1
+        }
+        results = {
+            "state": [run["state"] for run in runs],
+            "step": [run["step"] for run in runs],
+            "loss": [run["loss"] for run in runs],
+            "validation loss": [run["evals"][-1].get("eval_loss") if run["evals"] else None for run in runs],
+            "seconds a step": [run["step_s"] for run in runs],
+        }
+        return {"names": list(names), "settings": differing, "results": results}
+
+    def delete(self, name: str) -> dict[str, Any]:
+        """Remove a run's checkpoints, logs and model. 409 while it runs."""
+        state = next((run for run in self._states() if run.folder.name == name), None)
+        if state is None:
+            raise ApiError(404, f"There is no run {name!r}.", param="name")
+        try:
+            delete(state)
+        except ValueError as error:  # RunInUse
+            raise ApiError(409, str(error), param="name", code="in_use") from error
+        except OSError as error:
+            raise ApiError(500, f"Run {name} cannot be removed whole: {error}.", param="name") from error
+        self.training.forget(name)
+        with self._lock:
+            self._metrics.pop(name, None)
+        return {"name": name, "deleted": True, "size_bytes": state.size_bytes}
+
+    def export(self, name: str, *, merge: bool = False) -> dict[str, Any]:
+        """Begin to write a run's model as a folder for from_pretrained."""
+        if not list_checkpoints(self.place.checkpoints / name):
+            raise ApiError(409, f"Run {name} has no checkpoint to export.", param="name")
+        child = self._exports.get(name)
+        if child is not None and child.exit_code is None:
+            raise ApiError(409, f"Run {name} is being exported already.", param="name")
+        argv = ["export", name, "--checkpoint_dir", str(self.place.checkpoints), *(["--merge"] if merge else [])]
+        self._exports[name] = Child(argv, self.place.of("console") / f"{name}.export.log")
+        return self._export_state(name) or {}
+
+    # --- parts
+
+    def _states(self) -> list[RunState]:
+        return list_runs(self.place.checkpoints, self.place.logs, self.place.exports)
+
+    def _is_run(self, run: RunState) -> bool:
+        return run.folder.is_in_use or run.state.startswith("running")
+
+    def _row(self, run: RunState) -> dict[str, Any]:
+        loss = run.loss if isinstance(run.loss, (int, float)) else None
+        return {
+            "name": run.folder.name,
+            "state": run.state.partition(" ")[0],
+            "words": run.state,
+            "step": run.step,
+            "total_steps": run.total_steps,
+            "loss": loss,
+            "size_bytes": run.size_bytes,
+            "changed_at": run.changed_s,
+            "model": str(run.folder.export) if run.folder.export.is_dir() else None,
+        }
+
+    def _empty_row(self, name: str) -> dict[str, Any]:
+        state = self.training.job(name)["state"]
+        return {
+            "name": name,
+            "state": "starting" if state == "running" else state,
+            "words": state,
+            "step": 0,
+            "total_steps": None,
+            "loss": None,
+            "size_bytes": 0,
+            "changed_at": time.time(),
+            "model": None,
+        }
+
+    def _polled(self, name: str) -> Metrics | None:
+        path = self.place.logs / name / "metrics.jsonl"
+        with self._lock:
+            metrics = self._metrics.setdefault(name, Metrics(path))
+            try:
+                metrics.poll()
+            except FileNotFoundError:
+                return None
+            return metrics
+
+    def _checkpoint(self, path: Path) -> dict[str, Any]:
+        size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return {"path": str(path), "name": path.name, "size_bytes": size_bytes}
+
+    def _export_state(self, name: str) -> dict[str, Any] | None:
+        child = self._exports.get(name)
+        if child is None:
+            return None
+        if child.exit_code is None:
+            return {"state": "running", "message": ""}
+        lines = lines_of(child.log)
+        if child.exit_code == 0:
+            return {"state": "finished", "message": lines[-1] if lines else ""}
+        return {"state": "failed", "message": complaint_of(child.log)}
+
+
+def _chunks(steps: Sequence[dict[str, Any]], points: int) -> Iterable[Sequence[dict[str, Any]]]:
+    count = min(points, len(steps))
+    edges = [index * len(steps) // count for index in range(count + 1)] if count else [0]
+    return (steps[a:b] for a, b in zip(edges, edges[1:], strict=False))
+
+
+def _numbers(steps: Iterable[dict[str, Any]], key: str) -> list[float]:
+    values = (step.get(key) for step in steps)
+    return [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool) and v == v and abs(v) < 1e300]
+
+
+def _mean(steps: Iterable[dict[str, Any]], key: str) -> float | None:
+    found = _numbers(steps, key)
+    return sum(found) / len(found) if found else None
+
+
+def _median(steps: Iterable[dict[str, Any]], key: str) -> float | None:
+    found = _numbers(steps, key)
+    return statistics.median(found) if found else None
+
+
+def _phases(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Seconds of a recent step by what was done or waited for."""
+    names = dict.fromkeys(name for step in steps for name in (step.get("phase_s") or {}))
+    found = {name: _mean([step.get("phase_s") or {} for step in steps], name) for name in names}
+    return {name: seconds for name, seconds in found.items() if seconds}
+
+
+def _forecast(metrics: Metrics, recent: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """(what, forecast, measured) of the figures that both have."""
+    plan = (metrics.header.get("plan") or {}).get("forecast") or {}
+    steps = metrics.steps
+    measured = {
+        "step_s": _median(recent[1:] or recent, "step_s"),
+        "vram_bytes": max(_numbers(steps, "gpu_mem_peak_bytes"), default=None),
+        "rss_bytes": max(_numbers(steps, "ram_rss_bytes"), default=None),
+        "drive_read_bytes_per_step": _median(recent, "nvme_read_bytes"),
+        "drive_written_bytes_per_step": _median(recent, "nvme_write_bytes"),
+    }
+    return [{"what": key, "forecast": plan.get(key), "measured": value} for key, value in measured.items()]

@@ -1,0 +1,148 @@
+"""Training as child processes: start, stop as Ctrl-C does, resume; a run outlives the panels that started it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from outcore.config import FIELDS, ConfigError
+from outcore.monitor import read_metrics
+from outcore.serve.additions import ApiError, bad
+from outcore.runs import folder_of, holder_of, list_runs, lock_path, next_name
+from outcore.ui.api.children import Child, complaint_of
+from outcore.ui.api.form import HIDDEN, argv_of, checked, command_of, said
+from outcore.ui.api.place import Place, read_json, write_json
+
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+NOT_OF_THE_RUN = frozenset({"resume_from_checkpoint", "continue_with_changes", "trace"})
+"""Said of one start, not of the run: a resumed run is not told again."""
+
+
+class Training:
+    """See the module docstring. One run at a time is started from here: two share one GPU badly."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._children: dict[str, Child] = {}
+        self._starting = threading.Lock()
+
+    def start(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin a run. ApiError: 400 for settings that cannot be, 409 while another run trains."""
+        settings = said(fields)
+        config = checked(settings)
+        if not self._starting.acquire(blocking=False):
+            raise ApiError(409, "A run is being started already.", code="training")
+        try:
+            self._check_idle()
+            name = next_name(config)
+            try:
+                folder_of(config, name).lock().release()
+            except ConfigError as error:  # RunInUse is a ValueError too, but nobody trains: `_check_idle`
+                raise bad(str(error)) from error
+            settings = settings | {"run_name": name}
+            argv = argv_of(settings)
+            self._children[name] = child = Child(["train", *argv], self.log_of(name))
+            write_json(
+                self._note(name),
+                {"run": name, "settings": settings, "pid": child.pid, "started_at": time.time(), "exit_code": None},
+            )
+        except OSError as error:
+            raise ApiError(507, f"The run cannot be started: {error.strerror or error}.", code="start") from error
+        finally:
+            self._starting.release()
+        return self.job(name) | {"command": command_of(settings)}
+
+    def resume(self, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Go on with a run from its newest whole checkpoint. `fields`: what is to be otherwise."""
+        settings = self.settings_of(name) | said(fields)
+        return self.start(settings | {"run_name": name, "resume_from_checkpoint": "auto"})
+
+    def settings_of(self, name: str) -> dict[str, Any]:
+        """What a run was told, as far as it differs from the defaults. 404 when it left nothing."""
+        noted = read_json(self._note(name)).get("settings")
+        if noted is None:
+            try:
+                config = read_metrics(self.place.logs / name / "metrics.jsonl").header.get("config") or {}
+            except FileNotFoundError:
+                raise ApiError(404, f"There is no run {name!r}, or it has not begun a step.", param="name") from None
+            noted = {key: value for key, value in config.items() if key in FIELDS and key not in HIDDEN}
+        return {key: value for key, value in said(noted).items() if key not in NOT_OF_THE_RUN}
+
+    def stop(self, name: str, *, at_once: bool = False) -> dict[str, Any]:
+        """As Ctrl-C: the run finishes its step, saves and ends; `at_once`: as a second Ctrl-C."""
+        pid = self._pid(name)
+        if pid is None:
+            raise ApiError(409, f"Run {name} is not running on this machine.", param="name", code="not_running")
+        os.kill(pid, signal.SIGINT)
+        if at_once:
+            time.sleep(0.2)
+            if self._pid(name) == pid:
+                os.kill(pid, signal.SIGINT)
+        return self.job(name)
+
+    def job(self, name: str) -> dict[str, Any]:
+        """Where a start from here is: state, exit code, why it failed."""
+        note = read_json(self._note(name))
+        if not note:
+            return {"run": name, "state": "running" if self._pid(name) else "none", "message": ""}
+        child = self._children.get(name)
+        code = child.exit_code if child else note.get("exit_code")
+        if child is not None and code is not None and note.get("exit_code") is None:
+            note["exit_code"] = code
+            write_json(self._note(name), note)
+        is_running = code is None and self._pid(name) is not None
+        state, message = ("running", "") if is_running else self._end_of(name, code)
+        return {"run": name, "state": state, "message": message, "started_at": note["started_at"], "exit_code": code}
+
+    def log_of(self, name: str) -> Any:
+        """The file with what the run printed."""
+        return self.place.of("console") / f"{name}.log"
+
+    def forget(self, name: str) -> None:
+        """Remove what was noted of a run that is deleted."""
+        self._children.pop(name, None)
+        for path in (self._note(name), self.log_of(name)):
+            path.unlink(missing_ok=True)
+
+    def running(self) -> list[str]:
+        """Names of all runs that train now in these folders, whoever started them."""
+        own = [name for name, child in self._children.items() if child.exit_code is None]
+        runs = list_runs(self.place.checkpoints, self.place.logs, self.place.exports)
+        return list(dict.fromkeys([*own, *(r.folder.name for r in runs if r.state.startswith("running"))]))
+
+    def _end_of(self, name: str, code: int | None) -> tuple[str, str]:
+        if code == 0:
+            return "finished", ""
+        if code in STOPPED:
+            return "stopped", ""
+        words = complaint_of(self.log_of(name))
+        if code is None:
+            return "ended", "The run ended while no panel watched; its log says how."
+        if code < 0:
+            return "failed", f"Killed by {signal.Signals(-code).name}. Resume goes on from the last checkpoint."
+        return "refused" if code == 2 else "failed", words
+
+    def _check_idle(self) -> None:
+        if names := self.running():
+            raise ApiError(
+                409,
+                f"Run {names[0]} is training, and two runs at once would share this machine's memory and links. Stop it "
+                "first (it saves), or wait for its end.",
+                code="training",
+            )
+
+    def _pid(self, name: str) -> int | None:
+        child = self._children.get(name)
+        if child is not None and child.exit_code is None:
+            return child.pid
+        holder = holder_of(lock_path(self.place.checkpoints, name)) or {}
+        pid = holder.get("pid")
+        return pid if isinstance(pid, int) and holder.get("host") == platform.node() else None
+
+    def _note(self, name: str) -> Any:
+        return self.place.of("runs") / f"{name}.json"

@@ -1,0 +1,77 @@
+"""`outcore ui`: train, watch, chat and evaluate in the browser, on this machine's address."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import socket
+import sys
+from pathlib import Path
+
+from outcore.serve import read_keys
+from outcore.ui.settings import DEFAULT_PORT, UiSettings
+
+NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "gradio", "httpx")
+
+
+def parser() -> argparse.ArgumentParser:
+    """All flags."""
+    found = argparse.ArgumentParser(
+        prog="outcore ui",
+        description="Panels in the browser for the runs, models and data of this folder. Runs that were started here go "
+        "on when the panels end.",
+    )
+    found.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    found.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"default: {DEFAULT_PORT}; 0: any free one")
+    found.add_argument("--token_file", type=Path, help="file with tokens, one a line; needed for other addresses")
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The subcommand; returns its exit code."""
+    args = parser().parse_args(argv)
+    try:
+        missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+        if missing:
+            raise RuntimeError(
+                f"the packages for the panels are not installed ({', '.join(missing)} missing): "
+                "pip install -r requirements/ui.txt"
+            )
+        tokens = () if args.token_file is None else read_keys(args.token_file)
+        listening = listen(UiSettings(args.host, args.port, tokens))
+        settings = UiSettings(args.host, listening.getsockname()[1], tokens)
+        run(settings, listening)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"outcore ui: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def listen(settings: UiSettings) -> socket.socket:
+    """The address, taken. RuntimeError with what to do when another program has it."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listening = socket.socket(family)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((settings.host, settings.port))
+    except OSError as error:
+        listening.close()
+        raise RuntimeError(
+            f"{settings.host}:{settings.port} cannot be opened ({error.strerror}). Another outcore ui, or another "
+            f"program, may be there: open http://{settings.own_host}:{settings.port}, or choose another --port (0: any)."
+        ) from error
+    return listening
+
+
+def run(settings: UiSettings, listening: socket.socket) -> None:
+    """Serve until Ctrl-C."""
+    import uvicorn
+
+    from outcore.ui.api import PanelsApi
+    from outcore.ui.app import create_app
+
+    app = create_app(settings, PanelsApi())
+    where = f"http://{settings.own_host}:{settings.port}"
+    print(f"panels: {where}{'/?token=...' if settings.tokens else ''}  (Ctrl-C ends them; runs go on)", flush=True)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)
+    uvicorn.Server(config).run(sockets=[listening])

@@ -1,0 +1,193 @@
+"""The Chat panel: conversations that are kept, answered word by word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gradio as gr
+
+from outcore.ui.client import Client, ClientError
+from outcore.ui.panels import draw
+from outcore.ui.panels.events import QUIET, SHOWN, telling
+from outcore.ui.panels.model import ModelBar
+
+SAMPLING = (
+    ("temperature", None, "0: the likeliest token each time"),
+    ("top_p", None, "draw among the fewest tokens of this probability"),
+    ("top_k", None, "draw among so many likeliest tokens"),
+    ("max_tokens", 512, "the answer ends after so many"),
+    ("repetition_penalty", None, "above 1: fewer repetitions"),
+    ("seed", None, "same seed, same text"),
+)
+WHOLE = ("top_k", "max_tokens", "seed")
+
+
+class ChatPanel:
+    """One conversation at a time."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.bar = ModelBar(client)
+        with gr.Row():
+            self.chosen = gr.Dropdown([], label="Conversation", interactive=True, scale=3, min_width=240,
+                                      elem_id="conversation")  # fmt: skip
+            self.new = gr.Button("New", scale=1, min_width=90, elem_id="new_conversation")
+            self.delete = gr.Button("Delete", scale=1, min_width=90)
+        self.chat = gr.Chatbot(
+            label="Conversation", height=430, editable="user", buttons=["copy"], feedback_options=(), elem_id="chat",
+            placeholder="Load a model, then ask something.", layout="panel", latex_delimiters=[],
+        )  # fmt: skip
+        self.costs = gr.HTML(elem_id="timings")
+        self.text = gr.Textbox(label="Message", placeholder="Enter sends, Shift+Enter begins a line", lines=1, max_lines=8,
+                               elem_id="message")  # fmt: skip
+        with gr.Row(elem_classes="oc-actions"):
+            self.send = gr.Button("Send", variant="primary", elem_id="send")
+            self.halt = gr.Button("Stop", variant="stop", elem_id="stop_answer")
+            self.again = gr.Button("Answer again", elem_id="again")
+        with gr.Accordion("System prompt, sampling", open=False):
+            self.system = gr.Textbox(label="System prompt", info="who the model is told to be", lines=2)
+            with gr.Row():
+                self.sampling = {
+                    name: gr.Number(
+                        default, label=name, info=words, precision=0 if name in WHOLE else None, min_width=140
+                    )
+                    for name, default, words in SAMPLING
+                }
+        self.links = gr.HTML()
+        self._wire()
+
+    def _wire(self) -> None:
+        settings = [self.system, *self.sampling.values()]
+        shown = [self.chat, self.costs, self.text, self.chosen]
+        asked = [self.chosen, self.text, *settings]
+        sent = gr.on([self.send.click, self.text.submit], telling(self._send), asked, shown, **SHOWN)
+        again = self.again.click(telling(self._again), [self.chosen, *settings], shown, **SHOWN)
+        edited = self.chat.edit(telling(self._edit), [self.chosen, *settings], shown, **SHOWN)
+        stopped = self.halt.click(None, None, None, cancels=[sent, again, edited], api_visibility="private")
+        stopped.then(self.show, self.chosen, [self.chat, self.costs, self.links, self.system], **QUIET)
+        self.chosen.input(self.show, self.chosen, [self.chat, self.costs, self.links, self.system], **QUIET)
+        for event in (sent, again, edited):
+            event.then(self._links, self.chosen, self.links, **QUIET)
+        opened = [self.chosen, self.chat, self.costs, self.links]
+        self.new.click(telling(self._new), settings, opened, **SHOWN)
+        self.delete.click(telling(self._delete), self.chosen, opened, **SHOWN)
+
+    def open(self) -> tuple[Any, ...]:
+        """The latest conversation, also after the page was loaded anew in the middle of an answer."""
+        try:
+            names = self._names()
+        except ClientError as error:
+            return gr.skip(), gr.skip(), draw.page(draw.paragraph(str(error), "bad")), ""
+        name = names[0][1] if names else None
+        chat, costs, links, _ = self.show(name)
+        return gr.update(choices=names, value=name), chat, costs, links
+
+    def show(self, name: str | None) -> tuple[Any, ...]:
+        """A conversation as it is kept."""
+        if not name:
+            return [], "", "", gr.skip()
+        try:
+            one = self.client.get("conversations", name)
+        except ClientError as error:
+            return [], draw.page(draw.paragraph(str(error), "bad")), "", gr.skip()
+        last = one["messages"][-1] if one["messages"] else {}
+        return bubbles(one["messages"]), costs_of(last), self._links(name), one["system"]
+
+    # --- events
+
+    def _send(self, name: str | None, text: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
+        yield from self._answer(name, {"text": text}, settings)
+
+    def _again(self, name: str | None, *settings: Any) -> Iterator[tuple[Any, ...]]:
+        yield from self._answer(name, {"regenerate": True}, settings)
+
+    def _edit(self, name: str | None, *rest: Any) -> Iterator[tuple[Any, ...]]:
+        *settings, edited = rest
+        yield from self._answer(name, {"text": edited.value, "at": edited.index}, tuple(settings))
+
+    def _answer(self, name: str | None, what: dict[str, Any], settings: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        told = self._told(settings)
+        try:
+            if name:
+                self.client.patch("conversations", name, **told)
+            else:
+                name = self.client.post("conversations", **told)["id"]
+            events = self.client.events("conversations", name, "answer", **what)
+            first = True
+            for event in events:
+                if first:
+                    first = False
+                    kept = self.client.get("conversations", name)["messages"]
+                    kept = kept[:-1] if kept and kept[-1]["role"] == "assistant" else kept
+                    names = gr.update(choices=self._names(), value=name)
+                else:
+                    names = gr.skip()
+                if event["event"] == "error":
+                    yield bubbles(kept), draw.page(draw.paragraph(event["message"], "bad")), gr.skip(), names
+                    return
+                message = event.get("message") or {"role": "assistant", **event}
+                yield bubbles([*kept, message]), costs_of(message), "" if "text" in what else gr.skip(), names
+        except ClientError as error:
+            raise gr.Error(str(error), duration=30, title="Not answered", print_exception=False) from error
+
+    def _new(self, *settings: Any) -> tuple[Any, ...]:
+        name = self.client.post("conversations", **self._told(settings))["id"]
+        return gr.update(choices=self._names(), value=name), [], "", ""
+
+    def _delete(self, name: str | None) -> tuple[Any, ...]:
+        if not name:
+            raise ClientError("There is no conversation to delete.")
+        self.client.delete("conversations", name)
+        return self.open()
+
+    def _links(self, name: str | None) -> str:
+        if not name:
+            return ""
+        base = f"/v1/conversations/{name}/export"
+        return draw.page(
+            f'<p>Keep it: <a href="{base}?format=md" download>Markdown</a> or '
+            f'<a href="{base}?format=json" download>JSON</a>, which can be trained on.</p>'
+        )
+
+    def _told(self, settings: tuple[Any, ...]) -> dict[str, Any]:
+        system, *numbers = settings
+        sampling = {name: value for name, value in zip(self.sampling, numbers, strict=True) if value is not None}
+        return {"system": system or "", "sampling": sampling}
+
+    def _names(self) -> list[tuple[str, str]]:
+        found = self.client.get("conversations")["data"]
+        return [(one["title"] or f"new ({one['id'][-4:]})", one["id"]) for one in found]
+
+
+def bubbles(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as the chat draws them; reasoning is folded."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if message.get("reasoning"):
+            done = "done" if message.get("content") or message.get("finish") else "pending"
+            thought = {"title": "Reasoning", "status": done}
+            found.append({"role": "assistant", "content": message["reasoning"], "metadata": thought})
+        if message.get("content") or not message.get("reasoning"):
+            found.append({"role": message["role"], "content": message.get("content") or ""})
+    return found
+
+
+def costs_of(message: dict[str, Any]) -> str:
+    """What an answer cost, in a line."""
+    times = message.get("timings")
+    if not times:
+        return ""
+    words = [f"{times['tokens']} tokens"]
+    if times["tokens_per_s"]:
+        words.append(f"{times['tokens_per_s']:.1f} tokens/s")
+    if times["prefill_s"] is not None:
+        words.append(f"first word after {draw.seconds(times['prefill_s'])}, then {draw.seconds(times['decode_s'])}")
+    if times["hit_rate"] is not None:
+        words.append(f"{times['hit_rate']:.0%} of {times['prompt_tokens']} prompt tokens known from before")
+    if times.get("kv"):
+        words.append(times["kv"])
+    ends = {"cancelled": "stopped", "length": "ended at max_tokens", "error": "broken off"}
+    if message.get("finish") in ends:
+        words.append(ends[message["finish"]])
+    return draw.page(draw.paragraph("; ".join(words), "dim"))

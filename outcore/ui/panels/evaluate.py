@@ -1,0 +1,172 @@
+"""The Evaluate panel: tasks on the loaded model, progress, history, comparison."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import gradio as gr
+
+from outcore.ui.client import Client, ClientError
+from outcore.ui.panels import draw
+from outcore.ui.panels.events import QUIET, SHOWN, telling
+from outcore.ui.panels.model import model_state_of
+
+REFRESH_S = 2.0
+
+
+class EvaluatePanel:
+    """What to ask, how far it is, what came of it."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        with gr.Row():
+            with gr.Column(scale=2, min_width=340):
+                self.model = gr.HTML(elem_id="evaluated_model")
+                self.tasks = gr.Dropdown(
+                    [], label="Tasks", multiselect=True, allow_custom_value=True, interactive=True, elem_id="tasks",
+                    info="outcore_... work without a network; names of lm-evaluation-harness may be typed",
+                )  # fmt: skip
+                with gr.Row():
+                    self.limit = gr.Number(None, label="Documents of each", info="below 1: a share; empty: all",
+                                           min_width=140, elem_id="limit")  # fmt: skip
+                    self.shots = gr.Number(None, label="Examples before", info="empty: as the task says", precision=0,
+                                           min_width=140)  # fmt: skip
+                self.template = gr.Checkbox(False, label="Ask through the chat template")
+                with gr.Row(elem_classes="oc-actions"):
+                    self.start = gr.Button("Evaluate", variant="primary", elem_id="start_evaluation")
+                    self.cancel = gr.Button("Cancel", elem_id="cancel_evaluation")
+                    self.resume = gr.Button("Go on", elem_id="resume_evaluation")
+                self.said = gr.HTML()
+                self.progress = gr.HTML(elem_id="evaluation_progress")
+            with gr.Column(scale=3, min_width=340):
+                self.history = gr.HTML(elem_id="history")
+                self.chosen = gr.Dropdown([], label="Look at one, or compare two", multiselect=True, interactive=True,
+                                          elem_id="evaluations")  # fmt: skip
+                self.detail = gr.HTML()
+        self.timer = gr.Timer(REFRESH_S)
+        self.outputs = [self.model, self.progress, self.history, self.chosen]
+        self.timer.tick(self.refresh, None, self.outputs, **QUIET)
+        asked = [self.tasks, self.limit, self.shots, self.template]
+        self.start.click(telling(self._start), asked, self.said, **SHOWN)
+        self.cancel.click(telling(self._cancel), None, self.said, **SHOWN)
+        self.resume.click(telling(self._resume), self.chosen, self.said, **SHOWN)
+        self.chosen.change(telling(self._look), self.chosen, self.detail, **QUIET)
+
+    def choices(self) -> Any:
+        """Names of tasks, ours first."""
+        try:
+            found = self.client.get("evaluation_tasks", limit=200)["data"]
+        except ClientError:
+            return gr.skip()
+        return gr.update(choices=[(f"{one['name']}: {one['words']}" if one["words"] else one["name"], one["name"])
+                                  for one in found])  # fmt: skip
+
+    def refresh(self) -> tuple[Any, ...]:
+        """Model, progress of what runs, history."""
+        try:
+            model = self.client.get("model")
+            records = self.client.get("evaluations")["data"]
+        except ClientError as error:
+            return draw.page(draw.paragraph(str(error), "bad")), gr.skip(), gr.skip(), gr.skip()
+        names = [(f"{one['id'][-6:]}  {', '.join(one['tasks'])}  {_when(one)}", one["id"]) for one in records]
+        return model_state_of(model), progress_of(records), history_of(records), gr.update(choices=names)
+
+    def _start(self, tasks: list[str], limit: float | None, shots: float | None, template: bool) -> str:
+        whole = limit is not None and float(limit).is_integer()
+        found = self.client.post(
+            "evaluations",
+            tasks=tasks or [],
+            limit=int(limit or 0) if whole else limit,
+            num_fewshot=None if shots is None else int(shots),
+            apply_chat_template=bool(template),
+        )
+        return draw.page(draw.paragraph(f"{found['id']} has begun.", "good"))
+
+    def _cancel(self) -> str:
+        running = [one for one in self.client.get("evaluations")["data"] if one["status"] in ("queued", "running")]
+        if not running:
+            raise ClientError("No evaluation is under way.")
+        self.client.post("evaluations", running[0]["id"], "cancel")
+        return draw.page(draw.paragraph(f"{running[0]['id']} ends; what was answered is kept.", "good"))
+
+    def _resume(self, names: list[str]) -> str:
+        if len(names or []) != 1:
+            raise ClientError("Choose the one evaluation to go on with, in the list of the history.")
+        self.client.post("evaluations", names[0], "resume")
+        return draw.page(draw.paragraph(f"{names[0]} goes on.", "good"))
+
+    def _look(self, names: list[str]) -> str:
+        if not names:
+            return ""
+        if len(names) == 1:
+            return detail_of(
+                self.client.get("evaluations", names[0]), self.client.get("evaluations", names[0], "samples", limit=3)
+            )
+        return diff_of(self.client.get("evaluations", names[0], "diff", names[1]), names)
+
+
+def _when(record: dict[str, Any]) -> str:
+    at = record["completed_at"] or record["started_at"] or record["created_at"]
+    return time.strftime("%d %b %H:%M", time.localtime(at)) if at else ""
+
+
+def progress_of(records: list[dict[str, Any]]) -> str:
+    """The evaluation under way, if any."""
+    running = [one for one in records if one["status"] in ("queued", "running")]
+    if not running:
+        return ""
+    parts = []
+    for one in running[:3]:
+        now = one["progress"]
+        share = now["documents_done"] / now["documents"] if now["documents"] else 0.0
+        left = f", {draw.seconds(now['left_s'])} left" if now["left_s"] else ""
+        words = f"{now['task'] or ', '.join(one['tasks'])}: {now['stage']}"
+        if now["documents"]:
+            words += f", {now['documents_done']:,} of {now['documents']:,} documents{left}"
+        parts.append(draw.fill_bar(share, words))
+    return draw.page(draw.heading("Under way"), *parts)
+
+
+def history_of(records: list[dict[str, Any]]) -> str:
+    """Every evaluation with its scores."""
+    if not records:
+        return draw.page(draw.paragraph("Nothing was evaluated yet.", "dim"))
+    rows = []
+    for one in records[:40]:
+        scores = ", ".join(f"{s['metric']} {draw.number(float(s['value']), 4)}" for s in one["scores"][:4])
+        rows.append((one["id"][-6:], one["model"], ", ".join(one["tasks"]), scores or one["status"], _when(one)))
+    return draw.page(draw.heading("History"), draw.table(("id", "model", "tasks", "scores", "when"), rows))
+
+
+def detail_of(record: dict[str, Any], samples: dict[str, Any]) -> str:
+    """One evaluation: scores, settings, launch, some documents, files to keep."""
+    scores = [
+        (s["task"], s["metric"], draw.number(float(s["value"]), 4), draw.number(s["stderr"]), s["documents"])
+        for s in record["scores"]
+    ]
+    base = f"/v1/evaluations/{record['id']}/export"
+    facts = {"settings": record["settings"], "launch": record["launch"], "versions": record["versions"]}
+    return draw.page(
+        draw.heading(f"{record['id']}: {record['status']}"),
+        draw.paragraph(record["error"] or "", "bad"),
+        draw.table(("task", "metric", "value", "±", "documents"), scores, (2, 3, 4)),
+        f'<p>Keep it: <a href="{base}?format=json" download>JSON with samples</a>, '
+        f'<a href="{base}?format=csv" download>CSV</a></p>',
+        draw.heading("Exact settings, launch descriptor"),
+        f"<pre tabindex=0>{draw.text(json.dumps(facts, indent=1))}</pre>",
+        draw.heading(f"Some of {samples['total']:,} documents"),
+        *(
+            f"<pre tabindex=0>{draw.text(json.dumps(one, indent=1, ensure_ascii=False)[:3000])}</pre>"
+            for one in samples["data"]
+        ),
+    )
+
+
+def diff_of(found: dict[str, Any], names: list[str]) -> str:
+    """Two evaluations side by side."""
+    return draw.page(
+        draw.heading(f"{names[0][-6:]} and {names[1][-6:]}"),
+        f"<pre tabindex=0>{draw.text(json.dumps(found, indent=1))}</pre>",
+    )

@@ -1,0 +1,61 @@
+"""How the panels look: the system's own fonts, light and dark, from 390 pixels on."""
+
+from __future__ import annotations
+
+import gradio as gr
+
+FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")
+MONO = ("ui-monospace", "SFMono-Regular", "Consolas", "Liberation Mono", "monospace")
+HEAD = '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+CSS = """
+:root { --oc-1:#2563eb; --oc-2:#d97706; --oc-3:#059669; --oc-4:#7c3aed; --oc-5:#db2777; --oc-6:#0891b2; --oc-7:#737373;
+  --oc-bad:#b91c1c; --oc-good:#047857; --oc-mark:#b7e4c7; }
+.dark { --oc-1:#60a5fa; --oc-2:#fbbf24; --oc-3:#34d399; --oc-4:#a78bfa; --oc-5:#f472b6; --oc-6:#22d3ee; --oc-7:#a3a3a3;
+  --oc-bad:#fca5a5; --oc-good:#6ee7b7; --oc-mark:#1b5e3b; }
+.gradio-container { max-width: 1360px !important; margin: 0 auto !important; }
+.oc { color: var(--body-text-color); font-size: 14px; line-height: 1.5; overflow-wrap: anywhere; }
+.oc h3 { font-size: 15px; font-weight: 600; margin: 12px 0 4px; }
+.oc p { margin: 4px 0; }
+.oc .dim { color: var(--body-text-color-subdued); }
+.oc .big { font-size: 20px; font-weight: 600; }
+.oc .note { border-left: 3px solid var(--oc-2); padding: 4px 10px; margin: 6px 0; }
+.oc .bad { border-left: 3px solid var(--oc-bad); padding: 4px 10px; margin: 6px 0; }
+.oc .good { border-left: 3px solid var(--oc-good); padding: 4px 10px; margin: 6px 0; }
+.oc .scroll { overflow-x: auto; }
+.oc table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+.oc th, .oc td { text-align: left; padding: 3px 12px 3px 0; border-bottom: 1px solid var(--border-color-primary);
+  vertical-align: top; }
+.oc th { font-weight: 600; white-space: nowrap; }
+.oc td.n, .oc th.n { text-align: right; white-space: nowrap; }
+.oc tr.picked td { font-weight: 600; }
+.oc .bar { position: relative; display: flex; height: 18px; border-radius: 3px; overflow: hidden;
+  background: var(--background-fill-secondary); border: 1px solid var(--border-color-primary); }
+.oc .bar i { display: block; height: 100%; }
+.oc .bar b { position: absolute; top: 0; bottom: 0; width: 2px; background: var(--oc-bad); }
+.oc .keys { display: flex; flex-wrap: wrap; gap: 2px 14px; margin: 3px 0 8px; font-size: 12px; }
+.oc .keys i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 5px; }
+.oc .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(250px, 1fr)); gap: 14px 22px; }
+.oc .chart { min-width: 0; }
+.oc .chart .head { display: flex; justify-content: space-between; gap: 8px; font-size: 13px; }
+.oc .chart svg { display: block; width: 100%; height: 120px; border: 1px solid var(--border-color-primary);
+  border-radius: 4px; background: var(--background-fill-primary); }
+.oc .chart path { fill: none; stroke-width: 1.6; vector-effect: non-scaling-stroke; }
+.oc .chart .ends { display: flex; justify-content: space-between; font-size: 12px;
+  color: var(--body-text-color-subdued); }
+.oc pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12.5px; line-height: 1.45; margin: 4px 0;
+  padding: 8px; max-height: 380px; overflow-y: auto; border: 1px solid var(--border-color-primary); border-radius: 4px; }
+.oc mark { background: var(--oc-mark); color: inherit; }
+.oc a { text-decoration: underline; }
+.oc-actions { flex-wrap: wrap !important; }
+.oc-actions button { min-width: 110px !important; }
+@media (max-width: 640px) {
+  .gradio-container { padding: 6px !important; }
+  .oc th, .oc td { padding-right: 8px; }
+  .oc .chart svg { height: 96px; }
+}
+"""
+
+
+def theme() -> gr.themes.Base:
+    """Gradio's plain theme in the system's fonts: nothing is fetched."""
+    return gr.themes.Base(primary_hue="blue", neutral_hue="gray", font=FONTS, font_mono=MONO, text_size="sm")

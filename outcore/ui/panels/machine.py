@@ -1,0 +1,158 @@
+"""The Machine panel: what this computer is, what was measured of it, how it feels now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradio as gr
+
+from outcore.common.quantities import GIB
+from outcore.ui.client import Client, ClientError
+from outcore.ui.panels import draw
+from outcore.ui.panels.events import QUIET, SHOWN, telling
+
+REFRESH_S = 3.0
+LINKS = (
+    ("h2d_gb_per_s", "RAM to GPU"),
+    ("d2h_gb_per_s", "GPU to RAM"),
+    ("both_ways_gb_per_s", "both ways, sum"),
+    ("drive_read_gb_per_s", "drive, reading"),
+    ("drive_write_gb_per_s", "drive, writing"),
+    ("drive_mixed_gb_per_s", "drive, both, sum"),
+    ("ram_gb_per_s", "RAM"),
+)
+THRESHOLDS = (
+    ("gpu_temp_c", "GPU, °C"),
+    ("nvme_temp_c", "Drive, °C"),
+    ("ram_used_share", "RAM full, share"),
+    ("vram_used_share", "VRAM full, share"),
+    ("drive_used_share", "Drive full, share"),
+    ("swap_used_gib", "Swapped out, GiB"),
+)
+
+
+class MachinePanel:
+    """Facts once, graphs all the time."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.alerts = gr.HTML(elem_id="alerts")
+        self.graphs = gr.HTML(elem_id="machine_graphs")
+        with gr.Row():
+            with gr.Column(min_width=340):
+                self.facts = gr.HTML(elem_id="machine_facts")
+            with gr.Column(min_width=340):
+                self.setup = gr.HTML()
+        with gr.Accordion("Thresholds: above them there is an alert", open=False):
+            with gr.Row():
+                self.limits = {name: gr.Number(label=words, min_width=140) for name, words in THRESHOLDS}
+            self.save = gr.Button("Keep these thresholds")
+            self.said = gr.HTML()
+        self.timer = gr.Timer(REFRESH_S)
+        self.timer.tick(self.refresh, None, [self.alerts, self.graphs], **QUIET)
+        self.save.click(telling(self._save), list(self.limits.values()), self.said, **SHOWN)
+
+    def open(self) -> tuple[Any, ...]:
+        """Facts, reports, thresholds."""
+        try:
+            found, limits = self.client.get("machine"), self.client.get("machine", "thresholds")
+        except ClientError as error:
+            return draw.page(draw.paragraph(str(error), "bad")), "", *[gr.skip()] * len(THRESHOLDS)
+        return facts_of(found), setup_of(found), *(limits[name] for name, _ in THRESHOLDS)
+
+    def refresh(self) -> tuple[str, str]:
+        """Alerts and graphs."""
+        try:
+            live = self.client.get("machine", "live")
+        except ClientError as error:
+            return draw.page(draw.paragraph(str(error), "bad")), ""
+        return alerts_of(live), graphs_of(live)
+
+    def _save(self, *values: float) -> str:
+        self.client.put("machine", "thresholds", **dict(zip(self.limits, values, strict=True)))
+        return draw.page(draw.paragraph("Kept.", "good"))
+
+
+def alerts_of(live: dict[str, Any]) -> str:
+    """What is above its threshold."""
+    return draw.page(*(draw.paragraph(one["words"], "bad") for one in live["alerts"])) if live["alerts"] else ""
+
+
+def graphs_of(live: dict[str, Any]) -> str:
+    """The last quarter of an hour."""
+    samples, limits = live["samples"], live["limits"]
+    if len(samples) < 2:
+        return draw.page(draw.paragraph("Graphs begin in a few seconds.", "dim"))
+    now = samples[-1]["time"]
+    xs = [round(one["time"] - now, 1) for one in samples]
+
+    def line(key: str, by: float = 1.0, less_than: float | None = None) -> list[float | None]:
+        values = [one.get(key) for one in samples]
+        scaled = [None if v is None else v / by for v in values]
+        return scaled if less_than is None else [None if v is None else less_than - v for v in scaled]
+
+    ram_gib = (limits.get("ram_total_bytes") or 0) / GIB
+    missing = [draw.paragraph(words, "dim") for words in live["missing"][:4]]
+    return draw.page(
+        draw.charts(
+            draw.chart("RAM in use", xs, {"": line("ram_available_bytes", GIB, ram_gib)}, " GiB"),
+            draw.chart("VRAM in use", xs, {"": line("gpu_mem_bytes", GIB)}, " GiB"),
+            draw.chart("GPU", xs, {"": line("gpu_util_pct")}, " %"),
+            draw.chart("PCIe", xs, {"to GPU": line("pcie_rx_gb_per_s"), "from GPU": line("pcie_tx_gb_per_s")}, " GB/s"),
+            draw.chart(
+                "Drive", xs, {"read": line("nvme_read_gb_per_s"), "written": line("nvme_write_gb_per_s")}, " GB/s"
+            ),
+            draw.chart("Drive queue", xs, {"": line("nvme_queue_depth")}),
+            draw.chart("Temperature", xs, {"GPU": line("gpu_temp_c"), "drive": line("nvme_temp_c")}, " °C"),
+            draw.chart("GPU power", xs, {"": line("gpu_power_w")}, " W"),
+        ),
+        draw.paragraph("Seconds before now, from left to right.", "dim"),
+        *missing,
+    )
+
+
+def facts_of(found: dict[str, Any]) -> str:
+    """The computer and its links."""
+    machine, profile = found["machine"], found["profile"]
+    gpus = ", ".join(f"{g['name']} ({draw.amount('vram', g['memory_bytes'] or 0)})" for g in machine["gpus"]) or "none"
+    rows = [
+        ("System", f"{machine['os_name']}, kernel {machine['kernel']}{', WSL2' if machine['is_wsl2'] else ''}"),
+        ("CPU", f"{machine['cpu_name']}, {machine['cpu_cores']} cores, {machine['cpu_threads']} threads"),
+        ("RAM", draw.amount("ram", machine["ram_total_bytes"])),
+        ("GPU", gpus),
+        ("Driver", machine["driver_version"] or "none"),
+    ]
+    drives = [
+        (
+            d["mount_point"],
+            d["kind"],
+            draw.amount("nvme", d["free_bytes"] or 0),
+            draw.amount("nvme", d["total_bytes"] or 0),
+        )
+        for d in machine["drives"]
+    ]
+    links = (profile or {}).get("links") or {}
+    measured = [(words, f"{links[name]:.1f} GB/s") for name, words in LINKS if links.get(name) is not None]
+    return draw.page(
+        draw.heading("This machine"),
+        draw.table((), rows),
+        draw.heading("Drives"),
+        draw.table(("where", "kind", "free", "of"), drives, (2, 3)),
+        draw.heading("Links as measured"),
+        draw.table((), measured, (1,)) if measured else draw.paragraph(found["why_no_profile"], "note"),
+        *(draw.paragraph(note, "dim") for note in machine["notes"][:4]),
+    )
+
+
+def setup_of(found: dict[str, Any]) -> str:
+    """What python setup.py verified."""
+    setup = found["setup"]
+    if not setup:
+        words = "No report of set-up in logs/: python setup.py --check writes one."
+        return draw.page(draw.heading("Set-up"), draw.paragraph(words, "dim"))
+    rows = [
+        (row.get("name") or row.get("part") or "", row.get("status") or "", row.get("words") or row.get("detail") or "")
+        for row in setup.get("rows") or setup.get("checks") or []
+        if isinstance(row, dict)
+    ]
+    return draw.page(draw.heading("Set-up, as verified"), draw.table(("part", "", "what was seen"), rows))

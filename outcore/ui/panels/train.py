@@ -1,0 +1,254 @@
+"""The Train panel: every setting of a run, its forecast as it is typed, start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradio as gr
+
+from outcore.ui.client import Client, ClientError
+from outcore.ui.panels import draw
+from outcore.ui.panels.events import QUIET, SHOWN, telling
+
+STAGES = [
+    ("as configured", ""),
+    ("none: everything on the GPU", "none"),
+    ("zero1: optimizer states shared out", "zero1"),
+    ("zero2: gradients too", "zero2"),
+    ("zero3: parameters too", "zero3"),
+    ("infinity: NVMe when RAM is full", "infinity"),
+]
+NVME = ("nvme_offload_path", "nvme_offload_optimizer", "nvme_offload_params", "nvme_offload_gradients")
+NVME_ADVANCED = ("aio_block_size", "aio_queue_depth", "pin_memory", "ram_budget_gib", "max_in_cpu_gb", "nvme_checksums")
+BLOCKS = [("default", None), *[(f"{kib // 1024} MiB" if kib >= 1024 else f"{kib} KiB", kib << 10)
+                               for kib in (512, 1024, 2048, 4096)]]  # fmt: skip
+DEPTHS = [("default", None), *[(str(depth), depth) for depth in (4, 8, 16, 32)]]
+GUIDE = """**Path**: a folder on the fastest drive. Linux: `/mnt/nvme/outcore`; WSL2: a folder of Linux itself such as
+`~/outcore-nvme` (`/mnt/c/...` is several times slower). **Offloaded to NVMe** are optimizer states first (12 bytes a
+parameter, 10 with `split`), then parameters (2 bytes), then gradients; the forecast beside says how much space that
+needs. Parameters go there only when RAM is full."""
+GUIDE_ADVANCED = """**Block size**: 1 MiB for NVMe, 512 KiB for SATA SSDs, up to 4 MiB for PCIe 4.0 drives and arrays.
+**Queue depth**: 4 for SATA, 8 to 16 for one NVMe drive, 32 for several. **Pinned memory**: off on machines with less
+than 16 GB of RAM. These two and block size are DeepSpeed's own; the streaming engine chooses by measurement."""
+TIERS = ("vram", "ram", "nvme")
+
+
+class TrainPanel:
+    """Components by setting, and what their changes do."""
+
+    def __init__(self, client: Client, table: dict[str, Any]) -> None:
+        self.client = client
+        self.rows = {row["name"]: row for row in table["data"]}
+        self.presets = table["presets"]
+        self.parts: dict[str, Any] = {}
+        self.started = gr.State("")
+        with gr.Row():
+            with gr.Column(scale=3, min_width=340):
+                self._form()
+            with gr.Column(scale=2, min_width=340):
+                self.banner = gr.HTML()
+                self.forecast = gr.HTML(draw.page(draw.paragraph("Forecast: being made ...", "dim")))
+                with gr.Row(elem_classes="oc-actions"):
+                    self.start = gr.Button("Start training", variant="primary", elem_id="start_training")
+                    self.look = gr.Button("Look at the data")
+                self.said = gr.HTML()
+                with gr.Accordion("The same as a command line and as YAML", open=False):
+                    self.command = gr.Code(
+                        label="Command", language="shell", interactive=False, lines=2, wrap_lines=True
+                    )
+                    self.yaml = gr.Code(label="YAML for --config", language="yaml", interactive=False, lines=4)
+                self.rows_shown = gr.HTML()
+        self._wire()
+
+    # --- what is drawn
+
+    def _form(self) -> None:
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for row in self.rows.values():
+            groups.setdefault(row["group"], []).append(row)
+        for index, (title, rows) in enumerate(groups.items()):
+            with gr.Accordion(title, open=index == 0):
+                if any(row["name"] == "zero_stage" for row in rows):
+                    self._stages()
+                common = [row for row in rows if row["is_common"] and row["name"] not in self.parts]
+                for row in common:
+                    self._field(row)
+                rest = [row for row in rows if row["name"] not in self.parts]
+                if rest:
+                    with gr.Accordion(f"{title}: expert settings", open=False):
+                        for row in rest:
+                            self._field(row)
+
+    def _stages(self) -> None:
+        self.parts["zero_stage"] = gr.Radio(
+            STAGES, value="", label="zero_stage", elem_id="zero_stage", info="What each saves and costs here is below."
+        )
+        self.stages = gr.HTML()
+        with gr.Group(visible=False, elem_id="nvme") as self.nvme:
+            gr.Markdown(GUIDE, container=True)
+            self._field(self.rows["nvme_offload_path"])
+            self.folder = gr.Dropdown([], label="Choose a folder", interactive=True, elem_id="choose_folder")
+            self.path_said = gr.HTML()
+            for name in NVME[1:]:
+                self._field(self.rows[name])
+            with gr.Accordion("Advanced", open=False):
+                gr.Markdown(GUIDE_ADVANCED)
+                for name in NVME_ADVANCED:
+                    self._field(self.rows[name])
+
+    def _field(self, row: dict[str, Any]) -> None:
+        self.parts[row["name"]] = self._component(row)
+
+    def _component(self, row: dict[str, Any]) -> Any:
+        name, default, kind = row["name"], row["default"], row["kind"]
+        look: dict[str, Any] = {"label": name, "info": row["help"], "elem_id": f"field_{name}", "interactive": True}
+        if name == "preset":
+            return gr.Dropdown([("none", ""), *self.presets], value="", allow_custom_value=True, **look)
+        if name in ("aio_block_size", "aio_queue_depth"):
+            return gr.Dropdown(
+                BLOCKS if name == "aio_block_size" else DEPTHS, value=None, allow_custom_value=True, **look
+            )
+        if kind == "bool" and row["is_optional"]:
+            return gr.Dropdown([("default", ""), "true", "false"], value="", **look)
+        if kind == "bool":
+            return gr.Checkbox(value=bool(default), **look)
+        if kind == "choice":
+            choices = [("default", ""), *row["choices"]] if row["is_optional"] else row["choices"]
+            return gr.Dropdown(choices, value="" if row["is_optional"] else default, **look)
+        if kind in ("int", "float"):
+            return gr.Number(
+                value=default, precision=0 if kind == "int" else None, step=1 if kind == "int" else 0.1, **look
+            )
+        if kind == "list":
+            return gr.Textbox(value="\n".join(default), lines=1, max_lines=6, **look)
+        return gr.Textbox(value=default or "", max_lines=1, **look)
+
+    # --- what happens
+
+    def _wire(self) -> None:
+        names, parts = list(self.parts), list(self.parts.values())
+
+        def fields(values: tuple[Any, ...]) -> dict[str, Any]:
+            found = dict(zip(names, values, strict=True))
+            for name in names:
+                if self.rows[name]["kind"] == "list":
+                    found[name] = [line.strip() for line in str(found[name] or "").splitlines() if line.strip()]
+            return found
+
+        def estimate(*values: Any) -> tuple[Any, ...]:
+            try:
+                found = self.client.post("estimate", fields=fields(values))
+            except ClientError as error:
+                return draw.page(draw.paragraph(str(error), "bad")), gr.skip(), gr.skip(), gr.skip(), gr.skip()
+            return banner_of(found), forecast_of(found), stages_of(found), found["command"], found["yaml"]
+
+        shown = [self.banner, self.forecast, self.stages, self.command, self.yaml]
+        changes = [part.change for part in parts]
+        gr.on(changes, estimate, parts, shown, trigger_mode="always_last", **QUIET)
+        self.estimate, self.inputs, self.shown = estimate, parts, shown
+        stage, path = self.parts["zero_stage"], self.parts["nvme_offload_path"]
+        stage.change(lambda value: gr.update(visible=value == "infinity"), stage, self.nvme, **QUIET)
+        gr.on([path.change, stage.change], self._path, [path, stage], [self.path_said, self.folder],
+              trigger_mode="always_last", **QUIET)  # fmt: skip
+        self.folder.input(lambda chosen: chosen, self.folder, path, **QUIET)
+
+        def begin(*values: Any) -> tuple[str, str]:
+            job = self.client.post("runs", fields=fields(values))
+            words = f"Run {job['run']} has begun. The Runs panel shows it."
+            return draw.page(draw.paragraph(words, "good")), job["run"]
+
+        self.start.click(telling(begin), parts, [self.said, self.started], **SHOWN)
+
+        def look(*values: Any) -> str:
+            return rows_of(self.client.post("data", "preview", fields=fields(values), rows=3))
+
+        self.look.click(telling(look), parts, self.rows_shown, **SHOWN)
+
+    def _path(self, path: str, stage: str) -> tuple[str, Any]:
+        if stage != "infinity":
+            return "", gr.skip()
+        try:
+            folders = self.client.get("paths", "folders", path=path or "")
+            base = folders["path"].rstrip("/")
+            choices = [("up: " + folders["parent"], folders["parent"])]
+            choices += [(f"{base}/{name}", f"{base}/{name}") for name in folders["folders"]]
+            choices += [(f"drive: {one['path']} ({one['kind']})", one["path"]) for one in folders["drives"]]
+            chooser = gr.update(choices=choices, value=None)
+        except ClientError:
+            chooser = gr.skip()
+        if not path:
+            return draw.page(draw.paragraph("Infinity needs a folder on a drive.", "note")), chooser
+        try:
+            found = self.client.get("paths", "check", path=path)
+        except ClientError as error:
+            return draw.page(draw.paragraph(str(error), "bad")), chooser
+        kind = "bad" if not found["is_good"] else "note" if found["warning"] else "good"
+        return draw.page(draw.paragraph(found["words"], kind), draw.paragraph(found.get("speed", ""), "dim")), chooser
+
+
+def banner_of(found: dict[str, Any]) -> str:
+    """What stands in the way, on top."""
+    if found["problem"]:
+        return draw.page(draw.paragraph(f"No forecast: {found['problem']}", "note"))
+    if found["fits"]:
+        return ""
+    change = found["smallest_change"]
+    words = f"Does not fit this machine. {found['limit']}"
+    more = f"Smallest change that fits: {change}" if change else "No single change that was tried makes it fit."
+    return draw.page(draw.paragraph(words, "bad"), draw.paragraph(more, "note"))
+
+
+def forecast_of(found: dict[str, Any]) -> str:
+    """Speed, tiers, wear."""
+    if found["problem"]:
+        return ""
+    plan = found["plan"]
+    parts = dict(plan["parts_bytes"])
+    parts["ram"] = {**parts["ram"], **{f"{name} (pinned)": size for name, size in parts["pinned"].items()}}
+    bars = [
+        draw.tier_bar(tier, parts[tier], plan["tiers"][tier]["used_bytes"], plan["tiers"][tier]["capacity_bytes"])
+        for tier in TIERS
+        if plan["tiers"][tier]["capacity_bytes"] or plan["tiers"][tier]["used_bytes"]
+    ]
+    life = found["life_steps"]
+    wear = "Nothing but checkpoints is written to the drive."
+    if plan["tiers"]["nvme"]["used_bytes"] and life:
+        wear = f"The drive's rating lasts {life:,.0f} steps ({found['life_days']:,.0f} days of training)."
+    step_s = plan["time_s"]["step_s"]
+    return draw.page(
+        draw.paragraph(f"{draw.seconds(step_s)} a step, {found['tokens_per_s']:,.0f} tokens/s", "big"),
+        draw.paragraph(f"{plan['model']}, {plan['params'] / 1e6:,.0f} M parameters: {found['title']}. A forecast."),
+        draw.paragraph(found["needs_infinity"], "good" if "not need" in found["needs_infinity"] else "note"),
+        *bars,
+        draw.paragraph(wear, "dim"),
+        draw.paragraph(found["limit"], "dim") if found["fits"] else "",
+        draw.paragraph(found["machine"], "dim"),
+    )
+
+
+def stages_of(found: dict[str, Any]) -> str:
+    """What every stage saves and costs on this machine."""
+    if found["problem"]:
+        return ""
+    rows = [
+        (
+            name,
+            *(draw.amount(tier, stage[f"{tier}_bytes"]) for tier in TIERS),
+            draw.seconds(stage["step_s"]) if stage["fits"] else "short of " + ", ".join(map(str.upper, stage["short"])),
+        )
+        for name, stage in found["stages"].items()
+    ]
+    return draw.page(draw.table(("stage", "VRAM", "RAM", "drive", "a step"), rows, (1, 2, 3, 4)))
+
+
+def rows_of(found: dict[str, Any]) -> str:
+    """Rows with their loss mask."""
+    parts = [draw.heading("Rows as the run reads them"), *(draw.paragraph(line, "dim") for line in found["lines"])]
+    parts.append("<p><mark>Marked text</mark> bears loss: the model learns to write it.</p>")
+    for row in found["rows"]:
+        pieces = "".join(
+            f"<mark>{draw.text(p['text'])}</mark>" if p["loss"] else draw.text(p["text"]) for p in row["pieces"]
+        )
+        cut = f" [... {row['cut_tokens']:,} tokens more]" if row["cut_tokens"] else ""
+        parts.append(f"<h3>{draw.text(row['heading'])}</h3><pre tabindex=0>{pieces}{cut}</pre>")
+    return draw.page(*parts)

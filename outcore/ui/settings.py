@@ -1,0 +1,36 @@
+"""How the panels are reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outcore.serve import is_loopback
+
+DEFAULT_PORT = 7860
+
+
+@dataclass(frozen=True)
+class UiSettings:
+    """ValueError for what is not safe or cannot be."""
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    tokens: tuple[str, ...] = ()
+    """Whoever has one of them may do everything."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port is {self.port}, but must be from 0 to 65535.")
+        if not is_loopback(self.host) and not self.tokens:
+            raise ValueError(
+                f"host {self.host} can be reached from other machines, and whoever reaches the panels can start "
+                "programs here: give --token_file FILE. 127.0.0.1 is for this machine alone."
+            )
+        if any(len(token) < 8 for token in self.tokens):
+            raise ValueError("a token has fewer than 8 letters. Use a longer one.")
+
+    @property
+    def own_host(self) -> str:
+        """Where this machine itself reaches the panels."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}.get(self.host, self.host)
+        return f"[{host}]" if ":" in host else host
