@@ -13,9 +13,8 @@ from outcore.data.layout import (
     MicroBatch,
     RowDataset,
 )
-from outcore.data.look import Look, look_at
 from outcore.data.mix import WeightedSource, prepare_mixture, weighted_source
 from outcore.data.prepare import PreparedData, prepare_data
-from outcore.data.show import pieces_of, render_sample
+from outcore.data.show import render_sample
 from outcore.data.summary import DataSummary
 from outcore.data.tokenizer import load_or_train_tokenizer, load_tokenizer, train_byte_bpe

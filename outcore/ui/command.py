@@ -18,8 +18,8 @@ def parser() -> argparse.ArgumentParser:
     """All flags."""
     found = argparse.ArgumentParser(
         prog="outcore ui",
-        description="Panels in the browser for the runs, models and data of this folder. Runs that were started here go "
-        "on when the panels end.",
+        description="Panels in the browser for the runs, models and data of this folder. Runs that were started from "
+        "them go on when they end.",
     )
     found.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     found.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"default: {DEFAULT_PORT}; 0: any free one")
@@ -58,7 +58,7 @@ def listen(settings: UiSettings) -> socket.socket:
         listening.close()
         raise RuntimeError(
             f"{settings.host}:{settings.port} cannot be opened ({error.strerror}). Another outcore ui, or another "
-            f"program, may be there: open http://{settings.own_host}:{settings.port}, or choose another --port (0: any)."
+            f"program, may be there: open http://{settings.own_host}:{settings.port}, or choose another --port."
         ) from error
     return listening
 

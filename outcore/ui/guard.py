@@ -35,8 +35,9 @@ HEADERS = {
 }
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>outcore: sign in</title><style>:root{{color-scheme:light dark}}body{{font:16px/1.5 system-ui,sans-serif;
-max-width:26rem;margin:15vh auto;padding:0 1rem}}input,button{{font:inherit;padding:.5rem;width:100%;box-sizing:border-box;
-margin:.3rem 0}}p.bad{{color:#c22}}</style><h1>outcore</h1>{words}<form method="post" action="/sign_in">
+max-width:26rem;margin:15vh auto;padding:0 1rem}}
+input,button{{font:inherit;padding:.5rem;width:100%;box-sizing:border-box;margin:.3rem 0}}p.bad{{color:#c22}}</style>
+<h1>outcore</h1>{words}<form method="post" action="/sign_in">
 <label>Token<input name="token" type="password" autofocus autocomplete="current-password"></label>
 <button>Sign in</button></form><p>The token is in the file that was given as --token_file.</p></html>"""
 
@@ -97,7 +98,8 @@ class Guard:
                 _page("The token is wrong. It is a line of the file that was given as --token_file."), 401
             )
         answer = RedirectResponse("/", 303)
-        answer.set_cookie(COOKIE, _cookie(token.strip().encode()), httponly=True, samesite="strict", max_age=30 * 86400)
+        kept = _cookie(token.strip().encode())
+        answer.set_cookie(COOKIE, kept, httponly=True, samesite="strict", max_age=30 * 86400)
         return answer
 
     def _is_known(self, request: Request) -> bool:
@@ -107,7 +109,8 @@ class Guard:
         return self._is_right(cookie, [_cookie(token).encode() for token in self._tokens]) or by_bearer
 
     def _is_right(self, given: bytes, known: Sequence[bytes]) -> bool:
-        return any([hmac.compare_digest(given, one) for one in known])  # all of them: the time tells nothing
+        right = [hmac.compare_digest(given, one) for one in known]  # all of them: the time tells nothing
+        return any(right)
 
     def _stranger(self, request: Request) -> Response:
         if "text/html" in request.headers.get("accept", "") and request.method == "GET":

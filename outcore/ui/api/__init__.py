@@ -1,6 +1,6 @@
-"""The routes behind the panels: runs, training, forecasts, data, folders, the loaded model, conversations, the machine.
+"""The routes behind the panels: runs, training, forecasts, data, folders, a loaded model, conversations, the machine.
 
-They stand under /v1 beside the model's own (`passing`) and those of evaluations; JSON in, JSON out, errors in one shape.
+They stand under /v1 beside the model's own (`passing`) and those of evaluations; JSON in and out, errors in one shape.
 """
 
 from outcore.ui.api.form import table

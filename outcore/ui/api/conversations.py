@@ -1,4 +1,4 @@
-"""Conversations kept on disk, and answered by the loaded model: what was written so far stays, however the answer ends."""
+"""Conversations kept on disk and answered by the loaded model: what was written stays, however an answer ends."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Conversations:
         return "\n\n".join(f"**{m['role']}**\n\n{m['content']}" for m in messages) + "\n", "text/markdown"
 
     def prepare(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Take a user's message (or, with `regenerate`, the last one again; with `at`, in place of that message and what
-        followed) into the conversation, before anything is answered. ApiError for what cannot be."""
+        """Take a user's message (or, with `regenerate`, the last one again; with `at`, in place of that message and
+        what followed) into the conversation, before anything is answered. ApiError for what cannot be."""
         one = self.get(name)
         if one.pop("is_under_way"):
             raise ApiError(409, "An answer is being written in this conversation: stop it first.", code="under_way")

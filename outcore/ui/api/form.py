@@ -47,13 +47,22 @@ def said(fields: Mapping[str, Any]) -> dict[str, Any]:
         field = FIELDS.get(name)
         if field is None or name in HIDDEN:
             raise bad(f"{name} is no setting of a run.", name)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
+        if field.kind in (int, float):
+            value = _number(value)
         if isinstance(value, list):
             value = tuple(str(one) for one in value)
         if value not in (None, "", (), field.default):
             found[name] = value
     return found
+
+
+def _number(value: Any) -> Any:
+    """A number out of a form's text, whole where it is; what is none stays as it is, and is refused in words later."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        return value
+    return int(found) if found.is_integer() and abs(found) < 2**53 and "e" not in str(value).lower() else found
 
 
 def checked(settings: Mapping[str, Any]) -> TrainConfig:

@@ -28,9 +28,9 @@ DEFAULT_THRESHOLDS: dict[str, float] = {
 }
 """Above them there is an alert."""
 WORDS = {
-    "gpu_temp_c": "The GPU has {value:.0f} °C (limit {limit:.0f}): it will slow down. Give it air, or lower its power limit.",
+    "gpu_temp_c": "The GPU has {value:.0f} °C (limit {limit:.0f}) and will slow down: give it air.",
     "nvme_temp_c": "The drive has {value:.0f} °C (limit {limit:.0f}): it will slow down. A heat sink or a pause helps.",
-    "ram_used_share": "RAM is {value:.0%} full (limit {limit:.0%}): close programs, or give a run a smaller RAM budget.",
+    "ram_used_share": "RAM is {value:.0%} full (limit {limit:.0%}): close programs, or give runs a smaller RAM budget.",
     "vram_used_share": "VRAM is {value:.0%} full (limit {limit:.0%}): another program may be using the GPU.",
     "drive_used_share": "The drive is {value:.0%} full (limit {limit:.0%}): delete old runs or checkpoints.",
     "swap_used_gib": "{value:.1f} GiB are swapped out (limit {limit:.1f}): everything that is swapped crawls.",

@@ -26,9 +26,9 @@ from outcore.ui.api.children import Child, complaint_of, lines_of
 from outcore.ui.api.place import Place, read_json, write_json
 
 FIELDS = (
-    "preset", "device", "precision", "adapter", "context", "max_sequences", "pass_tokens", "chunk_tokens", "page_tokens",
-    "kv_format", "kv_home", "kv_gib", "vram_gib", "ram_gib", "nvme_path", "pin_gib", "num_layer_buffers", "compile",
-    "draft_tokens",
+    "preset", "device", "precision", "adapter", "context", "max_sequences", "pass_tokens", "chunk_tokens",
+    "page_tokens", "kv_format", "kv_home", "kv_gib", "vram_gib", "ram_gib", "nvme_path", "pin_gib", "num_layer_buffers",
+    "compile", "draft_tokens",
 )  # fmt: skip
 DEGREES = ("tensor_parallel", "pipeline_parallel")
 LOOK_EVERY_S = 0.3
@@ -187,8 +187,8 @@ def _asked(body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     for name in DEGREES:
         if body.get(name) not in (None, 1):
             raise bad(
-                f"{name} is {body[name]!r}, but this version serves a model from one GPU: weights that it does not hold "
-                "stream from RAM and NVMe. Leave it at 1.",
+                f"{name} is {body[name]!r}, but this version serves a model from one GPU: weights that it does not "
+                "hold stream from RAM and NVMe. Leave it at 1.",
                 name,
             )
     try:

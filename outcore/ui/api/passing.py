@@ -1,4 +1,4 @@
-"""Requests that the loaded model's server answers, passed on as they come: bodies, streams, and clients that go away."""
+"""Requests that the loaded model's server answers, passed on as they come: bodies, streams, clients that go away."""
 
 from __future__ import annotations
 

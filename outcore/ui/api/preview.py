@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from outcore.data import load_or_train_tokenizer, look_at, pieces_of, weighted_source
+from outcore.data import load_or_train_tokenizer, weighted_source
+from outcore.data.look import look_at
+from outcore.data.show import pieces_of
 from outcore.serve.additions import bad
 from outcore.train.configure import data_settings_of
 from outcore.ui.api.form import checked, said

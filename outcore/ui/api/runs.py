@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,7 @@ class Runs:
 def _chunks(steps: Sequence[dict[str, Any]], points: int) -> Iterable[Sequence[dict[str, Any]]]:
     count = min(points, len(steps))
     edges = [index * len(steps) // count for index in range(count + 1)] if count else [0]
-    return (steps[a:b] for a, b in zip(edges, edges[1:], strict=False))
+    return (steps[a:b] for a, b in pairwise(edges))
 
 
 def _numbers(steps: Iterable[dict[str, Any]], key: str) -> list[float]:

@@ -131,8 +131,8 @@ class Training:
         if names := self.running():
             raise ApiError(
                 409,
-                f"Run {names[0]} is training, and two runs at once would share this machine's memory and links. Stop it "
-                "first (it saves), or wait for its end.",
+                f"Run {names[0]} is training, and two runs at once would share this machine's memory and links. Stop "
+                "it first (it saves), or wait for its end.",
                 code="training",
             )
 

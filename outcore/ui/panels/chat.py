@@ -9,7 +9,7 @@ import gradio as gr
 
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
-from outcore.ui.panels.events import QUIET, SHOWN, telling
+from outcore.ui.panels.events import QUIET, SHOWN, number_box, number_in, telling
 from outcore.ui.panels.model import ModelBar
 
 SAMPLING = (
@@ -20,7 +20,6 @@ SAMPLING = (
     ("repetition_penalty", None, "above 1: fewer repetitions"),
     ("seed", None, "same seed, same text"),
 )
-WHOLE = ("top_k", "max_tokens", "seed")
 
 
 class ChatPanel:
@@ -39,8 +38,9 @@ class ChatPanel:
             placeholder="Load a model, then ask something.", layout="panel", latex_delimiters=[],
         )  # fmt: skip
         self.costs = gr.HTML(elem_id="timings")
-        self.text = gr.Textbox(label="Message", placeholder="Enter sends, Shift+Enter begins a line", lines=1, max_lines=8,
-                               elem_id="message")  # fmt: skip
+        self.text = gr.Textbox(
+            label="Message", placeholder="Enter sends, Shift+Enter begins a line", max_lines=8, elem_id="message"
+        )
         with gr.Row(elem_classes="oc-actions"):
             self.send = gr.Button("Send", variant="primary", elem_id="send")
             self.halt = gr.Button("Stop", variant="stop", elem_id="stop_answer")
@@ -49,10 +49,7 @@ class ChatPanel:
             self.system = gr.Textbox(label="System prompt", info="who the model is told to be", lines=2)
             with gr.Row():
                 self.sampling = {
-                    name: gr.Number(
-                        default, label=name, info=words, precision=0 if name in WHOLE else None, min_width=140
-                    )
-                    for name, default, words in SAMPLING
+                    name: number_box(name, words, default, min_width=140) for name, default, words in SAMPLING
                 }
         self.links = gr.HTML()
         self._wire()
@@ -107,8 +104,8 @@ class ChatPanel:
         yield from self._answer(name, {"text": edited.value, "at": edited.index}, tuple(settings))
 
     def _answer(self, name: str | None, what: dict[str, Any], settings: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        told = self._told(settings)
         try:
+            told = self._told(settings)
             if name:
                 self.client.patch("conversations", name, **told)
             else:
@@ -152,7 +149,7 @@ class ChatPanel:
 
     def _told(self, settings: tuple[Any, ...]) -> dict[str, Any]:
         system, *numbers = settings
-        sampling = {name: value for name, value in zip(self.sampling, numbers, strict=True) if value is not None}
+        sampling = {name: number_in(name, text) for name, text in zip(self.sampling, numbers, strict=True)}
         return {"system": system or "", "sampling": sampling}
 
     def _names(self) -> list[tuple[str, str]]:

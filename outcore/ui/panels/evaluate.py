@@ -10,7 +10,7 @@ import gradio as gr
 
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
-from outcore.ui.panels.events import QUIET, SHOWN, telling
+from outcore.ui.panels.events import QUIET, SHOWN, number_box, number_in, telling
 from outcore.ui.panels.model import model_state_of
 
 REFRESH_S = 2.0
@@ -22,17 +22,17 @@ class EvaluatePanel:
     def __init__(self, client: Client) -> None:
         self.client = client
         with gr.Row():
-            with gr.Column(scale=2, min_width=340):
+            with gr.Column(scale=2, min_width=300):
                 self.model = gr.HTML(elem_id="evaluated_model")
                 self.tasks = gr.Dropdown(
                     [], label="Tasks", multiselect=True, allow_custom_value=True, interactive=True, elem_id="tasks",
                     info="outcore_... work without a network; names of lm-evaluation-harness may be typed",
                 )  # fmt: skip
                 with gr.Row():
-                    self.limit = gr.Number(None, label="Documents of each", info="below 1: a share; empty: all",
-                                           min_width=140, elem_id="limit")  # fmt: skip
-                    self.shots = gr.Number(None, label="Examples before", info="empty: as the task says", precision=0,
-                                           min_width=140)  # fmt: skip
+                    self.limit = number_box(
+                        "Documents of each", "below 1: a share; empty: all", min_width=140, elem_id="limit"
+                    )
+                    self.shots = number_box("Examples before", "empty: as the task says", min_width=140)
                 self.template = gr.Checkbox(False, label="Ask through the chat template")
                 with gr.Row(elem_classes="oc-actions"):
                     self.start = gr.Button("Evaluate", variant="primary", elem_id="start_evaluation")
@@ -40,7 +40,7 @@ class EvaluatePanel:
                     self.resume = gr.Button("Go on", elem_id="resume_evaluation")
                 self.said = gr.HTML()
                 self.progress = gr.HTML(elem_id="evaluation_progress")
-            with gr.Column(scale=3, min_width=340):
+            with gr.Column(scale=3, min_width=300):
                 self.history = gr.HTML(elem_id="history")
                 self.chosen = gr.Dropdown([], label="Look at one, or compare two", multiselect=True, interactive=True,
                                           elem_id="evaluations")  # fmt: skip
@@ -73,13 +73,12 @@ class EvaluatePanel:
         names = [(f"{one['id'][-6:]}  {', '.join(one['tasks'])}  {_when(one)}", one["id"]) for one in records]
         return model_state_of(model), progress_of(records), history_of(records), gr.update(choices=names)
 
-    def _start(self, tasks: list[str], limit: float | None, shots: float | None, template: bool) -> str:
-        whole = limit is not None and float(limit).is_integer()
+    def _start(self, tasks: list[str], limit: str, shots: str, template: bool) -> str:
         found = self.client.post(
             "evaluations",
             tasks=tasks or [],
-            limit=int(limit or 0) if whole else limit,
-            num_fewshot=None if shots is None else int(shots),
+            limit=number_in("Documents of each", limit),
+            num_fewshot=number_in("Examples before", shots),
             apply_chat_template=bool(template),
         )
         return draw.page(draw.paragraph(f"{found['id']} has begun.", "good"))
@@ -155,7 +154,7 @@ def detail_of(record: dict[str, Any], samples: dict[str, Any]) -> str:
         f'<p>Keep it: <a href="{base}?format=json" download>JSON with samples</a>, '
         f'<a href="{base}?format=csv" download>CSV</a></p>',
         draw.heading("Exact settings, launch descriptor"),
-        f"<pre tabindex=0>{draw.text(json.dumps(facts, indent=1))}</pre>",
+        _as_json(facts),
         draw.heading(f"Some of {samples['total']:,} documents"),
         *(
             f"<pre tabindex=0>{draw.text(json.dumps(one, indent=1, ensure_ascii=False)[:3000])}</pre>"
@@ -164,9 +163,13 @@ def detail_of(record: dict[str, Any], samples: dict[str, Any]) -> str:
     )
 
 
+def _as_json(value: Any) -> str:
+    return f"<pre tabindex=0>{draw.text(json.dumps(value, indent=1, ensure_ascii=False)[:6000])}</pre>"
+
+
 def diff_of(found: dict[str, Any], names: list[str]) -> str:
     """Two evaluations side by side."""
     return draw.page(
         draw.heading(f"{names[0][-6:]} and {names[1][-6:]}"),
-        f"<pre tabindex=0>{draw.text(json.dumps(found, indent=1))}</pre>",
+        _as_json(found),
     )

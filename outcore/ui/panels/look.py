@@ -43,13 +43,18 @@ CSS = """
 .oc .chart .ends { display: flex; justify-content: space-between; font-size: 12px;
   color: var(--body-text-color-subdued); }
 .oc pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12.5px; line-height: 1.45; margin: 4px 0;
-  padding: 8px; max-height: 380px; overflow-y: auto; border: 1px solid var(--border-color-primary); border-radius: 4px; }
+  padding: 8px; max-height: 380px; overflow-y: auto; border: 1px solid var(--border-color-primary);
+  border-radius: 4px; }
 .oc mark { background: var(--oc-mark); color: inherit; }
 .oc a { text-decoration: underline; }
 .oc-actions { flex-wrap: wrap !important; }
 .oc-actions button { min-width: 110px !important; }
+.gradio-container button.lg { font-size: 14px; font-weight: 600; padding: 8px 14px; }
+@media (min-width: 900px) { .oc-side { position: sticky; top: 8px; align-self: flex-start; } }
 @media (max-width: 640px) {
-  .gradio-container { padding: 6px !important; }
+  .gradio-container, .gradio-container .main, .gradio-container .wrap.fillable, main.fillable {
+    padding-left: 6px !important; padding-right: 6px !important; }
+  .gradio-container { padding: 0 !important; }
   .oc th, .oc td { padding-right: 8px; }
   .oc .chart svg { height: 96px; }
 }

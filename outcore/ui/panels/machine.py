@@ -39,9 +39,9 @@ class MachinePanel:
         self.alerts = gr.HTML(elem_id="alerts")
         self.graphs = gr.HTML(elem_id="machine_graphs")
         with gr.Row():
-            with gr.Column(min_width=340):
+            with gr.Column(min_width=300):
                 self.facts = gr.HTML(elem_id="machine_facts")
-            with gr.Column(min_width=340):
+            with gr.Column(min_width=300):
                 self.setup = gr.HTML()
         with gr.Accordion("Thresholds: above them there is an alert", open=False):
             with gr.Row():
@@ -92,6 +92,7 @@ def graphs_of(live: dict[str, Any]) -> str:
         return scaled if less_than is None else [None if v is None else less_than - v for v in scaled]
 
     ram_gib = (limits.get("ram_total_bytes") or 0) / GIB
+    drive = {"read": line("nvme_read_gb_per_s"), "written": line("nvme_write_gb_per_s")}
     missing = [draw.paragraph(words, "dim") for words in live["missing"][:4]]
     return draw.page(
         draw.charts(
@@ -99,9 +100,7 @@ def graphs_of(live: dict[str, Any]) -> str:
             draw.chart("VRAM in use", xs, {"": line("gpu_mem_bytes", GIB)}, " GiB"),
             draw.chart("GPU", xs, {"": line("gpu_util_pct")}, " %"),
             draw.chart("PCIe", xs, {"to GPU": line("pcie_rx_gb_per_s"), "from GPU": line("pcie_tx_gb_per_s")}, " GB/s"),
-            draw.chart(
-                "Drive", xs, {"read": line("nvme_read_gb_per_s"), "written": line("nvme_write_gb_per_s")}, " GB/s"
-            ),
+            draw.chart("Drive", xs, drive, " GB/s"),
             draw.chart("Drive queue", xs, {"": line("nvme_queue_depth")}),
             draw.chart("Temperature", xs, {"GPU": line("gpu_temp_c"), "drive": line("nvme_temp_c")}, " °C"),
             draw.chart("GPU power", xs, {"": line("gpu_power_w")}, " W"),

@@ -1,4 +1,4 @@
-"""The bar that loads a model, with its expert drawer and launch descriptor; Chat and Evaluate work with what it loads."""
+"""The bar that loads a model, with its expert drawer and launch descriptor; Chat and Evaluate work with it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import gradio as gr
 
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
-from outcore.ui.panels.events import QUIET, SHOWN, telling
+from outcore.ui.panels.events import QUIET, SHOWN, number_box, number_in, telling
 
 REFRESH_S = 1.5
 PRESETS = [("Balanced", "balanced"), ("Latency", "latency"), ("Throughput", "throughput")]
@@ -30,8 +30,6 @@ CHOICES = (
     ("kv_format", ("same", "int8")),
     ("compile", ("auto", "on", "off")),
 )
-WHOLE = ("kv_gib", "vram_gib", "ram_gib")
-"""Those that may be fractions."""
 
 
 class ModelBar:
@@ -52,8 +50,7 @@ class ModelBar:
             self.expert: dict[str, Any] = {}
             with gr.Row():
                 for name, default, words in NUMBERS:
-                    precision = None if name in WHOLE else 0
-                    self.expert[name] = gr.Number(default, label=name, info=words, precision=precision, min_width=150)
+                    self.expert[name] = number_box(name, words, default, min_width=150)
                 for name, choices in CHOICES:
                     self.expert[name] = gr.Dropdown(choices, value=choices[0], label=name, min_width=150)
                 self.expert["nvme_path"] = gr.Textbox(
@@ -88,7 +85,11 @@ class ModelBar:
         return model_state_of(state), json.dumps(launch, indent=1) if launch else ""
 
     def _load(self, model: str | None, preset: str, *expert: Any) -> tuple[Any, Any]:
-        given = dict(zip(self.expert, expert, strict=True))
+        numbers = {name for name, _, _ in NUMBERS}
+        given = {
+            name: number_in(name, value) if name in numbers else value
+            for name, value in zip(self.expert, expert, strict=True)
+        }
         usual = {name: choices[0] for name, choices in CHOICES} | {"num_layer_buffers": 3}
         given = {name: value for name, value in given.items() if value not in (None, "", usual.get(name))}
         self.client.post("model", model=model or "", preset=preset, **given)

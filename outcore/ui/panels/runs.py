@@ -9,7 +9,7 @@ import gradio as gr
 
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
-from outcore.ui.panels.events import QUIET, SHOWN, telling
+from outcore.ui.panels.events import COPIED, QUIET, SHOWN, telling
 
 REFRESH_S = 2.0
 GIB, GB = 2**30, 10**9
@@ -22,7 +22,7 @@ class RunsPanel:
         self.client = client
         self.timer = gr.Timer(REFRESH_S)
         with gr.Row():
-            with gr.Column(scale=2, min_width=340):
+            with gr.Column(scale=2, min_width=300):
                 self.list = gr.HTML()
                 self.run = gr.Dropdown([], label="Run", interactive=True, elem_id="run")
                 with gr.Row(elem_classes="oc-actions"):
@@ -39,17 +39,15 @@ class RunsPanel:
                 with gr.Accordion("Compare runs", open=False):
                     self.chosen = gr.Dropdown([], label="Runs", multiselect=True, interactive=True)
                     self.compared = gr.HTML()
-            with gr.Column(scale=3, min_width=340):
+            with gr.Column(scale=3, min_width=300):
                 self.state = gr.HTML(elem_id="run_state")
                 with gr.Accordion("What it printed", open=True):
                     self.log = gr.HTML(elem_id="run_log")
                 with gr.Accordion("Forecast, checkpoints", open=False):
                     self.more = gr.HTML()
                 with gr.Accordion("Its settings", open=False):
-                    self.command = gr.Code(
-                        label="Command", language="shell", interactive=False, lines=1, wrap_lines=True
-                    )
-                    self.yaml = gr.Code(label="YAML for --config", language="yaml", interactive=False, lines=3)
+                    self.command = gr.Code(label="Command", language="shell", lines=1, **COPIED)
+                    self.yaml = gr.Code(label="YAML for --config", language="yaml", lines=3, **COPIED)
         self._wire()
 
     def refresh(self, name: str | None) -> tuple[Any, ...]:
@@ -173,21 +171,16 @@ def graphs_of(series: dict[str, Any]) -> str:
     with_evals = sorted(set(xs) | set(evals))
     at = dict(zip(xs, found.get("loss", [])))
     loss = {"training": [at.get(x) for x in with_evals], "validation": [evals.get(x) for x in with_evals]}
+    ram = {"RAM": scaled("ram_rss_bytes", GIB), "pinned": scaled("pinned_bytes", GIB)}
+    drive = {"read": scaled("nvme_read_bytes", GB), "written": scaled("nvme_write_bytes", GB)}
     return draw.charts(
         draw.chart("Loss", with_evals, loss),
         draw.chart("Tokens/s", xs, {"": scaled("tokens_per_s")}),
         draw.chart("VRAM", xs, {"": scaled("gpu_mem_bytes", GIB)}, " GiB"),
-        draw.chart(
-            "RAM of the run", xs, {"RAM": scaled("ram_rss_bytes", GIB), "pinned": scaled("pinned_bytes", GIB)}, " GiB"
-        ),
+        draw.chart("RAM of the run", xs, ram, " GiB"),
         draw.chart("Temperature", xs, {"GPU": scaled("gpu_temp_c"), "drive": scaled("nvme_temp_c")}, " °C"),
         draw.chart("PCIe", xs, {"to GPU": scaled("pcie_rx_gb_per_s"), "from GPU": scaled("pcie_tx_gb_per_s")}, " GB/s"),
-        draw.chart(
-            "Drive, a step",
-            xs,
-            {"read": scaled("nvme_read_bytes", GB), "written": scaled("nvme_write_bytes", GB)},
-            " GB",
-        ),
+        draw.chart("Drive, a step", xs, drive, " GB"),
         draw.chart("Drive queue", xs, {"": scaled("nvme_queue_depth")}),
         draw.chart("Learning rate", xs, {"": scaled("lr")}),
     )

@@ -8,7 +8,7 @@ import gradio as gr
 
 from outcore.ui.client import Client, ClientError
 from outcore.ui.panels import draw
-from outcore.ui.panels.events import QUIET, SHOWN, telling
+from outcore.ui.panels.events import COPIED, QUIET, SHOWN, number_box, telling
 
 STAGES = [
     ("as configured", ""),
@@ -20,9 +20,9 @@ STAGES = [
 ]
 NVME = ("nvme_offload_path", "nvme_offload_optimizer", "nvme_offload_params", "nvme_offload_gradients")
 NVME_ADVANCED = ("aio_block_size", "aio_queue_depth", "pin_memory", "ram_budget_gib", "max_in_cpu_gb", "nvme_checksums")
-BLOCKS = [("default", None), *[(f"{kib // 1024} MiB" if kib >= 1024 else f"{kib} KiB", kib << 10)
+BLOCKS = [("default", ""), *[(f"{kib // 1024} MiB" if kib >= 1024 else f"{kib} KiB", kib << 10)
                                for kib in (512, 1024, 2048, 4096)]]  # fmt: skip
-DEPTHS = [("default", None), *[(str(depth), depth) for depth in (4, 8, 16, 32)]]
+DEPTHS = [("default", ""), *[(str(depth), depth) for depth in (4, 8, 16, 32)]]
 GUIDE = """**Path**: a folder on the fastest drive. Linux: `/mnt/nvme/outcore`; WSL2: a folder of Linux itself such as
 `~/outcore-nvme` (`/mnt/c/...` is several times slower). **Offloaded to NVMe** are optimizer states first (12 bytes a
 parameter, 10 with `split`), then parameters (2 bytes), then gradients; the forecast beside says how much space that
@@ -43,9 +43,9 @@ class TrainPanel:
         self.parts: dict[str, Any] = {}
         self.started = gr.State("")
         with gr.Row():
-            with gr.Column(scale=3, min_width=340):
+            with gr.Column(scale=3, min_width=300):
                 self._form()
-            with gr.Column(scale=2, min_width=340):
+            with gr.Column(scale=2, min_width=300, elem_classes="oc-side"):
                 self.banner = gr.HTML()
                 self.forecast = gr.HTML(draw.page(draw.paragraph("Forecast: being made ...", "dim")))
                 with gr.Row(elem_classes="oc-actions"):
@@ -53,10 +53,8 @@ class TrainPanel:
                     self.look = gr.Button("Look at the data")
                 self.said = gr.HTML()
                 with gr.Accordion("The same as a command line and as YAML", open=False):
-                    self.command = gr.Code(
-                        label="Command", language="shell", interactive=False, lines=2, wrap_lines=True
-                    )
-                    self.yaml = gr.Code(label="YAML for --config", language="yaml", interactive=False, lines=4)
+                    self.command = gr.Code(label="Command", language="shell", lines=2, **COPIED)
+                    self.yaml = gr.Code(label="YAML for --config", language="yaml", lines=4, **COPIED)
                 self.rows_shown = gr.HTML()
         self._wire()
 
@@ -101,27 +99,29 @@ class TrainPanel:
 
     def _component(self, row: dict[str, Any]) -> Any:
         name, default, kind = row["name"], row["default"], row["kind"]
-        look: dict[str, Any] = {"label": name, "info": row["help"], "elem_id": f"field_{name}", "interactive": True}
+        look: dict[str, Any] = {
+            "label": name,
+            "info": row["help"],
+            "elem_id": f"field_{name}",
+        }
+        typed: dict[str, Any] = {"interactive": True}
         if name == "preset":
-            return gr.Dropdown([("none", ""), *self.presets], value="", allow_custom_value=True, **look)
+            return gr.Dropdown([("none", ""), *self.presets], value="", allow_custom_value=True, **look, **typed)
         if name in ("aio_block_size", "aio_queue_depth"):
-            return gr.Dropdown(
-                BLOCKS if name == "aio_block_size" else DEPTHS, value=None, allow_custom_value=True, **look
-            )
+            sizes = BLOCKS if name == "aio_block_size" else DEPTHS
+            return gr.Dropdown(sizes, value="", allow_custom_value=True, **look, **typed)
         if kind == "bool" and row["is_optional"]:
-            return gr.Dropdown([("default", ""), "true", "false"], value="", **look)
+            return gr.Dropdown([("default", ""), "true", "false"], value="", **look, **typed)
         if kind == "bool":
-            return gr.Checkbox(value=bool(default), **look)
+            return gr.Checkbox(value=bool(default), **look, **typed)
         if kind == "choice":
             choices = [("default", ""), *row["choices"]] if row["is_optional"] else row["choices"]
-            return gr.Dropdown(choices, value="" if row["is_optional"] else default, **look)
+            return gr.Dropdown(choices, value="" if row["is_optional"] else default, **look, **typed)
         if kind in ("int", "float"):
-            return gr.Number(
-                value=default, precision=0 if kind == "int" else None, step=1 if kind == "int" else 0.1, **look
-            )
+            return number_box(value=default, **look)
         if kind == "list":
-            return gr.Textbox(value="\n".join(default), lines=1, max_lines=6, **look)
-        return gr.Textbox(value=default or "", max_lines=1, **look)
+            return gr.Textbox(value="\n".join(default), lines=1, max_lines=6, **look, **typed)
+        return gr.Textbox(value=default or "", max_lines=1, **look, **typed)
 
     # --- what happens
 
