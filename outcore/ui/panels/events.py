@@ -29,7 +29,7 @@ def telling(work: Callable[..., Result]) -> Callable[..., Result]:
 def number_box(label: str, info: str = "", value: Any = None, **more: Any) -> gr.Textbox:
     """A field for a number that may be left empty (gr.Number makes 0 of that)."""
     text = "" if value is None else str(value)
-    return gr.Textbox(text, label=label, info=info, max_lines=1, html_attributes=DECIMAL, interactive=True, **more)
+    return gr.Textbox(text, label=label, info=info, max_lines=1, interactive=True, **more)
 
 
 def number_in(name: str, text: str | None) -> float | int | None:
@@ -43,7 +43,6 @@ def number_in(name: str, text: str | None) -> float | int | None:
     return int(found) if found.is_integer() else found
 
 
-DECIMAL = gr.InputHTMLAttributes(inputmode="decimal", autocomplete="off")
 COPIED: dict[str, Any] = {"interactive": False, "wrap_lines": True, "show_line_numbers": False, "buttons": ["copy"]}
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 """Of events that come by themselves."""
