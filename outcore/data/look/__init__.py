@@ -1,5 +1,6 @@
-"""Rows of a data set with the tokens that bear loss."""
+"""A run's data before the run: its settings, and rows with the tokens that bear loss."""
 
 from outcore.data.look.rows import Look, look_at
+from outcore.data.look.settings import data_settings_of
 
-__all__ = ["Look", "look_at"]
+__all__ = ["Look", "data_settings_of", "look_at"]

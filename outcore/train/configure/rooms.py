@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from outcore.config import ConfigError, Precision, TrainConfig, nearest, recomputes
-from outcore.data import DEFAULT_TEXT_EXTENSIONS, DataSettings, weighted_source
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.train.configure.schedule import COSINE_FLOOR, WSD_DECAY_SHARE, LrSchedule, RunLength
 
@@ -104,34 +103,6 @@ def _overrides(text: str | None) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ConfigError(f"config_overrides: expected fields and their values ({{...}}), got {text!r}.")
     return fields
-
-
-def data_settings_of(config: TrainConfig, seq_length: int, packing: str) -> DataSettings:
-    """The data room's settings."""
-    return DataSettings(
-        dataset=weighted_source(config.dataset[0]).name,
-        dataset_config=config.dataset_config,
-        dataset_split=config.dataset_split,
-        eval_dataset=config.eval_dataset,
-        eval_fraction=config.eval_fraction,
-        text_column=config.text_column,
-        prompt_column=config.prompt_column,
-        completion_column=config.completion_column,
-        messages_column=config.messages_column,
-        format=config.data_format,
-        seq_length=seq_length,
-        packing=packing,
-        on_bad_row=config.on_bad_row,
-        streaming=config.streaming,
-        cache_dir=config.data_cache_dir,
-        seed=config.seed,
-        max_train_samples=config.max_train_samples,
-        max_eval_samples=config.max_eval_samples,
-        train_on_prompt=config.train_on_prompt,
-        train_on_last_turn=config.train_on_last_turn,
-        long_rows=config.long_rows,
-        text_extensions=tuple(config.text_extensions.split(",")) if config.text_extensions else DEFAULT_TEXT_EXTENSIONS,
-    )
 
 
 FILE_SCHEDULES = {"WarmupDecayLR": "warmup_decay", "WarmupCosineLR": "cosine", "WarmupLR": "constant_with_warmup"}

@@ -8,6 +8,7 @@ from typing import Any
 
 from outcore.config import ConfigError, TrainConfig, is_tiny
 from outcore.data import PreparedData, load_or_train_tokenizer, prepare_mixture, weighted_source
+from outcore.data.look import data_settings_of
 from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
 from outcore.model.source import max_positions, resolve_source
@@ -15,7 +16,6 @@ from outcore.model.trial import check_abilities
 from outcore.train.configure.rooms import (
     DEFAULT_SEQ_LENGTH,
     TINY_SEQ_LENGTH,
-    data_settings_of,
     model_settings_of,
 )
 from outcore.train.configure.vocabulary import check_token_ids, embedding_rows

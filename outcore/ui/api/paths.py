@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from outcore.engine.deepspeed import resolve_nvme_path, validate_nvme_path
 from outcore.machine import drive_of, local_drives
+from outcore.machine.offload import resolve_nvme_path, validate_nvme_path
 from outcore.plan import ProfileError, load_hardware
 from outcore.serve.additions import bad
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from outcore.data import load_or_train_tokenizer, weighted_source
-from outcore.data.look import look_at
+from outcore.data.look import data_settings_of, look_at
 from outcore.data.show import pieces_of
 from outcore.serve.additions import bad
-from outcore.train.configure import data_settings_of
 from outcore.ui.api.form import checked, said
 
 MOST_ROWS = 20

@@ -13,8 +13,8 @@ from typing import Any
 
 from outcore.checkpoint import list_checkpoints
 from outcore.monitor import Metrics
-from outcore.serve.additions import ApiError
 from outcore.runs import RunState, delete, list_runs
+from outcore.serve.additions import ApiError
 from outcore.ui.api.children import Child, complaint_of, lines_of
 from outcore.ui.api.place import Place, read_json
 from outcore.ui.api.training import Training

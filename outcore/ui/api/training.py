@@ -12,8 +12,8 @@ from typing import Any
 
 from outcore.config import FIELDS, ConfigError
 from outcore.monitor import read_metrics
-from outcore.serve.additions import ApiError, bad
 from outcore.runs import folder_of, holder_of, list_runs, lock_path, next_name
+from outcore.serve.additions import ApiError, bad
 from outcore.ui.api.children import Child, complaint_of
 from outcore.ui.api.form import HIDDEN, argv_of, checked, command_of, said
 from outcore.ui.api.place import Place, read_json, write_json
