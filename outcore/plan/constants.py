@@ -46,12 +46,6 @@ the allocator does not in four runs of DeepSpeed, 0.87-0.89 in eight of the stre
 VRAM_RESERVE_BYTES = int(0.75 * GIB)
 """For the desktop and what else draws on the card. With all of these an 8 GiB card is planned with 6.5 GiB of tensors,
 the cap under which the streaming engine is accepted."""
-STREAM_RAM_OVERHEAD_BYTES = int(2.3 * GIB)
-"""Interpreter, torch, CUDA libraries, compiler. Measured, resident memory less homes and staging: 2.2-2.9 GB in
-nine kinds of runs (R, S, T), each the same to 0.4 GB from sitting to sitting. Not counted: a run with states on the
-drive that held 3.2-3.4 GB, because up to 2 GB of initial values were made ahead; now 1 GB are."""
-CPU_RAM_OVERHEAD_BYTES = int(0.5 * GIB)
-"""The same without a GPU's libraries. Measured on two cores: 0.83 GB resident, 0.3 of them of a tiny model."""
 PAGE_CACHE_RESERVE_BYTES = 2 * GIB
 """Left to data files and to checkpoints being written back; with it a laptop of 64 GB gives a run 56 GiB."""
 GRAPH_POOL, GRAPH_TENSORS = 1.0, 5

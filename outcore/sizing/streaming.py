@@ -27,3 +27,16 @@ GRAPH_LONG_S = 5e-3
 GRAPH_FREE_SHARE = 0.4
 """Share of the device's memory (under the allocator's cap) that must be free for a capture: graphs keep theirs for
 good, and a step must never fail for want of it."""
+PROCESS_BYTES = int(2.3 * GIB)
+"""RAM of Python, torch, CUDA's libraries and the compiler. Measured, resident memory less homes and staging: 2.2-2.9 GB
+in nine kinds of runs (R, S, T of `plan.constants`), each the same to 0.4 GB from sitting to sitting. Not counted: a run
+with states on the drive that held 3.2-3.4 GB, because up to 2 GB of initial values were made ahead; now 1 GB are."""
+CPU_PROCESS_BYTES = int(0.5 * GIB)
+"""The same without a GPU's libraries. Measured on two cores: 0.83 GB resident, 0.3 of them of a tiny model."""
+
+
+def ring_of_states_bytes(
+    slot_bytes: int, num_chunks: int, most_bytes: int = STATE_RING_BYTES, most_slots: int = STATE_RING_SLOTS
+) -> int:
+    """RAM that the ring of states on NVMe takes for so many chunks: whole slots, at least one."""
+    return slot_bytes * max(1, min(most_slots, num_chunks, most_bytes // slot_bytes))

@@ -104,7 +104,7 @@ def test_exact_states_in_two_formats_train_the_same_numbers(tmp_path: Path, corp
     assert not same(states(tmp_path / "m8" / at_end), states(straight / at_end))
 
 
-@pytest.mark.parametrize("budget_gib", ["0", "0.02"])
+@pytest.mark.parametrize("budget_gib", ["0", "0.64"])
 def test_states_on_nvme_train_the_same_numbers_and_leave_nothing_there(
     tmp_path: Path, corpus: Path, straight: Path, budget_gib: str
 ) -> None:

@@ -24,9 +24,11 @@ from outcore.sizing.streaming import (
     GRAPH_FREE_SHARE,
     GRAPH_LONG_S,
     LANE_BYTES,
+    PROCESS_BYTES,
     STAGING_BYTES,
     STAY_LAYERS,
     WEIGHT_READ_AHEAD_BYTES,
+    ring_of_states_bytes,
 )
 from outcore.sizing.work import step_work
 
@@ -117,7 +119,7 @@ def ram_parts(case: Case[StreamLayout], all_checkpoints: int, tiling: Tiling) ->
     }
     fixed = [
         Item("ram", SLOTS, LANE_BYTES),
-        Item("ram", "framework overhead", k.STREAM_RAM_OVERHEAD_BYTES),
+        Item("ram", "framework overhead", PROCESS_BYTES),
         Item("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
     ]
     if tiling.layers and layout.accumulation >= TILED_SUMS_FROM and not shape.lora_r:
@@ -189,7 +191,7 @@ def _ring_bytes(sizes: dict[str, int], request: RunRequest, spill: Spill, layout
     slot += CHUNK_NUMEL * request.element_bytes if spill.parameters and spill.states else 0
     told = layout.residency or Residency()
     chunks = -(-int(spill.states * trained) // CHUNK_NUMEL)
-    return slot * max(1, min(told.state_ring_slots, chunks, told.state_ring_bytes // slot))
+    return ring_of_states_bytes(slot, chunks, told.state_ring_bytes, told.state_ring_slots)
 
 
 def _over(size: int, budget: int | None) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import COMMUNICATOR, OVERHEAD, SPARE, Item, Plan, TierUse
+from outcore.sizing.streaming import CPU_PROCESS_BYTES
 
 DROPPED = (OVERHEAD, SPARE, COMMUNICATOR, "desktop reserve")
 """Of a GPU only."""
@@ -20,7 +20,7 @@ def without_gpu(plan: Plan, hardware: Hardware) -> Plan:
             if part.name not in DROPPED:
                 parts.append(Item("ram", f"device: {part.name}", part.size_bytes))
         elif part.tier in ("ram", "pinned"):
-            size = k.CPU_RAM_OVERHEAD_BYTES if part.name == OVERHEAD else part.size_bytes
+            size = CPU_PROCESS_BYTES if part.name == OVERHEAD else part.size_bytes
             parts.append(Item("ram", part.name, size))
         else:
             parts.append(part)

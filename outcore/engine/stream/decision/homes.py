@@ -16,6 +16,7 @@ from outcore.config import ConfigError, RunSettings
 from outcore.engine.stream.settings import StreamSettings
 from outcore.machine.offload import SPACE_SAFETY, resolve_nvme_path
 from outcore.optim import state_format
+from outcore.sizing.streaming import CPU_PROCESS_BYTES, PROCESS_BYTES, ring_of_states_bytes
 
 RAM_RESERVE_BYTES = 3 * GIB
 """Left alone when the budget is measured: Python, the libraries and a CUDA context take 1.5 to 2.5 GiB, and a
@@ -91,17 +92,19 @@ def homes_of(
     given = settings.offload.ram_budget_gib
     if given is None and settings.offload.everything:
         given = 0.0
-    budget = int(given * GIB) if given is not None else max(0, sizes.ram_available_bytes - RAM_RESERVE_BYTES)
+    budget = int(given * GIB) if given is not None else sizes.ram_available_bytes
+    beside = _process_bytes(settings, sizes) if given is not None else RAM_RESERVE_BYTES
     words = (
         f"a budget of {format_gib(budget)}"
         if given is not None
         else f"{format_gib(sizes.ram_available_bytes)} available, {format_gib(RAM_RESERVE_BYTES)} of it left alone"
     )
-    if given is None and needed > budget:
-        budget = max(0, budget - StreamSettings.state_ring_bytes)  # through which states on the drive flow
-    room = max(0, budget - gradients - waiting)
-    weight_ram = min(weights, room) if wanted.params else weights
-    state_ram = min(state_bytes, max(0, room - weight_ram)) if wanted.states else state_bytes
+    room, flowing = budget - beside - gradients - waiting, 0
+    for _ in range(3):  # what flows from the drive takes room, so more may have to
+        left = max(0, room - flowing)
+        weight_ram = min(weights, left) if wanted.params else weights
+        state_ram = min(state_bytes, max(0, left - weight_ram)) if wanted.states else state_bytes
+        flowing = max(flowing, _flowing_bytes(settings, state_bytes - state_ram, weights - weight_ram))
     form, chunk_numel = state_format(states), StreamSettings.chunk_numel
     spilled = (state_bytes - state_ram) / form.bytes_per_param  # parameters
     on_drive = weights - weight_ram + int(spilled * form.on_drive.stored_bytes(chunk_numel) / chunk_numel)
@@ -112,7 +115,7 @@ def homes_of(
     if folder is None:
         if activations == "nvme":
             raise ConfigError("activations nvme: the drive cannot be used (see above). Use --activations ram.")
-        shortage = _check_ram(needed, settings, sizes, given, words, wanted, warnings)
+        shortage = _check_ram(needed, settings, sizes, given, words, wanted, warnings, beside)
         notes.append(f"RAM: {format_gib(needed)} of parameters, gradients and states, all of it in RAM ({words})")
         return {}, shortage
     notes.append(
@@ -120,12 +123,37 @@ def homes_of(
         f"{format_gb(on_drive)} on NVMe"
         + ("; --ram_budget_gib 0 puts all that can be there on the drive" if not on_drive else "")
     )
+    taken = needed - (weights - weight_ram) - (state_bytes - state_ram) + beside + flowing
+    if given and taken > budget:
+        warnings.append(
+            f"RAM: the process takes {format_gib(taken)}, more than {words}: {format_gib(gradients + waiting)} of "
+            f"gradients and what waits there, {format_gib(beside + flowing)} of Python, libraries and what flows from "
+            "the drive cannot leave RAM. Raise --ram_budget_gib, or train adapters (--lora_r 16)."
+        )
     homes: dict[str, Any] = {"nvme_path": folder}
     if state_ram < state_bytes:
         homes["state_ram_bytes"] = state_ram
     if weight_ram < weights:
         homes["weight_ram_bytes"] = weight_ram
     return (homes if len(homes) > 1 or activations == "nvme" else {}), ""
+
+
+def _process_bytes(settings: RunSettings, sizes: RunSizes) -> int:
+    """RAM of the process beside homes: Python and libraries, and the lanes' slots."""
+    slots_bytes = 2 * settings.lane_slots * settings.lane_slot_bytes
+    return (PROCESS_BYTES if sizes.has_cuda else CPU_PROCESS_BYTES) + slots_bytes
+
+
+def _flowing_bytes(settings: RunSettings, states_bytes: int, weights_bytes: int) -> int:
+    """RAM through which so many bytes of states and weights on the drive flow: the ring, and weights read ahead."""
+    form, told = state_format(settings.state_format), StreamSettings
+    ring = 0
+    if states_bytes > 0:
+        chunks = -(-int(states_bytes / form.bytes_per_param) // told.chunk_numel)
+        slot_bytes = form.on_drive.chunk_bytes(told.chunk_numel)
+        slot_bytes += told.chunk_numel * settings.element_bytes if weights_bytes > 0 else 0
+        ring = ring_of_states_bytes(slot_bytes, chunks)
+    return ring + (told.weight_read_ahead_bytes if weights_bytes > 0 else 0)
 
 
 def _drive(
@@ -165,6 +193,7 @@ def _check_ram(
     words: str,
     wanted: Wanted,
     warnings: list[str],
+    beside: int,
 ) -> str:
     """What does not fit the machine at all, in words; a warning for what leaves too little."""
     compact = "split8" if settings.precision == "bf16" else "fp32_m8"
@@ -183,8 +212,10 @@ def _check_ram(
             f"this run needs {format_gib(needed)} of RAM for parameters, gradients, optimizer states and what waits "
             f"there; {format_gib(sizes.ram_available_bytes)} are available. {way}"
         )
-    if given is not None and needed > given * GIB:
-        warnings.append(f"RAM: {format_gib(needed)} are needed, more than {words}, and no drive takes the rest. {way}")
+    if given is not None and needed + beside > given * GIB:
+        warnings.append(
+            f"RAM: {format_gib(needed + beside)} are needed, more than {words}, and no drive takes the rest. {way}"
+        )
     elif needed > sizes.ram_available_bytes - RAM_RESERVE_BYTES and needed > RAM_RESERVE_BYTES:
         warnings.append(f"RAM: {format_gib(needed)} are needed, {words}: it may get tight. {way}")
     return ""
