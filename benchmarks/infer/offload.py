@@ -31,12 +31,12 @@ CASES = ("decode", "repeat", "many", "score", "accelerate", "zero", "once")
 USUAL = CASES[:-1]
 
 
-def filled(model: Any, device: str) -> Any:
-    """The model with random values in 16 bits, memory of its own."""
+def filled(model: Any, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """The model with random values, memory of its own."""
     parameters = dict(model.named_parameters())
     for group in RandomFeed(model).groups():
         for name, value in group.items():
-            parameters[name].data = value.to(device, torch.bfloat16, copy=True)
+            parameters[name].data = value.to(device, dtype, copy=True)
     model.config.use_cache = True
     return model.eval()
 
@@ -64,17 +64,22 @@ def generate_times(model: Any, ids: torch.Tensor, answer: int, whole: int, **opt
     }
 
 
-def accelerate_case(args: argparse.Namespace, device: torch.device, batch: int) -> dict[str, Any]:
-    """accelerate's device_map with offload to RAM, greedy generate."""
+def spread(preset: str, cap_gib: float, device: torch.device) -> tuple[Any, int]:
+    """(the model by accelerate's device_map with offload to RAM, its layers on the GPU)."""
     from accelerate import dispatch_model, infer_auto_device_map
 
-    model = filled(find(args.model, "bf16").loaded.model.to(torch.bfloat16), "cpu")
-    room = int(args.cap_gib * GIB * 0.6)  # weights; the rest for activations and keys and values
+    model = filled(find(preset, "bf16").loaded.model.to(torch.bfloat16), "cpu")
+    room = int(cap_gib * GIB * 0.6)  # weights; the rest for activations and keys and values
     block = type(next(m for m in model.modules() if type(m).__name__.endswith("DecoderLayer"))).__name__
     device_map = infer_auto_device_map(model, {0: room, "cpu": 10**12}, no_split_module_classes=[block])
-    model = dispatch_model(model, device_map, main_device=device)
-    ids = torch.tensor(prompts(batch, args.prompt, args.vocab), device=device)
     layers_on_gpu = sum(place == 0 for name, place in device_map.items() if ".layers." in name)
+    return dispatch_model(model, device_map, main_device=device), layers_on_gpu
+
+
+def accelerate_case(args: argparse.Namespace, device: torch.device, batch: int) -> dict[str, Any]:
+    """accelerate's device_map with offload to RAM, greedy generate."""
+    model, layers_on_gpu = spread(args.model, args.cap_gib, device)
+    ids = torch.tensor(prompts(batch, args.prompt, args.vocab), device=device)
     return {"layers_on_gpu": layers_on_gpu, **generate_times(model, ids, 4, args.answer)}
 
 

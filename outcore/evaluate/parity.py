@@ -88,8 +88,6 @@ def run_reference(reference: Reference, settings: EvaluationSettings) -> tuple[l
     """(scores, samples, seconds in the model) of the harness's own backend."""
     from lm_eval.models import huggingface
 
-    from outcore.evaluate.harness import run_suite
-
     backend: Any = huggingface.HFLM  # its decorator hides the class's own parameters
     spread: dict[str, Any] = {"parallelize": True} if reference.uses_device_map else {}
     if spread and reference.vram_gib is not None:
@@ -105,6 +103,17 @@ def run_reference(reference: Reference, settings: EvaluationSettings) -> tuple[l
         **spread,
     )
     lm.model.eval()
+    found = timed_suite(lm, settings)
+    del lm
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return found
+
+
+def timed_suite(lm: Any, settings: EvaluationSettings) -> tuple[list[Record], list[Record], float]:
+    """(scores, samples, seconds in the model) of any model of the harness."""
+    from outcore.evaluate.harness import run_suite
+
     clock = _Clock(lm)
     scores: list[Record] = []
     samples: list[Record] = []
@@ -114,9 +123,6 @@ def run_reference(reference: Reference, settings: EvaluationSettings) -> tuple[l
         samples.extend(documents)
 
     run_suite(lm, settings, lambda name, number: None, scored)
-    del lm
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     return scores, samples, clock.seconds
 
 
