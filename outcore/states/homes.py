@@ -13,7 +13,7 @@ says where): read first where the format needs it (split), written back always (
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +43,8 @@ class HousedPart:
 class Homes:
     """All homes. Takes over the model's parameters: their storage is the homes' from then on.
 
-    `chunks`: unit index -> its chunks of states, placed; `store` has room for those on NVMe. `backend`: of the
+    `chunks`: unit index -> its chunks of states, placed; `store` has room for those on NVMe. Where other processes keep
+    the rest of them, these are this one's, and `adopted` waits until all weights are there. `backend`: of the
     optimizer; None: the best there is.
     """
 
@@ -57,6 +58,7 @@ class Homes:
         *,
         weights: WeightHomes,
         backend: Backend | None = None,
+        adopted: Callable[[], None] = lambda: None,
     ) -> None:
         self.state_format, self.state_store = state_format, store
         self.units = tuple(units)
@@ -64,6 +66,7 @@ class Homes:
         self.weights = weights
         self._buffers = StateBuffers(state_format, store, backend or open_backend())
         weights.adopt()
+        adopted()
         self._homes: dict[int, HousedPart] = {}
         for unit in units:
             self._homes[unit.index] = HousedPart(weights.ram(unit), chunks[unit.index])
@@ -109,10 +112,11 @@ class Homes:
             home.jobs = home.jobs.with_grads([job.grad for job in jobs])
         return home.jobs
 
-    def read_state(self, name: str, family: StateName) -> torch.Tensor:
-        """master, exp_avg or exp_avg_sq of a trainable parameter as a new fp32 tensor of its shape."""
+    def read_state(self, name: str, family: StateName, into: torch.Tensor | None = None) -> torch.Tensor:
+        """master, exp_avg or exp_avg_sq of a trainable parameter as a new fp32 tensor of its shape, or in `into` (fp32
+        [numel]), whose values stay where this process has no chunk."""
         _, slot = self.weights.slot(name)
-        value = torch.empty(slot.numel, dtype=torch.float32)
+        value = torch.empty(slot.numel, dtype=torch.float32) if into is None else into
         for chunk, at, start, stop in self._pieces(name, slot.end):
             inside = min(stop, start + slot.numel - at)
             value[at : at + inside - start] = self._open(chunk, family).read(family, start, inside)
@@ -132,6 +136,11 @@ class Homes:
             if family == "master" and self.param_piece(chunk) is None:
                 assert state.param is not None
                 self.weights.write_range(self._part(chunk), chunk.start, state.param)
+
+    def has_states(self, name: str) -> bool:
+        """Whether any of a parameter's states are kept here."""
+        _, slot = self.weights.slot(name)
+        return bool(self._pieces(name, slot.end))
 
     def flush_states(self) -> None:
         """After `write_state`: let the drive have what was written to chunks on NVMe. Before an update: forget what was

@@ -12,6 +12,7 @@ import torch
 from outcore.engine.stream.check.gradients import GRADIENTS
 from outcore.engine.stream.check.tiles import try_tiled_copy
 from outcore.engine.stream.device_work import work_of_step
+from outcore.engine.stream.ranks import ALONE, Place
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.check import attention_to_packed_rows, sharing_holds, try_tiny_copy
 from outcore.flow.layers import CompiledLayers, LayerGraphs, draws_random_numbers
@@ -41,11 +42,13 @@ class Blueprint:
     tile_plan: TilePlan
     states: StateFormat
     chunks: dict[int, list[StateChunk]]
-    """Optimizer states of each unit (by its index), and which of them are on NVMe."""
+    """Optimizer states of each unit (by its index) that this rank keeps, and which of them are on NVMe."""
     cuts: dict[int, int]
     """Elements of each unit's slab (by its index) that live in RAM; the rest is on NVMe."""
     is_deferred: bool
     """Whether updates wait for the global norm."""
+    place: Place = ALONE
+    """This process among the ranks of its host."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,6 +73,7 @@ def draw_blueprint(
     *,
     trial: bool,
     build: Callable[..., object],
+    place: Place = ALONE,
 ) -> Blueprint:
     """Look at the model (`trial`: with tiny copies of it as well) and decide. `build`: build_stream_engine.
 
@@ -105,6 +109,11 @@ def draw_blueprint(
         settings.chunk_numel,
         whole=tile_plan.indices & {units.embed.index, units.head.index},  # rows of an embedding come from RAM
     )
+    if not place.is_alone and any(cuts[unit.index] < unit.layout.home_numel for unit in units.all):
+        raise ValueError(
+            f"{place.world_size} ranks share the parameters in RAM, and weight_ram_bytes puts some on NVMe: leave it "
+            "out, or train on one rank"
+        )
     return Blueprint(
         loaded,
         settings,
@@ -115,9 +124,10 @@ def draw_blueprint(
         compiled,
         tile_plan,
         states,
-        chunks,
+        place.owned(chunks),
         cuts,
         is_deferred,
+        place,
     )
 
 

@@ -6,8 +6,10 @@ a later step fails.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -24,21 +26,29 @@ from outcore.engine.stream.gradients.tiled_download import TiledDownload
 from outcore.engine.stream.gradients.tiles import TileGradients
 from outcore.engine.stream.host_sizes import arena_bytes, lender, pool_bytes, read_ahead_bytes
 from outcore.engine.stream.parts import EngineParts
+from outcore.engine.stream.ranks import ALONE, Place, RankHost, open_host
+from outcore.engine.stream.ranks.published import PublishedUpdates
+from outcore.engine.stream.ranks.reduce import GradientReducer, ReducedDownload
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import TIMEOUT_S, PartUpdates, UpdatedWeights
 from outcore.flow import Flow, let_segments_grow
 from outcore.flow.layers import Head, PartRunner, RouterTaps
 from outcore.flow.parts import ModelParts
-from outcore.flow.tiles import TiledParts, open_tiles
+from outcore.flow.tiles import TiledParts, free_device_bytes, open_tiles
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPrefetcher
+from outcore.machine import usable_cores
 from outcore.model.load import LoadedModel
 from outcore.optim import Backend, OptimizerPool, default_num_threads, open_backend
 from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane, whole_device
-from outcore.staging.pool import HostMemory, PinnedGrant
+from outcore.staging.pool import HomeMemory, HostMemory, PinnedGrant, refusal_is_harmless
+from outcore.staging.shared import Alone, Ranks
 from outcore.states import Homes, StateRing, open_store
 from outcore.storage import StorageEngine
+
+SMALLEST_RING_BYTES = 512 << 20
+"""A rank's share of the ring is not made smaller than this: a chunk's states must fit into a slot, and several."""
 
 
 def build_stream_engine(
@@ -49,6 +59,7 @@ def build_stream_engine(
     pinned_grant: PinnedGrant | bool = True,
     trial: bool = True,
     storage: StorageEngine | None = None,
+    place: Place = ALONE,
 ) -> StreamEngine:
     """An engine that trains `loaded` layer by layer on `device` ("cuda" or "cpu").
 
@@ -57,24 +68,35 @@ def build_stream_engine(
     activation checkpointing is switched off: every layer is recomputed anyway. `pinned_grant`: as `probe` of
     `PinnedPool` (what an earlier probe found; True asks a child process; False does not ask). `trial`: first compare a
     tiny copy of the model, run unit by unit, with plain autograd. `storage`: whose threads move bytes from and to
-    drives; None opens one.
+    drives; None opens one. `place`: among several ranks of one host, each of which calls this at once for one engine.
 
     Raises StreamUnsupported (a ValueError) naming why this model cannot be streamed, before memory is spent; ValueError
     for settings; PinnedPoolFull or RuntimeError when the machine does not give the staging memory, EngineError when the
     drives have no room.
     """
     device = whole_device(device)
-    plan = draw_blueprint(loaded, settings, device, trial=trial, build=build_stream_engine)
+    settings = _agreed(settings, device, place)
+    plan = draw_blueprint(loaded, settings, device, trial=trial, build=build_stream_engine, place=place)
     let_segments_grow(device)
     _prepare_model(plan.units, device, expert_by_expert=bool(plan.tile_plan.tiled))
     with ExitStack() as undo:
         ground = _open_ground(plan, pinned_grant, storage, undo)
-        weights = WeightHomes(plan.units.all, ground.memory, plan.cuts, ground.scratch, loaded.feed)
+        host, shared = ground.host, ground.shared
+        weights = WeightHomes(
+            plan.units.all, shared, plan.cuts, ground.scratch, loaded.feed, is_owner=place.rank == 0
+        )
         drive_lanes = _open_drive_lanes(plan, ground, undo)
         stored_states = open_store(chain.from_iterable(plan.chunks.values()), ground.scratch)
         backend = open_backend(settings.optimizer_backend)
         homes = Homes(
-            plan.units.all, ground.memory, plan.states, plan.chunks, stored_states, weights=weights, backend=backend
+            plan.units.all,
+            ground.memory,
+            plan.states,
+            plan.chunks,
+            stored_states,
+            weights=weights,
+            backend=backend,
+            adopted=lambda: ground.ranks.barrier("parameters loaded by rank 0", timeout_s=math.inf),
         )
         arena = _gradient_arena(plan, ground)
         stalls = Stalls(device)
@@ -101,8 +123,13 @@ def build_stream_engine(
             tile_plan=plan.tile_plan,
             arena=arena,
             ring=optimizer.ring,
+            ranks=ground.ranks,
+            shared=None if host is None else host.homes,
+            save_buffer=None if host is None else host.slots_memory,
+            also_closed=[*optimizer.also_closed, *traffic.also_closed],
             packed_rows=plan.packed_rows,
         )
+        ground.ranks.barrier("engine built", timeout_s=math.inf)
         engine = StreamEngine(loaded, settings, parts)
         undo.pop_all()
         return engine
@@ -131,6 +158,17 @@ class _Ground:
     scratch: Scratch | None
     upload: UploadLane
     download: DownloadLane
+    host: RankHost | None
+    """None: this is the only rank."""
+
+    @property
+    def ranks(self) -> Ranks:
+        return Alone() if self.host is None else self.host.group
+
+    @property
+    def shared(self) -> HomeMemory:
+        """Where parameters and gradients live."""
+        return self.memory if self.host is None else self.host.homes
 
 
 def _open_ground(
@@ -140,7 +178,7 @@ def _open_ground(
     combined_bytes = settings.lane_bytes // 2 if settings.write_combined else 0
     with plan.compiled.loading_compiler():  # pinning waits for the kernel meanwhile
         pool = PinnedPool(
-            pool_bytes(plan.units, plan.cuts, settings),
+            pool_bytes(plan.units, plan.cuts, settings) if plan.place.is_alone else settings.lane_bytes,
             device=device,
             write_combined_bytes=combined_bytes,
             probe=pinned_grant,
@@ -148,7 +186,7 @@ def _open_ground(
     staging = undo.enter_context(pool)
     scratch = None
     if settings.nvme_paths:
-        scratch = undo.enter_context(Scratch(settings.nvme_paths, storage, settings.nvme_checksums))
+        scratch = undo.enter_context(Scratch(settings.nvme_paths, storage, settings.nvme_checksums, rank=plan.place.rank))
     upload = undo.enter_context(
         UploadLane(
             staging,
@@ -162,7 +200,53 @@ def _open_ground(
     )
     memory = HostMemory(staging)
     undo.callback(memory.close)
-    return _Ground(staging, memory, scratch, upload, download)
+    host = None
+    if not plan.place.is_alone:
+        host = open_host(
+            plan.place,
+            plan.units,
+            [plan.cuts[unit.index] * unit.layout.dtype.itemsize for unit in plan.units.all],
+            _shared_pin_bytes(settings, plan.place),
+            device,
+        )
+        undo.callback(host.homes.close)
+        undo.push(_tell_ranks(host))
+    return _Ground(staging, memory, scratch, upload, download, host)
+
+
+def _tell_ranks(host: RankHost) -> Callable[..., None]:
+    """At the end of a build that failed: the other ranks hear why, and do not wait."""
+
+    def tell(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            host.group.fail(error)
+        host.group.close()
+
+    return tell
+
+
+def _shared_pin_bytes(settings: StreamSettings, place: Place) -> int:
+    """Of homes and slots that ranks share: pinned once for all of them, what the lanes of all ranks leave."""
+    if not refusal_is_harmless():
+        return 0
+    return max(0, settings.staging_bytes - place.world_size * settings.lane_bytes)
+
+
+def _agreed(settings: StreamSettings, device: torch.device, place: Place) -> StreamSettings:
+    """The same on all ranks of a host, and a rank's share of what the host has once."""
+    if place.is_alone:
+        return settings
+    n = place.world_size
+    device_bytes = free_device_bytes(device) if settings.device_bytes is None else settings.device_bytes
+    found = [b for b in place.exchange(device_bytes) if b is not None]
+    threads = max(1, torch.get_num_threads() if device.type == "cpu" else usable_cores() // n)
+    torch.set_num_threads(min(torch.get_num_threads(), threads))
+    return replace(
+        settings,
+        device_bytes=min(found) if found else None,
+        state_ring_bytes=max(settings.state_ring_bytes // n, min(settings.state_ring_bytes, SMALLEST_RING_BYTES)),
+        optimizer_threads=settings.optimizer_threads or max(1, usable_cores() // n),
+    )
 
 
 def _open_drive_lanes(plan: Blueprint, ground: _Ground, undo: ExitStack) -> dict[str, UploadLane]:
@@ -189,8 +273,8 @@ def _open_drive_lanes(plan: Blueprint, ground: _Ground, undo: ExitStack) -> dict
 def _gradient_arena(plan: Blueprint, ground: _Ground) -> GradientArena:
     units = plan.units
     early = units.embed if units.tied and units.embed.index in plan.tile_plan.indices else None
-    limit_bytes = None if plan.is_deferred else arena_bytes(units, plan.settings)
-    return GradientArena(units.all, ground.memory, limit_bytes, early=early)
+    limit_bytes = None if plan.is_deferred or ground.host else arena_bytes(units, plan.settings)
+    return GradientArena(units.all, ground.shared, limit_bytes, early=early)
 
 
 @dataclass(frozen=True)
@@ -200,6 +284,7 @@ class _Optimizer:
     pool: OptimizerPool
     ring: StateRing | None
     updates: PartUpdates
+    also_closed: list[Callable[[float], object]]
 
 
 def _open_optimizer(
@@ -230,7 +315,9 @@ def _open_optimizer(
             timeout_s=TIMEOUT_S,
         )
         undo.callback(ring.close)
-    return _Optimizer(pool, ring, PartUpdates(homes, arena, pool, ring, stalls=stalls))
+    published = None if ground.host is None else PublishedUpdates(ground.host)
+    updates = PartUpdates(homes, arena, pool, ring, stalls=stalls, published=published)
+    return _Optimizer(pool, ring, updates, [] if published is None else [published.close])
 
 
 @dataclass(frozen=True)
@@ -241,6 +328,7 @@ class _Traffic:
     download: GradientShipping
     tiles: TiledParts | None
     """None: every part comes in whole."""
+    also_closed: list[Callable[[float], object]]
 
 
 def _traffic(
@@ -263,26 +351,36 @@ def _traffic(
         drive_lane=drive_lanes.get("weights"),
         stalls=stalls,
     )
+    host, reducer = ground.host, None
+    if host is not None:
+        reducer = GradientReducer(
+            host, plan.units, arena, part_numel=holding.part_numel, waits_for_norm=not plan.is_deferred
+        )
     download = GradientDownload(
         plan.units,
-        arena,
+        arena if host is None else host.slots,
         ground.download,
-        make_room=updates.make_room,
+        make_room=updates.make_room if reducer is None else reducer.make_room,
         accumulate_dtype=plan.sum_dtype,
         num_buffers=holding.ship_buffers,
         ends_in_parts=holding.ends_in_parts,
         part_numel=holding.part_numel,
         skip=skip,
         stalls=stalls,
-        norm_per_unit=not plan.is_deferred,
+        norm_per_unit=not plan.is_deferred and host is None,
     )
+
+    def whole(shipping: GradientShipping) -> GradientShipping:
+        return shipping if reducer is None else ReducedDownload(shipping, reducer)
+
+    also_closed = [] if reducer is None else [reducer.close]
     if not plan.tile_plan.tiled:
-        return _Traffic(prefetcher, download, None)
+        return _Traffic(prefetcher, whole(download), None, also_closed)
     tiled = plan.tile_plan.tiled
     gradients = TileGradients(tiled, download, ground.upload, ground.download, ground.memory)
     tiles = open_tiles(plan.tile_plan, source, ground.upload, drive_lanes.get("tiles"), prefetcher, gradients)
     shipping = TiledDownload(download, tiled, gradients, plan.sum_dtype, plan.device)
-    return _Traffic(tiles.arrival, shipping, tiles.parts)
+    return _Traffic(tiles.arrival, whole(shipping), tiles.parts, also_closed)
 
 
 def _flow(plan: Blueprint, traffic: _Traffic) -> Flow:
@@ -304,7 +402,16 @@ def _schedule(plan: Blueprint, flow: Flow, download: GradientShipping, activatio
         is_aux_whole=plan.loaded.abilities.terms.per_micro_batch,
         compiled=not plan.compiled.why_not,
     )
-    return VerticalSchedule(flow, BackwardRunner(flow.runner), head, download, activations, plan.settings.seed)
+    return VerticalSchedule(
+        flow,
+        BackwardRunner(flow.runner),
+        head,
+        download,
+        activations,
+        plan.settings.seed,
+        plan.place.rank,
+        plan.place.world_size,
+    )
 
 
 def _activations(plan: Blueprint, ground: _Ground, arena: GradientArena) -> Activations:
@@ -312,7 +419,7 @@ def _activations(plan: Blueprint, ground: _Ground, arena: GradientArena) -> Acti
     num_layers = len(plan.units.layers)
     where = plan.settings.activations_on(plan.device)
     if where == "ram":
-        lend = lender(plan.units, arena, plan.tile_plan.indices)
+        lend = lender(plan.units, arena, plan.tile_plan.indices, plan.place.rank, plan.place.world_size)
         return RamActivations(ground.memory, ground.upload, ground.download, num_layers, lend=lend)
     if where == "nvme":
         assert ground.scratch is not None

@@ -59,17 +59,16 @@ MAX_SKIPS = 8
 
 
 class StreamEngine:
-    """The `Engine` of one GPU. Made by `outcore.engine.stream.build.build_stream_engine`."""
+    """The `Engine` of one GPU, or of one rank of several. Made by `outcore.engine.stream.build.build_stream_engine`."""
 
     name = "stream"
-    rank = 0
-    world_size = 1
 
     def __init__(self, loaded: LoadedModel, settings: StreamSettings, parts: EngineParts) -> None:
         self.loaded, self.settings = loaded, settings
         self.device = parts.device
         self.updates = 0
-        self._parts = parts
+        self._parts, self._ranks = parts, parts.ranks
+        self.rank, self.world_size = parts.ranks.rank, parts.ranks.world_size
         self._dtype = parts.units.embed.layout.dtype
         self._deferred = settings.is_deferred(self._dtype)
         self._scaler = LossScaler(
@@ -79,7 +78,7 @@ class StreamEngine:
             settings.loss_scale_hysteresis,
             settings.min_loss_scale,
         )
-        self._state = StreamState(loaded, parts.homes)
+        self._state = StreamState(loaded, parts.homes, parts.ranks, parts.save_buffer)
         self._state_bytes = self._state.size_bytes()
         self._attempts = 0
         """Steps tried since the run began, skipped ones too: the key of dropout."""
@@ -89,15 +88,22 @@ class StreamEngine:
 
     def trace(self, plan: TracePlan, say: Callable[[str], None]) -> None:
         """Write a timeline of some steps; see `trace_window`."""
-        self._tracing = TraceWindow(self._parts, plan, self.loaded.words, say)
+        if self.rank == 0:
+            self._tracing = TraceWindow(self._parts, plan, self.loaded.words, say)
 
     # --- training
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """One optimizer step; see `Engine`. After any exception but that of `NO_TARGETS` only a resume can train on."""
-        total = sum(count_target_tokens(batch) for batch in micro_batches)
+        self._ranks.doing(f"step {self._attempts + 1}")
+        own = sum(count_target_tokens(batch) for batch in micro_batches)
+        total = int(self._ranks.sums([own], "tokens of the step")[0])
         if total == 0:
             raise ValueError(NO_TARGETS)
+        with self._ranks.failing():
+            return self._train_step(micro_batches, total, lr)
+
+    def _train_step(self, micro_batches: Sequence[MicroBatch], total: int, lr: float) -> StepResult:
         parts, self._failed = self._parts, True
         self._tracing.step_begins()
         clock = PhaseClock(self.device)
@@ -115,7 +121,8 @@ class StreamEngine:
         sums = parts.schedule.train(
             [self._to_device(batch) for batch in micro_batches],
             step=self._attempts + 1,
-            grad_scale=scale / total,
+            num_tokens=total,
+            loss_scale=scale,
             on_gradient=on_gradient,
             clock=clock,
         )
@@ -124,15 +131,15 @@ class StreamEngine:
         clock.wait()
         norm = float(parts.download.norm()) / scale
         begin_s = time.perf_counter()
-        self._check_loss(sums, total)
+        ce_sum, aux_sum = self._ranks.sums([float(sums.ce_sum), float(sums.aux_sum)], "losses of the step")
+        self._check_loss(ce_sum + aux_sum, total)
         skipped = self._settle(shipped, norm, scale, lr) if self._deferred else self._settle_immediate(norm)
         phase_s = clock.seconds()
         phase_s["optimizer"] = time.perf_counter() - begin_s
         phase_s |= parts.stalls.seconds()
         self._tracing.step_ends()
         self._failed = False
-        loss, aux = float(sums.ce_sum) / total, float(sums.aux_sum) / total
-        return StepResult(loss, aux, norm, total, skipped, phase_s)
+        return StepResult(ce_sum / total, aux_sum / total, norm, total, skipped, phase_s)
 
     def _settle(self, shipped: list[tuple[Part, LaneTransfer]], norm: float, scale: float, lr: float) -> bool:
         """Deferred: hand every unit to the optimizer, first needed first, or none of them. True when skipped."""
@@ -170,8 +177,8 @@ class StreamEngine:
                 f"was updated with them): {LOWER_RATE}."
             )
 
-    def _check_loss(self, sums: PassSums, total: int) -> None:
-        loss = float(sums.ce_sum + sums.aux_sum) / total
+    def _check_loss(self, loss_sum: float, total: int) -> None:
+        loss = loss_sum / total
         if not self._scaler.enabled and not math.isfinite(loss):
             updated = "no state was updated with it" if self._deferred else "no layer with such gradients was updated"
             raise NonFiniteLossError(
@@ -230,7 +237,7 @@ class StreamEngine:
             if group:
                 run()
             wait_for(moment(self.device), "the evaluation")
-        loss_sum, tokens = sums.tolist()
+        loss_sum, tokens = self._ranks.sums(sums.tolist(), "losses of the evaluation")
         return EvalResult(loss_sum / tokens if tokens else float("nan"), int(tokens))
 
     def sample(self, prompt_ids: list[int], max_new_tokens: int, eos_token_id: int | None) -> list[int]:
@@ -266,8 +273,10 @@ class StreamEngine:
 
     def save(self, folder: Path, on_file: Callable[[Path, int], None]) -> dict:
         """Write shards; see `Engine` and `state`."""
-        self._drain()
-        self._state.save(folder, on_file)
+        self._ranks.doing("saving")
+        with self._ranks.failing():
+            self._drain()
+            self._state.save(folder, on_file)
         return {
             "engine": self.name,
             "updates": self.updates,
@@ -278,8 +287,10 @@ class StreamEngine:
 
     def load(self, folder: Path, state: dict) -> None:
         """Restore what `save` of this engine or of DeepSpeed's wrote; see `Engine`."""
-        self._drain()
-        self._state.load(folder, state)
+        self._ranks.doing("loading a checkpoint")
+        with self._ranks.failing():
+            self._drain()
+            self._state.load(folder, state)
         self.updates = int(state["updates"])
         self._attempts = int(state.get("attempts", self.updates))
         self._skips_in_a_row = 0
@@ -293,7 +304,11 @@ class StreamEngine:
         def weight_of(parameter: torch.nn.Parameter) -> torch.Tensor:
             return self._parts.homes.weights.read(names[id(parameter)])
 
-        export_model(folder, self.loaded.model, weight_of, tokenizer=tokenizer, adapter_only=adapter_only)
+        self._ranks.doing("exporting")
+        with self._ranks.failing():
+            if self.rank == 0:
+                export_model(folder, self.loaded.model, weight_of, tokenizer=tokenizer, adapter_only=adapter_only)
+            self._ranks.barrier("export by rank 0", timeout_s=math.inf)
 
     def describe(self) -> str:
         """What was chosen, in a few lines for people."""
@@ -318,4 +333,5 @@ class StreamEngine:
             # Nothing that was saved depends on it, and whatever made the caller close must stay in sight.
             logger.error("while the engine was closed: %s", error)
         self._tracing.close()
+        self._ranks.close()
         self._parts.close()

@@ -51,13 +51,19 @@ def arena_bytes(units: ModelParts, settings: StreamSettings) -> int | None:
     return None if all_bytes <= free_bytes else smallest_arena_bytes(units.all)
 
 
-def lender(units: ModelParts, arena: GradientArena, tiled: frozenset[int]) -> Lend:
-    """Gradients' homes for checkpoints; a tiled layer's are written to while its checkpoints are still needed."""
+def lender(
+    units: ModelParts, arena: GradientArena, tiled: frozenset[int], rank: int = 0, world_size: int = 1
+) -> Lend:
+    """Gradients' homes for checkpoints; a tiled layer's are written to while its checkpoints are still needed. Of homes
+    that several ranks share each gets an equal piece: a sum is written there when all have used their checkpoints."""
 
     def lend(layer: int) -> torch.Tensor | None:
         if units.layer_units[layer].index in tiled:
             return None
         home = arena.own_home(units.layer_units[layer])
-        return None if home is None else home.view(torch.uint8)
+        if home is None:
+            return None
+        piece_bytes = home.nbytes // world_size // ALIGNMENT_BYTES * ALIGNMENT_BYTES if world_size > 1 else home.nbytes
+        return home.view(torch.uint8)[rank * piece_bytes : (rank + 1) * piece_bytes]
 
     return lend

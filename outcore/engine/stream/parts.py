@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +24,7 @@ from outcore.flow.weights import Scratch
 from outcore.optim import OptimizerPool
 from outcore.staging import DownloadLane, PinnedPool, UploadLane
 from outcore.staging.pool import HostMemory
+from outcore.staging.shared import Ranks, SharedHomes
 from outcore.states import Homes, StateRing
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ class EngineParts:
     device: torch.device
     staging: PinnedPool
     memory: HostMemory
+    shared: SharedHomes | None
+    """Homes that the ranks of a host have together; None for one rank."""
     scratch: Scratch | None
     """None: everything lives in RAM."""
     homes: Homes
@@ -54,6 +57,12 @@ class EngineParts:
     arena: GradientArena
     ring: StateRing | None
     """None: all states live in RAM."""
+    ranks: Ranks
+    """The other ranks of this host, if any."""
+    save_buffer: torch.Tensor | None
+    """Shared by several ranks: where a saved tensor is put together from what each has of it."""
+    also_closed: Sequence[Callable[[float], object]] = ()
+    """Of several ranks: closed with the rest, within so many seconds."""
     packed_rows: str = ""
     """How attention keeps packed documents apart, for people; '' when it does not come up."""
 
@@ -64,7 +73,10 @@ class EngineParts:
         trained = sum(slot.numel for unit in units for slot in unit.layout.trainable_slots)
         tied = ", embedding and head tied" if self.units.tied else ""
         homes = {"device": "on the device", "ram": "in RAM", "nvme": "on NVMe"}
-        pinned = f"{format_gib(self.memory.pinned_bytes)} of it pinned" if self.memory.pinned_bytes else "not pinned"
+        memories = [self.memory] if self.shared is None else [self.memory, self.shared]
+        pinned_bytes = sum(memory.pinned_bytes for memory in memories)
+        ram_bytes = pinned_bytes + sum(memory.pageable_bytes for memory in memories)
+        pinned = f"{format_gib(pinned_bytes)} of it pinned" if pinned_bytes else "not pinned"
         threads = f"{self.optimizer.num_threads} thread{'s' if self.optimizer.num_threads > 1 else ''}"
         when = "under the next forward, after the global norm is known" if deferred else "as each gradient arrives"
         return "\n".join(
@@ -74,8 +86,8 @@ class EngineParts:
                 f"  device: {format_gib(self.flow.arrival.device_bytes)} of weight buffers, "
                 f"{format_gib(self.download.device_bytes)} of gradient buffers; activation checkpoints "
                 f"{homes[settings.activations_on(self.device)]}",
-                f"  RAM: {format_gib(self.memory.pinned_bytes + self.memory.pageable_bytes)} of parameters, gradients "
-                f"and {settings.states} states, {pinned}",
+                f"  RAM: {format_gib(ram_bytes)} of parameters, gradients and {settings.states} states, {pinned}",
+                *self._ranks_in_words(),
                 *self._nvme_in_words(),
                 f"  layers: {self._layers_in_words()}",
                 *([f"  to fit the device: {less}"] if (less := self.tile_plan.holding.words()) else []),
@@ -84,6 +96,14 @@ class EngineParts:
                 f"  updates: {when}, on {threads} ({self.optimizer.backend.name})",
             ]
         )
+
+    def _ranks_in_words(self) -> list[str]:
+        if self.shared is None:
+            return []
+        return [
+            f"  ranks: {self.ranks.world_size} on this host share {format_gib(self.shared.segment.size_bytes)} of it: "
+            "parameters, gradients; each keeps and updates its share of the states"
+        ]
 
     def _nvme_in_words(self) -> list[str]:
         if self.scratch is None:
@@ -132,6 +152,7 @@ class EngineParts:
 
         closing: list[Callable[[], object]] = [
             lambda: self.updates.close(deadline.left_s()),
+            *(partial(lambda close: close(deadline.left_s()), close) for close in self.also_closed),
             lambda: self.optimizer.close(deadline.left_s(), cancel=True),
             lambda: self.flow.arrival.abort(Deadline(min(self.upload.timeout_s, deadline.left_s()))),
             *(partial(close_lane, lane) for lane in (self.upload, *self.drive_lanes, self.download_lane)),
@@ -153,6 +174,8 @@ class EngineParts:
             logger.error("while the engine was closed: something is still under way, its memory stays as it is")
             return
         self.memory.close()
+        if self.shared is not None:
+            self.shared.close()
         try:
             self.staging.close()
         except RuntimeError as error:

@@ -20,14 +20,16 @@ def seed_of(seed: int, step: int, micro_batch: int, unit: int) -> int:
 
 
 class PartRandom:
-    """Seeds the CPU's and the device's default generator for one step."""
+    """Seeds the CPU's and the device's default generator for one step. Micro-batch m of rank r is number m *
+    world_size + r of the step, so one rank that takes them all in this order draws the same."""
 
-    def __init__(self, device: torch.device, seed: int, step: int) -> None:
+    def __init__(self, device: torch.device, seed: int, step: int, rank: int = 0, world_size: int = 1) -> None:
         self.device, self.seed, self.step = device, seed, step
+        self.rank, self.world_size = rank, world_size
 
     def at(self, micro_batch: int, unit: int) -> None:
         """Start the generators for this call."""
-        value = seed_of(self.seed, self.step, micro_batch, unit)
+        value = seed_of(self.seed, self.step, micro_batch * self.world_size + self.rank, unit)
         torch.default_generator.manual_seed(value)
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index or 0].manual_seed(value)

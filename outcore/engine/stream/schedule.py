@@ -27,7 +27,6 @@ from outcore.flow import Flow, Passage, PassWatch
 from outcore.flow.layers import Batch, HeadInput
 from outcore.flow.parts import Part
 from outcore.flow.trace import PhaseClock
-from outcore.model.inputs import IGNORE
 from outcore.staging import LaneTransfer
 
 OnGradient = Callable[[Part, LaneTransfer], None]
@@ -111,9 +110,12 @@ class VerticalSchedule:
         download: GradientShipping,
         activations: Activations,
         seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self.flow, self.backward, self.head, self.units = flow, backward, head, flow.units
         self.download, self.activations, self.seed = download, activations, seed
+        self.rank, self.world_size = rank, world_size
         self._tied: GradAccumulator | None = None
         trainable = [unit.is_trainable for unit in self.units.layer_units]
         self.lowest = 0 if self.units.embed.is_trainable else (trainable.index(True) if any(trainable) else None)
@@ -124,23 +126,22 @@ class VerticalSchedule:
         batches: Sequence[Batch],
         *,
         step: int,
-        grad_scale: float,
+        num_tokens: int,
+        loss_scale: float,
         on_gradient: OnGradient,
         clock: PhaseClock,
     ) -> PassSums:
-        """Forward and backward of one step over micro-batches on the device.
-
-        `grad_scale`: loss scale / unmasked tokens of the global batch.
-        """
+        """Forward and backward of one step over this rank's micro-batches on the device. `num_tokens`: unmasked tokens
+        of the global batch, by which the loss is divided."""
         micro = [_MicroBatch(batch) for batch in batches]
         with generators_kept(self.flow.device):
             try:
-                random = PartRandom(self.flow.device, self.seed, step)
+                random = PartRandom(self.flow.device, self.seed, step, self.rank, self.world_size)
                 self.download.begin()
                 self.flow.arrival.begin(self._train_order())
                 clock.start("forward")
                 at = self.flow.forward(micro, _Keeping(micro, random, self))
-                sums, at = self._head_backward(micro, random, at, grad_scale, on_gradient)
+                sums, at = self._head_backward(micro, random, at, loss_scale, num_tokens, on_gradient)
                 clock.start("backward")
                 self._backward(micro, random, at, on_gradient)
                 return sums
@@ -162,7 +163,8 @@ class VerticalSchedule:
         micro: list[_MicroBatch],
         random: PartRandom,
         at: int,
-        grad_scale: float,
+        loss_scale: float,
+        num_tokens: int,
         on_gradient: OnGradient,
     ) -> tuple[PassSums, int]:
         head = self.units.head
@@ -179,8 +181,8 @@ class VerticalSchedule:
 
         aux_tokens = None
         if self.head.is_aux_whole:
-            aux_tokens = torch.stack([(item.batch["labels"][:, 1:] != IGNORE).sum() for item in micro]).sum()
-        results = self.head.run(slab, inputs(), grad_scale=grad_scale, into=into, aux_tokens=aux_tokens)
+            aux_tokens = torch.tensor(num_tokens, device=self.flow.device)
+        results = self.head.run(slab, inputs(), grad_scale=loss_scale / num_tokens, into=into, aux_tokens=aux_tokens)
         for m, item in enumerate(micro):
             with self.flow.trace.compute("head", "head", m):
                 result = next(results)

@@ -8,6 +8,7 @@ and, of states on NVMe, one chunk in memory at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,16 +20,24 @@ from outcore.model.load import LoadedModel
 from outcore.model.names import checkpoint_name
 from outcore.optim import STATE_NAMES
 from outcore.optim.formats import StateName
+from outcore.staging.shared import Alone, Ranks
 from outcore.states import Homes
 
 OnFile = Callable[[Path, int], None]
 
 
 class StreamState:
-    """Reads and writes the homes of one model. No update may be under way."""
+    """Reads and writes the homes of one model. No update may be under way.
 
-    def __init__(self, loaded: LoadedModel, homes: Homes) -> None:
+    With several `ranks` all call together: rank 0 writes, and each tensor of states is put together in `buffer`, which
+    they share, from what each rank keeps of it.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, homes: Homes, ranks: Ranks | None = None, buffer: torch.Tensor | None = None
+    ) -> None:
         self._loaded, self._homes = loaded, homes
+        self._ranks, self._buffer = ranks or Alone(), buffer
         slots = [homes.weights.slot(checkpoint_name(name))[1] for name, _ in unwrap(loaded.model).named_parameters()]
         self._trainable = {slot.name: slot.shape for slot in slots if slot.trainable}
 
@@ -53,13 +62,29 @@ class StreamState:
         def weight(name: str) -> torch.Tensor:
             return buffers[name] if name in buffers else self._homes.weights.read(name)
 
-        for file_name, group in plan_shards(plans, "model", max_shard_bytes):
-            on_file(folder / file_name, write_shard(folder / file_name, group, weight))
+        if self._ranks.rank == 0:
+            for file_name, group in plan_shards(plans, "model", max_shard_bytes):
+                on_file(folder / file_name, write_shard(folder / file_name, group, weight))
         for family in STATE_NAMES:
             plans = [TensorPlan(n, torch.float32, shape) for n, shape in self._trainable.items()]
             for file_name, group in plan_shards(plans, family, max_shard_bytes):
-                crc = write_shard(folder / file_name, group, lambda n, f=family: self._homes.read_state(n, f))
-                on_file(folder / file_name, crc)
+                if self._ranks.rank == 0:
+                    crc = write_shard(folder / file_name, group, lambda n, f=family: self._whole_state(n, f))
+                    on_file(folder / file_name, crc)
+                else:
+                    for plan in group:
+                        self._whole_state(plan.name, family)
+
+    def _whole_state(self, name: str, family: StateName) -> torch.Tensor:
+        """A tensor of states from all ranks: rank 0's until it asks for the next one."""
+        if self._buffer is None:
+            return self._homes.read_state(name, family)
+        self._ranks.barrier("tensor written by rank 0", timeout_s=math.inf)
+        shape = torch.Size(self._trainable[name])
+        value = self._buffer[: 4 * shape.numel()].view(torch.float32)
+        self._homes.read_state(name, family, into=value)
+        self._ranks.barrier(f"{family} of {name}")
+        return value.view(shape)
 
     def load(self, folder: Path, state: dict) -> None:
         """Set everything from `folder`. CheckpointError, before anything is changed, when it does not fit; when a value
@@ -74,16 +99,19 @@ class StreamState:
         readers: list[tuple[StateName, ShardReader]] = [(name, ShardReader(folder, name)) for name in STATE_NAMES]
         for reader in (weights, *(reader for _, reader in readers)):
             self._check_fit(folder, reader)
-        for name in self._trainable:
+        for name in filter(self._homes.has_states, self._trainable):
             for family, reader in readers:
                 value = reader.read(name).to(torch.float32)
                 if family == "exp_avg_sq":
                     _check_mean_of_squares(folder, name, value)
                 self._homes.write_state(name, family, value)
-            saved = weights.read(name)
-            if saved.dtype == self._homes.weights.dtype(name) and not self._homes.state_format.split_master:
-                self._homes.weights.write(name, saved)
         self._homes.flush_states()
+        self._ranks.barrier("states set by every rank", timeout_s=math.inf)  # a master sets its parameter, too
+        for name in self._trainable if self._ranks.rank == 0 and not self._homes.state_format.split_master else ():
+            saved = weights.read(name)
+            if saved.dtype == self._homes.weights.dtype(name):
+                self._homes.weights.write(name, saved)
+        self._ranks.barrier("parameters set by rank 0", timeout_s=math.inf)
         for name, buffer in self._buffers().items():
             if name in weights:
                 buffer.copy_(weights.read(name))

@@ -19,6 +19,7 @@ from outcore.common.deadline import CLOSE_TIMEOUT_S
 from outcore.common.quantities import format_s
 from outcore.engine.base import LOWER_RATE, EngineError, NonFiniteLossError
 from outcore.engine.stream.gradients.arena import GradientArena
+from outcore.engine.stream.ranks.published import PublishedUpdates
 from outcore.flow.parts import Part
 from outcore.flow.trace import Stalls
 from outcore.optim import LARGEST_GRAD, AdamWHyper, OptimizerPool, Ticket
@@ -42,7 +43,8 @@ class _Pending:
 
 
 class PartUpdates:
-    """Updates of all parts. Called from one thread (the lanes' callbacks apart). `ring` None: all is in RAM."""
+    """Updates of all parts. Called from one thread (the lanes' callbacks apart). `ring` None: all is in RAM;
+    `published`: where other ranks update the rest of each part."""
 
     def __init__(
         self,
@@ -53,7 +55,9 @@ class PartUpdates:
         timeout_s: float = TIMEOUT_S,
         *,
         stalls: Stalls | None = None,
+        published: PublishedUpdates | None = None,
     ) -> None:
+        self._published = published
         self._homes, self._arena, self._pool, self._ring, self._timeout_s = homes, arena, pool, ring, timeout_s
         self._pending: dict[int, _Pending] = {}
         self._guards = ThreadPoolExecutor(1, thread_name_prefix="gradient-guard") if ring is not None else None
@@ -102,6 +106,8 @@ class PartUpdates:
             pending.handed_over.set()
 
         gradient.add_done_callback(hand_over)
+        if self._published is not None:
+            self._published.watch(unit, lambda: self._has_ended_well(pending))
 
     def _begin(self, pending: _Pending, grad: torch.Tensor, hyper: AdamWHyper, *, guard: bool) -> None:
         unit = pending.unit
@@ -131,6 +137,21 @@ class PartUpdates:
         pending = self._pending.get(unit.index)
         if pending is None:
             return True
+        return self._has_ended(pending) and (self._published is None or self._published.is_done(unit))
+
+    def _has_ended_well(self, pending: _Pending) -> bool:
+        """As `_has_ended`; raises what went wrong."""
+        if self._ring is not None:
+            self._ring.check()
+        if not self._has_ended(pending):
+            return False
+        if pending.error is not None:
+            raise pending.error
+        if pending.ticket is not None:
+            self._pool.wait(pending.ticket, self._timeout_s)
+        return True
+
+    def _has_ended(self, pending: _Pending) -> bool:
         if not pending.handed_over.is_set():
             return False
         if pending.ticket is not None and not self._pool.done(pending.ticket):
@@ -171,6 +192,9 @@ class PartUpdates:
                 "those of other layers may have been updated in the same step: resume from the last checkpoint with "
                 f"gradient clipping (--max_grad_norm), under which such a step is skipped whole, or {LOWER_RATE}."
             )
+        if self._published is not None:
+            with self._stalls.because("optimizer", f"update of {unit.name} on other ranks"):
+                self._published.wait(unit)
         del self._pending[unit.index]
         self._arena.give_back(unit)
 

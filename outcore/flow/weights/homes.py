@@ -23,7 +23,7 @@ from outcore.flow.parts import Part, Slot
 from outcore.flow.weights.scratch import Scratch
 from outcore.formats import PackedTensor
 from outcore.model.weights import WeightFeed, stand_in
-from outcore.staging.pool import HostMemory
+from outcore.staging.pool import HomeMemory
 from outcore.storage import StorageError, TensorSpec, TensorStore, Transfer
 
 TIMEOUT_S = 600.0
@@ -75,7 +75,8 @@ def _least(unit: Part, whole: frozenset[int]) -> int:
 
 class WeightHomes:
     """Homes of all parameters of a model. `cuts`: from `plan_cuts`; `scratch` may be None where everything lives in
-    RAM; `feed`: values of parameters that the model does not hold itself (loaded lazily).
+    RAM; `feed`: values of parameters that the model does not hold itself (loaded lazily). `is_owner` False: `memory` is
+    shared with another process, which writes the values.
 
     EngineError when the drives have no room.
     """
@@ -83,10 +84,12 @@ class WeightHomes:
     def __init__(
         self,
         units: Sequence[Part],
-        memory: HostMemory,
+        memory: HomeMemory,
         cuts: dict[int, int],
         scratch: Scratch | None,
         feed: WeightFeed | None = None,
+        *,
+        is_owner: bool = True,
     ) -> None:
         self._units = list(units)
         self._cuts = cuts
@@ -98,7 +101,7 @@ class WeightHomes:
         if spilled:
             assert scratch is not None, "nvme_path is checked with the settings"
             self.store = scratch.store(KIND, [_spec(unit, cuts[unit.index]) for unit in spilled])
-        self._memory, self._feed = memory, feed
+        self._memory, self._feed, self._is_owner = memory, feed, is_owner
         self._ram: dict[int, torch.Tensor] = {}
 
     @property
@@ -136,9 +139,11 @@ class WeightHomes:
             home = self._memory.take(sizes[unit.index], f"parameters of {unit.name}", pinned=unit.index in in_pool)
             self._ram[unit.index] = home.view(unit.layout.dtype)
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-                if slot.name not in missing:
+                if slot.name not in missing and self._is_owner:
                     self.write(slot.name, parameter.detach())
                 parameter.data = self._bound(unit, slot)
+        if not self._is_owner:
+            return
         for group in () if self._feed is None else self._feed.groups():
             for name, value in group.items():
                 shape = tuple(value.spec.value_shape if isinstance(value, PackedTensor) else value.shape)

@@ -29,15 +29,21 @@ IO_THREADS = 16
 
 class Scratch:
     """Stores below `paths`, one folder per drive. `engine`: whose threads move the bytes; None opens one. `checksums`:
-    whether what comes back is verified (`choose_verification`).
+    whether what comes back is verified (`choose_verification`). `rank`: each of a host has folders of its own.
 
     EngineError when a folder cannot be made, or another run uses it.
     """
 
     def __init__(
-        self, paths: Sequence[str | Path], engine: StorageEngine | None = None, checksums: Mode = "auto"
+        self,
+        paths: Sequence[str | Path],
+        engine: StorageEngine | None = None,
+        checksums: Mode = "auto",
+        *,
+        rank: int = 0,
     ) -> None:
-        self.folders = [Path(path).expanduser() / FOLDER for path in paths]
+        name = f"{FOLDER}-{rank}" if rank else FOLDER
+        self.folders = [Path(path).expanduser() / name for path in paths]
         self._stores: dict[str, TensorStore] = {}
         self._owns_engine = engine is None
         self._locks: list[DirectoryLock] = []

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -22,6 +23,13 @@ from outcore.staging.pool.pool import PinnedPool, PinnedPoolFull
 from outcore.staging.pool.slab import MappedSlab
 
 logger = logging.getLogger(__name__)
+
+
+class HomeMemory(Protocol):
+    """Who has RAM for homes: private to this process (`HostMemory`) or shared with others."""
+
+    def take(self, n_bytes: int, owner: str, *, pinned: bool = True, touch: bool = True) -> torch.Tensor: ...
+    def which_pinned(self, sizes: Sequence[tuple[int, int]]) -> frozenset[int]: ...
 
 
 class HostMemory:
@@ -64,22 +72,7 @@ class HostMemory:
         embedding and head, which have no neighbour to hide behind, then an even spread of the layers."""
         if self._pool is None:
             return frozenset()
-        left = max(0, self._pool.free_bytes - self._reserve_bytes)
-        rooms = [(index, round_up(n_bytes, ALIGNMENT_BYTES)) for index, n_bytes in sizes]
-        chosen: set[int] = set()
-        for index, room in (*rooms[:1], *rooms[1:][-1:]):
-            if room <= left:
-                chosen.add(index)
-                left -= room
-        layers = rooms[1:-1]
-        share = min(1.0, left / max(1, sum(room for _, room in layers)))
-        passed = taken = 0
-        for index, room in layers:
-            passed += room
-            if taken + room <= left and taken < share * passed:
-                chosen.add(index)
-                taken += room
-        return frozenset(chosen)
+        return spread_pinned(sizes, self._pool.free_bytes - self._reserve_bytes)
 
     def close(self) -> None:
         """Give the leases back; nothing taken may be used any more."""
@@ -87,6 +80,26 @@ class HostMemory:
             if not lease.is_released:
                 lease.release()
         self._leases.clear()
+
+
+def spread_pinned(sizes: Sequence[tuple[int, int]], left_bytes: int) -> frozenset[int]:
+    """`HostMemory.which_pinned` for `left_bytes` of pinned memory."""
+    left = max(0, left_bytes)
+    rooms = [(index, round_up(n_bytes, ALIGNMENT_BYTES)) for index, n_bytes in sizes]
+    chosen: set[int] = set()
+    for index, room in (*rooms[:1], *rooms[1:][-1:]):
+        if room <= left:
+            chosen.add(index)
+            left -= room
+    layers = rooms[1:-1]
+    share = min(1.0, left / max(1, sum(room for _, room in layers)))
+    passed = taken = 0
+    for index, room in layers:
+        passed += room
+        if taken + room <= left and taken < share * passed:
+            chosen.add(index)
+            taken += room
+    return frozenset(chosen)
 
 
 def pageable(n_bytes: int, *, touch: bool = True) -> torch.Tensor:

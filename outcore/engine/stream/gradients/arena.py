@@ -15,7 +15,7 @@ import torch
 
 from outcore.common.quantities import format_gib, round_up
 from outcore.flow.parts import Part
-from outcore.staging.pool import ALIGNMENT_BYTES, ExtentAllocator, HostMemory, PoolExtent
+from outcore.staging.pool import ALIGNMENT_BYTES, ExtentAllocator, HomeMemory, PoolExtent
 
 DEFAULT_LARGEST = 3
 """An arena that is not given a size holds so many of the largest gradient."""
@@ -41,7 +41,7 @@ class GradientArena:
     def __init__(
         self,
         units: Sequence[Part],
-        memory: HostMemory,
+        memory: HomeMemory,
         limit_bytes: int | None = None,
         *,
         early: Part | None = None,

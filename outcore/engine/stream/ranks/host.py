@@ -1,0 +1,112 @@
+"""What the ranks of a host share for one engine: the group, homes, slots, and who updates which chunk of states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outcore.common.quantities import round_up
+from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of
+from outcore.flow.parts import ModelParts, Part
+from outcore.staging.pool import ALIGNMENT_BYTES, CudaRuntime
+from outcore.staging.shared import Exchange, RankGroup, SharedHomes, SharedSegment, shared_bytes
+from outcore.states import StateChunk
+
+ARRIVED, REDUCED, NORMED, UPDATED = range(4)
+"""Kinds of progress, each with a counter for every part."""
+NUM_KINDS = 4
+
+
+def _only_me(mine: Any) -> list[Any]:
+    return [mine]
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks of its host, and how it reaches the others while the engine is built."""
+
+    rank: int = 0
+    world_size: int = 1
+    exchange: Exchange = _only_me
+
+    @property
+    def is_alone(self) -> bool:
+        return self.world_size == 1
+
+    def owned(self, chunks: dict[int, list[StateChunk]]) -> dict[int, list[StateChunk]]:
+        """Those chunks of states that this rank keeps and updates: every `world_size`-th one, so that ranks have the
+        same work within a part and over the model."""
+        found: dict[int, list[StateChunk]] = {}
+        number = 0
+        for index, of_part in chunks.items():
+            found[index] = []
+            for chunk in of_part:
+                if number % self.world_size == self.rank:
+                    found[index].append(chunk)
+                number += 1
+        return found
+
+    def share(self, numel: int) -> tuple[int, int]:
+        """[start, stop) of a part's gradient that this rank adds up."""
+        grain = ALIGNMENT_BYTES
+        cut = round_up(-(-numel // self.world_size), grain)
+        return min(numel, self.rank * cut), min(numel, (self.rank + 1) * cut)
+
+
+ALONE = Place()
+
+
+@dataclass(frozen=True)
+class RankHost:
+    """Made on every rank at once by `open_host`."""
+
+    place: Place
+    group: RankGroup
+    homes: SharedHomes
+    slots_memory: torch.Tensor
+    """uint8: the slots of all ranks; free between steps, and at least 4 B for each value of the largest part."""
+    slots: GradientArena
+    """This rank's."""
+
+    def counter(self, kind: int, part: Part) -> int:
+        return kind + NUM_KINDS * part.index
+
+
+def slot_bytes_of(parts: Sequence[Part]) -> int:
+    """A rank's slots: room for the two largest gradients, so that one arrives while the other is added up."""
+    sizes = sorted((round_up(gradient_bytes_of(part), ALIGNMENT_BYTES) for part in parts), reverse=True)
+    return sum(sizes[:2])
+
+
+def open_host(
+    place: Place, units: ModelParts, weight_bytes: Sequence[int], pin_bytes: int, device: torch.device
+) -> RankHost:
+    """`weight_bytes`: of each part's home of weights. RuntimeError where ranks cannot share memory."""
+    parts = units.all
+    group = RankGroup(place.rank, place.world_size, place.exchange, NUM_KINDS * (max(p.index for p in parts) + 1))
+    own_bytes = max(ALIGNMENT_BYTES, slot_bytes_of(parts))
+    sizes = [*weight_bytes, *(gradient_bytes_of(part) for part in parts), place.world_size * own_bytes]
+    segment = SharedSegment(shared_bytes(sizes), place.rank, place.exchange)
+    homes = SharedHomes(segment, pin_bytes, CudaRuntime(device) if device.type == "cuda" else None)
+    slots_memory = homes.take(place.world_size * own_bytes, "slots of gradients")
+    region = _Region(slots_memory[place.rank * own_bytes : (place.rank + 1) * own_bytes])
+    return RankHost(place, group, homes, slots_memory, GradientArena(parts, region, own_bytes))
+
+
+class _Region:
+    """Memory that was taken before, as an arena takes it."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory, self._used_bytes = memory, 0
+
+    def take(self, n_bytes: int, owner: str, *, pinned: bool = True, touch: bool = True) -> torch.Tensor:
+        start = self._used_bytes
+        self._used_bytes += round_up(n_bytes, ALIGNMENT_BYTES)
+        assert self._used_bytes <= len(self._memory), owner
+        return self._memory[start : start + n_bytes]
+
+    def which_pinned(self, sizes: Sequence[tuple[int, int]]) -> frozenset[int]:
+        return frozenset()

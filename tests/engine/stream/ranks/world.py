@@ -1,0 +1,149 @@
+"""Ranks of one host as processes on the CPU, each with an engine of its own over the homes that they share."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.ranks import Place
+from outcore.model.lora import apply_lora
+from outcore.model.settings import LoraSettings
+from tests.flow.models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
+from tests.forked import fork_server
+
+LR = 3e-3
+KINDS = [plain_batch, padded_batch, packed_batch]
+SETTINGS = replace(TINY_SETTINGS, max_grad_norm=0.5, logits_chunk_bytes=1 << 20)
+"""The head takes a micro-batch as one piece, so its gradient, too, is rounded where it is shipped only."""
+
+
+def exchange_of(folder: Path, rank: int, world_size: int):
+    """An all-gather of plain values over a file."""
+    store = torch.distributed.FileStore(str(folder / "store"), world_size)
+    calls = iter(range(10**9))
+
+    def exchange(mine: Any) -> list[Any]:
+        call = next(calls)
+        store.set(f"{call}/{rank}", pickle.dumps(mine))
+        return [pickle.loads(store.get(f"{call}/{r}")) for r in range(world_size)]
+
+    return exchange
+
+
+def run_ranks(world_size: int, folder: Path, job: Callable[..., Any], timeout_s: float = 120.0, **kwargs) -> list[Any]:
+    """What `job(place, **kwargs)` returned on each rank; the exception or the exit code of one that did not."""
+    folder.mkdir(parents=True, exist_ok=True)
+    children = [
+        fork_server().Process(target=_rank, args=(rank, world_size, str(folder), job, kwargs))
+        for rank in range(world_size)
+    ]
+    for child in children:
+        child.start()
+    found = []
+    for rank, child in enumerate(children):
+        child.join(timeout_s)
+        if child.exitcode is None:
+            child.kill()
+        path = folder / f"{rank}.pickle"
+        found.append(pickle.loads(path.read_bytes()) if path.exists() else child.exitcode)
+    return found
+
+
+def _rank(rank: int, world_size: int, folder: str, job: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    place = Place(rank, world_size, exchange_of(Path(folder), rank, world_size))
+    try:
+        found = job(place, **kwargs)
+    except Exception as error:
+        traceback.print_exc()
+        found = error
+    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(found))
+
+
+def global_batches(step: int, count: int) -> list[dict[str, torch.Tensor]]:
+    """The micro-batches of a step, of all ranks."""
+    return [KINDS[(step + m) % 3](2 - m % 2, 12 + 3 * m, seed=100 * step + m) for m in range(count)]
+
+
+def open_engine(place: Place, model: str, settings, *, dtype="float32", dropout=0.0, lora=0, **fields):
+    """A tiny model's engine on this rank."""
+    loaded = tiny_loaded(model, seed=0, dtype=getattr(torch, dtype), **fields)
+    set_dropout(loaded.model, dropout)
+    if lora:
+        loaded = with_lora(loaded, lora)
+    return build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False, place=place)
+
+
+def with_lora(loaded, r: int):
+    torch.manual_seed(3)
+    from outcore.model.facts import model_facts
+
+    apply_lora(loaded.model, LoraSettings(r=r, alpha=2.0 * r))
+    return replace(loaded, facts=model_facts(loaded.model))
+
+
+def train(
+    place: Place,
+    model: str = "llama",
+    settings=SETTINGS,
+    *,
+    steps: int = 4,
+    micro: int = 2,
+    load: str = "",
+    save: str = "",
+    first: int = 0,
+    **build,
+) -> dict[str, Any]:
+    """Losses, norms, an evaluation's loss and every weight after training on this rank's share of `micro`
+    micro-batches a step."""
+    import json
+
+    engine = open_engine(place, model, settings, **build)
+    try:
+        if load:
+            engine.load(Path(load), json.loads((Path(load) / "engine.json").read_text()))
+        results = []
+        for step in range(first, first + steps):
+            own = global_batches(step, micro)[place.rank :: place.world_size]
+            results.append(engine.train_step(own, LR))
+        evaluated = engine.evaluate(global_batches(77, 4)[place.rank :: place.world_size])
+        weights = {n: engine._parts.homes.weights.read(n).clone() for n in engine._parts.homes.weights.names()}
+        if save:
+            files: list[str] = []
+            Path(save).mkdir(exist_ok=True)
+            state = engine.save(Path(save), lambda path, crc: files.append(path.name))
+            if place.rank == 0:
+                (Path(save) / "engine.json").write_text(json.dumps(state))
+        return {
+            "losses": [r.loss for r in results],
+            "aux": [r.aux_loss for r in results],
+            "norms": [r.grad_norm for r in results],
+            "tokens": [r.tokens for r in results],
+            "evaluated": (evaluated.loss, evaluated.tokens),
+            "weights": weights,
+            "words": engine.describe(),
+        }
+    finally:
+        engine.close()
+
+
+def train_alone(**kwargs) -> dict[str, Any]:
+    """The same on one rank with all micro-batches, in this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return train(Place(), **kwargs)
+    finally:
+        torch.set_num_threads(before)
+
+
+def same_weights(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names of weights whose bits differ."""
+    return [n for n, w in one["weights"].items() if not torch.equal(w, other["weights"][n])]
