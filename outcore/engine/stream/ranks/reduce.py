@@ -91,7 +91,9 @@ class GradientReducer:
         self._thread.start()
 
     def begin(self) -> None:
-        """Start a step."""
+        """Start a step. A part that is shipped in tiles takes its slot before it is submitted: those of the last step,
+        which `norm` has waited for, must have been given back by then."""
+        self._give_back()
         self._shipped = []
 
     def submit(self, part: Part, transfer: Any) -> ReducedGradient:

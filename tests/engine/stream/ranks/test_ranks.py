@@ -2,18 +2,88 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+import torch
 
-from tests.engine.stream.ranks.world import run_ranks, same_weights, train, train_alone
+from tests.engine.stream.ranks.world import SETTINGS, run_ranks, same_weights, train, train_alone
+
+IMMEDIATE = replace(SETTINGS, max_grad_norm=0.0)
+SAME_BITS = {
+    "clipping": (2, {"dtype": "bfloat16"}),
+    "four ranks": (4, {"dtype": "bfloat16", "steps": 2}),
+    "fp32": (2, {}),
+    "dropout": (2, {"model": "phi", "dropout": 0.3, "dtype": "bfloat16"}),
+    "no clipping": (2, {"settings": IMMEDIATE, "dtype": "bfloat16"}),
+    "split states": (2, {"settings": replace(SETTINGS, states="split8"), "dtype": "bfloat16"}),
+    "mixture": (2, {"model": "mixtral"}),
+    "fp16": (2, {"dtype": "float16", "steps": 3}),
+    "LoRA": (2, {"lora": 4, "dtype": "bfloat16"}),
+    "eight ranks": (8, {"dtype": "bfloat16", "steps": 2}),
+}
 
 
-@pytest.mark.parametrize(("model", "world_size", "dtype"), [("llama", 2, "bfloat16")])
-def test_ranks_with_a_micro_batch_each_equal_one_rank_to_the_bit(tmp_path, model, world_size, dtype):
-    job = {"model": model, "micro": world_size, "dtype": dtype}
+@pytest.mark.parametrize("case", SAME_BITS)
+def test_ranks_with_a_micro_batch_each_equal_one_rank_to_the_bit(tmp_path, case):
+    world_size, job = SAME_BITS[case]
+    job = {**job, "micro": world_size}
     alone = train_alone(**job)
-    found = run_ranks(world_size, tmp_path, train, **job)
-    for rank in found:
-        assert rank["losses"] == alone["losses"] and rank["norms"] == alone["norms"]
-        assert same_weights(rank, alone) == []
+    for rank in run_ranks(world_size, tmp_path, train, **job):
+        assert rank["losses"] == alone["losses"] and rank["norms"] == alone["norms"] and rank["aux"] == alone["aux"]
+        assert same_weights(rank, alone) == [] and rank["tokens"] == alone["tokens"]
         assert rank["evaluated"][1] == alone["evaluated"][1]
         assert rank["evaluated"][0] == pytest.approx(alone["evaluated"][0], rel=1e-6)
+
+
+NEARLY = {
+    "two micro-batches a rank": {"micro": 4},
+    "tied": {"model": "gpt2"},
+    "tiles": {"settings": replace(SETTINGS, tiling="on", tile_bytes=4096)},
+    "tiles, tied": {"model": "gpt2", "settings": replace(SETTINGS, tiling="on", tile_bytes=4096)},
+    "activations in RAM": {"settings": replace(SETTINGS, activations="ram")},
+}
+
+
+@pytest.mark.parametrize("case", NEARLY)
+def test_where_sums_come_in_another_order_results_agree(tmp_path, case):
+    job = {"micro": 2, **NEARLY[case]}
+    alone = train_alone(**job)
+    for rank in run_ranks(2, tmp_path, train, **job):
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+        off = max(float((w - alone["weights"][n]).abs().max()) for n, w in rank["weights"].items())
+        assert off < 2e-4
+
+
+def test_states_on_nvme_are_each_ranks_own(tmp_path):
+    drive = tmp_path / "drive"
+    settings = replace(SETTINGS, nvme_path=str(drive), state_ram_bytes=0)
+    alone = train_alone(dtype="bfloat16")
+    found = run_ranks(2, tmp_path / "ranks", train, settings=settings, dtype="bfloat16")
+    for rank in found:
+        assert rank["losses"] == alone["losses"] and same_weights(rank, alone) == []
+        assert "NVMe" in rank["words"] and "share" in rank["words"]
+    assert not list(drive.iterdir())  # both have cleaned up
+
+
+def test_two_ranks_one_rank_two_ranks_go_on_from_each_others_checkpoints(tmp_path):
+    job = {"dtype": "bfloat16", "steps": 2}
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    whole = train_alone(dtype="bfloat16", steps=6)
+    first = run_ranks(2, tmp_path / "a", train, save=two, **job)
+    second = train_alone(load=two, save=one, first=2, **job)
+    third = run_ranks(2, tmp_path / "b", train, load=one, first=4, **job)
+    losses = [*first[0]["losses"], *second["losses"], *third[0]["losses"]]
+    assert losses == whole["losses"]
+    assert same_weights(third[0], whole) == [] == same_weights(third[1], whole)
+
+
+def test_a_checkpoint_of_two_ranks_has_the_bytes_of_one_ranks(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    train_alone(dtype="bfloat16", save=str(one))
+    run_ranks(2, tmp_path / "ranks", train, dtype="bfloat16", save=str(two))
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in two.iterdir()) and len(names) == 5
+    assert all((one / n).read_bytes() == (two / n).read_bytes() for n in names)

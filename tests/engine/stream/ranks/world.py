@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import traceback
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.ranks import Place
+from outcore.model.facts import model_facts
 from outcore.model.lora import apply_lora
 from outcore.model.settings import LoraSettings
 from tests.flow.models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
@@ -82,11 +84,8 @@ def open_engine(place: Place, model: str, settings, *, dtype="float32", dropout=
 
 
 def with_lora(loaded, r: int):
-    torch.manual_seed(3)
-    from outcore.model.facts import model_facts
-
-    apply_lora(loaded.model, LoraSettings(r=r, alpha=2.0 * r))
-    return replace(loaded, facts=model_facts(loaded.model))
+    model = apply_lora(loaded.model, LoraSettings(r=r, alpha=2.0 * r, dropout=0.0), seed=3)
+    return replace(loaded, model=model, facts=model_facts(model))
 
 
 def train(
@@ -103,8 +102,6 @@ def train(
 ) -> dict[str, Any]:
     """Losses, norms, an evaluation's loss and every weight after training on this rank's share of `micro`
     micro-batches a step."""
-    import json
-
     engine = open_engine(place, model, settings, **build)
     try:
         if load:
