@@ -34,6 +34,8 @@ class Place:
     precision: Precision | None = None
     """As chosen for the device. None: the flag's, else the file's, else bf16."""
     world_size: int = 1
+    ranks_per_host: int | None = None
+    """None: all ranks are on one host."""
 
 
 def is_tiny(config: TrainConfig) -> bool:
@@ -76,6 +78,7 @@ class _Resolver:
             per_device_train_batch_size=micro,
             gradient_accumulation_steps=accumulation,
             world_size=self.place.world_size,
+            ranks_per_host=self.place.ranks_per_host or self.place.world_size,
             learning_rate=self._pick("learning_rate", rate, why),
             weight_decay=self._pick("weight_decay", 0.01),
             adam_beta1=self._pick("adam_beta1", 0.9),

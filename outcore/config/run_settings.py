@@ -66,6 +66,7 @@ class RunSettings:
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     world_size: int
+    ranks_per_host: int
     learning_rate: float
     weight_decay: float
     adam_beta1: float

@@ -1,13 +1,15 @@
 """Which engine trains this run, and why; what it decides for it; and how it is opened.
 
 `decide` settles everything that can be settled without weights (flags, files, drive, RAM); `open_engine` loads the
-model, once, and makes the engine. `auto` streams a decoder-only model on one process (`outcore.sizing.engine_rule`);
-what the streaming engine cannot do goes to DeepSpeed, with the reason in words. `--engine stream` where it cannot is a
-ConfigError with the same reason.
+model, once, and makes the engine. `auto` streams a decoder-only model on the ranks of one host
+(`outcore.sizing.engine_rule`); what the streaming engine cannot do goes to DeepSpeed, with the reason in words.
+`--engine stream` where it cannot is a ConfigError with the same reason.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,8 +52,10 @@ def choose_engine(settings: RunSettings) -> EngineChoice:
     if settings.engine == "stream":
         choice = EngineChoice("stream", "as asked")
     else:
-        choice = EngineChoice("stream", "auto: one process and a decoder-only model", is_auto=True)
-    why = why_not_stream(settings.world_size, settings.zero_stage) or _only_in_deepspeed(settings)
+        ranks = f"{settings.world_size} ranks of one host" if settings.world_size > 1 else "one process"
+        choice = EngineChoice("stream", f"auto: {ranks} and a decoder-only model", is_auto=True)
+    why = why_not_stream(settings.world_size, settings.zero_stage, processes_per_host=settings.ranks_per_host)
+    why = why or _cannot_share(settings.world_size) or _only_in_deepspeed(settings)
     return choice.give_way(why) if why else choice
 
 
@@ -126,6 +130,13 @@ def _deepspeed(
         )
     decided = decide_deepspeed(settings, model, host, tokenizer, loaded)
     return replace(decided, reason=choice.reason, is_auto=choice.is_auto)
+
+
+def _cannot_share(world_size: int) -> str:
+    """Why ranks cannot share memory on this system; '' when they can, or there is one only."""
+    if world_size == 1 or hasattr(os, "memfd_create"):
+        return ""
+    return f"its ranks share memory through memfd, which {platform.system()} does not have"
 
 
 def _only_in_deepspeed(settings: RunSettings) -> str:

@@ -1,21 +1,27 @@
 """The rule of engine auto, once: the planner forecasts by it and the training run follows it.
 
-One process, a decoder-only model and zero_stage infinity, 3 or unset: the streaming engine. An explicit stage none, 1
-or 2, several processes, or a model that cannot be streamed: DeepSpeed.
+The ranks of one host, a decoder-only model and zero_stage infinity, 3 or unset: the streaming engine. An explicit stage
+none, 1 or 2, several hosts, or a model that cannot be streamed: DeepSpeed.
 """
 
 from __future__ import annotations
 
 STAGES_OF_DEEPSPEED = ("none", "zero1", "zero2")
-"""Stages that keep parameters on the GPU; the streaming engine is ZeRO-3 and Infinity for one GPU."""
+"""Stages that keep parameters on the GPU; the streaming engine is ZeRO-3 and Infinity."""
 
 
-def why_not_stream(num_processes: int, zero_stage: str | None, *, is_encoder_decoder: bool = False) -> str:
+def why_not_stream(
+    num_processes: int,
+    zero_stage: str | None,
+    *,
+    is_encoder_decoder: bool = False,
+    processes_per_host: int | None = None,
+) -> str:
     """'' when the streaming engine may train this run, otherwise the reason; the model itself is tried elsewhere."""
     if is_encoder_decoder:
         return "it streams decoder-only models, and this is an encoder-decoder"
-    if num_processes > 1:
-        return f"it drives one GPU, {num_processes} were asked for"
+    if num_processes > (processes_per_host or num_processes):
+        return f"its ranks share one host's RAM, and {num_processes} ranks on several hosts were started"
     if zero_stage in STAGES_OF_DEEPSPEED:
         return f"zero_stage {zero_stage} was asked for"
     return ""

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import io
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -126,7 +127,11 @@ def init_process_group(has_cuda: bool, local_rank: int) -> None:
 
     deepspeed.logger.setLevel(logging.ERROR)
     if has_cuda:
-        torch.cuda.set_device(max(local_rank, 0))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    if has_cuda and int(os.environ["LOCAL_SIZE"]) > torch.cuda.device_count():
+        # Ranks that share a GPU (a rehearsal of several): NCCL refuses them.
+        torch.distributed.init_process_group("gloo")
+        atexit.register(_leave_process_group)
     if not torch.distributed.is_initialized():
         with contextlib.redirect_stdout(io.StringIO()):  # "... built successfully", also where nothing was built
             deepspeed.init_distributed(verbose=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -26,7 +26,7 @@ from outcore.engine.stream.gradients.tiled_download import TiledDownload
 from outcore.engine.stream.gradients.tiles import TileGradients
 from outcore.engine.stream.host_sizes import arena_bytes, lender, pool_bytes, read_ahead_bytes
 from outcore.engine.stream.parts import EngineParts
-from outcore.engine.stream.ranks import ALONE, Place, RankHost, open_host
+from outcore.engine.stream.ranks import ALONE, Place, RankHost, agreed, open_host
 from outcore.engine.stream.ranks.published import PublishedUpdates
 from outcore.engine.stream.ranks.reduce import GradientReducer, ReducedDownload
 from outcore.engine.stream.schedule import VerticalSchedule
@@ -35,20 +35,16 @@ from outcore.engine.stream.updates import TIMEOUT_S, PartUpdates, UpdatedWeights
 from outcore.flow import Flow, let_segments_grow
 from outcore.flow.layers import Head, PartRunner, RouterTaps
 from outcore.flow.parts import ModelParts
-from outcore.flow.tiles import TiledParts, free_device_bytes, open_tiles
+from outcore.flow.tiles import TiledParts, open_tiles
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPrefetcher
-from outcore.machine import usable_cores
 from outcore.model.load import LoadedModel
 from outcore.optim import Backend, OptimizerPool, default_num_threads, open_backend
 from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane, whole_device
-from outcore.staging.pool import HomeMemory, HostMemory, PinnedGrant, refusal_is_harmless
+from outcore.staging.pool import HomeMemory, HostMemory, PinnedGrant
 from outcore.staging.shared import Alone, Ranks
 from outcore.states import Homes, StateRing, open_store
 from outcore.storage import StorageEngine
-
-SMALLEST_RING_BYTES = 512 << 20
-"""A rank's share of the ring is not made smaller than this: a chunk's states must fit into a slot, and several."""
 
 
 def build_stream_engine(
@@ -75,16 +71,14 @@ def build_stream_engine(
     drives have no room.
     """
     device = whole_device(device)
-    settings = _agreed(settings, device, place)
+    settings = agreed(settings, device, place)
     plan = draw_blueprint(loaded, settings, device, trial=trial, build=build_stream_engine, place=place)
     let_segments_grow(device)
     _prepare_model(plan.units, device, expert_by_expert=bool(plan.tile_plan.tiled))
     with ExitStack() as undo:
         ground = _open_ground(plan, pinned_grant, storage, undo)
         host, shared = ground.host, ground.shared
-        weights = WeightHomes(
-            plan.units.all, shared, plan.cuts, ground.scratch, loaded.feed, is_owner=place.rank == 0
-        )
+        weights = WeightHomes(plan.units.all, shared, plan.cuts, ground.scratch, loaded.feed, is_owner=place.rank == 0)
         drive_lanes = _open_drive_lanes(plan, ground, undo)
         stored_states = open_store(chain.from_iterable(plan.chunks.values()), ground.scratch)
         backend = open_backend(settings.optimizer_backend)
@@ -186,7 +180,9 @@ def _open_ground(
     staging = undo.enter_context(pool)
     scratch = None
     if settings.nvme_paths:
-        scratch = undo.enter_context(Scratch(settings.nvme_paths, storage, settings.nvme_checksums, rank=plan.place.rank))
+        scratch = undo.enter_context(
+            Scratch(settings.nvme_paths, storage, settings.nvme_checksums, rank=plan.place.rank)
+        )
     upload = undo.enter_context(
         UploadLane(
             staging,
@@ -202,51 +198,9 @@ def _open_ground(
     undo.callback(memory.close)
     host = None
     if not plan.place.is_alone:
-        host = open_host(
-            plan.place,
-            plan.units,
-            [plan.cuts[unit.index] * unit.layout.dtype.itemsize for unit in plan.units.all],
-            _shared_pin_bytes(settings, plan.place),
-            device,
-        )
-        undo.callback(host.homes.close)
-        undo.push(_tell_ranks(host))
+        weight_bytes = [plan.cuts[unit.index] * unit.layout.dtype.itemsize for unit in plan.units.all]
+        host = undo.enter_context(open_host(plan.place, plan.units, weight_bytes, settings, device))
     return _Ground(staging, memory, scratch, upload, download, host)
-
-
-def _tell_ranks(host: RankHost) -> Callable[..., None]:
-    """At the end of a build that failed: the other ranks hear why, and do not wait."""
-
-    def tell(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            host.group.fail(error)
-        host.group.close()
-
-    return tell
-
-
-def _shared_pin_bytes(settings: StreamSettings, place: Place) -> int:
-    """Of homes and slots that ranks share: pinned once for all of them, what the lanes of all ranks leave."""
-    if not refusal_is_harmless():
-        return 0
-    return max(0, settings.staging_bytes - place.world_size * settings.lane_bytes)
-
-
-def _agreed(settings: StreamSettings, device: torch.device, place: Place) -> StreamSettings:
-    """The same on all ranks of a host, and a rank's share of what the host has once."""
-    if place.is_alone:
-        return settings
-    n = place.world_size
-    device_bytes = free_device_bytes(device) if settings.device_bytes is None else settings.device_bytes
-    found = [b for b in place.exchange(device_bytes) if b is not None]
-    threads = max(1, torch.get_num_threads() if device.type == "cpu" else usable_cores() // n)
-    torch.set_num_threads(min(torch.get_num_threads(), threads))
-    return replace(
-        settings,
-        device_bytes=min(found) if found else None,
-        state_ring_bytes=max(settings.state_ring_bytes // n, min(settings.state_ring_bytes, SMALLEST_RING_BYTES)),
-        optimizer_threads=settings.optimizer_threads or max(1, usable_cores() // n),
-    )
 
 
 def _open_drive_lanes(plan: Blueprint, ground: _Ground, undo: ExitStack) -> dict[str, UploadLane]:

@@ -51,9 +51,7 @@ def arena_bytes(units: ModelParts, settings: StreamSettings) -> int | None:
     return None if all_bytes <= free_bytes else smallest_arena_bytes(units.all)
 
 
-def lender(
-    units: ModelParts, arena: GradientArena, tiled: frozenset[int], rank: int = 0, world_size: int = 1
-) -> Lend:
+def lender(units: ModelParts, arena: GradientArena, tiled: frozenset[int], rank: int = 0, world_size: int = 1) -> Lend:
     """Gradients' homes for checkpoints; a tiled layer's are written to while its checkpoints are still needed. Of homes
     that several ranks share each gets an equal piece: a sum is written there when all have used their checkpoints."""
 

@@ -148,9 +148,7 @@ class RankGroup:
                 self.check(missing)
                 if now_s - begin_s > SLOW_S and not is_named:
                     is_named = True
-                    logger.warning(
-                        "waiting for %s since %s: %s", self._who(missing), format_s(now_s - begin_s), what
-                    )
+                    logger.warning("waiting for %s since %s: %s", self._who(missing), format_s(now_s - begin_s), what)
                 if now_s - begin_s > timeout_s:
                     raise TimeoutError(f"{what}: {self._who(missing)} did not come within {format_s(timeout_s)}")
 

@@ -9,7 +9,7 @@ from typing import Any
 from outcore.checkpoint import changed_settings
 from outcore.common import file_errors
 from outcore.common.quantities import format_count
-from outcore.config import ConfigError, Place, RunSettings, read_deepspeed_file, resolve
+from outcore.config import ConfigError, RunSettings, read_deepspeed_file, resolve
 from outcore.data import PreparedData
 from outcore.engine.base import Decision, Engine, Host
 from outcore.engine.decide import choose_engine, decide, open_engine
@@ -43,7 +43,7 @@ def settle(job: Job) -> tuple[RunSettings, ModelSettings]:
     """Settle and check everything that needs neither model nor data; a wrong name or folder is told here, before
     anything is made, read or built."""
     config, precision = job.config, job.device.precision
-    settings = resolve(config, read_deepspeed_file(config.deepspeed_config), Place(precision, job.join()))
+    settings = resolve(config, read_deepspeed_file(config.deepspeed_config), job.join(precision))
     choose_engine(settings)
     model = model_settings_of(config, precision, config.seq_length or default_seq_length(config, precision))
     if model.model_module is None:

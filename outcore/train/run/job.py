@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import torch
 
-from outcore.config import TrainConfig
+from outcore.config import Place, Precision, TrainConfig
 from outcore.engine.deepspeed import init_process_group, prepare_environment
 from outcore.train.configure.rooms import choose_device
 from outcore.train.process import StartupClock
@@ -40,8 +40,8 @@ class Job:
         if self.is_main:
             print(line, flush=True)
 
-    def join(self) -> int:
-        """This run's number of processes. One process needs no group; DeepSpeed makes its own when it is chosen."""
+    def join(self, precision: Precision) -> Place:
+        """This process among those of the run. One needs no group; DeepSpeed makes its own when it is chosen."""
         prepare_environment(self.device.has_cuda, self.config.local_rank)
         world_size = int(os.environ["WORLD_SIZE"])
         if world_size > 1:
@@ -49,7 +49,7 @@ class Job:
             world_size = torch.distributed.get_world_size()
             self.is_main = torch.distributed.get_rank() == 0
         self.say(f"device: {self.device.reason}; {world_size} process{'es' if world_size > 1 else ''}")
-        return world_size
+        return Place(precision, world_size, min(world_size, int(os.environ["LOCAL_SIZE"])))
 
     def tell(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Say why the run ends, as an exit of `opened`: closing may have to wait for a drive that hangs."""

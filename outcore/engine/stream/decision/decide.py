@@ -32,7 +32,7 @@ def decide_stream(
     trainable, total = facts.trainable_params, facts.total_params
     available, saved = host.ram_available_bytes, 0
     if loaded is not None:
-        available += total * model.dtype.itemsize  # the homes take its place
+        available += settings.ranks_per_host * total * model.dtype.itemsize  # the homes take its place
         saved = 0 if loaded.quantize is None else saved_bytes(loaded.model, loaded.quantize)
     elif model.lora is not None:
         trainable, saved = lora_size(model, tokenizer)
@@ -47,6 +47,7 @@ def decide_stream(
         has_cuda=host.has_cuda,
         row_tokens=model.seq_length,
         saved_bytes=saved,
+        num_ranks=settings.ranks_per_host,
     )
     return replace(stream_decision(settings, sizes), loaded=loaded)
 
@@ -67,6 +68,14 @@ def stream_decision(
             "differ from fp32's"
         )
     wanted = wanted_homes(settings)
+    if sizes.num_ranks > 1:
+        notes.append(
+            f"ranks: {sizes.num_ranks} on this host share one copy of the parameters in RAM; each updates its share of "
+            "the states"
+        )
+        if wanted.params:
+            notes.append("parameters stay in RAM, where the ranks share them; states go to the drive where RAM is full")
+            wanted = replace(wanted, params=False)
     for what, device in (("optimizer states", settings.offload.optimizer), ("parameters", settings.offload.params)):
         if device == "none":
             notes.append(f"{what}: in RAM (offload none keeps them on the GPU with DeepSpeed only)")

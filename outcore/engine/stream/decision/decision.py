@@ -11,6 +11,7 @@ import torch
 from outcore.config import RunSettings
 from outcore.engine.base import Engine, grouped
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.ranks import ALONE, Place
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.weights import choose_verification
 from outcore.formats import open_packed
@@ -100,8 +101,23 @@ class StreamDecision:
         """Load the model, once, and make the engine. StreamUnsupported (a ValueError) when it turns out that it cannot
         be streamed; no weight has been read then unless `loaded` was there."""
         loaded = self.loaded or load_model(model, tokenizer=tokenizer, lazy=True, packed_feed=open_packed)
-        engine = build_stream_engine(loaded, self.told, device=self.device)
+        place, told = self._place(), self.told
+        if not place.is_alone:
+            told = place.exchange(told)[0]  # free RAM and the drive's speed, as each rank found them, differ a little
+        engine = build_stream_engine(loaded, told, device=self.device, place=place)
         for note in loaded.notes:
             say(f"model: {note}")
         say(f"engine: {engine.describe()}")
         return engine
+
+    def _place(self) -> Place:
+        world_size = self.settings.world_size
+        if world_size == 1:
+            return ALONE
+
+        def exchange(mine: Any) -> list[Any]:
+            found: list[Any] = [None] * world_size
+            torch.distributed.all_gather_object(found, mine)
+            return found
+
+        return Place(torch.distributed.get_rank(), world_size, exchange)

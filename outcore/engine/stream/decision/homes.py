@@ -41,6 +41,8 @@ class RunSizes:
     """Tokens of a row."""
     saved_bytes: int = 0
     """Bytes less that the parameters take at home because frozen ones are packed."""
+    num_ranks: int = 1
+    """That share this host's RAM; `step_tokens` are of one of them."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ def wanted_homes(settings: RunSettings) -> Wanted:
 
 
 def activation_bytes(sizes: RunSizes, element_bytes: int) -> int:
-    """Activation checkpoints of a step: every layer's input for every micro-batch."""
-    return sizes.num_layers * sum(sizes.step_tokens) * sizes.hidden_size * element_bytes
+    """Activation checkpoints of a step on this host: every layer's input for every micro-batch."""
+    return sizes.num_ranks * sizes.num_layers * sum(sizes.step_tokens) * sizes.hidden_size * element_bytes
 
 
 def homes_of(
@@ -88,18 +90,21 @@ def homes_of(
     in_ram = activations == "ram" or (activations == "auto" and sizes.has_cuda)
     # Checkpoints that wait in RAM borrow the gradients' homes.
     waiting = max(0, activation_bytes(sizes, element) - gradients) if in_ram else 0
-    needed = weights + gradients + state_bytes + waiting
+    # Ranks beside each other: their gradients wait in slots of two parts each until they are added up.
+    slots = 2 * sizes.num_ranks * gradients // max(1, sizes.num_layers) if sizes.num_ranks > 1 else 0
+    needed = weights + gradients + state_bytes + waiting + slots
     given = settings.offload.ram_budget_gib
     if given is None and settings.offload.everything:
         given = 0.0
     budget = int(given * GIB) if given is not None else sizes.ram_available_bytes
     beside = _process_bytes(settings, sizes) if given is not None else RAM_RESERVE_BYTES
+    beside *= sizes.num_ranks
     words = (
         f"a budget of {format_gib(budget)}"
         if given is not None
-        else f"{format_gib(sizes.ram_available_bytes)} available, {format_gib(RAM_RESERVE_BYTES)} of it left alone"
+        else f"{format_gib(sizes.ram_available_bytes)} available, {format_gib(beside)} of it left alone"
     )
-    room, flowing = budget - beside - gradients - waiting, 0
+    room, flowing = budget - beside - gradients - waiting - slots, 0
     for _ in range(3):  # what flows from the drive takes room, so more may have to
         left = max(0, room - flowing)
         weight_ram = min(weights, left) if wanted.params else weights

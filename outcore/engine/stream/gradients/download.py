@@ -162,9 +162,7 @@ class GradientDownload:
 
     def count(self, rounded: torch.Tensor) -> torch.Tensor:
         """Add these values to the step's global norm; return their own L2 norm (fp32 scalar)."""
-        # On the CPU torch adds up squares one after another: in fp32 the norm of 10^8 values comes out 1 % too small.
-        # A GPU adds them up in a tree, where fp32 is exact enough.
-        norm = torch.linalg.vector_norm(rounded, dtype=torch.float32 if rounded.is_cuda else torch.float64)
+        norm = norm_of_values(rounded)
         self._sumsq += norm.double().square().to(self._sumsq.device)
         return norm.float()
 
@@ -190,6 +188,13 @@ class GradientDownload:
                 leaving.wait_stream()
             self._leaving[self._turn] = None
         return self._view(unit.layout.dtype, numel)
+
+
+def norm_of_values(rounded: torch.Tensor) -> torch.Tensor:
+    """L2 norm, a scalar beside the values."""
+    # On the CPU torch adds up squares one after another: in fp32 the norm of 10^8 values comes out 1 % too small. A GPU
+    # adds them up in a tree, where fp32 is exact enough.
+    return torch.linalg.vector_norm(rounded, dtype=torch.float32 if rounded.is_cuda else torch.float64)
 
 
 def _joined(norms: Iterable[torch.Tensor]) -> torch.Tensor:

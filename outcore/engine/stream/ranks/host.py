@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from outcore.common.quantities import round_up
 from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of
+from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import ModelParts, Part
-from outcore.staging.pool import ALIGNMENT_BYTES, CudaRuntime
+from outcore.flow.tiles import free_device_bytes
+from outcore.machine import usable_cores
+from outcore.staging.pool import ALIGNMENT_BYTES, CudaRuntime, refusal_is_harmless
 from outcore.staging.shared import Exchange, RankGroup, SharedHomes, SharedSegment, shared_bytes
 from outcore.states import StateChunk
 
 ARRIVED, REDUCED, NORMED, UPDATED = range(4)
 """Kinds of progress, each with a counter for every part."""
 NUM_KINDS = 4
+SMALLEST_RING_BYTES = 512 << 20
+"""A rank's share of the ring is not made smaller than this: several chunks of states must fit."""
 
 
 def _only_me(mine: Any) -> list[Any]:
@@ -81,10 +87,49 @@ def slot_bytes_of(parts: Sequence[Part]) -> int:
     return sum(sizes[:2])
 
 
+def agreed(settings: StreamSettings, device: torch.device, place: Place) -> StreamSettings:
+    """The same device memory to plan for on all ranks, and a rank's share of what the host has once."""
+    if place.is_alone:
+        return settings
+    device_bytes = free_device_bytes(device) if settings.device_bytes is None else settings.device_bytes
+    found = [n_bytes for n_bytes in place.exchange(device_bytes) if n_bytes is not None]
+    cores = max(1, usable_cores() // place.world_size)
+    if device.type == "cuda":  # torch's threads add up gradients, beside those of the optimizer
+        torch.set_num_threads(min(torch.get_num_threads(), cores))
+    ring_bytes = settings.state_ring_bytes
+    return replace(
+        settings,
+        device_bytes=min(found, default=None),
+        state_ring_bytes=max(ring_bytes // place.world_size, min(ring_bytes, SMALLEST_RING_BYTES)),
+        optimizer_threads=settings.optimizer_threads or cores,
+    )
+
+
+def pin_bytes_of(settings: StreamSettings, place: Place) -> int:
+    """Of what ranks share: what the lanes of all ranks leave of `staging_bytes`. None where a refusal does harm."""
+    return max(0, settings.staging_bytes - place.world_size * settings.lane_bytes) if refusal_is_harmless() else 0
+
+
+@contextmanager
 def open_host(
+    place: Place, units: ModelParts, weight_bytes: Sequence[int], settings: StreamSettings, device: torch.device
+) -> Iterator[RankHost]:
+    """`weight_bytes`: of each part's home of weights. When the build fails in here the other ranks hear why. After a
+    good one its owner closes `homes` and leaves the group. RuntimeError where ranks cannot share memory."""
+    host = _make_host(place, units, weight_bytes, pin_bytes_of(settings, place), device)
+    try:
+        yield host
+    except BaseException as error:
+        host.group.fail(error)
+        raise
+    finally:
+        host.homes.close()
+        host.group.close()
+
+
+def _make_host(
     place: Place, units: ModelParts, weight_bytes: Sequence[int], pin_bytes: int, device: torch.device
 ) -> RankHost:
-    """`weight_bytes`: of each part's home of weights. RuntimeError where ranks cannot share memory."""
     parts = units.all
     group = RankGroup(place.rank, place.world_size, place.exchange, NUM_KINDS * (max(p.index for p in parts) + 1))
     own_bytes = max(ALIGNMENT_BYTES, slot_bytes_of(parts))

@@ -5,8 +5,8 @@ its own share of the values, in fp32 and in order of rank, rounds once and write
 depend on timing, and equals what one rank adds up over as many micro-batches in the same order. One rank (another one
 for each part) takes the norm of the whole sum, the same call on the same values as on one rank.
 
-Cost: each gradient is read once per rank and its sum written once and read once more for the norm: (N + 2) x 2 B of DRAM
-traffic per parameter and host, divided over ranks, beside the update's 28 B.
+Cost: each gradient is read once per rank, its sum written once and read once more for the norm: (N + 2) x 2 B of DRAM
+traffic per parameter and host, beside the update's 28 B.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from outcore.common.deadline import CLOSE_TIMEOUT_S
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.gradients.arena import GradientArena
-from outcore.engine.stream.gradients.download import GradientShipping
+from outcore.engine.stream.gradients.download import GradientShipping, norm_of_values
 from outcore.engine.stream.ranks.host import ARRIVED, NORMED, REDUCED, RankHost
 from outcore.flow.parts import ModelParts, Part
 
@@ -201,8 +201,7 @@ class GradientReducer:
         step = self._part_numel if part.index in self._ends else max(1, len(home))
         total = torch.zeros((), dtype=torch.float64)
         for start in range(0, len(home), step):
-            norm = torch.linalg.vector_norm(home[start : start + step], dtype=torch.float32)
-            total += norm.double().square()
+            total += norm_of_values(home[start : start + step]).double().square()
         return float(total)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 
 from tests.engine.stream.ranks.world import SETTINGS, run_ranks, same_weights, train, train_alone
 
