@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,6 +76,16 @@ class RankHost:
     slots: GradientArena
     """This rank's."""
 
+    def __enter__(self) -> RankHost:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        """The other ranks hear what went wrong."""
+        if error is not None:
+            self.group.fail(error)
+        self.group.close()
+        self.homes.close()
+
     def counter(self, kind: int, part: Part) -> int:
         return kind + NUM_KINDS * part.index
 
@@ -110,27 +119,11 @@ def pin_bytes_of(settings: StreamSettings, place: Place) -> int:
     return max(0, settings.staging_bytes - place.world_size * settings.lane_bytes) if refusal_is_harmless() else 0
 
 
-@contextmanager
 def open_host(
     place: Place, units: ModelParts, weight_bytes: Sequence[int], settings: StreamSettings, device: torch.device
-) -> Iterator[RankHost]:
-    """`weight_bytes`: of each part's home of weights. When the build fails in here the other ranks hear why. After a
-    good one its owner closes `homes` and leaves the group. RuntimeError where ranks cannot share memory."""
-    host = _make_host(place, units, weight_bytes, pin_bytes_of(settings, place), device)
-    try:
-        yield host
-    except BaseException as error:
-        host.group.fail(error)
-        raise
-    finally:
-        host.homes.close()
-        host.group.close()
-
-
-def _make_host(
-    place: Place, units: ModelParts, weight_bytes: Sequence[int], pin_bytes: int, device: torch.device
 ) -> RankHost:
-    parts = units.all
+    """`weight_bytes`: of each part's home of weights. RuntimeError where ranks cannot share memory."""
+    parts, pin_bytes = units.all, pin_bytes_of(settings, place)
     group = RankGroup(place.rank, place.world_size, place.exchange, NUM_KINDS * (max(p.index for p in parts) + 1))
     own_bytes = max(ALIGNMENT_BYTES, slot_bytes_of(parts))
     sizes = [*weight_bytes, *(gradient_bytes_of(part) for part in parts), place.world_size * own_bytes]
