@@ -38,7 +38,7 @@ from tests.bad_inputs_setups import (
     truncated_shard,
     weights_only,
 )
-from tests.bad_inputs_world import LEAVES, REPOSITORY, TWO_PROCESSES, Case, NotHere, Outcome, Shared, run_case
+from tests.bad_inputs_world import LEAVES, REPOSITORY, TWO_HOSTS, Case, NotHere, Outcome, Shared, run_case
 
 TABLE = REPOSITORY / "docs/bad_inputs.md"
 LONGEST = 420
@@ -358,8 +358,8 @@ CASES: list[Case] = [
          r"--zero_stage infinity --nvme_offload_path 'E:\nvme' --strict_offload", 2,
          ("Windows spelling", "/mnt/e/nvme"), "empty folders"),
     # --- the streaming engine
-    Case("stream-processes", "the streaming engine on two processes", "--engine stream", 2,
-         ("it drives one GPU, 2 were asked for", "--engine deepspeed"), setup=no_gpu, program=TWO_PROCESSES),
+    Case("stream-hosts", "the streaming engine on two hosts", "--engine stream", 2,
+         ("2 ranks on several hosts were started", "--engine deepspeed"), setup=no_gpu, program=TWO_HOSTS),
     Case("stream-stage-none", "the streaming engine without offload", "--engine stream --zero_stage none", 2,
          ("contradict each other", "--engine deepspeed")),
     Case("stream-stage-in-file", "the streaming engine, and ZeRO-1 in the file",

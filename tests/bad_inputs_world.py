@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FAST = "--seq_length 32 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --sample_tokens 0 "
 FAST += "--eval_steps 0 --save_steps 0 --max_steps 1 --report_to none --logging_steps 100 --run_name new "
 FAST += "--engine deepspeed"
-TWO_PROCESSES = "deepspeed --num_gpus=2 train_model.py"
+TWO_HOSTS = "deepspeed --hostfile=hosts train_model.py"
 """A program of `Case`: two processes with the variables that a launcher sets; what rank 0 says counts."""
 SENTENCE = "the quick brown fox jumps over the lazy dog and runs away from the {} {} bears\n"
 
@@ -199,8 +199,8 @@ def _entry(program: str, argv: list[str]) -> int:
         from outcore.train.run import main
 
         return main(argv)
-    if program == TWO_PROCESSES:
-        return _two_processes(argv)
+    if program == TWO_HOSTS:
+        return _two_hosts(argv)
     if program == "gds_optimizer.py":
         from outcore.probe.main import main as optimize
 
@@ -213,8 +213,8 @@ def _entry(program: str, argv: list[str]) -> int:
     return job.exit_code
 
 
-def _two_processes(argv: list[str]) -> int:
-    """train_model.py twice, as ranks 0 and 1 of one run; rank 0's output is printed."""
+def _two_hosts(argv: list[str]) -> int:
+    """train_model.py twice, as ranks 0 and 1 of one run, each on a host of its own; rank 0's output is printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -222,7 +222,7 @@ def _two_processes(argv: list[str]) -> int:
         logs = [Path(folder) / f"{rank}.txt" for rank in range(2)]
         ranks = []
         for rank, log in enumerate(logs):
-            launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "RANK": str(rank), "LOCAL_RANK": "0"}
             launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
             ranks.append(start_script(REPOSITORY / "train_model.py", argv, {**os.environ, **launched}, log))
         try:

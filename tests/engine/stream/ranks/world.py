@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
 import pickle
+import signal
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,11 +17,14 @@ from typing import Any
 
 import torch
 
+from outcore.common import FileError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.ranks import Place
 from outcore.model.facts import model_facts
 from outcore.model.lora import apply_lora
 from outcore.model.settings import LoraSettings
+from outcore.staging.shared import board
+from outcore.storage import StorageError
 from tests.flow.models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 from tests.forked import fork_server
 
@@ -144,3 +152,80 @@ def train_alone(**kwargs) -> dict[str, Any]:
 def same_weights(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Names of weights whose bits differ."""
     return [n for n, w in one["weights"].items() if not torch.equal(w, other["weights"][n])]
+
+
+def train_with_fault(place: Place, fault: str, drive: str) -> str:
+    """Two steps and a save; on one rank something goes wrong after the first step. The error's words."""
+    if fault == "no room" and place.rank == 1:
+        _patch_store()
+    try:
+        settings = SETTINGS
+        if fault == "no room":
+            settings = replace(SETTINGS, nvme_path=drive, state_ram_bytes=0)
+        engine = open_engine(place, "llama", settings)
+        try:
+            engine.train_step(global_batches(0, 2)[place.rank :: 2], LR)
+            if place.rank == 1:
+                _arm(engine, fault)
+            if fault == "full drive" and place.rank == 0:
+                _fill_drive()
+            engine.train_step(global_batches(1, 2)[place.rank :: 2], LR)
+            Path(drive, "save").mkdir(exist_ok=True)
+            engine.save(Path(drive, "save"), lambda path, crc: None)
+            return "no error"
+        finally:
+            engine.close()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _arm(engine, fault: str) -> None:
+    def die(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def sleep_first(function):
+        def slow(*args, **kwargs):
+            time.sleep(1.5)
+            return function(*args, **kwargs)
+
+        return slow
+
+    parts = engine._parts
+    if fault == "killed in forward":
+        parts.flow.runner.layer = die
+    elif fault == "killed in the optimizer":
+        parts.updates._begin = die
+    elif fault == "killed in save":
+        parts.homes.read_state = die
+    elif fault == "slow":
+        parts.flow.runner.embed = sleep_first(parts.flow.runner.embed)
+    elif fault == "raises":
+        parts.flow.runner.layer = lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("out of luck"))
+
+
+def _fill_drive() -> None:
+    from outcore.engine.stream import state
+
+    def full(path, *args):
+        raise FileError("writing weights", path, errno.ENOSPC, "the drive is full")
+
+    state.write_shard = full
+
+
+def _patch_store() -> None:
+    from outcore.flow.weights import scratch
+
+    def create(*args, **kwargs):
+        raise StorageError("12 GB are missing")
+
+    scratch.TensorStore.create = create
+
+
+def slow_then_named(place: Place, drive: str) -> tuple[str, list[str]]:
+    """What rank 0 hears of a slow rank 1: a warning, or (with little patience) an error."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # pyright: ignore[reportAttributeAccessIssue]
+    logging.getLogger("outcore.staging.shared.board").addHandler(handler)
+    board.SLOW_S = 0.3
+    return train_with_fault(place, "slow", drive), said

@@ -1,0 +1,44 @@
+"""A rank that dies, fails or is slow: the others end with the reason, within seconds, and say which one it was."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.engine.stream.ranks.world import run_ranks, slow_then_named, train_with_fault
+
+
+@pytest.mark.parametrize("fault", ["killed in forward", "killed in the optimizer", "killed in save"])
+def test_a_killed_rank_ends_the_others(tmp_path, fault):
+    begin_s = time.monotonic()
+    words, died = run_ranks(2, tmp_path / "ranks", train_with_fault, fault=fault, drive=str(tmp_path))
+    assert died == -signal.SIGKILL
+    at = "saving" if fault.endswith("save") else "step 2"
+    assert words.startswith("RankEnded: rank 1 (process ") and "has ended without a word, at: " + at in words
+    assert time.monotonic() - begin_s < 60
+
+
+def test_what_one_rank_raises_the_others_hear(tmp_path):
+    words, own = run_ranks(2, tmp_path / "ranks", train_with_fault, fault="raises", drive=str(tmp_path))
+    assert own == "RuntimeError: out of luck"
+    assert words == "RankEnded: rank 1 failed: RuntimeError: out of luck"
+
+
+def test_a_full_drive_in_save(tmp_path):
+    own, words = run_ranks(2, tmp_path / "ranks", train_with_fault, fault="full drive", drive=str(tmp_path))
+    assert own.startswith("FileError") and "the drive is full" in own
+    assert words.startswith("RankEnded: rank 0 failed: FileError") and "the drive is full" in words
+
+
+def test_no_room_on_one_ranks_drive(tmp_path):
+    words, own = run_ranks(2, tmp_path / "ranks", train_with_fault, fault="no room", drive=str(tmp_path))
+    assert own.startswith("EngineError: there is no room for the optimizer states on NVMe: 12 GB are missing")
+    assert words.startswith("RankEnded: rank 1 failed: EngineError: there is no room")
+
+
+def test_a_slow_rank_is_named_and_waited_for(tmp_path):
+    (words, said), (slow, _) = run_ranks(2, tmp_path / "ranks", slow_then_named, drive=str(tmp_path))
+    assert words == slow == "no error"
+    assert any("waiting for rank 1 (process " in line and "at: step 2" in line for line in said)
