@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.engine.stream.ranks.world import SETTINGS, run_ranks, same_weights, train, train_alone
 
@@ -51,8 +52,8 @@ def test_where_sums_come_in_another_order_results_agree(tmp_path, case):
     for rank in run_ranks(2, tmp_path, train, **job):
         assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert rank["norms"] == pytest.approx(alone["norms"], rel=1e-5)
-        off = max(float((w - alone["weights"][n]).abs().max()) for n, w in rank["weights"].items())
-        assert off < 2e-4
+        off = torch.cat([(w - alone["weights"][n]).flatten() for n, w in rank["weights"].items()])
+        assert float(off.square().mean().sqrt()) < 1e-5  # of weights that moved by 3e-3 a step
 
 
 def test_states_on_nvme_are_each_ranks_own(tmp_path):
