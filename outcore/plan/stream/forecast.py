@@ -1,4 +1,4 @@
-"""Forecast of the layer-streaming engine on one GPU: bytes per tier and seconds per step. Pure functions.
+"""Forecast of the layer-streaming engine on the GPUs of one host: bytes per tier and seconds per step. Pure functions.
 
 Schedule (vertical): every unit runs all micro-batches before the next, so parameters cross the link once forward and
 once backward whatever the accumulation (units in tiles: oftener). Three layer buffers and one for embedding and head,
@@ -47,7 +47,7 @@ def plan_stream(
         vram = [replace(p, size_bytes=p.size_bytes + spare) if p.name == SPARE else p for p in vram]
     drive = drive_states(shape, sizes, spill, layout.stored_states(request.format))
     if layout.checkpoints_home == "nvme":
-        drive.append(Item("nvme", "activation checkpoints", checkpoints))
+        drive.append(Item("nvme", "activation checkpoints", hardware.num_gpus * checkpoints))
     saved_bytes = (request.element_bytes + k.CHECKPOINT_STATE_BYTES) * shape.trainable_params
     if not request.checkpoints_elsewhere:
         drive.append(Item("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
@@ -68,7 +68,7 @@ def plan_stream(
         seq_length=seq_length,
         micro_batch=layout.micro_batch,
         accumulation=layout.accumulation,
-        num_gpus=1,
+        num_gpus=hardware.num_gpus,
         lora_r=shape.lora_r,
         lora_targets=shape.lora_targets,
         homes={

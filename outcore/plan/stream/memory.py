@@ -35,6 +35,7 @@ from outcore.sizing.work import step_work
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 STATES = ("master", "moments")
 TILES = "tiles and their gradients"
+RANK_SLOTS = "gradients of ranks on their way into the sum"
 SLOTS, RING = "lanes' slots", "ring of states on their way"
 TILED_SUMS_FROM = 3
 """Micro-batches from which a tiled layer's gradients have an fp32 home."""
@@ -117,23 +118,36 @@ def ram_parts(case: Case[StreamLayout], all_checkpoints: int, tiling: Tiling) ->
         "moments": int(moments * trained),
         GRADIENTS: e * trained,
     }
+    ranks = case.hardware.num_gpus
     fixed = [
-        Item("ram", SLOTS, LANE_BYTES),
-        Item("ram", "framework overhead", PROCESS_BYTES),
+        Item("ram", SLOTS, ranks * LANE_BYTES),
+        Item("ram", "framework overhead", ranks * PROCESS_BYTES),
         Item("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
     ]
+    if ranks > 1:
+        fixed.append(Item("ram", RANK_SLOTS, ranks * e * _two_largest(shape)))
     if tiling.layers and layout.accumulation >= TILED_SUMS_FROM and not shape.lora_r:
         largest = max(shape.layer_params[i] for i in tiling.layers)
         fixed.append(Item("ram", "sums of tiled gradients", 4 * largest))
     if layout.checkpoints_home == "ram":
-        fixed.append(Item("ram", "activation checkpoints beyond gradients' homes", _beyond(shape, e, all_checkpoints)))
+        fixed.append(
+            Item("ram", "activation checkpoints beyond gradients' homes", _beyond(shape, e, all_checkpoints, ranks))
+        )
     return [Item("ram", name, size) for name, size in sizes.items()] + fixed, sizes
 
 
-def _beyond(shape: ModelShape, element_bytes: int, all_checkpoints: int) -> int:
-    """Activation checkpoints lie in the homes of their layer's gradients, which are free meanwhile, as far as they
-    fit; this is what does not."""
-    batch_hidden = all_checkpoints // (shape.num_layers + 1)
+def _two_largest(shape: ModelShape) -> int:
+    """Trained parameters of the two largest parts: what a rank's slots hold."""
+    if shape.lora_r:
+        return 2 * -(-shape.adapter_params // shape.num_layers)
+    ends = [shape.ends_params] if shape.tied else [shape.embedding_params, shape.head_params]
+    return sum(sorted((*shape.layer_params, *ends))[-2:])
+
+
+def _beyond(shape: ModelShape, element_bytes: int, all_checkpoints: int, ranks: int) -> int:
+    """Activation checkpoints of all ranks lie in the homes of their layer's gradients, which are free meanwhile, as far
+    as they fit; this is what does not. `all_checkpoints`: of one rank."""
+    batch_hidden = ranks * all_checkpoints // (shape.num_layers + 1)
     lent = element_bytes * (0 if shape.lora_r else min(shape.layer_params))
     return max(0, shape.num_layers - STAY_LAYERS) * max(0, batch_hidden - lent)
 
@@ -144,6 +158,8 @@ def spilled(
     """Shares that go to the drive, and the RAM parts that stay: a vocabulary in tiles has its parameters in RAM."""
     shape, request, hardware, layout = case.shape, case.request, case.hardware, case.layout
     may_spill = max(0, sizes[PARAMETERS] - request.element_bytes * tiling.params_in_ram(shape))
+    if hardware.num_gpus > 1:  # ranks share the parameters in RAM
+        may_spill = 0
     states = sum(sizes[name] for name in STATES)
     gradients = sizes[GRADIENTS]
     least = min(gradients, LEAST_GRADIENTS * request.element_bytes * shape.largest_unit_params)
@@ -206,9 +222,10 @@ def pinned_and_rest(case: Case[StreamLayout], ram: list[Item]) -> tuple[list[Ite
     pool = case.layout.staging_bytes or case.request.staging_bytes
     if pool is None:
         pool = min(STAGING_BYTES, max(case.hardware.pinned_bytes, LANE_BYTES))
-    left = max(0, pool - LANE_BYTES)
-    pinned = [Item("pinned", SLOTS, LANE_BYTES)]
-    movable = (PARAMETERS, GRADIENTS)
+    lanes_bytes = case.hardware.num_gpus * LANE_BYTES
+    left = max(0, pool - lanes_bytes)
+    pinned = [Item("pinned", SLOTS, lanes_bytes)]
+    movable = (RANK_SLOTS, PARAMETERS, GRADIENTS)
     homes = sum(p.size_bytes for p in ram if p.name in movable)
     rest: list[Item] = []
     for part in ram:

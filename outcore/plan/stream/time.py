@@ -7,7 +7,7 @@ they are from the engine itself is in docs/planning.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from outcore.plan import constants as k
@@ -37,9 +37,11 @@ class Placed:
 
 def stream_rates(case: Case[StreamLayout], placed: Placed) -> StreamRates:
     """The machine's, as the engine reaches them."""
-    compiled = _is_compiled(case, placed)
+    compiled, hardware = _is_compiled(case, placed), case.hardware
+    if hardware.copies_gb_per_s is not None:  # the cores that copy pageable homes are those of all ranks
+        hardware = replace(hardware, copies_gb_per_s=hardware.copies_gb_per_s / hardware.num_gpus)
     return StreamRates(
-        case.hardware,
+        hardware,
         case.request.format,
         k.STREAM_DRIVE_SHARE,
         case.attention_share,
@@ -101,6 +103,9 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
         1 + 2 * placed.pageable,
     )  # pageable: once more through a slot, read and write
     through_drive = links.forward_read + links.forward_written
+    # Each rank's copies pass over its own link and through the RAM of all; then the ranks' gradients are added up.
+    ranks = case.hardware.num_gpus
+    added_up = (ranks + 2) * links.down if ranks > 1 else 0
     forward = Pass(
         flops=case.flops.forward,
         attention_flops=case.flops.attention_forward,
@@ -110,7 +115,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
         d2h_bytes=links.moved,
         read_bytes=links.forward_read,
         written_bytes=links.forward_written,
-        copied_bytes=ring * (links.up_forward + links.moved + links.tiles_forward) + through_drive,
+        copied_bytes=ranks * ring * (links.up_forward + links.moved + links.tiles_forward) + through_drive,
         updated_params=shape.trainable_params,
         awaited_read_bytes=spilled * links.up_forward if waits else None,
     )
@@ -123,7 +128,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
         h2d_bytes=links.up_backward + links.moved + links.tiles_backward,
         d2h_bytes=links.down + links.tiles.gradients,
         read_bytes=links.backward_read,
-        copied_bytes=ring * back + links.backward_read,
+        copied_bytes=ranks * ring * back + added_up + links.backward_read,
         awaited_read_bytes=spilled * links.up_backward if waits else None,
     )
     between = k.STREAM_HOST_LAYERS_PER_UNIT * (shape.num_layers + (1 if shape.tied else 2))
@@ -183,8 +188,8 @@ class _Links:
 
     @property
     def in_drive(self) -> int:
-        """Activation checkpoints that wait on the drive."""
-        return self.moved if self.case.layout.checkpoints_home == "nvme" else 0
+        """Activation checkpoints of all ranks that wait on the drive."""
+        return self.case.hardware.num_gpus * self.moved if self.case.layout.checkpoints_home == "nvme" else 0
 
     @property
     def forward_read(self) -> float:
