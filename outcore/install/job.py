@@ -221,17 +221,17 @@ class Job:
                 self._say_how_to_talk()
 
     def _pytest_arguments(self) -> list[str]:
-        """The whole suite must cover 80 % of the package; a chosen part of it need not.
+        """Traced only with --coverage: the whole suite must reach 80 % of the package then, a chosen part need not.
 
         Without a GPU the whole suite runs in a process per core (at most `TEST_PROCESSES`), a file in one of them;
         tests of a GPU measure its memory and must be alone on it.
         """
-        coverage = ["--cov=outcore", "--cov-report=term"]
+        coverage = ["--cov=outcore", "--cov-report=term"] if self.options.coverage else []
         if self.options.rest:
             return [*coverage, *self.options.rest]
         processes = min(TEST_PROCESSES, os.cpu_count() or 1) if self.chosen.name == "cpu" else 1
         together = ["-n", str(processes), "--dist", "loadfile"] if processes > 1 else []
-        return [*coverage, "--cov-fail-under=80", *together]
+        return [*coverage, *(["--cov-fail-under=80"] if coverage else []), *together]
 
     def _start(self, arguments: list[str]) -> int:
         sys.stdout.flush()

@@ -249,21 +249,25 @@ class Calls:
         return self.code
 
 
-def test_tests_are_started_with_coverage(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_are_started_and_traced_when_asked(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(repository, tests=True)
     monkeypatch.setattr("os.cpu_count", lambda: 3)
     calls = Calls(code=5)
     assert run(make_job(repository, "--test", call=calls)) == 5
-    whole = ["-m", "pytest", "--cov=outcore", "--cov-report=term", "--cov-fail-under=80"]
-    assert calls.commands == [[*whole, "-n", "3", "--dist", "loadfile"]]
+    assert calls.commands == [["-m", "pytest", "-n", "3", "--dist", "loadfile"]]
     environ = calls.more[0]["env"]
     assert environ["TORCH_EXTENSIONS_DIR"] == str(repository / ".venv/torch_extensions")
     assert environ["DS_ACCELERATOR"] == "cpu"
     assert environ["PATH"].startswith(str(repository / ".venv/bin")) and "stdout" not in calls.more[0]
     calls = Calls()
     assert run(make_job(repository, "--test", "--json", "--", "-k", "one", call=calls)) == 0
-    assert calls.commands[0][-2:] == ["-k", "one"] and "--cov-fail-under=80" not in calls.commands[0]
+    assert calls.commands == [["-m", "pytest", "-k", "one"]]
     assert calls.more[0]["stdout"] is sys.stderr
+    traced = ["-m", "pytest", "--cov=outcore", "--cov-report=term"]
+    for rest, expected in (([], ["--cov-fail-under=80", "-n", "3", "--dist", "loadfile"]), (["-k", "a"], ["-k", "a"])):
+        calls = Calls()
+        assert run(make_job(repository, "--test", "--coverage", *(["--", *rest] if rest else []), call=calls)) == 0
+        assert calls.commands == [[*traced, *expected]]
 
 
 def test_run_starts_training(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:

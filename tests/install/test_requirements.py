@@ -121,6 +121,7 @@ def test_options() -> None:
         (["--check", "--run"], "only verifies"),
         (["--check", "--dry-run"], "only verifies"),
         (["--run", "--test"], "two jobs"),
+        (["--run", "--coverage"], "with --test"),
         (["--", "x"], "arguments after --"),
         (["--dry-run", "--test", "--", "x"], "runs nothing"),
         (["--set", "rocm"], "invalid choice"),
