@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from outcore.infer.passes import PassRunner, TokenScore
+from outcore.infer.passes import DraftModel, PassRunner, TokenScore
 from outcore.infer.requests import (
     Answer,
     Chosen,
@@ -86,10 +86,12 @@ class InferenceEngine:
         speech: Speech,
         *,
         speculates: bool = True,
+        drafts: DraftModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.scheduler, self.speech = runner, scheduler, speech
         self.speculates = speculates and runner.can_step_back
+        self.drafts = drafts
         self.counts = EngineCounts()
         self._clock = clock
         self._lock = threading.Lock()
@@ -179,8 +181,10 @@ class InferenceEngine:
         """
         had_notes = self._take_notes()
         self._score_pending()
+        self._end_late(self._clock())
+        if self.drafts is not None:
+            self.drafts.prepare(self.scheduler)
         now_s = self._clock()
-        self._end_late(now_s)
         works = self.scheduler.next_pass(now_s)
         if not works:
             return had_notes
@@ -330,6 +334,8 @@ class InferenceEngine:
         counts.drafted, counts.accepted = counts.drafted + work.num_drafts, counts.accepted + right
         if work.num_drafts and sequence.drafter is not None:
             sequence.drafter.learn_from(work.num_drafts, right, len(sequence.tokens))
+            if sequence.drafter.is_from_model and self.drafts is not None:
+                self.drafts.learn_from(work.num_drafts, right)
         stored = work.start + work.count - work.num_drafts + right
         counts.prompt_tokens += max(0, min(stored, sequence.num_prompt) - work.start)
         self.scheduler.done(work, min(stored, len(sequence.tokens)))
@@ -358,6 +364,8 @@ class InferenceEngine:
     def _ended(self, talk: _Talk, sequence: Running) -> None:
         assert sequence.finish is not None
         sequence.clock.ended_s = self._clock()
+        if self.drafts is not None:
+            self.drafts.forget(sequence)
         self.counts.finished[sequence.finish] = self.counts.finished.get(sequence.finish, 0) + 1
         self.counts.cached_tokens += sequence.cached_tokens
         talk.left -= 1

@@ -103,3 +103,62 @@ def test_refused_with_numbers(tiny_folder, tmp_path):
         find_place(str(tmp_path))
     with pytest.raises(ValueError, match="holds no adapter_config"):
         find_place(folder, folder)
+
+
+@pytest.fixture(scope="module")
+def lora_run(tiny_folder, tmp_path_factory):
+    """A function that trains adapters for two steps on the tiny model; returns the run's root."""
+    from outcore.train.run import main
+    from tests.train.jobs import flags
+
+    folder = tmp_path_factory.mktemp("lora")
+    corpus = folder / "corpus.txt"
+    corpus.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+
+    def train(name: str, *more: str):
+        argv = ["--model_name_or_path", str(tiny_folder[0]), "--run_name", name, "--lora_r", "4", "--precision", "fp32"]
+        argv += ["--max_steps", "2", "--lr", "3e-2", "--eval_steps", "0", "--save_steps", "2", *more]
+        assert main(flags(folder / name, corpus, *argv)) == 0
+        return folder / name
+
+    return train
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_lora_run_answers_as_its_merged_export(lora_run, tiny_folder, monkeypatch):
+    root = lora_run("plain")
+    merged = answers(root / "export/plain")
+    assert merged != answers(tiny_folder[0])
+    checkpoint = root / "checkpoint/plain/step-00000002"
+    assert answers(checkpoint) == merged
+    assert answers(tiny_folder[0], adapter=str(checkpoint)) == merged
+    (root / "checkpoint").rename(root / "checkpoints")
+    monkeypatch.chdir(root)
+    assert answers("plain") == merged  # by the run's name, before it exported anything
+
+
+@pytest.mark.slow
+def test_a_base_is_packed_as_the_adapter_was_trained_over_it(lora_run):
+    root = lora_run("packed", "--quantize", "nf4")
+    checkpoint = root / "checkpoint/packed/step-00000002"
+
+    def check(opened):
+        packed = opened.weights.homes
+        assert opened.found.loaded.quantize == "nf4" and packed
+
+    assert answers(checkpoint, check=check) == answers(root / "export/packed")
+    with pytest.raises(ValueError, match="trained over a base in nf4"):
+        open_engine(str(checkpoint), InferSettings(quantize="int8"))
+
+
+def test_weights_packed_as_they_come(tiny_folder):
+    def size(opened):
+        sizes.append(opened.placement.bytes_at("ram"))
+
+    sizes: list[int] = []
+    found = {kind: answers(tiny_folder[0], quantize=kind, check=size) for kind in (None, "nf4")}
+    assert sizes[1] < 0.6 * sizes[0] and found["nf4"] != found[None]
+    with pytest.raises(ValueError, match="no matrix of this model divides"):
+        answers(tiny_folder[0], quantize="int8")
+    with pytest.raises(ValueError, match="must be one of nf4, int8"):
+        InferSettings(quantize="int3")

@@ -18,6 +18,8 @@ from outcore.model.load import LoadedModel
 
 Packing = Callable[[str, nn.Parameter, Sequence[Owner]], PackedSpec | None]
 """(checkpoint name, parameter, where modules hold it) -> how it is packed; None: as it is."""
+ADAPTER = "lora_"
+"""In the names of an adapter's own matrices, which stay as they are when nothing is trained, too."""
 STACKED_DIMS = 3
 """Dimensions of a weight that holds all experts of a layer."""
 
@@ -50,7 +52,7 @@ def _rule(quantize: str | None, packed: Mapping[str, PackedSpec]) -> Packing:
     wanted = None if quantize is None else packed_format(quantize)
 
     def packing(name: str, parameter: nn.Parameter, owners: Sequence[Owner]) -> PackedSpec | None:
-        if parameter.requires_grad:
+        if parameter.requires_grad or ADAPTER in name:
             return None
         if name in packed:
             return packed[name]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from outcore.formats import QUANTIZE_CHOICES
 from outcore.infer.opening import InferSettings, OpenedModel
 from outcore.infer.requests import Sampling, own_defaults, sampling_of
 from outcore.sizing.inference import PRESETS
@@ -33,6 +34,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto")
     group.add_argument("--adapter", help="folder of a LoRA adapter, put beside the model unmerged")
+    group.add_argument("--quantize", choices=QUANTIZE_CHOICES, help="pack 16-bit weights as they are loaded")
     group.add_argument("--context", type=int, help="tokens of prompt and answer together")
     group.add_argument("--max_sequences", type=int, help="answers written at the same time")
     group.add_argument("--pass_tokens", type=int, help="tokens of one pass over all layers")
@@ -47,6 +49,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pin_gib", type=float, help="page-locked memory at most")
     group.add_argument("--num_layer_buffers", type=int, default=3, help="travelling layers on the device at a time")
     group.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="layers through torch.compile")
+    group.add_argument("--draft_model", help="small model with the same tokenizer that guesses tokens, whole in VRAM")
     group.add_argument("--draft_tokens", type=int, help="guessed tokens of a pass; 0: none")
     group.add_argument("--no_prefix_sharing", action="store_true", help="compute every prompt from its beginning")
     group.add_argument("--prefix_path", help="folder where beginnings of prompts are kept for the next start")
@@ -69,6 +72,7 @@ def settings_of(args: argparse.Namespace, *, deterministic: bool = False) -> Inf
         device=args.device,
         precision=args.precision,
         adapter=args.adapter,
+        quantize=args.quantize,
         context=args.context,
         max_sequences=args.max_sequences,
         pass_tokens=args.pass_tokens,
@@ -83,6 +87,7 @@ def settings_of(args: argparse.Namespace, *, deterministic: bool = False) -> Inf
         pin_gib=args.pin_gib,
         num_layer_buffers=args.num_layer_buffers,
         compile=args.compile,
+        draft_model=args.draft_model,
         draft_tokens=args.draft_tokens,
         share_prefixes=not args.no_prefix_sharing,
         prefix_path=None if args.prefix_path is None else Path(args.prefix_path),

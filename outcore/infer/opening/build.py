@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,7 +29,7 @@ from outcore.infer.opening.identity import bytes_of
 from outcore.infer.opening.model import FoundModel, open_model
 from outcore.infer.opening.settings import InferSettings
 from outcore.infer.opening.weights import OpenedWeights, StagingSettings, open_weights
-from outcore.infer.passes import PagedRunner, PassRunner, RunnerLimits, SmallPasses, WholeRunner
+from outcore.infer.passes import DraftModel, PagedRunner, PassRunner, RunnerLimits, SmallPasses, WholeRunner
 from outcore.infer.schedule import ScheduleLimits, Scheduler
 from outcore.machine import available_ram_bytes
 from outcore.sizing.inference import (
@@ -43,7 +43,8 @@ from outcore.sizing.inference import (
 
 RAM_LEFT_BYTES = 2 * GIB
 """RAM that stays free for everything else, unless told."""
-DRAFT_TOKENS = 64
+DRAFT_TOKENS, DRAFT_ANSWERS = 64, 4
+"""Guessed tokens of a pass; answers at a time that a draft model guesses for."""
 PREFIX_GIB = 8.0
 """On the drive for beginnings of prompts, unless told."""
 MAX_KINDS = 8
@@ -64,6 +65,12 @@ class OpenedModel:
     device: torch.device
     _undo: ExitStack
 
+    def also(self, undo: ExitStack) -> None:
+        """Close these, too, behind everything else."""
+        behind = self._undo.pop_all()
+        self._undo.push(undo)
+        self._undo.push(behind)
+
     def close(self) -> None:
         """Let model, memory and drives go."""
         self.engine.close()
@@ -81,19 +88,95 @@ def open_engine(
         name,
         precision=precision_of(settings, device),
         adapter=settings.adapter,
+        quantize=settings.quantize,
         trust_remote_code=settings.trust_remote_code,
     )
     progress(f"model: {found.words}")
-    return open_found(found, settings, device, progress)
+    if settings.draft_model is None:
+        return open_found(found, settings, device, progress)
+    with ExitStack() as undo:
+        draft = _open_draft(settings, device, progress)
+        undo.callback(draft.close)
+        used = draft.placement.bytes_at("vram" if device.type == "cuda" else "ram") + draft.placement.kv_bytes
+        opened = open_found(found, _less(settings, used), device, progress, draft)
+        opened.also(undo.pop_all())
+        return opened
+
+
+def _open_draft(settings: InferSettings, device: torch.device, progress: Callable[[str], None]) -> OpenedModel:
+    """The small model, whole on the device that computes. ValueError where it does not fit there."""
+    assert settings.draft_model is not None
+    own = InferSettings(
+        "latency",
+        settings.device,
+        settings.precision,
+        context=settings.context,
+        max_sequences=None if settings.max_sequences is None else min(settings.max_sequences, DRAFT_ANSWERS),
+        page_tokens=settings.page_tokens,
+        vram_gib=settings.vram_gib,
+        ram_gib=settings.ram_gib,
+        draft_tokens=0,
+        compile=settings.compile,
+        deterministic=settings.deterministic,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    draft = open_engine(settings.draft_model, own, lambda line: progress(f"draft model: {line}"))
+    if device.type == "cuda" and draft.placement.travelling_bytes:
+        draft.close()
+        raise ValueError(
+            f"draft_model {settings.draft_model}: {format_gib(draft.placement.travelling_bytes)} of its weights do not "
+            "fit in VRAM, and guesses that wait for weights do not pay. Choose a smaller one, or leave it out."
+        )
+    return draft
+
+
+def _less(settings: InferSettings, used_bytes: int) -> InferSettings:
+    """What the user gave, less what the small model took of it."""
+    left = {name: getattr(settings, name) for name in ("vram_gib", "ram_gib")}
+    name = "ram_gib" if left["vram_gib"] is None else "vram_gib"
+    if left[name] is None:
+        return settings
+    return replace(settings, **{name: max(left[name] - used_bytes / GIB, 1e-3)})
+
+
+def _draft_model(
+    draft: OpenedModel, found: FoundModel, placement: Placement, settings: InferSettings, way: Way
+) -> DraftModel:
+    """Guesses for `found`. ValueError where the two models cannot go together."""
+    for model, name in ((way, found.words), (draft.way, draft.found.words)):
+        if model == "whole":
+            raise ValueError(f"draft_model: {name} keeps states that cannot step back from a guess. Leave it out.")
+    large, small = (model.tokenizer for model in (found, draft.found))
+    theirs = small.get_vocab()
+    other = next((text for text, token in large.get_vocab().items() if theirs.get(text) != token), None)
+    if other is not None:
+        raise ValueError(
+            f"draft_model {settings.draft_model}: it knows token {other!r} by another number, or not at all: the two "
+            "models must share one tokenizer."
+        )
+    runner, cache = draft.engine.runner, draft.engine.scheduler.cache
+    return DraftModel(
+        runner,
+        cache,
+        draft.placement.pass_tokens,
+        found.loaded.facts.vocab_size,
+        is_deterministic=settings.deterministic,
+    )
 
 
 def open_found(
-    found: FoundModel, settings: InferSettings, device: torch.device, progress: Callable[[str], None]
+    found: FoundModel,
+    settings: InferSettings,
+    device: torch.device,
+    progress: Callable[[str], None],
+    draft: OpenedModel | None = None,
 ) -> OpenedModel:
-    """Open a model that is found already."""
+    """Open a model that is found already; `draft`: who guesses for it."""
     loaded = found.loaded
     let_segments_grow(device)
     units = discover_units(loaded)
+    if loaded.quantize is not None and not any(part.layout.packed_slots for part in units.all):
+        raise ValueError(f"quantize {loaded.quantize}: no matrix of this model divides into its blocks. Leave it out.")
     way, why = way_of(loaded)
     if why:
         progress(f"sequences run by themselves ({why})")
@@ -129,7 +212,8 @@ def open_found(
         scheduler = Scheduler(cache, schedule_limits(placement, settings, way))
         context = min(n for n in (found.max_context, placement.context_tokens) if n is not None)
         speech = Speech(found.tokenizer, found.end_tokens, loaded.facts.vocab_size, context)
-        engine = InferenceEngine(passes, scheduler, speech, speculates=settings.draft_tokens != 0)
+        drafts = None if draft is None else _draft_model(draft, found, placement, settings, way)
+        engine = InferenceEngine(passes, scheduler, speech, speculates=settings.draft_tokens != 0, drafts=drafts)
         _warm_up(engine, runner, progress)
         return OpenedModel(engine, found, placement, way, weights, device, undo.pop_all())
 
@@ -185,7 +269,15 @@ def needs_of(
 ) -> InferenceNeeds:
     """Bytes of the parts, and of a token's keys and values."""
     layers = {part.index for part in units.layer_units}
-    parts = tuple(PartSize(part.name, part.layout.size_bytes, part.index in layers) for part in units.all)
+    parts = tuple(
+        PartSize(
+            part.name,
+            part.layout.home_bytes,
+            part.index in layers,
+            part.layout.size_bytes if part.layout.packed_slots else 0,
+        )
+        for part in units.all
+    )
     by_window = tuple(
         (window, sum(shape.token_bytes(dtype, kv_format) for shape in of_layers.values()))
         for window, of_layers in shapes.items()

@@ -4,6 +4,7 @@ weights are about to come."""
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, open_checkpoint
+from outcore.checkpoint.export import export_checkpoint
 from outcore.data import load_tokenizer
 from outcore.formats import open_packed
 from outcore.model.head import unwrap
@@ -26,7 +28,7 @@ ADAPTER, ADAPTER_WEIGHTS, EXPORT, MANIFEST = (
     "export",
     "manifest.json",
 )
-RUNS = Path("final_model")
+RUNS, CHECKPOINTS = Path("final_model"), Path("checkpoints")
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<turn|>", "<|return|>")
 """Tokens that end a turn of a chat; those that a model's own template names end its answers."""
 
@@ -53,7 +55,11 @@ class Place:
     tokenizer: str
     words: str
     checkpoint: Path | None = None
+    """Holds the weights, 16 bits of each."""
     adapter: Path | None = None
+    """Folder in peft's format, or a checkpoint of a LoRA run."""
+    quantize: str | None = None
+    """What the adapter's base was packed into when it was trained."""
 
 
 class CheckpointWeights:
@@ -79,8 +85,8 @@ class CheckpointWeights:
 def find_place(name: str, adapter: str | None = None) -> Place:
     """Where `name` is. ValueError when it is a folder that holds no model."""
     path = Path(name).expanduser()
-    if not path.is_dir() and (RUNS / name).is_dir():
-        path = RUNS / name
+    if not path.is_dir():
+        path = next((folder / name for folder in (RUNS, CHECKPOINTS) if (folder / name).is_dir()), path)
     if not path.is_dir():
         place = Place(name, name, f"{name}")
     elif (path / ADAPTER).is_file() and not (path / "config.json").is_file():
@@ -92,16 +98,31 @@ def find_place(name: str, adapter: str | None = None) -> Place:
     if adapter is None:
         return place
     folder = Path(adapter).expanduser()
-    if place.adapter is not None or not (folder / ADAPTER).is_file():
+    if (folder / MANIFEST).is_file() and (folder / EXPORT / ADAPTER).is_file():
+        folder = open_checkpoint(folder).path
+    elif place.adapter is not None or not (folder / ADAPTER).is_file():
         why = "the model brings an adapter already" if place.adapter is not None else f"{folder} holds no {ADAPTER}"
         raise ValueError(f"adapter {adapter!r}: {why}.")
     return replace(place, adapter=folder, words=f"{place.words} with the adapter {folder}")
 
 
-def open_model(name: str, *, precision: str, adapter: str | None = None, trust_remote_code: bool = False) -> FoundModel:
-    """The model with stand-ins for weights and a feed of their values. ValueError or RuntimeError, in words."""
+def open_model(
+    name: str,
+    *,
+    precision: str,
+    adapter: str | None = None,
+    quantize: str | None = None,
+    trust_remote_code: bool = False,
+) -> FoundModel:
+    """The model with stand-ins for weights and a feed of their values. `quantize`: what its weights are packed into as
+    they come. ValueError or RuntimeError, in words."""
     place = find_place(name, adapter)
+    if place.quantize is not None and quantize not in (None, place.quantize):
+        raise ValueError(
+            f"quantize is {quantize}, but the adapter was trained over a base in {place.quantize}. Leave it out."
+        )
     common: dict[str, Any] = {"precision": precision, "trust_remote_code": trust_remote_code, "seq_length": 2}
+    common["quantize"] = quantize or place.quantize
     if place.checkpoint is not None:
         config = place.checkpoint / EXPORT / "config.json"
         loaded = load_model(ModelSettings(config_file=str(config), **common), lazy=True)
@@ -147,8 +168,12 @@ def _checkpoint_place(path: Path) -> Place:
         raise ValueError(str(error)) from error
     files = checkpoint / EXPORT
     if (files / ADAPTER).is_file():
-        raise ValueError(
-            f"{checkpoint} holds a LoRA adapter only. Export it (outcore export {checkpoint}) and name that folder."
+        packed = open_checkpoint(found).trainer_state()["fingerprint"].get("quantize")
+        return replace(
+            _adapter_place(files),
+            words=f"{_base_of(files)} with the adapter of {checkpoint}",
+            adapter=checkpoint,
+            quantize=None if packed == "none" else packed,
         )
     if not (files / "config.json").is_file():
         raise ValueError(
@@ -159,16 +184,24 @@ def _checkpoint_place(path: Path) -> Place:
 
 
 def _adapter_place(path: Path) -> Place:
+    base = _base_of(path)
+    has_tokenizer = (path / "tokenizer_config.json").is_file()
+    return Place(base, str(path) if has_tokenizer else base, f"{base} with the adapter {path}", None, path)
+
+
+def _base_of(path: Path) -> str:
     base = json.loads((path / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
         raise ValueError(f"{path / ADAPTER} names no base model. Name the base, and this folder with --adapter.")
-    has_tokenizer = (path / "tokenizer_config.json").is_file()
-    return Place(base, str(path) if has_tokenizer else base, f"{base} with the adapter {path}", None, path)
+    return str(base)
 
 
 def _with_adapter(model: Any, folder: Path) -> Any:
     from peft import PeftModel
 
+    if (folder / MANIFEST).is_file():
+        with tempfile.TemporaryDirectory() as aside:  # as peft reads it; small
+            return _with_adapter(model, export_checkpoint(open_checkpoint(folder), Path(aside) / "adapter"))
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}: adapters are read as safetensors only.")
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())

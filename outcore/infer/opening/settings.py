@@ -8,6 +8,7 @@ from typing import Literal
 
 from outcore.common.quantities import GIB
 from outcore.flow import CompileChoice
+from outcore.formats import QUANTIZE_CHOICES
 from outcore.sizing.inference import PRESETS
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
@@ -24,6 +25,8 @@ class InferSettings:
     """auto: bf16 on a GPU, fp32 on a CPU where the weights fit RAM twice over, else bf16."""
     adapter: str | None = None
     """Folder of a LoRA adapter to put beside the model's weights."""
+    quantize: str | None = None
+    """Format that 16-bit weights are packed into as they are loaded; None: they stay as they are."""
     context: int | None = None
     """Tokens of prompt and answer together."""
     max_sequences: int | None = None
@@ -44,6 +47,8 @@ class InferSettings:
     """Page-locked memory at most; None: as much as helps and the machine gives."""
     num_layer_buffers: int = 3
     """Layers on the device at a time, of those that travel."""
+    draft_model: str | None = None
+    """A small model with the same tokenizer that guesses tokens, whole in VRAM."""
     draft_tokens: int | None = None
     """Guessed tokens of a pass; 0: none. None: 64."""
     share_prefixes: bool = True
@@ -77,6 +82,10 @@ class InferSettings:
             raise ValueError("prefix_gib does nothing without --prefix_path. Give the folder, or leave it out.")
         if self.compile not in ("auto", "on", "off"):
             raise ValueError(f"compile is {self.compile!r}, but must be auto, on or off.")
+        if self.draft_model is not None and self.draft_tokens == 0:
+            raise ValueError("draft_model does nothing with draft_tokens 0. Leave one of them out.")
+        if self.quantize is not None and self.quantize not in QUANTIZE_CHOICES:
+            raise ValueError(f"quantize is {self.quantize!r}, but must be one of {', '.join(QUANTIZE_CHOICES)}.")
         for name, least in (
             ("context", 16),
             ("max_sequences", 1),

@@ -1,11 +1,13 @@
 """Passes over all layers: work laid out in rows, run by flow."""
 
+from outcore.infer.passes.draft_model import DraftModel
 from outcore.infer.passes.graphs import SmallPasses
 from outcore.infer.passes.rows import RowCall, TextCall, lay_out, lay_out_texts
 from outcore.infer.passes.runner import Found, PagedRunner, PassRunner, RunnerLimits, TokenScore
 from outcore.infer.passes.whole import WholeRunner
 
 __all__ = [
+    "DraftModel",
     "Found",
     "PagedRunner",
     "PassRunner",

@@ -26,18 +26,28 @@ class Drafter:
         """Where each run of tokens ended last."""
         self._seen = 0
         self._length, self._misses, self._paused_until = FIRST_DRAFT, 0, 0
+        self.offered: list[int] = []
+        """Guesses of a small model, for where the text suggests none."""
+        self.is_from_model = False
+        """Whether the last guess was that model's."""
+
+    def wants(self, tokens: Sequence[int]) -> bool:
+        """Whether the text suggests nothing."""
+        return len(tokens) < self._paused_until or self._match(tokens) is None
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens that may follow; none when nothing fits or guesses pause."""
+        offered, self.offered = self.offered, []
         found = self._match(tokens)
-        if found is None or len(tokens) < self._paused_until:
-            return []
+        self.is_from_model = found is None or len(tokens) < self._paused_until
+        if found is None or self.is_from_model:
+            return offered[: max(0, most)]
         count = min(self._length, most)
         return list(tokens[found : found + count]) if count > 0 else []
 
     def learn_from(self, proposed: int, accepted: int, num_tokens: int) -> None:
         """Tell how many of the last guess were right; `num_tokens`: of the sequence by now."""
-        if not proposed:
+        if not proposed or self.is_from_model:
             return
         if accepted == proposed:
             self._length, self._misses = min(MAX_DRAFT, 2 * self._length), 0
@@ -85,14 +95,25 @@ class PassCost:
         ):
             setattr(self, name, getattr(self, name) * FADING + value)
 
+    def seconds_of(self, rows: float) -> float | None:
+        """Of a pass of so many rows; None while nothing is known."""
+        if not self.weight:
+            return None
+        base, slope = self._line()
+        return base + slope * rows
+
     def share_of_row(self) -> float:
         """What one more row costs, as a share of a pass of few rows; 0 while it is not known."""
+        base, slope = self._line()
+        return slope / max(base + slope, 1e-9)
+
+    def _line(self) -> tuple[float, float]:
+        """(base, slope); no slope while too few passes tell one."""
         spread = self.weight * self.rows_rows - self.rows**2
-        if self.weight < 3 or spread <= 1e-9 * self.weight * self.rows_rows:
-            return 0.0
-        slope = (self.weight * self.rows_seconds - self.rows * self.seconds) / spread
-        base = (self.seconds - slope * self.rows) / self.weight
-        return max(0.0, slope) / max(base + slope, 1e-9)
+        slope = 0.0
+        if self.weight >= 3 and spread > 1e-9 * self.weight * self.rows_rows:
+            slope = max(0.0, (self.weight * self.rows_seconds - self.rows * self.seconds) / spread)
+        return (self.seconds - slope * self.rows) / max(self.weight, 1e-9), slope
 
     def longest_draft(self, acceptance: float, most: int) -> int:
         """Tokens worth guessing when each is right with this probability."""

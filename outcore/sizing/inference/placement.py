@@ -67,7 +67,10 @@ class PartSize:
 
     name: str
     size_bytes: int
+    """As it lives at home and travels."""
     is_layer: bool
+    expanded_bytes: int = 0
+    """Of a packed part, as it is used: one at a time on the device that computes."""
 
 
 @dataclass(frozen=True)
@@ -227,12 +230,16 @@ def work_bytes(needs: InferenceNeeds, chunk: int, pass_tokens: int, sequences: i
     return chunk * hidden * HIDDEN_COPIES + 2 * pass_tokens * hidden + logits
 
 
+def _expansion_bytes(needs: InferenceNeeds) -> int:
+    return max((part.expanded_bytes for part in needs.parts), default=0)
+
+
 def _on_cpu(
     needs: InferenceNeeds, limits: InferenceLimits, rule: PresetRule, sizes: tuple[int, int, int, int]
 ) -> Placement:
     sequences, chunk, pass_tokens, context = sizes
     weights = sum(part.size_bytes for part in needs.parts)
-    work = work_bytes(needs, chunk, pass_tokens, sequences)
+    work = work_bytes(needs, chunk, pass_tokens, sequences) + _expansion_bytes(needs)
     reasons = []
     kv = limits.kv_bytes or kv_wanted_bytes(needs, sequences, chunk, context)
     one = needs.kv.sequence_bytes(context, chunk)
@@ -271,7 +278,7 @@ def _on_gpu(
     layers = [part.size_bytes for part in needs.parts if part.is_layer]
     ends = [part.size_bytes for part in needs.parts if not part.is_layer]
     weights = sum(layers) + sum(ends)
-    work = work_bytes(needs, chunk, pass_tokens, sequences)
+    work = work_bytes(needs, chunk, pass_tokens, sequences) + _expansion_bytes(needs)
     reasons: list[str] = []
     num_buffers = min(limits.num_buffers, len(layers))
     while num_buffers > 2 and work + num_buffers * max(layers) + max(ends) > total:

@@ -1,0 +1,153 @@
+"""A small model that guesses: nothing that is said changes, and it stops where guesses do not pay."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+
+from outcore.infer import Request, Sampling
+from outcore.infer.opening import InferSettings, open_engine
+from outcore.infer.passes import DraftModel
+from tests.flow.models import tiny_loaded
+from tests.infer.models import TinyEngine, greedy_by_transformers, prompts_of, save_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def alike(loaded, strength: float):
+    """A model much like this one: its values with noise added."""
+    other = copy.deepcopy(loaded)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter += strength * parameter.std() * torch.randn_like(parameter)
+    return other
+
+
+class Pair:
+    """An engine whose answers a second, smaller one guesses; close it."""
+
+    def __init__(self, strength: float = 0.05, **more):
+        self.loaded = tiny_loaded("llama")
+        self.plain = copy.deepcopy(self.loaded.model).eval()
+        self.small = TinyEngine("llama", loaded=alike(self.loaded, strength), speculates=False)
+        self.large = TinyEngine("llama", loaded=self.loaded)
+        self.drafts = self.large.engine.drafts = DraftModel(self.small.runner, self.small.cache, 16, 128, **more)
+
+    def close(self):
+        self.large.close()
+        self.small.close()
+
+
+@pytest.fixture
+def pair():
+    made = []
+
+    def make(**more):
+        made.append(Pair(**more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def tokens_of(engine, requests):
+    return {(a.request, a.choice): [c.token for c in a.tokens] for a in engine.generate(requests)}
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.05, 3.0])
+def test_greedy_answers_are_the_large_models_own(pair, strength):
+    one = pair(strength=strength, is_deterministic=True)
+    prompts = prompts_of(6)
+    expected = [greedy_by_transformers(one.plain, prompt, 24) for prompt in prompts]
+    before = one.large.engine.counts.passes
+    assert one.large.greedy(prompts, 24) == expected
+    counts = one.large.engine.counts
+    assert counts.drafted > 40
+    if strength == 0:  # the same model: every guess is right
+        assert counts.accepted > 0.9 * counts.drafted and counts.passes - before < 15
+    free = one.small.cache
+    assert free.used_pages[0] == len(free.index)  # what ended holds nothing
+
+
+def test_drawn_answers_are_the_same_with_and_without(pair):
+    one = pair(is_deterministic=True)
+    requests = [
+        Request(f"a{i}", tuple(p), Sampling(temperature=0.9, top_p=0.95, max_tokens=20, seed=i, frequency_penalty=0.4))
+        for i, p in enumerate(prompts_of(5))
+    ]
+    with_guesses = tokens_of(one.large.engine, requests)
+    assert one.large.engine.counts.accepted > 0
+    one.large.engine.drafts = None
+    one.large.cache.clear_prefixes()
+    assert tokens_of(one.large.engine, requests) == with_guesses
+
+
+@pytest.mark.slow
+def test_drawn_tokens_have_the_large_models_distribution(pair):
+    """The second token of 1,500 answers, which is a guess or replaces one, against the model's probabilities."""
+    one = pair(strength=0.05, is_deterministic=True)
+    prompt, count, temperature = [5, 9, 33], 1500, 0.7
+    with torch.no_grad():
+        first = torch.softmax(one.plain(torch.tensor([prompt])).logits[0, -1].float() / temperature, -1)
+        every = torch.tensor([[*prompt, token] for token in range(len(first))])
+        second = first @ torch.softmax(one.plain(every).logits[:, -1].float() / temperature, -1)
+    requests = [
+        Request(f"s{i}", tuple(prompt), Sampling(seed=i, temperature=temperature, max_tokens=3)) for i in range(count)
+    ]
+    found = tokens_of(one.large.engine, requests)
+    counts = one.large.engine.counts
+    assert counts.drafted > count / 2 and 0.1 < counts.accepted / counts.drafted < 0.95
+    seen = Counter(tokens[1] for tokens in found.values())
+    likely = second.argsort(descending=True)[:12].tolist()
+    pairs = [(seen[token], float(second[token]) * count) for token in likely]
+    pairs.append((count - sum(o for o, _ in pairs), count - sum(e for _, e in pairs)))
+    square = sum((observed - expected) ** 2 / expected for observed, expected in pairs)
+    assert square < 40  # 12 degrees of freedom: beyond it by chance in 1 of 14,000
+
+
+def test_guesses_stop_where_they_do_not_pay_and_are_tried_again(pair):
+    time = iter(range(10**9))
+    one = pair(strength=5.0, clock=lambda: float(next(time)))  # a pass of the small model takes a second
+    one.large.engine._clock = lambda: float(next(time)) / 10
+    one.large.greedy(prompts_of(2), 60)
+    drafts, counts = one.drafts, one.large.engine.counts
+    assert drafts.acceptance < 0.3
+    assert counts.drafted < 2 * 60  # of four for each token
+    assert drafts._paused > 0
+    for _ in range(drafts._paused - 1):
+        assert drafts._how_many(one.large.scheduler.cost, 1) == 0
+    assert drafts._how_many(one.large.scheduler.cost, 1) == 2
+
+
+def test_no_room_in_the_small_model_is_no_harm(pair):
+    one = pair(is_deterministic=True)
+    one.small.cache.ledgers[0]._free = one.small.cache.ledgers[0]._free[:8]
+    prompts = prompts_of(6)
+    expected = [greedy_by_transformers(one.plain, prompt, 16) for prompt in prompts]
+    assert one.large.greedy(prompts, 16) == expected
+
+
+def test_opened_by_name(tiny_folder, tmp_path):
+    folder, model, _ = tiny_folder
+    said: list[str] = []
+    opened = open_engine(str(folder), InferSettings(context=128, ram_gib=1, draft_model=str(folder)), said.append)
+    try:
+        prompt = prompts_of(2, vocab=280)[0]
+        request = Request("a", tuple(prompt), Sampling(temperature=0, max_tokens=20, ignore_eos=True))
+        (answer,) = opened.engine.generate([request])
+        assert [c.token for c in answer.tokens] == greedy_by_transformers(model, prompt, 20)
+        assert answer.timings.accepted > 8 and any(line.startswith("draft model: ") for line in said)
+    finally:
+        opened.close()
+    _, tokenizer = save_tiny_model(tmp_path / "other")
+    tokenizer.add_tokens(["unheard-of"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="must share one tokenizer"):
+        open_engine(str(tmp_path / "other"), InferSettings(context=128, ram_gib=1, draft_model=str(folder)))
+    with pytest.raises(ValueError, match="does nothing with draft_tokens 0"):
+        InferSettings(draft_model="a", draft_tokens=0)
