@@ -59,12 +59,14 @@ def test_train_watch_chat_evaluate_and_see_the_history(chromium, panels, tmp_pat
     page = visit.page
     visit.waits("body", r"a step, [\d,]+ tokens/s", 60)  # the forecast came by itself
     visit.open("Optimization")
-    visit.field("max_steps").fill("30")
+    visit.field("max_steps").fill("6")
+    visit.field("per_device_train_batch_size").fill("1")
+    visit.field("gradient_accumulation_steps").fill("1")
     visit.open("The same as a command line and as YAML")
-    visit.waits("body", r"--max_steps 30", 30)
+    visit.waits("body", r"--max_steps 6", 30)
     page.locator("#start_training").click()
     visit.waits("#run_state", r"tiny-embedded: (running|starting)", 60)
-    visit.waits("#run_state", r"step \d+ of 30", 240)
+    visit.waits("#run_state", r"step \d+ of 6", 240)
     visit.waits("#run_state", r"tiny-embedded: finished", 240)
     visit.waits("#run_state", r"Loss", 20)
 

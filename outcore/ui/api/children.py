@@ -12,6 +12,7 @@ from pathlib import Path
 
 from outcore.ui.api.place import tail_of
 
+PROGRAM = (sys.executable, "-m", "outcore.cli")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -23,7 +24,7 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "outcore.cli", *argv],
+                [*PROGRAM, *argv],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,26 @@ def check_path(text: str, needed_gb: float = 0.0) -> dict[str, Any]:
     test file, and leaves nothing."""
     if not 0 <= needed_gb < 1e9:
         raise bad("needed_gb must be at least 0.", "needed_gb")
+    missing = _missing(text)
     is_good, words = validate_nvme_path(text, needed_gb)
+    for folder in missing:  # a path is checked as it is typed, letter by letter: only a run makes its folder
+        with contextlib.suppress(OSError):  # was not made, or a run has begun to use it
+            folder.rmdir()
     found: dict[str, Any] = {"path": text, "is_good": is_good, "words": words, "warning": "Warning:" in words}
     try:
         drive = drive_of(resolve_nvme_path(text))
     except (ValueError, OSError):
         return found | {"kind": "unknown", "free_bytes": None, "speed": ""}
     return found | {"kind": drive.kind, "free_bytes": drive.free_bytes, "speed": _speed()}
+
+
+def _missing(text: str) -> list[Path]:
+    """Folders of the path that are not there, innermost first."""
+    try:
+        path = resolve_nvme_path(text)
+    except ValueError:
+        return []
+    return [part for part in (path, *path.parents) if not part.exists()]
 
 
 def _speed() -> str:

@@ -58,9 +58,9 @@ class ChatPanel:
         settings = [self.system, *self.sampling.values()]
         shown = [self.chat, self.costs, self.text, self.chosen]
         asked = [self.chosen, self.text, *settings]
-        sent = gr.on([self.send.click, self.text.submit], telling(self._send), asked, shown, **SHOWN)
-        again = self.again.click(telling(self._again), [self.chosen, *settings], shown, **SHOWN)
-        edited = self.chat.edit(telling(self._edit), [self.chosen, *settings], shown, **SHOWN)
+        sent = gr.on([self.send.click, self.text.submit], self._send, asked, shown, **SHOWN)
+        again = self.again.click(self._again, [self.chosen, *settings], shown, **SHOWN)
+        edited = self.chat.edit(self._edit, [self.chosen, *settings], shown, **SHOWN)
         stopped = self.halt.click(None, None, None, cancels=[sent, again, edited], api_visibility="private")
         stopped.then(self.show, self.chosen, [self.chat, self.costs, self.links, self.system], **QUIET)
         self.chosen.input(self.show, self.chosen, [self.chat, self.costs, self.links, self.system], **QUIET)

@@ -13,6 +13,8 @@ CSS = """
 .dark { --oc-1:#60a5fa; --oc-2:#fbbf24; --oc-3:#34d399; --oc-4:#a78bfa; --oc-5:#f472b6; --oc-6:#22d3ee; --oc-7:#a3a3a3;
   --oc-bad:#fca5a5; --oc-good:#6ee7b7; --oc-mark:#1b5e3b; }
 .gradio-container { max-width: 1360px !important; margin: 0 auto !important; }
+.gradio-container main, .gradio-container .main, .gradio-container .wrap, .gradio-container .tabs,
+.gradio-container .tabitem, .gradio-container .tabitem > .column { width: 100% !important; }
 .oc { color: var(--body-text-color); font-size: 14px; line-height: 1.5; overflow-wrap: anywhere; }
 .oc h3 { font-size: 15px; font-weight: 600; margin: 12px 0 4px; }
 .oc p { margin: 4px 0; }
@@ -22,9 +24,9 @@ CSS = """
 .oc .bad { border-left: 3px solid var(--oc-bad); padding: 4px 10px; margin: 6px 0; }
 .oc .good { border-left: 3px solid var(--oc-good); padding: 4px 10px; margin: 6px 0; }
 .oc .scroll { overflow-x: auto; }
-.oc table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-.oc th, .oc td { text-align: left; padding: 3px 12px 3px 0; border-bottom: 1px solid var(--border-color-primary);
-  vertical-align: top; }
+.oc table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; border: 0 !important; }
+.oc th, .oc td { text-align: left; padding: 3px 12px 3px 0 !important; border: 0 !important;
+  border-bottom: 1px solid var(--border-color-primary) !important; vertical-align: top; }
 .oc th { font-weight: 600; white-space: nowrap; }
 .oc td.n, .oc th.n { text-align: right; white-space: nowrap; }
 .oc tr.picked td { font-weight: 600; }

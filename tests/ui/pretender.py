@@ -1,0 +1,90 @@
+"""Stands in for `outcore serve` and `outcore train`: quick to start, as slow, failing or mortal as a test asks.
+
+python pretender.py serve MODEL --port N --api_key_file FILE ...    MODEL: quick | slow | missing
+python pretender.py train ...                                       sleeps until SIGINT, then exits 130
+"""
+
+import json
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+WORDS = [f"word{number} " for number in range(200)]
+CONTEXT = 2000
+
+
+class Handler(BaseHTTPRequestHandler):
+    key = ""
+
+    def do_GET(self):
+        if not self._allowed():
+            return
+        if self.path == "/metrics":
+            self._send(200, b'# HELP x\noutcore_kv_bytes 4096\noutcore_weight_bytes{home="ram"} 12\n', "text/plain")
+        else:
+            self._send(200, json.dumps({"data": [{"id": "m", "owned_by": "outcore"}]}).encode())
+
+    def do_POST(self):
+        if not self._allowed():
+            return
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if sum(len(m["content"]) for m in body["messages"]) > CONTEXT:
+            error = {"message": f"The prompt has too many tokens, and the context is {CONTEXT}. Shorten it."}
+            self._send(400, json.dumps({"error": error}).encode())
+            return
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        count = int(body.get("max_tokens", 3))
+        self._event({"choices": [{"delta": {"reasoning_content": "I think."}, "finish_reason": None}]})
+        for word in WORDS[:count]:
+            self._event({"choices": [{"delta": {"content": word}, "finish_reason": None}]})
+            time.sleep(0.02)
+        self._event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+        usage = {"prompt_tokens": 10, "completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 5}}
+        self._event({"choices": [], "usage": usage})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, chunk):
+        self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        self.wfile.flush()
+
+    def _allowed(self):
+        if self.headers.get("authorization") == f"Bearer {self.key}":
+            return True
+        self._send(401, b"{}")
+        return False
+
+    def _send(self, status, body, kind="application/json"):
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def main():
+    argv = sys.argv[1:]
+    if argv[0] == "train":
+        try:
+            print("training", flush=True)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            sys.exit(130)
+    model = argv[1]
+    if model == "missing":
+        print("outcore serve: missing is not a folder here and no hub id either.", flush=True)
+        sys.exit(1)
+    print(f"reading {model}", flush=True)
+    if model == "slow":
+        time.sleep(60)
+    Handler.key = Path(argv[argv.index("--api_key_file") + 1]).read_text()
+    ThreadingHTTPServer(("127.0.0.1", int(argv[argv.index("--port") + 1])), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

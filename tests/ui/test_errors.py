@@ -1,0 +1,273 @@
+"""What people do wrong, and what happens to them: clear words, nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("gradio", reason="the panels' packages are not installed (requirements/ui.txt)")
+
+from starlette.testclient import TestClient
+
+from outcore.ui.api import PanelsApi, Place
+from outcore.ui.api import children as children_module
+from outcore.ui.app import create_app
+from outcore.ui.command import main
+from outcore.ui.settings import UiSettings
+
+PRETENDER = Path(__file__).with_name("pretender.py")
+LOCAL = "http://127.0.0.1:7860"
+TOKEN = "a-long-enough-token"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(children_module, "PROGRAM", (sys.executable, str(PRETENDER)))
+    return Place()
+
+
+@pytest.fixture
+def api(place):
+    api = PanelsApi(place)
+    yield api
+    for child in api.training._children.values():
+        child.end()
+
+
+@pytest.fixture
+def client(api):
+    with TestClient(create_app(UiSettings(), api, with_panels=False), base_url=LOCAL) as client:
+        yield client
+
+
+@pytest.fixture
+def served(api, tmp_path):
+    """The routes on a real port, for streams that break off."""
+    import uvicorn
+
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(create_app(UiSettings(), api, with_panels=False), log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(20)
+
+
+def words_of(answer, status: int) -> str:
+    assert answer.status_code == status, answer.text
+    return answer.json()["error"]["message"]
+
+
+def until(truth, seconds: float = 20.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := truth():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not come to that")
+
+
+def loaded(ask, model: str = "quick") -> None:
+    ask("POST", "/v1/model", json={"model": model})
+    until(lambda: ask("GET", "/v1/model").json()["state"] == "ready")
+
+
+def test_no_such_path(client):
+    found = client.get("/v1/paths/check", params={"path": "/proc/nothing/here"}).json()
+    assert not found["is_good"] and "/proc/nothing/here cannot be used for offloading" in found["words"]
+    words = words_of(client.post("/v1/data/preview", json={"fields": {"dataset": ["no/such/file.jsonl"]}}), 400)
+    assert "no/such/file.jsonl" in words
+
+
+def test_a_path_that_is_typed_makes_nothing(client, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    assert client.get("/v1/paths/check", params={"path": str(tmp_path / "new")}).json()["is_good"]
+    after = [path for path in sorted(tmp_path.rglob("*")) if ".ui" not in path.parts and path.name != "logs"]
+    assert after == [path for path in before if ".ui" not in path.parts and path.name != "logs"]
+
+
+def test_full_disk_loses_no_conversation(client, monkeypatch):
+    one = client.post("/v1/conversations", json={"title": "kept"}).json()
+
+    def full(path, value):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("outcore.ui.api.conversations.write_json", full)
+        answer = client.patch(f"/v1/conversations/{one['id']}", json={"title": "other"})
+        assert "No space left on device" in words_of(answer, 507)
+    assert client.get(f"/v1/conversations/{one['id']}").json()["title"] == "kept"
+
+
+def test_port_taken(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["--port", str(port)]) == 1
+    said = capsys.readouterr().err
+    assert f"127.0.0.1:{port} cannot be opened" in said and "choose another --port" in said
+
+
+def test_model_missing(client):
+    client.post("/v1/model", json={"model": "missing"})
+    state = until(lambda: (s := client.get("/v1/model").json())["state"] == "failed" and s)
+    assert state["message"] == "missing is not a folder here and no hub id either."
+    words = words_of(client.post("/v1/chat/completions", json={"messages": []}), 409)
+    assert "load one first" in words and "missing is not a folder here" in words
+
+
+def test_stop_in_mid_load(client, api):
+    client.post("/v1/model", json={"model": "slow"})
+    assert "still being loaded" in words_of(client.get("/v1/models"), 503)
+    assert "is being loaded" in words_of(client.post("/v1/model", json={"model": "quick"}), 409)
+    pid = api.host._note["pid"]
+    assert client.delete("/v1/model").json()["state"] == "stopped"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert "No model is loaded" in words_of(client.delete("/v1/model"), 409)
+
+
+def test_two_starts_at_once(client, api):
+    answers = []
+
+    def start():
+        answers.append(client.post("/v1/runs", json={"fields": {"preset": "tiny", "max_steps": 5}}))
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert sorted(answer.status_code for answer in answers) == [200, 409, 409, 409]
+    refused = next(answer for answer in answers if answer.status_code == 409)
+    assert (
+        "is training" in refused.json()["error"]["message"] or "started already" in refused.json()["error"]["message"]
+    )
+    assert len(api.training._children) == 1
+    name = next(answer for answer in answers if answer.status_code == 200).json()["run"]
+    until(lambda: "training" in client.get(f"/v1/runs/{name}/log").json()["lines"])
+    client.post(f"/v1/runs/{name}/stop")
+    until(lambda: client.get(f"/v1/runs/{name}").json()["job"]["state"] == "stopped")
+
+
+def test_reload_in_mid_stream_keeps_what_was_written(served):
+    with httpx.Client(base_url=served, timeout=20) as http:
+        loaded(http.request)
+        one = http.post("/v1/conversations", json={"sampling": {"max_tokens": 200}}).json()
+        path = f"/v1/conversations/{one['id']}"
+        with http.stream("POST", f"{path}/answer", json={"text": "go on"}) as stream:
+            lines = stream.iter_lines()
+            assert sum(next(lines).startswith("data: ") for _ in range(10)) == 5
+            assert "being written" in words_of(http.post(f"{path}/answer", json={"text": "and this"}), 409)
+        kept = until(lambda: not (found := http.get(path).json())["is_under_way"] and found)
+        asked, answered = kept["messages"]
+        assert asked["content"] == "go on" and answered["content"].startswith("word0 ")
+        assert answered["finish"] == "cancelled" and answered["reasoning"] == "I think."
+        http.patch(path, json={"sampling": {"max_tokens": 2}})
+        again = http.post(f"{path}/answer", json={"regenerate": True}).text
+        done = json.loads(again.strip().splitlines()[-1].removeprefix("data: "))
+        assert done["message"]["finish"] == "stop" and done["message"]["content"] == "word0 word1 "
+        assert done["message"]["timings"]["hit_rate"] == 0.5 and len(http.get(path).json()["messages"]) == 2
+
+
+def test_server_killed_in_mid_stream(served, api):
+    with httpx.Client(base_url=served, timeout=20) as http:
+        loaded(http.request)
+        one = http.post("/v1/conversations", json={"sampling": {"max_tokens": 200}}).json()
+        path, events = f"/v1/conversations/{one['id']}", []
+        with http.stream("POST", f"{path}/answer", json={"text": "go on"}) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: "):
+                    events.append(json.loads(line.removeprefix("data: ")))
+                if len(events) == 3:
+                    os.kill(api.host._note["pid"], signal.SIGKILL)
+        assert events[-1] == {"event": "error", "message": "The model's server broke off; what it wrote is kept."}
+        kept = http.get(path).json()["messages"]
+        assert kept[0]["content"] == "go on" and kept[1]["content"].startswith("word0") and kept[1]["finish"] == "error"
+        state = until(lambda: (s := http.get("/v1/model").json())["state"] == "failed" and s)
+        assert state["message"] == "killed by SIGKILL while it served"
+        assert "killed by SIGKILL" in words_of(http.post(f"{path}/answer", json={"text": "again"}), 409)
+
+
+def test_panels_that_start_next_find_the_model_again(api, place, client):
+    loaded(client.request)
+    other = PanelsApi(place)
+    assert other.host.state()["state"] == "ready" and other.host.metrics() == {
+        "kv_bytes": 4096,
+        "weight_bytes": {"ram": 12},
+    }
+    pid = api.host._note["pid"]
+    other.host.unload()
+    until(lambda: api.host._child.exit_code is not None)
+    assert pid
+
+
+def test_wrong_token(api):
+    app = create_app(UiSettings("0.0.0.0", 7860, (TOKEN,)), api, with_panels=False)
+    with TestClient(app, base_url="http://10.0.0.5:7860") as client:
+        assert "token is missing or wrong" in words_of(client.get("/v1/runs"), 401)
+        assert "wrong" in words_of(client.get("/v1/runs", headers={"Authorization": "Bearer nearly"}), 401)
+        assert client.get("/v1/runs", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+        page = client.get("/", headers={"Accept": "text/html"})
+        assert page.status_code == 401 and "<form" in page.text
+        assert "The token is wrong" in client.post("/sign_in", data={"token": "nearly"}).text
+        assert client.post("/sign_in", data={"token": TOKEN}, follow_redirects=False).status_code == 303
+        assert client.get("/v1/runs").status_code == 200  # by the cookie
+        assert TOKEN not in str(client.cookies)
+
+
+def test_other_addresses_need_a_token_and_other_sites_are_turned_away(client, capsys):
+    assert main(["--host", "0.0.0.0"]) == 1 and "--token_file" in capsys.readouterr().err
+    assert "another site" in words_of(client.post("/v1/runs", json={}, headers={"Origin": "http://evil.example"}), 403)
+    assert "evil.example" in words_of(client.get("/v1/runs", headers={"Host": "evil.example"}), 403)
+
+
+def test_huge_input(client):
+    loaded(client.request)
+    one = client.post("/v1/conversations", json={}).json()
+    path = f"/v1/conversations/{one['id']}/answer"
+    answer = client.post(path, json={"text": "x" * 100_000}).text
+    assert "The prompt has too many tokens" in answer
+    assert "longer than 4194304 bytes" in words_of(client.post(path, json={"text": "x" * (5 << 20)}), 413)
+    assert client.post(path, json={"text": "short", "at": 0}).text.count("piece") > 1  # the long one is replaced
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"max_steps": 0}, "max_steps", "must be above 0"),
+        ({"learning_rate": "fast"}, "learning_rate", "expected a number"),
+        ({"nothing": 1}, "nothing", "no setting of a run"),
+        ({"preset": "tiny", "model_name_or_path": "x"}, None, "contradict each other"),
+        ({"zero_stage": "none", "offload_optimizer": "nvme"}, "zero_stage", "contradict"),
+    ],
+)
+def test_settings_that_cannot_be_start_nothing(client, api, fields, param, words):
+    for path in ("/v1/runs", "/v1/estimate"):
+        answer = client.post(path, json={"fields": fields})
+        assert words in words_of(answer, 400)
+        assert param is None or answer.json()["error"]["param"] == param
+    assert not api.training._children
+
+
+def test_no_run_no_conversation_no_threshold(client):
+    assert "no run 'x'" in words_of(client.get("/v1/runs/x"), 404)
+    assert "no run 'x'" in words_of(client.delete("/v1/runs/x"), 404)
+    assert "not running" in words_of(client.post("/v1/runs/x/stop"), 409)
+    assert "no conversation" in words_of(client.get("/v1/conversations/chat-0"), 404)
+    assert "no threshold" in words_of(client.put("/v1/machine/thresholds", json={"wind": 1}), 400)
+    assert "one GPU" in words_of(client.post("/v1/model", json={"model": "m", "tensor_parallel": 2}), 400)
