@@ -150,21 +150,23 @@ class Conversations:
         system = [{"role": "system", "content": one["system"]}] if one["system"] else []
         said = [{"role": m["role"], "content": m["content"]} for m in one["messages"]]
         body = {"messages": system + said, "stream": True, "stream_options": {"include_usage": True}, **one["sampling"]}
+        broken, is_whole = "The model's server broke off; what it wrote is kept.", False
         try:
             base, headers = self.host.address()
-            async with self._client.stream("POST", f"{base}/v1/chat/completions", json=body, headers=headers) as answer:
+            url = f"{base}/v1/chat/completions"
+            async with self._client.stream("POST", url, json=body, headers=headers) as answer:
                 if answer.status_code != 200:
                     yield json.loads(await answer.aread())
                     return
                 async for line in answer.aiter_lines():
                     data = line.removeprefix("data: ")
+                    is_whole = is_whole or data == "[DONE]"
                     if line.startswith("data: ") and data != "[DONE]":
                         yield json.loads(data)
         except (httpx.HTTPError, ValueError, ApiError) as error:
-            words = (
-                str(error) if isinstance(error, ApiError) else "The model's server broke off; what it wrote is kept."
-            )
-            yield {"error": {"message": words}}
+            broken = str(error) if isinstance(error, ApiError) else broken
+        if not is_whole:
+            yield {"error": {"message": broken}}
 
 
 def _told(body: Mapping[str, Any]) -> dict[str, Any]:

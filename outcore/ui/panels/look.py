@@ -14,7 +14,8 @@ CSS = """
   --oc-bad:#fca5a5; --oc-good:#6ee7b7; --oc-mark:#1b5e3b; }
 .gradio-container { max-width: 1360px !important; margin: 0 auto !important; }
 .gradio-container main, .gradio-container .main, .gradio-container .wrap, .gradio-container .tabs,
-.gradio-container .tabitem, .gradio-container .tabitem > .column { width: 100% !important; }
+.gradio-container .tabitem, .gradio-container .tabitem > .column { width: 100% !important; box-sizing: border-box; }
+.oc thead, .oc tbody, .oc tr { border: 0 !important; }
 .oc { color: var(--body-text-color); font-size: 14px; line-height: 1.5; overflow-wrap: anywhere; }
 .oc h3 { font-size: 15px; font-weight: 600; margin: 12px 0 4px; }
 .oc p { margin: 4px 0; }
