@@ -73,6 +73,12 @@ def compiled_activation_bytes(shape: ModelShape, e: int, seq_length: int, tokens
     return int(COMPILED_ACTIVATIONS * layer_activation_bytes(shape, e, seq_length, tokens))
 
 
+def forward_bytes(shape: ModelShape, e: int, tokens: int) -> int:
+    """Alive at the peak of a compiled layer's forward that nothing is kept of: residual stream and its norm, and of the
+    feed-forward part gate, up and product (plain: two)."""
+    return tokens * e * (2 * shape.hidden_size + (3 if shape.gated_ffn else 2) * shape.ffn_width)
+
+
 def mlp_activation_bytes(shape: ModelShape, e: int, tokens: int) -> int:
     """Of `layer_activation_bytes`, the intermediates of the feed-forward part."""
     return tokens * e * shape.ffn_width * ((4 if shape.gated_ffn else 3) + 2)

@@ -31,6 +31,7 @@ from outcore.engine.base import (
 )
 from outcore.engine.deepspeed.state import FAMILIES, open_state
 from outcore.flow.parts import DeviceBatch, packing_known
+from outcore.flow.trace import wait_for
 from outcore.model.inputs import count_target_tokens
 from outcore.model.load import LoadedModel
 from outcore.model.names import named_checkpoint_parameters
@@ -328,7 +329,7 @@ class _Marks:
 
     def seconds(self) -> dict[str, float]:
         if self._cuda:
-            torch.cuda.synchronize()
+            wait_for(self._marks[-1][1], "a step")
         total: dict[str, float] = {}
         for (phase, begin), (_next, end) in zip(self._marks, self._marks[1:], strict=False):
             seconds = begin.elapsed_time(end) / 1e3 if self._cuda else end - begin

@@ -11,11 +11,11 @@ from __future__ import annotations
 from outcore.plan import constants as k
 from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Item
 from outcore.plan.request import RunRequest
-from outcore.plan.stream.tiles import Tiling
+from outcore.plan.stream.tiles import Tiling, device_bytes_of
 from outcore.plan.terms.case import Case
 from outcore.plan.terms.spill import Spill
 from outcore.plan.terms.work import device_bytes, step_flops
-from outcore.sizing.activations import compiled_activation_bytes, layer_activation_bytes
+from outcore.sizing.activations import compiled_activation_bytes, forward_bytes, layer_activation_bytes
 from outcore.sizing.layouts import Residency, StoredStates, StreamLayout
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.states import STATE_FORMATS
@@ -39,6 +39,8 @@ RANK_SLOTS = "gradients of ranks on their way into the sum"
 SLOTS, RING = "lanes' slots", "ring of states on their way"
 TILED_SUMS_FROM = 3
 """Micro-batches from which a tiled layer's gradients have an fp32 home."""
+GRAPH_FORWARD_TENSORS = 4
+"""Hidden states of a micro-batch that graphs of the forward alone keep: its input, a result for each weight buffer."""
 LEAST_GRADIENTS = 3
 """Units' worth of gradients without clipping, where RAM is short."""
 
@@ -97,9 +99,15 @@ def graph_bytes(case: Case[StreamLayout], vram: list[Item]) -> tuple[int, int] |
     if layers_s / shape.num_layers > GRAPH_LONG_S:
         return None
     tensors = sum(p.size_bytes for p in vram if p.name not in NOT_TENSORS)
-    if tensors > (1 - GRAPH_FREE_SHARE) * hardware.tensor_bytes:
+    if tensors > (1 - GRAPH_FREE_SHARE) * (device_bytes_of(hardware, layout) or 0):
         return None
     hidden = tokens * shape.hidden_size * case.element_bytes
+    back = flops.backward - (1 if shape.lora_r else 2) * head
+    back_s = slower * hardware.compute_s(back, 2 * passed, flops.attention_backward)
+    if layout.compiled and back_s / shape.num_layers > GRAPH_LONG_S:  # of a layer only the forward is captured
+        alone = forward_bytes(shape, case.element_bytes, tokens)
+        share = alone / compiled_activation_bytes(shape, case.element_bytes, case.seq_length, tokens)
+        return alone + GRAPH_FORWARD_TENSORS * hidden, int(min(1.0, share) * k.GRAPH_SPARE_TENSORS * hidden)
     if layout.compiled:
         held = int(k.GRAPH_POOL * compiled_activation_bytes(shape, case.element_bytes, case.seq_length, tokens))
         return held + k.GRAPH_TENSORS * hidden, k.GRAPH_SPARE_TENSORS * hidden
