@@ -119,7 +119,7 @@ def flags_of(run: PlannedRun, args: argparse.Namespace, folder: Path) -> list[st
     flags += [f"--{kind}_dir={folder / kind}" for kind in ("log", "checkpoint", "export")]
     flags += [f"--data_cache_dir={folder / 'cache'}", *run.flags]
     if args.dry_run and "--ram_budget_gib" in run.flags:
-        flags += ["--ram_budget_gib", "0.0045"]  # a tiny model's weights and gradients, so that its states leave RAM
+        flags += ["--ram_budget_gib", "0.63"]  # less than Python, torch and a tiny model, so that its states leave RAM
     if run.uses_nvme:
         flags += ["--nvme_offload_path", str(args.nvme)]
     return flags

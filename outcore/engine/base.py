@@ -115,6 +115,8 @@ class Host:
     run_name: str
     """Keeps this run's files on a drive apart from another run's."""
     local_rank: int = -1
+    is_wsl2: bool = False
+    """Processes may pin little memory there."""
 
 
 class Engine(Protocol):

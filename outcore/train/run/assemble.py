@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from outcore.checkpoint import changed_settings
@@ -13,7 +14,7 @@ from outcore.config import ConfigError, RunSettings, read_deepspeed_file, resolv
 from outcore.data import PreparedData
 from outcore.engine.base import Decision, Engine, Host
 from outcore.engine.decide import choose_engine, decide, open_engine
-from outcore.machine import available_ram_bytes
+from outcore.machine import available_ram_bytes, detect_os
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.monitor.watches import hold_off_sleep
@@ -114,7 +115,9 @@ class _Planned:
 
     def __init__(self, job: Job, settings: RunSettings, model: ModelSettings, name: str) -> None:
         self.job, self.settings, self.model = job, settings, model
-        self.host = Host(job.device.has_cuda, available_ram_bytes(), name, job.config.local_rank)
+        self.host = Host(
+            job.device.has_cuda, available_ram_bytes(), name, job.config.local_rank, detect_os(Path("/")).is_wsl2
+        )
         with file_errors("preparing the tokenizer", job.config.data_cache_dir):
             self.tokenizer = load_tokenizer(job.config, model, job.say)
         num_gpus = settings.world_size

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from outcore.common.quantities import format_gib
 from outcore.config import ConfigError, RunSettings
 from outcore.engine.base import Host
 from outcore.engine.stream.decision.decision import StreamDecision
@@ -19,7 +20,14 @@ from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.optim import state_format
+from outcore.sizing.streaming import STAGING_BYTES as DEFAULT_STAGING_BYTES
 
+MOST_PINNED_OF_RAM = 2
+"""Of available RAM at most one in so many bytes is pinned without being asked for: the system cannot take them back."""
+PAGEABLE_SLOTS = 16
+"""Slots of each lane where homes are pageable: with the usual four, 64 MiB, the copies of LoRA's base of 8 B came at
+10 GB/s beside a run whatever the threads; with 64 slots a lane on an H100 reached 30.5 GB/s, measured by itself
+(benchmarks/race/pageable.py)."""
 CPU_STAGING_BYTES = 256 << 20
 """Without a GPU nothing is pinned: the lanes' slots are all that is needed."""
 
@@ -48,6 +56,7 @@ def decide_stream(
         row_tokens=model.seq_length,
         saved_bytes=saved,
         num_ranks=settings.ranks_per_host,
+        is_wsl2=host.is_wsl2,
     )
     return replace(stream_decision(settings, sizes), loaded=loaded)
 
@@ -83,12 +92,8 @@ def stream_decision(
         notes.append("nvme_offload_gradients: gradients stay in RAM, where the optimizer takes them from")
     if settings.activations == "nvme" and wanted.folder is None:
         raise ConfigError("activations nvme needs a drive: give --nvme_offload_path DIR.")
-    slots_bytes = 2 * settings.lane_slots * settings.lane_slot_bytes
-    pinned = settings.staging_bytes if sizes.has_cuda else CPU_STAGING_BYTES
-    if not settings.offload.pin_memory:
-        pinned = slots_bytes
-        notes.append("pin_memory false: only the lanes' slots are pinned, homes are pageable and flow through them")
     homes, shortage = homes_of(settings, sizes, wanted, nvme_check, warnings, notes)
+    pinned, num_slots = _pinned(settings, sizes, homes.get("weight_ram_bytes"), notes)
     scaling, accumulates_as = settings.loss_scaling, settings.grad_accum_dtype
     told = StreamSettings(
         betas=(settings.adam_beta1, settings.adam_beta2),
@@ -102,9 +107,9 @@ def stream_decision(
         packed_attention=settings.packed_attention,
         tiling=settings.tiling,
         tile_bytes=settings.tile_bytes,
-        staging_bytes=max(pinned, slots_bytes),
+        staging_bytes=pinned,
         slot_bytes=settings.lane_slot_bytes,
-        num_slots=settings.lane_slots,
+        num_slots=num_slots,
         write_combined=settings.write_combined == "on" and not homes,
         step_tokens=sizes.step_tokens,
         row_tokens=sizes.row_tokens,
@@ -125,6 +130,33 @@ def stream_decision(
         shortage=shortage,
         unused=tuple(unused_keys(settings.file.blocks)),
     )
+
+
+def _pinned(settings: RunSettings, sizes: RunSizes, weight_ram_bytes: int | None, notes: list[str]) -> tuple[int, int]:
+    """(bytes to pin, slots of a lane). Without a number by flag more than the default is pinned where homes that cross
+    to the device need it and the machine has it; homes that stay pageable get lanes with more slots."""
+    slots, slot_bytes = settings.lane_slots, settings.lane_slot_bytes
+    if not sizes.has_cuda:
+        return max(CPU_STAGING_BYTES, 2 * slots * slot_bytes), slots
+    weights = settings.element_bytes * sizes.total_params - sizes.saved_bytes
+    crossing = settings.element_bytes * sizes.trainable_params
+    crossing += weights if weight_ram_bytes is None else weight_ram_bytes
+    pinned = settings.staging_bytes if settings.offload.pin_memory else 2 * slots * slot_bytes
+    wanted = crossing + 2 * slots * slot_bytes
+    is_default = settings.reasons.get("staging_gib") != "--staging_gib" and pinned == DEFAULT_STAGING_BYTES
+    may_pin = 0 if sizes.is_wsl2 else sizes.ram_available_bytes // MOST_PINNED_OF_RAM
+    if settings.offload.pin_memory and is_default and wanted > pinned and may_pin > pinned:
+        pinned = min(wanted, may_pin)
+        notes.append(
+            f"pinned memory: {format_gib(pinned)} instead of {format_gib(settings.staging_bytes)}, because "
+            f"{format_gib(crossing)} of homes cross to the GPU and pinned ones take no copy (--staging_gib sets it)"
+        )
+    if not settings.offload.pin_memory:
+        notes.append("pin_memory false: only the lanes' slots are pinned, homes are pageable and flow through them")
+    elif wanted > pinned and settings.reasons.get("lane_slots") == "default":
+        # A pageable home's bytes wait in slots for copying threads and for the interpreter: few slots idle the link.
+        slots = max(slots, min(PAGEABLE_SLOTS, pinned // (4 * slot_bytes)))
+    return max(pinned, 2 * slots * slot_bytes), slots
 
 
 USED_KEYS = {

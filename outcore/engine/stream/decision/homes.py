@@ -39,6 +39,8 @@ class RunSizes:
     has_cuda: bool
     row_tokens: int | None = None
     """Tokens of a row."""
+    is_wsl2: bool = False
+    """Little can be pinned there."""
     saved_bytes: int = 0
     """Bytes less that the parameters take at home because frozen ones are packed."""
     num_ranks: int = 1
