@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from outcore.common.quantities import format_gb, format_gib
+from outcore.install.browser import install_chromium
 from outcore.install.environment import Environment, find_environment, make_environment
 from outcore.install.errors import EXIT_INTERRUPTED, EXIT_NOT_READY, EXIT_OK, InstallError, from_os_error
 from outcore.install.extensions import BuildResult, build_all, extension_environment, sanitise_arch_list
@@ -211,6 +212,7 @@ class Job:
         if self.options.shim:
             self.progress.say(write_shim(self.environment))
         if self.options.test:
+            install_chromium(self.progress.say)
             self.exit_code = self._start(["-m", "pytest", *self._pytest_arguments()])
         if self.options.run:
             script = self.repository / "train_model.py"

@@ -39,7 +39,7 @@ def _mount_panels(app: FastAPI, settings: UiSettings) -> None:
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when it is imported
     import gradio
 
-    from outcore.ui.panels import CSS, HEAD, build, theme
+    from outcore.ui.panels import HEAD, build, theme
 
     client = Client(f"http://{settings.own_host}:{settings.port}", settings.tokens[0] if settings.tokens else "")
     gradio.mount_gradio_app(
@@ -52,6 +52,5 @@ def _mount_panels(app: FastAPI, settings: UiSettings) -> None:
         ssr_mode=False,
         show_error=True,
         theme=theme(),
-        css=CSS,
         head=HEAD,
     )

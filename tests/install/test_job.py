@@ -95,6 +95,11 @@ def test_second_run_starts_no_pip(repository: Path, capsys: pytest.CaptureFixtur
     assert "source .venv/bin/activate" in said and "deepspeed --num_gpus=1 train_model.py" in said and "--shim" in said
 
 
+@pytest.fixture(autouse=True)
+def _no_browser_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outcore.install.job.install_chromium", lambda say: None)
+
+
 def test_first_run_installs_and_stamps_last(repository: Path) -> None:
     environment = fake_environment(repository / ".venv")
     environment.write_stamp({"set": "cpu"})

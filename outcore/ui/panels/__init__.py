@@ -10,12 +10,12 @@ from outcore.ui.client import Client
 from outcore.ui.panels.chat import ChatPanel
 from outcore.ui.panels.evaluate import EvaluatePanel
 from outcore.ui.panels.events import QUIET
-from outcore.ui.panels.look import CSS, HEAD, theme
+from outcore.ui.panels.look import HEAD, theme
 from outcore.ui.panels.machine import MachinePanel
 from outcore.ui.panels.runs import RunsPanel
 from outcore.ui.panels.train import TrainPanel
 
-__all__ = ["CSS", "HEAD", "build", "theme"]
+__all__ = ["HEAD", "build", "theme"]
 
 
 def build(client: Client, table: dict[str, Any]) -> gr.Blocks:

@@ -6,7 +6,6 @@ import gradio as gr
 
 FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")
 MONO = ("ui-monospace", "SFMono-Regular", "Consolas", "Liberation Mono", "monospace")
-HEAD = '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
 CSS = """
 :root { --oc-1:#2563eb; --oc-2:#d97706; --oc-3:#059669; --oc-4:#7c3aed; --oc-5:#db2777; --oc-6:#0891b2; --oc-7:#737373;
   --oc-bad:#b91c1c; --oc-good:#047857; --oc-mark:#b7e4c7; }
@@ -55,13 +54,16 @@ CSS = """
 .gradio-container button.lg { font-size: 14px; font-weight: 600; padding: 8px 14px; }
 @media (min-width: 900px) { .oc-side { position: sticky; top: 8px; align-self: flex-start; } }
 @media (max-width: 640px) {
-  .gradio-container, .gradio-container .main, .gradio-container .wrap.fillable, main.fillable {
-    padding-left: 6px !important; padding-right: 6px !important; }
-  .gradio-container { padding: 0 !important; }
+  .gradio-container .main.fillable { padding: 6px !important; }
+  .gradio-container [role=tab] { padding-left: 10px !important; padding-right: 10px !important; }
   .oc th, .oc td { padding-right: 8px; }
   .oc .chart svg { height: 96px; }
 }
 """
+HEAD = (
+    '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+    f"<style>{CSS}</style>"  # Gradio's own css argument narrows every rule to the inside of its container
+)
 
 
 def theme() -> gr.themes.Base:

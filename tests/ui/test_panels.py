@@ -1,0 +1,147 @@
+"""The panels as they are served: nothing from outside, every setting in the form; runs as the routes tell them."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("gradio", reason="the panels' packages are not installed (requirements/ui.txt)")
+
+from starlette.testclient import TestClient
+
+from outcore.config import FIELDS
+from outcore.ui.api import PanelsApi, Place, table
+from outcore.ui.api.form import HIDDEN, argv_of, checked, command_of, said, yaml_of
+from outcore.ui.app import create_app
+from outcore.ui.panels import draw
+from outcore.ui.panels.chat import bubbles, costs_of
+from outcore.ui.panels.runs import RunsPanel, compared_of, graphs_of, state_of
+from outcore.ui.panels.train import banner_of, forecast_of, stages_of
+from outcore.ui.settings import UiSettings
+
+
+@pytest.fixture
+def client(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    api = PanelsApi(Place())
+    with TestClient(create_app(UiSettings(), api, with_panels=False), base_url="http://127.0.0.1:7860") as client:
+        yield client
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Writes a run of so many steps as training leaves it."""
+
+    def write(name: str, steps: int = 5, **config) -> None:
+        folder = tmp_path / "logs" / name
+        folder.mkdir(parents=True)
+        (tmp_path / "checkpoints").mkdir(exist_ok=True)
+        forecast = {"step_s": 0.5, "rss_bytes": 2 << 30}
+        header = {"event": "header", "run": name, "config": config, "plan": {"total_steps": 5, "forecast": forecast}}
+        lines = [header] + [
+            {
+                "step": n,
+                "loss": 9.0 - n,
+                "step_s": 0.6,
+                "phase_s": {"forward": 0.4},
+                "ram_rss_bytes": 3 << 30,
+                "lr": 1e-3,
+            }
+            for n in range(1, steps + 1)
+        ]
+        lines.append({"event": "eval", "step": steps, "eval_loss": 4.5})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    return write
+
+
+def test_the_page_asks_nobody_else_and_tells_nobody(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with TestClient(create_app(UiSettings(), PanelsApi(Place())), base_url="http://127.0.0.1:7860") as client:
+        page = client.get("/")
+    assert page.status_code == 200
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'self'" in policy and "connect-src 'self'" in policy and "http" not in policy
+    loads = re.findall(r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=\"(https?:[^\"]+)", page.text)
+    assert not [one for one in loads if 'rel="preconnect' not in one], loads
+    config = json.loads(re.search(r"window\.gradio_config = (\{.*?\});</script>", page.text, re.S)[1])
+    assert config["analytics_enabled"] is False
+    labels = {part["props"].get("label") for part in config["components"]}
+    assert not set(FIELDS) - HIDDEN - labels  # every setting of a run is in the form
+    tabs = [part["props"]["label"] for part in config["components"] if part["type"] == "tabitem"]
+    assert tabs == ["Train", "Runs", "Chat", "Evaluate", "Machine"]
+
+
+def test_a_form_becomes_flags_and_yaml_that_training_understands():
+    fields = {row["name"]: row["default"] for row in table()["data"]}
+    assert said(fields) == {}
+    typed = {"max_steps": "20", "learning_rate": "3e-4", "dataset": ["a.txt", "b.txt:0.3"], "packing": "on"}
+    told = said(fields | typed | {"seed": 7.0, "nvme_offload_optimizer": False, "min_lr_ratio": ""})
+    config = checked(told)
+    assert (config.max_steps, config.learning_rate, config.seed) == (20, 3e-4, 7)
+    assert config.dataset == ("a.txt", "b.txt:0.3") and not config.nvme_offload_optimizer
+    assert "--dataset a.txt --dataset b.txt:0.3" in command_of(told)
+    assert "dataset:\n- a.txt\n- b.txt:0.3\n" in yaml_of(told) and "max_steps: 20" in yaml_of(told)
+    assert argv_of({"max_steps": -1}) == ["--max_steps=-1"]
+
+
+def test_the_forecast_is_drawn_against_what_is_there(client):
+    small = client.post("/v1/estimate", json={"fields": {"preset": "tiny"}}).json()
+    assert small["fits"] and "do not need infinity" in small["needs_infinity"]
+    assert banner_of(small) == "" and "tokens/s" in forecast_of(small)
+    assert all(stage in stages_of(small) for stage in ("none", "zero1", "zero2", "zero3", "infinity"))
+    large = client.post("/v1/estimate", json={"fields": {"preset": "llama-70b"}}).json()
+    assert not large["fits"] and "Does not fit this machine" in banner_of(large) and "short" in forecast_of(large)
+    none = client.post("/v1/estimate", json={"fields": {"model_name_or_path": "/no/such"}}).json()
+    assert "not a folder here" in none["problem"] and "No forecast" in banner_of(none)
+
+
+def test_runs_are_listed_drawn_compared_and_deleted(client, run, tmp_path):
+    run("one", learning_rate=1e-3, preset="tiny")
+    run("two", steps=3, learning_rate=2e-3, preset="tiny")
+    rows = {row["name"]: row for row in client.get("/v1/runs").json()["data"]}
+    assert rows["one"]["state"] == "finished" and rows["two"]["step"] == 3
+    one, series = client.get("/v1/runs/one").json(), client.get("/v1/runs/one/series", params={"points": 2}).json()
+    assert one["forecast"][0] == {"what": "step_s", "forecast": 0.5, "measured": 0.6}
+    assert series["steps"] == [2, 5] and series["series"]["loss"] == [7.5, 5.0]
+    assert "one: finished" in state_of(one, series) and "validation" in graphs_of(
+        client.get("/v1/runs/one/series").json()
+    )
+    found = client.get("/v1/run_comparison", params={"names": "one,two"}).json()
+    assert found["settings"] == {"learning_rate": [1e-3, 2e-3]}
+    assert "learning_rate" in compared_of(found, dict.fromkeys(("one", "two"), series))
+    settings = client.get("/v1/runs/two/settings").json()
+    assert settings["command"] == "python train_model.py --learning_rate 0.002 --preset tiny"
+    assert client.delete("/v1/runs/one").json()["deleted"] and not (tmp_path / "logs" / "one").exists()
+    assert [row["name"] for row in client.get("/v1/runs").json()["data"]] == ["two"]
+
+
+def test_deleting_asks_first():
+    asked = []
+    client = SimpleNamespace(
+        get=lambda *path: {"words": "finished", "size_bytes": 5 << 20}, delete=lambda *path: asked.append(path)
+    )
+    panel = object.__new__(RunsPanel)
+    panel.client = client
+    shown, question = panel._ask("one")
+    assert shown["visible"] and "Delete one (finished" in question and not asked
+
+
+def test_reasoning_is_folded_and_costs_are_said():
+    times = {"tokens": 3, "tokens_per_s": 2.5, "prefill_s": 0.1, "decode_s": 0.8, "hit_rate": 0.5, "prompt_tokens": 10}
+    message = {"role": "assistant", "content": "four", "reasoning": "2 + 2", "finish": "length", "timings": times}
+    user, thought, answer = bubbles([{"role": "user", "content": "2 + 2?"}, message])
+    assert thought["metadata"] == {"title": "Reasoning", "status": "done"} and answer["content"] == "four"
+    assert user["content"] == "2 + 2?"
+    said = costs_of(message)
+    assert "2.5 tokens/s" in said and "50% of 10 prompt tokens" in said and "ended at max_tokens" in said
+
+
+def test_what_is_drawn_is_escaped():
+    assert "<b>" not in draw.table(("a",), [("<b>x</b>",)]) and "&lt;b&gt;" in draw.paragraph("<b>")
+    assert draw.chart("empty", [1.0], {"a": [2.0]}) == ""
+    over = draw.tier_bar("ram", {"<i>": 3 << 30}, 3 << 30, 2 << 30)
+    assert "1.00 GiB short" in over and "&lt;i&gt;" in over
