@@ -10,6 +10,7 @@ import torch
 from outcore.common.quantities import MIB
 from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.check.tiles import try_tiled_copy
 from outcore.engine.stream.gradients.arena import gradient_bytes_of
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import StreamUnsupported
@@ -66,7 +67,8 @@ def gradients_of(engine, batches):
     sums = parts.schedule.train(
         batches,
         step=1,
-        grad_scale=1.0 / total,
+        num_tokens=total,
+        loss_scale=1.0,
         on_gradient=lambda unit, transfer: sent.append((unit, transfer)),
         clock=PhaseClock(torch.device("cpu")),
     )
@@ -356,3 +358,8 @@ def test_settings_of_tiling_are_checked():
     for bad in ({"tiling": "maybe"}, {"tile_bytes": 0}, {"device_bytes": 0}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             StreamSettings(**bad)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_the_trial_in_tiles_passes_a_model_that_goes_in_tiles(model):
+    try_tiled_copy(tiny_loaded(model), build_stream_engine)

@@ -80,7 +80,8 @@ def _gradients(
         engine._parts.schedule.train(
             batches,
             step=1,
-            grad_scale=1.0 / total,
+            num_tokens=total,
+            loss_scale=1.0,
             on_gradient=lambda unit, transfer: sent.append((unit, transfer)),
             clock=PhaseClock(torch.device("cpu")),
         )
