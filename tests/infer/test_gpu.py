@@ -118,7 +118,7 @@ def test_compiled_layers_and_graphs_say_what_eager_ones_say(wide_folder, monkeyp
     wanted, scores, _ = answers(wide_folder[0], monkeypatch, compile="off", **common)
     for share, more in ((None, {}), (None, {"kv_home": "ram"}), (1, {}), (0.5, {"nvme_path": (tmp_path,)})):
         found, again, _ = answers(wide_folder[0], monkeypatch, share, compile="on", **common, **more)
-        # In 8 bits a rounding that differs in the last place of fp32 may take the next code, and a near tie another token.
+        # In 8 bits the last place of fp32 may decide for the next code, and that for another token of a near tie.
         close = 1e-3 if kv_format == "same" else 0.05
         assert kv_format != "same" or found == wanted, (share, more)
         assert all(one == pytest.approx(other, abs=close) for one, other in zip(again, scores))
