@@ -189,25 +189,33 @@ def _zero(block: Any) -> dict[str, Any]:
     return zero
 
 
+def _need(is_right: bool, words: str) -> None:
+    if not is_right:
+        raise ValueError(f"{NAME}: {words}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def _optimizer(block: Any) -> dict[str, Any]:
     """The block optimizer; what outcore does not train with is refused."""
     block = keys.check_block("optimizer", block, frozenset({"type", "params", "legacy_fusion"}))
     kind = block.get("type", "AdamW")
-    if not isinstance(kind, str) or kind.lower() not in ("adam", "adamw"):
-        raise ValueError(f"{NAME}: optimizer.type {kind!r} is not supported; outcore trains with AdamW (or Adam).")
-    if "max_grad_norm" in (block.get("params") or {}):
-        raise ValueError(
-            f"{NAME}: optimizer.params.max_grad_norm is refused by DeepSpeed; write gradient_clipping at the top level "
-            "instead."
-        )
+    is_known = isinstance(kind, str) and kind.lower() in ("adam", "adamw")
+    _need(is_known, f"optimizer.type {kind!r} is not supported; outcore trains with AdamW (or Adam).")
+    _need(
+        "max_grad_norm" not in (block.get("params") or {}),
+        "optimizer.params.max_grad_norm is refused by DeepSpeed; write gradient_clipping at the top level instead.",
+    )
     params = keys.check_block("optimizer.params", block.get("params"), keys.ADAM)
-    if kind.lower() == "adamw" and params.get("adam_w_mode") is False:
-        raise ValueError(f"{NAME}: optimizer.type AdamW contradicts adam_w_mode false; use type Adam.")
-    if params.pop("amsgrad", False):
-        raise ValueError(f"{NAME}: optimizer.params.amsgrad is not supported by DeepSpeed's Adam; remove it.")
+    contradicts = kind.lower() == "adamw" and params.get("adam_w_mode") is False
+    _need(not contradicts, "optimizer.type AdamW contradicts adam_w_mode false; use type Adam.")
+    amsgrad = params.pop("amsgrad", False)
+    _need(not amsgrad, "optimizer.params.amsgrad is not supported by DeepSpeed's Adam; remove it.")
     betas = params.get("betas", [0.9, 0.999])
-    if not isinstance(betas, list | tuple) or len(betas) != 2:
-        raise ValueError(f"{NAME}: optimizer.params.betas must be two numbers, got {betas!r}.")
+    are_two = isinstance(betas, list | tuple) and len(betas) == 2
+    _need(are_two, f"optimizer.params.betas must be two numbers, got {betas!r}.")
     return {**block, "params": params} if params or "params" in block else block
 
 
@@ -215,45 +223,36 @@ def _check_aio(aio: Mapping[str, Any]) -> None:
     """Every transfer of DeepSpeed's goes past the page cache, and it never looks at the result: sizes that are no whole
     sectors must be refused."""
     parallel = aio.get("intra_op_parallelism", 1)
-    if isinstance(parallel, bool) or not isinstance(parallel, int) or parallel <= 0:
-        raise ValueError(f"{NAME}: aio.intra_op_parallelism must be a whole number above 0, got {parallel!r}.")
-    if parallel & (parallel - 1):
-        raise ValueError(
-            f"{NAME}: aio.intra_op_parallelism {parallel} is not a power of two; DeepSpeed's sizes would not divide "
-            "into whole sectors. Use 1, 2, 4 or 8."
-        )
+    _need(_is_whole(parallel), f"aio.intra_op_parallelism must be a whole number above 0, got {parallel!r}.")
+    _need(
+        not parallel & (parallel - 1),
+        f"aio.intra_op_parallelism {parallel} is not a power of two; DeepSpeed's sizes would not divide into whole "
+        "sectors. Use 1, 2, 4 or 8.",
+    )
     for key in ("single_submit", "overlap_events", "use_gds"):
-        if not isinstance(aio.get(key, False), bool):
-            raise ValueError(f"{NAME}: aio.{key} must be true or false, got {aio[key]!r}.")
-    if aio.get("use_gds"):
-        raise ValueError(
-            f"{NAME}: aio.use_gds needs GPUDirect Storage, which outcore uses only where gds_optimizer.py has proved a "
-            "direct path, and not through DeepSpeed. Set it to false."
-        )
+        _need(isinstance(aio.get(key, False), bool), f"aio.{key} must be true or false, got {aio.get(key)!r}.")
+    _need(
+        not aio.get("use_gds"),
+        "aio.use_gds needs GPUDirect Storage, which outcore uses only where gds_optimizer.py has proved a direct path, "
+        "and not through DeepSpeed. Set it to false.",
+    )
 
 
 def _check_rest(blocks: Mapping[str, Any]) -> None:
     """Keys at the top level that outcore's loop cannot drive."""
     for block, key in (("torch_autocast", "enabled"), ("compile", "deepcompile")):
-        value = blocks.get(block)
-        if value is not None and not isinstance(value, Mapping):
-            raise ValueError(f"{NAME}: {block!r} must be a JSON object {{...}}, got {value!r}.")
-        if value and value.get(key):
-            raise ValueError(f"{NAME}: {block}.{key} is not supported here. Set it to false, or delete the block.")
-    if blocks.get("gradient_allreduce_op", "mean") != "mean":
-        raise ValueError(
-            f"{NAME}: gradient_allreduce_op must be mean: outcore averages the loss over all tokens itself."
-        )
-    if blocks.get("managed_gradient_accumulation", True) is not True:
-        raise ValueError(f"{NAME}: managed_gradient_accumulation false is not supported here. Delete it.")
-    if blocks.get("sequence_parallel_size", 1) != 1:
-        raise ValueError(f"{NAME}: sequence_parallel_size must be 1: outcore's DeepSpeed engine is data parallel.")
-    where = blocks.get("communication_data_type", "fp32")
-    if where not in ("fp32", "fp16", "bf16"):
-        raise ValueError(f"{NAME}: communication_data_type must be fp32, fp16 or bf16, got {where!r}.")
-    total = blocks.get("train_batch_size")
-    if total is not None and (isinstance(total, bool) or not isinstance(total, int) or total < 1):
-        raise ValueError(f"{NAME}: train_batch_size must be a whole number of 1 or more, got {total!r}.")
+        value = blocks.get(block) or {}
+        _need(isinstance(value, Mapping), f"{block!r} must be a JSON object {{...}}, got {value!r}.")
+        _need(not value.get(key), f"{block}.{key} is not supported here. Set it to false, or delete the block.")
+    for key, only, words in (
+        ("gradient_allreduce_op", "mean", "must be mean: outcore averages the loss over all tokens itself."),
+        ("managed_gradient_accumulation", True, "false is not supported here. Delete it."),
+        ("sequence_parallel_size", 1, "must be 1: outcore's DeepSpeed engine is data parallel."),
+    ):
+        _need(blocks.get(key, only) == only, f"{key} {words}")
+    kind, total = blocks.get("communication_data_type", "fp32"), blocks.get("train_batch_size")
+    _need(kind in ("fp32", "fp16", "bf16"), f"communication_data_type must be fp32, fp16 or bf16, got {kind!r}.")
+    _need(total is None or _is_whole(total), f"train_batch_size must be a whole number of 1 or more, got {total!r}.")
 
 
 def _fields(blocks: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

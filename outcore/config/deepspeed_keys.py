@@ -6,10 +6,10 @@ deep inside on unknown nested ones. A test compares these tables with the instal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from outcore.common.words import nearest
+from outcore.common.words import did_you_mean
 
 
 def _words(text: str) -> frozenset[str]:
@@ -105,12 +105,6 @@ def is_comment(key: str) -> bool:
     return key.startswith(("_", "//", "#")) or key == "comment"
 
 
-def hint(name: str, known: Iterable[str]) -> str:
-    """' Did you mean X?' for the nearest known name, or ''."""
-    close = nearest(name, known, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
 def check_block(name: str, block: object, known: frozenset[str], ignored: frozenset[str] = frozenset()) -> dict:
     """A copy of the block `name`; ValueError when it is no JSON object or holds a key DeepSpeed does not know."""
     if block is None:
@@ -120,7 +114,7 @@ def check_block(name: str, block: object, known: frozenset[str], ignored: frozen
     for key in block:
         if key not in known and key not in ignored:
             raise ValueError(
-                f"deepspeed_config.json: DeepSpeed has no key {name}.{key}.{hint(key, known)} "
+                f"deepspeed_config.json: DeepSpeed has no key {name}.{key}.{did_you_mean(key, known, 1)} "
                 f"Known: {', '.join(sorted(known))}."
             )
     return {key: value for key, value in block.items() if key not in ignored}
@@ -142,7 +136,7 @@ def check_top_level(config: Mapping[str, Any]) -> None:
         if key not in TOP_LEVEL:
             raise ValueError(
                 f"deepspeed_config.json: DeepSpeed has no key {key!r} and would silently ignore it."
-                f"{hint(key, TOP_LEVEL | {'outcore'})} Correct or delete it (a comment key may start with '_')."
+                f"{did_you_mean(key, TOP_LEVEL | {'outcore'}, 1)} Correct or delete it (a comment may start with '_')."
             )
 
 

@@ -25,6 +25,15 @@ SECTOR_BYTES = 4096
 LORA_LR, FINE_TUNE_LR, SCRATCH_LR, TINY_LR = 2e-4, 2e-5, 3e-4, 2e-3
 """Usual peak learning rates: LoRA (Hu et al. 2021, table 12), full fine-tuning, pre-training of small models."""
 UNSAID = (None, "auto")
+DEFAULTS: dict[str, Any] = {
+    "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0,
+    "engine": "auto", "write_combined": "auto", "activations": "auto", "grad_accum_dtype": None,
+    "lane_slots": DEFAULT_LANE_SLOTS,
+}  # fmt: skip
+"""Fields that nothing but flag, YAML and file decide -> the default."""
+LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "loss_scale_hysteresis": 2, "min_loss_scale": 1.0}
+AS_SAID = ("seed", "compile", "tiling", "tile_bytes", "nvme_checksums")
+"""Fields that the file cannot give."""
 
 
 @dataclass(frozen=True)
@@ -80,38 +89,20 @@ class _Resolver:
             world_size=self.place.world_size,
             ranks_per_host=self.place.ranks_per_host or self.place.world_size,
             learning_rate=self._pick("learning_rate", rate, why),
-            weight_decay=self._pick("weight_decay", 0.01),
-            adam_beta1=self._pick("adam_beta1", 0.9),
-            adam_beta2=self._pick("adam_beta2", 0.999),
-            adam_epsilon=self._pick("adam_epsilon", 1e-8),
-            max_grad_norm=self._pick("max_grad_norm", 1.0, "global norm; the usual choice for language models"),
             activation_checkpointing=recomputes(self.said),
-            seed=self.said.seed,
-            engine=self._pick("engine", "auto"),
             zero_stage=self.zero_stage,
             state_format=states,
             offload=self._offload(precision),
             staging_bytes=int(self._pick("staging_gib", DEFAULT_STAGING_BYTES / GIB) * GIB),
-            write_combined=self._pick("write_combined", "auto"),
-            lane_slots=self._pick("lane_slots", DEFAULT_LANE_SLOTS),
             lane_slot_bytes=self._in_sectors("lane_slot_bytes", DEFAULT_LANE_SLOT_BYTES),
-            activations=self._pick("activations", "auto"),
-            compile=self.said.compile,
-            tiling=self.said.tiling,
-            tile_bytes=self.said.tile_bytes,
-            nvme_checksums=self.said.nvme_checksums,
             packed_attention="auto" if self.said.attn_implementation == "auto" else "masks",
-            grad_accum_dtype=self._pick("grad_accum_dtype", None),
-            loss_scaling=LossScaling(
-                self._pick("initial_scale_power", 16),
-                self._pick("loss_scale_window", 1000),
-                self._pick("loss_scale_hysteresis", 2),
-                self._pick("min_loss_scale", 1.0),
-            ),
+            loss_scaling=LossScaling(*(self._pick(name, default) for name, default in LOSS_SCALING.items())),
             file=self.file,
             reasons=self.reasons,
             notes=tuple(self.notes),
             warnings=tuple(self.warnings),
+            **{name: self._pick(name, default) for name, default in DEFAULTS.items()},
+            **{name: getattr(self.said, name) for name in AS_SAID},
         )
 
     # --- flags over the file

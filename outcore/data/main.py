@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from outcore.data.basis import FORMATS, LONG_ROWS, DataError, DataSettings
+from outcore.data.chat import read_template
 from outcore.data.look import Look, look_at
 from outcore.data.show import render_sample, write_page
 from outcore.data.tokenizer import load_or_train_tokenizer
@@ -58,20 +59,13 @@ def main(argv: list[str] | None = None) -> int:
         settings = _settings(args)
         tokenizer = load_or_train_tokenizer(settings, args.model, trust_remote_code=args.trust_remote_code)
         if args.chat_template is not None:
-            tokenizer.chat_template = _template(Path(args.chat_template))
+            tokenizer.chat_template = read_template(args.chat_template)
         look = look_at(settings, tokenizer, args.rows, say=lambda words: print(words, file=sys.stderr))
         _show(look, tokenizer, args)
     except DataError as error:
         print(f"outcore data: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _template(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"the chat template {file} cannot be read: {error}") from error
 
 
 def _settings(args: argparse.Namespace) -> DataSettings:

@@ -29,8 +29,9 @@ from outcore.checkpoint import (
 from outcore.checkpoint.export import save_export_files
 from outcore.engine.base import LOWER_RATE, MicroBatch, NonFiniteLossError, StepResult
 from outcore.monitor import plot_loss
+from outcore.monitor.metrics import StartupClock
 from outcore.train.memory_advice import TierFull
-from outcore.train.process import StartupClock, StopRequest, load_random_state, save_random_state
+from outcore.train.process import StopRequest, load_random_state, save_random_state
 from outcore.train.trainer_parts import TrainerParts
 
 PICTURE_AFTER_S = 20.0

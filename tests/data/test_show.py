@@ -56,7 +56,7 @@ def test_wrong_usage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert outcore([*shown(tmp_path), "--html", str(tmp_path / "no" / "page.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
     assert outcore([*shown(tmp_path), "--chat_template", str(tmp_path / "no.jinja")]) == 2
-    assert "no.jinja cannot be read" in capsys.readouterr().err
+    assert "no.jinja: cannot be read" in capsys.readouterr().err
 
 
 def test_a_template_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -10,9 +10,9 @@ import pytest
 from outcore.engine.stream.settings import StreamSettings
 from outcore.plan import TierUse
 from outcore.plan.run import forecast as forecast_module
+from outcore.plan.run.forecast import too_small
 from outcore.train.run import assemble as run_module
 from outcore.train.run import main
-from outcore.train.run.fit_check import too_small
 from tests.plan.fakes import plan_of, server
 from tests.train.jobs import fixtures, flags
 from tests.train.test_forecast import SHAPE

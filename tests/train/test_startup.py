@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from outcore.train.process import StartupClock, startup_clock
-from outcore.train.process.startup_clock import compile_s
+from outcore.monitor.metrics import StartupClock, startup_clock
+from outcore.monitor.metrics.startup_clock import compile_s
 
 
 def test_parts_add_up(monkeypatch: pytest.MonkeyPatch):

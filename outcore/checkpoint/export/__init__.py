@@ -3,3 +3,4 @@
 from outcore.checkpoint.export.files import export_checkpoint, how_to_load, save_export_files
 from outcore.checkpoint.export.merge import has_adapter, merge_checkpoint
 from outcore.checkpoint.export.model import export_model
+from outcore.checkpoint.export.upload import check_login, push

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from outcore.data.chat.default import default_template, ensure_chat_template
+from outcore.data.chat.default import default_template, ensure_chat_template, read_template
 from outcore.data.chat.encoder import ChatEncoder, Encoded

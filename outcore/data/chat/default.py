@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from outcore.data.basis import DataError
 
 _CHATML = (
     "{%- set first = 0 -%}{%- if tools -%}{{- '<|im_start|>system\n' -}}"
@@ -40,3 +43,22 @@ def ensure_chat_template(tokenizer: Any) -> str | None:
     tokenizer.chat_template = default_template(tokenizer)
     end = "<|im_end|>" if "'<|im_end|>'" in tokenizer.chat_template else tokenizer.eos_token
     return f"the tokenizer has no chat template: conversations are written as ChatML, each turn ended by {end}"
+
+
+def read_template(name: str) -> str:
+    """The chat template in a file. DataError when it is none."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template as compiled
+
+    file = Path(name).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8")
+        compiled(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--chat_template {file}: cannot be read: {error}.") from error
+    except TemplateSyntaxError as error:
+        where = f"{file}, line {error.lineno}"
+        raise DataError(f"--chat_template {where}: not a Jinja template: {error.message}.") from error
+    if "messages" not in text:
+        raise DataError(f"--chat_template {file}: says nothing of `messages`, which a chat template goes through.")
+    return text

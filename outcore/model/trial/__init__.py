@@ -9,3 +9,4 @@ from outcore.model.trial.abilities import (
     run_once,
 )
 from outcore.model.trial.shrink import VOCAB, shrink_config
+from outcore.model.trial.vocabulary import check_token_ids, embedding_rows

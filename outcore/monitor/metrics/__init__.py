@@ -5,3 +5,4 @@ from outcore.monitor.metrics.loggers import Logger, LoggerGroup, NullLogger, che
 from outcore.monitor.metrics.loss_plot import plot_loss
 from outcore.monitor.metrics.reader import Metrics, read_metrics
 from outcore.monitor.metrics.server import MetricsServer
+from outcore.monitor.metrics.startup_clock import StartupClock

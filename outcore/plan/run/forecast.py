@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from outcore.common.quantities import format_gib
 from outcore.config import RunSettings
 from outcore.machine import Machine, detect_machine
 from outcore.model.settings import ModelSettings
@@ -89,6 +90,20 @@ def plan_layout(shape: ModelShape, request: RunRequest, hardware: Hardware, layo
     return plan_deepspeed(shape, request, hardware, request.seq_length, layout)
 
 
+def too_small(plan: Plan) -> str:
+    """Which memory the run's own bytes overflow and by how much; '' when they fit."""
+    said = []
+    for words, tier, tiers in (("VRAM", "vram", ("vram",)), ("RAM", "ram", ("ram", "pinned"))):
+        needed_bytes = plan.expected_bytes(*tiers)
+        there_bytes = next((use.capacity_bytes for use in plan.tiers if use.tier == tier), needed_bytes)
+        if needed_bytes > there_bytes:
+            said.append(
+                f"{words}: {format_gib(needed_bytes)} needed, {format_gib(there_bytes)} there, "
+                f"{format_gib(needed_bytes - there_bytes)} short"
+            )
+    return "; ".join(said)
+
+
 @dataclass(frozen=True)
 class Forecast:
     """A run's plan, or why there is none."""
@@ -109,6 +124,14 @@ class Forecast:
             "machine_notes": list(self.hardware.notes),
             "asked": self.asked,
         }
+
+    def why_not(self, shortage: str) -> str:
+        """Why the run cannot be: what its engine lacks, or what the plan overflows; '' when it can, or when the
+        planner cannot count its model."""
+        if shortage:
+            return shortage
+        short = too_small(self.plan) if self.plan is not None else ""
+        return f"this run does not fit this machine: {short}." if short else ""
 
     def measured_links(self) -> dict[str, float]:
         """GB/s of this machine's links that the probe measured, by name; {} when it never did."""

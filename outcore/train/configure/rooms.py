@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def lora_alpha(config: TrainConfig) -> float:
 
 def model_settings_of(config: TrainConfig, precision: str, seq_length: int) -> ModelSettings:
     """The model room's settings."""
-    named = config.model_name_or_path or config.config_file or config.model_module
+    is_named = config.model_name_or_path or config.config_file or config.model_module
     lora = None
     if config.lora_r:
         lora = LoraSettings(
@@ -68,23 +68,18 @@ def model_settings_of(config: TrainConfig, precision: str, seq_length: int) -> M
             use_rslora=config.use_rslora,
             init=config.init_lora_weights,
         )
-    return ModelSettings(
-        model_name_or_path=_absolute(config.model_name_or_path),
-        preset=config.preset or (None if named else "tiny"),
-        config_file=config.config_file,
-        model_module=config.model_module,
-        trust_remote_code=config.trust_remote_code,
-        precision=precision,
-        attn_implementation=config.attn_implementation,
-        seq_length=seq_length,
-        lora=lora,
-        quantize=None if config.quantize == "none" else config.quantize,
-        gradient_checkpointing=recomputes(config),
-        router_loss=config.router_loss,
-        seed=config.seed,
-        label_smoothing=config.label_smoothing,
-        config_overrides=_overrides(config.config_overrides),
-    )
+    same = {f.name: getattr(config, f.name) for f in fields(ModelSettings) if hasattr(config, f.name)}
+    named = {
+        "model_name_or_path": _absolute(config.model_name_or_path),
+        "preset": config.preset or (None if is_named else "tiny"),
+        "precision": precision,
+        "seq_length": seq_length,
+        "lora": lora,
+        "quantize": None if config.quantize == "none" else config.quantize,
+        "gradient_checkpointing": recomputes(config),
+        "config_overrides": _overrides(config.config_overrides),
+    }
+    return ModelSettings(**{**same, **named})
 
 
 def _absolute(name: str | None) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.checkpoint import changed_settings
+from outcore.checkpoint.export import check_login
 from outcore.common import file_errors
 from outcore.common.quantities import format_count
 from outcore.config import ConfigError, RunSettings, read_deepspeed_file, resolve
@@ -26,8 +27,7 @@ from outcore.train.loop import Trainer
 from outcore.train.process import fix_order, seed_everything
 from outcore.train.run.context import RunContext, kept_on_drive
 from outcore.train.run.data import default_seq_length, load_data, load_tokenizer
-from outcore.train.run.fit_check import check_fit, why_not
-from outcore.train.run.hub_upload import check_login
+from outcore.train.run.fit_check import check_fit
 from outcore.train.run.job import Job
 
 
@@ -62,7 +62,7 @@ def show_plan(job: Job, settings: RunSettings, model: ModelSettings) -> int:
     forecast = planned.forecast(decision)
     if forecast.plan is None:
         raise ConfigError(f"--plan: {forecast.problem}.")
-    short = why_not(decision, forecast)
+    short = forecast.why_not(decision.shortage)
     if short:
         job.say(f"does not fit: {short}")
     if job.is_main:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from outcore.config import ConfigError, TrainConfig, is_tiny
 from outcore.data import PreparedData, load_or_train_tokenizer, prepare_mixture, weighted_source
+from outcore.data.chat import read_template
 from outcore.data.look import data_settings_of
 from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
 from outcore.model.source import max_positions, resolve_source
-from outcore.model.trial import check_abilities
+from outcore.model.trial import check_abilities, check_token_ids, embedding_rows
 from outcore.train.configure.rooms import (
     DEFAULT_SEQ_LENGTH,
     TINY_SEQ_LENGTH,
     model_settings_of,
 )
-from outcore.train.configure.vocabulary import check_token_ids, embedding_rows
 
 Say = Callable[[str], None]
 
@@ -42,26 +41,8 @@ def load_tokenizer(config: TrainConfig, settings: ModelSettings, say: Say) -> An
         say=say,
     )
     if config.chat_template is not None:
-        tokenizer.chat_template = _template(Path(config.chat_template).expanduser())
+        tokenizer.chat_template = read_template(config.chat_template)
     return tokenizer
-
-
-def _template(file: Path) -> str:
-    """The chat template in a file. ConfigError when it is none."""
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import _compile_jinja_template as compiled
-
-    try:
-        text = file.read_text(encoding="utf-8")
-        compiled(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat_template {file}: cannot be read: {error}.") from error
-    except TemplateSyntaxError as error:
-        where = f"{file}, line {error.lineno}"
-        raise ConfigError(f"--chat_template {where}: not a Jinja template: {error.message}.") from error
-    if "messages" not in text:
-        raise ConfigError(f"--chat_template {file}: says nothing of `messages`, which a chat template goes through.")
-    return text
 
 
 def load_data(

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Callable
 
 from outcore.common import explain_error
+from outcore.common.hub import stay_offline
 from outcore.config import TrainConfig
+from outcore.engine.deepspeed import watch_launcher
+from outcore.monitor.metrics import StartupClock
 from outcore.train.configure import parse_config
-from outcore.train.process import StartupClock, stay_offline, watch_launcher
 from outcore.train.run.assemble import Ready, assemble, settle, show_plan
 from outcore.train.run.finish import train_to_end
 from outcore.train.run.job import Job
@@ -42,7 +44,8 @@ def main(argv: list[str] | None = None, goal: Goal = train_to_end, *, began_s: f
         clock = StartupClock(began_s)
         config: TrainConfig = parse_config(argv)
         watch_launcher(config.local_rank)
-        stay_offline(config, print)
+        named = (config.model_name_or_path, config.tokenizer_name_or_path, config.eval_dataset, *config.dataset)
+        stay_offline(named, print)
         job = Job(config, clock)
         return run(job, goal)
     except (*TOLD, KeyboardInterrupt) as error:

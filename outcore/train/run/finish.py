@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 
 from outcore.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
-from outcore.checkpoint.export import how_to_load
+from outcore.checkpoint.export import how_to_load, push
 from outcore.common import FileError
 from outcore.common.quantities import format_s
 from outcore.train.process import StopRequest
 from outcore.train.run.assemble import Ready
-from outcore.train.run.hub_upload import push
 
 
 def train_to_end(ready: Ready) -> int:

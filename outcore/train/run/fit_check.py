@@ -10,33 +10,9 @@ from collections.abc import Callable
 
 import torch
 
-from outcore.common.quantities import format_gib
 from outcore.config import ConfigError
 from outcore.engine.base import Decision
-from outcore.plan import Plan
 from outcore.plan.run import Forecast, Forecaster
-
-
-def too_small(plan: Plan) -> str:
-    """Which memory the run's own bytes overflow and by how much; '' when they fit."""
-    said = []
-    for words, tier, tiers in (("VRAM", "vram", ("vram",)), ("RAM", "ram", ("ram", "pinned"))):
-        needed_bytes = plan.expected_bytes(*tiers)
-        there_bytes = next((use.capacity_bytes for use in plan.tiers if use.tier == tier), needed_bytes)
-        if needed_bytes > there_bytes:
-            said.append(
-                f"{words}: {format_gib(needed_bytes)} needed, {format_gib(there_bytes)} there, "
-                f"{format_gib(needed_bytes - there_bytes)} short"
-            )
-    return "; ".join(said)
-
-
-def why_not(decided: Decision, forecast: Forecast) -> str:
-    """Why the run cannot be; '' when it can, or when the planner cannot count its model."""
-    if decided.shortage:
-        return decided.shortage
-    short = too_small(forecast.plan) if forecast.plan is not None else ""
-    return f"this run does not fit this machine: {short}." if short else ""
 
 
 def check_fit(
@@ -48,7 +24,7 @@ def check_fit(
     world_size: int,
 ) -> None:
     """ConfigError, on all ranks alike, for a run that cannot fit; with `mode` 'warn' a line instead."""
-    why = why_not(decided, forecast)
+    why = forecast.why_not(decided.shortage)
     if why and forecast.plan is not None:
         change = forecaster.change_that_fits(forecast)
         say(f"what would fit: {change}" if change else "no single change that was tried makes it fit this machine")

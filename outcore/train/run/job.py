@@ -10,8 +10,8 @@ import torch
 
 from outcore.config import Place, Precision, TrainConfig
 from outcore.engine.deepspeed import init_process_group, prepare_environment
+from outcore.monitor.metrics import StartupClock
 from outcore.train.configure.rooms import choose_device
-from outcore.train.process import StartupClock
 from outcore.train.run.telling import tell
 
 

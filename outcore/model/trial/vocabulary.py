@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from outcore.config import ConfigError
-
 
 def embedding_rows(model: nn.Module | None, config: Any | None) -> int | None:
     """Entries of the largest table that token ids can index, or None when the model tells nothing of it.
@@ -25,10 +23,10 @@ def embedding_rows(model: nn.Module | None, config: Any | None) -> int | None:
 
 
 def check_token_ids(max_token_id: int, rows: int | None) -> None:
-    """ConfigError when a token id of the data has no row in the embedding table."""
+    """ValueError when a token id of the data has no row in the embedding table."""
     if rows is None or max_token_id < rows:
         return
-    raise ConfigError(
+    raise ValueError(
         f"the data has token id {max_token_id}, but the model's embedding table has {rows} rows (ids 0 to {rows - 1}): "
         "the tokenizer and the model do not belong together. Use the tokenizer that comes with the model "
         "(--tokenizer_name_or_path), or make your own model's table as large as len(tokenizer)."

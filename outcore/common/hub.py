@@ -6,21 +6,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
-
-from outcore.config import TrainConfig
 
 TIMEOUT_S = 3.0
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 """Where one of them is set, the way to the hub is not ours to try."""
-
-
-def hub_names(config: TrainConfig) -> list[str]:
-    """What of the settings may be the id of something on the hub."""
-    names = [config.model_name_or_path, config.tokenizer_name_or_path, config.eval_dataset, *config.dataset]
-    return [name for name in names if name and name.count("/") == 1 and not Path(name).expanduser().exists()]
 
 
 def hub_answers() -> bool:
@@ -37,9 +29,12 @@ def hub_answers() -> bool:
     return True
 
 
-def stay_offline(config: TrainConfig, say: Callable[[str], None], answers: Callable[[], bool] = hub_answers) -> None:
-    """Put the hub's clients into their offline mode where names of the hub are used and it cannot be reached."""
-    if os.environ.get("HF_HUB_OFFLINE") or not hub_names(config) or answers():
+def stay_offline(
+    names: Iterable[str | None], say: Callable[[str], None], answers: Callable[[], bool] = hub_answers
+) -> None:
+    """Put the hub's clients into their offline mode where one of the names is the hub's and it cannot be reached."""
+    on_hub = [name for name in names if name and name.count("/") == 1 and not Path(name).expanduser().exists()]
+    if os.environ.get("HF_HUB_OFFLINE") or not on_hub or answers():
         return
     say("no way to the hub from here: only what is in the local cache is used")
     os.environ["HF_HUB_OFFLINE"] = "1"
