@@ -57,7 +57,7 @@ def losses(root: Path) -> dict[int, float]:
 @contextmanager
 def stream_settings(**fields: Any) -> Iterator[None]:
     """The main job's streaming engine gets these settings as well, whether or not there is a flag for them."""
-    from outcore.engine.stream import decision
+    from outcore.engine.stream.decision import decision
 
     original = decision.build_stream_engine
 
