@@ -25,6 +25,8 @@ from outcore.config import (
     resolve,
     understand,
 )
+from outcore.engine.stream.decision.homes import RunSizes, Wanted, homes_of
+from outcore.engine.stream.settings import StreamSettings, StreamSizes
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES: dict[str, Any] = {
@@ -149,9 +151,9 @@ def test_every_value_has_a_reason() -> None:
 
 
 def test_each_key_of_the_settings_has_a_reader() -> None:
-    """An engine, the planner or the run reads it: a setting that nothing reads cannot be set, only believed."""
+    """An engine or the planner reads it: a setting that nothing reads cannot be set, only believed."""
     read: set[str] = set()
-    for room in ("engine", "plan", "train", "performance"):
+    for room in ("engine", "plan"):
         for path in (ROOT / "outcore" / room).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value).rpartition(".")[2] in HOLDERS:
@@ -161,7 +163,8 @@ def test_each_key_of_the_settings_has_a_reader() -> None:
         if dataclasses.is_dataclass(cls) and cls.__module__.startswith("outcore.config"):
             names = [f.name for f in dataclasses.fields(cls)]
             unread += [f"{cls.__name__}.{name}" for name in names if name not in read]
-    assert unread == ["DeepSpeedFile.values", "DeepSpeedFile.keys"]  # which `resolve` reads
+    told = ["RunSettings.reasons"]  # for people, and for plan.json
+    assert unread == [*told, "DeepSpeedFile.values", "DeepSpeedFile.keys"]  # which `resolve` reads
 
 
 HOLDERS = ("settings", "run", "offload", "wanted", "scaling", "file")
@@ -198,3 +201,22 @@ def test_the_file_names_itself(tmp_path: Path) -> None:
     path.write_text(json.dumps({"gradient_clipping": -1}))
     with pytest.raises(ConfigError, match=r"mine\.json: gradient_clipping \(max_grad_norm\) must be at least 0"):
         read_deepspeed_file(path)
+
+
+def test_each_setting_of_the_streaming_engine_is_set_by_its_decision() -> None:
+    """What no run sets stands in `StreamSizes`, the engine's constructor arguments."""
+    set_here: set[str] = set()
+    for path in (ROOT / "outcore/engine/stream/decision").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "StreamSettings":
+                set_here |= {keyword.arg for keyword in node.keywords if keyword.arg}
+    homes = homes_of(
+        resolve(TrainConfig(zero_stage="infinity", activations="nvme"), DeepSpeedFile(), Place("bf16")),
+        RunSizes(10**9, 10**9, 10, 100, (64,), 0, has_cuda=True),
+        Wanted(states=True, params=True, is_explicit=True, folder="/x"),
+        lambda path, gb: (True, path),
+        [],
+        [],
+    )
+    own = {f.name for f in dataclasses.fields(StreamSettings)} - {f.name for f in dataclasses.fields(StreamSizes)}
+    assert set_here | set(homes[0]) == own

@@ -24,8 +24,43 @@ from outcore.staging.pool import ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
-class StreamSettings:
-    """ValueError for what cannot work."""
+class StreamSizes:
+    """What the engine is built with and no run changes; tests and benchmarks give other values."""
+
+    update: Literal["auto", "deferred", "immediate"] = "auto"
+    """deferred: updates run under the next forward, once the global norm is known; a non-finite gradient skips the
+    step whole. immediate: as soon as a layer's gradient is there. auto: immediate without clipping unless fp16."""
+    weight_read_ahead_bytes: int = WEIGHT_READ_AHEAD_BYTES
+    """Pinned slots through which parameters on NVMe are read ahead of their use, out of `staging_bytes`."""
+    gradient_bytes: int | None = None
+    """RAM for gradients on their way to the optimizer, with immediate updates. None: all of them where RAM allows, else
+    three of the largest. With deferred updates every gradient waits for the norm, so all have a home."""
+    compress_on_nvme: bool = True
+    """fp32 moments on NVMe in 28 bits each, without loss: fewer bytes to move, some more work for the CPU and 10 % more
+    memory for a slot of the ring; see `outcore.optim.formats.compressed`."""
+    state_ring_bytes: int = STATE_RING_BYTES
+    """RAM through which states on NVMe flow, in slots of one chunk each."""
+    state_ring_slots: int = STATE_RING_SLOTS
+    """Slots at most."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """Layers as CUDA graphs where their launches would keep a fast GPU waiting; see `graphs`."""
+    num_layer_buffers: int = LAYER_BUFFERS
+    """Layers on the device at a time, at most: where memory is short, fewer (`sizing.tiles`)."""
+    device_bytes: int | None = None
+    """Device memory to plan for. None: what is free on a GPU (under the allocator's cap), no limit on the CPU."""
+    optimizer_threads: int | None = None
+    """None: all cores, because these threads stand behind those that launch kernels and move bytes; with a drive under
+    the run all but two."""
+    optimizer_backend: BackendName = "auto"
+    chunk_numel: int = CHUNK_NUMEL
+    logits_chunk_bytes: int = LOGITS_CHUNK_BYTES
+    eval_group: int = EVAL_GROUP
+    """Micro-batches of an evaluation that share one pass over the weights."""
+
+
+@dataclass(frozen=True)
+class StreamSettings(StreamSizes):
+    """What a run's decision sets. ValueError for what cannot work."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -33,9 +68,6 @@ class StreamSettings:
     """Of all trainable parameters, as in DeepSpeed's AdamW with one group."""
     max_grad_norm: float = 1.0
     """Exact clipping of the global L2 norm; 0: no clipping."""
-    update: Literal["auto", "deferred", "immediate"] = "auto"
-    """deferred: updates run under the next forward, once the global norm is known; a non-finite gradient skips the
-    step whole. immediate: as soon as a layer's gradient is there. auto: immediate without clipping unless fp16."""
     states: str = "fp32"
     """Optimizer states: fp32, split (bf16 only: exact in 10 B instead of 12), or with 8-bit moments fp32_m8, split8, or
     with a master of 24 bits beside them fp24_m8 (bf16 only)."""
@@ -60,31 +92,13 @@ class StreamSettings:
     weight_ram_bytes: int | None = None
     """RAM for the homes of parameters, likewise, the same share of every layer. A model that is mostly frozen (LoRA)
     keeps what it trains in RAM."""
-    weight_read_ahead_bytes: int = WEIGHT_READ_AHEAD_BYTES
-    """Pinned slots through which parameters on NVMe are read ahead of their use, out of `staging_bytes`."""
-    gradient_bytes: int | None = None
-    """RAM for gradients on their way to the optimizer, with immediate updates. None: all of them where RAM allows, else
-    three of the largest. With deferred updates every gradient waits for the norm, so all have a home."""
-    compress_on_nvme: bool = True
-    """fp32 moments on NVMe in 28 bits each, without loss: fewer bytes to move, some more work for the CPU and 10 % more
-    memory for a slot of the ring; see `outcore.optim.formats.compressed`."""
-    state_ring_bytes: int = STATE_RING_BYTES
-    """RAM through which states on NVMe flow, in slots of one chunk each."""
-    state_ring_slots: int = STATE_RING_SLOTS
-    """Slots at most."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Layers through torch.compile. auto: on a GPU, where the model allows it; the reason is said where not."""
-    cuda_graphs: Literal["auto", "off"] = "auto"
-    """Layers as CUDA graphs where their launches would keep a fast GPU waiting; see `graphs`."""
     packed_attention: Literal["auto", "masks"] = "auto"
     """Documents in packed rows. auto: torch's variable-length kernel where it computes what masks do; see
     `packed_rows`."""
-    num_layer_buffers: int = LAYER_BUFFERS
-    """Layers on the device at a time, at most: where memory is short, fewer (`sizing.tiles`)."""
     tiling: Literal["auto", "on", "off"] = "auto"
     """Units that do not fit on the device whole, however little else is held, are computed in tiles. on: every unit."""
-    device_bytes: int | None = None
-    """Device memory to plan for. None: what is free on a GPU (under the allocator's cap), no limit on the CPU."""
     tile_bytes: int | None = None
     """Of one tile of a weight. None: up to 64 MiB, by the device's memory."""
     staging_bytes: int = STAGING_BYTES
@@ -94,14 +108,6 @@ class StreamSettings:
     """Per lane."""
     write_combined: bool = False
     """The upload lane's slots in write-combined memory, which the CPU only writes: for machines where it is faster."""
-    optimizer_threads: int | None = None
-    """None: all cores, because these threads stand behind those that launch kernels and move bytes; with a drive under
-    the run all but two."""
-    optimizer_backend: BackendName = "auto"
-    chunk_numel: int = CHUNK_NUMEL
-    logits_chunk_bytes: int = LOGITS_CHUNK_BYTES
-    eval_group: int = EVAL_GROUP
-    """Micro-batches of an evaluation that share one pass over the weights."""
     initial_loss_scale: float = 2.0**16
     loss_scale_window: int = 1000
     loss_scale_hysteresis: int = 2
