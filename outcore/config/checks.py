@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from outcore.config.convert import ConfigError
 from outcore.config.fields import TrainConfig
@@ -17,10 +18,14 @@ SPLIT_FORMATS = ("split", "split8", "fp24_m8")
 def check_ranges(config: TrainConfig, rows: Mapping[str, Field]) -> None:
     """Raise ConfigError for a number out of its field's range."""
     for name, row in rows.items():
-        value = getattr(config, name)
-        if allowed := row.range_problem(value):
-            usual = f" {row.spec.usual} is usual." if row.spec.usual else ""
-            raise ConfigError(f"{name}: must be {allowed}, got {value}.{usual}")
+        check_range(row, getattr(config, name))
+
+
+def check_range(row: Field, value: Any) -> None:
+    """Raise ConfigError for a number out of the field's range."""
+    if allowed := row.range_problem(value):
+        usual = f" {row.spec.usual} is usual." if row.spec.usual else ""
+        raise ConfigError(f"{row.name}: must be {allowed}, got {value}.{usual}")
 
 
 def check_config(config: TrainConfig) -> None:
@@ -46,6 +51,15 @@ def check_homes(config: TrainConfig) -> None:
     _check_engine(config)
     _check_offload(config)
     _check_infinity(config)
+
+
+def check_stage_of_stream(engine: str | None, zero_stage: str | None) -> None:
+    """Raise ConfigError for a ZeRO stage that the streaming engine is not."""
+    if engine == "stream" and zero_stage in BELOW_ZERO3:
+        raise ConfigError(
+            f"engine stream and zero_stage {zero_stage} contradict each other: the streaming engine offloads every "
+            "state (it is ZeRO-Infinity for one GPU). Use --engine deepspeed, --engine auto or --zero_stage 3."
+        )
 
 
 def check_state_format(name: str, precision: str) -> None:
@@ -115,11 +129,7 @@ def _check_best(config: TrainConfig) -> None:
 
 
 def _check_engine(config: TrainConfig) -> None:
-    if config.engine == "stream" and config.zero_stage in BELOW_ZERO3:
-        raise ConfigError(
-            f"engine stream and zero_stage {config.zero_stage} contradict each other: the streaming engine offloads "
-            "every state (it is ZeRO-Infinity for one GPU). Use --engine deepspeed, --engine auto or --zero_stage 3."
-        )
+    check_stage_of_stream(config.engine, config.zero_stage)
     if config.engine == "deepspeed":
         only_stream = [n for n in ("activations", "compile", "tiling") if getattr(config, n) != "auto"]
         only_stream += ["quantize"] if config.quantize != "none" else []

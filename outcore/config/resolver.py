@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from outcore.common.quantities import ELEMENT_BYTES, GB, GIB, MIB
-from outcore.config.checks import BELOW_ZERO3, check_homes, check_state_format
+from outcore.config.checks import BELOW_ZERO3, check_homes, check_range, check_state_format
 from outcore.config.convert import ConfigError
 from outcore.config.deepspeed_file import DeepSpeedFile
 from outcore.config.fields import FIELDS, TrainConfig
@@ -164,9 +164,7 @@ class _Resolver:
             self.reasons[name] = why
             return default
         self.reasons.setdefault(name, f"--{name}")
-        row = FIELDS[name]
-        if allowed := row.range_problem(value):
-            raise ConfigError(f"{name}: must be {allowed}, got {value}.")
+        check_range(FIELDS[name], value)
         return value
 
     def _in_sectors(self, name: str, default: int) -> int:

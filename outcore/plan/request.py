@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outcore.config import check_state_format
-from outcore.sizing.states import STATE_FORMATS
+from outcore.config import FIELDS, check_range, check_stage_of_stream, check_state_format, convert
 
+FIELD_OF = {
+    "seq_length": "seq_length",
+    "micro_batch": "per_device_train_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+    "save_total_limit": "save_total_limit",
+    **{name: name for name in ("max_grad_norm", "engine", "zero_stage", "state_format", "precision")},
+}
+"""What a flag may be, this may be -> the flag."""
 STAGES = ("none", "zero1", "zero2", "zero3", "infinity")
-ENGINES = ("auto", "stream", "deepspeed")
-PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class RunRequest:
     engine: str = "auto"
     zero_stage: str | None = None
     state_format: str | None = None
-    """Of optimizer states that outcore moves, streaming or with staged offload (`constants.STATE_FORMATS`). None:
+    """Of optimizer states that outcore moves, streaming or with staged offload (`sizing.states.STATE_FORMATS`). None:
     lossless, as small as possible."""
     precision: str = "bf16"
     activation_checkpointing: bool = True
@@ -39,24 +44,12 @@ class RunRequest:
     """Checkpoints go to another drive than the states."""
 
     def __post_init__(self) -> None:
-        for name in ("seq_length", "micro_batch", "accumulation", "save_total_limit"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} is {value!r}, but must be a whole number of at least 1.")
-        _one_of("engine", self.engine, ENGINES)
-        _one_of("precision", self.precision, PRECISIONS)
-        if self.zero_stage is not None:
-            _one_of("zero_stage", self.zero_stage, STAGES)
+        for own, name in FIELD_OF.items():
+            if (value := getattr(self, own)) is not None:
+                check_range(FIELDS[name], convert(FIELDS[name], value))
+        check_stage_of_stream(self.engine, self.zero_stage)
         if self.state_format is not None:
-            _one_of("state_format", self.state_format, tuple(STATE_FORMATS))
             check_state_format(self.state_format, self.precision)
-        if self.max_grad_norm < 0:
-            raise ValueError(f"max_grad_norm is {self.max_grad_norm}, but must be 0 (off) or more.")
-        if self.engine == "stream" and self.zero_stage in ("none", "zero1", "zero2"):
-            raise ValueError(
-                f"engine stream and zero_stage {self.zero_stage} contradict each other: the streaming engine is ZeRO-3 "
-                "or Infinity. Leave one of them out."
-            )
 
     @property
     def element_bytes(self) -> int:
@@ -71,8 +64,3 @@ class RunRequest:
     def format(self) -> str:
         """The state format, chosen where it was left open: lossless split for bf16, fp32 otherwise."""
         return self.state_format or ("split" if self.precision == "bf16" else "fp32")
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(allowed)}.")
