@@ -23,9 +23,9 @@ REPOSITORY = os.path.dirname(os.path.abspath(__file__))
 
 def main():
     sys.path.insert(0, REPOSITORY)
-    from outcore.install.job import Job
+    from outcore.install.job import InstallJob
 
-    with Job(sys.argv[1:], REPOSITORY) as job:  # an error ends here, as one message and an exit code
+    with InstallJob(sys.argv[1:], REPOSITORY) as job:  # an error ends here, as one message and an exit code
         job.detect()  # OS, GPU, driver, CUDA -> the matching set of pinned packages
         if job.options.dry_run:
             job.print_plan()

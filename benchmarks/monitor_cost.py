@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from outcore.common.quantities import format_s
-from outcore.monitor import MemoryWatch, MetricsLog, Progress, RunWarnings, Sampler, SpaceWatch, make_loggers
+from outcore.monitor import MemoryWatch, MetricsLog, RunProgress, RunWarnings, Sampler, SpaceWatch, make_loggers
 
 BLOCK_S = 4.0
 STEP_S = 0.2
@@ -57,7 +57,7 @@ class Monitor:
         self.log = MetricsLog(folder / "metrics.jsonl")
         self.log.write_header({"run": "cost"})
         self.loggers = make_loggers("tensorboard", folder)
-        self.progress = Progress(None, file=open(folder / "progress.txt", "w"), plain_every_s=10)  # noqa: SIM115
+        self.progress = RunProgress(None, file=open(folder / "progress.txt", "w"), plain_every_s=10)  # noqa: SIM115
         self.space, self.memory = SpaceWatch({folder: 0}), MemoryWatch(0)
         self.warnings = RunWarnings(self.sampler.describe)
         self.call_s: list[float] = []

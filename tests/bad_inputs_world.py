@@ -205,9 +205,9 @@ def _entry(program: str, argv: list[str]) -> int:
         from outcore.probe.main import main as optimize
 
         return optimize(argv, REPOSITORY)
-    from outcore.install.job import Job
+    from outcore.install.job import InstallJob
 
-    with Job(argv, REPOSITORY) as job:
+    with InstallJob(argv, REPOSITORY) as job:
         job.detect()
         job.print_plan()
     return job.exit_code

@@ -79,6 +79,16 @@ def test_no_prefix_is_a_folder_in_disguise():
         assert not [word for word, count in first_words.items() if count > 2 or word in beside], folder
 
 
+def test_a_class_name_is_unique():
+    names = Counter(
+        node.name
+        for path in KNOWN.values()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not [name for name, count in names.items() if count > 1]
+
+
 def test_product_code_imports_no_test():
     for module, path in KNOWN.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

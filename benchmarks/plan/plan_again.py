@@ -12,7 +12,7 @@ from typing import Any
 from plan_runs import RUNS, config_of
 
 from outcore.common.quantities import GIB
-from outcore.config import DeepSpeedFile, Place, TrainConfig, resolve
+from outcore.config import DeepSpeedFile, ProcessFacts, TrainConfig, resolve
 from outcore.engine.deepspeed.decision import STAGE_NAMES, deepspeed_layout
 from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream.decision.decision import stream_layout
@@ -70,7 +70,7 @@ def _older(asked: dict[str, Any]) -> tuple[RunRequest, Layout]:
             staging_gib=figures["staging_bytes"] / GIB if "staging_bytes" in figures else None,
         ),
         DeepSpeedFile(),
-        Place(figures["precision"]),
+        ProcessFacts(figures["precision"]),
     )
     layout: Layout
     if stream is not None:

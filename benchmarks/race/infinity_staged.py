@@ -85,7 +85,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     import torch
     from race_common import DeviceWatch, cap_allocator, drive_bytes, rss_bytes, synchronize
 
-    from outcore.config import Place, TrainConfig, resolve, understand
+    from outcore.config import ProcessFacts, TrainConfig, resolve, understand
     from outcore.engine.deepspeed.build import build_engine, init_process_group
     from outcore.engine.deepspeed.build import resolve as decide
     from outcore.engine.deepspeed.settings import RunFacts
@@ -115,7 +115,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     config = {"aio": TUNED_AIO, "outcore": options["outcore"], "zero_optimization": {"overlap_comm": True}}
     config["zero_optimization"] |= options.get("zero", {})
-    resolved, _ = decide(resolve(said, understand(config), Place("bf16")), model, run, None)
+    resolved, _ = decide(resolve(said, understand(config), ProcessFacts("bf16")), model, run, None)
     engine = build_engine(resolved, model, None, say=lambda line: print(line, flush=True))
     generator = torch.Generator().manual_seed(0)
     shape = (options["micro_batch"], options["seq_length"])

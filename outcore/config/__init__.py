@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from outcore.config.checks import check_range, check_stage_of_stream, check_state_format
-from outcore.config.convert import ConfigError, convert, nearest
+from outcore.config.convert import ConfigError, nearest, typed_value
 from outcore.config.deepspeed_file import DeepSpeedFile, read_deepspeed_file, understand
 from outcore.config.doors import parse
 from outcore.config.fields import FIELDS, TrainConfig
-from outcore.config.resolver import Place, is_tiny, recomputes, resolve
+from outcore.config.resolver import ProcessFacts, is_tiny, recomputes, resolve
 from outcore.config.run_settings import Device, Offload, Precision, RunSettings
 from outcore.config.spec import Field, fields_of, setting

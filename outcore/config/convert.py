@@ -20,7 +20,7 @@ def nearest(word: str, known: typing.Iterable[str]) -> str:
     return f" Did you mean {by_name[matches[0]]}?" if matches else ""
 
 
-def convert(row: Field, value: Any) -> Any:
+def typed_value(row: Field, value: Any) -> Any:
     """`value` as the field's type.
 
     Raises ConfigError when it cannot be: 'save_steps: expected a whole number, got "ten"'.

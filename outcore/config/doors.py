@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from outcore.config.checks import check_config, check_ranges
-from outcore.config.convert import convert
+from outcore.config.convert import typed_value
 from outcore.config.fields import TrainConfig
 from outcore.config.flags import read_flags
 from outcore.config.spec import fields_of
@@ -24,7 +24,7 @@ def parse(argv: Sequence[str] | None, cls: type[Config], prog: str, description:
     said = read_flags(rows, argv, prog, description)
     file = said.pop("config", None)
     raw = {**(load_yaml(file, rows) if file is not None else {}), **said}
-    config = cls(**{name: convert(rows[name], value) for name, value in raw.items()})
+    config = cls(**{name: typed_value(rows[name], value) for name, value in raw.items()})
     check_ranges(config, rows)
     check_config(config)
     return config

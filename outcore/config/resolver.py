@@ -37,7 +37,7 @@ AS_SAID = ("seed", "compile", "tiling", "tile_bytes", "nvme_checksums")
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessFacts:
     """What the process found before it knows the model."""
 
     precision: Precision | None = None
@@ -60,7 +60,7 @@ def recomputes(config: TrainConfig) -> bool:
     return not is_tiny(config) and config.model_module is None
 
 
-def resolve(config: TrainConfig, file: DeepSpeedFile, place: Place) -> RunSettings:
+def resolve(config: TrainConfig, file: DeepSpeedFile, place: ProcessFacts) -> RunSettings:
     """Settle everything that needs no model. ConfigError for contradictions and for values out of range."""
     return _Resolver(config, file, place).settings()
 
@@ -68,7 +68,7 @@ def resolve(config: TrainConfig, file: DeepSpeedFile, place: Place) -> RunSettin
 class _Resolver:
     """Collects reasons, notes and warnings on the way."""
 
-    def __init__(self, config: TrainConfig, file: DeepSpeedFile, place: Place) -> None:
+    def __init__(self, config: TrainConfig, file: DeepSpeedFile, place: ProcessFacts) -> None:
         self.said, self.file, self.place = config, file, place
         self.reasons: dict[str, str] = {}
         self.notes: list[str] = []

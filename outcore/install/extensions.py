@@ -21,7 +21,7 @@ from pathlib import Path
 from outcore.common.quantities import GIB
 from outcore.install.environment import Environment
 from outcore.install.pip import Stream
-from outcore.install.progress import Progress
+from outcore.install.progress import InstallProgress
 from outcore.machine import available_ram_bytes, detect_cpu
 
 # A compiler on torch's headers takes up to 2.0 GB (M).
@@ -198,7 +198,7 @@ def build_all(
     accelerator: str,
     environ: Mapping[str, str],
     stream: Stream,
-    progress: Progress,
+    progress: InstallProgress,
     log_path: Path,
 ) -> tuple[BuildResult, ...]:
     """Build what is not built yet, one after the other. A failure is a result with its reason, not an exception."""
@@ -239,7 +239,7 @@ def _build(
     extension: Extension,
     environ: Mapping[str, str],
     stream: Stream,
-    progress: Progress,
+    progress: InstallProgress,
     log_path: Path,
 ) -> BuildResult:
     progress.begin(f"building {extension.name} ({extension.what_for})")

@@ -21,13 +21,13 @@ from outcore.install.extensions import BuildResult, build_all, extension_environ
 from outcore.install.options import SET_NAMES, parse_options
 from outcore.install.pip import Stream, install, stream_command
 from outcore.install.plan import WINDOWS_WORDS, make_plan, print_plan
-from outcore.install.progress import Progress
+from outcore.install.progress import InstallProgress
 from outcore.install.requirement_set import NEEDED_BYTES, RequirementSet, choose_set
 from outcore.install.shim import write_shim
 from outcore.install.verify.doctor import probe_rows
 from outcore.install.verify.host_checks import configured_offload_path, host_rows, launcher_row, offload_row
 from outcore.install.verify.report import make_report, print_plain, print_table, write_report
-from outcore.install.verify.rows import MISSING, Row
+from outcore.install.verify.rows import MISSING, ReportRow
 from outcore.machine import Machine, Runner, detect_machine, drive_of, run_command
 
 OUTPUT_FOLDERS = ("checkpoints", "logs", "final_model")
@@ -38,7 +38,7 @@ TEST_PROCESSES = 4
 """Each holds torch and tiny models, about 1.5 GB."""
 
 
-class Job:
+class InstallJob:
     """One run of the set-up. Use as a context manager: errors end in `exit_code` and a message, not in a traceback."""
 
     def __init__(
@@ -54,15 +54,15 @@ class Job:
         self.options = parse_options(argv)
         self.repository = Path(repository).resolve()
         self.exit_code = EXIT_OK
-        self.rows: list[Row] = []
+        self.rows: list[ReportRow] = []
         self.build_results: tuple[BuildResult, ...] = ()
-        self.progress = Progress(sys.stderr if self.options.json else sys.stdout)
+        self.progress = InstallProgress(sys.stderr if self.options.json else sys.stdout)
         self._detect, self._runner, self._stream, self._call = detect, runner, stream, call
         self._machine: Machine | None = None
         self._environment: Environment | None = None
         self._chosen: RequirementSet | None = None
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> InstallJob:
         return self
 
     def __exit__(
@@ -182,7 +182,9 @@ class Job:
                 self.rows.append(launcher_row(environment))
         else:
             found = f"{environment.prefix} does not exist"
-            self.rows.append(Row("environment", found, "a virtual environment", MISSING, True, "`python setup.py`"))
+            self.rows.append(
+                ReportRow("environment", found, "a virtual environment", MISSING, True, "`python setup.py`")
+            )
         self.rows.append(offload_row(offload))
 
     def report(self) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from outcore.common.quantities import format_gb
 from outcore.install.environment import Environment
 from outcore.install.errors import InstallError
-from outcore.install.progress import Progress
+from outcore.install.progress import InstallProgress
 from outcore.install.requirement_set import RequirementSet
 
 Stream = Callable[[Sequence[str], Mapping[str, str], Callable[[str], None]], int]
@@ -64,7 +64,7 @@ def install(
     repository: Path,
     environ: Mapping[str, str],
     stream: Stream,
-    progress: Progress,
+    progress: InstallProgress,
     log_path: Path,
 ) -> None:
     """Run every step; InstallError at the first that fails. Nothing is stamped here."""

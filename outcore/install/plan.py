@@ -9,7 +9,7 @@ from outcore.common.quantities import format_gb
 from outcore.install.environment import Environment
 from outcore.install.extensions import build_key, extensions_for, is_built
 from outcore.install.pip import pip_steps
-from outcore.install.progress import Progress
+from outcore.install.progress import InstallProgress
 from outcore.install.requirement_set import NEEDED_BYTES, RequirementSet
 
 WINDOWS_WORDS = """
@@ -43,7 +43,7 @@ def make_plan(environment: Environment, chosen: RequirementSet, repository: Path
     }
 
 
-def print_plan(plan: dict[str, Any], progress: Progress) -> None:
+def print_plan(plan: dict[str, Any], progress: InstallProgress) -> None:
     if plan["why_install"] is None:
         progress.say("would install nothing: every pinned package is there")
     else:

@@ -10,7 +10,7 @@ from typing import TextIO
 from outcore.common.quantities import format_s
 
 
-class Progress:
+class InstallProgress:
     """Named steps with a running clock. Not for several threads: one step at a time."""
 
     def __init__(self, out: TextIO | None = None) -> None:

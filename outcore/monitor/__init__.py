@@ -19,6 +19,6 @@ from outcore.monitor.metrics import (
     plot_loss,
     read_metrics,
 )
-from outcore.monitor.screen.progress import Progress
+from outcore.monitor.screen.progress import RunProgress
 from outcore.monitor.sensors import Sampler
 from outcore.monitor.watches import MemoryWatch, RunWarnings, SleepHold, SpaceVerdict, SpaceWatch, hold_off_sleep

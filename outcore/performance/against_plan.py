@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-from outcore.performance.findings import Projection, Row
+from outcore.performance.findings import ComparedRow, Projection
 from outcore.performance.steps import measured_steps, median_of
 from outcore.plan.constants import RATED_WRITES_PER_BYTE
 
@@ -20,7 +20,7 @@ LEAST_DRIVE_BYTES = 50_000_000
 """Below it the drive's counters hold other programs' bytes as well."""
 
 
-def compare(found: dict[str, Any]) -> list[Row]:
+def compare(found: dict[str, Any]) -> list[ComparedRow]:
     """Rows in the order in which they are read; [] without a forecast."""
     plan = found["forecast"]
     if plan is None:
@@ -31,47 +31,57 @@ def compare(found: dict[str, Any]) -> list[Row]:
     # The process alone: the compiler's workers, which a step's record counts in, share their pages with it.
     rss = max((point["rss_bytes"] for point in found["timeline"] if "rss_bytes" in point), default=None)
     times = plan["time_s"]
-    rows = [Row("RAM: resident", "bytes", plan["expected_rss_bytes"], rss, BYTES_LIMIT_PCT)]
+    rows = [ComparedRow("RAM: resident", "bytes", plan["expected_rss_bytes"], rss, BYTES_LIMIT_PCT)]
     if tensors is not None or gpu_peaks:
-        rows.insert(0, Row("VRAM: tensors, peak", "bytes", tensors, max(gpu_peaks, default=None), BYTES_LIMIT_PCT))
+        rows.insert(
+            0, ComparedRow("VRAM: tensors, peak", "bytes", tensors, max(gpu_peaks, default=None), BYTES_LIMIT_PCT)
+        )
     for name, planned, key in (
         ("drive: read per step", plan["drive_read_bytes_per_step"], "nvme_read_bytes"),
         ("drive: written per step", plan["drive_written_bytes_per_step"], "nvme_write_bytes"),
     ):
         seen = median_of(records, key)
         if planned >= LEAST_DRIVE_BYTES or (seen or 0) >= LEAST_DRIVE_BYTES:
-            rows.append(Row(name, "bytes", planned, seen, BYTES_LIMIT_PCT))
-    rows.append(Row("checkpoint", "bytes", plan["checkpoint_bytes"], found.get("saved_bytes"), BYTES_LIMIT_PCT))
+            rows.append(ComparedRow(name, "bytes", planned, seen, BYTES_LIMIT_PCT))
+    rows.append(ComparedRow("checkpoint", "bytes", plan["checkpoint_bytes"], found.get("saved_bytes"), BYTES_LIMIT_PCT))
     known = not plan["step_is_lower_bound"]
-    rows.append(Row("step", "s", times["step_s"] if known else None, median_of(records, "step_s"), TIME_LIMIT_PCT))
+    rows.append(
+        ComparedRow("step", "s", times["step_s"] if known else None, median_of(records, "step_s"), TIME_LIMIT_PCT)
+    )
     if known:
         rows += _streamed(plan, records) if plan["engine"] == "stream" else _deepspeed(plan, records)
     rows.append(
-        Row("checkpoint: save", "s", plan["checkpoint_s"] + SAVE_OVERHEAD_S, found.get("save_s"), SAVE_LIMIT_PCT)
+        ComparedRow(
+            "checkpoint: save", "s", plan["checkpoint_s"] + SAVE_OVERHEAD_S, found.get("save_s"), SAVE_LIMIT_PCT
+        )
     )
     return rows
 
 
-def _streamed(plan: dict[str, Any], records: list[dict[str, Any]]) -> list[Row]:
+def _streamed(plan: dict[str, Any], records: list[dict[str, Any]]) -> list[ComparedRow]:
     """The device and the host at work, and the waits that the overlap leaves: for copies, the drive, the optimizer."""
     times, step_s = plan["time_s"], median_of(records, "step_s") or 0.0
     waits = sum(_phase(records, name) for name in ("stall_pcie", "stall_nvme", "stall_optimizer"))
     planned = times["compute_s"] + times["host_overhead_s"]
     left, least = max(0.0, times["step_s"] - planned), LEAST_WAIT * step_s
     return [
-        Row("  of it computing, with the host's work", "s", planned, max(0.0, step_s - waits) or None, TIME_LIMIT_PCT),
-        Row("  of it waiting (what the overlap leaves)", "s", left, waits, WAIT_LIMIT_PCT, least),
+        ComparedRow(
+            "  of it computing, with the host's work", "s", planned, max(0.0, step_s - waits) or None, TIME_LIMIT_PCT
+        ),
+        ComparedRow("  of it waiting (what the overlap leaves)", "s", left, waits, WAIT_LIMIT_PCT, least),
     ]
 
 
-def _deepspeed(plan: dict[str, Any], records: list[dict[str, Any]]) -> list[Row]:
+def _deepspeed(plan: dict[str, Any], records: list[dict[str, Any]]) -> list[ComparedRow]:
     """The passes, then the optimizer, one after the other."""
     times = plan["time_s"]
     planned = max(times["compute_s"] + times["host_overhead_s"], times["h2d_s"], times["d2h_s"])
     passes = _phase(records, "forward") + _phase(records, "backward")
     return [
-        Row("  of it forward and backward", "s", planned, passes or None, TIME_LIMIT_PCT),
-        Row("  of it the optimizer", "s", times["step_s"] - planned, _phase(records, "optimizer"), TIME_LIMIT_PCT),
+        ComparedRow("  of it forward and backward", "s", planned, passes or None, TIME_LIMIT_PCT),
+        ComparedRow(
+            "  of it the optimizer", "s", times["step_s"] - planned, _phase(records, "optimizer"), TIME_LIMIT_PCT
+        ),
     ]
 
 

@@ -23,7 +23,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     """A figure of the plan beside the same figure of the machine."""
 
     name: str
@@ -112,7 +112,7 @@ class Findings:
     machine_key: dict[str, Any]
     verdict: Verdict
     checks: tuple[Check, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRow, ...]
     projection: Projection | None
     regressions: tuple[Regression, ...] = ()
     compared_with: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outcore.common.quantities import format_gb
-from outcore.performance.findings import Check, Projection, Regression, Row, Verdict
+from outcore.performance.findings import Check, ComparedRow, Projection, Regression, Verdict
 
 MOST_RATING_SHARE = 0.05
 """A run that takes more of the drive's rated writes than this is worth a thought."""
@@ -24,7 +24,7 @@ WORDS = {
 
 def judge(
     checks: list[Check],
-    rows: list[Row],
+    rows: list[ComparedRow],
     projection: Projection | None,
     regressions: list[Regression],
     failure: str,
@@ -67,6 +67,6 @@ def judge(
     return Verdict("GO", ("the run fits, the machine is healthy, and the plan holds",))
 
 
-def _off(row: Row) -> str:
+def _off(row: ComparedRow) -> str:
     error = row.error_pct or 0.0
     return f"plan: {row.name.strip()} was forecast {abs(error):.0f} % too {'high' if error > 0 else 'low'}"

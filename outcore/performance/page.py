@@ -7,7 +7,7 @@ import html
 
 from outcore.common.quantities import format_count, format_gb, format_gib, format_s
 from outcore.performance import plots
-from outcore.performance.findings import Findings, Projection, Row
+from outcore.performance.findings import ComparedRow, Findings, Projection
 
 STYLE = """
 :root { color-scheme: light; }
@@ -103,7 +103,7 @@ def _projection(run: Projection) -> str:
     )
 
 
-def amount(row: Row, value: float | None) -> str:
+def amount(row: ComparedRow, value: float | None) -> str:
     """A figure with its unit."""
     if value is None:
         return "-"

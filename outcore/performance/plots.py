@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from outcore.common.quantities import GB, GIB
-from outcore.performance.findings import Row
+from outcore.performance.findings import ComparedRow
 from outcore.performance.steps import measured_steps
 
 BLUE, ORANGE, GREEN, SKY, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#999999"
@@ -107,7 +107,7 @@ def phases(found: dict[str, Any]) -> bytes | None:
     return _png(figure)
 
 
-def plan_beside_measurement(rows: list[Row]) -> bytes | None:
+def plan_beside_measurement(rows: list[ComparedRow]) -> bytes | None:
     """Each figure's plan as a share of its measurement."""
     known = [row for row in rows if row.error_pct is not None]
     if not known:

@@ -24,7 +24,7 @@ from outcore.train.run import Ready, main
 EVAL_MICRO_BATCHES = 4
 
 
-class Trial:
+class TrialRun:
     """`result`: where the figures go as JSON. At least `warm_steps` + 1 steps, then as many of `steps` as `limit_s`
     allows. A checkpoint larger than `most_save_bytes` is not written."""
 
@@ -108,4 +108,4 @@ class Trial:
 
 if __name__ == "__main__":
     _result, _steps, _limit_s, _most = sys.argv[1:5]
-    sys.exit(main(sys.argv[6:], Trial(Path(_result), int(_steps), float(_limit_s), int(_most))))
+    sys.exit(main(sys.argv[6:], TrialRun(Path(_result), int(_steps), float(_limit_s), int(_most))))

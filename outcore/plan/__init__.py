@@ -12,7 +12,7 @@ times are forecasts.
 from __future__ import annotations
 
 from outcore.model.shape import preset_shape, resolve_shape
-from outcore.plan.choose import Answer, Change, choose, choose_or_change
+from outcore.plan.choose import Change, PlanAnswer, choose, choose_or_change
 from outcore.plan.hardware import Hardware, Overrides, ProfileError, hardware_of
 from outcore.plan.inference import InferencePlan, plan_inference, plan_of
 from outcore.plan.profile import load_hardware

@@ -39,7 +39,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PlanAnswer:
     """What `choose` found."""
 
     plan: Plan
@@ -53,7 +53,7 @@ class Answer:
     """When nothing fits: the mildest change that does, if any."""
 
 
-def choose(shape: ModelShape, request: RunRequest, hardware: Hardware) -> Answer:
+def choose(shape: ModelShape, request: RunRequest, hardware: Hardware) -> PlanAnswer:
     """Plan every engine and stage that the request leaves open and recommend one. ValueError for contradictions."""
     seq_length = seq_length_of(shape, request)
     refusal = stream_refusal(shape, request, hardware)
@@ -66,10 +66,10 @@ def choose(shape: ModelShape, request: RunRequest, hardware: Hardware) -> Answer
         only = request.engine == "stream" or request.zero_stage is not None or stream.fits  # what train_model.py takes
         open_plans = [stream] if only else [*open_plans, stream]
     best = _best(open_plans)
-    return Answer(best, _reason(best, stages, stream, request, refusal), stages, stream)
+    return PlanAnswer(best, _reason(best, stages, stream, request, refusal), stages, stream)
 
 
-def choose_or_change(shape: ModelShape, request: RunRequest, hardware: Hardware) -> Answer:
+def choose_or_change(shape: ModelShape, request: RunRequest, hardware: Hardware) -> PlanAnswer:
     """`choose`, and when nothing fits the smallest change that does."""
     answer = choose(shape, request, hardware)
     if answer.plan.fits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outcore.config import FIELDS, check_range, check_stage_of_stream, check_state_format, convert
+from outcore.config import FIELDS, check_range, check_stage_of_stream, check_state_format, typed_value
 
 FIELD_OF = {
     "seq_length": "seq_length",
@@ -46,7 +46,7 @@ class RunRequest:
     def __post_init__(self) -> None:
         for own, name in FIELD_OF.items():
             if (value := getattr(self, own)) is not None:
-                check_range(FIELDS[name], convert(FIELDS[name], value))
+                check_range(FIELDS[name], typed_value(FIELDS[name], value))
         check_stage_of_stream(self.engine, self.zero_stage)
         if self.state_format is not None:
             check_state_format(self.state_format, self.precision)

@@ -12,7 +12,7 @@ from types import FrameType
 from outcore.probe.bench.drive_file import TestPathError, remove_own_files
 from outcore.probe.options import ProbeOptions, UsageError, parse_options
 from outcore.probe.progress import StageProgress
-from outcore.probe.report.config_file import FileError, apply_changes
+from outcore.probe.report.config_file import ConfigFileError, apply_changes
 from outcore.probe.report.plot import save_plot
 from outcore.probe.report.record import Measured, build_report, measured_machine, to_json, write_text
 from outcore.probe.report.show import render
@@ -45,7 +45,7 @@ def main(argv: Sequence[str], root: Path) -> int:
         if options.json:
             sys.stdout.write(text)
         return 0
-    except (UsageError, TestPathError, FileError) as error:
+    except (UsageError, TestPathError, ConfigFileError) as error:
         print(f"gds_optimizer: {error}", file=sys.stderr)
         return EXIT_USAGE
     except Terminated:

@@ -11,7 +11,7 @@ from outcore.common.quantities import GIB, MIB
 from outcore.probe.bench.budget import EFFORTS, ProbeEffort
 from outcore.probe.bench.drive_file import TestPathError, check_directory
 from outcore.probe.bench.lanes import ProbeStaging
-from outcore.probe.report.config_file import FileError, ProbeConfig, read_config
+from outcore.probe.report.config_file import ConfigFileError, ProbeConfig, read_config
 
 DESCRIPTION = """\
 Finds out which path data really takes between drive, RAM and GPU on this machine (GPUDirect Storage or not, and why),
@@ -53,7 +53,7 @@ def parse_options(argv: Sequence[str], root: Path) -> ProbeOptions:
     config_path = Path(args.config)
     try:
         config = read_config(config_path)
-    except FileError as error:
+    except ConfigFileError as error:
         raise UsageError(str(error)) from error
     if args.apply and not config.exists and not args.create:
         raise UsageError(

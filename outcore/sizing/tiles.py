@@ -64,7 +64,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Work:
+class TilingWork:
     """What a step needs on the device beside buffers, in bytes."""
 
     checkpoints: int
@@ -164,7 +164,7 @@ def held_bytes(model: Model, holding: Holding, tile_bytes: int = 0) -> HeldBytes
     )
 
 
-def needed_bytes(model: Model, holding: Holding, work: Work, tile_bytes: int) -> int:
+def needed_bytes(model: Model, holding: Holding, work: TilingWork, tile_bytes: int) -> int:
     """The most that a step or an evaluation holds on the device."""
     held = held_bytes(model, holding, tile_bytes)
     some_layer_tiled = any(unit.is_layer and unit.index in holding.tiled for unit in model.units)
@@ -180,7 +180,7 @@ def choose_holding(
     tile_bytes: int,
     *,
     layer_buffers: int = LAYER_BUFFERS,
-    work: Work | None = None,
+    work: TilingWork | None = None,
     may_tile: bool = True,
 ) -> Holding:
     """The first way of holding units that fits; when none does, the one that takes least.

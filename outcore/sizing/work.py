@@ -17,7 +17,7 @@ from outcore.sizing.activations import (
 )
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.streaming import EVAL_GROUP, STAY_LAYERS
-from outcore.sizing.tiles import Work
+from outcore.sizing.tiles import TilingWork
 
 TILED_LOGITS_ALIVE = 4.0
 """Chunks' worth of logits alive at once where the head is computed in tiles. A planning figure."""
@@ -40,7 +40,7 @@ def step_work(
     tile_bytes: int,
     chunk_bytes: int | None,
     masks: bool,
-) -> Work:
+) -> TilingWork:
     """What a step of the streaming engine needs on the device beside its buffers, by engine and planner alike: of
     `accumulation` micro-batches of `tokens` tokens of `e` bytes an element. `checkpoints_home`: 'vram', or elsewhere.
 
@@ -66,7 +66,7 @@ def step_work(
         packed = in_use + (tokens * seq_length * accumulation // 8 if in_use else 0)
     else:
         packed = border_bytes(shape, tokens) if shape.fused_attention else 0
-    return Work(
+    return TilingWork(
         checkpoints=checkpoints,
         between=2 * batch_hidden,
         masks=packed,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from outcore.config import TrainConfig
 from outcore.engine.base import Engine, MicroBatch
-from outcore.monitor import MetricsLog, Progress, Sampler
+from outcore.monitor import MetricsLog, RunProgress, Sampler
 from outcore.runs import RunFolder
 from outcore.train.best import BestSoFar
 from outcore.train.configure.schedule import LrSchedule, RunLength
@@ -36,7 +36,7 @@ class TrainerParts:
     schedule: LrSchedule
     length: RunLength
     sampler: Sampler
-    progress: Progress
+    progress: RunProgress
     metrics: MetricsLog | None
     loggers: Any
     prompt_ids: list[int]

@@ -17,7 +17,7 @@ from outcore.config import (
     ConfigError,
     DeepSpeedFile,
     Field,
-    Place,
+    ProcessFacts,
     RunSettings,
     TrainConfig,
     parse,
@@ -84,7 +84,7 @@ def said(argv: list[str]) -> TrainConfig:
 
 
 def resolved(config: TrainConfig, file: DeepSpeedFile) -> RunSettings:
-    return resolve(config, file, Place("bf16"))
+    return resolve(config, file, ProcessFacts("bf16"))
 
 
 def file_with(row: Field, key: str) -> DeepSpeedFile:
@@ -171,7 +171,7 @@ HOLDERS = ("settings", "run", "offload", "wanted", "scaling", "file")
 """What a `RunSettings`, or a part of one, is called where it is read."""
 
 
-SETTINGS = resolve(TrainConfig(), DeepSpeedFile(), Place("bf16"))
+SETTINGS = resolve(TrainConfig(), DeepSpeedFile(), ProcessFacts("bf16"))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ SETTINGS = resolve(TrainConfig(), DeepSpeedFile(), Place("bf16"))
 )
 def test_what_cannot_be_is_refused_before_anything_is_read(flags: dict, file: dict, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(TrainConfig(**flags), understand(file), Place("fp32"))
+        resolve(TrainConfig(**flags), understand(file), ProcessFacts("fp32"))
     assert words in str(caught.value)
 
 
@@ -211,7 +211,7 @@ def test_each_setting_of_the_streaming_engine_is_set_by_its_decision() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "StreamSettings":
                 set_here |= {keyword.arg for keyword in node.keywords if keyword.arg}
     homes = homes_of(
-        resolve(TrainConfig(zero_stage="infinity", activations="nvme"), DeepSpeedFile(), Place("bf16")),
+        resolve(TrainConfig(zero_stage="infinity", activations="nvme"), DeepSpeedFile(), ProcessFacts("bf16")),
         RunSizes(10**9, 10**9, 10, 100, (64,), 0, has_cuda=True),
         Wanted(states=True, params=True, is_explicit=True, folder="/x"),
         lambda path, gb: (True, path),

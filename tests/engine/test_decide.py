@@ -10,7 +10,7 @@ import pytest
 
 import outcore
 from outcore.common.quantities import GIB
-from outcore.config import ConfigError, DeepSpeedFile, Place, TrainConfig, resolve
+from outcore.config import ConfigError, DeepSpeedFile, ProcessFacts, TrainConfig, resolve
 from outcore.engine.base import Host
 from outcore.engine.decide import EngineChoice, ask_model
 from outcore.engine.stream import StreamDecision, StreamSettings, decide_stream
@@ -19,8 +19,8 @@ from outcore.model.settings import ModelSettings
 from outcore.train.run import assemble
 from tests.flow.models import tiny_loaded
 
-_NOTHING = StreamDecision(resolve(TrainConfig(), DeepSpeedFile(), Place("bf16")), StreamSettings(), "cpu")
-SETTINGS = resolve(TrainConfig(), DeepSpeedFile(), Place("bf16"))
+_NOTHING = StreamDecision(resolve(TrainConfig(), DeepSpeedFile(), ProcessFacts("bf16")), StreamSettings(), "cpu")
+SETTINGS = resolve(TrainConfig(), DeepSpeedFile(), ProcessFacts("bf16"))
 
 
 def test_ram_is_that_of_the_control_group(monkeypatch):

@@ -24,7 +24,7 @@ from outcore.install.verify.host_checks import (
     ram_row,
     system_row,
 )
-from outcore.install.verify.rows import Row, all_hold
+from outcore.install.verify.rows import ReportRow, all_hold
 from outcore.install.verify.wsl import host_ram_bytes, recommended_guest_gib, wsl_memory_row
 from outcore.machine import Drive
 from tests.install.fakes import REPOSITORY, fake_environment, gpu_machine, machine
@@ -228,8 +228,8 @@ def test_wsl_memory() -> None:
 
 
 def test_row_rules() -> None:
-    good, bad = Row("a", "", "", "OK", True), Row("b", "", "", "missing", True)
-    assert all_hold([good, Row("c", "", "", "missing", False), Row("d", "", "", "degraded", True)])
+    good, bad = ReportRow("a", "", "", "OK", True), ReportRow("b", "", "", "missing", True)
+    assert all_hold([good, ReportRow("c", "", "", "missing", False), ReportRow("d", "", "", "degraded", True)])
     assert not all_hold([good, bad]) and not all_hold([])
     with pytest.raises(ValueError, match="status"):
-        Row("a", "", "", "fine", True)
+        ReportRow("a", "", "", "fine", True)

@@ -24,8 +24,8 @@ from outcore.install.verify.doctor import (
 )
 from outcore.install.verify.probe import main as probe_main
 from outcore.install.verify.probes.packages import check_packages
-from outcore.install.verify.probes.recorder import Recorder, Unneeded
-from outcore.install.verify.rows import Row, all_hold
+from outcore.install.verify.probes.recorder import ProbeRecorder, Unneeded
+from outcore.install.verify.rows import ReportRow, all_hold
 from tests.install.fakes import REPOSITORY, fake_environment, gpu_machine, machine
 
 CPU = choose_set(machine(), "auto", REPOSITORY)
@@ -37,7 +37,7 @@ def fine(part: str) -> dict[str, object]:
 
 
 def test_recorder_writes_before_and_after(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "r")
+    recorder = ProbeRecorder(tmp_path / "r")
 
     def unneeded() -> str:
         raise Unneeded("no GPU here")
@@ -182,7 +182,7 @@ def test_interrupt_ends_the_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_packages_of_this_environment_work(tmp_path: Path) -> None:
     """The trials themselves, on what is installed here."""
-    check_packages(Recorder(tmp_path / "r"), "cpu")
+    check_packages(ProbeRecorder(tmp_path / "r"), "cpu")
     findings = read_findings(tmp_path / "r", "")
     assert set(findings) == {*PACKAGE_PARTS, "CPU optimizer"}
     broken = {part: finding["why"] for part, finding in findings.items() if not finding["ok"]}
@@ -191,7 +191,7 @@ def test_packages_of_this_environment_work(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_gpu_packages_of_this_environment_work(tmp_path: Path) -> None:
-    check_packages(Recorder(tmp_path / "r"), "cuda")
+    check_packages(ProbeRecorder(tmp_path / "r"), "cuda")
     findings = read_findings(tmp_path / "r", "")
     assert findings["torch"]["ok"] and findings["NVML"]["ok"], findings
     assert findings["cupy"]["ok"] and findings["kvikio"]["ok"], findings
@@ -202,7 +202,7 @@ def test_cuda_trials_fail_without_a_gpu(tmp_path: Path) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    check_packages(Recorder(tmp_path / "r"), "cuda")
+    check_packages(ProbeRecorder(tmp_path / "r"), "cuda")
     findings = read_findings(tmp_path / "r", "")
     assert "sees no GPU" in findings["torch"]["why"] and not findings["NVML"]["ok"]
     assert not findings["cupy"]["ok"] and not findings["kvikio"]["ok"]
@@ -271,11 +271,11 @@ def test_deepspeed_trials_with_fakes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     steps: list[bool] = []
     monkeypatch.setattr(probe_deepspeed, "_builder", lambda name: Builder())
     monkeypatch.setattr(probe_deepspeed, "_zero3_step", lambda accelerator, has_adam: steps.append(has_adam) or "step")
-    probe_deepspeed.check_deepspeed(Recorder(tmp_path / "a"), "cuda", ["cpu_adam", "async_io"], tmp_path)
+    probe_deepspeed.check_deepspeed(ProbeRecorder(tmp_path / "a"), "cuda", ["cpu_adam", "async_io"], tmp_path)
     findings = read_findings(tmp_path / "a", "")
     assert set(findings) == {"cpu_adam", "async_io", "deepspeed"} and all(f["ok"] for f in findings.values())
     Builder.damage = True
-    probe_deepspeed.check_deepspeed(Recorder(tmp_path / "b"), "cpu", ["async_io"], tmp_path)
+    probe_deepspeed.check_deepspeed(ProbeRecorder(tmp_path / "b"), "cpu", ["async_io"], tmp_path)
     findings = read_findings(tmp_path / "b", "")
     assert "reads back differently" in findings["async_io"]["why"]
     assert "shm_comm" in findings["deepspeed"]["why"] and steps == [True]
@@ -283,9 +283,9 @@ def test_deepspeed_trials_with_fakes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 ROWS = [
-    Row("good", "2.0 [cpu]", "2.0", "OK", True),
-    Row("bad", "nothing", "1.0", "missing", True, "`python setup.py`"),
-    Row("slow", "an SSD", "NVMe", "degraded", False),
+    ReportRow("good", "2.0 [cpu]", "2.0", "OK", True),
+    ReportRow("bad", "nothing", "1.0", "missing", True, "`python setup.py`"),
+    ReportRow("slow", "an SSD", "NVMe", "degraded", False),
 ]
 
 

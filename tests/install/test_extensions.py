@@ -25,7 +25,7 @@ from outcore.install.extensions import (
     remove_stale_lock,
     sanitise_arch_list,
 )
-from outcore.install.progress import Progress
+from outcore.install.progress import InstallProgress
 from tests.install.fakes import FakeStream, fake_environment
 
 BY_NAME = {e.name: e for e in (*extensions_for("cpu"), *extensions_for("cuda"))}
@@ -162,7 +162,7 @@ def test_only_missing_ones_are_built_and_failures_are_results(tmp_path: Path, mo
         "cpu",
         {"TORCH_EXTENSIONS_DIR": str(directory)},
         stream,
-        Progress(out),
+        InstallProgress(out),
         tmp_path / "logs" / "build.log",
     )
     assert {r.name: r.built for r in results} == {

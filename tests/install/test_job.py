@@ -12,14 +12,14 @@ from outcore.install import job as job_module
 from outcore.install.environment import Environment
 from outcore.install.errors import InstallError
 from outcore.install.extensions import KEY_NAME, build_key
-from outcore.install.job import Job
+from outcore.install.job import InstallJob
 from outcore.install.requirement_set import read_pins
-from outcore.install.verify.rows import Row
+from outcore.install.verify.rows import ReportRow
 from outcore.machine import Drive
 from tests.install.fakes import REPOSITORY, FakeStream, add_package, fake_environment, gpu_machine, machine
 
-GOOD = Row("deepspeed", "works", "deepspeed", "OK", True)
-BAD = Row("deepspeed", "ImportError: x", "deepspeed", "missing", True, "`python setup.py`")
+GOOD = ReportRow("deepspeed", "works", "deepspeed", "OK", True)
+BAD = ReportRow("deepspeed", "ImportError: x", "deepspeed", "missing", True, "`python setup.py`")
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(job_module, "make_environment", lambda environment, execute: None)
     monkeypatch.setattr(job_module, "probe_rows", lambda *arguments: [GOOD])
     monkeypatch.setattr(job_module, "build_all", lambda *arguments: ())
-    monkeypatch.setattr(job_module, "launcher_row", lambda environment: Row("launcher", "x", "y", "OK", True))
-    monkeypatch.setattr(job_module, "host_rows", lambda *arguments: [Row("Python", "3.12", "3.11", "OK", True)])
+    monkeypatch.setattr(job_module, "launcher_row", lambda environment: ReportRow("launcher", "x", "y", "OK", True))
+    monkeypatch.setattr(job_module, "host_rows", lambda *arguments: [ReportRow("Python", "3.12", "3.11", "OK", True)])
     return clone
 
 
@@ -50,11 +50,11 @@ def installed(repository: Path, name: str = "cpu", tests: bool = False) -> None:
     environment.write_stamp({"set": name})
 
 
-def make_job(repository: Path, *flags: str, which=None, stream=None, call=None) -> Job:
+def make_job(repository: Path, *flags: str, which=None, stream=None, call=None) -> InstallJob:
     def no_call(*arguments, **more) -> int:
         raise AssertionError("nothing may be started here")
 
-    return Job(
+    return InstallJob(
         ["--venv", str(repository / ".venv"), *flags],
         repository,
         detect=lambda: which or machine(),
@@ -63,7 +63,7 @@ def make_job(repository: Path, *flags: str, which=None, stream=None, call=None) 
     )
 
 
-def run(job: Job) -> int:
+def run(job: InstallJob) -> int:
     """What setup.py does."""
     with job:
         job.detect()
@@ -302,7 +302,7 @@ def test_native_windows_in_words(
 ) -> None:
     windows = gpu_machine(os_family="windows", os_name="Windows 11")
     installed(repository, "windows")
-    deepspeed = Row("deepspeed", "not installed", "deepspeed", "missing", True, "train inside WSL2")
+    deepspeed = ReportRow("deepspeed", "not installed", "deepspeed", "missing", True, "train inside WSL2")
     monkeypatch.setattr(job_module, "probe_rows", lambda *arguments: [deepspeed])
     assert run(make_job(repository, which=windows)) == 1
     said = capsys.readouterr().out

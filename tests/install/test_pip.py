@@ -11,7 +11,7 @@ import pytest
 from outcore.install import pip
 from outcore.install.errors import InstallError
 from outcore.install.pip import explain, install, pip_steps, stream_command
-from outcore.install.progress import Progress
+from outcore.install.progress import InstallProgress
 from outcore.install.requirement_set import choose_set
 from tests.install.fakes import REPOSITORY, FakeStream, fake_environment, gpu_machine, machine
 
@@ -25,7 +25,9 @@ def run_install(tmp_path: Path, stream: FakeStream, which=None) -> str:
     environment = fake_environment(tmp_path / "v")
     chosen = choose_set(which or machine(), "auto", REPOSITORY)
     out = io.StringIO()
-    install(environment, chosen, REPOSITORY, {"PATH": "/bin"}, stream, Progress(out), tmp_path / "logs" / "pip.log")
+    install(
+        environment, chosen, REPOSITORY, {"PATH": "/bin"}, stream, InstallProgress(out), tmp_path / "logs" / "pip.log"
+    )
     return out.getvalue()
 
 
@@ -130,7 +132,7 @@ class Terminal(io.StringIO):
 
 def test_progress_on_a_terminal_moves() -> None:
     out = Terminal()
-    progress = Progress(out)
+    progress = InstallProgress(out)
     progress.begin("working")
     progress.detail("file 1")
     deadline_s = time.monotonic() + 20
@@ -143,10 +145,10 @@ def test_progress_on_a_terminal_moves() -> None:
 
 def test_progress_in_a_file_is_lines() -> None:
     out = io.StringIO()
-    progress = Progress(out)
+    progress = InstallProgress(out)
     progress.begin("working")
     progress.detail("a")
     progress.detail("a")
     progress.end()
     assert out.getvalue().splitlines()[:2] == ["working ...", "    a"] and "\r" not in out.getvalue()
-    assert Progress()._out is sys.stdout
+    assert InstallProgress()._out is sys.stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outcore.monitor import MetricsLog, Progress, plot_loss
+from outcore.monitor import MetricsLog, RunProgress, plot_loss
 from outcore.monitor.metrics.loss_plot import smooth, thin, with_gaps, y_limits
 from outcore.monitor.screen.live import fit_words
 
@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
 
 def test_plain_lines_by_steps_with_no_control_codes() -> None:
     out = io.StringIO()
-    with Progress(10, file=out, plain_every_steps=4, plain_every_s=1e9, limits=LIMITS) as progress:
+    with RunProgress(10, file=out, plain_every_steps=4, plain_every_s=1e9, limits=LIMITS) as progress:
         assert not progress.is_live
         for step in range(1, 11):
             progress.update(record(step))
@@ -51,7 +51,7 @@ def test_plain_lines_by_steps_with_no_control_codes() -> None:
 
 def test_plain_lines_by_time_and_the_last_step_always() -> None:
     out = io.StringIO()
-    progress = Progress(None, file=out, plain_every_s=0)
+    progress = RunProgress(None, file=out, plain_every_s=0)
     progress.update(record(1))
     progress.update(record(2))
     progress._every_s = 1e9
@@ -67,7 +67,7 @@ def test_plain_lines_by_time_and_the_last_step_always() -> None:
 
 def test_loss_that_is_not_finite_is_shown() -> None:
     out = io.StringIO()
-    progress = Progress(2, file=out)
+    progress = RunProgress(2, file=out)
     progress.update({"step": 1, "loss": math.nan})
     progress.update({"step": 2, "loss": None, "nonfinite": {"loss": "inf"}})
     assert "loss nan" in out.getvalue() and "loss inf" in out.getvalue()
@@ -75,7 +75,7 @@ def test_loss_that_is_not_finite_is_shown() -> None:
 
 def test_nothing_is_shown_on_other_ranks() -> None:
     out = Terminal()
-    with Progress(2, file=out, enabled=False) as progress:
+    with RunProgress(2, file=out, enabled=False) as progress:
         progress.update(record(1))
         progress.message("x")
         progress.activity("y")
@@ -87,7 +87,7 @@ def test_a_reader_that_went_away_does_not_stop_the_run() -> None:
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    progress = Progress(3, file=Gone(), plain_every_s=0)
+    progress = RunProgress(3, file=Gone(), plain_every_s=0)
     progress.update(record(1))
     progress.update(record(2))
     progress.close()
@@ -98,7 +98,7 @@ def test_live_lines_fit_every_width(width: int) -> None:
     from rich.console import Console
 
     out = Terminal()
-    progress = Progress(100, file=out, limits=LIMITS, first_step=40)
+    progress = RunProgress(100, file=out, limits=LIMITS, first_step=40)
     assert progress.is_live
     display = progress._live
     display._live.console.width = width
@@ -121,7 +121,7 @@ def test_live_lines_fit_every_width(width: int) -> None:
 
 def test_live_without_a_last_step_and_before_the_first() -> None:
     out = Terminal()
-    progress = Progress(None, file=out)
+    progress = RunProgress(None, file=out)
     assert progress.words() == ["waiting for the first step"] and progress.time_left_s() is None
     progress.update({"step": 1})
     assert progress.fraction_done() == 0.0
@@ -130,7 +130,7 @@ def test_live_without_a_last_step_and_before_the_first() -> None:
 
 
 def test_speed_is_a_median_so_that_a_pause_does_not_count() -> None:
-    progress = Progress(10, file=io.StringIO())
+    progress = RunProgress(10, file=io.StringIO())
     for step, step_s in enumerate((1.0, 1.0, 500.0, 1.0, 1.0), 1):
         progress.update({"step": step, "step_s": step_s})
     assert progress.time_left_s() == 5.0
@@ -214,7 +214,7 @@ def test_y_range_leaves_single_spikes_out() -> None:
 
 def test_a_long_step_is_heard_of_in_a_pipe():
     out = io.StringIO()
-    with Progress(3, file=out, plain_every_s=0.1) as progress:
+    with RunProgress(3, file=out, plain_every_s=0.1) as progress:
         until_s = time.monotonic() + 5
         while "step 1: " not in out.getvalue() and time.monotonic() < until_s:
             time.sleep(0.02)

@@ -17,12 +17,12 @@ from outcore.common.quantities import GB, GIB
 from outcore.performance import health
 from outcore.performance import main as main_module
 from outcore.performance.against_plan import compare, project
-from outcore.performance.findings import Check, Findings, Projection, Regression, Row, Verdict
+from outcore.performance.findings import Check, ComparedRow, Findings, Projection, Regression, Verdict
 from outcore.performance.history import compared, last_report
 from outcore.performance.judge import judge
 from outcore.performance.main import PerformanceTest, main, write
 from outcore.performance.page import render
-from outcore.performance.trial import Trial
+from outcore.performance.trial import TrialRun
 from outcore.train.configure.arguments import parse_config
 from outcore.train.run import main as train_main
 from tests.plan.fakes import machine
@@ -42,7 +42,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     flags += [f"--data_cache_dir={folder / 'cache'}", "--run_name", "t", "--save_steps", "10", "--eval_steps", "20"]
     flags += ["--deepspeed_config", str(ROOT / "deepspeed_config.json"), "--engine", "stream"]
     result = folder / "trial.json"
-    assert train_main(flags, Trial(result, 2, 60.0, GB)) == 0
+    assert train_main(flags, TrialRun(result, 2, 60.0, GB)) == 0
     return json.loads(result.read_text())
 
 
@@ -93,10 +93,13 @@ def test_computing_and_waiting_add_up_to_the_step(trial: dict[str, Any]):
 
 
 def test_rows_are_off_by_share_and_amount():
-    assert Row("x", "bytes", 12e9, 10e9, 10.0).is_off and Row("x", "bytes", 12e9, 10e9, 10.0).error_pct == 20
-    assert not Row("x", "bytes", 10.9e9, 10e9, 10.0).is_off
-    assert not Row("x", "bytes", 120e6, 100e6, 10.0).is_off  # a fifth, but of little
-    assert not Row("x", "s", None, 1.0, 10.0).is_off and Row("x", "s", 1.0, 0.0, 10.0).error_pct is None
+    assert (
+        ComparedRow("x", "bytes", 12e9, 10e9, 10.0).is_off
+        and ComparedRow("x", "bytes", 12e9, 10e9, 10.0).error_pct == 20
+    )
+    assert not ComparedRow("x", "bytes", 10.9e9, 10e9, 10.0).is_off
+    assert not ComparedRow("x", "bytes", 120e6, 100e6, 10.0).is_off  # a fifth, but of little
+    assert not ComparedRow("x", "s", None, 1.0, 10.0).is_off and ComparedRow("x", "s", 1.0, 0.0, 10.0).error_pct is None
 
 
 def _judge(**changes: Any) -> Verdict:
@@ -112,7 +115,7 @@ def test_verdicts():
     run = Projection(10, 1.0, 1.0, 10.0, 0.0, 0.0, 0.0, "", 10.0 * GB, 0.5)
     for changes, words in (
         ({"checks": [Check("power", "warning", "hot")]}, "power: hot"),
-        ({"rows": [Row("step", "s", 1.0, 2.0, 20.0)]}, "step was forecast 50 % too low"),
+        ({"rows": [ComparedRow("step", "s", 1.0, 2.0, 20.0)]}, "step was forecast 50 % too low"),
         ({"regressions": [Regression("step_s", 1.0, 1.5)]}, "seconds per step got worse by 50 %"),
         ({"fits": False}, "the plan says that it does not fit"),
         ({"projection": run}, "drive wear"),

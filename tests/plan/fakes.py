@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from outcore.common.quantities import GIB
-from outcore.config import DeepSpeedFile, Place, RunSettings, TrainConfig, resolve
+from outcore.config import DeepSpeedFile, ProcessFacts, RunSettings, TrainConfig, resolve
 from outcore.engine.deepspeed.decision import deepspeed_layout
 from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream.decision.decision import stream_layout
@@ -96,7 +96,7 @@ def machine(**changes: Any) -> Machine:
 def settings_of(**said: Any) -> RunSettings:
     """A run of 2 micro-batches of 4 rows in bf16, recomputed; `said`: other flags."""
     usual = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "activation_checkpointing": True}
-    return resolve(TrainConfig(**{**usual, **said}), DeepSpeedFile(), Place("bf16"))
+    return resolve(TrainConfig(**{**usual, **said}), DeepSpeedFile(), ProcessFacts("bf16"))
 
 
 def layout_of(told: StreamSettings | ChosenOffload, settings: RunSettings, hardware: Hardware) -> Layout:

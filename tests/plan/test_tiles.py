@@ -18,7 +18,7 @@ from outcore.plan.request import RunRequest
 from outcore.plan.stream.tiles import tiling_of
 from outcore.plan.terms.case import Case
 from outcore.sizing.layouts import StreamLayout
-from outcore.sizing.tiles import Holding, Model, UnitSize, Work, choose_holding, held_bytes
+from outcore.sizing.tiles import Holding, Model, TilingWork, UnitSize, choose_holding, held_bytes
 from tests.flow.models import tiny_loaded
 from tests.plan.fakes import server
 
@@ -85,7 +85,7 @@ def test_the_cheapest_saving_comes_first() -> None:
         "head": 300,
         "tiled_head": 200,
     }
-    work = Work(**{name: n_bytes << 18 for name, n_bytes in needs.items()}, evaluation=0)
+    work = TilingWork(**{name: n_bytes << 18 for name, n_bytes in needs.items()}, evaluation=0)
     found: list[Holding] = []
     for device_bytes in range(8000 << 18, 500 << 18, -(1 << 18)):
         holding = choose_holding(big, device_bytes, 1, work=work)
@@ -117,7 +117,7 @@ def test_without_knowing_the_step_a_fixed_share_is_left_to_it() -> None:
 
 
 def test_where_nothing_fits_the_least_is_held_and_off_tiles_nothing() -> None:
-    model, work = Model(UNITS, 2), Work(10**6, 0, 0, 0, 0, 0, 0, 0)
+    model, work = Model(UNITS, 2), TilingWork(10**6, 0, 0, 0, 0, 0, 0, 0)
     least = choose_holding(model, 1000, 1, work=work)
     assert least.tiled == {0, 1, 2, 3, 4, 5}
     off = choose_holding(model, 1000, 1, work=work, may_tile=False)

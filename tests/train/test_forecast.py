@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from outcore.config import DeepSpeedFile, Place, TrainConfig, resolve
+from outcore.config import DeepSpeedFile, ProcessFacts, TrainConfig, resolve
 from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream import StreamDecision, StreamSettings
 from outcore.machine import LinkRates
@@ -133,7 +133,7 @@ def test_a_good_profile_is_taken_and_a_gpu_that_torch_cannot_use_is_none(tmp_pat
 
 def _decided(stream: StreamSettings) -> Any:
     said = TrainConfig(per_device_train_batch_size=2, gradient_accumulation_steps=1)
-    settings = resolve(said, DeepSpeedFile(), Place("bf16"))
+    settings = resolve(said, DeepSpeedFile(), ProcessFacts("bf16"))
     return StreamDecision(settings, stream, "cpu")
 
 

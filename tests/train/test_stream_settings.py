@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from outcore.common.quantities import GIB, MIB
-from outcore.config import ConfigError, Place, TrainConfig, resolve, understand
+from outcore.config import ConfigError, ProcessFacts, TrainConfig, resolve, understand
 from outcore.engine.base import grouped
 from outcore.engine.decide import choose_engine
 from outcore.engine.stream import StreamDecision
@@ -46,12 +46,12 @@ ADAM = {
 def plan_of(
     config: TrainConfig | None = None, file: dict | None = None, check=usable, sizes: RunSizes = SIZES, precision="bf16"
 ) -> StreamDecision:
-    settings = resolve(config or TrainConfig(), understand({**ADAM, **(file or {})}), Place(precision))
+    settings = resolve(config or TrainConfig(), understand({**ADAM, **(file or {})}), ProcessFacts(precision))
     return stream_decision(settings, sizes, nvme_check=check)
 
 
 def engine_of(config: TrainConfig | None = None, file: dict | None = None, processes: int = 1, precision="bf16"):
-    return choose_engine(resolve(config or TrainConfig(), understand(file or {}), Place(precision, processes)))
+    return choose_engine(resolve(config or TrainConfig(), understand(file or {}), ProcessFacts(precision, processes)))
 
 
 @pytest.mark.parametrize(

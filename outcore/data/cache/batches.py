@@ -23,7 +23,7 @@ BATCH_ITEMS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowPiece:
     """A piece of a text document; the last one closes the document."""
 
     text: str
@@ -44,7 +44,7 @@ class Whole:
 class Batch:
     """Items in order, and what they became: tokens with loss bits (pieces: bare ids), or a BadRow."""
 
-    items: list[Piece | Whole | BadRow]
+    items: list[RowPiece | Whole | BadRow]
     encoded: list[np.ndarray | BadRow] = field(default_factory=list)
     notices: Counter[str] = field(default_factory=Counter)
     """What of conversations the chat template does not write, in words, and in how many rows."""
@@ -54,11 +54,11 @@ class Batch:
 
 def encode_batch(batch: Batch, encoder: DocumentEncoder) -> Batch:
     """Fills `encoded`; all pieces go to the tokenizer in one call, and so do all conversations."""
-    pieces = iter(encoder.encode_pieces([item.text for item in batch.items if isinstance(item, Piece)]))
+    pieces = iter(encoder.encode_pieces([item.text for item in batch.items if isinstance(item, RowPiece)]))
     wholes = [item.example for item in batch.items if isinstance(item, Whole)]
     encoded = iter(encoder.encode_many(wholes, batch.notices))
     for item in batch.items:
-        if isinstance(item, Piece):
+        if isinstance(item, RowPiece):
             batch.encoded.append(next(pieces))
         elif isinstance(item, BadRow):
             batch.encoded.append(item)
@@ -70,7 +70,7 @@ def encode_batch(batch: Batch, encoder: DocumentEncoder) -> Batch:
 
 def batches_of(records: Iterable[tuple[Record | BadRow, Shape]]) -> Iterator[Batch]:
     """Groups records into batches of about 1 Mi characters, cutting long texts into pieces."""
-    items: list[Piece | Whole | BadRow] = []
+    items: list[RowPiece | Whole | BadRow] = []
     unused: Counter[str] = Counter()
     chars = 0
     for record, shape in records:
@@ -86,7 +86,7 @@ def batches_of(records: Iterable[tuple[Record | BadRow, Shape]]) -> Iterator[Bat
         yield Batch(items, unused_columns=unused)
 
 
-def _items_of(record: Record | BadRow, shape: Shape) -> Iterator[Piece | Whole | BadRow]:
+def _items_of(record: Record | BadRow, shape: Shape) -> Iterator[RowPiece | Whole | BadRow]:
     if isinstance(record, BadRow):
         yield record
         return
@@ -104,15 +104,15 @@ def _items_of(record: Record | BadRow, shape: Shape) -> Iterator[Piece | Whole |
     previous: str | None = None
     for piece in cut_text(example.text):
         if previous is not None:
-            yield Piece(previous, is_last=False, shape=str(shape))
+            yield RowPiece(previous, is_last=False, shape=str(shape))
         previous = piece
-    yield Piece(previous or "", is_last=not record.continued, shape=str(shape))
+    yield RowPiece(previous or "", is_last=not record.continued, shape=str(shape))
 
 
-def _chars(item: Piece | Whole | BadRow) -> int:
+def _chars(item: RowPiece | Whole | BadRow) -> int:
     if isinstance(item, BadRow):
         return 0
-    if isinstance(item, Piece):
+    if isinstance(item, RowPiece):
         return len(item.text)
     if isinstance(item.example, TokensExample):
         return len(item.example.ids)

@@ -25,7 +25,7 @@ import numpy as np
 from outcore.common.quantities import format_count
 from outcore.data.basis import DataError, DataSettings
 from outcore.data.cache.arrays import Arrays, ArraysWriter, ArrayWriter
-from outcore.data.cache.batches import Batch, Piece, Whole, batches_of, encode_in_order
+from outcore.data.cache.batches import Batch, RowPiece, Whole, batches_of, encode_in_order
 from outcore.data.cache.encode import TOKEN, DocumentEncoder, carries_loss
 from outcore.data.cache.lock import open_or_build
 from outcore.data.rows import ChatExample, shaped_records
@@ -227,7 +227,7 @@ class _Documents:
                 continue
             if len(encoded):
                 self.max_token_id = max(self.max_token_id, int((encoded & TOKEN).max()))
-            if isinstance(item, Piece):
+            if isinstance(item, RowPiece):
                 self._add_piece(encoded, item)
             elif not carries_loss(encoded)[1:].any():
                 self.empty += 1
@@ -240,7 +240,7 @@ class _Documents:
                 self.shape_firsts.setdefault(item.shape, self.count)
                 self._close(len(encoded), 1 + int(np.argmax(has_loss[1:])), int(has_loss[1:].sum()))
 
-    def _add_piece(self, ids: np.ndarray, piece: Piece) -> None:
+    def _add_piece(self, ids: np.ndarray, piece: RowPiece) -> None:
         if self._start is None:
             self._start = self.tokens.length
             if not (len(self.before) and len(ids) and ids[0] == self.before[0]):  # the text may begin with BOS itself

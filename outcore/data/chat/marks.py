@@ -22,7 +22,7 @@ _BEGIN, _END = "outcore_mark_begin", "outcore_mark_end"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """Characters `start` to `end` of the rendering, and the message that wrote them; None: the template itself."""
 
     start: int
@@ -35,9 +35,9 @@ class Rendering:
     """A conversation as the template writes it, in pieces that cover it from beginning to end."""
 
     text: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TextPiece, ...]
 
-    def of(self, message: int) -> list[Piece]:
+    def of(self, message: int) -> list[TextPiece]:
         """The pieces that one message wrote, in order; usually one."""
         return [piece for piece in self.pieces if piece.message == message]
 
@@ -88,9 +88,9 @@ def marked_template(source: str) -> MarkedTemplate:
     return MarkedTemplate(source)
 
 
-def _taken_apart(marked: str) -> tuple[str, list[Piece]]:
+def _taken_apart(marked: str) -> tuple[str, list[TextPiece]]:
     """The text without marks, and its pieces; a message inside another's turn of the loop owns its own part."""
-    pieces: list[Piece] = []
+    pieces: list[TextPiece] = []
     texts: list[str] = []
     stack: list[tuple[int, int]] = []
     position = written = 0
@@ -99,7 +99,7 @@ def _taken_apart(marked: str) -> tuple[str, list[Piece]]:
         nonlocal written
         if part := marked[position:end]:
             texts.append(part)
-            pieces.append(Piece(written, written + len(part), stack[-1][1] if stack else None))
+            pieces.append(TextPiece(written, written + len(part), stack[-1][1] if stack else None))
             written += len(part)
 
     for mark in _MARK.finditer(marked):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.quantities import GB
-from outcore.config import Place, TrainConfig, resolve, understand
+from outcore.config import ProcessFacts, TrainConfig, resolve, understand
 from outcore.engine.deepspeed.config.builder import build_config
 from outcore.engine.deepspeed.drive_speed import NvmePerformance, check_nvme_performance
 from outcore.engine.deepspeed.settings import RunFacts
@@ -127,7 +127,7 @@ def build_infinity_config(
         max_in_cpu_gb=max_in_cpu_gb,
         strict_offload=True,
     )
-    settings = resolve(asked, understand(base_config), Place(world_size=world_size))
+    settings = resolve(asked, understand(base_config), ProcessFacts(world_size=world_size))
     run = RunFacts(world_size=world_size, memlock_limit_bytes=1 << 62)
     built = build_config(settings, facts, run, nvme_check=_unchecked)
     config = copy.deepcopy(dict(base_config))

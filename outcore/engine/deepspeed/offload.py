@@ -63,7 +63,7 @@ def usable_for_deepspeed(path: str, required_space_gb: float) -> tuple[bool, str
 
 
 @dataclass(frozen=True)
-class Placement:
+class OffloadPlacement:
     """The decided stage and homes."""
 
     stage: int
@@ -82,8 +82,8 @@ def place(
     notes: Notes,
     nvme_check: NvmeCheck,
     costs: OffloadCosts = STOCK_COSTS,
-    budgeted_drive_bytes: Callable[[Placement], int] | None = None,
-) -> Placement:
+    budgeted_drive_bytes: Callable[[OffloadPlacement], int] | None = None,
+) -> OffloadPlacement:
     """Decide the homes of optimizer states and parameters.
 
     `budgeted_drive_bytes`: of one rank on the drive when a RAM budget keeps a part of it off; without it, or without a
@@ -113,9 +113,9 @@ def place(
                 f"nvme_offload_path {wanted.nvme_path} is not used: nothing is offloaded to NVMe with "
                 f"zero_stage {settings.zero_stage}, offload_optimizer {optimizer}, offload_params {params}."
             )
-        return Placement(stage, optimizer, params, None)
+        return OffloadPlacement(stage, optimizer, params, None)
     per_rank = None if budget_bytes is None else budget_bytes // run.local_ranks
-    placement = Placement(stage, optimizer, params, None, per_rank, gradients_on_nvme)
+    placement = OffloadPlacement(stage, optimizer, params, None, per_rank, gradients_on_nvme)
     on_drive = nvme_bytes(model, settings.precision, optimizer == "nvme", params == "nvme", costs.nvme_optimizer)
     if budgeted_drive_bytes is not None and per_rank is not None:
         on_drive = budgeted_drive_bytes(placement) * run.world_size
@@ -126,11 +126,11 @@ def place(
         notes.lines.append(f"NVMe: {message}")
         return replace(placement, nvme_path=str(folder))
     return fall_back(
-        Placement(stage, optimizer, params, None, gradients_on_nvme=gradients_on_nvme), message, wanted, notes
+        OffloadPlacement(stage, optimizer, params, None, gradients_on_nvme=gradients_on_nvme), message, wanted, notes
     )
 
 
-def fall_back(placement: Placement, reason: str, wanted: Offload, notes: Notes) -> Placement:
+def fall_back(placement: OffloadPlacement, reason: str, wanted: Offload, notes: Notes) -> OffloadPlacement:
     """RAM instead of the drive, said loudly; ValueError under `strict_offload`."""
     if wanted.strict:
         raise ValueError(f"strict_offload: offloading to NVMe is not possible. {reason}")
@@ -145,7 +145,7 @@ def fall_back(placement: Placement, reason: str, wanted: Offload, notes: Notes) 
         f"NVMe OFFLOAD IS NOT USED: {reason} Falling back to RAM for {' and '.join(moved)}; "
         "--strict_offload makes this an error."
     )
-    return Placement(
+    return OffloadPlacement(
         placement.stage,
         "cpu" if placement.optimizer == "nvme" else placement.optimizer,
         "cpu" if placement.params == "nvme" else placement.params,

@@ -8,7 +8,7 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.model.load import LoadedModel
 from outcore.model.shape import shape_from_config
 from outcore.sizing.activations import has_masks
-from outcore.sizing.tiles import Work
+from outcore.sizing.tiles import TilingWork
 from outcore.sizing.work import step_work
 
 
@@ -20,7 +20,7 @@ def work_of_step(
     chunk_bytes: int,
     *,
     compiled: bool,
-) -> Work | None:
+) -> TilingWork | None:
     """For the largest micro-batch of a step. None where a step's tokens are not told, or the configuration does not say
     what a layer computes: the rule then leaves a fixed share of the device to it."""
     if not settings.step_tokens:

@@ -19,8 +19,8 @@ from outcore.sizing.tiles import (
     HELD_WHOLE,
     Holding,
     Model,
+    TilingWork,
     UnitSize,
-    Work,
     choose_holding,
     chunk_bytes_of,
     held_bytes,
@@ -71,7 +71,7 @@ def plan_tiles(
     tile_bytes: int | None,
     num_layer_buffers: int,
     sum_itemsize: int = 4,
-    work_of: Callable[[int, int], Work | None] = lambda tile_bytes, chunk_bytes: None,
+    work_of: Callable[[int, int], TilingWork | None] = lambda tile_bytes, chunk_bytes: None,
 ) -> TilePlan:
     """`device_bytes` None: unknown, nothing needs to be tiled. `tile_bytes` None: from `device_bytes`. `work_of`: what
     a step needs beside the units, for (tile bytes, chunk bytes); None where that is unknown.

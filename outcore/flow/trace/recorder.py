@@ -17,7 +17,7 @@ from outcore.flow.trace.file import Slice
 from outcore.flow.trace.moments import HostTime, Moment, moment
 from outcore.optim import Ticket
 from outcore.staging.lanes import CopyEvent
-from outcore.storage.engines import Request
+from outcore.storage.engines import IoRequest
 
 MIN_WAIT_S = 10e-6
 """Shorter waits are bookkeeping and would only hide the others."""
@@ -43,7 +43,7 @@ class Trace(Protocol):
 class Traced(Protocol):
     """Who reads and writes files and tells, while somebody listens, of each request that has ended."""
 
-    on_finished: Callable[[Request, float], object] | None
+    on_finished: Callable[[IoRequest, float], object] | None
     """(request, when it ended in seconds of time.perf_counter), called on whatever thread it ended."""
 
 
@@ -112,7 +112,7 @@ class TraceRecorder:
             times = (result.started_s, result.finished_s)
             self._told.append(Slice("optimizer", str(result.unit_id), str(ticket.work), *times, args))
 
-    def moved(self, request: Request, finished_s: float) -> None:
+    def moved(self, request: IoRequest, finished_s: float) -> None:
         """A drive's request has ended; it began when a thread took its first piece."""
         if not request.started_s:
             return

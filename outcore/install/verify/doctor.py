@@ -19,7 +19,7 @@ from outcore.install.environment import Environment
 from outcore.install.extensions import PROBE, BuildResult, build_key, extensions_for, is_built, missing_prerequisite
 from outcore.install.requirement_set import RequirementSet, normalise
 from outcore.install.verify.host_checks import extension_fix
-from outcore.install.verify.rows import DEGRADED, MISSING, OK, Row
+from outcore.install.verify.rows import DEGRADED, MISSING, OK, ReportRow
 
 # part -> (package whose pin it must have, required). cupy and kvikio serve GPUDirect Storage: staging works without.
 PACKAGE_PARTS = {
@@ -101,7 +101,7 @@ def probe_rows(
     environ: Mapping[str, str],
     offload_path: Path,
     build_results: Sequence[BuildResult] = (),
-) -> list[Row]:
+) -> list[ReportRow]:
     """Start both probes, wait for both, make rows."""
     directory = Path(environ["TORCH_EXTENSIONS_DIR"])
     accelerator = chosen.accelerator
@@ -133,14 +133,16 @@ def probe_rows(
         rows += extension_rows(outcomes[1][0], outcomes[1][1], chosen, built, build_results, directory)
     else:
         rows.append(
-            Row("deepspeed", "not installed", chosen_needed("deepspeed", chosen), MISSING, True, "train inside WSL2")
+            ReportRow(
+                "deepspeed", "not installed", chosen_needed("deepspeed", chosen), MISSING, True, "train inside WSL2"
+            )
         )
     return rows
 
 
 def package_rows(
     findings: Mapping[str, Mapping[str, Any]], ended: str, environment: Environment, chosen: RequirementSet
-) -> list[Row]:
+) -> list[ReportRow]:
     installed = environment.installed()
     rows = []
     for part, (package, required) in PACKAGE_PARTS.items():
@@ -152,19 +154,19 @@ def package_rows(
     return rows
 
 
-def optimizer_row(findings: Mapping[str, Mapping[str, Any]], ended: str) -> Row:
+def optimizer_row(findings: Mapping[str, Mapping[str, Any]], ended: str) -> ReportRow:
     """The C++ optimizer of the streaming engine: built ahead, or why not; torch is the next best."""
     finding = findings.get("CPU optimizer") or {"ok": False, "why": f"not tried: {ended}"}
     if finding["ok"]:
-        return Row("CPU optimizer", f"built: {finding['found']}", OPTIMIZER_USE, OK, False)
+        return ReportRow("CPU optimizer", f"built: {finding['found']}", OPTIMIZER_USE, OK, False)
     reason = str(finding["why"]).splitlines()[0]
     fix = "`sudo apt install g++ && python setup.py`" if "compiler" in reason else "`python -m outcore.optim` says more"
-    return Row("CPU optimizer", f"not built: {reason}; torch does its work", OPTIMIZER_USE, DEGRADED, False, fix)
+    return ReportRow("CPU optimizer", f"not built: {reason}; torch does its work", OPTIMIZER_USE, DEGRADED, False, fix)
 
 
 def deepspeed_rows(
     findings: Mapping[str, Mapping[str, Any]], ended: str, environment: Environment, chosen: RequirementSet
-) -> list[Row]:
+) -> list[ReportRow]:
     installed = environment.installed()
     version = installed["deepspeed"].version if "deepspeed" in installed else ""
     wrong = version if version.split("+")[0] != chosen.pins["deepspeed"] else None
@@ -179,7 +181,7 @@ def extension_rows(
     built: Sequence[str],
     build_results: Sequence[BuildResult],
     directory: Path,
-) -> list[Row]:
+) -> list[ReportRow]:
     reasons = {result.name: result.reason for result in build_results if not result.built}
     rows = []
     for extension in extensions_for(chosen.accelerator):
@@ -191,7 +193,9 @@ def extension_rows(
         reason = reasons.get(extension.name) or missing_prerequisite(extension, chosen.accelerator) or "not built yet"
         status = MISSING if extension.required else DEGRADED
         fix = extension_fix(extension.name, reason, chosen)
-        rows.append(Row(extension.name, f"not built: {reason}", extension.what_for, status, extension.required, fix))
+        rows.append(
+            ReportRow(extension.name, f"not built: {reason}", extension.what_for, status, extension.required, fix)
+        )
     return rows
 
 
@@ -208,15 +212,15 @@ def _row(
     ended: str,
     wrong_version: str | None = None,
     fix: str = "`python setup.py`",
-) -> Row:
+) -> ReportRow:
     if finding is None:
-        return Row(part, f"not tried: {ended or 'the check did not reach it'}", needed, MISSING, required, fix)
+        return ReportRow(part, f"not tried: {ended or 'the check did not reach it'}", needed, MISSING, required, fix)
     if not finding["ok"]:
-        return Row(part, finding["why"], needed, MISSING, required, fix)
+        return ReportRow(part, finding["why"], needed, MISSING, required, fix)
     if wrong_version is not None:
         found = f"{wrong_version or 'nothing'} installed; {finding['found']}"
-        return Row(part, found, needed, DEGRADED, required, fix)
-    return Row(part, finding["found"], needed, OK, required)
+        return ReportRow(part, found, needed, DEGRADED, required, fix)
+    return ReportRow(part, finding["found"], needed, OK, required)
 
 
 def _pinned_name(package: str, chosen: RequirementSet) -> str:

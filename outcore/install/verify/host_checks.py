@@ -14,7 +14,7 @@ from outcore.common.quantities import GB, GIB, MIB, format_gb, format_gib
 from outcore.install.environment import SUPPORTED_PYTHON, Environment
 from outcore.install.extensions import find_nvcc, has_header
 from outcore.install.requirement_set import WSL2_HOWTO, RequirementSet
-from outcore.install.verify.rows import DEGRADED, MISSING, OK, Row
+from outcore.install.verify.rows import DEGRADED, MISSING, OK, ReportRow
 from outcore.install.verify.wsl import wsl_memory_row
 from outcore.machine import Drive, Machine, Runner, drive_of
 
@@ -30,7 +30,7 @@ MIN_GLIBC = (2, 28)
 
 def host_rows(
     machine: Machine, environment: Environment, chosen: RequirementSet, repository: Path, runner: Runner
-) -> list[Row]:
+) -> list[ReportRow]:
     """Everything that can be told before a package is imported."""
     rows = [
         python_row(environment.python_version or machine.python_version, environment),
@@ -46,58 +46,60 @@ def host_rows(
     return rows
 
 
-def python_row(version: str, environment: Environment) -> Row:
+def python_row(version: str, environment: Environment) -> ReportRow:
     parts = tuple(int(part) for part in version.split(".")[:2])
     needed = "3.11, 3.12 or 3.13"
     if SUPPORTED_PYTHON[0] <= parts < SUPPORTED_PYTHON[1]:
-        return Row("Python", f"{version}; environment {environment.prefix} ({environment.how})", needed, OK, True)
-    return Row("Python", version, needed, MISSING, True, "start the set-up with python3.11, 3.12 or 3.13")
+        return ReportRow("Python", f"{version}; environment {environment.prefix} ({environment.how})", needed, OK, True)
+    return ReportRow("Python", version, needed, MISSING, True, "start the set-up with python3.11, 3.12 or 3.13")
 
 
-def system_row(machine: Machine) -> Row:
+def system_row(machine: Machine) -> ReportRow:
     needed = "Linux or WSL2, x86_64"
     found = f"{machine.os_name}, kernel {machine.kernel}, {machine.architecture}" + (
         ", WSL2" if machine.is_wsl2 else ""
     )
     if machine.os_family == "windows":
-        return Row("system", found, needed, DEGRADED, True, f"training needs WSL2; {WSL2_HOWTO}")
+        return ReportRow("system", found, needed, DEGRADED, True, f"training needs WSL2; {WSL2_HOWTO}")
     if machine.os_family != "linux":
-        return Row("system", found, needed, DEGRADED, True, "not tested here: use Linux")
+        return ReportRow("system", found, needed, DEGRADED, True, "not tested here: use Linux")
     name, version = platform.libc_ver()
     glibc = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if name == "glibc" and glibc and glibc < MIN_GLIBC:
         fix = "use a newer distribution: Ubuntu 20.04, Debian 11 or later"
-        return Row("system", f"{found}, glibc {version}", "glibc 2.28 for torch's wheels", MISSING, True, fix)
+        return ReportRow("system", f"{found}, glibc {version}", "glibc 2.28 for torch's wheels", MISSING, True, fix)
     if machine.architecture not in ("x86_64", "AMD64"):
-        return Row("system", found, needed, DEGRADED, True, f"nothing to do: {machine.architecture} is not tested")
-    return Row("system", found, needed, OK, True)
+        return ReportRow(
+            "system", found, needed, DEGRADED, True, f"nothing to do: {machine.architecture} is not tested"
+        )
+    return ReportRow("system", found, needed, OK, True)
 
 
-def disk_row(repository: Path) -> Row:
+def disk_row(repository: Path) -> ReportRow:
     drive = drive_of(repository)
     free = drive.free_bytes or 0
     found = f"{format_gb(free)} free of {format_gb(drive.total_bytes or 0)} on {drive.mount_point}"
     needed = f"{format_gb(COMFORTABLE_FREE_BYTES)} for checkpoints and models"
     fix = f"free space on {drive.mount_point}, or keep checkpoints/ on another drive"
     if free < MIN_FREE_BYTES:
-        return Row("disk space", found, needed, MISSING, True, fix)
+        return ReportRow("disk space", found, needed, MISSING, True, fix)
     if free < COMFORTABLE_FREE_BYTES:
-        return Row("disk space", found, needed, DEGRADED, True, fix)
-    return Row("disk space", found, needed, OK, True)
+        return ReportRow("disk space", found, needed, DEGRADED, True, fix)
+    return ReportRow("disk space", found, needed, OK, True)
 
 
-def ram_row(machine: Machine) -> Row:
+def ram_row(machine: Machine) -> ReportRow:
     total, available = machine.ram_total_bytes, machine.ram_available_bytes
     found = f"{format_gib(total)}, {format_gib(available)} of it available"
     needed = f"{format_gib(COMFORTABLE_RAM_BYTES)}; 64 GiB for models beyond 3 B"
     if total < MIN_RAM_BYTES:
-        return Row("RAM", found, needed, MISSING, True, "close programs or use a machine with more memory")
+        return ReportRow("RAM", found, needed, MISSING, True, "close programs or use a machine with more memory")
     if total < COMFORTABLE_RAM_BYTES:
-        return Row("RAM", found, needed, DEGRADED, True, "offload to NVMe: --zero_stage infinity")
-    return Row("RAM", found, needed, OK, True)
+        return ReportRow("RAM", found, needed, DEGRADED, True, "offload to NVMe: --zero_stage infinity")
+    return ReportRow("RAM", found, needed, OK, True)
 
 
-def gpu_row(machine: Machine, chosen: RequirementSet, pci_root: Path = Path("/sys/bus/pci/devices")) -> Row:
+def gpu_row(machine: Machine, chosen: RequirementSet, pci_root: Path = Path("/sys/bus/pci/devices")) -> ReportRow:
     needed = "a CUDA GPU with driver 525 or later (580 for CUDA 13)"
     if machine.gpus:
         parts = []
@@ -106,47 +108,51 @@ def gpu_row(machine: Machine, chosen: RequirementSet, pci_root: Path = Path("/sy
             parts.append(f"{gpu.name} {format_gib(gpu.vram_bytes)}, capability {capability}")
         found = f"{'; '.join(parts)}; driver {machine.driver_version}, CUDA {machine.cuda_driver_version}"
         if chosen.accelerator != "cuda":
-            return Row("GPU", found, needed, DEGRADED, False, "installed for the CPU: `python setup.py --set auto`")
-        return Row("GPU", found, needed, OK, True)
+            return ReportRow(
+                "GPU", found, needed, DEGRADED, False, "installed for the CPU: `python setup.py --set auto`"
+            )
+        return ReportRow("GPU", found, needed, OK, True)
     if machine.driver_version:
-        return Row(
+        return ReportRow(
             "GPU", "; ".join(machine.notes), needed, DEGRADED, False, "reinstall the NVIDIA driver, then restart"
         )
     unreachable = [note for note in machine.notes if "nvidia-smi" in note]
     if machine.is_wsl2:
         fix = "install the NVIDIA driver in Windows (none inside WSL2), then `wsl --shutdown`"
         found = "; ".join(unreachable) or "none visible in WSL2: trains on the CPU"
-        return Row("GPU", found, needed, DEGRADED, False, fix)
+        return ReportRow("GPU", found, needed, DEGRADED, False, fix)
     if unreachable:
         fix = "restart; if it stays, reinstall the driver: `sudo ubuntu-drivers install`"
-        return Row("GPU", "; ".join(unreachable), needed, DEGRADED, False, fix)
+        return ReportRow("GPU", "; ".join(unreachable), needed, DEGRADED, False, fix)
     if _has_nvidia_card(pci_root):
         fix = "`sudo ubuntu-drivers install`, restart, then `python setup.py` again"
-        return Row("GPU", "an NVIDIA card without a driver: trains on the CPU", needed, DEGRADED, False, fix)
-    return Row("GPU", "none: trains on the CPU accelerator", needed, DEGRADED, False)
+        return ReportRow("GPU", "an NVIDIA card without a driver: trains on the CPU", needed, DEGRADED, False, fix)
+    return ReportRow("GPU", "none: trains on the CPU accelerator", needed, DEGRADED, False)
 
 
-def compiler_row(machine: Machine) -> Row:
+def compiler_row(machine: Machine) -> ReportRow:
     needed = "a C++ compiler and Python's headers, for DeepSpeed's extensions"
     if machine.os_family == "windows":
-        return Row("compiler", "not looked for", needed, DEGRADED, False, "nothing is compiled on native Windows")
+        return ReportRow("compiler", "not looked for", needed, DEGRADED, False, "nothing is compiled on native Windows")
     compiler = shutil.which("c++") or shutil.which("g++")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if compiler is None:
-        return Row("compiler", "no c++ or g++", needed, MISSING, True, "`sudo apt-get install -y build-essential`")
+        return ReportRow(
+            "compiler", "no c++ or g++", needed, MISSING, True, "`sudo apt-get install -y build-essential`"
+        )
     if not header.exists():
         version = sysconfig.get_python_version()
         fix = f"`sudo apt-get install -y python{version}-dev`"
-        return Row("compiler", f"{compiler}, but no {header}", needed, MISSING, True, fix)
-    return Row("compiler", compiler, needed, OK, True)
+        return ReportRow("compiler", f"{compiler}, but no {header}", needed, MISSING, True, fix)
+    return ReportRow("compiler", compiler, needed, OK, True)
 
 
-def nvcc_row(chosen: RequirementSet) -> Row:
+def nvcc_row(chosen: RequirementSet) -> ReportRow:
     needed = "only for DeepSpeed's async_io with a GPU"
     nvcc = find_nvcc()
     if nvcc is not None:
-        return Row("nvcc", str(nvcc), needed, OK, False)
-    return Row("nvcc", "none", needed, DEGRADED, False, nvcc_fix(chosen))
+        return ReportRow("nvcc", str(nvcc), needed, OK, False)
+    return ReportRow("nvcc", "none", needed, DEGRADED, False, nvcc_fix(chosen))
 
 
 def nvcc_fix(chosen: RequirementSet) -> str:
@@ -184,7 +190,7 @@ def extension_fix(name: str, reason: str, chosen: RequirementSet) -> str:
     return "`python setup.py` builds it; logs/setup_build.log has the compiler's words"
 
 
-def offload_row(path: Path, drive_at: Callable[[Path], Drive] = drive_of) -> Row:
+def offload_row(path: Path, drive_at: Callable[[Path], Drive] = drive_of) -> ReportRow:
     """Whether the folder that training offloads to takes a file, and what kind of drive it lies on."""
     needed = "a writable folder, best on an NVMe drive"
     try:
@@ -193,18 +199,18 @@ def offload_row(path: Path, drive_at: Callable[[Path], Drive] = drive_of) -> Row
     except OSError as error:
         why = f"{path}: {error.strerror or error}"
         fix = "give another folder: --nvme_offload_path DIR (RAM offload works without)"
-        return Row("offload path", why, needed, MISSING, False, fix)
+        return ReportRow("offload path", why, needed, MISSING, False, fix)
     drive = drive_at(path)
     found = f"{path}: writable, {drive.kind}, {format_gb(drive.free_bytes or 0)} free; {drive.reason}"
     if drive.is_nvme:
-        return Row("offload path", found, needed, OK, False)
+        return ReportRow("offload path", found, needed, OK, False)
     advice = {
         "virtual": "measure it: `python gds_optimizer.py`",
         "unknown": "measure it: `python gds_optimizer.py`",
         "tmpfs": "a RAM disk saves no RAM: give a folder on a drive, --nvme_offload_path DIR",
         "network": "give a folder on a local drive: --nvme_offload_path DIR",
     }.get(drive.kind, "works, slower than NVMe: prefer RAM offload")
-    return Row("offload path", found, needed, DEGRADED, False, advice)
+    return ReportRow("offload path", found, needed, DEGRADED, False, advice)
 
 
 def configured_offload_path(repository: Path) -> Path:
@@ -223,20 +229,20 @@ def configured_offload_path(repository: Path) -> Path:
     return repository / Path(path).expanduser() if path else repository
 
 
-def launcher_row(environment: Environment) -> Row:
+def launcher_row(environment: Environment) -> ReportRow:
     """The product's own command `deepspeed` must be there, start this environment's Python, and be executable."""
     needed = "the command `deepspeed`"
     script = environment.bin_dir / ("deepspeed.bat" if os.name == "nt" else "deepspeed")
     fix = "`python setup.py` installs it"
     if not script.exists():
-        return Row("launcher", f"no {script}", needed, MISSING, True, fix)
+        return ReportRow("launcher", f"no {script}", needed, MISSING, True, fix)
     first = script.read_text(encoding="utf-8", errors="replace").split("\n", 1)[0]
     if os.name != "nt" and first.startswith("#!/") and not os.path.exists(first[2:].strip().split(" ")[0]):
         why = f"{script} starts {first[2:].strip()}, which is not there (was the folder moved?)"
-        return Row("launcher", why, needed, MISSING, True, f"`rm -rf {environment.prefix} && python setup.py`")
+        return ReportRow("launcher", why, needed, MISSING, True, f"`rm -rf {environment.prefix} && python setup.py`")
     if not os.access(script, os.X_OK):
-        return Row("launcher", f"{script} is not executable", needed, MISSING, True, f"`chmod +x {script}`")
-    return Row("launcher", str(script), needed, OK, True)
+        return ReportRow("launcher", f"{script} is not executable", needed, MISSING, True, f"`chmod +x {script}`")
+    return ReportRow("launcher", str(script), needed, OK, True)
 
 
 def _has_nvidia_card(pci_root: Path) -> bool:

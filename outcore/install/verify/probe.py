@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from outcore.install.verify.probes.recorder import Recorder
+from outcore.install.verify.probes.recorder import ProbeRecorder
 
 
 def main(arguments: list[str]) -> None:
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
 
         build(arguments[1])
         return
-    recorder, accelerator = Recorder(Path(arguments[1])), arguments[2]
+    recorder, accelerator = ProbeRecorder(Path(arguments[1])), arguments[2]
     if arguments[0] == "packages":
         from outcore.install.verify.probes.packages import check_packages
 

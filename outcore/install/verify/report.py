@@ -14,14 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from outcore.install.verify.rows import DEGRADED, MISSING, OK, Row, all_hold
+from outcore.install.verify.rows import DEGRADED, MISSING, OK, ReportRow, all_hold
 from outcore.machine import Machine
 
 COLUMNS = ("part", "found", "needed", "status", "fix")
 STYLES = {OK: "green", DEGRADED: "yellow", MISSING: "bold red"}
 
 
-def make_report(rows: list[Row], machine: Machine, set_name: str, environment: str, error: str = "") -> dict[str, Any]:
+def make_report(
+    rows: list[ReportRow], machine: Machine, set_name: str, environment: str, error: str = ""
+) -> dict[str, Any]:
     """The report as plain data: `ok` is true only when every required row holds and nothing failed before."""
     return {
         "ok": all_hold(rows) and not error,
@@ -39,7 +41,7 @@ def write_report(report: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def print_table(rows: Sequence[Row], out: TextIO) -> None:
+def print_table(rows: Sequence[ReportRow], out: TextIO) -> None:
     """With rich when it can be imported."""
     try:
         from rich.console import Console
@@ -59,7 +61,7 @@ def print_table(rows: Sequence[Row], out: TextIO) -> None:
     Console(file=out, width=None if out.isatty() else 160).print(table)
 
 
-def print_plain(rows: Sequence[Row], out: TextIO) -> None:
+def print_plain(rows: Sequence[ReportRow], out: TextIO) -> None:
     """Without rich: a line a part, with its fix below."""
     width = max((len(row.part) for row in rows), default=0)
     for row in rows:
@@ -74,7 +76,7 @@ def print_plain(rows: Sequence[Row], out: TextIO) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     report = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    print_table([Row(**row) for row in report["rows"]], sys.stdout)
+    print_table([ReportRow(**row) for row in report["rows"]], sys.stdout)
 
 
 if __name__ == "__main__":

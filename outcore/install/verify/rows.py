@@ -10,7 +10,7 @@ OK, DEGRADED, MISSING = "OK", "degraded", "missing"
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     part: str
     found: str
     needed: str
@@ -33,6 +33,6 @@ class Row:
         return dataclasses.asdict(self)
 
 
-def all_hold(rows: list[Row]) -> bool:
+def all_hold(rows: list[ReportRow]) -> bool:
     """Whether every required row holds; an empty report does not."""
     return bool(rows) and all(row.holds for row in rows)

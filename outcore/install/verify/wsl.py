@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from outcore.common.quantities import GIB, format_gib
-from outcore.install.verify.rows import DEGRADED, OK, Row
+from outcore.install.verify.rows import DEGRADED, OK, ReportRow
 from outcore.machine import Machine, Runner
 
 # Leave Windows an eighth of the memory, and not less than 4 GiB.
@@ -39,16 +39,16 @@ def recommended_guest_gib(host_bytes: int) -> int:
     return int(min(host_bytes * GUEST_SHARE, host_bytes - MIN_HOST_REST_BYTES) // GIB)
 
 
-def wsl_memory_row(machine: Machine, runner: Runner) -> Row:
+def wsl_memory_row(machine: Machine, runner: Runner) -> ReportRow:
     """Degraded when the guest has clearly less than it could."""
     guest, host = machine.ram_total_bytes, host_ram_bytes(runner)
     needed = "most of the computer's RAM for the guest (WSL2 takes half by itself)"
     howto = r"in %UserProfile%\.wslconfig under [wsl2]: `memory={}`, then `wsl --shutdown`"
     if host is None:
         found = f"guest {format_gib(guest)}; Windows did not tell how much the computer has"
-        return Row("WSL2 memory", found, needed, DEGRADED, False, howto.format("<seven eighths>GB"))
+        return ReportRow("WSL2 memory", found, needed, DEGRADED, False, howto.format("<seven eighths>GB"))
     found = f"guest {format_gib(guest)} of the computer's {format_gib(host)}"
     wanted_gib = recommended_guest_gib(host)
     if guest >= (wanted_gib - 2) * GIB:  # the kernel keeps some for itself
-        return Row("WSL2 memory", found, needed, OK, False)
-    return Row("WSL2 memory", found, needed, DEGRADED, False, howto.format(f"{wanted_gib}GB"))
+        return ReportRow("WSL2 memory", found, needed, OK, False)
+    return ReportRow("WSL2 memory", found, needed, DEGRADED, False, howto.format(f"{wanted_gib}GB"))

@@ -21,7 +21,7 @@ SPEED_WINDOW_STEPS = 50
 """Steps over which speed and time left are averaged (their median, so that a checkpoint's pause does not count)."""
 
 
-class Progress:
+class RunProgress:
     """Shows how the run goes.
 
     Args:
@@ -114,7 +114,7 @@ class Progress:
             self._show_plain(time.monotonic())
         self._enabled = False
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> RunProgress:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter
 from outcore.common.quantities import GB, GIB, format_count, format_s
 from outcore.machine.offload import SPACE_SAFETY
 from outcore.plan.answer.efficiency import ait_activations, ait_optimizer, ait_parameters, efficiency
-from outcore.plan.choose import Answer
+from outcore.plan.choose import PlanAnswer
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import Plan
 from outcore.plan.terms.nvme_space import CHECKPOINTS
@@ -48,7 +48,7 @@ TALLEST = 2.0
 """Bars are cut at this many capacities, with the whole amount written above."""
 
 
-def save_bars(answer: Answer, hardware: Hardware, path: Path) -> None:
+def save_bars(answer: PlanAnswer, hardware: Hardware, path: Path) -> None:
     """Every stage's VRAM, RAM and drive by part against the machine, as a PNG. OSError when it cannot be written."""
     rows = [*answer.stages.items(), *([("stream", answer.stream)] if answer.stream else [])]
     figure = Figure(figsize=(14.5, 6.4), dpi=110, layout="constrained")

@@ -12,7 +12,7 @@ from pathlib import Path
 from outcore.common.quantities import format_count, format_gb, format_gib, format_s
 from outcore.model.shape import preset_shape
 from outcore.plan.answer.largest import Largest, largest_models
-from outcore.plan.choose import Answer, choose_or_change
+from outcore.plan.choose import PlanAnswer, choose_or_change
 from outcore.plan.hardware import Hardware
 from outcore.plan.profile import load_hardware
 from outcore.plan.record import Plan
@@ -70,12 +70,12 @@ def _largest_row(row: Largest) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _answer(name: str, request: RunRequest, hardware: Hardware, lora_r: int) -> Answer:
+def _answer(name: str, request: RunRequest, hardware: Hardware, lora_r: int) -> PlanAnswer:
     shape = preset_shape(name)
     return choose_or_change(shape.with_lora(lora_r) if lora_r else shape, request, hardware)
 
 
-def _table(answers: list[Answer]) -> list[str]:
+def _table(answers: list[PlanAnswer]) -> list[str]:
     lines = [
         "| model | how | VRAM | RAM | NVMe | s/step | tokens/s | written/step | drive rating lasts |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",

@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 import outcore
 from outcore.common.quantities import GB, GIB, format_count, format_gb, format_gib, format_s
 from outcore.plan.answer.advice import Advice, shortage_words
-from outcore.plan.choose import Answer
+from outcore.plan.choose import PlanAnswer
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import TIER_WORDS, TIERS, Plan
 from outcore.plan.terms.nvme_space import CHECKPOINTS
@@ -40,7 +40,7 @@ def plan_notes(plan: Plan) -> list[str]:
     return notes
 
 
-def to_json(answer: Answer, advice: Advice, hardware: Hardware) -> dict[str, Any]:
+def to_json(answer: PlanAnswer, advice: Advice, hardware: Hardware) -> dict[str, Any]:
     """The whole answer as plain JSON values."""
     change = answer.smallest_change
     return {
@@ -64,7 +64,7 @@ def to_json(answer: Answer, advice: Advice, hardware: Hardware) -> dict[str, Any
     }
 
 
-def show(answer: Answer, advice: Advice, hardware: Hardware, *, run_it: str, file: IO[str] | None = None) -> None:
+def show(answer: PlanAnswer, advice: Advice, hardware: Hardware, *, run_it: str, file: IO[str] | None = None) -> None:
     """Print the answer. `run_it`: the command that makes the plan a run."""
     from rich.console import Console
 
@@ -157,7 +157,7 @@ def _wear(console: Console, plan: Plan) -> None:
     console.print(f"{text}.")
 
 
-def _stages(answer: Answer) -> RenderableType:
+def _stages(answer: PlanAnswer) -> RenderableType:
     from rich import box
     from rich.table import Table
 

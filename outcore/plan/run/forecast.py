@@ -21,7 +21,7 @@ from outcore.model.shape import on_targets, shape_from_config
 from outcore.model.source import resolve_source
 from outcore.plan.answer.advice import advise
 from outcore.plan.answer.show import show
-from outcore.plan.choose import Answer, Change, best_stage, best_stream, choose_or_change, stream_refusal
+from outcore.plan.choose import Change, PlanAnswer, best_stage, best_stream, choose_or_change, stream_refusal
 from outcore.plan.deepspeed.forecast import plan_deepspeed
 from outcore.plan.hardware import LINKS, Hardware, Overrides
 from outcore.plan.learned import LEAST_STEPS, last_time, remember
@@ -216,14 +216,14 @@ class Forecaster:
         return change.words if change else ""
 
 
-def beside_others(shape: ModelShape, plan: Plan, hardware: Hardware) -> Answer:
+def beside_others(shape: ModelShape, plan: Plan, hardware: Hardware) -> PlanAnswer:
     """The run's plan among the best plans of every stage and engine, and what would fit when it does not."""
     request = request_of(plan, save_total_limit=2)
     stages = {stage: best_stage(shape, request, hardware, plan.seq_length, stage) for stage in STAGES}
     can_stream = not stream_refusal(shape, request, hardware)
     stream = best_stream(shape, request, hardware, plan.seq_length) if can_stream else None
     change = None if plan.fits else _change(shape, plan, hardware, request)
-    return Answer(plan, "As this run's settings say.", stages, stream, change)
+    return PlanAnswer(plan, "As this run's settings say.", stages, stream, change)
 
 
 def _change(shape: ModelShape, plan: Plan, hardware: Hardware, request: RunRequest) -> Change | None:

@@ -24,7 +24,7 @@ DEFAULT_STREAMS = 4
 WRITE_COMBINED = ("auto", "on", "off")
 
 
-class FileError(ValueError):
+class ConfigFileError(ValueError):
     """The configuration file cannot be used; the message says where and what is wrong."""
 
 
@@ -40,19 +40,19 @@ class ProbeConfig:
 
 
 def read_config(path: Path) -> ProbeConfig:
-    """The settings in `path`, or defaults with a note when it is missing. `FileError` when it is not usable."""
+    """The settings in `path`, or defaults with a note when it is missing. `ConfigFileError` when it is not usable."""
     if not path.exists():
         note = f"{path} does not exist: using the defaults (8 GiB of staging memory, write-combined auto, 4 streams)"
         return ProbeConfig(ProbeStaging(DEFAULT_STAGING_BYTES, "auto", DEFAULT_STREAMS), note=note)
     config = _load(path)
     block = config.get("outcore", {})
     if not isinstance(block, dict):
-        raise FileError(f'{path}: "outcore" must be an object, got {type(block).__name__}')
+        raise ConfigFileError(f'{path}: "outcore" must be an object, got {type(block).__name__}')
     staging_bytes = _positive(path, block, "staging_bytes", DEFAULT_STAGING_BYTES)
     streams = _positive(path, block, "streams", DEFAULT_STREAMS)
     combined = block.get("write_combined", "auto")
     if combined not in WRITE_COMBINED:
-        raise FileError(
+        raise ConfigFileError(
             f'{path}: "outcore.write_combined" must be one of {", ".join(WRITE_COMBINED)}, got {combined!r}'
         )
     return ProbeConfig(ProbeStaging(staging_bytes, combined, streams), _nvme_path(config, block), exists=True)
@@ -61,12 +61,12 @@ def read_config(path: Path) -> ProbeConfig:
 def apply_changes(path: Path, changes: dict[str, dict[str, Any]], create: bool = False) -> list[str]:
     """Merges `changes` (section -> key -> value, nested objects too) into the file; returns what changed, in words.
 
-    Raises `FileError` when the file is missing and `create` is false, is not a JSON object, or cannot be written.
+    Raises `ConfigFileError` when the file is missing and `create` is false, is not a JSON object, or cannot be written.
     """
     real = Path(os.path.realpath(path))
     if not real.exists():
         if not create:
-            raise FileError(
+            raise ConfigFileError(
                 f"{path} does not exist, so there is nothing to apply the settings to: "
                 "name the file with --config, or add --create to make one"
             )
@@ -77,7 +77,7 @@ def apply_changes(path: Path, changes: dict[str, dict[str, Any]], create: bool =
     for section, values in changes.items():
         existing = config.setdefault(section, {})
         if not isinstance(existing, dict):
-            raise FileError(f'{path}: "{section}" must be an object, got {type(existing).__name__}')
+            raise ConfigFileError(f'{path}: "{section}" must be an object, got {type(existing).__name__}')
         _merge(existing, values, section, said)
     if old_text is not None and not said:
         return []
@@ -95,7 +95,9 @@ def apply_changes(path: Path, changes: dict[str, dict[str, Any]], create: bool =
         os.replace(temporary, real)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise FileError(f"{path} cannot be changed: {error.strerror or error}; nothing was changed in it") from error
+        raise ConfigFileError(
+            f"{path} cannot be changed: {error.strerror or error}; nothing was changed in it"
+        ) from error
     return said
 
 
@@ -116,20 +118,20 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise FileError(
+        raise ConfigFileError(
             f"{path} is not valid JSON: {error.msg} in line {error.lineno}, column {error.colno}; correct it first"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"{path} cannot be read: {error}") from error
+        raise ConfigFileError(f"{path} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise FileError(f"{path} must hold a JSON object, got {type(config).__name__}")
+        raise ConfigFileError(f"{path} must hold a JSON object, got {type(config).__name__}")
     return config
 
 
 def _positive(path: Path, block: dict[str, Any], key: str, default: int) -> int:
     value = block.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise FileError(f'{path}: "outcore.{key}" must be a positive whole number, got {value!r}')
+        raise ConfigFileError(f'{path}: "outcore.{key}" must be a positive whole number, got {value!r}')
     return value
 
 

@@ -2,5 +2,5 @@
 
 from outcore.storage.engines.kvikio import KvikioEngine
 from outcore.storage.engines.posix import PosixEngine
-from outcore.storage.engines.request_queue import Request
+from outcore.storage.engines.request_queue import IoRequest
 from outcore.storage.engines.worker import WorkerEngine

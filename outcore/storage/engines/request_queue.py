@@ -26,7 +26,7 @@ ROOM_TIMEOUT_S = 600.0
 """How long a submission waits for one of the queued requests to be begun."""
 
 
-class Request:
+class IoRequest:
     """A submitted transfer and how far its pieces are; guarded by the queue's lock.
 
     `view`: anything with `nbytes` and byte-wise slicing (a numpy or torch uint8 vector). `before`: called once by each
@@ -103,7 +103,7 @@ class RequestQueue:
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)
         self._has_room = threading.Condition(self._lock)
-        self._heap: list[tuple[int, int, Request]] = []
+        self._heap: list[tuple[int, int, IoRequest]] = []
         self._sequence = 0
         self._closed = False
         self._worker_ids: set[int] = set()
@@ -113,7 +113,7 @@ class RequestQueue:
         with self._lock:
             self._worker_ids.add(threading.get_ident())
 
-    def put(self, request: Request, priority: int) -> None:
+    def put(self, request: IoRequest, priority: int) -> None:
         """Queue a request; waits while `max_requests` wait already. Raises RuntimeError when closed, TimeoutError when
         no room came: the request was not taken."""
         with self._lock:
@@ -130,7 +130,7 @@ class RequestQueue:
             self._sequence += 1
             self._has_work.notify(request.num_pieces)
 
-    def take(self) -> tuple[Request, int, int] | None:
+    def take(self) -> tuple[IoRequest, int, int] | None:
         """The next piece as (request, start, stop); waits for one; None when the queue is closed and empty."""
         with self._lock:
             while not self._heap:
@@ -144,7 +144,7 @@ class RequestQueue:
                 self._has_room.notify()
             return request, start, stop
 
-    def piece_done(self, request: Request, error: BaseException | None) -> bool:
+    def piece_done(self, request: IoRequest, error: BaseException | None) -> bool:
         """Count a piece; True when its request has ended with it."""
         with self._lock:
             self.pieces_done += 1
@@ -158,7 +158,7 @@ class RequestQueue:
                     self._has_room.notify()
             return request.in_flight == 0 and request.all_taken
 
-    def shut(self, *, cancel: bool) -> list[Request]:
+    def shut(self, *, cancel: bool) -> list[IoRequest]:
         """Take no more requests. With `cancel`, drop what has not begun; returns requests that ended by it."""
         with self._lock:
             self._closed = True

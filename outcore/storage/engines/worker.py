@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from outcore.common.quantities import format_gb, format_s
 from outcore.storage.block_file import BlockFile, check_offset
-from outcore.storage.engines.request_queue import PIECE_ALIGN_BYTES, Kind, Request, RequestQueue
+from outcore.storage.engines.request_queue import PIECE_ALIGN_BYTES, IoRequest, Kind, RequestQueue
 from outcore.storage.errors import StorageError
 from outcore.storage.transfer import Transfer
 
@@ -66,7 +66,7 @@ class WorkerEngine:
             thread.start()
         # Runs when the engine is collected and at interpreter exit, before daemon threads are frozen mid-write.
         self._finalizer = weakref.finalize(self, _shut_down, self._queue, self._threads, cancel=False)
-        self.on_finished: Callable[[Request, float], object] | None = None
+        self.on_finished: Callable[[IoRequest, float], object] | None = None
         """Hears of every request that has ended and when (time.perf_counter), on a worker's thread (for a trace)."""
 
     def submit_read(self, file: BlockFile, offset: int, buffer: Any, *, priority: int = 0) -> Transfer:
@@ -95,7 +95,7 @@ class WorkerEngine:
         if not view.nbytes:
             transfer.finish()
             return transfer
-        request = Request(kind, file, offset, view, piece_bytes=self.block_bytes, transfer=transfer, before=before)
+        request = IoRequest(kind, file, offset, view, piece_bytes=self.block_bytes, transfer=transfer, before=before)
         if (hear := self.on_finished) is not None:
             transfer.add_done_callback(lambda _: hear(request, time.perf_counter()))
         self._queue.put(request, priority)

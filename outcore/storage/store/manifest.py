@@ -1,4 +1,4 @@
-"""`Manifest`: what a tensor store contains and where, as JSON that notices when it was damaged.
+"""`StoreManifest`: what a tensor store contains and where, as JSON that notices when it was damaged.
 
 The file is {"crc32": ..., "body": {...}}; the checksum is taken over the body in canonical form. It is written aside,
 fsynced and renamed, so that after a crash there is the old one or the new one and never half of one. Reading checks
@@ -34,7 +34,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class StoreManifest:
     store_id: str
     generation: int
     """Counts commits; 0 means that no data was ever committed."""
@@ -44,7 +44,7 @@ class Manifest:
     checksum_chunk_bytes: int | None
     entries: tuple[Entry, ...]
 
-    def next_generation(self, entries: tuple[Entry, ...]) -> Manifest:
+    def next_generation(self, entries: tuple[Entry, ...]) -> StoreManifest:
         return replace(self, generation=self.generation + 1, entries=entries)
 
     def _body(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Manifest:
             raise StorageError("write of the manifest", path=path, wanted=len(text), errno=error.errno) from error
 
     @staticmethod
-    def load(directory: Path) -> Manifest:
+    def load(directory: Path) -> StoreManifest:
         """Read and check the manifest in `directory`. Raises StorageError with the reason it cannot be used."""
         path = directory / FILE_NAME
         try:
@@ -137,7 +137,7 @@ class Manifest:
         return None
 
 
-def _parse(body: dict[str, Any]) -> Manifest:
+def _parse(body: dict[str, Any]) -> StoreManifest:
     file_sizes = tuple(_whole(size) for size in body["file_sizes"])
     chunk = body["checksum_chunk_bytes"]
     if chunk is not None and _whole(chunk) < 1:
@@ -155,7 +155,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
         tuple(_whole(number) for number in body["pattern"]),
         _whole(body["header_bytes"]),
     )
-    return Manifest(
+    return StoreManifest(
         str(body["store_id"]),
         _whole(body["generation"]),
         layout,

@@ -43,7 +43,7 @@ from outcore.storage.store.files import (
     open_files,
     remove_files,
 )
-from outcore.storage.store.manifest import ALIGN_BYTES, Entry, Manifest
+from outcore.storage.store.manifest import ALIGN_BYTES, Entry, StoreManifest
 from outcore.storage.store.manifest import FILE_NAME as MANIFEST_NAME
 from outcore.storage.store.stripe_layout import StripeLayout, stripe_pattern
 from outcore.storage.store.tensor_spec import Extent, TensorSpec
@@ -59,7 +59,7 @@ class TensorStore:
     def __init__(
         self,
         directories: list[Path],
-        manifest: Manifest,
+        manifest: StoreManifest,
         files: list[BlockFile],
         locks: list[DirectoryLock],
         engine: StorageEngine | None,
@@ -121,7 +121,7 @@ class TensorStore:
         file_sizes = layout.file_sizes(total_bytes)
         store_id = uuid.uuid4().hex
         chunk_bytes = CHUNK_BYTES if checksum else None
-        manifest = Manifest(store_id, 0, layout, tuple(file_sizes), total_bytes, chunk_bytes, entries)
+        manifest = StoreManifest(store_id, 0, layout, tuple(file_sizes), total_bytes, chunk_bytes, entries)
         for directory in directories:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -175,7 +175,7 @@ class TensorStore:
             raise StorageError("open of the store", path=directories[0], reason=reason)
         locks = lock_directories(directories, exclusive=mode == "rw")
         try:
-            manifest = Manifest.load(directories[0])
+            manifest = StoreManifest.load(directories[0])
             if manifest.layout.num_files != len(directories):
                 reason = f"the store lies in {manifest.layout.num_files} directories, {len(directories)} were given"
                 raise StorageError("open of the store", path=directories[0], reason=reason)

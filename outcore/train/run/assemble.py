@@ -28,19 +28,19 @@ from outcore.train.process import fix_order, seed_everything
 from outcore.train.run.context import RunContext, kept_on_drive
 from outcore.train.run.data import default_seq_length, load_data, load_tokenizer
 from outcore.train.run.fit_check import check_fit
-from outcore.train.run.job import Job
+from outcore.train.run.job import RunJob
 
 
 @dataclass(frozen=True)
 class Ready:
     """A run with everything built, before its first step."""
 
-    job: Job
+    job: RunJob
     trainer: Trainer
     context: RunContext
 
 
-def settle(job: Job) -> tuple[RunSettings, ModelSettings]:
+def settle(job: RunJob) -> tuple[RunSettings, ModelSettings]:
     """Settle and check everything that needs neither model nor data; a wrong name or folder is told here, before
     anything is made, read or built."""
     config, precision = job.config, job.device.precision
@@ -52,7 +52,7 @@ def settle(job: Job) -> tuple[RunSettings, ModelSettings]:
     return settings, model
 
 
-def show_plan(job: Job, settings: RunSettings, model: ModelSettings) -> int:
+def show_plan(job: RunJob, settings: RunSettings, model: ModelSettings) -> int:
     """`--plan`: everything up to the engine's decision, then the forecast; the exit code says whether it fits."""
     planned = _Planned(job, settings, model, job.config.run_name or default_name(job.config))
     if planned.forecaster.problem:
@@ -70,7 +70,7 @@ def show_plan(job: Job, settings: RunSettings, model: ModelSettings) -> int:
     return 1 if short or not forecast.plan.fits else 0
 
 
-def assemble(job: Job, settings: RunSettings, model: ModelSettings) -> Ready:
+def assemble(job: RunJob, settings: RunSettings, model: ModelSettings) -> Ready:
     """Take the run's name, which is this process's alone from here on, and build all that it trains with."""
     config = job.config
     if config.push_to_hub is not None and job.is_main:
@@ -97,7 +97,7 @@ def assemble(job: Job, settings: RunSettings, model: ModelSettings) -> Ready:
     return _ready(job, replace(context, decided=decision, forecast=forecast), engine)
 
 
-def _take(job: Job, settings: RunSettings) -> TakenRun:
+def _take(job: RunJob, settings: RunSettings) -> TakenRun:
     config = job.config
     taken = take_run_together(config, job.say, settings.world_size, is_main=job.is_main)
     if taken.lock is not None:
@@ -113,7 +113,7 @@ def _take(job: Job, settings: RunSettings) -> TakenRun:
 class _Planned:
     """The engine's decision and the forecast of it, on one host and for one model."""
 
-    def __init__(self, job: Job, settings: RunSettings, model: ModelSettings, name: str) -> None:
+    def __init__(self, job: RunJob, settings: RunSettings, model: ModelSettings, name: str) -> None:
         self.job, self.settings, self.model = job, settings, model
         self.host = Host(
             job.device.has_cuda, available_ram_bytes(), name, job.config.local_rank, detect_os(Path("/")).is_wsl2
@@ -156,7 +156,7 @@ class _Planned:
         return engine, decision
 
 
-def _context(job: Job, taken: TakenRun, decision: Decision, data: PreparedData, tokenizer: Any) -> RunContext:
+def _context(job: RunJob, taken: TakenRun, decision: Decision, data: PreparedData, tokenizer: Any) -> RunContext:
     """Length, schedule, and what a resumed run changes on purpose."""
     config, settings, checkpoint = job.config, decision.settings, taken.checkpoint
     batches = math.ceil(len(data.train) / (settings.per_device_train_batch_size * settings.world_size))
@@ -176,14 +176,14 @@ def _context(job: Job, taken: TakenRun, decision: Decision, data: PreparedData, 
     return replace(context, changes=tuple(changes))
 
 
-def _stay_awake(job: Job, name: str) -> None:
+def _stay_awake(job: RunJob, name: str) -> None:
     if job.device.has_cuda and job.is_main:
         hold = job.opened.enter_context(hold_off_sleep(f"outcore run {name}"))
         if not hold.held:
             job.say(f"sleep: {hold.words}")
 
 
-def _ready(job: Job, context: RunContext, engine: Engine) -> Ready:
+def _ready(job: RunJob, context: RunContext, engine: Engine) -> Ready:
     """Logs, watches and the loop around an engine; the run's plan is written."""
     if context.checkpoint is not None:
         for line in changed_settings(context.checkpoint, context.changeable):

@@ -19,7 +19,7 @@ from outcore.common.quantities import ELEMENT_BYTES
 from outcore.config import TrainConfig
 from outcore.data import BatchStream, DataError, EvalStream, PreparedData
 from outcore.engine.base import Decision, Engine, TracePlan
-from outcore.monitor import MetricsLog, Progress, Sampler
+from outcore.monitor import MetricsLog, RunProgress, Sampler
 from outcore.monitor.metrics import MetricsServer, make_loggers
 from outcore.monitor.sensors import nearest_existing
 from outcore.monitor.watches import MemoryWatch, RunWarnings, SpaceWatch
@@ -157,7 +157,7 @@ class RunContext:
             metrics.write_header(header)
             loggers.log_header(header)
         space = SpaceWatch(space_reserves(config, folder, nvme_path, engine, self.device.precision))
-        progress = Progress(
+        progress = RunProgress(
             self.length.total_steps,
             first_step=resume_step or 0,
             plain_every_steps=config.logging_steps,

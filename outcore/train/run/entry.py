@@ -17,13 +17,13 @@ from outcore.monitor.metrics import StartupClock
 from outcore.train.configure import parse_config
 from outcore.train.run.assemble import Ready, assemble, settle, show_plan
 from outcore.train.run.finish import train_to_end
-from outcore.train.run.job import Job
+from outcore.train.run.job import RunJob
 from outcore.train.run.telling import TOLD, plain_words, tell
 
 Goal = Callable[[Ready], int]
 
 
-def run(job: Job, goal: Goal) -> int:
+def run(job: RunJob, goal: Goal) -> int:
     """The whole story; the process's exit code."""
     settings, model = settle(job)
     if job.config.plan:
@@ -39,14 +39,14 @@ def main(argv: list[str] | None = None, goal: Goal = train_to_end, *, began_s: f
 
     0 done; 1 the run failed (checkpoints intact); 2 wrong input; 128 + signal when stopped and saved.
     """
-    job: Job | None = None
+    job: RunJob | None = None
     try:
         clock = StartupClock(began_s)
         config: TrainConfig = parse_config(argv)
         watch_launcher(config.local_rank)
         named = (config.model_name_or_path, config.tokenizer_name_or_path, config.eval_dataset, *config.dataset)
         stay_offline(named, print)
-        job = Job(config, clock)
+        job = RunJob(config, clock)
         return run(job, goal)
     except (*TOLD, KeyboardInterrupt) as error:
         tell(error, job)

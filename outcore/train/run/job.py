@@ -15,7 +15,7 @@ from outcore.train.configure.rooms import choose_device
 from outcore.train.run.telling import tell
 
 
-class Job:
+class RunJob:
     """One run's process. Close `opened` at its end, also when assembling the rest fails."""
 
     def __init__(self, config: TrainConfig, clock: StartupClock) -> None:

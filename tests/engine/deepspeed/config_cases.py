@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from outcore.config import Place, RunSettings, TrainConfig, parse, resolve, understand
+from outcore.config import ProcessFacts, RunSettings, TrainConfig, parse, resolve, understand
 from outcore.engine.deepspeed.config.builder import BuiltConfig, RunFacts, build_config
 from outcore.sizing.swapping import WeightCounts
 
@@ -22,7 +22,7 @@ def settings_of(
     """Settings of a run with this deepspeed_config.json and these flags."""
     said = [f"--{name}={value}" for name, value in {"preset": "llama-1b", **(flags or {})}.items() if value is not None]
     file = understand({} if user is None else user)
-    return resolve(parse(said, TrainConfig, "test", ""), file, Place(precision, world_size))
+    return resolve(parse(said, TrainConfig, "test", ""), file, ProcessFacts(precision, world_size))
 
 
 def build(

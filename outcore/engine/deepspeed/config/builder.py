@@ -23,7 +23,7 @@ from outcore.engine.deepspeed.notes import Notes
 from outcore.engine.deepspeed.offload import (
     STOCK_COSTS,
     NvmeCheck,
-    Placement,
+    OffloadPlacement,
     fall_back,
     place,
     usable_for_deepspeed,
@@ -69,7 +69,7 @@ def build_config(
     costs = staged_costs(states, settings, settings.offload.gradients_on_nvme) if staged else STOCK_COSTS
     aio = aio_section(settings, notes)
 
-    def budgeted_drive_bytes(chosen: Placement) -> int:
+    def budgeted_drive_bytes(chosen: OffloadPlacement) -> int:
         block, _ = zero_section(settings, chosen, aio, model, run, Notes(), staged=True)
         return drive_bytes(settings, _chosen(chosen, 0, states, block, staged=True), model, run)
 
@@ -107,7 +107,7 @@ def build_config(
 
 
 def _chosen(
-    placement: Placement, locked_bytes: int, states: str, zero: dict[str, Any], *, staged: bool
+    placement: OffloadPlacement, locked_bytes: int, states: str, zero: dict[str, Any], *, staged: bool
 ) -> ChosenOffload:
     on_gpu = ("stage3_max_live_parameters", "stage3_prefetch_bucket_size")
     live = sum(int(zero[key]) for key in on_gpu) if placement.params == "nvme" else 0
@@ -124,7 +124,7 @@ def _data_types(settings: RunSettings) -> dict[str, Any]:
     return {"data_types": block} if block else {}
 
 
-def _check_combinations(settings: RunSettings, placement: Placement) -> None:
+def _check_combinations(settings: RunSettings, placement: OffloadPlacement) -> None:
     """Keys outside zero_optimization on which DeepSpeed fails for this stage, precision or offload."""
     where, file, precision = "deepspeed_config.json: ", settings.file, settings.precision
     grads = settings.grad_accum_dtype

@@ -11,7 +11,7 @@ from typing import Any
 
 from outcore.config import RunSettings
 from outcore.engine.deepspeed.notes import Notes
-from outcore.engine.deepspeed.offload import Placement
+from outcore.engine.deepspeed.offload import OffloadPlacement
 from outcore.engine.deepspeed.settings import RunFacts
 
 
@@ -48,7 +48,9 @@ def aio_section(settings: RunSettings, notes: Notes) -> dict[str, Any]:
     }
 
 
-def optimizer_section(settings: RunSettings, placement: Placement, run: RunFacts, notes: Notes) -> dict[str, Any]:
+def optimizer_section(
+    settings: RunSettings, placement: OffloadPlacement, run: RunFacts, notes: Notes
+) -> dict[str, Any]:
     """AdamW: torch's own where states stay on the GPU, DeepSpeed's CPU AdamW where they are offloaded."""
     params = dict(settings.file.get("optimizer.params", {}))
     is_adam = str(settings.file.get("optimizer.type", "AdamW")).lower() == "adam"

@@ -13,7 +13,7 @@ from typing import Any
 from outcore.common.quantities import format_gib
 from outcore.config import RunSettings
 from outcore.engine.deepspeed.notes import Notes
-from outcore.engine.deepspeed.offload import Placement
+from outcore.engine.deepspeed.offload import OffloadPlacement
 from outcore.engine.deepspeed.settings import RunFacts
 from outcore.machine import memlock_limit_bytes
 from outcore.sizing.deepspeed import BUCKET_NUMEL, LIVE_NUMEL, Precision
@@ -42,7 +42,7 @@ STAGE3_ONLY = (
 
 def zero_section(
     settings: RunSettings,
-    placement: Placement,
+    placement: OffloadPlacement,
     aio: Mapping[str, Any],
     model: WeightCounts,
     run: RunFacts,
@@ -104,7 +104,7 @@ def check_locked_bytes(locked_bytes: int, run: RunFacts) -> str | None:
 
 
 def _stage3(
-    zero: dict[str, Any], placement: Placement, aio: Mapping[str, Any], model: WeightCounts, run: RunFacts,
+    zero: dict[str, Any], placement: OffloadPlacement, aio: Mapping[str, Any], model: WeightCounts, run: RunFacts,
     precision: Precision, notes: Notes, staged: bool,
 ) -> None:  # fmt: skip
     params_on_nvme, optimizer_on_nvme = placement.params == "nvme", placement.optimizer == "nvme"
@@ -153,7 +153,7 @@ def _live(zero: dict[str, Any], notes: Notes) -> None:
     _default(zero, "stage3_max_reuse_distance", LIVE_NUMEL, notes, "1 GB of GPU memory in 16 bit")
 
 
-def staged_block(name: str, placement: Placement, settings: RunSettings, notes: Notes) -> dict[str, Any]:
+def staged_block(name: str, placement: OffloadPlacement, settings: RunSettings, notes: Notes) -> dict[str, Any]:
     """offload_param or offload_optimizer as the staged engine needs it: where, and how much may stay in RAM.
 
     offload_optimizer's pin_memory says whether outcore pins the homes of parameters and gradients.
@@ -179,7 +179,7 @@ def _user_block(settings: RunSettings, name: str) -> dict[str, Any]:
 
 
 def _param_block(
-    placement: Placement, aio: Mapping[str, Any], settings: RunSettings, model: WeightCounts, run: RunFacts,
+    placement: OffloadPlacement, aio: Mapping[str, Any], settings: RunSettings, model: WeightCounts, run: RunFacts,
     notes: Notes,
 ) -> tuple[dict[str, Any], int]:  # fmt: skip
     user = _user_block(settings, "offload_param")
@@ -203,7 +203,7 @@ def _param_block(
 
 
 def _optimizer_block(
-    placement: Placement, aio: Mapping[str, Any], settings: RunSettings, model: WeightCounts, run: RunFacts,
+    placement: OffloadPlacement, aio: Mapping[str, Any], settings: RunSettings, model: WeightCounts, run: RunFacts,
     notes: Notes,
 ) -> tuple[dict[str, Any], int]:  # fmt: skip
     user = _user_block(settings, "offload_optimizer")
@@ -294,7 +294,7 @@ def _check_numbers(zero: dict[str, Any]) -> None:
 
 
 def _refuse(
-    zero: dict[str, Any], user_zero: Mapping[str, Any], placement: Placement, run: RunFacts, notes: Notes
+    zero: dict[str, Any], user_zero: Mapping[str, Any], placement: OffloadPlacement, run: RunFacts, notes: Notes
 ) -> None:
     """Features that crash or are untested together with what was chosen."""
     where = "deepspeed_config.json: zero_optimization."

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outcore.install.verify.probes.recorder import Recorder
+from outcore.install.verify.probes.recorder import ProbeRecorder
 
 
-def check_deepspeed(recorder: Recorder, accelerator: str, built: list[str], offload_dir: Path) -> None:
+def check_deepspeed(recorder: ProbeRecorder, accelerator: str, built: list[str], offload_dir: Path) -> None:
     """Load what is built, then one optimizer step."""
     has_adam = False
     for name, builder, trial in (

@@ -6,10 +6,10 @@ import os
 import tempfile
 from pathlib import Path
 
-from outcore.install.verify.probes.recorder import Recorder, Unneeded
+from outcore.install.verify.probes.recorder import ProbeRecorder, Unneeded
 
 
-def check_packages(recorder: Recorder, accelerator: str) -> None:
+def check_packages(recorder: ProbeRecorder, accelerator: str) -> None:
     """Use every package once."""
     recorder.try_part("torch", lambda: _try_torch(accelerator))
     recorder.try_part("NVML", lambda: _try_nvml(accelerator))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-class Recorder:
+class ProbeRecorder:
     """Runs trials and writes down what became of them. A trial returns what it found, or raises."""
 
     def __init__(self, path: Path) -> None:
