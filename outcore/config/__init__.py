@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from outcore.config.checks import check_range, check_stage_of_stream, check_state_format
-from outcore.config.convert import ConfigError, nearest, typed_value
+from outcore.config.checks import check_said
+from outcore.config.convert import ConfigError, nearest
 from outcore.config.deepspeed_file import DeepSpeedFile, read_deepspeed_file, understand
 from outcore.config.doors import parse
 from outcore.config.fields import FIELDS, TrainConfig

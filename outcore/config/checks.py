@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outcore.config.convert import ConfigError
-from outcore.config.fields import TrainConfig
+from outcore.config.convert import ConfigError, typed_value
+from outcore.config.fields import FIELDS, TrainConfig
 from outcore.config.spec import Field
 
 BELOW_ZERO3 = ("none", "zero1", "zero2")
@@ -51,6 +51,16 @@ def check_homes(config: TrainConfig) -> None:
     _check_engine(config)
     _check_offload(config)
     _check_infinity(config)
+
+
+def check_said(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for values of fields, by name, that cannot be, alone or together. None: not said."""
+    for name, value in values.items():
+        if value is not None:
+            check_range(FIELDS[name], typed_value(FIELDS[name], value))
+    check_stage_of_stream(values.get("engine"), values.get("zero_stage"))
+    if values.get("state_format") is not None:
+        check_state_format(values["state_format"], values["precision"])
 
 
 def check_stage_of_stream(engine: str | None, zero_stage: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outcore.config import FIELDS, check_range, check_stage_of_stream, check_state_format, typed_value
+from outcore.config import check_said
 
 FIELD_OF = {
     "seq_length": "seq_length",
@@ -44,12 +44,7 @@ class RunRequest:
     """Checkpoints go to another drive than the states."""
 
     def __post_init__(self) -> None:
-        for own, name in FIELD_OF.items():
-            if (value := getattr(self, own)) is not None:
-                check_range(FIELDS[name], typed_value(FIELDS[name], value))
-        check_stage_of_stream(self.engine, self.zero_stage)
-        if self.state_format is not None:
-            check_state_format(self.state_format, self.precision)
+        check_said({name: getattr(self, own) for own, name in FIELD_OF.items()})
 
     @property
     def element_bytes(self) -> int:
