@@ -20,7 +20,7 @@ from outcore.common.quantities import GIB
 from outcore.model.shape import resolve_shape
 from outcore.plan.answer.advice import Advice, advise
 from outcore.plan.answer.command import Said, command, notes
-from outcore.plan.choose import Answer, choose_or_change
+from outcore.plan.choose import PlanAnswer, choose_or_change
 from outcore.plan.fields import NAMED_ELSEWHERE, PlanConfig, parse_plan
 from outcore.plan.hardware import Hardware, Overrides
 from outcore.plan.learned import last_time
@@ -70,7 +70,7 @@ def _model_of(config: PlanConfig) -> str | None:
 class Asked:
     """A plan and what belongs to it."""
 
-    answer: Answer
+    answer: PlanAnswer
     advice: Advice
     hardware: Hardware
     request: RunRequest

@@ -12,7 +12,7 @@ import torch
 from outcore.engine.stream.check.gradients import GRADIENTS
 from outcore.engine.stream.check.tiles import try_tiled_copy
 from outcore.engine.stream.device_work import work_of_step
-from outcore.engine.stream.ranks import ALONE, Place
+from outcore.engine.stream.ranks import ALONE, RankPlace
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.check import attention_to_packed_rows, sharing_holds, try_tiny_copy
 from outcore.flow.layers import CompiledLayers, LayerGraphs, draws_random_numbers
@@ -47,7 +47,7 @@ class Blueprint:
     """Elements of each unit's slab (by its index) that live in RAM; the rest is on NVMe."""
     is_deferred: bool
     """Whether updates wait for the global norm."""
-    place: Place = ALONE
+    place: RankPlace = ALONE
     """This process among the ranks of its host."""
 
     @property
@@ -73,7 +73,7 @@ def draw_blueprint(
     *,
     trial: bool,
     build: Callable[..., object],
-    place: Place = ALONE,
+    place: RankPlace = ALONE,
 ) -> Blueprint:
     """Look at the model (`trial`: with tiny copies of it as well) and decide. `build`: build_stream_engine.
 

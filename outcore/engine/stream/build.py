@@ -26,7 +26,7 @@ from outcore.engine.stream.gradients.tiled_download import TiledDownload
 from outcore.engine.stream.gradients.tiles import TileGradients
 from outcore.engine.stream.host_sizes import arena_bytes, lender, pool_bytes, read_ahead_bytes
 from outcore.engine.stream.parts import EngineParts
-from outcore.engine.stream.ranks import ALONE, Place, RankHost, agreed, open_host
+from outcore.engine.stream.ranks import ALONE, RankHost, RankPlace, agreed, open_host
 from outcore.engine.stream.ranks.published import PublishedUpdates
 from outcore.engine.stream.ranks.reduce import GradientReducer, ReducedDownload
 from outcore.engine.stream.schedule import VerticalSchedule
@@ -55,7 +55,7 @@ def build_stream_engine(
     pinned_grant: PinnedGrant | bool = True,
     trial: bool = True,
     storage: StorageEngine | None = None,
-    place: Place = ALONE,
+    place: RankPlace = ALONE,
 ) -> StreamEngine:
     """An engine that trains `loaded` layer by layer on `device` ("cuda" or "cpu").
 

@@ -47,7 +47,7 @@ class FoundModel:
 
 
 @dataclass(frozen=True)
-class Place:
+class ModelPlace:
     """Where the parts of a model are."""
 
     weights: str
@@ -82,19 +82,19 @@ class CheckpointWeights:
                 yield {name: self._reader.read(name)}
 
 
-def find_place(name: str, adapter: str | None = None) -> Place:
+def find_place(name: str, adapter: str | None = None) -> ModelPlace:
     """Where `name` is. ValueError when it is a folder that holds no model."""
     path = Path(name).expanduser()
     if not path.is_dir():
         path = next((folder / name for folder in (RUNS, CHECKPOINTS) if (folder / name).is_dir()), path)
     if not path.is_dir():
-        place = Place(name, name, f"{name}")
+        place = ModelPlace(name, name, f"{name}")
     elif (path / ADAPTER).is_file() and not (path / "config.json").is_file():
         place = _adapter_place(path)
     elif (path / MANIFEST).is_file() or list_checkpoints(path):
         place = _checkpoint_place(path)
     else:
-        place = Place(str(path), str(path), f"{path}")
+        place = ModelPlace(str(path), str(path), f"{path}")
     if adapter is None:
         return place
     folder = Path(adapter).expanduser()
@@ -160,7 +160,7 @@ def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _checkpoint_place(path: Path) -> Place:
+def _checkpoint_place(path: Path) -> ModelPlace:
     found = path if (path / MANIFEST).is_file() else list_checkpoints(path)[-1]
     try:
         checkpoint = open_checkpoint(found).path
@@ -180,13 +180,13 @@ def _checkpoint_place(path: Path) -> Place:
             f"{checkpoint} holds no {EXPORT}/config.json, so its model is not known here: it is your own module, or "
             "the checkpoint was made by an older version."
         )
-    return Place("", str(files), f"checkpoint {checkpoint}", checkpoint)
+    return ModelPlace("", str(files), f"checkpoint {checkpoint}", checkpoint)
 
 
-def _adapter_place(path: Path) -> Place:
+def _adapter_place(path: Path) -> ModelPlace:
     base = _base_of(path)
     has_tokenizer = (path / "tokenizer_config.json").is_file()
-    return Place(base, str(path) if has_tokenizer else base, f"{base} with the adapter {path}", None, path)
+    return ModelPlace(base, str(path) if has_tokenizer else base, f"{base} with the adapter {path}", None, path)
 
 
 def _base_of(path: Path) -> str:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import torch
 
-from outcore.config import Place, Precision, TrainConfig
+from outcore.config import Precision, ProcessFacts, TrainConfig
 from outcore.engine.deepspeed import init_process_group, prepare_environment
 from outcore.monitor.metrics import StartupClock
 from outcore.train.configure.rooms import choose_device
@@ -40,7 +40,7 @@ class RunJob:
         if self.is_main:
             print(line, flush=True)
 
-    def join(self, precision: Precision) -> Place:
+    def join(self, precision: Precision) -> ProcessFacts:
         """This process among those of the run. One needs no group; DeepSpeed makes its own when it is chosen."""
         prepare_environment(self.device.has_cuda, self.config.local_rank)
         world_size = int(os.environ["WORLD_SIZE"])
@@ -49,7 +49,7 @@ class RunJob:
             world_size = torch.distributed.get_world_size()
             self.is_main = torch.distributed.get_rank() == 0
         self.say(f"device: {self.device.reason}; {world_size} process{'es' if world_size > 1 else ''}")
-        return Place(precision, world_size, min(world_size, int(os.environ["LOCAL_SIZE"])))
+        return ProcessFacts(precision, world_size, min(world_size, int(os.environ["LOCAL_SIZE"])))
 
     def tell(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Say why the run ends, as an exit of `opened`: closing may have to wait for a drive that hangs."""

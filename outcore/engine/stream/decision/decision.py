@@ -11,7 +11,7 @@ import torch
 from outcore.config import RunSettings
 from outcore.engine.base import Engine, grouped
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.ranks import ALONE, Place
+from outcore.engine.stream.ranks import ALONE, RankPlace
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.tiles import free_device_bytes
 from outcore.flow.weights import choose_verification
@@ -119,7 +119,7 @@ class StreamDecision:
         say(f"engine: {engine.describe()}")
         return engine
 
-    def _place(self) -> Place:
+    def _place(self) -> RankPlace:
         world_size = self.settings.world_size
         if world_size == 1:
             return ALONE
@@ -129,4 +129,4 @@ class StreamDecision:
             torch.distributed.all_gather_object(found, mine)
             return found
 
-        return Place(torch.distributed.get_rank(), world_size, exchange)
+        return RankPlace(torch.distributed.get_rank(), world_size, exchange)

@@ -30,7 +30,7 @@ def _only_me(mine: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """This process among the ranks of its host, and how it reaches the others while the engine is built."""
 
     rank: int = 0
@@ -61,14 +61,14 @@ class Place:
         return min(numel, self.rank * cut), min(numel, (self.rank + 1) * cut)
 
 
-ALONE = Place()
+ALONE = RankPlace()
 
 
 @dataclass(frozen=True)
 class RankHost:
     """Made on every rank at once by `open_host`."""
 
-    place: Place
+    place: RankPlace
     group: RankGroup
     homes: SharedHomes
     slots_memory: torch.Tensor
@@ -96,7 +96,7 @@ def slot_bytes_of(parts: Sequence[Part]) -> int:
     return sum(sizes[:2])
 
 
-def agreed(settings: StreamSettings, device: torch.device, place: Place) -> StreamSettings:
+def agreed(settings: StreamSettings, device: torch.device, place: RankPlace) -> StreamSettings:
     """The same device memory to plan for on all ranks, and a rank's share of what the host has once."""
     if place.is_alone:
         return settings
@@ -114,13 +114,13 @@ def agreed(settings: StreamSettings, device: torch.device, place: Place) -> Stre
     )
 
 
-def pin_bytes_of(settings: StreamSettings, place: Place) -> int:
+def pin_bytes_of(settings: StreamSettings, place: RankPlace) -> int:
     """Of what ranks share: what the lanes of all ranks leave of `staging_bytes`. None where a refusal does harm."""
     return max(0, settings.staging_bytes - place.world_size * settings.lane_bytes) if refusal_is_harmless() else 0
 
 
 def open_host(
-    place: Place, units: ModelParts, weight_bytes: Sequence[int], settings: StreamSettings, device: torch.device
+    place: RankPlace, units: ModelParts, weight_bytes: Sequence[int], settings: StreamSettings, device: torch.device
 ) -> RankHost:
     """`weight_bytes`: of each part's home of weights. RuntimeError where ranks cannot share memory."""
     parts, pin_bytes = units.all, pin_bytes_of(settings, place)

@@ -19,7 +19,7 @@ import torch
 
 from outcore.common import FileError
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.ranks import Place
+from outcore.engine.stream.ranks import RankPlace
 from outcore.model.facts import model_facts
 from outcore.model.lora import apply_lora
 from outcore.model.settings import LoraSettings
@@ -68,7 +68,7 @@ def run_ranks(world_size: int, folder: Path, job: Callable[..., Any], timeout_s:
 
 def _rank(rank: int, world_size: int, folder: str, job: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    place = Place(rank, world_size, exchange_of(Path(folder), rank, world_size))
+    place = RankPlace(rank, world_size, exchange_of(Path(folder), rank, world_size))
     try:
         found = job(place, **kwargs)
     except Exception as error:
@@ -82,7 +82,7 @@ def global_batches(step: int, count: int) -> list[dict[str, torch.Tensor]]:
     return [KINDS[(step + m) % 3](2 - m % 2, 12 + 3 * m, seed=100 * step + m) for m in range(count)]
 
 
-def open_engine(place: Place, model: str, settings, *, dtype="float32", dropout=0.0, lora=0, **fields):
+def open_engine(place: RankPlace, model: str, settings, *, dtype="float32", dropout=0.0, lora=0, **fields):
     """A tiny model's engine on this rank."""
     loaded = tiny_loaded(model, seed=0, dtype=getattr(torch, dtype), **fields)
     set_dropout(loaded.model, dropout)
@@ -97,7 +97,7 @@ def with_lora(loaded, r: int):
 
 
 def train(
-    place: Place,
+    place: RankPlace,
     model: str = "llama",
     settings=SETTINGS,
     *,
@@ -144,7 +144,7 @@ def train_alone(**kwargs) -> dict[str, Any]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return train(Place(), **kwargs)
+        return train(RankPlace(), **kwargs)
     finally:
         torch.set_num_threads(before)
 
@@ -154,7 +154,7 @@ def same_weights(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [n for n, w in one["weights"].items() if not torch.equal(w, other["weights"][n])]
 
 
-def train_with_fault(place: Place, fault: str, drive: str) -> str:
+def train_with_fault(place: RankPlace, fault: str, drive: str) -> str:
     """Two steps and a save; on one rank something goes wrong after the first step. The error's words."""
     if fault == "no room" and place.rank == 1:
         _patch_store()
@@ -221,7 +221,7 @@ def _patch_store() -> None:
     scratch.TensorStore.create = create
 
 
-def slow_then_named(place: Place, drive: str) -> tuple[str, list[str]]:
+def slow_then_named(place: RankPlace, drive: str) -> tuple[str, list[str]]:
     """What rank 0 hears of a slow rank 1: a warning, or (with little patience) an error."""
     said: list[str] = []
     handler = logging.Handler()
