@@ -51,7 +51,9 @@ def plan_of(
 
 
 def engine_of(config: TrainConfig | None = None, file: dict | None = None, processes: int = 1, precision="bf16"):
-    return choose_engine(resolve(config or TrainConfig(), understand(file or {}), ProcessFacts(precision, processes)))
+    return choose_engine(
+        resolve(config or TrainConfig(), understand(file or {}), ProcessFacts(precision, processes, 1))
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def engine_of(config: TrainConfig | None = None, file: dict | None = None, proce
         ({"zero_stage": "zero2"}, {}, 1, "zero_stage zero2"),
         ({}, {"zero_optimization": {"stage": 1}}, 1, "zero_stage zero1"),
         ({}, {"zero_optimization": False}, 1, "zero_stage none"),
-        ({}, {}, 2, "2 were asked for"),
+        ({}, {}, 2, "2 ranks on several hosts"),
         ({}, {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, 1, "L2 regularisation"),
         ({}, {"optimizer": {"params": {"bias_correction": False}}}, 1, "bias_correction"),
         ({}, {"bf16": {"enabled": True, "bf16_optimizer_states": True}}, 1, "bf16_optimizer_states"),
