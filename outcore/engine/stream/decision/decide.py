@@ -144,7 +144,7 @@ def _pinned(settings: RunSettings, sizes: RunSizes, weight_ram_bytes: int | None
     pinned = settings.staging_bytes if settings.offload.pin_memory else 2 * slots * slot_bytes
     wanted = crossing + 2 * slots * slot_bytes
     is_default = settings.reasons.get("staging_gib") != "--staging_gib" and pinned == DEFAULT_STAGING_BYTES
-    may_pin = 0 if sizes.is_wsl2 else sizes.ram_available_bytes // MOST_PINNED_OF_RAM
+    may_pin = 0 if sizes.is_wsl2 or sizes.num_ranks > 1 else sizes.ram_available_bytes // MOST_PINNED_OF_RAM
     if settings.offload.pin_memory and is_default and wanted > pinned and may_pin > pinned:
         pinned = min(wanted, may_pin)
         notes.append(
