@@ -28,7 +28,7 @@ UNSAID = (None, "auto")
 DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0,
     "engine": "auto", "write_combined": "auto", "activations": "auto", "grad_accum_dtype": None,
-    "lane_slots": DEFAULT_LANE_SLOTS,
+    "lane_slots": DEFAULT_LANE_SLOTS, "storage_engine": "auto", "storage_threads": 16,
 }  # fmt: skip
 """Fields that nothing but flag, YAML and file decide -> the default."""
 LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "loss_scale_hysteresis": 2, "min_loss_scale": 1.0}
@@ -94,6 +94,7 @@ class _Resolver:
             state_format=states,
             offload=self._offload(precision),
             staging_bytes=int(self._pick("staging_gib", DEFAULT_STAGING_BYTES / GIB) * GIB),
+            storage_block_bytes=self._in_sectors("storage_block_bytes", 8 << 20),
             lane_slot_bytes=self._in_sectors("lane_slot_bytes", DEFAULT_LANE_SLOT_BYTES),
             packed_attention="auto" if self.said.attn_implementation == "auto" else "masks",
             loss_scaling=LossScaling(*(self._pick(name, default) for name, default in LOSS_SCALING.items())),

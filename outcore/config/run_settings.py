@@ -84,6 +84,9 @@ class RunSettings:
     offload: Offload
     staging_bytes: int
     write_combined: Literal["auto", "on", "off"]
+    storage_engine: Literal["auto", "posix", "kvikio"]
+    storage_threads: int
+    storage_block_bytes: int
     lane_slots: int
     lane_slot_bytes: int
     activations: Literal["auto", "device", "ram", "nvme"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from outcore.storage.block_file import BlockFile
@@ -27,6 +28,25 @@ class StorageEngine(Protocol):
     def submit_write(self, file: BlockFile, offset: int, buffer: Any, *, priority: int = 0) -> Transfer: ...
 
     def close(self, *, cancel: bool = False, stall_s: float = STALL_S) -> None: ...
+
+
+@dataclass(frozen=True)
+class DriveAccess:
+    """Which storage engine a run opens, and how."""
+
+    engine: str = "auto"
+    num_threads: int = 16
+    """With reads and writes at the same time a drive wants more requests under way than with reads alone."""
+    block_bytes: int = 8 << 20
+    """Moved at a time by a thread."""
+
+    def open(self) -> StorageEngine:
+        """As `open_engine`."""
+        block = "task_bytes" if self.engine == "kvikio" else "block_bytes"
+        return open_engine(self.engine, num_threads=self.num_threads, **{block: self.block_bytes})
+
+
+DRIVE_ACCESS = DriveAccess()
 
 
 def open_engine(name: str = "auto", **settings: Any) -> StorageEngine:

@@ -16,8 +16,11 @@ from outcore.engine.decide import choose_engine
 from outcore.engine.stream import StreamDecision
 from outcore.engine.stream.decision.decide import stream_decision, unused_keys
 from outcore.engine.stream.decision.homes import RAM_RESERVE_BYTES, RunSizes, activation_bytes
+from outcore.flow.weights import Scratch
 from outcore.optim import state_format
+from outcore.probe.report.config_file import read_config
 from outcore.sizing.streaming import PROCESS_BYTES
+from outcore.storage import DriveAccess, PosixEngine
 
 SHIPPED = json.loads((Path(__file__).resolve().parents[2] / "deepspeed_config.json").read_text())
 SIZES = RunSizes(
@@ -157,6 +160,64 @@ def test_pageable_homes_get_lanes_with_more_slots(staging_gib, slots):
     told = plan_of(TrainConfig(staging_gib=staging_gib), sizes=LORA_8B).told
     assert told.num_slots == slots and told.lane_bytes <= told.staging_bytes == staging_gib * GIB
     assert plan_of(TrainConfig(staging_gib=staging_gib, lane_slots=2), sizes=LORA_8B).told.num_slots == 2
+
+
+def test_storage_as_the_probe_found_it_is_what_scratch_opens(tmp_path):
+    """`--apply` wrote outcore.storage and nobody read it."""
+    found = {"outcore": {"storage": {"engine": "posix", "threads": 3, "block_bytes": 65536}}}
+    plan = plan_of(file=found)
+    assert plan.told.storage == DriveAccess("posix", 3, 65536) and not plan.unused
+    scratch = Scratch([tmp_path], storage=plan.told.storage)
+    assert isinstance(scratch.engine, PosixEngine) and scratch.engine.block_bytes == 65536
+    scratch.close()
+    assert plan_of(TrainConfig(storage_threads=5), found).told.storage.num_threads == 5
+    with pytest.raises(ConfigError, match="storage_block_bytes 1000 is not a multiple of 4096"):
+        plan_of(TrainConfig(storage_block_bytes=1000))
+
+
+OTHER = {
+    "outcore.write_combined": "on", "outcore.engine": "deepspeed", "outcore.nvme_path": "/d",
+    "outcore.residency": "ram", "outcore.state_format": "split8", "outcore.ram_budget_gib": 5.0,
+    "zero_optimization.stage": 2,
+    "zero_optimization.offload_optimizer.device": "nvme", "zero_optimization.offload_param.device": "nvme",
+    "optimizer.type": "SGD", "optimizer.params.betas": [0.5, 0.6], "bf16.enabled": False,
+}  # fmt: skip
+
+
+def _leaves(block, path=""):
+    for key, value in block.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}{key}.")
+        elif not key.startswith("_"):
+            yield f"{path}{key}", value
+
+
+@pytest.mark.parametrize("key", [key for key, _ in _leaves(SHIPPED)])
+def test_every_key_of_the_shipped_file_has_an_effect(key, tmp_path):
+    """Another value changes the run's settings, the probe's, or is told as of use to DeepSpeed's engine alone."""
+    old = dict(_leaves(SHIPPED))[key]
+    new = OTHER[key] if key in OTHER else (not old if isinstance(old, bool) else 2 * old)
+    changed = json.loads(json.dumps(SHIPPED))
+    for name in (key, key.replace("optimizer.pin", "param.pin"), key.replace("param.pin", "optimizer.pin")):
+        *path, last = name.split(".")
+        block = changed
+        for part in path:
+            block = block[part]
+        block[last] = new
+
+    def effect(file):
+        (tmp_path / "ds.json").write_text(json.dumps(file))
+        settings = resolve(TrainConfig(), understand(file), Place(None))
+        return replace(settings, file=None, reasons={}), read_config(tmp_path / "ds.json")
+
+    only_deepspeeds = any(f"{key}.".startswith(f"{name}.") for name in unused_keys(SHIPPED))
+    if only_deepspeeds and not key.startswith("outcore."):
+        return
+    if key == "optimizer.type":  # Adam is AdamW here, another optimizer is refused
+        with pytest.raises(ConfigError, match="SGD"):
+            resolve(TrainConfig(), understand(changed), Place(None))
+        return
+    assert effect(changed) != effect(SHIPPED), f"{key} has no effect"
 
 
 def test_what_must_stay_in_ram_stays_there():

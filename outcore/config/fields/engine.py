@@ -40,6 +40,13 @@ class EngineFields:
     """ram: nothing goes to a drive; nvme: all that can go there does; auto (default): what RAM does not hold."""
     write_combined: Literal["auto", "on", "off"] | None = setting(None, file=("outcore.write_combined",))
     """Engine stream: the upload lane's slots in memory that the CPU only writes. Default: auto, which is off."""
+    storage_engine: Literal["auto", "posix", "kvikio"] | None = setting(None, file=("outcore.storage.engine",))
+    """What moves bytes to and from the NVMe drive, in both engines' own offload; gds_optimizer.py --apply writes what
+    it measured fastest. Default: auto, which is posix."""
+    storage_threads: int | None = setting(None, file=("outcore.storage.threads",), above=0)
+    """Its threads. Default: 16, or what gds_optimizer.py --apply found."""
+    storage_block_bytes: int | None = setting(None, file=("outcore.storage.block_bytes",), above=0)
+    """Bytes that a thread moves at a time, a multiple of 4096. Default: 8 MiB, or what --apply found."""
     lane_slots: int | None = setting(None, file=("outcore.lanes.num_slots",), above=0)
     """Engine stream: slots of a transfer lane. Default: 4."""
     lane_slot_bytes: int | None = setting(None, file=("outcore.lanes.slot_bytes",), above=0)

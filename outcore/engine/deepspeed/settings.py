@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from outcore.config import Device
 from outcore.sizing.swapping import check_positive_int
+from outcore.storage import DRIVE_ACCESS, DriveAccess
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class ChosenOffload:
     live_numel: int = 0
     """With parameters on the drive: elements that DeepSpeed keeps on the GPU or fetches ahead, at most."""
 
+    storage: DriveAccess = DRIVE_ACCESS
+    """Name, threads and block of what moves bytes to and from the drive (`outcore.storage`)."""
     nvme_checksums: Literal["auto", "on", "off", "sampled"] = "auto"
     """Staged: verify what the drive gives back."""
 

@@ -181,7 +181,9 @@ def _open_ground(
     scratch = None
     if settings.nvme_paths:
         scratch = undo.enter_context(
-            Scratch(settings.nvme_paths, storage, settings.nvme_checksums, rank=plan.place.rank)
+            Scratch(
+                settings.nvme_paths, storage, settings.nvme_checksums, rank=plan.place.rank, storage=settings.storage
+            )
         )
     upload = undo.enter_context(
         UploadLane(

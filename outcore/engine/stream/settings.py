@@ -21,6 +21,7 @@ from outcore.sizing.streaming import (
 )
 from outcore.sizing.tiles import LAYER_BUFFERS
 from outcore.staging.pool import ALIGNMENT_BYTES
+from outcore.storage import DRIVE_ACCESS, DriveAccess
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ class StreamSettings(StreamSizes):
     slot_bytes: int = SLOT_BYTES
     num_slots: int = NUM_SLOTS
     """Per lane."""
+    storage: DriveAccess = DRIVE_ACCESS
+    """Name, threads and block of what moves bytes to and from drives (`outcore.storage`)."""
     write_combined: bool = False
     """The upload lane's slots in write-combined memory, which the CPU only writes: for machines where it is faster."""
     initial_loss_scale: float = 2.0**16

@@ -17,19 +17,26 @@ from pathlib import Path
 from outcore.common.deadline import CLOSE_TIMEOUT_S, Deadline
 from outcore.common.errors import EngineError
 from outcore.flow.weights.checksums import Mode, choose_verification
-from outcore.storage import StorageEngine, StorageError, StoreInUse, TensorSpec, TensorStore, open_engine
+from outcore.storage import DRIVE_ACCESS, DriveAccess, StorageEngine, StorageError, StoreInUse, TensorSpec, TensorStore
 from outcore.storage.store import LOCK_NAME, STORE_NAMES, DirectoryLock, lock_directories, remove_files
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "outcore-scratch"
-IO_THREADS = 16
-"""Requests of 8 MiB under way: with reads and writes at the same time a drive wants more than with reads alone."""
+
+
+def _opened(how: DriveAccess) -> StorageEngine:
+    """An engine as the settings name it; EngineError, with the reason, for one that this machine cannot run."""
+    try:
+        return how.open()
+    except RuntimeError as error:
+        raise EngineError(f"storage_engine {how.engine}: {error}. Leave it out, or --storage_engine posix.") from error
 
 
 class Scratch:
-    """Stores below `paths`, one folder per drive. `engine`: whose threads move the bytes; None opens one. `checksums`:
-    whether what comes back is verified (`choose_verification`). `rank`: each of a host has folders of its own.
+    """Stores below `paths`, one folder per drive. `engine`: whose threads move the bytes; None opens one as `storage`
+    says. `checksums`: whether what comes back is verified (`choose_verification`). `rank`: each of a host has folders
+    of its own.
 
     EngineError when a folder cannot be made, or another run uses it.
     """
@@ -41,6 +48,7 @@ class Scratch:
         checksums: Mode = "auto",
         *,
         rank: int = 0,
+        storage: DriveAccess = DRIVE_ACCESS,
     ) -> None:
         name = f"{FOLDER}-{rank}" if rank else FOLDER
         self.folders = [Path(path).expanduser() / name for path in paths]
@@ -66,7 +74,12 @@ class Scratch:
                     "Wait until it has ended, or give this run a folder of its own (--nvme_offload_path DIR)"
                 ) from error
             raise EngineError(f"nvme_path: {self.folders[0]} cannot be used for scratch files: {error}") from error
-        self.engine: StorageEngine = engine if engine is not None else open_engine("auto", num_threads=IO_THREADS)
+        try:
+            self.engine: StorageEngine = engine if engine is not None else _opened(storage)
+        except EngineError:
+            for lock in self._locks:
+                lock.release()
+            raise
         self.verification = choose_verification(checksums, gds=bool(getattr(self.engine, "gds", False)))
 
     def store(self, kind: str, specs: Sequence[TensorSpec]) -> TensorStore:

@@ -33,6 +33,7 @@ from outcore.engine.deepspeed.staged.choice import can_stage, staged_costs
 from outcore.engine.deepspeed.staged.plan import drive_bytes
 from outcore.optim import check_eps, state_format
 from outcore.sizing.swapping import WeightCounts
+from outcore.storage import DriveAccess
 
 __all__ = ["BuiltConfig", "ChosenOffload", "RunFacts", "WeightCounts", "build_config"]
 
@@ -102,7 +103,11 @@ def build_config(
         check_eps(settings.adam_epsilon, state_format(states).moments8)
         config["zero_force_ds_cpu_optimizer"] = False  # the parameter groups come from outside, the step is ours
     offload = _chosen(placement, locked_bytes, states, zero, staged=staged)
-    offload = replace(offload, nvme_checksums=settings.nvme_checksums)
+    offload = replace(
+        offload,
+        nvme_checksums=settings.nvme_checksums,
+        storage=DriveAccess(settings.storage_engine, settings.storage_threads, settings.storage_block_bytes),
+    )
     return BuiltConfig(config, tuple(notes.lines), offload, tuple(notes.warnings))
 
 

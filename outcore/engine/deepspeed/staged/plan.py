@@ -21,6 +21,7 @@ from outcore.sizing.staged import (
     staged_sizes,
 )
 from outcore.sizing.swapping import WeightCounts, partition_numel
+from outcore.storage import DRIVE_ACCESS, DriveAccess
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PADDING_BYTES = 8192
@@ -46,6 +47,7 @@ class StagedPlan:
     """Folder for what does not live in RAM. None: everything does."""
     owns_nvme_path: bool = False
     """It is the run's own, made for it below the folder that the user named, and goes with it."""
+    storage: DriveAccess = DRIVE_ACCESS
     nvme_checksums: Literal["auto", "on", "off", "sampled"] = "auto"
     """Verify what the drive gives back."""
     state_ram_bytes: int | None = None
@@ -154,6 +156,7 @@ def make_plan(settings: RunSettings, offload: ChosenOffload, model: WeightCounts
         grad_bytes=sizes.grad_bytes,
         pin=_pins(settings),
         nvme_path=offload.nvme_path,
+        storage=offload.storage,
         nvme_checksums=offload.nvme_checksums,
         owns_nvme_path=offload.nvme_path is not None and bool(run.run_name),
         state_ram_bytes=sizes.state_ram_bytes,

@@ -39,7 +39,9 @@ class StagedSession:
         )
         try:
             if plan.nvme_path is not None:
-                self.scratch = Scratch([Path(plan.nvme_path) / f"rank{rank}"], engine, plan.nvme_checksums)
+                self.scratch = Scratch(
+                    [Path(plan.nvme_path) / f"rank{rank}"], engine, plan.nvme_checksums, storage=plan.storage
+                )
             if plan.grad_staging_bytes:
                 self.gradients = self._open_gradients(device)
             if plan.param_store_bytes:

@@ -21,6 +21,7 @@ from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.optim import state_format
 from outcore.sizing.streaming import STAGING_BYTES as DEFAULT_STAGING_BYTES
+from outcore.storage import DriveAccess
 
 MOST_PINNED_OF_RAM = 2
 """Of available RAM at most one in so many bytes is pinned without being asked for: the system cannot take them back."""
@@ -119,6 +120,7 @@ def stream_decision(
         min_loss_scale=float(scaling.minimum),
         seed=settings.seed,
         nvme_checksums=settings.nvme_checksums,
+        storage=DriveAccess(settings.storage_engine, settings.storage_threads, settings.storage_block_bytes),
         **homes,
     )
     return StreamDecision(
@@ -168,7 +170,7 @@ USED_KEYS = {
     "zero_optimization.offload_param": "device nvme_path pin_memory",
     "activation_checkpointing": "cpu_checkpointing",
     "data_types": "grad_accum_dtype",
-    "outcore": "staging_bytes write_combined engine nvme_path residency state_format ram_budget_gib lanes",
+    "outcore": "staging_bytes write_combined engine nvme_path residency state_format ram_budget_gib storage lanes",
 }
 """What of deepspeed_config.json the streaming engine goes by."""
 
