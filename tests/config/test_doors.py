@@ -42,6 +42,7 @@ EXAMPLES: dict[str, Any] = {
     "state_format": "fp32_m8",
     "aio_block_size": 8192,
     "lane_slot_bytes": 8192,
+    "storage_block_bytes": 8192,
     "grad_accum_dtype": "fp32",
     "activations": "ram",
     "push_to_hub": "a/b",
