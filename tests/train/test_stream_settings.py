@@ -207,7 +207,7 @@ def test_every_key_of_the_shipped_file_has_an_effect(key, tmp_path):
 
     def effect(file):
         (tmp_path / "ds.json").write_text(json.dumps(file))
-        settings = resolve(TrainConfig(), understand(file), Place(None))
+        settings = resolve(TrainConfig(), understand(file), ProcessFacts(None))
         return replace(settings, file=None, reasons={}), read_config(tmp_path / "ds.json")
 
     only_deepspeeds = any(f"{key}.".startswith(f"{name}.") for name in unused_keys(SHIPPED))
@@ -215,7 +215,7 @@ def test_every_key_of_the_shipped_file_has_an_effect(key, tmp_path):
         return
     if key == "optimizer.type":  # Adam is AdamW here, another optimizer is refused
         with pytest.raises(ConfigError, match="SGD"):
-            resolve(TrainConfig(), understand(changed), Place(None))
+            resolve(TrainConfig(), understand(changed), ProcessFacts(None))
         return
     assert effect(changed) != effect(SHIPPED), f"{key} has no effect"
 
