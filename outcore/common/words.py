@@ -1,9 +1,14 @@
-"""The nearest of the spellings that are known, for messages about one that is not."""
+"""Words that people typed: names in a list, and the nearest of the spellings that are known."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+
+
+def names_of(text: str | None) -> tuple[str, ...]:
+    """The names in a comma-separated value, in its order."""
+    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1, cutoff: float = 0.5) -> list[str]:

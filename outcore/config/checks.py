@@ -34,6 +34,7 @@ def check_config(config: TrainConfig) -> None:
     _check_length(config)
     check_homes(config)
     _check_losses(config)
+    _check_rows(config)
     _check_upload(config)
     if config.continue_with_changes and config.resume_from_checkpoint is None:
         raise ConfigError("continue_with_changes is about resuming: add --resume_from_checkpoint auto.")
@@ -85,10 +86,15 @@ def check_state_format(name: str, precision: str) -> None:
 def _check_losses(config: TrainConfig) -> None:
     if config.label_smoothing and config.model_module:
         raise ConfigError("label_smoothing: a model_module brings its own loss: smooth it there, or leave it out.")
-    adapters = [n for n, value in (("use_rslora", config.use_rslora),) if value]
+    adapters = [n for n in ("use_rslora", "use_dora", "lora_modules_to_save") if getattr(config, n)]
     adapters += ["init_lora_weights"] if config.init_lora_weights != "kaiming" else []
     if config.lora_r == 0 and adapters:
         raise ConfigError(f"{adapters[0]} is given but lora_r is 0: add --lora_r 16 to train adapters.")
+
+
+def _check_rows(config: TrainConfig) -> None:
+    if config.group_by_length and config.packing == "on":
+        raise ConfigError("group_by_length: packed rows are all of one length. Use --packing off, or leave it out.")
 
 
 def _check_upload(config: TrainConfig) -> None:

@@ -55,6 +55,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     "test_size": "--eval_fraction 0.05",
     "val_size": "--eval_fraction 0.05",
     "template": "leave it out: the tokenizer's own chat template is used",
+    "train_sampling_strategy": "--group_by_length for rows of like length together; order is random otherwise",
     "sample_packing": "--packing on",
     "pad_to_sequence_len": "leave it out: rows that are packed are full",
     "completion_only_loss": "leave it out: loss is on the answers; on all of it: --train_on_prompt",

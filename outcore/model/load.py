@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.model.adapters import apply_lora
 from outcore.model.facts import (
     ModelFacts,
     model_class_of,
@@ -28,7 +29,6 @@ from outcore.model.facts import (
 )
 from outcore.model.hook import build_from_module, is_head_loss
 from outcore.model.inputs import attention_of
-from outcore.model.lora import apply_lora
 from outcore.model.loss import HeadLoss, LossModule, SmoothedLoss, TokenLoss, UserLoss
 from outcore.model.settings import ModelSettings
 from outcore.model.source import ModelSource, hub_error, resolve_source
@@ -134,6 +134,7 @@ def load_model(
         model = apply_lora(model, settings.lora, settings.seed, gather)
     if settings.gradient_checkpointing and feed is None:  # the streaming engine recomputes every layer by itself
         enable_activation_checkpointing(model)
+    _add_noise(model, settings)
     model.train()
     notes = source.notes + checked + notes + getattr(feed, "notes", ())
     load_s = time.perf_counter() - began_s
@@ -307,6 +308,7 @@ def _load_own(settings: ModelSettings, tokenizer: Any | None, device: torch.devi
         model = apply_lora(model, settings.lora, settings.seed)
     if settings.gradient_checkpointing:
         enable_activation_checkpointing(model)
+    _add_noise(model, settings)
     model.train()
     words, facts = f"own model {settings.model_module}", model_facts(model)
     of_tokens = is_head_loss(loss_fn)
@@ -315,6 +317,24 @@ def _load_own(settings: ModelSettings, tokenizer: Any | None, device: torch.devi
     return LoadedModel(
         model, config, facts, abilities, words, whole, per_token, notes=notes, quantize=settings.quantize
     )
+
+
+def _add_noise(model: nn.Module, settings: ModelSettings) -> None:
+    """NEFTune's noise on what the input embedding gives in training. ValueError for a model that does not name it.
+
+    It is drawn from torch's default generators, which engines seed or save, so a resumed run draws the same.
+    """
+    if settings.neftune_noise_alpha is None:
+        return
+    from transformers.integrations.neftune import activate_neftune
+
+    try:
+        activate_neftune(model, settings.neftune_noise_alpha)
+    except (AttributeError, NotImplementedError) as error:  # own modules, and a few of transformers'
+        raise ValueError(
+            "neftune_noise_alpha: the model does not say which of its modules embeds tokens (get_input_embeddings). "
+            "Leave it out, or give your module that method."
+        ) from error
 
 
 def _abilities(found: Abilities, settings: ModelSettings) -> Abilities:

@@ -30,6 +30,11 @@ def checkpoint_name(name: str) -> str:
     return ".".join(parts)
 
 
+def adapter_name(name: str) -> str:
+    """What peft calls a parameter of this checkpoint name in an adapter's file."""
+    return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
+
+
 def named_checkpoint_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Every parameter once by its checkpoint name, in the model's order; two parameters of one name are an error."""
     named: dict[str, nn.Parameter] = {}

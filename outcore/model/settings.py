@@ -40,6 +40,10 @@ class LoraSettings:
     """Dropout on the adapter's input while training."""
     target_modules: str | tuple[str, ...] = "auto"
     """"auto" adapts every linear layer but the head; otherwise module names such as ("q_proj", "v_proj")."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained whole beside the adapters, by the end of their names ("embed_tokens")."""
+    use_dora: bool = False
+    """A trained length for each row of an adapted weight; the adapter turns its direction."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(r) instead of alpha / r (rank-stabilized)."""
     init: str = "kaiming"
@@ -97,6 +101,8 @@ class ModelSettings:
     """Adapters instead of full fine-tuning."""
     quantize: str | None = None
     """Frozen matrices of layers are kept packed (nf4, int8) and expanded as they are used: beside adapters only."""
+    neftune_noise_alpha: float | None = None
+    """Noise on the input embeddings while training; None: none."""
     label_smoothing: float = 0.0
     """Share of each target's probability that is spread over the whole vocabulary."""
     gradient_checkpointing: bool = False

@@ -16,10 +16,17 @@ from typing import Any
 from outcore.sizing.shape import Blocks, ModelShape, in_blocks, shape_from_fields, stays_eager
 
 
-def resolve_shape(model: str, *, lora_target_modules: str = "auto", trust_remote_code: bool = False) -> ModelShape:
+def resolve_shape(
+    model: str,
+    *,
+    lora_target_modules: str = "auto",
+    use_dora: bool = False,
+    modules_to_save: tuple[str, ...] = (),
+    trust_remote_code: bool = False,
+) -> ModelShape:
     """The shape of a model by preset name, config file, folder or hub id.
 
-    `lora_target_modules`: what adapters would go on, as train_model.py takes it.
+    `lora_target_modules`, `use_dora`, `modules_to_save`: what adapters would be, as train_model.py takes it.
 
     Raises:
         ValueError: no such model here, not a language model that can be trained, or no such modules in it.
@@ -27,8 +34,9 @@ def resolve_shape(model: str, *, lora_target_modules: str = "auto", trust_remote
     """
     from outcore.model.presets import PRESETS, check_preset_name
 
+    adapters = _names_of(lora_target_modules), use_dora, modules_to_save
     if model in PRESETS:
-        return preset_on_targets(model, _names_of(lora_target_modules))
+        return preset_on_targets(model, *adapters)
     path = Path(model).expanduser()
     if not path.exists() and "/" not in model and "\\" not in model:
         check_preset_name(model)  # raises, with the nearest names
@@ -41,7 +49,7 @@ def resolve_shape(model: str, *, lora_target_modules: str = "auto", trust_remote
         settings = ModelSettings(model_name_or_path=model, trust_remote_code=trust_remote_code, seq_length=2)
     config = resolve_source(settings).config
     shape = shape_from_config(path.name if path.exists() else model, config)
-    return on_targets(shape, config, _names_of(lora_target_modules))
+    return on_targets(shape, config, *adapters)
 
 
 def _names_of(lora_target_modules: str) -> tuple[str, ...]:
@@ -62,36 +70,54 @@ def preset_shape(name: str) -> ModelShape:
     return shape_from_fields(name, preset.model_type, preset.fields)
 
 
-def preset_on_targets(name: str, targets: tuple[str, ...]) -> ModelShape:
-    """`on_targets` of a preset; counted by hand without targets."""
-    if not targets:
+def preset_on_targets(
+    name: str, targets: tuple[str, ...], use_dora: bool = False, whole: tuple[str, ...] = ()
+) -> ModelShape:
+    """`on_targets` of a preset; counted by hand where nothing is asked for."""
+    if not (targets or use_dora or whole):
         return preset_shape(name)
     from outcore.model.presets import preset_config
 
-    return on_targets(preset_shape(name), preset_config(name), targets)
+    return on_targets(preset_shape(name), preset_config(name), targets, use_dora, whole)
 
 
-def on_targets(shape: ModelShape, config: Any, targets: tuple[str, ...]) -> ModelShape:
-    """The shape whose adapters go on modules of these names: peft makes them, of rank 1, on the meta device.
+def on_targets(
+    shape: ModelShape, config: Any, targets: tuple[str, ...], use_dora: bool = False, whole: tuple[str, ...] = ()
+) -> ModelShape:
+    """The shape whose adapters go on modules of these names ((): on every linear layer): peft makes them, of rank 1, on
+    the meta device. `whole`: modules that are trained whole beside them.
 
     What a name means is peft's own rule (of experts that are one weight, for one). ValueError when the model lacks one.
     """
-    if not targets:
+    if not (targets or use_dora or whole):
         return shape
     import torch
 
+    from outcore.model.adapters import with_adapters
     from outcore.model.facts import model_class_of
-    from outcore.model.lora import with_adapters
     from outcore.model.settings import LoraSettings
     from outcore.model.weights import meta_skeleton
 
     model: Any = meta_skeleton(model_class_of(config), config)
     layers = [layer for stack in _layer_stacks(model) for layer in stack]
+    settings = LoraSettings(r=1, target_modules=targets or "auto", use_dora=use_dora, modules_to_save=whole)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what peft thinks of the targets, it says when the run makes them
-        adapted = with_adapters(model, LoraSettings(r=1, target_modules=targets))
-    trained = [(p, [p.numel()]) for p in adapted.parameters() if p.requires_grad]
-    return dataclasses.replace(shape, adapters=_by_layer(layers, trained), lora_targets=targets)
+        adapted = with_adapters(model, settings)
+    kinds: dict[str, list[Any]] = {"adapters": [], "lengths": [], "whole": []}
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            kind = "lengths" if "lora_magnitude_vector" in name else "adapters" if "lora_" in name else "whole"
+            kinds[kind].append((parameter, [parameter.numel()]))
+    in_layers = {id(p) for layer in layers for p in layer.parameters()}
+    return dataclasses.replace(
+        shape,
+        **{kind: _by_layer(layers, found) for kind, found in kinds.items()},
+        lora_targets=targets,
+        use_dora=use_dora,
+        modules_to_save=whole,
+        whole_in_ends=sum(p.numel() for p, _ in kinds["whole"] if id(p) not in in_layers),
+    )
 
 
 def shape_from_config(name: str, config: Any) -> ModelShape:
@@ -188,7 +214,7 @@ def _by_layer(layers: list[Any], found: list[tuple[Any, list[int]]]) -> Blocks:
 
 def _adapters(model: Any, layers: list[Any]) -> Blocks:
     """Of every layer that adapters go on unless told otherwise."""
-    from outcore.model.lora import linear_names
+    from outcore.model.adapters import linear_names
 
     found: list[tuple[Any, list[int]]] = []
     for name in linear_names(model):

@@ -182,7 +182,9 @@ def _check_folder(folder: Path) -> None:
     if not any(folder.glob("*.safetensors")):
         pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
         why = f" It has {pickles[0]}, a pickle, which is not read: convert it to safetensors first." if pickles else ""
-        raise ValueError(f"The folder {str(folder)!r} holds no *.safetensors weights.{why}")
+        way = " Download them again, or train this shape from scratch: --config_file "
+        way += f"{folder / 'config.json'}."
+        raise ValueError(f"The folder {str(folder)!r} holds no *.safetensors weights.{why or way}")
 
 
 def _read_config(settings: ModelSettings, name: str) -> PreTrainedConfig:

@@ -141,7 +141,7 @@ def _smaller_models(shape: ModelShape) -> Iterator[tuple[str, ModelShape]]:
     known = sorted(PRESETS.values(), key=lambda preset: -preset.num_parameters)
     for preset in known:
         if preset.num_parameters < shape.base_params and preset.model_type == shape.model_type:
-            smaller = preset_on_targets(preset.name, shape.lora_targets)
+            smaller = preset_on_targets(preset.name, shape.lora_targets, shape.use_dora, shape.modules_to_save)
             yield f"a smaller model: {preset.name}", smaller.with_lora(shape.lora_r) if shape.lora_r else smaller
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.quantities import GIB
+from outcore.common.words import names_of
 from outcore.model.shape import resolve_shape
 from outcore.plan.answer.advice import Advice, advise
 from outcore.plan.answer.command import Said, command, notes
@@ -143,6 +144,8 @@ def _shape(args: PlanConfig) -> ModelShape:
     return resolve_shape(
         _name(_model_of(args) or ""),
         lora_target_modules=args.lora_target_modules,
+        use_dora=args.use_dora,
+        modules_to_save=names_of(args.lora_modules_to_save),
         trust_remote_code=args.trust_remote_code,
     )
 

@@ -119,6 +119,8 @@ class Plan:
     ram_budget_bytes: int | None = None
     """Of the staged offload, where the plan rests on one."""
     lora_targets: tuple[str, ...] = ()
+    use_dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
     """As in `ModelShape`."""
 
     @property
@@ -218,6 +220,9 @@ class Plan:
             words.append(f"--lora_r {self.lora_r}")
         if self.lora_r and self.lora_targets:
             words.append(f"--lora_target_modules {','.join(self.lora_targets)}")
+        words += ["--use_dora"] * (self.lora_r > 0 and self.use_dora)
+        if self.lora_r and self.modules_to_save:
+            words.append(f"--lora_modules_to_save {','.join(self.modules_to_save)}")
         words.append(f"--seq_length {self.seq_length} --per_device_train_batch_size {self.micro_batch}")
         words.append(f"--gradient_accumulation_steps {self.accumulation}")
         return " ".join(words)
@@ -248,6 +253,8 @@ class Plan:
             "num_gpus": self.num_gpus,
             "lora_r": self.lora_r,
             "lora_targets": list(self.lora_targets),
+            "use_dora": self.use_dora,
+            "modules_to_save": list(self.modules_to_save),
             "homes": self.homes,
             "tiling": self.tiling,
             "staged": self.staged,

@@ -58,6 +58,16 @@ class ModelShape:
     """Names of the modules that `adapters` are on. (): every linear layer but the head."""
     lora_r: int = 0
     """Rank of the adapters; 0: all weights train."""
+    use_dora: bool = False
+    """The adapters have lengths beside them."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names of the modules that are trained whole beside the adapters."""
+    lengths: Blocks = ()
+    """Elements of DoRA's lengths beside the adapters."""
+    whole: Blocks = ()
+    """Elements of the base's parameters that are trained whole beside the adapters."""
+    whole_in_ends: int = 0
+    """Of them, elements in embedding and head."""
     stays_eager: bool = False
     """Layers have dropout, or routers a balancing loss: the streaming engine neither compiles nor captures them."""
 
@@ -73,11 +83,12 @@ class ModelShape:
     @property
     def lora_dims(self) -> int:
         """Numbers that adapters of rank 1 have."""
-        return sum(times * sum(dims) for times, dims in self.adapters)
+        return _elements(self.adapters)
 
     @property
     def adapter_params(self) -> int:
-        return self.lora_r * self.lora_dims
+        """Parameters beside the base's."""
+        return self.lora_r * self.lora_dims + (_elements(self.lengths) if self.lora_r else 0)
 
     @property
     def total_params(self) -> int:
@@ -85,7 +96,12 @@ class ModelShape:
 
     @property
     def trainable_params(self) -> int:
-        return self.adapter_params if self.lora_r else self.base_params
+        return self.adapter_params + _elements(self.whole) if self.lora_r else self.base_params
+
+    @property
+    def whole_in_layer(self) -> int:
+        """Elements of a layer that are trained whole beside its adapters, on average over the layers."""
+        return -(-(_elements(self.whole) - self.whole_in_ends) // self.num_layers)
 
     @property
     def head_weight_numel(self) -> int:
@@ -122,6 +138,10 @@ class ModelShape:
                 f"{self.name} has no linear layers that LoRA adapters could go on: plan it without lora_r."
             )
         return dataclasses.replace(self, lora_r=rank)
+
+
+def _elements(blocks: Blocks) -> int:
+    return sum(times * sum(block) for times, block in blocks)
 
 
 def in_blocks(blocks: Sequence[Sequence[int]]) -> Blocks:

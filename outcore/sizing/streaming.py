@@ -7,6 +7,8 @@ from outcore.common.quantities import GIB, MIB
 STAGING_BYTES = 8 * GIB
 """Pinned memory: the lanes' slots first, then homes of parameters and gradients as far as it reaches. The default of
 outcore.staging_bytes."""
+CPU_STAGING_BYTES = 256 * MIB
+"""The same without a GPU, where nothing is pinned: the lanes' slots are all that is needed."""
 SLOT_BYTES, NUM_SLOTS = 16 * MIB, 4
 """Slots of each of the two lanes: 16 MiB reach 99 % of a link's rate."""
 LANE_BYTES = 2 * NUM_SLOTS * SLOT_BYTES

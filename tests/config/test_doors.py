@@ -51,6 +51,7 @@ EXAMPLES: dict[str, Any] = {
 LORA = {"lora_r": 4}
 BESIDE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("lora_alpha", "quantize", "use_rslora", "init_lora_weights"), LORA),
+    **dict.fromkeys(("use_dora", "lora_modules_to_save"), LORA),
     "lr_decay_ratio": {"lr_scheduler_type": "wsd"},
     "continue_with_changes": {"resume_from_checkpoint": "auto"},
 }

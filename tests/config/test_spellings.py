@@ -59,6 +59,14 @@ def test_a_setting_by_another_name_is_told_by_meaning(spelling: str, tmp_path: P
         parse_config(shlex.split(advised))
 
 
+def test_the_command_tells_the_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    from outcore.cli import main
+
+    assert main(["train", "--load_in_4bit"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: unknown flag --load_in_4bit. Here: --quantize nf4, with --lora_r 16.")
+
+
 def test_no_spelling_is_a_setting_as_well() -> None:
     names = {*FIELDS, *(alias for row in FIELDS.values() for alias in row.spec.aliases)}
     assert not names & MEANINGS.keys()

@@ -75,8 +75,8 @@ def test_hand_counts_equal_the_meta_device(name):
 def test_adapters_count_as_peft_makes_them(name):
     import torch
 
+    from outcore.model.adapters import with_adapters
     from outcore.model.facts import model_class_of
-    from outcore.model.lora import with_adapters
     from outcore.model.settings import LoraSettings
 
     config = preset_config(name)
@@ -120,6 +120,32 @@ def test_adapters_on_named_modules_count_as_peft_makes_them(name, targets):
         assert [4 * dim for times, dims in found.adapters for dim in dims * times] == trainable
     assert shape.lora_targets == asked.lora_targets == (() if targets == "all-linear" else tuple(names))
     assert shape.base_params == preset_shape(name).base_params
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt2"])
+@pytest.mark.parametrize(("use_dora", "whole"), [(True, ()), (False, ("LAST", "EMBED")), (True, ("LAST",))])
+def test_lengths_and_modules_trained_whole_are_counted(name: str, use_dora: bool, whole: tuple[str, ...]) -> None:
+    import torch
+
+    from outcore.model.adapters import with_adapters
+    from outcore.model.facts import model_class_of
+    from outcore.model.settings import LoraSettings
+
+    words = {"tiny": ("input_layernorm", "embed_tokens,lm_head"), "gpt2": ("ln_1", "wte,lm_head")}[name]
+    names = tuple(",".join(words[w == "EMBED"] for w in whole).split(",")) if whole else ()
+    config = preset_config(name)
+    with torch.device("meta"):
+        model = model_class_of(config)(config)
+        base = sum(p.numel() for p in model.parameters())
+        model = with_adapters(model, LoraSettings(r=4, use_dora=use_dora, modules_to_save=names))
+    flags = {"preset": name, "lora_r": 4, "use_dora": use_dora, "lora_modules_to_save": ",".join(names) or None}
+    asked = run_shape(model_settings_of(TrainConfig(**flags), "fp32", 8), None)
+    planned = resolve_shape(name, use_dora=use_dora, modules_to_save=names).with_lora(4)
+    for shape in (asked, planned):
+        assert shape.trainable_params == sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert shape.total_params == sum(p.numel() for p in model.parameters()) and shape.base_params == base
+        ends = [p.numel() for n, p in model.named_parameters() if any(f".{w}." in n for w in words[1].split(","))]
+        assert shape.whole_in_ends == (sum(ends) if "EMBED" in whole else 0)
 
 
 def test_adapters_on_experts_are_refused():

@@ -17,8 +17,8 @@ from outcore.engine.deepspeed.staged.optimizer import StagedOptimizer
 from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.plan import StagedPlan, make_plan
 from outcore.engine.deepspeed.staged.shares import Share
+from outcore.model.adapters import with_adapters
 from outcore.model.facts import model_class_of, skeleton_and_tied
-from outcore.model.lora import with_adapters
 from outcore.model.presets import preset_config
 from outcore.model.settings import LoraSettings
 from outcore.model.shape import preset_shape

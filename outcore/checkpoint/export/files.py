@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, 
 from outcore.common import file_errors, make_folder, publish_folder, remove_tree
 from outcore.common.listing import write_checksums
 from outcore.model.facts import model_class_of
+from outcore.model.names import adapter_name
 
 logger = logging.getLogger(__name__)
 
@@ -178,10 +180,25 @@ def _copy_shards(checkpoint: Checkpoint, shards: list[Path], reader: ShardReader
 
 def _write_adapter(checkpoint: Path, folder: Path) -> None:
     reader = ShardReader(checkpoint, "model")
-    saved = [name for name in reader.names() if "lora_" in name]
-    plans = [TensorPlan(f"base_model.model.{n}", reader.dtypes[n], reader.shapes[n]) for n in saved]
-    prefix = len("base_model.model.")
-    write_shard(folder / "adapter_model.safetensors", plans, lambda name: reader.read(name[prefix:]))
+    config = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    saved = {name: name for name in reader.names() if "lora_" in name}
+    for wanted in config.get("modules_to_save") or ():
+        saved |= {name: name for name in reader.names() if f".{wanted}." in f".{name}"}
+    if config.get("ensure_weight_tying"):
+        saved |= _tied(folder, saved)
+    found = {f"base_model.model.{adapter_name(name)}": held for name, held in saved.items()}
+    plans = [TensorPlan(name, reader.dtypes[held], reader.shapes[held]) for name, held in found.items()]
+    write_shard(folder / "adapter_model.safetensors", plans, lambda name: reader.read(found[name]))
+
+
+def _tied(folder: Path, saved: Mapping[str, str]) -> dict[str, str]:
+    """Further names of tied weights among `saved` -> the name that they are saved under. CheckpointError."""
+    architecture = _architecture(folder)
+    if architecture is None:
+        raise CheckpointError(f"{folder}: the base's architecture is not known, so its tied weights cannot be named.")
+    known = dict(architecture.named_parameters(remove_duplicate=False))
+    holders = {id(known[name]): name for name in saved if name in known}
+    return {name: holders[id(p)] for name, p in known.items() if id(p) in holders and name not in saved}
 
 
 def copy_file(source: Path, target: Path) -> None:

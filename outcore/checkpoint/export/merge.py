@@ -15,6 +15,7 @@ from outcore.checkpoint.export.files import ADAPTER, FOLDER, export_checkpoint
 from outcore.checkpoint.export.model import export_model
 from outcore.checkpoint.folders import Checkpoint
 from outcore.checkpoint.shards import CheckpointError
+from outcore.model.adapters import settle_trained_modules
 
 
 def has_adapter(checkpoint: Checkpoint) -> bool:
@@ -42,6 +43,7 @@ def merge_checkpoint(checkpoint: Checkpoint, target: Path) -> Path:
         config = AutoConfig.from_pretrained(base)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         network = PeftModel.from_pretrained(auto.from_pretrained(base, dtype="auto"), str(adapter))
+        settle_trained_modules(network)
         tokenizer = AutoTokenizer.from_pretrained(adapter)
         export_model(target, network, lambda parameter: parameter.detach(), tokenizer=tokenizer)
     finally:

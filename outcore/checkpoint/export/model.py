@@ -20,8 +20,8 @@ from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import MAX_SHARD_BYTES, TensorPlan, plan_shards, write_shard
 from outcore.common import file_errors, finish_publishing, make_folder, publish_folder, remove_tree, write_json
 from outcore.common.listing import write_checksums
-from outcore.model.lora import adapted_layers, tied_apart
-from outcore.model.names import checkpoint_name
+from outcore.model.adapters import adapted_layers, row_lengths, tied_apart
+from outcore.model.names import adapter_name, checkpoint_name
 from outcore.model.weights import full_shape
 
 WeightOf = Callable[[nn.Parameter], torch.Tensor]
@@ -117,9 +117,15 @@ def _merge(layer: Any, base: nn.Parameter, weight_of: WeightOf) -> torch.Tensor:
     else:
         a, b = weight_of(layer.lora_embedding_A[adapter]), weight_of(layer.lora_embedding_B[adapter])
         delta = (b.float() @ a.float()).T
-    if getattr(layer, "fan_in_fan_out", False):  # Conv1D stores [in, out]
+    is_transposed = bool(getattr(layer, "fan_in_fan_out", False))  # Conv1D stores [in, out]
+    if is_transposed:
         delta = delta.T
-    return (weight.float() + layer.scaling[adapter] * delta.to(weight.device)).to(weight.dtype)
+    merged = weight.float() + layer.scaling[adapter] * delta.to(weight.device)
+    if adapter in layer.lora_magnitude_vector:
+        lengths = weight_of(layer.lora_magnitude_vector[adapter].weight).float().to(weight.device)
+        factor = (lengths / row_lengths(merged, is_transposed=is_transposed))[:, None]
+        merged *= factor.T if is_transposed else factor
+    return merged.to(weight.dtype)
 
 
 def write_model(
@@ -170,9 +176,10 @@ def write_config(folder: Path, network: Any, *, untied: bool = False) -> None:
 
 
 def _export_adapter(folder: Path, network: Any, weight_of: WeightOf, rank: int) -> dict[Path, int]:
+    # Both names of a tied weight that is trained whole: peft looks for each.
     names = {
-        name.replace(".default.", ".").replace(".default", ""): param
-        for name, param in network.named_parameters()
+        f"base_model.model.{adapter_name(checkpoint_name(name))}": param
+        for name, param in network.named_parameters(remove_duplicate=False)
         if param.requires_grad
     }
     plans = [TensorPlan(name, p.dtype, tuple(full_shape(p))) for name, p in names.items()]

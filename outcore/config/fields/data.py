@@ -41,6 +41,8 @@ class DataFields:
     """File with the chat template (Jinja) to use instead of the tokenizer's own; it is exported with the model."""
     packing: Literal["auto", "on", "off"] = "auto"
     """Pack several documents in a row, isolated from each other in attention and positions."""
+    group_by_length: bool = False
+    """Batches of rows of about the same length, for less padding; for rows that are not packed."""
     streaming: Literal["auto", "on", "off"] = "auto"
     """Tokenize without holding the data in RAM."""
     on_bad_row: Literal["error", "skip"] = "error"

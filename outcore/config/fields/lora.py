@@ -34,6 +34,10 @@ class LoraFields:
         ),
     )
     """Comma-separated module names; auto or all-linear: every linear layer but the head."""
+    lora_modules_to_save: str | None = setting(None, aliases=("modules_to_save", "additional_target"))
+    """Comma-separated modules that are trained whole beside the adapters, such as embed_tokens,lm_head."""
+    use_dora: bool = setting(False, aliases=("peft_use_dora",))
+    """DoRA: train the length of each output's weights beside the adapter, which then turns their direction."""
     use_rslora: bool = False
     """Scale adapters by lora_alpha / sqrt(lora_r) instead of lora_alpha / lora_r."""
     init_lora_weights: Literal["kaiming", "gaussian"] = setting("kaiming", words={"true": "kaiming", "on": "kaiming"})

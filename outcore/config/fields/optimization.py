@@ -81,6 +81,8 @@ class OptimizationFields:
     and models of your own."""
     label_smoothing: float = setting(0.0, aliases=("label_smoothing_factor",), least=0, below=1)
     """Share of each target's probability that is spread over the vocabulary, in training and evaluation."""
+    neftune_noise_alpha: float | None = setting(None, above=0)
+    """NEFTune: uniform noise on the embeddings in training, of at most this / sqrt(tokens x width of a row)."""
     seed: int = setting(42, least=0, most=2**63 - 1)
     """Seeds weights, data order and dropout."""
     deterministic: bool = False

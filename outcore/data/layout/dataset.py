@@ -47,6 +47,12 @@ class RowDataset:
         return int(self.lengths.sum())
 
     @property
+    def row_lengths(self) -> np.ndarray:
+        """Tokens of each row, int64 [rows]; padding not counted."""
+        ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+        return np.diff(ends[self.row_ends])
+
+    @property
     def padding_share(self) -> float:
         """Share of the rows' places (seq_length each; source and target of seq2seq) that hold no token."""
         places = len(self) * self.seq_length * (2 if self.kind == "seq2seq" else 1)

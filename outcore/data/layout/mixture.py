@@ -83,6 +83,17 @@ class MixedRows:
         return round(sum(self.tokens_by_source))
 
     @property
+    def row_lengths(self) -> np.ndarray:
+        """Tokens of each row of an epoch, int64 [rows]; padding not counted."""
+        return np.concatenate(
+            [
+                part.row_lengths[self._places(source, np.arange(taken))]
+                for source, (part, taken) in enumerate(zip(self.parts, self.taken, strict=True))
+                if taken
+            ]
+        )
+
+    @property
     def padding_share(self) -> float:
         """Share of the rows' places that hold no token."""
         return sum(p.padding_share * n for p, n in zip(self.parts, self.taken, strict=True)) / max(1, len(self))
@@ -92,10 +103,13 @@ class MixedRows:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         source = int(np.searchsorted(self._ends, row, side="right"))
-        place = (row - (int(self._ends[source - 1]) if source else 0)) % len(self.parts[source])
-        if self.weights[source] != 1:
-            place = int(self._orders[source](np.asarray([place]))[0])
-        return self.parts[source].documents_of(place)
+        first = int(self._ends[source - 1]) if source else 0
+        return self.parts[source].documents_of(int(self._places(source, np.asarray([row - first]))[0]))
+
+    def _places(self, source: int, numbers: np.ndarray) -> np.ndarray:
+        """Rows within a source of the numbered rows that the mixture takes of it."""
+        places = numbers % len(self.parts[source])
+        return places if self.weights[source] == 1 else self._orders[source](places)
 
     def batch(self, rows: Sequence[int] | np.ndarray) -> MicroBatch:
         """The rows as one micro-batch; int64 tensors on the CPU."""

@@ -4,18 +4,19 @@ Rows are numbered a = 0, 1, 2, ... over all epochs; number a is row permutation(
 micro-batch is the next micro_batch_size * world_size numbers, and rank r takes its r-th part. So the order knows
 nothing of the number of ranks: two ranks see in one step what one rank sees in two. The last batch of an epoch is
 filled up from the next epoch: no row is repeated or left out within an epoch. The state is one number and what it is
-valid for.
+valid for. Grouped by length (`grouping`), an epoch's order also depends on the rows of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from outcore.data.basis import DataError
 from outcore.data.layout.dataset import MicroBatch
+from outcore.data.layout.grouping import grouped
 from outcore.data.layout.mixture import Rows
 from outcore.data.layout.permutation import Permutation
 
@@ -42,14 +43,17 @@ class BatchStream:
         world_size: int = 1,
         seed: int = 42,
         shuffle: bool = True,
+        group_rows: int = 0,
     ) -> None:
+        """`group_rows`: rows of a step, which are to be of about the same length; 0: of any."""
         _check(dataset, micro_batch_size, rank, world_size)
         self.dataset, self.micro_batch_size = dataset, micro_batch_size
         self.rank, self.world_size = rank, world_size
-        self.seed, self.shuffle = seed, shuffle
+        self.seed, self.shuffle, self.group_rows = seed, shuffle, group_rows
         self.rows_seen = 0
         """Rows that all ranks together have taken, over all epochs."""
-        self._permutation = (-1, Permutation(1, 0))
+        self._order: tuple[int, Callable[[np.ndarray], np.ndarray]] = (-1, Permutation(1, 0))
+        """The epoch looked at last, and its rows by place."""
 
     @property
     def batches_per_epoch(self) -> int:
@@ -85,11 +89,18 @@ class BatchStream:
             return places
         rows = np.empty_like(places)
         for epoch in np.unique(epochs):
-            if self._permutation[0] != epoch:
-                self._permutation = (int(epoch), Permutation(len(self.dataset), self.seed, int(epoch)))
+            if self._order[0] != epoch:
+                self._order = (int(epoch), self._order_of(int(epoch)))
             chosen = epochs == epoch
-            rows[chosen] = self._permutation[1](places[chosen])
+            rows[chosen] = self._order[1](places[chosen])
         return rows
+
+    def _order_of(self, epoch: int) -> Callable[[np.ndarray], np.ndarray]:
+        permutation = Permutation(len(self.dataset), self.seed, epoch)
+        if not self.group_rows:
+            return permutation
+        everyone = permutation(np.arange(len(self.dataset), dtype=np.int64))
+        return grouped(everyone, self.dataset.row_lengths, self.group_rows).__getitem__
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able; independent of rank, number of ranks and micro-batch size."""
@@ -99,6 +110,7 @@ class BatchStream:
             "rows": len(self.dataset),
             "seed": self.seed,
             "shuffle": self.shuffle,
+            "group_rows": self.group_rows,
             "fingerprint": self.dataset.fingerprint,
         }
 
@@ -112,11 +124,13 @@ class BatchStream:
             ("rows", "the data"),
             ("seed", "the seed"),
             ("shuffle", "the order"),
+            ("group_rows", "the grouping by length (group_by_length, or the rows of a step)"),
         ):
-            if state.get(key) != self.state_dict()[key]:
+            was = state.get(key, 0 if key == "group_rows" else None)  # older checkpoints grouped nothing
+            if was != self.state_dict()[key]:
                 raise DataError(
                     f"the data position cannot be restored: {what} changed since the checkpoint ({key} was "
-                    f"{state.get(key)!r}, is {self.state_dict()[key]!r}). Use the former settings and data, or start a "
+                    f"{was!r}, is {self.state_dict()[key]!r}). Use the former settings and data, or start a "
                     "new run from the checkpoint's weights"
                 )
         self.rows_seen = int(state["rows_seen"])

@@ -29,11 +29,11 @@ from outcore.engine.deepspeed.staged.binding import check_version
 from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.flow import let_segments_grow
 from outcore.machine.offload import validate_nvme_path
+from outcore.model.adapters import with_adapters
 from outcore.model.facts import model_class_of, model_facts, skeleton_and_tied
 from outcore.model.head import unwrap
 from outcore.model.inputs import attention_of
 from outcore.model.load import LoadedModel, load_model
-from outcore.model.lora import with_adapters
 from outcore.model.packed import PACKED_ATTENTION
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
@@ -96,6 +96,11 @@ def resolve(
     built = build_config(settings, facts, run, nvme_check=check, staged=staged)
     if staged and built.offload.uses_nvme and not built.offload.staged:
         built = build_config(settings, facts, run, nvme_check=usable_here)
+    if built.offload.stage == 3 and model_settings.lora is not None and model_settings.lora.use_dora:
+        raise ValueError(
+            "use_dora: DeepSpeed's ZeRO-3 takes a layer's weights away when it has run, and DoRA needs their lengths "
+            "after that. Use --engine stream, or --zero_stage zero2."
+        )
     check_by_deepspeed(built.config)
     return Resolved(settings, built, facts, run), loaded
 

@@ -38,6 +38,7 @@ from outcore.flow.parts import ModelParts
 from outcore.flow.tiles import TiledParts, open_tiles
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPrefetcher
+from outcore.model.adapters import dora_lengths, multiply_dora
 from outcore.model.load import LoadedModel
 from outcore.optim import Backend, OptimizerPool, default_num_threads, open_backend
 from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane, whole_device
@@ -78,7 +79,15 @@ def build_stream_engine(
     with ExitStack() as undo:
         ground = _open_ground(plan, pinned_grant, storage, undo)
         host, shared = ground.host, ground.shared
-        weights = WeightHomes(plan.units.all, shared, plan.cuts, ground.scratch, loaded.feed, is_owner=place.rank == 0)
+        weights = WeightHomes(
+            plan.units.all,
+            shared,
+            plan.cuts,
+            ground.scratch,
+            loaded.feed,
+            lengths=dora_lengths(loaded.model),
+            is_owner=place.rank == 0,
+        )
         drive_lanes = _open_drive_lanes(plan, ground, undo)
         stored_states = open_store(chain.from_iterable(plan.chunks.values()), ground.scratch)
         backend = open_backend(settings.optimizer_backend)
@@ -135,6 +144,7 @@ def _prepare_model(units: ModelParts, device: torch.device, *, expert_by_expert:
     `expert_by_expert`: a mixture's stacked weights are in tiles, so its experts must be computed one after another.
     """
     units.buffers_to(device)
+    multiply_dora(units.parts.causal)
     for module in units.parts.causal.modules():
         config = getattr(module, "config", None)
         if expert_by_expert and getattr(config, "_experts_implementation", None) is not None:

@@ -61,6 +61,11 @@ def is_large(slot: Slot, itemsize: int, tile_bytes: int) -> bool:
     return len(slot.shape) > 1 and slot.numel * itemsize > tile_bytes // RESIDENT_SHARE
 
 
+def _length_of(weight: str) -> str:
+    """The name of DoRA's lengths beside a weight."""
+    return f"{weight.removesuffix('.weight')}.lora_magnitude_vector.weight"
+
+
 class TiledPart:
     """A unit and how it is cut; see the module docstring. StreamUnsupported for a large weight that has no rows."""
 
@@ -68,11 +73,16 @@ class TiledPart:
         self.unit = unit
         self.matrices: dict[str, list[TiledMatrix]] = {}
         """By slot name: one for a 2-D weight, one for each expert of a 3-D one."""
-        itemsize = unit.layout.dtype.itemsize
+        itemsize, names = unit.layout.dtype.itemsize, {slot.name for slot in unit.layout.slots}
         small: list[tuple[str, torch.nn.Parameter]] = []
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             if not is_large(slot, itemsize, tile_bytes):
                 small.append((slot.name, parameter))
+            elif _length_of(slot.name) in names:
+                raise StreamUnsupported(
+                    f"{slot.name} is computed in tiles, and DoRA (use_dora) needs the lengths of all of its rows at "
+                    "every step: leave use_dora out, or leave this layer out of lora_target_modules"
+                )
             elif len(slot.shape) <= 3:
                 self.matrices[slot.name] = _matrices(unit, slot, tile_bytes // itemsize)
             else:

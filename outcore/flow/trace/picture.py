@@ -1,6 +1,6 @@
 """schedule.png: one step of a trace as a picture, to see at a glance what runs at the same time as what.
 
-    python -m outcore.flow.trace.picture logs/<run>/trace.json schedule.png [--step N]
+    outcore trace RUN [schedule.png] [--step N]
 
 One band for each track: the device on top, then the link's two directions, the drive, the optimizer's threads, and what
 was waited for. Layers are numbered where there is room for it. Drawn with matplotlib's Agg canvas, without a display.
@@ -47,6 +47,7 @@ COLOURS = {
     "wait optimizer": ("#f76707", "waits for the optimizer"),
 }
 OTHER = ("#adb5bd", "other")
+TRACE_NAME = "trace.json"
 MAX_ROWS = 4
 """Rows of a band; what overlaps more often shares the last one."""
 MIN_LABEL_SHARE = 0.011
@@ -160,21 +161,36 @@ def _title(step: Slice, inside: list[Slice], about: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry of `python -m outcore.flow.trace.picture`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m outcore.flow.trace.picture", description="One step of a trace as a picture."
-    )
-    parser.add_argument("trace", type=Path, help="trace.json of a run with --trace")
-    parser.add_argument("png", type=Path, help="the picture to write")
+    """The subcommand; returns its exit code: 2 for a run or step that is not there, 1 for a file that cannot be."""
+    parser = argparse.ArgumentParser(prog="outcore trace", description="One step of a traced run as a picture.")
+    parser.add_argument("run", help="name or folder of a run that was trained with --trace, or its trace.json")
+    parser.add_argument("png", type=Path, nargs="?", help="the picture to write (default: schedule.png beside it)")
+    parser.add_argument("--log_dir", type=Path, default=Path("logs"), help="where runs are looked for (default: logs)")
     parser.add_argument("--step", type=int, help="which of the traced steps; default: the last")
     args = parser.parse_args(argv)
     try:
-        draw_schedule(args.trace, args.png, step=args.step)
+        trace = find_trace(args.run, args.log_dir)
+        png = args.png or trace.with_name("schedule.png")
+        draw_schedule(trace, png, step=args.step)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"outcore trace: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    print(f"wrote {args.png}")
+    print(f"wrote {png}")
     return 0
+
+
+def find_trace(run: str, log_dir: Path) -> Path:
+    """The trace of a run by its name, its log folder, any folder called like it, or the file itself. ValueError."""
+    path = Path(run)
+    places = [path, path / TRACE_NAME, log_dir / run / TRACE_NAME, log_dir / path.name / TRACE_NAME]
+    for place in places:
+        if place.is_file():
+            return place
+    there = ", ".join(sorted(file.parent.name for file in log_dir.glob(f"*/{TRACE_NAME}"))) or "none"
+    raise ValueError(
+        f"{run}: no {TRACE_NAME} there or in {log_dir / path.name}. Traced runs in {log_dir}: {there}. A run is traced "
+        "when it is trained with --trace."
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ memory: who needs values asks here, by name. Offsets and lengths are elements of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -22,6 +23,7 @@ from outcore.common.errors import EngineError
 from outcore.flow.parts import Part, Slot
 from outcore.flow.weights.scratch import Scratch
 from outcore.formats import PackedTensor
+from outcore.model.adapters import row_lengths
 from outcore.model.weights import WeightFeed, stand_in
 from outcore.staging.pool import HomeMemory
 from outcore.storage import StorageError, TensorSpec, TensorStore, Transfer
@@ -75,8 +77,9 @@ def _least(unit: Part, whole: frozenset[int]) -> int:
 
 class WeightHomes:
     """Homes of all parameters of a model. `cuts`: from `plan_cuts`; `scratch` may be None where everything lives in
-    RAM; `feed`: values of parameters that the model does not hold itself (loaded lazily). `is_owner` False: `memory` is
-    shared with another process, which writes the values.
+    RAM; `feed`: values of parameters that the model does not hold itself (loaded lazily); `lengths`: parameters that
+    start as the norms of another's rows, as `dora_lengths` tells them. `is_owner` False: `memory` is shared with
+    another process, which writes the values.
 
     EngineError when the drives have no room.
     """
@@ -89,6 +92,7 @@ class WeightHomes:
         scratch: Scratch | None,
         feed: WeightFeed | None = None,
         *,
+        lengths: Mapping[str, tuple[str, bool]] = MappingProxyType({}),
         is_owner: bool = True,
     ) -> None:
         self._units = list(units)
@@ -101,7 +105,7 @@ class WeightHomes:
         if spilled:
             assert scratch is not None, "nvme_path is checked with the settings"
             self.store = scratch.store(KIND, [_spec(unit, cuts[unit.index]) for unit in spilled])
-        self._memory, self._feed, self._is_owner = memory, feed, is_owner
+        self._memory, self._feed, self._lengths, self._is_owner = memory, feed, lengths, is_owner
         self._ram: dict[int, torch.Tensor] = {}
 
     @property
@@ -152,6 +156,8 @@ class WeightHomes:
                 self.write(name, value)
                 missing.discard(name)
         assert not missing, f"the feed promised {sorted(missing)[0]} and did not give it"
+        for name, (weight, is_transposed) in self._lengths.items():  # of the weights as they are used: packed ones, too
+            self.write(name, row_lengths(self.read(weight), is_transposed=is_transposed))
 
     def _bound(self, unit: Part, slot: Slot) -> torch.Tensor:
         if slot.packed is None and slot.end <= self._cuts[unit.index]:

@@ -83,7 +83,8 @@ class CheckpointWeights:
 
 
 def find_place(name: str, adapter: str | None = None) -> ModelPlace:
-    """Where `name` is. ValueError when it is a folder that holds no model."""
+    """Where `name` is: a folder, a run (its finished model, else its newest checkpoint), else a hub id. ValueError when
+    it is a folder that holds no model."""
     path = Path(name).expanduser()
     if not path.is_dir():
         path = next((folder / name for folder in (RUNS, CHECKPOINTS) if (folder / name).is_dir()), path)
@@ -204,6 +205,12 @@ def _with_adapter(model: Any, folder: Path) -> Any:
             return _with_adapter(model, export_checkpoint(open_checkpoint(folder), Path(aside) / "adapter"))
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}: adapters are read as safetensors only.")
+    whole = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("modules_to_save")
+    if whole:
+        raise ValueError(
+            f"the adapter {folder} brings {', '.join(whole)} whole (modules_to_save), and only adapters are put beside "
+            "a base. Merge it first: outcore export RUN --merge, or the run's own final_model folder."
+        )
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     try:
         adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)

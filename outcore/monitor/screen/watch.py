@@ -69,7 +69,7 @@ def find_run(run: str | None, logs: Path | str = "logs") -> Path:
         if not runs:
             raise FileNotFoundError(f"There is no run under {logs.absolute()} yet: start one with train_model.py.")
         return runs[0].parent
-    for candidate in (Path(run), logs / run):
+    for candidate in (Path(run), logs / run, logs / Path(run).name):  # the last: of another folder of the run
         if candidate.is_file() or (candidate / METRICS_NAME).is_file():
             return candidate
     there = ", ".join(path.parent.name for path in runs[:10]) or "none"

@@ -82,6 +82,8 @@ def plan_deepspeed(
         num_gpus=gpus,
         lora_r=shape.lora_r,
         lora_targets=shape.lora_targets,
+        use_dora=shape.use_dora,
+        modules_to_save=shape.modules_to_save,
         homes={
             "parameters": _home(layout.params, homes and homes.params_in_ram, homes and homes.params_on_drive),
             "optimizer states": _home(layout.optimizer, homes and homes.states_in_ram, homes and homes.states_on_drive),

@@ -132,7 +132,7 @@ def _peaks(case: Case[DeepSpeedLayout]) -> list[_Peak]:
         _Peak("activations of the largest unit", 0, 2 * waiting, e * numel if gathers else 0),
     ]
     if shape.lora_r:
-        return [dataclasses.replace(peak, gradients=0) for peak in peaks]
+        return [dataclasses.replace(peak, gradients=e * shape.whole_in_ends) for peak in peaks]
     if stage == 3 and layout.optimizer != "none":  # the norm is taken of a copy on its way to where the states live
         share = -(-numel // gpus)
         at_a_time = NORM_NUMEL if layout.staged is not None else k.DEEPSPEED_NORM_NUMEL

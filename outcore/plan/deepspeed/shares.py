@@ -79,7 +79,8 @@ def trained_shares(shape: ModelShape, gpus: int) -> tuple[int, ...]:
     """Elements of each trainable parameter's share, in order of update."""
     if not shape.lora_r:
         return _shares(shape.tensors, gpus)
-    return _shares(tuple((times, tuple(shape.lora_r * dim for dim in dims)) for times, dims in shape.adapters), gpus)
+    of_rank = tuple((times, tuple(shape.lora_r * dim for dim in dims)) for times, dims in shape.adapters)
+    return _shares((*of_rank, *shape.lengths, *shape.whole), gpus)
 
 
 @lru_cache(maxsize=64)

@@ -62,8 +62,9 @@ def run_shape(settings: ModelSettings, tokenizer: Any) -> ModelShape:
     shape = shape_from_config(Path(name).stem if settings.config_file else name, config)
     if not settings.lora:
         return shape
-    targets = settings.lora.target_modules
-    shape = on_targets(shape, config, () if isinstance(targets, str) else targets)  # a string: auto
+    lora, targets = settings.lora, settings.lora.target_modules
+    targets = () if isinstance(targets, str) else targets  # a string: auto
+    shape = on_targets(shape, config, targets, lora.use_dora, lora.modules_to_save)
     return replace(shape.with_lora(settings.lora.r), stays_eager=shape.stays_eager or settings.lora.dropout > 0)
 
 

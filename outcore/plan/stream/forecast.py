@@ -71,6 +71,8 @@ def plan_stream(
         num_gpus=hardware.num_gpus,
         lora_r=shape.lora_r,
         lora_targets=shape.lora_targets,
+        use_dora=shape.use_dora,
+        modules_to_save=shape.modules_to_save,
         homes={
             "parameters": _home(spill.parameters),
             "optimizer states": _home(spill.states),

@@ -21,6 +21,7 @@ from outcore.sizing.shape import ModelShape
 from outcore.sizing.states import STATE_FORMATS
 from outcore.sizing.streaming import (
     CHUNK_NUMEL,
+    CPU_STAGING_BYTES,
     GRAPH_FREE_SHARE,
     GRAPH_LONG_S,
     LANE_BYTES,
@@ -53,7 +54,9 @@ def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
     whole = [params for i, params in enumerate(shape.layer_params) if i not in tiling.layers]
     layer, ends = max(whole) + adapters if whole else 0, 0 if tiling.ends else shape.ends_params
     buffers = min(holding.layer_buffers, len(whole)) * layer + ends
-    of_layer, of_ends = (adapters if whole else 0, 0) if shape.lora_r else (layer, ends)  # elements with gradients
+    of_layer, of_ends = layer, ends  # elements with gradients
+    if shape.lora_r:
+        of_layer, of_ends = adapters + shape.whole_in_layer if whole else 0, min(ends, shape.whole_in_ends)
     # Sum over micro-batches in fp32: of one unit, and of a tied weight until its second use is in.
     summed = of_layer + of_ends if shape.tied else max(of_layer, of_ends)
     leaving = max(of_layer, min(holding.part_numel, of_ends) if holding.ends_in_parts else of_ends)
@@ -229,7 +232,8 @@ def pinned_and_rest(case: Case[StreamLayout], ram: list[Item]) -> tuple[list[Ite
     """
     pool = case.layout.staging_bytes or case.request.staging_bytes
     if pool is None:
-        pool = min(STAGING_BYTES, max(case.hardware.pinned_bytes, LANE_BYTES))
+        pool = CPU_STAGING_BYTES if case.hardware.is_cpu else STAGING_BYTES
+        pool = min(pool, max(case.hardware.pinned_bytes, LANE_BYTES))
     lanes_bytes = case.hardware.num_gpus * LANE_BYTES
     left = max(0, pool - lanes_bytes)
     pinned = [Item("pinned", SLOTS, lanes_bytes)]

@@ -101,7 +101,8 @@ def _units(shape: ModelShape, element_bytes: int, tile_bytes: int) -> tuple[Unit
     adapters = -(-shape.adapter_params // shape.num_layers)
 
     def unit(index: int, is_layer: bool, params: int, largest_weight: int) -> UnitSize:
-        trained = (adapters if is_layer else 0) if shape.lora_r else params
+        beside = adapters + shape.whole_in_layer if is_layer else min(params, shape.whole_in_ends)
+        trained = beside if shape.lora_r else params
         size = element_bytes * (params + (adapters if is_layer else 0))
         return UnitSize(index, is_layer, size, trained, element_bytes * largest_weight > tile_bytes // RESIDENT_SHARE)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from outcore.common.words import names_of
 from outcore.config import ConfigError, Precision, TrainConfig, nearest, recomputes
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.train.configure.schedule import COSINE_FLOOR, WSD_DECAY_SHARE, LrSchedule, RunLength
@@ -65,6 +66,8 @@ def model_settings_of(config: TrainConfig, precision: str, seq_length: int) -> M
             alpha=lora_alpha(config),
             dropout=config.lora_dropout,
             target_modules=config.lora_target_modules,
+            modules_to_save=names_of(config.lora_modules_to_save),
+            use_dora=config.use_dora,
             use_rslora=config.use_rslora,
             init=config.init_lora_weights,
         )

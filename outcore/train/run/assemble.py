@@ -21,11 +21,11 @@ from outcore.model.source import resolve_source
 from outcore.monitor.watches import hold_off_sleep
 from outcore.plan.run import Forecast, Forecaster
 from outcore.runs import TakenRun, default_name, take_run_together
-from outcore.train.changes import settle_changes
+from outcore.train.changes import changed_by_version, settle_changes
 from outcore.train.configure.rooms import model_settings_of, run_length, schedule_of
 from outcore.train.loop import Trainer
 from outcore.train.process import fix_order, seed_everything
-from outcore.train.run.context import RunContext, kept_on_drive
+from outcore.train.run.context import RunContext, check_drives, kept_on_drive
 from outcore.train.run.data import default_seq_length, load_data, load_tokenizer
 from outcore.train.run.fit_check import check_fit
 from outcore.train.run.job import RunJob
@@ -80,6 +80,7 @@ def assemble(job: RunJob, settings: RunSettings, model: ModelSettings) -> Ready:
     planned = _Planned(job, settings, model, taken.folder.name)
     decision = planned.decide()
     planned.check(decision)
+    check_drives(config, taken.folder, planned.forecast(decision).plan, job.device.precision)
     job.clock.mark("settings")
     with file_errors("preparing the data", config.data_cache_dir):
         data = load_data(config, model, planned.tokenizer, decision.loaded, job.say)
@@ -173,7 +174,10 @@ def _context(job: RunJob, taken: TakenRun, decision: Decision, data: PreparedDat
     if changes:
         rate = f"{schedule.lr(checkpoint.step):g} at this step"
         job.say(f"resume: the schedule from here on: {schedule.words}; {rate}")
-    return replace(context, changes=tuple(changes))
+    by_version = changed_by_version(checkpoint, context.fingerprint)
+    for line in by_version:
+        job.say(f"resume: {line}")
+    return replace(context, changes=(*changes, *by_version))
 
 
 def _stay_awake(job: RunJob, name: str) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from outcore import __version__
 from outcore.checkpoint import SPACE_MARGIN_BYTES, Checkpoint, model_fingerprint
-from outcore.common.quantities import ELEMENT_BYTES
+from outcore.common.quantities import ELEMENT_BYTES, format_gb
 from outcore.config import TrainConfig
 from outcore.data import BatchStream, DataError, EvalStream, PreparedData
 from outcore.engine.base import Decision, Engine, TracePlan
@@ -23,12 +23,14 @@ from outcore.monitor import MetricsLog, RunProgress, Sampler
 from outcore.monitor.metrics import MetricsServer, make_loggers
 from outcore.monitor.sensors import nearest_existing
 from outcore.monitor.watches import MemoryWatch, RunWarnings, SpaceWatch
+from outcore.plan import Plan
 from outcore.plan.run import Forecast
 from outcore.runs import RunFolder
 from outcore.train.best import BestSoFar
 from outcore.train.changes import settle_changes
 from outcore.train.configure.rooms import ComputeDevice, lora_alpha
 from outcore.train.configure.schedule import LrSchedule, RunLength
+from outcore.train.memory_advice import TierFull
 from outcore.train.sample_prompt import sample_prompt
 from outcore.train.trainer_parts import TrainerParts
 
@@ -52,13 +54,46 @@ def space_reserves(
     What is offloaded to `nvme_path` has all its space from the start.
     """
     facts = engine.loaded.facts
-    checkpoint_bytes = engine.facts().state_bytes if config.save_strategy != "no" else 0
-    exported = facts.trainable_params if config.lora_r and config.lora_export == "adapter" else facts.total_params
-    export_bytes = exported * ELEMENT_BYTES[precision] if config.export else 0
+    written = Written.of(config, engine.facts().state_bytes, facts.total_params, facts.trainable_params, precision)
+    return _reserves(folder, nvme_path, written)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a run writes at once."""
+
+    checkpoint_bytes: int
+    export_bytes: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, state_bytes: int, total: int, trainable: int, precision: str) -> Written:
+        """0 bytes for what is not written. `total` and `trainable`: parameters."""
+        exported = trainable if config.lora_r and config.lora_export == "adapter" else total
+        return cls(
+            state_bytes if config.save_strategy != "no" else 0,
+            exported * ELEMENT_BYTES[precision] if config.export else 0,
+        )
+
+
+def check_drives(config: TrainConfig, folder: RunFolder, plan: Plan | None, precision: str) -> None:
+    """TierFull, before anything is loaded, when a checkpoint or the finished model will have no room. `plan` None: the
+    model cannot be counted, so that the drives are looked at before the first step only."""
+    if plan is None:
+        return
+    written = Written.of(config, plan.checkpoint_bytes, plan.params, plan.trainable_params, precision)
+    verdict = SpaceWatch(_reserves(folder, None, written)).check()
+    if verdict.must_stop:
+        ways = [f"a checkpoint takes {format_gb(written.checkpoint_bytes)} (--checkpoint_dir DIR moves it)"]
+        ways += [f"the finished model {format_gb(written.export_bytes)} (--export_dir DIR, or --no_export)"]
+        raise TierFull(f"{verdict.words} Of this run {' and '.join(ways)}. Nothing was loaded.")
+
+
+def _reserves(folder: RunFolder, nvme_path: str | None, written: Written) -> dict[Path, int]:
     reserves = {folder.logs: SPACE_RESERVE_BYTES}
     if nvme_path:
         reserves[Path(nvme_path)] = SPACE_RESERVE_BYTES
-    for path, n_bytes in ((folder.checkpoints, checkpoint_bytes), (folder.export.parent, export_bytes)):
+    wanted = ((folder.checkpoints, written.checkpoint_bytes), (folder.export.parent, written.export_bytes))
+    for path, n_bytes in wanted:
         if n_bytes:
             reserves[path] = max(SPACE_RESERVE_BYTES, n_bytes + SPACE_MARGIN_BYTES, reserves.get(path, 0))
     return reserves
@@ -91,6 +126,8 @@ class RunContext:
             "train_batch_size": self.decided.settings.train_batch_size,
             "lora_r": self.config.lora_r,
             "lora_alpha": lora_alpha(self.config),
+            "lora_modules_to_save": self.config.lora_modules_to_save or "",
+            "use_dora": self.config.use_dora,
             "use_rslora": self.config.use_rslora,
             "quantize": self.config.quantize,
             "label_smoothing": self.config.label_smoothing,
@@ -109,6 +146,7 @@ class RunContext:
             "adam_epsilon": settings.adam_epsilon,
             "max_grad_norm": settings.max_grad_norm,
             "lora_dropout": self.config.lora_dropout,
+            "neftune_noise_alpha": self.config.neftune_noise_alpha,
             "state_format": decided.state_format,
         }
 
@@ -127,7 +165,10 @@ class RunContext:
         config, folder, is_main = self.config, self.folder, self.is_main
         micro = self.decided.settings.per_device_train_batch_size
         eval_micro = config.per_device_eval_batch_size or micro
-        stream = BatchStream(self.data.train, micro, engine.rank, engine.world_size, seed=config.seed)
+        group_rows = self.decided.settings.train_batch_size if config.group_by_length else 0
+        stream = BatchStream(
+            self.data.train, micro, engine.rank, engine.world_size, seed=config.seed, group_rows=group_rows
+        )
         fingerprint = {"parameters": engine.loaded.facts.total_params, **self.fingerprint}
         if (model := model_fingerprint(engine.loaded.config)) is not None:
             fingerprint["model"] = model

@@ -64,8 +64,10 @@ def load_data(
         raise ConfigError(f"packing on: not with this model ({reason}). Use --packing off.")
     if not allowed:
         say(f"packing: off ({reason})")
+    elif config.group_by_length:
+        say("packing: off (group_by_length is for rows that are not packed)")
     data = prepare_mixture(
-        data_settings_of(config, settings.seq_length, config.packing),
+        data_settings_of(config, settings.seq_length, "off" if config.group_by_length else config.packing),
         [weighted_source(name) for name in config.dataset],
         tokenizer,
         say,

@@ -13,8 +13,8 @@ from outcore.common.quantities import MIB
 from outcore.engine.base import NonFiniteLossError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.flow.parts import StreamUnsupported
+from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
-from outcore.model.lora import apply_lora
 from outcore.model.settings import LoraSettings
 from outcore.optim import ExtensionUnavailable, open_backend
 from tests.engine.stream.training import LR, TINY, batches_of, fixtures, plain_training, weights_of

@@ -10,8 +10,8 @@ import torch
 from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
+from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
-from outcore.model.lora import apply_lora
 from outcore.model.settings import LoraSettings
 from tests.flow.models import packed_batch, padded_batch, plain_batch, tiny_loaded
 

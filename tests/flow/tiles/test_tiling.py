@@ -16,9 +16,9 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import StreamUnsupported
 from outcore.flow.tiles import TiledPart, TilePlan
 from outcore.flow.trace import PhaseClock
+from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
 from outcore.model.inputs import count_target_tokens
-from outcore.model.lora import apply_lora
 from outcore.model.settings import LoraSettings
 from outcore.sizing.tiles import Holding
 from outcore.storage import PosixEngine

@@ -52,7 +52,38 @@ def test_a_run_is_exported_by_name_or_folder_the_best_first(
     assert "nothing is to merge" in capsys.readouterr().err
     assert main(["export", "s", root]) == 1 and "Runs in" in capsys.readouterr().err
     monkeypatch.chdir(straight)
-    assert main(["watch", "r", "--logs", "log"]) == 0 and "r" in capsys.readouterr().out
+    for run in ("r", "log/r", "checkpoint/r"):
+        assert main(["watch", run, "--logs", "log"]) == 0 and "r" in capsys.readouterr().out
+
+
+def test_a_traced_run_is_drawn_by_name_or_folder(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "2", "--eval_steps", "0", "--no_export")
+    assert main(["train", *argv, "--trace", "1", "--save_strategy", "no"]) == 0
+    monkeypatch.chdir(tmp_path)
+    for number, run in enumerate(("r", "log/r", "log/r/trace.json")):
+        png = tmp_path / f"{number}.png"
+        assert main(["trace", run, str(png), "--log_dir", "log"]) == 0 and png.stat().st_size > 1000
+    assert main(["trace", "r", "--log_dir", "log"]) == 0 and (tmp_path / "log/r/schedule.png").is_file()
+    capsys.readouterr()
+    assert main(["trace", "s", "--log_dir", "log"]) == 2
+    assert "no trace.json there or in log/s. Traced runs in log: r. A run is traced" in capsys.readouterr().err
+
+
+def test_a_run_is_opened_by_name_or_folder(straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`evaluate`, `generate`, `chat`, `score` and `serve` find its finished model, else its newest checkpoint."""
+    from outcore.infer.opening.model import find_place
+
+    for name in ("final_model", "checkpoints"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "final_model/done").symlink_to(straight / "export/r")
+    (tmp_path / "checkpoints/stopped").symlink_to(straight / "checkpoint/r")
+    monkeypatch.chdir(tmp_path)
+    assert find_place("done").weights == find_place("final_model/done").weights == "final_model/done"
+    for name in ("stopped", "checkpoints/stopped"):
+        found = find_place(name).checkpoint
+        assert found is not None and found.name == "step-00000006"
 
 
 def test_an_adapter_is_merged_into_its_base_from_any_folder(

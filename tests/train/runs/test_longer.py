@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from outcore.checkpoint.manifest import Manifest
 from outcore.config import ConfigError
 from outcore.train.best import BestSoFar
 from outcore.train.configure.arguments import parse_config
@@ -50,6 +51,28 @@ def test_a_run_is_trained_longer_on_purpose(tmp_path: Path, corpus: Path, capsys
     assert any("schedule kind constant -> cosine" in change for change in headers[-1]["changes"])
     assert main([*argv, "--precision", "bf16", "--resume_from_checkpoint", "auto", "--continue_with_changes"]) == 1
     assert "precision" in capsys.readouterr().err
+
+
+def test_a_cosine_of_an_older_version_is_told_of_its_new_end(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its checkpoint says nothing of the end, which was a tenth of the peak."""
+    argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "4", "--save_steps", "2", "--eval_steps", "0")
+    argv += ["--no_export", "--precision", "fp32", "--lr_scheduler_type", "cosine"]
+    assert main(argv) == 0
+    folder = tmp_path / "checkpoint/r/step-00000002"
+    trainer = json.loads((folder / "trainer.json").read_text())
+    del trainer["fingerprint"]["schedule"]["min_ratio"]
+    (folder / "trainer.json").write_text(json.dumps(trainer))
+    manifest = Manifest.load(folder)
+    Manifest.of(folder, 2, manifest.order, {}, manifest.config_sha256).save(folder)
+    told = "this checkpoint is of a version whose cosine ended at a tenth of the peak; from here on it ends at 0 of it"
+    for more, is_told in ([], True), (["--min_lr_ratio", "0.1"], False):
+        capsys.readouterr()
+        assert main([*argv, *more, "--resume_from_checkpoint", str(folder)]) == 0
+        assert (f"resume: {told}" in capsys.readouterr().out) == is_told
+        header = [line["header"] for line in metrics(tmp_path) if line.get("event") == "resume"][-1]
+        assert any(change.startswith(told) for change in header["changes"]) == is_told
 
 
 def test_the_best_model_is_kept_and_exported_and_the_run_stops_early(
@@ -106,6 +129,21 @@ def test_schedules(flags: str, at: dict[int, float]) -> None:
     config = parse_config(["--lr_scheduler_type", *flags.split(), *warm])
     schedule = schedule_of(config, {}, 1.0, 100)
     assert {step: schedule.lr(step) for step in at} == pytest.approx(at)
+
+
+def test_a_schedule_and_the_strategies_of_a_run(tmp_path: Path, corpus: Path) -> None:
+    """By the command line: the rates of every step, and what is saved and evaluated after each pass."""
+    argv = flags(tmp_path, corpus, "--run_name", "r", "--lr_scheduler_type", "wsd", "--lr_decay_ratio", "0.5")
+    argv += ["--warmup_steps", "0", "--learning_rate", "1e-3", "--min_lr_ratio", "0.2", "--num_train_epochs", "2"]
+    argv += ["--max_train_samples", "8", "--save_strategy", "epoch", "--eval_strategy", "epoch", "--no_export"]
+    assert main([*argv, "--save_total_limit", "9", "--precision", "fp32", "--max_eval_samples", "2"]) == 0
+    assert _steps(tmp_path, "lr") == pytest.approx([1e-3, 1e-3, 1e-3, 6e-4])
+    evaluated = [line["step"] for line in metrics(tmp_path) if "eval_loss" in line]
+    saved = [path.name for path in sorted((tmp_path / "checkpoint/r").iterdir())]
+    assert evaluated == [2, 4] and saved == ["step-00000002", "step-00000004"]
+    step = next(line for line in metrics(tmp_path) if line.get("step") == 1 and "event" not in line)
+    assert step["step_tokens"] == 4 * 32 >= step["loss_tokens"], "tokens of a step are all of its rows'"
+    assert step["tokens_per_s"] == pytest.approx(step["step_tokens"] / step["step_s"])
 
 
 def test_strategies_by_epoch() -> None:

@@ -20,6 +20,7 @@ from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.optim import state_format
+from outcore.sizing.streaming import CPU_STAGING_BYTES
 from outcore.sizing.streaming import STAGING_BYTES as DEFAULT_STAGING_BYTES
 from outcore.storage import DriveAccess
 
@@ -29,8 +30,6 @@ PAGEABLE_SLOTS = 16
 """Slots of each lane where homes are pageable: with the usual four, 64 MiB, the copies of LoRA's base of 8 B came at
 10 GB/s beside a run whatever the threads; with 64 slots a lane on an H100 reached 30.5 GB/s, measured by itself
 (benchmarks/race/pageable.py)."""
-CPU_STAGING_BYTES = 256 << 20
-"""Without a GPU nothing is pinned: the lanes' slots are all that is needed."""
 
 
 def decide_stream(

@@ -25,7 +25,7 @@ class LoraSize(NamedTuple):
 
 def lora_size(settings: ModelSettings, tokenizer: Any) -> LoraSize:
     """ValueError when no module matches the targets."""
-    from outcore.model.lora import apply_lora
+    from outcore.model.adapters import apply_lora
 
     assert settings.lora is not None
     source = resolve_source(settings, tokenizer)

@@ -20,8 +20,8 @@ import torch
 from outcore.common import FileError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.ranks import RankPlace
+from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
-from outcore.model.lora import apply_lora
 from outcore.model.settings import LoraSettings
 from outcore.staging.shared import board
 from outcore.storage import StorageError

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from outcore.common.words import did_you_mean
+from outcore.model.adapters.dora import check_dora
+from outcore.model.adapters.targets import leaf_of, linear_names, names_of_experts
+from outcore.model.adapters.whole import is_called, lies_in, modules_trained_whole, train_whole
 from outcore.model.names import checkpoint_name
 from outcore.model.settings import LoraSettings
 from outcore.model.weights import full_shape, seeded_cpu
@@ -22,7 +24,8 @@ def apply_lora(model: nn.Module, settings: LoraSettings, seed: int, gather: Gath
     """The model with adapters on its linear layers (a PeftModel); every other parameter is frozen.
 
     A ~ uniform as peft draws it (kaiming, a = sqrt 5) but by (seed, name); B = 0, so training starts at the base
-    model. ValueError when no module matches `target_modules`.
+    model. ValueError when no module matches `target_modules` or `modules_to_save`. DoRA's lengths are those of the
+    weights that the model holds: of one loaded lazily they are set with its weights (`dora_lengths`).
     """
     peft_model = with_adapters(model, settings)
     _initialise_adapters(peft_model, settings, seed, gather)
@@ -35,11 +38,12 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
     from transformers import PreTrainedModel
 
     encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    whole = modules_trained_whole(model, settings.modules_to_save)
     if settings.target_modules == "auto":
-        targets = linear_names(model)
+        targets = [name for name in linear_names(model) if not lies_in(name, whole)]
     else:
         targets = list(settings.target_modules)
-        if experts := sorted(_names_of_experts(model, targets)):
+        if experts := sorted(names_of_experts(model, targets)):
             raise ValueError(
                 f"lora target_modules: peft takes {', '.join(experts)} for parts of this model's experts or its "
                 "router, which transformers holds as one weight for all experts; adapters on those are not supported. "
@@ -52,6 +56,11 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
                     f"lora target_modules: the model has no module {target!r}.{did_you_mean(target, leaves)} "
                     f"Its modules are called {', '.join(leaves[:20])}."
                 )
+            if any(lies_in(name, whole) and is_called(name, target) for name, _ in model.named_modules()):
+                raise ValueError(
+                    f"lora target_modules: {target} is trained whole (lora_modules_to_save), and an adapter on it "
+                    "would train it twice. Name it in one of them."
+                )
     config = LoraConfig(
         r=settings.r,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
@@ -61,6 +70,7 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
         task_type=TaskType.SEQ_2_SEQ_LM if encoder_decoder else TaskType.CAUSAL_LM,
         init_lora_weights="gaussian" if settings.init == "gaussian" else True,
         use_rslora=settings.use_rslora,
+        use_dora=settings.use_dora,
     )
     with warnings.catch_warnings():  # an attribute's old name; ties, which export looks after; what peft sets by itself
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
@@ -69,78 +79,10 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
         adapted = get_peft_model(model, config, autocast_adapter_dtype=False)  # pyright: ignore[reportArgumentType]
     if encoder_decoder or not isinstance(model, PreTrainedModel):
         _refuse_tied_targets(adapted)
+    if settings.use_dora:
+        check_dora(adapted)
+    train_whole(adapted, whole, settings.modules_to_save)
     return adapted
-
-
-def linear_names(model: nn.Module) -> list[str]:
-    """What "auto" adapts: every linear layer (Conv1D too) but the output head, what peft takes for the experts of a
-    mixture by its name, and what it refuses in this architecture (projections that a state-space kernel reads past
-    their module)."""
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    found = [name for name, module in model.named_modules() if module is not head and _is_linear(module)]
-    left_out = _names_of_experts(model, found) | {leaf for leaf in set(map(_leaf, found)) if _is_refused(model, leaf)}
-    return [name for name in found if _leaf(name) not in left_out]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a module maps [n, in] to [n, out]: a class made from nn.Linear may be a router that returns more, or
-    work in groups. One with a forward of its own is asked on the meta device."""
-    if not isinstance(module, nn.Linear):
-        return type(module).__name__ == "Conv1D"
-    if type(module).forward is nn.Linear.forward:
-        return True
-    weights = {name: torch.empty(full_shape(p), dtype=p.dtype, device="meta") for name, p in module.named_parameters()}
-    x = torch.empty(2, module.in_features, dtype=module.weight.dtype, device="meta")
-    try:
-        output = functional_call(module, weights, (x,))
-    except Exception:  # any model's own code may fail in any way on such an input
-        return False
-    return isinstance(output, torch.Tensor) and output.shape == (2, module.out_features)
-
-
-def _is_refused(model: nn.Module, leaf: str) -> bool:
-    """Whether peft refuses to adapt a layer of this name in a model of this type."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    probe: Any = nn.Module()
-    probe.config = getattr(model, "config", None)
-    probe.add_module(leaf, nn.Linear(1, 1, bias=False))
-    try:
-        inject_adapter_in_model(LoraConfig(r=1, target_modules=[leaf]), probe)
-    except ValueError:
-        return True
-    return False
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _names_of_experts(model: nn.Module, names: list[str]) -> set[str]:
-    """Last parts of those `names` that peft takes for parts of a mixture's experts or its router, which transformers 5
-    holds as one weight for all of them."""
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel) or not any(len(full_shape(p)) == 3 for p in model.parameters()):
-        return set()
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:  # a peft that takes names as they are
-        return set()
-    from peft import LoraConfig
-
-    mapping = get_model_conversion_mapping(model)
-    found = set()
-    for name in {_leaf(name) for name in names}:
-        config = LoraConfig(target_modules=[name])
-        try:
-            convert_peft_config_for_transformers(config, model=model, conversions=mapping)
-        except ValueError:  # half of what is one weight
-            found.add(name)
-        else:
-            found |= {name} - set(config.target_modules or ())
-    return found
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -169,14 +111,14 @@ def _refuse_tied_targets(model: nn.Module) -> None:
         others = [name for name in map(checkpoint_name, names) if name != tied]
         raise ValueError(
             f"lora target_modules: {tied} shares its weights with {', '.join(others)}, and an adapter on one of them "
-            f"could not be merged for export. Leave out {_leaf(tied.removesuffix('.weight'))!r}."
+            f"could not be merged for export. Leave out {leaf_of(tied.removesuffix('.weight'))!r}."
         )
 
 
 @torch.no_grad()
 def _initialise_adapters(model: nn.Module, settings: LoraSettings, seed: int, gather: Gather | None) -> None:
     for full_name, parameter in model.named_parameters():
-        if "lora_" not in full_name:
+        if "lora_" not in full_name or "lora_magnitude_vector" in full_name:
             continue
         shape = full_shape(parameter)
         value = torch.zeros(shape, dtype=torch.float32)
