@@ -63,16 +63,13 @@ class MachineWatch:
 
     def facts(self) -> dict[str, Any]:
         """What the machine is, the links as measured, the reports of set-up and probe with when they were written."""
-        profile, why = None, ""
+        profile, why = None, "This machine was never measured: python gds_optimizer.py does, in a few minutes."
         path = self.place.logs / "machine_profile.json"
-        try:
-            profile = asdict(Machine.load(path))
-        except FileNotFoundError:
-            why = "This machine was never measured: python gds_optimizer.py does, in a few minutes."
-        except (ValueError, OSError) as error:
-            why = f"{path} is damaged ({error}): run python gds_optimizer.py again."
-        if profile is None and not why:
-            why = "This machine was never measured: python gds_optimizer.py does, in a few minutes."
+        if path.is_file():
+            try:
+                profile, why = asdict(Machine.load(path)), ""
+            except (ValueError, OSError) as error:
+                why = f"{path} is damaged ({error}): run python gds_optimizer.py again."
         setup = self.place.logs / "setup_report.json"
         return {
             "machine": asdict(detect_machine()),

@@ -14,6 +14,9 @@ CSS = """
 .gradio-container { max-width: 1360px !important; margin: 0 auto !important; }
 .gradio-container main, .gradio-container .main, .gradio-container .wrap, .gradio-container .tabs,
 .gradio-container .tabitem, .gradio-container .tabitem > .column { width: 100% !important; box-sizing: border-box; }
+.gradio-container .tabitem .column, .gradio-container .tabitem .row { min-width: 0; }
+#chat .message, #chat .prose, #chat .prose * { overflow-wrap: anywhere; min-width: 0; }
+.oc td, .oc th { overflow-wrap: break-word; }
 .oc thead, .oc tbody, .oc tr { border: 0 !important; }
 .oc { color: var(--body-text-color); font-size: 14px; line-height: 1.5; overflow-wrap: anywhere; }
 .oc h3 { font-size: 15px; font-weight: 600; margin: 12px 0 4px; }

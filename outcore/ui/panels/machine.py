@@ -114,8 +114,9 @@ def facts_of(found: dict[str, Any]) -> str:
     """The computer and its links."""
     machine, profile = found["machine"], found["profile"]
     gpus = ", ".join(f"{g['name']} ({draw.amount('vram', g['memory_bytes'] or 0)})" for g in machine["gpus"]) or "none"
+    wsl = ", WSL2" if machine["is_wsl2"] else ""
     rows = [
-        ("System", f"{machine['os_name']}, kernel {machine['kernel']}{', WSL2' if machine['is_wsl2'] else ''}"),
+        ("System", f"{machine['os_name']}, kernel {machine['kernel'].partition('-')[0]}{wsl}"),
         ("CPU", f"{machine['cpu_name']}, {machine['cpu_cores']} cores, {machine['cpu_threads']} threads"),
         ("RAM", draw.amount("ram", machine["ram_total_bytes"])),
         ("GPU", gpus),
@@ -149,9 +150,6 @@ def setup_of(found: dict[str, Any]) -> str:
     if not setup:
         words = "No report of set-up in logs/: python setup.py --check writes one."
         return draw.page(draw.heading("Set-up"), draw.paragraph(words, "dim"))
-    rows = [
-        (row.get("name") or row.get("part") or "", row.get("status") or "", row.get("words") or row.get("detail") or "")
-        for row in setup.get("rows") or setup.get("checks") or []
-        if isinstance(row, dict)
-    ]
-    return draw.page(draw.heading("Set-up, as verified"), draw.table(("part", "", "what was seen"), rows))
+    rows = [(row["part"], row["status"], row["found"]) for row in setup.get("rows", [])]
+    fixes = [draw.paragraph(f"{row['part']}: {row['fix']}", "note") for row in setup.get("rows", []) if row.get("fix")]
+    return draw.page(draw.heading("Set-up, as verified"), draw.table(("part", "", "what was seen"), rows), *fixes)
