@@ -26,7 +26,7 @@ CSS = """
 .oc .note { border-left: 3px solid var(--oc-2); padding: 4px 10px; margin: 6px 0; }
 .oc .bad { border-left: 3px solid var(--oc-bad); padding: 4px 10px; margin: 6px 0; }
 .oc .good { border-left: 3px solid var(--oc-good); padding: 4px 10px; margin: 6px 0; }
-.oc .scroll { overflow-x: auto; }
+.oc .scroll { overflow-x: auto; max-width: calc(100vw - 36px); }
 .oc table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; border: 0 !important; }
 .oc th, .oc td { text-align: left; padding: 3px 12px 3px 0 !important; border: 0 !important;
   border-bottom: 1px solid var(--border-color-primary) !important; vertical-align: top; }
