@@ -21,6 +21,7 @@ from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
 from outcore.model.load import LoadedModel
 from outcore.model.settings import LoraSettings
+from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, batches_of, plain_training
 from tests.flow.models import TINY_SETTINGS, plain_batch, set_dropout, tiny_loaded
 
@@ -152,7 +153,7 @@ def test_an_adapted_embedding_is_computed_in_tiles(kind: str, engines: list[Stre
     engines.append(engine)
     tiled, engine = streamed(kind, replace(TINY_SETTINGS, tiling="on", tile_bytes=4096))
     engines.append(engine)
-    assert engine._parts.units.embed.index in engine._parts.tile_plan.indices
+    assert parts_of(engine).units.embed.index in parts_of(engine).tile_plan.indices
     assert tiled == pytest.approx(whole, rel=1e-5)
 
 

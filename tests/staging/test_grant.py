@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from outcore.common.quantities import GIB, MIB
 from outcore.staging.pool import pinned_grant, probe_pinned
@@ -179,3 +180,13 @@ def test_a_child_is_asked_only_where_a_refusal_does_harm(monkeypatch: pytest.Mon
         pinned_grant.settle_grant(CUDA0, 2 * MIB, 1 * MIB, False)
         assert len(asked) == (not harmless)
     assert asked == [(CUDA0, 2 * MIB, 1 * MIB)]
+
+
+@pytest.mark.parametrize(("ram_mib", "expected_mib"), [(100, 8), (6, 6)])
+def test_an_earlier_grant_is_kept_within_what_ram_is_left(monkeypatch, ram_mib: int, expected_mib: int) -> None:
+    monkeypatch.setattr(pinned_grant, "available_ram_bytes", lambda: ram_mib * MIB)
+    monkeypatch.setattr(pinned_grant, "reserve_bytes", lambda: 0)
+    earlier = pinned_grant.PinnedGrant(8 * MIB, 0, 8 * MIB, ("earlier",))
+    found = pinned_grant.settle_grant(torch.device("cpu"), 16 * MIB, 0, earlier)
+    assert found.total_bytes == expected_mib * MIB
+    assert (found.reasons == earlier.reasons) == (ram_mib == 100)

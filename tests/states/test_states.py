@@ -10,6 +10,7 @@ import pytest
 
 from outcore.common.quantities import MIB
 from outcore.flow.weights import scratch
+from tests.engine.inside import parts_of
 from tests.flow.models import plain_batch
 from tests.optim.cases import extension
 from tests.states.training import IMMEDIATE, LR, TINY, assert_same, batches_of, everything, fixtures, trained
@@ -26,16 +27,16 @@ def test_residency_changes_no_bit(build, states, settings):
     assert any(bool(value.any()) for name, value in expected[1].items() if name.startswith("exp_avg_sq"))
     for share in (0.5, 0.0):
         engine = build(settings, share)
-        chunks = [chunk for unit in engine._parts.units.all for chunk in engine._parts.homes[unit].chunks]
+        chunks = [chunk for unit in parts_of(engine).units.all for chunk in parts_of(engine).homes[unit].chunks]
         spilled = [chunk for chunk in chunks if chunk.on_nvme]
         assert sum(chunk.numel for chunk in spilled) >= (1 - share) * 0.95 * sum(chunk.numel for chunk in chunks)
         assert_same(trained(engine), expected)
-        ring = engine._parts.ring
+        ring = parts_of(engine).ring
         moved = 3 * sum(chunk.moved_bytes for chunk in spilled)
         tails = 3 * sum(chunk.state_format.tail_bytes(chunk.numel) for chunk in spilled)
         assert bool(tails) == (states in ("fp32", "split"))
         assert moved <= ring.written_bytes <= moved + tails and ring.read_bytes >= moved
-        assert max(len(engine._parts.homes.flowing(unit)) for unit in engine._parts.units.all) > ring.num_slots
+        assert max(len(parts_of(engine).homes.flowing(unit)) for unit in parts_of(engine).units.all) > ring.num_slots
 
 
 @pytest.mark.parametrize("states", ["fp32", "split"])
@@ -86,7 +87,7 @@ def test_a_second_checkpoint_is_not_of_the_first_ones_states(build, tmp_path, se
     folders = []
     for share in (None, 0.9999):
         engine = build(settings, share)
-        on_drive = [c for unit in engine._parts.units.all for c in engine._parts.homes[unit].chunks if c.on_nvme]
+        on_drive = [c for unit in parts_of(engine).units.all for c in parts_of(engine).homes[unit].chunks if c.on_nvme]
         assert len(on_drive) == (0 if share is None else 1)
         for save in range(2):
             engine.train_step(batches_of(save), LR)
@@ -111,7 +112,7 @@ def test_seconds_and_bytes_are_reported(build, faulty):
     engine = build(TINY, 0.0)
     engine.train_step(batches_of(0), LR)
     faulty[0].delay(0.01, "read")
-    engine._parts.updates.drain()
+    parts_of(engine).updates.drain()
     engine.train_step(batches_of(1), LR)
     assert engine.train_step(batches_of(2), LR).phase_s["stall_nvme"] > 0
     assert "of states (100 %)" in engine.describe() and "3 slots" in engine.describe()
@@ -121,15 +122,15 @@ def test_seconds_and_bytes_are_reported(build, faulty):
 def test_reading_ahead_begins_where_the_next_updates_do_and_leaves_a_slot(build, settings):
     engine = build(settings, 0.0)
     engine.train_step(batches_of(0), LR)
-    engine._parts.updates.drain()
-    ring, units = engine._parts.ring, engine._parts.units.all
+    parts_of(engine).updates.drain()
+    ring, units = parts_of(engine).ring, parts_of(engine).units.all
     passages = ring._schedule._passages
     assert not passages
-    engine._parts.updates.begin_step()
+    parts_of(engine).updates.begin_step()
     deadline_s = time.monotonic() + 20
     while len(passages) < ring.num_slots - 1 and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    first = engine._parts.homes.flowing(units[0] if settings is TINY else units[-1])
+    first = parts_of(engine).homes.flowing(units[0] if settings is TINY else units[-1])
     assert sorted(passages) == [chunk.element_offset for chunk in first[: ring.num_slots - 1]]
 
 
@@ -138,12 +139,12 @@ def test_reading_ahead_begins_where_the_next_updates_do_and_leaves_a_slot(build,
 
 def test_a_small_arena_changes_no_bit_and_takes_less_memory(build):
     expected = build(IMMEDIATE)
-    largest = max(expected._parts.arena[unit].nbytes for unit in expected._parts.units.all)
+    largest = max(parts_of(expected).arena[unit].nbytes for unit in parts_of(expected).units.all)
     for share, limit in ((None, largest), (None, 3 * largest // 2), (0.0, largest), (0.5, 2 * largest)):
         engine = build(replace(IMMEDIATE, gradient_bytes=limit), share)
-        assert engine._parts.arena.size_bytes < expected._parts.arena.size_bytes
+        assert parts_of(engine).arena.size_bytes < parts_of(expected).arena.size_bytes
         assert_same(trained(engine), trained(build(IMMEDIATE)))
-        assert not engine._parts.arena._held
+        assert not parts_of(engine).arena._held
 
 
 def test_an_arena_that_cannot_hold_the_largest_gradient_is_refused(build):

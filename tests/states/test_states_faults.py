@@ -15,6 +15,7 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.flow.weights import scratch
 from outcore.optim.formats.compressed import Tail
 from outcore.storage.store import files as store_files
+from tests.engine.inside import parts_of
 from tests.flow.models import plain_batch, tiny_loaded
 from tests.states.training import IMMEDIATE, LR, TINY, assert_same, batches_of, everything, fixtures, trained
 
@@ -36,7 +37,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 def test_a_failed_transfer_stops_the_run(build, faulty, plan, settings):
     engine = build(settings, 0.0)
     engine.train_step(batches_of(0), LR)
-    engine._parts.updates.drain()
+    parts_of(engine).updates.drain()
     plan(faulty[0])
     with pytest.raises(EngineError, match=r"tensors\.bin at offset \d+: wanted \d+ bytes, got") as caught:
         for step in range(1, 4):
@@ -58,13 +59,13 @@ def test_a_write_that_fails_late_is_not_missed_by_a_save(build, faulty, tmp_path
 
 def test_a_drive_that_hangs_ends_in_a_timeout(build, faulty):
     engine = build(TINY, 0.0)
-    engine._parts.ring._timeout_s = 0.3
+    parts_of(engine).ring._timeout_s = 0.3
     faulty[0].delay(1.5, "read")
     engine.train_step(batches_of(0), LR)
     with pytest.raises(TimeoutError, match="not up to date within"):
         engine.train_step(batches_of(1), LR)
     faulty[0].clear()
-    engine._parts.ring._timeout_s = 30.0  # the drive comes back in time for a clean end
+    parts_of(engine).ring._timeout_s = 30.0  # the drive comes back in time for a clean end
 
 
 def test_a_failed_update_in_the_ring_comes_out(build, monkeypatch):
@@ -72,7 +73,7 @@ def test_a_failed_update_in_the_ring_comes_out(build, monkeypatch):
 
     engine = build(TINY, 0.0)
     engine.train_step(batches_of(0), LR)
-    engine._parts.updates.drain()
+    parts_of(engine).updates.drain()
 
     def broken(*args):
         raise ArithmeticError("made by the test")
@@ -88,20 +89,20 @@ def test_a_gradient_that_is_not_finite_reaches_no_state_of_its_unit(build, share
     engine = build(IMMEDIATE, share)
     trained(engine, 2)
     before = everything(engine)
-    layer = engine._parts.units.layer_units[0]
-    ship = engine._parts.download.ship
+    layer = parts_of(engine).units.layer_units[0]
+    ship = parts_of(engine).download.ship
 
     def spoiled(unit, accumulator):
         if unit is layer:
             accumulator.flat[7] = float("inf")
         return ship(unit, accumulator)
 
-    engine._parts.download.ship = spoiled
+    parts_of(engine).download.ship = spoiled
     with pytest.raises(NonFiniteLossError):
         engine.train_step(batches_of(2), LR)
     with pytest.raises(NonFiniteLossError, match="was not finite"):
-        engine._parts.updates.wait(layer)
-    engine._parts.updates._pending.pop(layer.index)
+        parts_of(engine).updates.wait(layer)
+    parts_of(engine).updates._pending.pop(layer.index)
     after = everything(engine)
     own = {slot.name for slot in layer.layout.slots}
     changed = {name.split()[-1] for name in before if not torch.equal(before[name], after[name])}
@@ -112,7 +113,7 @@ def test_a_skipped_step_leaves_states_on_nvme_alone(build):
     engine = build(TINY, 0.0)
     trained(engine, 2)
     before = everything(engine)
-    engine._parts.download.norm = lambda: torch.tensor(float("nan"))
+    parts_of(engine).download.norm = lambda: torch.tensor(float("nan"))
     assert engine.train_step(batches_of(2), LR).skipped
     after = everything(engine)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -139,7 +140,7 @@ def test_closing_in_mid_flight(build, faulty, settings):
     for drive in faulty:
         drive.delay(0.02)
     engine.train_step(batches_of(0), LR)
-    engine._parts.close()  # as after a failure: nothing is drained
+    parts_of(engine).close()  # as after a failure: nothing is drained
     engine._closed = True
 
 
@@ -196,8 +197,8 @@ def test_a_head_that_is_not_the_one_that_was_written_stops_the_run(build):
     """As when a drive loses a write: the tail is of one update, the head of another."""
     engine = build(TINY, 0.0)
     trained(engine, 2)
-    engine._parts.updates.drain()
-    homes = engine._parts.homes
+    parts_of(engine).updates.drain()
+    homes = parts_of(engine).homes
     name = next(iter(homes.weights.names()))
     unit = homes.weights.slot(name)[0]
     chunk = homes[unit].chunks[0]

@@ -13,6 +13,7 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.weights import scratch
 from outcore.storage import open_engine
+from tests.engine.inside import parts_of
 from tests.flow.models import plain_batch, set_dropout, tiny_loaded
 from tests.storage.faulty import FaultyEngine
 
@@ -76,8 +77,8 @@ def trained(engine, steps=3) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def everything(engine) -> dict[str, torch.Tensor]:
-    engine._parts.updates.drain()
-    homes = engine._parts.homes
+    parts_of(engine).updates.drain()
+    homes = parts_of(engine).homes
     found = {}
     for name in homes.weights.names():
         found[name] = homes.weights.read(name).clone()

@@ -17,6 +17,7 @@ from outcore.flow.weights import Scratch
 from outcore.flow.weights.scratch import FOLDER
 from outcore.staging import LaneTransfer
 from outcore.storage import PosixEngine, TensorSpec
+from tests.engine.inside import parts_of
 from tests.flow.models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 from tests.storage.faulty import FaultyEngine
 
@@ -57,7 +58,7 @@ def batches_of(step: int):
 
 def run(engine, steps=3):
     losses = [engine.train_step(batches_of(s), LR).loss for s in range(steps)]
-    engine._parts.updates.drain()
+    parts_of(engine).updates.drain()
     return losses, {n: p.detach().clone() for n, p in engine.loaded.model.named_parameters()}
 
 
@@ -78,7 +79,7 @@ def test_results_do_not_depend_on_where_checkpoints_wait(build, drive, changes):
 @pytest.mark.parametrize("where", ["ram", "nvme"])
 def test_stalls_are_looked_for_wherever_checkpoints_are_waited_for(build, monkeypatch, where):
     engine = build(where)
-    stalls, waits, brackets = engine._parts.stalls, [], []
+    stalls, waits, brackets = parts_of(engine).stalls, [], []
     for name in ("wait", "wait_stream"):
         real = getattr(LaneTransfer, name)
 
@@ -113,7 +114,7 @@ def test_frozen_lower_layers_keep_no_checkpoints(build, drive):
 def test_only_the_last_layers_stay_on_the_device(build):
     engine = build()
     held = []
-    kept = engine._parts.schedule.activations
+    kept = parts_of(engine).schedule.activations
     take = kept.take
 
     def watch(layer, micro_batch):
@@ -130,10 +131,10 @@ def test_space_is_reserved_before_training(build, tmp_path):
     engine = build(step_tokens=(24, 15, 30))
     row_bytes = engine.loaded.facts.hidden_size * 2
     wanted = (LAYERS - 2) * sum(-(-tokens * row_bytes // 4096) * 4096 for tokens in (24, 15, 30))
-    assert wanted <= engine._parts.scratch.size_bytes < wanted + MIB
-    store = engine._parts.schedule.activations._store
+    assert wanted <= parts_of(engine).scratch.size_bytes < wanted + MIB
+    store = parts_of(engine).schedule.activations._store
     engine.train_step(batches_of(0), LR)  # 2 x 12, 1 x 15, 2 x 18 tokens: more in the last one
-    assert engine._parts.schedule.activations._store is not store
+    assert parts_of(engine).schedule.activations._store is not store
     engine.close()
     assert not (tmp_path / FOLDER).exists()
     with pytest.raises(EngineError, match=r"no room for the activations on NVMe.*too few"):
@@ -162,7 +163,7 @@ def _full(directories, sizes):
 def test_the_forward_waits_for_a_drive_that_falls_behind(build, drive):
     """A checkpoint holds device memory until it is written, so only a few layers' may be on their way."""
     engine = build(slot_bytes=MIB, staging_bytes=8 * MIB)
-    kept = engine._parts.schedule.activations
+    kept = parts_of(engine).schedule.activations
     keep, late = kept.keep, []
 
     def watch(layer, micro_batch, hidden):
@@ -212,7 +213,7 @@ def test_scratch_of_a_killed_run_is_removed_and_a_living_one_is_left_alone(tmp_p
 def test_checkpoints_in_ram_lie_in_the_gradients_homes_while_they_fit(build):
     def taken(engine, batches) -> int:
         engine.train_step(batches, LR)
-        return engine._parts.schedule.activations.host_bytes
+        return parts_of(engine).schedule.activations.host_bytes
 
     def trained(where):
         engine = build(where)
@@ -223,7 +224,7 @@ def test_checkpoints_in_ram_lie_in_the_gradients_homes_while_they_fit(build):
     small = [plain_batch(1, 8, seed=1), plain_batch(1, 8, seed=2)]
     large = [plain_batch(4, 64, seed=3) for _ in range(12)]
     assert taken(build("ram"), small) == 0
-    layer = build("ram")._parts.units.layer_units[0].layout
+    layer = parts_of(build("ram")).units.layer_units[0].layout
     assert 12 * 4 * 64 * 2 * tiny_loaded("llama").config.hidden_size > layer.trainable_numel * 2, (
         "they must not all fit"
     )
@@ -235,7 +236,7 @@ def test_checkpoints_in_ram_lie_in_the_gradients_homes_while_they_fit(build):
 
 def test_checkpoints_on_their_way_to_ram_take_two_buffers_however_many_layers_there_are(build):
     engine = build("ram")
-    kept = engine._parts.schedule.activations
+    kept = parts_of(engine).schedule.activations
     seen = []
     for lane, place in ((kept._download, 0), (kept._upload, 1)):
         submit = lane.submit_host

@@ -17,6 +17,7 @@ from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
 from outcore.model.settings import LoraSettings
 from outcore.optim import ExtensionUnavailable, open_backend
+from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, TINY, batches_of, fixtures, plain_training, weights_of
 from tests.flow.models import padded_batch, plain_batch, set_dropout, tiny_loaded
 
@@ -163,7 +164,7 @@ def test_a_gradient_that_is_not_finite_skips_the_whole_step(build):
 
 def poison(engine, times, value=float("inf")):
     """The next `times` gradients of a layer have this value in them."""
-    runner = engine._parts.schedule.backward
+    runner = parts_of(engine).schedule.backward
     original = type(runner).layer
     left = [times]
 
@@ -184,7 +185,7 @@ def test_without_clipping_a_gradient_that_is_not_finite_stops_the_run(build):
     with pytest.raises(NonFiniteLossError, match="resume from the last checkpoint"):
         engine.train_step(batches_of(1), LR)
         engine.train_step(batches_of(2), LR)
-    engine._parts.updates._pending.clear()
+    parts_of(engine).updates._pending.clear()
 
 
 def test_a_gradient_whose_square_overflows_is_as_fatal(build):
@@ -197,7 +198,7 @@ def test_a_gradient_whose_square_overflows_is_as_fatal(build):
         if update == "immediate":
             with pytest.raises(NonFiniteLossError, match=r"norm became 1e\+19.*resume from the last checkpoint"):
                 engine.train_step(batches_of(1), LR)
-            engine._parts.updates._pending.clear()
+            parts_of(engine).updates._pending.clear()
         else:
             assert engine.train_step(batches_of(1), LR).skipped
             after = weights_of(engine)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from outcore.checkpoint.manifest import crc32_of
 from outcore.checkpoint.shards import CheckpointError, TensorPlan, write_shard
 from outcore.model.names import checkpoint_name
+from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, TINY, batches_of, fixtures, weights_of
 from tests.flow.models import tiny_loaded
 
@@ -116,7 +117,7 @@ def test_checkpoints_that_do_not_fit_are_refused_before_anything_changes(build, 
 def test_second_moments_below_zero_are_refused_and_minus_zero_is_zero(build, tmp_path):
     engine = build("llama")
     state = engine.save(tmp_path, lambda path, crc: None)
-    homes = engine._parts.homes
+    homes = parts_of(engine).homes
     name = next(iter(homes.weights.names()))
     path = tmp_path / "exp_avg_sq-00001-of-00001.safetensors"
     values = load_file(path)

@@ -25,6 +25,7 @@ from outcore.model.names import checkpoint_name
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.model.source import resolve_source
 from outcore.model.trial.shrink import shrink_config
+from tests.engine.inside import parts_of
 from tests.flow.models import needs, plain_batch
 
 TINY = StreamSettings(
@@ -78,7 +79,7 @@ def compare(build, settings: ModelSettings, **changes):
     assert [p.requires_grad for p in lazy.model.parameters()] == [p.requires_grad for p in whole.model.parameters()]
     expected = {checkpoint_name(n): p.detach().clone() for n, p in whole.model.named_parameters()}
     engine, other = build(lazy, **changes), build(whole)
-    homes = engine._parts.homes
+    homes = parts_of(engine).homes
     assert set(homes.weights.names()) == expected.keys()
     for name, value in expected.items():
         assert torch.equal(homes.weights.read(name), value), name
@@ -143,7 +144,7 @@ def test_shards_of_trained_models_give_the_same_bits_as_from_pretrained(build, t
         engine.export(tmp_path / "final")
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.bfloat16)
         state = again.state_dict()
-        homes = engine._parts.homes
+        homes = parts_of(engine).homes
         norms = [name for name in homes.weights.names() if "layernorm" in name]
         assert norms and all(torch.equal(state[name], homes.weights.read(name)) for name in norms)
 

@@ -24,6 +24,7 @@ from outcore.flow.trace import PhaseClock, wait_for
 from outcore.flow.weights.slots import plan_slots
 from outcore.optim import UpdateFailed
 from outcore.staging.pool.host_memory import HostMemory, pageable
+from tests.engine.inside import parts_of
 from tests.flow.models import plain_batch, set_dropout, tiny_loaded
 
 TINY = StreamSettings(
@@ -219,14 +220,14 @@ def engine():
     set_dropout(loaded.model, 0.0)
     built = build_stream_engine(loaded, replace(TINY, activations="ram"), device="cpu", pinned_grant=False, trial=False)
     yield built
-    built._parts.updates._pending.clear()
+    parts_of(built).updates._pending.clear()
     built.close()
 
 
 def test_checkpoints_of_longer_rows_replace_those_of_shorter_ones(engine):
     """Frozen layers have no gradient homes to lend: their checkpoints' RAM is their own."""
-    activations, memory = engine._parts.schedule.activations, engine._parts.memory
-    activations._first_staying, activations._lend = len(engine._parts.units.layers), lambda layer: None
+    activations, memory = parts_of(engine).schedule.activations, parts_of(engine).memory
+    activations._first_staying, activations._lend = len(parts_of(engine).units.layers), lambda layer: None
     before = memory.pinned_bytes + memory.pageable_bytes
     for length in (8, 40, 72, 16):
         engine.train_step([plain_batch(2, length)], 1e-3)
@@ -236,9 +237,9 @@ def test_checkpoints_of_longer_rows_replace_those_of_shorter_ones(engine):
 def test_a_layer_that_fails_leaves_nothing_under_way(engine):
     """Out of memory in mid-step: the error comes out, lanes are idle, states untouched; a new step works."""
     engine.train_step([plain_batch()], 1e-3)
-    engine._parts.updates.drain()
+    parts_of(engine).updates.drain()
     before = [p.detach().clone() for p in engine.loaded.model.parameters()]
-    runner, schedule = engine._parts.flow.runner, engine._parts.schedule
+    runner, schedule = parts_of(engine).flow.runner, parts_of(engine).schedule
     places = (
         (runner, "layer", 1),
         (schedule.head, "one", 0),
@@ -258,8 +259,8 @@ def test_a_layer_that_fails_leaves_nothing_under_way(engine):
         with pytest.raises(torch.OutOfMemoryError):
             engine.train_step([plain_batch(seed=1), plain_batch(seed=2)], 1e-3)
         setattr(owner, name, original)
-        engine._parts.upload.drain(5)
-        engine._parts.download_lane.drain(5)
+        parts_of(engine).upload.drain(5)
+        parts_of(engine).download_lane.drain(5)
         assert all(torch.equal(a, b) for a, b in zip(before, engine.loaded.model.parameters(), strict=True))
     assert not engine.train_step([plain_batch()], 1e-3).skipped
 
@@ -277,8 +278,8 @@ def test_a_failed_update_comes_out_where_the_weights_are_needed(engine, monkeypa
 
 
 def test_a_failed_download_comes_out_where_the_weights_are_needed(engine):
-    updates = engine._parts.updates
-    unit = engine._parts.units.layer_units[0]
+    updates = parts_of(engine).updates
+    unit = parts_of(engine).units.layer_units[0]
 
     class Lost:
         error = OSError(5, "the copy failed (made by the test)")
@@ -294,11 +295,11 @@ def test_a_failed_download_comes_out_where_the_weights_are_needed(engine):
 
 @pytest.mark.parametrize("norm", [float("nan"), float("inf"), 2.0**61, 1.0])
 def test_a_norm_that_came_with_the_gradient_spares_the_look_at_it(engine, monkeypatch, norm):
-    updates, unit = engine._parts.updates, engine._parts.units.layer_units[0]
+    updates, unit = parts_of(engine).updates, parts_of(engine).units.layer_units[0]
     submitted = []
-    submit = engine._parts.optimizer.submit
+    submit = parts_of(engine).optimizer.submit
     monkeypatch.setattr(
-        engine._parts.optimizer, "submit", lambda *args, **more: submitted.append(more) or submit(*args, **more)
+        parts_of(engine).optimizer, "submit", lambda *args, **more: submitted.append(more) or submit(*args, **more)
     )
     updates._arena.try_take(unit).zero_()
 
@@ -320,8 +321,8 @@ def test_a_norm_that_came_with_the_gradient_spares_the_look_at_it(engine, monkey
 
 
 def test_a_gradient_that_never_arrives_ends_in_a_timeout(engine):
-    updates = engine._parts.updates
-    unit = engine._parts.units.layer_units[0]
+    updates = parts_of(engine).updates
+    unit = parts_of(engine).units.layer_units[0]
 
     class Never:
         def add_done_callback(self, fn):

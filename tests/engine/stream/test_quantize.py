@@ -13,6 +13,7 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.formats import open_packed
 from outcore.model.load import load_model
 from outcore.model.settings import LoraSettings, ModelSettings
+from tests.engine.inside import parts_of
 from tests.engine.stream.test_lazy import TINY
 from tests.flow.models import padded_batch, plain_batch
 
@@ -57,7 +58,7 @@ def settings_for(quantize: str | None, preset: str = "llama-1b", precision: str 
 
 
 def packed_names(engine) -> set[str]:
-    return {slot.name for unit in engine._parts.units.all for slot in unit.layout.packed_slots}
+    return {slot.name for unit in parts_of(engine).units.all for slot in unit.layout.packed_slots}
 
 
 def trained(engine, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -65,8 +66,8 @@ def trained(engine, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor
     for step in range(steps):
         batches = [plain_batch(2, 12, seed=step), padded_batch(2, 16, seed=50 + step)]
         losses.append(engine.train_step(batches, 1e-2).loss)
-    engine._parts.updates.drain()
-    homes = engine._parts.homes
+    parts_of(engine).updates.drain()
+    homes = parts_of(engine).homes
     names = homes.weights.names()
     return losses, {name: homes.weights.read(name).clone() for name in names if "lora_" in name}
 
@@ -84,16 +85,16 @@ def trained(engine, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor
 def test_training_equals_that_over_the_expanded_base(build, quantize, preset, precision, changes):
     engine = build(settings_for(quantize, preset, precision), **changes)
     resident = build(settings_for(None, preset, precision), lazy=False)
-    homes = engine._parts.homes
+    homes = parts_of(engine).homes
     packed = packed_names(engine)
     assert packed and all("lora_" not in name and "layers." in name for name in packed)
     plain = {name for name in homes.weights.names() if name not in packed and "lora_" not in name}
-    assert all(torch.equal(homes.weights.read(name), resident._parts.homes.weights.read(name)) for name in plain)
+    assert all(torch.equal(homes.weights.read(name), parts_of(resident).homes.weights.read(name)) for name in plain)
     changed = 0
     for name in packed:
         value = homes.weights.read(name)
-        changed += not torch.equal(value, resident._parts.homes.weights.read(name))
-        resident._parts.homes.weights.write(name, value)
+        changed += not torch.equal(value, parts_of(resident).homes.weights.read(name))
+        parts_of(resident).homes.weights.write(name, value)
     assert changed == len(packed)
     (losses, adapters), (expected, expected_adapters) = trained(engine), trained(resident)
     assert losses == expected
@@ -103,10 +104,10 @@ def test_training_equals_that_over_the_expanded_base(build, quantize, preset, pr
 
 def test_homes_hold_packed_bytes_and_the_way_up_carries_them(build):
     engine, resident = build(settings_for("nf4")), build(settings_for(None))
-    layers = engine._parts.units.layer_units
+    layers = parts_of(engine).units.layer_units
     whole = [unit.layout.size_bytes for unit in layers]
     assert all(unit.layout.home_bytes < 0.45 * size for unit, size in zip(layers, whole, strict=True))
-    saved = resident._parts.homes.weights.ram_bytes - engine._parts.homes.weights.ram_bytes
+    saved = parts_of(resident).homes.weights.ram_bytes - parts_of(engine).homes.weights.ram_bytes
     assert saved == sum(size - unit.layout.home_bytes for unit, size in zip(layers, whole, strict=True))
     for unit in layers:
         kinds = {slot.name.split(".")[-2] for slot in unit.layout.slots if slot.packed is None}
@@ -117,8 +118,8 @@ def test_expanded_weights_are_the_same_from_ram_and_from_the_drive(build, tmp_pa
     first = build(settings_for("nf4"))
     second = build(settings_for("nf4"), weight_ram_bytes=0)
     for name in packed_names(first):
-        assert torch.equal(first._parts.homes.weights.read(name), second._parts.homes.weights.read(name))
-    assert second._parts.homes.weights.nvme_bytes > 0
+        assert torch.equal(parts_of(first).homes.weights.read(name), parts_of(second).homes.weights.read(name))
+    assert parts_of(second).homes.weights.nvme_bytes > 0
 
 
 def fp8(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,9 +173,11 @@ def test_a_published_fp8_checkpoint_trains_as_its_16_bit_values_do(build, tmp_pa
         name.split(".")[-1] for name in packed_names(packed)
     }
     assert ({"q_proj", "o_proj"} <= kinds and ({"gate_up_proj", "down_proj"} <= kinds) == mixture) or not mixture
-    for name in plain._parts.homes.weights.names():
+    for name in parts_of(plain).homes.weights.names():
         if "lora_" not in name:
-            assert torch.equal(packed._parts.homes.weights.read(name), plain._parts.homes.weights.read(name)), name
+            assert torch.equal(parts_of(packed).homes.weights.read(name), parts_of(plain).homes.weights.read(name)), (
+                name
+            )
     assert results[0][0] == results[1][0]
     assert getattr(packed.loaded.config, "quantization_config", None) is None
     assert any("packed as published (fp8)" in note for note in packed.loaded.notes)

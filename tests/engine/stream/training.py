@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outcore.engine.stream.build import build_stream_engine
+from tests.engine.inside import parts_of
 from tests.flow.models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 
 TINY = TINY_SETTINGS
@@ -31,7 +32,7 @@ def batches_of(step: int, count: int = 2):
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
-    engine._parts.updates.drain()
+    parts_of(engine).updates.drain()
     return {n: p.detach().clone() for n, p in engine.loaded.model.named_parameters()}
 
 

@@ -20,6 +20,7 @@ from outcore.model.adapters import apply_lora
 from outcore.model.packed.borders import PACKED_ATTENTION, are_borders
 from outcore.model.packed.trial import takes_packed_attention
 from outcore.model.settings import LoraSettings
+from tests.engine.inside import parts_of
 from tests.flow.layers.test_graphs import CpuGraphs
 from tests.flow.models import (
     assert_same_grads,
@@ -155,7 +156,7 @@ def test_compiled_layers_take_borders_and_compile_once_for_all_of_them(
                 losses[way].append(engine.train_step([other_documents(2, 18, lengths)], 1e-2).loss)
             assert len(compilations) == first
             assert set(calls) == ({16, 64} if way == "auto" else set())
-            compiled = engine._parts.flow.runner.compiled
+            compiled = parts_of(engine).flow.runner.compiled
             assert compiled is not None and (compiled.graphs.num_graphs > 0 if compiled.graphs else not graphed)
             engine.close()
     assert losses["auto"] == pytest.approx(losses["masks"], rel=1e-5)

@@ -14,6 +14,7 @@ from outcore.flow.parts import DeviceBatch
 from outcore.model.packed.attention import by_kernel
 from outcore.model.packed.borders import are_borders, borders_of
 from outcore.model.packed.trial import KERNEL_TOLERANCE, kernel_error
+from tests.engine.inside import parts_of
 from tests.flow.models import packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 
 pytestmark = pytest.mark.gpu
@@ -91,7 +92,7 @@ def test_graphs_are_captured_with_borders():
     try:
         for step in range(8):
             engine.train_step([packed(step), packed(50 + step, (1, 64, 63))], 1e-3)
-        compiled = engine._parts.flow.runner.compiled
+        compiled = parts_of(engine).flow.runner.compiled
         assert compiled is not None and compiled.graphs is not None
         graphs = compiled.graphs
         if not graphs._has_room():
@@ -108,10 +109,10 @@ def test_layers_of_packed_rows_wait_for_nothing():
     engine = build_stream_engine(loaded, settings, device="cuda", pinned_grant=False)
     try:
         engine.train_step([packed(0)], 1e-3)
-        engine._parts.updates.drain()
-        runner, units = engine._parts.flow.runner, engine._parts.units
-        backward = engine._parts.schedule.backward
-        slabs = {unit.index: engine._parts.homes[unit].slab.cuda() for unit in units.all}
+        parts_of(engine).updates.drain()
+        runner, units = parts_of(engine).flow.runner, parts_of(engine).units
+        backward = parts_of(engine).schedule.backward
+        slabs = {unit.index: parts_of(engine).homes[unit].slab.cuda() for unit in units.all}
         batch = DeviceBatch(packed(1), torch.device("cuda"))
         assert batch.borders is not None and are_borders(batch.borders)
         torch.cuda.synchronize()
@@ -144,7 +145,7 @@ def test_a_deterministic_run_repeats_every_bit(fixed_order, model_type, compiled
         try:
             for step in range(3):
                 engine.train_step([packed(step, (1000, 548)), plain_batch(2, 1548, seed=step)], 1e-2)
-            engine._parts.updates.drain()
+            parts_of(engine).updates.drain()
             return {n: p.detach().clone() for n, p in loaded.model.named_parameters()}
         finally:
             engine.close()

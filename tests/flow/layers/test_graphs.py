@@ -15,6 +15,7 @@ from outcore.flow.layers import LayerGraphs, draws_random_numbers
 from outcore.flow.layers import graphs as module
 from outcore.flow.layers.graphs import CALLS_BEFORE, _Graph
 from outcore.flow.parts import discover_units
+from tests.engine.inside import parts_of
 from tests.flow.models import packed_batch, plain_batch, set_dropout, tiny_loaded
 
 SETTINGS = StreamSettings(
@@ -150,11 +151,11 @@ def train(graphs: bool, device: str, steps: int = 4, compile: str = "on", family
         pinned_grant=False,
         trial=False,
     )
-    compiled = engine._parts.flow.runner.compiled
+    compiled = parts_of(engine).flow.runner.compiled
     assert compiled is not None
     if graphs and device == "cpu":  # where build takes no graphs
         compiled.graphs = CpuGraphs(torch.device("cpu"))
-        compiled.graphs_fit_eager = compile == "off" and not draws_random_numbers(engine._parts.units)
+        compiled.graphs_fit_eager = compile == "off" and not draws_random_numbers(parts_of(engine).units)
     try:
         batches = [plain_batch(2, 16, seed=1), packed_batch(2, 16, seed=2), plain_batch(2, 16, seed=3)]
         losses = [engine.train_step(batches, LR).loss for _ in range(steps)]

@@ -13,6 +13,7 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import discover_units, shell
 from outcore.flow.parts.masks import BitMask, MaskShrinker, restored
 from tests.data.layout.isolation import packed_attention_mask
+from tests.engine.inside import parts_of
 from tests.flow.models import packed_batch, padded_batch, plain_batch, tiny_loaded
 
 SETTINGS = StreamSettings(
@@ -108,7 +109,7 @@ def test_training_with_shrunk_masks_is_the_same(monkeypatch, count):
             pinned_grant=False,
             trial=False,
         )
-        layers = len(engine._parts.units.layers)
+        layers = len(parts_of(engine).units.layers)
         results.append([(r.loss, r.grad_norm) for r in (engine.train_step(batches, 1e-3) for _ in range(2))])
         engine.close()
     assert results[0] == results[1]

@@ -14,6 +14,7 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.tiles import TilePlan
 from outcore.sizing.tiles import Holding
 from outcore.staging import DownloadLane
+from tests.engine.inside import parts_of
 from tests.flow.models import TINY_SETTINGS, packed_batch, plain_batch, set_dropout, tiny_loaded
 from tests.flow.tiles.holdings import LESS, PART, WHOLE
 
@@ -40,7 +41,7 @@ def batches_of(step: int):
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
-    engine._parts.updates.drain()
+    parts_of(engine).updates.drain()
     return {n: p.detach().clone() for n, p in engine.loaded.model.named_parameters()}
 
 
@@ -51,20 +52,20 @@ def test_results_are_bit_identical_however_units_are_held(build, model, max_grad
     settings = replace(TINY, max_grad_norm=max_grad_norm)
     engine = build(model, WHOLE, settings)
     expected = [engine.train_step(batches_of(step), LR) for step in range(4)]
-    held = engine._parts.flow.arrival.device_bytes, engine._parts.download.device_bytes
+    held = parts_of(engine).flow.arrival.device_bytes, parts_of(engine).download.device_bytes
     for holding in LESS:
         other = build(model, holding, settings)
         results = [other.train_step(batches_of(step), LR) for step in range(4)]
         assert [(r.loss, r.grad_norm) for r in results] == [(r.loss, r.grad_norm) for r in expected], holding
         a, b = weights_of(engine), weights_of(other)
         assert all(torch.equal(a[n], b[n]) for n in a), holding
-        less = other._parts.flow.arrival.device_bytes, other._parts.download.device_bytes
+        less = parts_of(other).flow.arrival.device_bytes, parts_of(other).download.device_bytes
         assert less[1] < held[1] and less[0] <= held[0], holding
         assert (less[0] < held[0]) == (holding.layer_buffers < 2), holding  # it has two layers
 
 
 def test_buffers_for_parts_are_as_large_as_a_layer(build):
-    whole, parts = (build("llama", holding)._parts for holding in (WHOLE, LESS[0]))
+    whole, parts = (parts_of(build("llama", holding)) for holding in (WHOLE, LESS[0]))
     ends, layer = (gradient_bytes_of(unit) for unit in (whole.units.embed, whole.units.layer_units[0]))
     head = gradient_bytes_of(whole.units.head)
     assert head > ends > layer
@@ -74,7 +75,7 @@ def test_buffers_for_parts_are_as_large_as_a_layer(build):
 def test_an_infinite_value_in_any_part_is_seen(build):
     """Without clipping a gradient's norm comes down before it, so that its update can be refused."""
     engine = build("llama", LESS[2], replace(TINY, max_grad_norm=0.0))
-    parts = engine._parts
+    parts = parts_of(engine)
     unit, download = parts.units.embed, parts.download
     for place in (0, 5 * PART + 1, unit.layout.trainable_numel - 1):
         download.begin()

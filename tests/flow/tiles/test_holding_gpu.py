@@ -15,6 +15,7 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.tiles import TilePlan
 from outcore.sizing.tiles import Holding
+from tests.engine.inside import parts_of
 from tests.flow.models import plain_batch, set_dropout, tiny_loaded
 from tests.flow.tiles.holdings import LESS, WHOLE
 
@@ -81,7 +82,7 @@ def fit(device_bytes: int, device: str = "cuda") -> tuple[Holding, frozenset[int
             engine.train_step(batches, LR)
         engine.evaluate(batches)
         peak_bytes = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-        plan = engine._parts.tile_plan
+        plan = parts_of(engine).tile_plan
         return plan.holding, plan.indices, peak_bytes
     finally:
         engine.close()

@@ -22,6 +22,7 @@ from outcore.model.inputs import count_target_tokens
 from outcore.model.settings import LoraSettings
 from outcore.sizing.tiles import Holding
 from outcore.storage import PosixEngine
+from tests.engine.inside import parts_of
 from tests.flow.models import (
     TINY_SETTINGS,
     assert_same_grads,
@@ -62,7 +63,7 @@ def batches_of(step: int, count: int = 2):
 
 def gradients_of(engine, batches):
     """(loss, norm, gradients by name) of one pass, no update."""
-    parts, sent = engine._parts, []
+    parts, sent = parts_of(engine), []
     total = sum(count_target_tokens(batch) for batch in batches)
     sums = parts.schedule.train(
         batches,
@@ -81,7 +82,7 @@ def gradients_of(engine, batches):
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
-    engine._parts.updates.drain()
+    parts_of(engine).updates.drain()
     return {n: p.detach().clone() for n, p in engine.loaded.model.named_parameters()}
 
 
@@ -96,8 +97,8 @@ def test_gradients_in_tiles_equal_those_of_whole_units(build, model, count):
     assert tiled[0] == pytest.approx(whole[0], rel=1e-6)
     assert tiled[1] == pytest.approx(whole[1], rel=3e-6)
     assert_same_grads(tiled[2], whole[2], rtol=1e-5)
-    plan = engine._parts.tile_plan
-    assert plan.indices == {unit.index for unit in engine._parts.units.all}
+    plan = parts_of(engine).tile_plan
+    assert plan.indices == {unit.index for unit in parts_of(engine).units.all}
     assert any(matrix.num_tiles > 2 for unit in plan.tiled for matrix in unit.all_matrices)
     again = gradients_of(engine, batches_of(0, count))  # nothing is left from the first pass
     assert again[:2] == tiled[:2] and all(torch.equal(again[2][n], tiled[2][n]) for n in tiled[2])
@@ -178,7 +179,7 @@ def test_tiles_come_from_the_drive_with_the_same_bits(build, tmp_path, model, ma
             spilled["state_ram_bytes"] = 0
         engine = build(model, replace(settings, **spilled), dtype=torch.bfloat16, dropout=0.1, num_hidden_layers=3)
         losses = [engine.train_step(batches_of(s, 1 + s), LR).loss for s in range(3)]
-        parts = engine._parts
+        parts = parts_of(engine)
         parts.updates.drain()
         found = {name: parts.homes.weights.read(name).clone() for name in parts.homes.weights.names()}
         layers = sum(unit.layout.size_bytes for unit in parts.units.layer_units)
@@ -205,7 +206,7 @@ def test_whole_and_tiled_layers_share_a_drive(build, tmp_path):
                 loaded, replace(settings, **spilled), device="cpu", pinned_grant=False, trial=False
             )
         try:
-            assert len(engine._parts.drive_lanes) == (2 if spilled else 0)
+            assert len(parts_of(engine).drive_lanes) == (2 if spilled else 0)
             results.append([engine.train_step(batches_of(s), LR).loss for s in range(3)])
         finally:
             engine.close()
@@ -225,13 +226,13 @@ def test_a_tile_that_cannot_be_read_stops_the_step(build, tmp_path):
     engine = build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False, storage=drive)
     try:
         engine.train_step(batches_of(0), LR)
-        engine._parts.updates.drain()
+        parts_of(engine).updates.drain()
         plan = drive.fail("read", after=9)
         with pytest.raises(EngineError, match=r"layer \d+ could not be read from NVMe"):
             engine.train_step(batches_of(1), LR)
         assert plan.fired
         drive.clear()
-        engine._parts.updates.drain()
+        parts_of(engine).updates.drain()
         engine.evaluate(batches_of(2))  # buffers and lanes are in order again
     finally:
         engine.close()
@@ -259,40 +260,40 @@ def test_a_frozen_base_in_tiles_trains_its_adapters(build):
 def test_only_what_does_not_fit_is_tiled_and_it_is_said(build):
     """The vocabulary first, when it is the largest; then the layers; nothing when all fits."""
     roomy = build("qwen3", replace(TINY, device_bytes=64 * MIB))
-    assert not roomy._parts.tile_plan.tiled and "tiles:" not in roomy.describe()
+    assert not parts_of(roomy).tile_plan.tiled and "tiles:" not in roomy.describe()
     found = []
     for device_bytes, vocab_size in ((1_500_000, 4096), (900_000, 64), (30_000, 4096)):
         engine = build("qwen3", replace(TINY, device_bytes=device_bytes, tile_bytes=1024), vocab_size=vocab_size)
-        found.append(sorted(engine._parts.tile_plan.indices))
+        found.append(sorted(parts_of(engine).tile_plan.indices))
         line = next(line for line in engine.describe().splitlines() if "tiles:" in line)
         assert "the device has" in line
         assert ("embedding and head" in line, "2 layers" in line) == (0 in found[-1], 1 in found[-1])
     assert found == [[0, 3], [1, 2], [0, 1, 2, 3]]
     tight = build("qwen3", replace(TINY, device_bytes=1_300_000), vocab_size=64)  # less is held, nothing is tiled
-    assert not tight._parts.tile_plan.tiled
+    assert not parts_of(tight).tile_plan.tiled
     assert "to fit the device: two layers at a time, gradients leave through one buffer" in tight.describe()
     assert "to fit" not in roomy.describe()
-    assert tight._parts.flow.arrival.device_bytes + tight._parts.download.device_bytes < 0.6 * 1_300_000
+    assert parts_of(tight).flow.arrival.device_bytes + parts_of(tight).download.device_bytes < 0.6 * 1_300_000
     plain = build("qwen3", TINY, vocab_size=4096)
-    assert engine._parts.flow.arrival.device_bytes < plain._parts.flow.arrival.device_bytes / 4
-    assert engine._parts.download.device_bytes < plain._parts.download.device_bytes / 4
+    assert parts_of(engine).flow.arrival.device_bytes < parts_of(plain).flow.arrival.device_bytes / 4
+    assert parts_of(engine).download.device_bytes < parts_of(plain).download.device_bytes / 4
 
 
 def test_a_tied_vocabulary_in_tiles_needs_no_sum_of_it_on_the_device(build):
     whole, tiled = (build("gemma2", settings, vocab_size=4096) for settings in (TINY, TILED))
-    assert whole._parts.units.tied
-    assert tiled._parts.download.device_bytes < whole._parts.download.device_bytes / 20
+    assert parts_of(whole).units.tied
+    assert parts_of(tiled).download.device_bytes < parts_of(whole).download.device_bytes / 20
 
 
 def test_a_tied_vocabulary_in_tiles_keeps_its_room_for_gradients_until_the_end(build):
     settings = replace(TILED, max_grad_norm=0.0, update="immediate")
     roomy = build("gpt2", settings)
-    sizes = {unit.name: gradient_bytes_of(unit) for unit in roomy._parts.units.all}
+    sizes = {unit.name: gradient_bytes_of(unit) for unit in parts_of(roomy).units.all}
     least = sizes.pop("embedding and head") + max(sizes.values())
     with pytest.raises(ValueError, match="embedding and head and layer"):
         build("gpt2", replace(settings, gradient_bytes=least - 4096))
     tight = build("gpt2", replace(settings, gradient_bytes=least + 4096))
-    assert tight._parts.arena.size_bytes < least + max(sizes.values())
+    assert parts_of(tight).arena.size_bytes < least + max(sizes.values())
     for step in range(2):
         assert tight.train_step(batches_of(step), LR).loss == roomy.train_step(batches_of(step), LR).loss
 
@@ -317,7 +318,7 @@ def test_an_mlp_takes_its_tokens_in_chunks_where_all_at_once_would_not_fit(build
     whole = gradients_of(build(model, TINY), batches_of(0, count))
     engine = build(model, replace(TILED, device_bytes=60_000))
     tiled = gradients_of(engine, batches_of(0, count))
-    assert engine._parts.flow.runner.tiles.chunks.num_cut == 2 * 2 * count  # two layers, forward and recomputation
+    assert parts_of(engine).flow.runner.tiles.chunks.num_cut == 2 * 2 * count  # two layers, forward and recomputation
     assert tiled[0] == pytest.approx(whole[0], rel=1e-6)
     assert_same_grads(tiled[2], whole[2], rtol=1e-5)
 
@@ -327,7 +328,7 @@ def test_dropout_in_chunks_is_replayed(build):
     """The same gradients from one pass to the next, the first of which tries the module on two tokens."""
     engine = build("gpt2", replace(TILED, device_bytes=60_000), dropout=0.3)
     first, second = (gradients_of(engine, batches_of(0, 1)) for _ in range(2))
-    assert engine._parts.flow.runner.tiles.chunks.num_cut > 0
+    assert parts_of(engine).flow.runner.tiles.chunks.num_cut > 0
     assert first[:2] == second[:2] and all(torch.equal(first[2][n], second[2][n]) for n in first[2])
     assert first[0] != gradients_of(build("gpt2"), batches_of(0, 1))[0]
 
@@ -335,7 +336,7 @@ def test_dropout_in_chunks_is_replayed(build):
 def test_a_failure_in_mid_step_leaves_nothing_under_way(build):
     engine = build("llama")
     expected = gradients_of(engine, batches_of(0, 3))
-    gradients = engine._parts.flow.runner.tiles.work.gradients
+    gradients = parts_of(engine).flow.runner.tiles.work.gradients
     original, calls = gradients.add, []
 
     def fails(*args):
@@ -348,8 +349,8 @@ def test_a_failure_in_mid_step_leaves_nothing_under_way(build):
     with pytest.raises(torch.OutOfMemoryError):
         gradients_of(engine, batches_of(1, 3))
     gradients.add = original
-    engine._parts.upload.drain(5)
-    engine._parts.download_lane.drain(5)
+    parts_of(engine).upload.drain(5)
+    parts_of(engine).download_lane.drain(5)
     found = gradients_of(engine, batches_of(0, 3))
     assert found[:2] == expected[:2] and all(torch.equal(found[2][n], expected[2][n]) for n in found[2])
 

@@ -12,6 +12,7 @@ import torch
 from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
+from tests.engine.inside import parts_of
 from tests.flow.models import plain_batch, set_dropout, tiny_loaded
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +46,7 @@ def train(settings: StreamSettings, count: int, model="llama", dtype=torch.bfloa
         losses = [engine.train_step(batches, LR).loss for _ in range(steps)]
         losses.append(engine.evaluate(batches).loss)
         weights = {n: p.detach().clone() for n, p in loaded.model.named_parameters()}
-        return losses, engine._parts.tile_plan, weights
+        return losses, parts_of(engine).tile_plan, weights
     finally:
         engine.close()
 

@@ -25,6 +25,7 @@ from outcore.flow.trace.moments import HostTime
 from outcore.flow.trace.picture import _draw, main, short_name, step_slices
 from outcore.optim import torch_backend
 from outcore.storage.engines.posix import PosixMover
+from tests.engine.inside import parts_of
 from tests.flow.models import plain_batch, set_dropout, tiny_loaded
 
 SETTINGS = StreamSettings(
@@ -86,7 +87,7 @@ def test_a_trace_has_every_piece_of_work_once(build, tmp_path, changes):
     engine.trace(TracePlan(path, skip_steps=1, num_steps=1, first_step=8), said.append)
     train(engine, 2)
     assert not path.exists()
-    engine._parts.updates.drain()
+    parts_of(engine).updates.drain()
     train(engine, 2, first=2)
     assert len(said) == 1 and "step 9" in said[0] and str(path) in said[0]
     check_format(path)
@@ -94,7 +95,7 @@ def test_a_trace_has_every_piece_of_work_once(build, tmp_path, changes):
     assert about["what"] == "step 9" and "llama" in about["model"]
     tracks = {name: [s for s in slices if s.track == name] for name in {s.track for s in slices}}
     assert [s.name for s in tracks["steps"]] == ["step 9"]
-    units = engine._parts.units
+    units = parts_of(engine).units
     work = Counter((s.args["phase"], s.args["unit"], s.args["micro_batch"]) for s in tracks["compute"])
     names = [units.embed.name, *(unit.name for unit in units.layer_units)]
     expected = {(phase, name, m) for phase in ("forward", "backward") for name in names for m in range(MICRO_BATCHES)}
@@ -113,7 +114,7 @@ def test_a_trace_has_every_piece_of_work_once(build, tmp_path, changes):
         assert {s.name for s in drive["read"] + drive["write"]} == {"activations"}
         sizes = [sum(s.args["bytes"] for s in drive[kind]) for kind in ("read", "write")]
         assert sizes[0] == sizes[1] > 0
-        assert engine._parts.scratch.engine.on_finished is None
+        assert parts_of(engine).scratch.engine.on_finished is None
     else:
         assert not drive["read"] and not drive["write"]
     for unit in units.layer_units:  # a weight is there before its use
@@ -124,7 +125,7 @@ def test_a_trace_has_every_piece_of_work_once(build, tmp_path, changes):
 def test_lanes_and_updates_overlap_with_compute(build, tmp_path):
     """The picture that the timeline is for: with compute slowed down, copies and updates run under it."""
     engine = build(replace(SETTINGS, max_grad_norm=0.0), num_layers=6)
-    for runner in (engine._parts.flow.runner, engine._parts.schedule.backward):
+    for runner in (parts_of(engine).flow.runner, parts_of(engine).schedule.backward):
         original = runner.layer
         runner.layer = lambda *args, original=original: (time.sleep(0.01), original(*args))[1]
     path = tmp_path / "trace.json"
@@ -142,7 +143,7 @@ def test_after_the_window_nobody_listens_and_results_are_the_same(build, tmp_pat
     engine = build()
     engine.trace(TracePlan(tmp_path / "t.json", 1, 2, 1), lambda _: None)
     assert [r.loss for r in train(engine, 4)] == plain
-    parts = engine._parts
+    parts = parts_of(engine)
     assert parts.flow.trace is NO_TRACE and parts.stalls.trace is NO_TRACE
     assert parts.upload.clock.on_copy is parts.download_lane.clock.on_copy is parts.optimizer.on_finished is None
 
@@ -154,7 +155,7 @@ def test_a_failure_in_a_traced_step_still_leaves_the_trace(build, tmp_path):
     def fails(*_args):
         raise RuntimeError("broken")
 
-    engine._parts.schedule.backward.layer = fails
+    parts_of(engine).schedule.backward.layer = fails
     with pytest.raises(RuntimeError, match="broken"):
         train(engine, 1)
     engine.close()
@@ -289,7 +290,7 @@ def test_states_on_a_slow_drive_are_waited_for_and_traced(build, tmp_path, monke
     slices, _ = read_trace(tmp_path / "t.json")
     for kind in ("read", "write"):
         assert "optimizer states" in {s.name for s in slices if s.track == f"drive {kind}"}
-    units = {unit.name for unit in engine._parts.units.all}
+    units = {unit.name for unit in parts_of(engine).units.all}
     assert all(any(unit in s.name for unit in units) for s in slices if s.track == "optimizer")
 
 
@@ -315,7 +316,7 @@ def test_a_host_that_waits_while_the_device_works_is_no_stall():
 
 def test_stalls_are_below_the_phases_and_a_slow_lane_or_optimizer_shows(build):
     engine = build(replace(SETTINGS, num_layer_buffers=1))
-    pool = engine._parts.optimizer
+    pool = parts_of(engine).optimizer
     original = pool.wait
 
     def slow(ticket, timeout_s):
@@ -324,7 +325,7 @@ def test_stalls_are_below_the_phases_and_a_slow_lane_or_optimizer_shows(build):
 
     train(engine, 1)
     pool.wait = slow
-    updates = engine._parts.updates
+    updates = parts_of(engine).updates
     updates.is_done = lambda unit: unit.index not in updates._pending  # each is waited for where it is needed
     phases = train(engine, 1, first=1)[0].phase_s
     stalled_s = sum(s for name, s in phases.items() if name.startswith("stall_"))
@@ -374,7 +375,7 @@ def test_on_a_gpu_device_and_host_are_on_one_clock(build, tmp_path):
     for one in compute:
         assert any(s.begin_s - margin_s < one.begin_s <= one.end_s < s.end_s + margin_s for s in steps)
     for step in steps:
-        for unit in engine._parts.units.layer_units:
+        for unit in parts_of(engine).units.layer_units:
             backward = [s for s in compute if s.kind == "backward" and s.name == unit.name and s.begin_s > step.begin_s]
             leaves = [s for s in slices if s.track == "download" and s.name == unit.name and s.begin_s > step.begin_s]
             ends_s = min(backward, key=lambda s: s.begin_s).end_s

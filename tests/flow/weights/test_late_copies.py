@@ -14,6 +14,7 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
 from outcore.model.settings import LoraSettings
+from tests.engine.inside import parts_of
 from tests.flow.models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 from tests.staging.fakes import LateEvent, LateStreams
 
@@ -96,7 +97,7 @@ def run(engine, count: int) -> tuple[list, dict[str, torch.Tensor]]:
         found.append((result.loss, result.grad_norm))
         if step == 1:
             found.append(engine.evaluate(batches_of(7, 2)))
-    engine._parts.updates.drain()
+    parts_of(engine).updates.drain()
     return found, {name: p.detach().clone() for name, p in engine.loaded.model.named_parameters()}
 
 
@@ -124,7 +125,7 @@ def test_results_do_not_depend_on_when_copies_end(build, model, settings, count,
 def test_after_a_failed_pass_no_buffer_is_filled_before_the_work_that_was_queued(build, monkeypatch):
     engine, (upload, _) = build("llama", DEFERRED, True)
     engine.train_step(batches_of(0, 1), 1e-2)
-    whole, queued = engine._parts.flow.runner.layer, []
+    whole, queued = parts_of(engine).flow.runner.layer, []
 
     def fail(index: int, *args: Any) -> Any:
         result = whole(index, *args)
@@ -134,7 +135,7 @@ def test_after_a_failed_pass_no_buffer_is_filled_before_the_work_that_was_queued
         raise ValueError("the model failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._parts.flow.runner, "layer", fail)
+        patch.setattr(parts_of(engine).flow.runner, "layer", fail)
         with pytest.raises(ValueError, match="the model failed"):
             engine.evaluate(batches_of(1, 1))
     copies = len(upload.afters)

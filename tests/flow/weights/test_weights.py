@@ -23,6 +23,7 @@ from outcore.model.facts import model_facts
 from outcore.model.settings import LoraSettings
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
 from outcore.storage import PosixEngine
+from tests.engine.inside import parts_of
 from tests.flow.models import packed_batch, padded_batch, plain_batch, tiny_loaded
 from tests.storage.faulty import FaultyEngine
 
@@ -86,8 +87,8 @@ def batches_of(step: int):
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
-    engine._parts.updates.drain()
-    homes = engine._parts.homes
+    parts_of(engine).updates.drain()
+    homes = parts_of(engine).homes
     return {name: homes.weights.read(name).clone() for name in homes.weights.names()}
 
 
@@ -136,8 +137,8 @@ def test_results_do_not_depend_on_where_the_base_lives(build, drive, model):
     ]:
         engine = build(ram_bytes, model, **changes)
         assert same(run(engine), expected), (ram_bytes, changes)
-        weights = engine._parts.homes.weights
-        adapters = sum(unit.layout.trainable_numel * 2 for unit in engine._parts.units.all)
+        weights = parts_of(engine).homes.weights
+        adapters = sum(unit.layout.trainable_numel * 2 for unit in parts_of(engine).units.all)
         assert adapters <= weights.ram_bytes <= max(ram_bytes, adapters) and weights.nvme_bytes > 0
 
 
@@ -145,8 +146,8 @@ def test_parameters_on_nvme_take_no_memory_in_the_model(build):
     engine = build(0)
     held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in engine.loaded.model.parameters()}
     adapters = sum(p.nbytes for n, p in engine.loaded.model.named_parameters() if "lora_" in n)
-    weights = engine._parts.homes.weights
-    pages = 4096 * len(engine._parts.units.all)  # slabs are whole pages
+    weights = parts_of(engine).homes.weights
+    pages = 4096 * len(parts_of(engine).units.all)  # slabs are whole pages
     assert sum(held.values()) < weights.ram_bytes + 2 * len(held) + pages and weights.ram_bytes < 2 * adapters + pages
     with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
         next(p for n, p in engine.loaded.model.named_parameters() if "lora_" not in n).add_(1)
@@ -178,11 +179,11 @@ def test_checkpoints_and_exports_are_the_same(build, tmp_path):
 def test_reads_go_ahead_of_the_device_buffers(build, drive):
     """Two layers fit on the device; the drive reads on into the lane's slots while the first one is at work."""
     engine = build(0, num_layer_buffers=1, slot_bytes=4096, weight_read_ahead_bytes=MIB, staging_bytes=4 * MIB)
-    layers = engine._parts.units.layer_units
+    layers = parts_of(engine).units.layer_units
     names = {unit.name for unit in layers}
     reads = []
     lock = threading.Lock()
-    store = engine._parts.homes.weights.store
+    store = parts_of(engine).homes.weights.store
     submit = store.submit_read
 
     def watch(name, *args, **kwargs):
@@ -191,7 +192,7 @@ def test_reads_go_ahead_of_the_device_buffers(build, drive):
         return submit(name, *args, **kwargs)
 
     store.submit_read = watch
-    runner = engine._parts.flow.runner
+    runner = parts_of(engine).flow.runner
     layer, ahead = runner.layer, []
 
     def compute(index, *args):
@@ -216,7 +217,7 @@ def test_a_failed_read_stops_the_step_and_nothing_hangs(build, drive, how):
         engine.train_step(batches_of(1), LR)
     assert plan.fired and "tensors.bin" in str(e.value) and "wanted" in str(e.value)
     drive.clear()
-    engine._parts.updates.drain()
+    parts_of(engine).updates.drain()
     engine.evaluate([plain_batch()])  # buffers and lanes are in order again
     engine.close()
 
@@ -238,7 +239,7 @@ class _no_space:
 def test_pinned_memory_is_for_what_lives_in_ram(build, ram_bytes):
     """No room is kept for homes that are on NVMe, where there would be enough for all."""
     engine = build(ram_bytes)
-    parts = engine._parts
+    parts = parts_of(engine)
     weights_bytes = sum(round_up(parts.homes.weights.ram(unit).nbytes, ALIGNMENT_BYTES) for unit in parts.units.all)
     gradients_bytes = sum(round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES) for unit in parts.units.all)
     ahead_bytes = 0 if ram_bytes is None else TINY.weight_read_ahead_bytes

@@ -13,6 +13,7 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
 from outcore.model.settings import LoraSettings
+from tests.engine.inside import parts_of
 from tests.flow.models import packed_batch, padded_batch, plain_batch, tiny_loaded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,7 +46,7 @@ def train(folder, *, lora: bool, steps: int = 6, **changes):
     try:
         losses = [engine.train_step(batches_of(s), LR).loss for s in range(steps)]
         losses.append(engine.evaluate([plain_batch(seed=77)]).loss)
-        homes = engine._parts.homes
+        homes = parts_of(engine).homes
         return losses, homes.weights.nvme_bytes, {n: homes.weights.read(n).clone() for n in homes.weights.names()}
     finally:
         engine.close()

@@ -12,6 +12,7 @@ from outcore.engine.base import EngineError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.storage import PosixEngine
+from tests.engine.inside import parts_of
 from tests.flow.models import packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 from tests.storage.faulty import FaultyEngine
 
@@ -61,8 +62,8 @@ def batches_of(step: int):
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
-    engine._parts.updates.drain()
-    homes = engine._parts.homes
+    parts_of(engine).updates.drain()
+    homes = parts_of(engine).homes
     return {name: homes.weights.read(name).clone() for name in homes.weights.names()}
 
 
@@ -85,7 +86,7 @@ def test_residency_changes_no_bit(build, drive, model, states):
     for changes in ({"weight_ram_bytes": 0}, {"weight_ram_bytes": 50_000, "state_ram_bytes": 60_000}, NOTHING_IN_RAM):
         engine = build(model, states=states, **changes)
         assert same(run(engine), expected), changes
-        weights = engine._parts.homes.weights
+        weights = parts_of(engine).homes.weights
         assert weights.ram_bytes <= changes["weight_ram_bytes"] and weights.nvme_bytes > 0
 
 
@@ -137,5 +138,5 @@ def test_a_failed_write_back_stops_the_run(build, drive):
     with pytest.raises(EngineError, match="last checkpoint"):
         for step in range(1, 4):
             engine.train_step(batches_of(step), LR)
-        engine._parts.updates.drain()
+        parts_of(engine).updates.drain()
     assert plan.fired

@@ -13,6 +13,7 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.model.load import load_model
 from outcore.model.settings import ModelSettings
 from outcore.model.trial.without_gradient import freeze, pattern_of, without_gradient
+from tests.engine.inside import parts_of
 from tests.flow.models import TINY_SETTINGS, needs, plain_batch, tiny_loaded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,7 +38,7 @@ def test_what_the_loss_never_reaches_is_frozen_said_and_never_decayed(engines, t
     settings = replace(TINY_SETTINGS, weight_decay=0.5)
     engines.append(build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False))
     engines[-1].train_step([plain_batch()], 1e-2)
-    engines[-1]._parts.updates.drain()
+    parts_of(engines[-1]).updates.drain()
     same = {n for n, p in loaded.model.named_parameters() if torch.equal(p, before[n])}
     assert same == {n for n in before if n in frozen}
 

@@ -25,6 +25,7 @@ from outcore.model.facts import model_facts
 from outcore.model.settings import LoraSettings
 from outcore.staging.shared import board
 from outcore.storage import StorageError
+from tests.engine.inside import parts_of
 from tests.flow.models import TINY_SETTINGS, packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 from tests.forked import fork_server
 
@@ -119,7 +120,7 @@ def train(
             own = global_batches(step, micro)[place.rank :: place.world_size]
             results.append(engine.train_step(own, LR))
         evaluated = engine.evaluate(global_batches(77, 4)[place.rank :: place.world_size])
-        weights = {n: engine._parts.homes.weights.read(n).clone() for n in engine._parts.homes.weights.names()}
+        weights = {n: parts_of(engine).homes.weights.read(n).clone() for n in parts_of(engine).homes.weights.names()}
         if save:
             files: list[str] = []
             Path(save).mkdir(exist_ok=True)
@@ -190,7 +191,7 @@ def _arm(engine, fault: str) -> None:
 
         return slow
 
-    parts = engine._parts
+    parts = parts_of(engine)
     if fault == "killed in forward":
         parts.flow.runner.layer = die
     elif fault == "killed in the optimizer":

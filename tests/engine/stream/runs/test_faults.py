@@ -31,6 +31,7 @@ from outcore.staging import PinnedPool
 from outcore.staging.lanes.copy_streams import HostStreams
 from outcore.storage import open_engine
 from outcore.train.loop import Trainer
+from tests.engine.inside import parts_of
 from tests.engine.stream.runs.job import flags, losses, same, states, train, write_corpus
 from tests.storage.faulty import FaultyEngine
 
@@ -75,7 +76,7 @@ class Job:
             self.is_broken = trainer.step == FAILS_AFTER
             if self.is_broken and self.limit_s is not None:
                 assert isinstance(trainer.parts.engine, StreamEngine)
-                limit_waits(trainer.parts.engine._parts, self.limit_s)
+                limit_waits(parts_of(trainer.parts.engine), self.limit_s)
 
         patch.setattr(Trainer, "save", save)
 
