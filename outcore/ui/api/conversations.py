@@ -178,10 +178,8 @@ def _told(body: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(body.get(name, ""), str):
             raise bad(f"{name} must be a text.", name)
     sampling = body.get("sampling", {})
-    if not isinstance(sampling, Mapping) or (wrong := sorted(set(sampling) - set(SAMPLING))):
-        raise bad(
-            f"sampling may say {', '.join(SAMPLING)}.", "sampling" if not isinstance(sampling, Mapping) else wrong[0]
-        )
+    if not isinstance(sampling, Mapping) or set(sampling) - set(SAMPLING):
+        raise bad(f"sampling may say {', '.join(SAMPLING)}.", "sampling")
     found = {name: body[name] for name in ("title", "system") if name in body}
     if "sampling" in body:
         found["sampling"] = {name: value for name, value in sampling.items() if value is not None}

@@ -106,20 +106,16 @@ class ChatPanel:
     def _answer(self, name: str | None, what: dict[str, Any], settings: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         try:
             told = self._told(settings)
+            chosen = name or self.client.post("conversations", **told)["id"]
             if name:
                 self.client.patch("conversations", name, **told)
-            else:
-                name = self.client.post("conversations", **told)["id"]
-            events = self.client.events("conversations", name, "answer", **what)
-            first = True
-            for event in events:
-                if first:
-                    first = False
-                    kept = self.client.get("conversations", name)["messages"]
-                    kept = kept[:-1] if kept and kept[-1]["role"] == "assistant" else kept
-                    names = gr.update(choices=self._names(), value=name)
-                else:
-                    names = gr.skip()
+            kept: list[dict[str, Any]] = []
+            for event in self.client.events("conversations", chosen, "answer", **what):
+                names = gr.skip()
+                if not kept:  # the user's message is kept now; the answer that is being written may be, too
+                    kept = self.client.get("conversations", chosen)["messages"]
+                    kept = kept[:-1] if kept[-1]["role"] == "assistant" else kept
+                    names = gr.update(choices=self._names(), value=chosen)
                 if event["event"] == "error":
                     yield bubbles(kept), draw.page(draw.paragraph(event["message"], "bad")), gr.skip(), names
                     return

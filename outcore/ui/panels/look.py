@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gradio as gr
+from gradio import themes
 
 FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")
 MONO = ("ui-monospace", "SFMono-Regular", "Consolas", "Liberation Mono", "monospace")
@@ -11,7 +11,7 @@ CSS = """
   --oc-bad:#b91c1c; --oc-good:#047857; --oc-mark:#b7e4c7; }
 .dark { --oc-1:#60a5fa; --oc-2:#fbbf24; --oc-3:#34d399; --oc-4:#a78bfa; --oc-5:#f472b6; --oc-6:#22d3ee; --oc-7:#a3a3a3;
   --oc-bad:#fca5a5; --oc-good:#6ee7b7; --oc-mark:#1b5e3b; }
-.gradio-container { max-width: 1360px !important; margin: 0 auto !important; }
+.gradio-container { width: 100% !important; max-width: 1360px !important; margin: 0 auto !important; }
 .gradio-container main, .gradio-container .main, .gradio-container .wrap, .gradio-container .tabs,
 .gradio-container .tabitem, .gradio-container .tabitem > .column { width: 100% !important; box-sizing: border-box; }
 .gradio-container .tabitem .column, .gradio-container .tabitem .row { min-width: 0; }
@@ -69,6 +69,6 @@ HEAD = (
 )
 
 
-def theme() -> gr.themes.Base:
+def theme() -> themes.Base:
     """Gradio's plain theme in the system's fonts: nothing is fetched."""
-    return gr.themes.Base(primary_hue="blue", neutral_hue="gray", font=FONTS, font_mono=MONO, text_size="sm")
+    return themes.Base(primary_hue="blue", neutral_hue="gray", font=FONTS, font_mono=MONO, text_size="sm")
