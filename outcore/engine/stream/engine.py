@@ -33,6 +33,7 @@ from outcore.engine.base import (
 )
 from outcore.engine.stream.loss_scale import LossScaler
 from outcore.engine.stream.parts import EngineParts
+from outcore.engine.stream.ranks.slow import SlowRank
 from outcore.engine.stream.rng import generators_kept
 from outcore.engine.stream.schedule import PassSums
 from outcore.engine.stream.settings import StreamSettings
@@ -80,6 +81,7 @@ class StreamEngine:
         )
         self._state = StreamState(loaded, parts.homes, parts.ranks, parts.save_buffer)
         self._state_bytes = self._state.size_bytes()
+        self._slow_rank = SlowRank(parts.ranks)
         self._attempts = 0
         """Steps tried since the run began, skipped ones too: the key of dropout."""
         self._skips_in_a_row = 0
@@ -137,6 +139,8 @@ class StreamEngine:
         phase_s = clock.seconds()
         phase_s["optimizer"] = time.perf_counter() - begin_s
         phase_s |= parts.stalls.seconds()
+        if self.world_size > 1:
+            phase_s["stall_ranks"] = self._slow_rank.step(sum(phase_s[name] for name in ("forward", "backward")))
         self._tracing.step_ends()
         self._failed = False
         return StepResult(ce_sum / total, aux_sum / total, norm, total, skipped, phase_s)

@@ -94,7 +94,7 @@ class RankGroup:
         self._collective = k - 1
         self._collectives = 0
         self.waited_s = [0.0] * n
-        """Seconds that this rank has waited for each rank, as the last one to come."""
+        """Seconds that this rank's main thread has waited for each rank."""
         self._gone: RankEnded | None = None
         self._closed = threading.Event()
         self._states[rank] = _RUNNING
@@ -134,6 +134,7 @@ class RankGroup:
             return
         begin_s = looked_s = time.monotonic()
         slice_s, is_named = 5e-5, False
+        is_main = threading.current_thread() is threading.main_thread()
         missing = wanted
         while True:
             missing = tuple(r for r in missing if self._counts[r, counter] < count)
@@ -142,7 +143,8 @@ class RankGroup:
                 return
             time.sleep(slice_s)
             slice_s = min(1e-3, 1.2 * slice_s)
-            self.waited_s[missing[0]] += time.monotonic() - now_s
+            if is_main:
+                self.waited_s[missing[0]] += time.monotonic() - now_s
             if now_s - looked_s > HEALTH_S:
                 looked_s = now_s
                 self.check(missing)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from outcore.engine.stream.ranks.slow import SHARE, STEPS, SlowRank
 from tests.engine.stream.ranks.world import run_ranks, slow_then_named, train_with_fault
 
 
@@ -42,3 +43,16 @@ def test_a_slow_rank_is_named_and_waited_for(tmp_path):
     (words, said), (slow, _) = run_ranks(2, tmp_path / "ranks", slow_then_named, drive=str(tmp_path))
     assert words == slow == "no error"
     assert any("waiting for rank 1 (process " in line and "at: step 2" in line for line in said)
+
+
+def test_a_rank_that_holds_up_every_step_is_named_once(caplog):
+    class Ranks:
+        rank, waited_s = 0, [0.0, 0.0, 0.0]
+
+    slow = SlowRank(Ranks())  # pyright: ignore[reportArgumentType]
+    for step in range(3 * STEPS):
+        Ranks.waited_s[2 if step else 1] += 1.1 * SHARE
+        Ranks.waited_s[1] += 0.01
+        assert slow.step(1.0) == pytest.approx(1.1 * SHARE + 0.01)
+        assert len(caplog.records) == (step >= STEPS)
+    assert caplog.records[0].message.startswith("rank 2 is slow: rank 0 waited for it 22 %")

@@ -1,0 +1,44 @@
+"""Which rank the others wait for, step after step: seconds for the log, and a word when one rank holds up the run."""
+
+from __future__ import annotations
+
+import logging
+
+from outcore.staging.shared import Ranks
+
+logger = logging.getLogger(__name__)
+
+STEPS = 10
+"""So many steps in a row make a slow rank; one may have read data or met another program."""
+SHARE = 0.2
+"""Of a step that this rank waited for the same other one."""
+
+
+class SlowRank:
+    """Sees every step of this rank."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._before = list(ranks.waited_s)
+        self._last, self._in_a_row = -1, 0
+        self._named: set[int] = set()
+
+    def step(self, step_s: float) -> float:
+        """Seconds of this step in which this rank waited for others. Logs a rank that is slow, once."""
+        waited = [now - before for now, before in zip(self._ranks.waited_s, self._before, strict=True)]
+        self._before = list(self._ranks.waited_s)
+        slowest = max(range(len(waited)), key=waited.__getitem__)
+        is_slow = waited[slowest] > SHARE * step_s
+        self._in_a_row = self._in_a_row + 1 if is_slow and slowest == self._last else int(is_slow)
+        self._last = slowest
+        if self._in_a_row >= STEPS and slowest not in self._named:
+            self._named.add(slowest)
+            logger.warning(
+                "rank %d is slow: rank %d waited for it %.0f %% of each of the last %d steps. Look at its GPU's clock, "
+                "temperature and link (nvidia-smi -q -d PERFORMANCE), and at what else runs there",
+                slowest,
+                self._ranks.rank,
+                100 * waited[slowest] / step_s,
+                STEPS,
+            )
+        return sum(waited)
