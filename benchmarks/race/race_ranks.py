@@ -1,0 +1,173 @@
+"""The streaming engine on one, two and more ranks of one host, the same global batch: speed, RAM, losses.
+
+    python benchmarks/race/race_ranks.py --shape 1.2b --ranks 1 2 --cap_gib 6.5 --out ranks.json        (two GPUs)
+    python benchmarks/race/race_ranks.py --shape tiny --seq 16 --ranks 1 2 4 --steps 2                  (dry run, CPU)
+
+A rank is a process on the GPU of its number; where there are fewer GPUs, ranks share them (a rehearsal: the shared
+homes are pinned and read by every rank as on several GPUs, and only the speed means nothing). RAM is the sum of the
+processes' PSS, in which shared pages count once. Exit code 1 when a rank failed, when a loss is not within --tolerance
+of one rank's, or when RAM is above 1.1 times that of one rank (of models that take more than Python and libraries).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from race_common import cap_allocator, synchronize, token_batches
+from race_ours import random_model
+
+from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.ranks import Place
+from outcore.engine.stream.settings import StreamSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAST_RAM_BYTES = 8e9
+"""Of one rank, from which its RAM is homes and states rather than libraries."""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1.2b")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--micro_batches", type=int, default=4, help="of a step, over all ranks")
+    parser.add_argument("--mb", type=int, default=4, help="rows of one")
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--cap_gib", type=float, default=0.0, help="of each GPU")
+    parser.add_argument("--warm", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--settings", type=json.loads, default={}, help="of StreamSettings, as JSON")
+    parser.add_argument("--tolerance", type=float, default=5e-3)
+    parser.add_argument("--timeout_s", type=float, default=600.0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rank", help="RANK/RANKS/FOLDER: one of the processes")
+    return parser.parse_args()
+
+
+def pss_bytes() -> int:
+    """RAM of this process; a page that n processes share counts 1/n."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """One process; its result goes to a file of its own."""
+    rank, world_size, folder = options.rank.split("/", 2)
+    rank, world_size = int(rank), int(world_size)
+    store = torch.distributed.FileStore(f"{folder}/store", world_size)
+    calls = iter(range(1 << 30))
+
+    def exchange(mine: Any) -> list[Any]:
+        call = next(calls)
+        store.set(f"{call}/{rank}", pickle.dumps(mine))
+        return [pickle.loads(store.get(f"{call}/{other}")) for other in range(world_size)]
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    cap_allocator(options.cap_gib)
+    told = {"shape": options.shape, "seq": options.seq, "mb": options.mb, "gas": options.micro_batches}
+    libraries_bytes = pss_bytes()
+    loaded = random_model(told, device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    batches = token_batches(told)[rank::world_size]
+    tokens = tuple(batch["input_ids"].numel() for batch in batches)
+    settings = StreamSettings(**{"step_tokens": tokens, "row_tokens": options.seq, **options.settings})
+    engine = build_stream_engine(loaded, settings, device=device, place=Place(rank, world_size, exchange))
+    try:
+        losses = [engine.train_step(batches, 1e-4).loss for _ in range(options.warm)]
+        engine._parts.updates.drain()
+        synchronize()
+        begin_s, phases = time.perf_counter(), {}
+        for _ in range(options.steps):
+            step = engine.train_step(batches, 1e-4)
+            losses.append(step.loss)
+            for name, seconds in step.phase_s.items():
+                phases[name] = phases.get(name, 0.0) + seconds / options.steps
+        engine._parts.updates.drain()
+        synchronize()
+        step_s = (time.perf_counter() - begin_s) / options.steps
+        exchange(None)  # all are there when RAM is looked at
+        found = {"step_s": step_s, "losses": losses, "phases": phases, "ram_bytes": pss_bytes() - libraries_bytes}
+        exchange(None)
+        Path(folder, f"{rank}.json").write_text(json.dumps({**found, "words": engine.describe()}))
+    finally:
+        engine.close()
+
+
+def run_ranks(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Every rank's process; RuntimeError with the output of one that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        logs = [Path(folder, f"{rank}.log") for rank in range(world_size)]
+        children = []
+        for rank, log in enumerate(logs):
+            with open(log, "wb") as output:
+                command = [sys.executable, __file__, *sys.argv[1:], "--rank", f"{rank}/{world_size}/{folder}"]
+                children.append(subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT))
+        deadline_s = time.monotonic() + options.timeout_s
+        try:
+            for child in children:
+                child.wait(max(1.0, deadline_s - time.monotonic()))
+        finally:
+            for child in children:
+                child.kill()
+        results = []
+        for rank, log in enumerate(logs):
+            if not (found := Path(folder, f"{rank}.json")).exists():
+                raise RuntimeError(f"rank {rank} of {world_size} failed:\n{log.read_text()[-3000:]}")
+            results.append(json.loads(found.read_text()))
+    return {
+        "ranks": world_size,
+        "step_s": max(result["step_s"] for result in results),
+        "ram_bytes": sum(result["ram_bytes"] for result in results),
+        "losses": results[0]["losses"],
+        "phases": [result["phases"] for result in results],
+        "words": results[0]["words"],
+    }
+
+
+def main() -> int:
+    options = arguments()
+    if options.rank:
+        run_rank(options)
+        return 0
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    table: dict[str, Any] = {"device": name, "gpus": torch.cuda.device_count(), "shape": options.shape, "runs": []}
+    problems = []
+    for world_size in options.ranks:
+        found = run_ranks(world_size, options)
+        one = table["runs"][0] if table["runs"] else found
+        found["speed_up"] = one["step_s"] / found["step_s"]
+        found["ram_share"] = found["ram_bytes"] / one["ram_bytes"]
+        pairs = zip(found["losses"], one["losses"], strict=True)
+        found["loss_difference"] = max(abs(a - b) / abs(b) for a, b in pairs)
+        table["runs"].append(found)
+        print(
+            f"{world_size} rank(s): {found['step_s']:.3f} s/step, {found['speed_up']:.2f}x; RAM "
+            f"{found['ram_bytes'] / 1e9:.2f} GB, {found['ram_share']:.2f} of one rank's; losses within "
+            f"{found['loss_difference']:.1e}",
+            flush=True,
+        )
+        if found["loss_difference"] > options.tolerance:
+            problems.append(f"{world_size} ranks: losses differ by {found['loss_difference']:.1e}")
+        if found["ram_share"] > 1.1 and one["ram_bytes"] > LEAST_RAM_BYTES:
+            problems.append(f"{world_size} ranks: RAM is {found['ram_share']:.2f} of one rank's")
+        if options.out:
+            options.out.write_text(json.dumps(table, indent=1))
+    print("\n".join(problems) or "ok")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
