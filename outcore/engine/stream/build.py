@@ -192,7 +192,12 @@ def _open_ground(
     if settings.nvme_paths:
         scratch = undo.enter_context(
             Scratch(
-                settings.nvme_paths, storage, settings.nvme_checksums, rank=plan.place.rank, storage=settings.storage
+                settings.nvme_paths,
+                storage,
+                settings.nvme_checksums,
+                rank=plan.place.rank,
+                num_ranks=plan.place.world_size,
+                storage=settings.storage,
             )
         )
     upload = undo.enter_context(

@@ -35,8 +35,8 @@ def _opened(how: DriveAccess) -> StorageEngine:
 
 class Scratch:
     """Stores below `paths`, one folder per drive. `engine`: whose threads move the bytes; None opens one as `storage`
-    says. `checksums`: whether what comes back is verified (`choose_verification`). `rank`: each of a host has folders
-    of its own.
+    says. `checksums`: whether what comes back is verified (`choose_verification`). `rank`: each of the host's
+    `num_ranks` has folders of its own; rank 0 removes what a killed run with more ranks left.
 
     EngineError when a folder cannot be made, or another run uses it.
     """
@@ -48,6 +48,7 @@ class Scratch:
         checksums: Mode = "auto",
         *,
         rank: int = 0,
+        num_ranks: int = 1,
         storage: DriveAccess = DRIVE_ACCESS,
     ) -> None:
         name = f"{FOLDER}-{rank}" if rank else FOLDER
@@ -64,6 +65,8 @@ class Scratch:
             for folder in self.folders:
                 for left in folder.iterdir():
                     _remove_store(left)
+            for path in paths if rank == 0 else ():
+                _remove_left_by_ranks(Path(path).expanduser(), num_ranks)
         except OSError as error:  # StorageError is one
             for lock in self._locks:
                 lock.release()
@@ -157,6 +160,23 @@ class Scratch:
             with contextlib.suppress(OSError):  # not empty: something of somebody else's
                 folder.rmdir()
         return True
+
+
+def _remove_left_by_ranks(path: Path, first: int) -> None:
+    """Remove the scratch of ranks from `first` on that nobody uses any more."""
+    for folder in path.glob(f"{FOLDER}-*"):
+        number = folder.name.removeprefix(f"{FOLDER}-")
+        if folder.is_symlink() or not number.isdigit() or int(number) < first:
+            continue
+        try:
+            (lock,) = lock_directories([folder], exclusive=True)
+        except StoreInUse:
+            continue  # a run of another number of ranks is at work beside this one
+        for left in folder.iterdir():
+            _remove_store(left)
+        lock.release(remove=True)
+        with contextlib.suppress(OSError):  # not empty: something of somebody else's
+            folder.rmdir()
 
 
 def _remove_store(folder: Path) -> None:

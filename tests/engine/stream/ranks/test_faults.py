@@ -8,6 +8,8 @@ import time
 import pytest
 
 from outcore.engine.stream.ranks.slow import SHARE, STEPS, SlowRank
+from outcore.flow.weights import Scratch
+from outcore.storage.store import STORE_NAMES, lock_directories
 from tests.engine.stream.ranks.world import run_ranks, slow_then_named, train_with_fault
 
 
@@ -37,6 +39,21 @@ def test_no_room_on_one_ranks_drive(tmp_path):
     words, own = run_ranks(2, tmp_path / "ranks", train_with_fault, fault="no room", drive=str(tmp_path))
     assert own.startswith("EngineError: there is no room for the optimizer states on NVMe: 12 GB are missing")
     assert words.startswith("RankEnded: rank 1 failed: EngineError: there is no room")
+
+
+def test_scratch_of_killed_ranks_is_removed_by_a_run_with_fewer(tmp_path):
+    left = [tmp_path / f"outcore-scratch-{rank}" for rank in (1, 2, 3)]
+    for folder in left:
+        store = folder / "optimizer states"
+        store.mkdir(parents=True)
+        (store / STORE_NAMES[0]).write_bytes(b"x")
+    other = tmp_path / "outcore-scratch-mine"
+    other.mkdir()
+    (beside,) = lock_directories([left[2]], exclusive=True)
+    with Scratch([tmp_path], num_ranks=2):
+        assert [folder.exists() for folder in left] == [True, False, True]  # rank 1's own; a run beside this one
+    beside.release()
+    assert other.exists()
 
 
 def test_a_slow_rank_is_named_and_waited_for(tmp_path):
