@@ -14,26 +14,17 @@ from outcore.config.checks import BELOW_ZERO3, check_homes, check_range, check_s
 from outcore.config.convert import ConfigError
 from outcore.config.deepspeed_file import DeepSpeedFile
 from outcore.config.fields import FIELDS, TrainConfig
-from outcore.config.run_settings import LossScaling, Offload, Precision, RunSettings
+from outcore.config.run_settings import AS_SAID, DEFAULTS, LOSS_SCALING, LossScaling, Offload, Precision, RunSettings
 
 DEFAULT_MICRO_BATCH, DEFAULT_ACCUMULATION = 2, 4
 DEFAULT_STAGING_BYTES = 8 * GIB
-DEFAULT_LANE_SLOTS, DEFAULT_LANE_SLOT_BYTES = 4, 16 * MIB
+DEFAULT_LANE_SLOT_BYTES = 16 * MIB
 DEFAULT_MAX_IN_CPU_GB = 1.0
 SECTOR_BYTES = 4096
 """Direct drive transfers take whole sectors."""
 LORA_LR, FINE_TUNE_LR, SCRATCH_LR, TINY_LR = 2e-4, 2e-5, 3e-4, 2e-3
 """Usual peak learning rates: LoRA (Hu et al. 2021, table 12), full fine-tuning, pre-training of small models."""
 UNSAID = (None, "auto")
-DEFAULTS: dict[str, Any] = {
-    "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0,
-    "engine": "auto", "write_combined": "auto", "activations": "auto", "grad_accum_dtype": None,
-    "lane_slots": DEFAULT_LANE_SLOTS, "storage_engine": "auto", "storage_threads": 16,
-}  # fmt: skip
-"""Fields that nothing but flag, YAML and file decide -> the default."""
-LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "loss_scale_hysteresis": 2, "min_loss_scale": 1.0}
-AS_SAID = ("seed", "compile", "tiling", "tile_bytes", "nvme_checksums")
-"""Fields that the file cannot give."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +80,7 @@ class _Resolver:
             world_size=self.place.world_size,
             ranks_per_host=self.place.ranks_per_host or self.place.world_size,
             learning_rate=self._pick("learning_rate", rate, why),
+            max_grad_norm=self._pick("max_grad_norm", 1.0, "global norm; the usual choice for language models"),
             activation_checkpointing=recomputes(self.said),
             zero_stage=self.zero_stage,
             state_format=states,
