@@ -7,7 +7,7 @@ from typing import Any
 
 from outcore.performance.findings import ComparedRow, Projection
 from outcore.performance.steps import measured_steps, median_of
-from outcore.plan.constants import RATED_WRITES_PER_BYTE
+from outcore.plan import RATED_WRITES_PER_BYTE
 
 BYTES_LIMIT_PCT, TIME_LIMIT_PCT = 10.0, 20.0
 WAIT_LIMIT_PCT, SAVE_LIMIT_PCT = 50.0, 50.0

@@ -31,7 +31,7 @@ from outcore.performance.judge import judge
 from outcore.performance.page import render
 from outcore.performance.show import show
 from outcore.performance.steps import measured_steps, median_of
-from outcore.plan.profile import MEASURED_PROFILE, differs
+from outcore.plan import MEASURED_PROFILE, differs
 from outcore.train.configure import parse_config
 
 TRIAL_TIMEOUT_S = 900.0

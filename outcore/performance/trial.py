@@ -18,8 +18,7 @@ import torch
 
 from outcore.checkpoint import Checkpoint, open_checkpoint, step_folder
 from outcore.performance.timeline import Timeline
-from outcore.train.loop import Trainer
-from outcore.train.run import Ready, main
+from outcore.train.run import Ready, Trainer, main
 
 EVAL_MICRO_BATCHES = 4
 

@@ -12,10 +12,11 @@ times are forecasts.
 from __future__ import annotations
 
 from outcore.model.shape import preset_shape, resolve_shape
-from outcore.plan.choose import Change, PlanAnswer, choose, choose_or_change
-from outcore.plan.hardware import Hardware, Overrides, ProfileError, hardware_of
+from outcore.plan.choose import PlanAnswer, choose, choose_or_change
+from outcore.plan.constants import RATED_WRITES_PER_BYTE
+from outcore.plan.hardware import Hardware, ProfileError
 from outcore.plan.inference import InferencePlan, plan_inference, plan_of
-from outcore.plan.profile import load_hardware
-from outcore.plan.record import Item, Plan, StepTime, TierUse
+from outcore.plan.profile import MEASURED_PROFILE, differs, load_hardware
+from outcore.plan.record import Plan, TierUse
 from outcore.plan.request import RunRequest
 from outcore.sizing.shape import ModelShape

@@ -8,6 +8,4 @@ checkpoints.
 from outcore.states.buffers import StateBuffers, open_store
 from outcore.states.homes import Homes
 from outcore.states.placement import ChunkHomes, GradPlace, StateChunk, Updatable, cut_states, spill
-from outcore.states.ring.ring import StateRing
-from outcore.states.ring.schedule import RingTicket
-from outcore.states.ring.traffic import BEFORE_ALL_UNITS
+from outcore.states.ring import BEFORE_ALL_UNITS, RingTicket, StateRing

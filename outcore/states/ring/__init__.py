@@ -1,0 +1,7 @@
+"""States on a drive, past the CPU optimizer and back, in slots of RAM."""
+
+from outcore.states.ring.ring import StateRing
+from outcore.states.ring.schedule import RingTicket
+from outcore.states.ring.traffic import BEFORE_ALL_UNITS
+
+__all__ = ["BEFORE_ALL_UNITS", "RingTicket", "StateRing"]

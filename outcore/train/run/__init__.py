@@ -1,6 +1,7 @@
 """One run of training: assembled, trained to its end, and its failures said in words."""
 
+from outcore.train.loop import Trainer
 from outcore.train.run.assemble import Ready
 from outcore.train.run.entry import main
 
-__all__ = ["Ready", "main"]
+__all__ = ["Ready", "Trainer", "main"]
