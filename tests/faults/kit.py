@@ -25,7 +25,6 @@ SOURCE = Path(__file__).with_name("preload.c")
 MODEL = Path(__file__).with_name("model.json")
 STEPS = 4
 TIMEOUT_S = 240.0
-ANNOUNCED = re.compile(r"^checkpoint: .*step-(\d+)", re.M)
 
 
 def build_library(folder: Path) -> Path:
@@ -65,6 +64,7 @@ class Server:
         ours = ("MASTER_PORT", "MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")
         environ = {key: value for key, value in os.environ.items() if key not in ours}
         environ |= {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a parent are not those of its children
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.server"],
             cwd=REPOSITORY, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -85,10 +85,11 @@ class Server:
         fault: Fault | str | None = None,
         fields: dict[str, Any] | None = None,
         count: Path | None = None,
+        warms: bool = False,
     ) -> Ended:
-        """A run to its end; `count`: a file that is told how often the call came by."""
+        """A run to its end. `count`: a file that is told how often the call came by; `warms`: see `server`."""
         environ = {"OUTCORE_FAULT": str(fault or "")} | ({"OUTCORE_FAULT_COUNT": str(count)} if count else {})
-        return self._job({"argv": argv, "environ": environ, "fields": fields or {}}, log)
+        return self._job({"argv": argv, "environ": environ, "fields": fields or {}, "warms": warms}, log)
 
     def phase(self, name: str, root: Path, fault: Fault | None = None) -> Ended:
         """One of `phases.PHASES` below `root`."""
@@ -133,7 +134,7 @@ class World:
         self.root.mkdir(parents=True, exist_ok=True)
         self.corpus = self.root / "a text.txt"
         self.corpus.write_text("\n\n".join(TEXT.format(i, i * i) * 12 for i in range(60)))
-        straight = self.run(self.root / "straight", cache=self.root / "cache")
+        straight = self.run(self.root / "straight", cache=self.root / "cache", warms=True)
         assert straight.code == 0, straight.said[-3000:]
         self.expected = states(self.root / f"straight/checkpoint/r/step-{STEPS:08d}")
 
@@ -154,9 +155,11 @@ class World:
             return {}
         return {"nvme_path": str(root / "drive"), "state_ram_bytes": 0, "weight_ram_bytes": 0, "activations": "nvme"}
 
-    def run(self, root: Path, fault: Fault | None = None, *, cache: Path, count: Path | None = None) -> Ended:
+    def run(
+        self, root: Path, fault: Fault | None = None, *, cache: Path, count: Path | None = None, warms: bool = False
+    ) -> Ended:
         root.mkdir(exist_ok=True)
-        return self.server.run(self.argv(root, cache), root / "log.txt", fault, self.fields(root), count)
+        return self.server.run(self.argv(root, cache), root / "log.txt", fault, self.fields(root), count, warms)
 
     def verdict(self, root: Path, fault: Fault, *, cache: Path | None = None) -> str:
         """Run under the fault, judge the end, start again without it and judge that."""

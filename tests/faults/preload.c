@@ -1,7 +1,7 @@
 // Faults between a program and its drives, for tests: loaded with LD_PRELOAD, told by OUTCORE_FAULT what goes wrong.
 //
 // OUTCORE_FAULT="call kind path nth times": the `nth` call (from 1) of `call` (open read write fsync rename unlink mkdir
-// rmdir stat mmap space thread) on a path that contains `path` misbehaves, and so do the next ones until `times` did.
+// rmdir stat mmap space thread; `any` of them) on a path that contains `path` misbehaves, and so do the next ones until `times` did.
 // kind: a number of errno; `short` (half of it moves), `lost` (a write that claims to have happened), `torn` (half of it,
 // claimed whole), `flip` (one bit of what is read), `kill` (SIGKILL before it), `killed` (SIGKILL after it), `term`, `hup`.
 // The variable is read at every call, so a program can be started once and forked. OUTCORE_FAULT_COUNT names a file: how
@@ -50,7 +50,7 @@ static void name_of(int fd, char* out, size_t size) {
 
 // Whether this call misbehaves; fills `plan`. Kinds that kill do so here (`killed`: by the caller, afterwards).
 static int strikes(struct Plan* plan, const char* call, const char* path, int fd) {
-  if (!read_plan(plan) || strcmp(plan->call, call) != 0) return 0;
+  if (!read_plan(plan) || (strcmp(plan->call, call) != 0 && strcmp(plan->call, "any") != 0)) return 0;
   char name[4096];
   if (path == NULL) {
     name_of(fd, name, sizeof(name));
@@ -143,7 +143,9 @@ int unlinkat(int folder, const char* path, int flags) {
     struct Plan plan; \
     const int strike = strikes(&plan, "open", path, -1); \
     if (strike) { REFUSE(-1) } \
-    return real(path, flags, mode); \
+    const int result = real(path, flags, mode); \
+    if (strike) kill(getpid(), SIGKILL); \
+    return result; \
   }
 OPENING(open)
 OPENING(open64)
@@ -158,7 +160,9 @@ OPENING(open64)
     struct Plan plan; \
     const int strike = strikes(&plan, "open", path, -1); \
     if (strike) { REFUSE(-1) } \
-    return real(folder, path, flags, mode); \
+    const int result = real(folder, path, flags, mode); \
+    if (strike) kill(getpid(), SIGKILL); \
+    return result; \
   }
 OPENING_AT(openat)
 OPENING_AT(openat64)
@@ -183,6 +187,7 @@ static void flip(void* data, ssize_t n) {
     ssize_t result = real passed; \
     if (strike && is(&plan, "flip")) flip(data, result); \
     if (strike && is(&plan, "short") && result > 1) result /= 2; \
+    if (strike && is(&plan, "killed")) kill(getpid(), SIGKILL); \
     return result; \
   }
 READING(read, (int fd, void* data, size_t n), (fd, data, n), data, n)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -20,9 +21,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
 
+from outcore.common.listing import damaged_weights
 from tests.engine.stream.runs.job import same, states
 from tests.faults.kit import STEPS, Fault, Server, World, announced, build_library
 
@@ -49,8 +51,18 @@ KINDS = {
 }
 SCRATCH_KINDS = ("lost", "torn")
 """Writes that a drive claims to have done; only scratch can tell, checkpoints are read back when they are used."""
-MOST_NTH = 40
-"""Kills fall on one of so many first calls of a kind."""
+KILL_PLACES = {
+    "save": ("any", "step-0000000"),
+    "rotate": ("unlink", "step-0000000"),
+    "export": ("any", "/export/"),
+    "cache": ("any", "/cache/"),
+    "metrics": ("any", "metrics.jsonl"),
+    "scratch": ("any", "tensors.bin"),
+    "whole run": ("any", "/life"),
+}
+"""Phase -> which calls on which paths a kill falls before or after; resumes read what saves have written."""
+MOST_KILLS = 8
+"""In one life."""
 
 
 def cells() -> list[tuple[str, Fault]]:
@@ -71,6 +83,9 @@ class Workers:
         self._library = build_library(root)
         self._local = threading.local()
         self._servers: list[Server] = []
+        self._counting = threading.Lock()
+        self._calls: dict[str, int] = {}
+        self.jobs = jobs
         self.pool = ThreadPoolExecutor(jobs)
 
     def world(self) -> World:
@@ -80,6 +95,18 @@ class Workers:
             self._servers.append(running)
             self._local.world = World(running, folder, self._engine)
         return self._local.world
+
+    def calls(self) -> dict[str, int]:
+        """How many system calls a whole run makes in each of `KILL_PLACES`, counted once."""
+        world = self.world()
+        with self._counting:
+            for phase, (call, path) in KILL_PLACES.items():
+                if phase not in self._calls:
+                    root, told = world.root / f"life-{phase}", world.root / "count"
+                    ended = world.run(root, Fault(call, "kill", path, 1 << 30), cache=root / "cache", count=told)
+                    assert ended.code == 0, ended.said
+                    self._calls[phase] = int(told.read_text())
+        return self._calls
 
     def close(self) -> None:
         self.pool.shutdown(cancel_futures=True)
@@ -97,66 +124,73 @@ def one_cell(workers: Workers, number: int, phase: str, fault: Fault) -> str:
     return word
 
 
-def one_life(workers: Workers, number: int, kills: int) -> tuple[int, str]:
-    """A run that is killed up to `kills` times and then finished: (kills that fell, verdict)."""
-    world, draw = workers.world(), random.Random(number)
+def one_life(workers: Workers, number: int) -> tuple[Counter[str], str]:
+    """A run that is killed up to `MOST_KILLS` times, and then comes to its end: (kills by phase, verdict)."""
+    world, draw, calls = workers.world(), random.Random(number), workers.calls()
     root = world.root / f"life{number}"
-    cache, fell = root / "cache", 0
-    for _ in range(kills):
-        before = announced(root)
-        path, calls = PLACES[draw.choice(list(PLACES))]
-        fault = Fault(draw.choice(calls), draw.choice(("kill", "killed")), path, draw.randint(1, MOST_NTH))
-        ended = world.run(root, fault, cache=cache)
-        if ended.code == 0:
-            break  # it came through before the blow
+    fell: Counter[str] = Counter()
+    while True:
+        newest, fault, phase = announced(root), None, ""
+        if fell.total() < MOST_KILLS:
+            phase = draw.choice([name for name in KILL_PLACES if name != "cache" or not fell])
+            left = calls[phase] * (STEPS + 1 - newest) // (STEPS + 1)  # a resumed run makes fewer
+            call, path = KILL_PLACES[phase]
+            fault = Fault(call, draw.choice(("kill", "killed")), path, draw.randint(1, max(1, left)))
+        ended = world.run(root, fault, cache=root / "cache")
+        resumed = re.search(r"resumed from .*step-(\d+) at step", ended.said)
+        if newest and resumed and int(resumed[1]) != newest:
+            return fell, f"lost: step {newest} was announced: {ended.said[:800]}"
         if ended.code != -9:
-            return fell, f"ended with {ended.code} after {fault}: {ended.said[-600:]}"
-        fell += 1
-        if announced(root) < before:
-            return fell, f"lost: step {before} was announced, {announced(root)} is left after {fault}"
-    verdict = "same"
-    newest = announced(root)
-    ended = world.run(root, cache=cache)
+            break
+        fell[phase] += 1
+        if announced(root) < newest:
+            return fell, f"lost: step {newest} was announced, {announced(root)} is left after {fault}"
     if ended.code != 0:
-        verdict = f"lost: the last start ended with {ended.code}: {ended.said[-600:]}"
-    elif newest and f"step-{newest:08d} at step" not in ended.said:
-        verdict = f"lost: step {newest} was announced: {ended.said[:800]}"
-    elif not same(states(root / f"checkpoint/r/step-{STEPS:08d}"), world.expected):
-        verdict = "silent: other weights"
-    if verdict == "same":
-        shutil.rmtree(root, ignore_errors=True)
-    return fell, verdict
+        return fell, f"lost: the last start ended with {ended.code} ({fault}): {ended.said[-600:]}"
+    if newest and not resumed:
+        return fell, f"lost: step {newest} was announced: {ended.said[:800]}"
+    if not same(states(root / f"checkpoint/r/step-{STEPS:08d}"), world.expected):
+        return fell, "silent: other weights"
+    if damaged_weights(root / "export/r") != ([], []):
+        return fell, "silent: a damaged export"
+    shutil.rmtree(root, ignore_errors=True)
+    return fell, "same"
 
 
-def matrix(workers: Workers, most: int | None, say: Callable[[str], None]) -> dict:
+def matrix(workers: Workers, most: int | None, on_found: Callable[[str, dict], None]) -> dict:
     todo = cells()
     if most is not None:
         todo = random.Random(0).sample(todo, min(most, len(todo)))
-    asked = {(p, f): workers.pool.submit(one_cell, workers, i, p, f) for i, (p, f) in enumerate(todo)}
+    asked = {workers.pool.submit(one_cell, workers, i, p, f): (p, f) for i, (p, f) in enumerate(todo)}
     counts: Counter[str] = Counter()
-    bad = {}
-    for (phase, fault), future in asked.items():
-        word = future.result()
+    found = {"cells": len(todo), "done": 0, "counts": counts, "bad": {}}
+    for future in as_completed(asked):
+        (phase, fault), word = asked[future], future.result()
         counts[word.split(":")[0]] += 1
+        found["done"] += 1
         if word not in GOOD:
-            bad[f"{phase}: {fault}"] = word
-            say(f"BAD {phase}: {fault}: {word}")
-    return {"cells": len(todo), "counts": dict(counts), "bad": bad}
+            found["bad"][f"{phase}: {fault}"] = word
+        on_found(f"{phase}: {fault}: {word}", found)
+    return found
 
 
-def kill_many(workers: Workers, count: int, say: Callable[[str], None]) -> dict:
-    fell, number, bad = 0, 0, {}
-    while fell < count and number < 20 * count:
-        batch = [workers.pool.submit(one_life, workers, number + i, 5) for i in range(max(1, min(64, count - fell)))]
-        for i, future in enumerate(batch):
-            kills, verdict = future.result()
-            fell += kills
+def kill_many(workers: Workers, count: int, on_found: Callable[[str, dict], None]) -> dict:
+    phases: Counter[str] = Counter()
+    found = {"kills": 0, "lives": 0, "by_phase": phases, "bad": {}}
+    waiting, number = set(), 0
+    while found["kills"] < count or waiting:
+        while found["kills"] < count and len(waiting) < 2 * workers.jobs and number < 20 * count:
+            waiting.add(workers.pool.submit(one_life, workers, number))
+            number += 1
+        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        for future in done:
+            fell, verdict = future.result()
+            phases += fell
+            found["kills"], found["by_phase"], found["lives"] = phases.total(), phases, found["lives"] + 1
             if verdict != "same":
-                bad[f"life {number + i}"] = verdict
-                say(f"BAD life {number + i}: {verdict}")
-        number += len(batch)
-        say(f"{fell} kills in {number} lives, {len(bad)} bad")
-    return {"kills": fell, "lives": number, "bad": bad}
+                found["bad"][f"life {found['lives']}"] = verdict
+            on_found(f"{found['kills']} kills in {found['lives']} lives: {verdict}", found)
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -170,18 +204,22 @@ def main(argv: list[str] | None = None) -> int:
     root = Path(tempfile.mkdtemp(prefix="outcore-faults-"))
     began_s = time.monotonic()
     workers = Workers(args.engine, root, args.jobs)
+
+    def on_found(words: str, found: dict) -> None:
+        """Say it, and keep all so far: a machine may die before the end."""
+        print(words, flush=True)
+        more = {"what": args.what, "engine": args.engine, "seconds": round(time.monotonic() - began_s)}
+        if args.out is not None:
+            args.out.write_text(json.dumps(found | more, indent=1), encoding="utf-8")
+
     try:
         found = (
-            matrix(workers, args.count, lambda words: print(words, flush=True))
+            matrix(workers, args.count, on_found)
             if args.what == "matrix"
-            else kill_many(workers, args.count or 1000, lambda words: print(words, flush=True))
+            else kill_many(workers, args.count or 1000, on_found)
         )
     finally:
         workers.close()
-    found |= {"what": args.what, "engine": args.engine, "seconds": round(time.monotonic() - began_s)}
-    print(json.dumps({key: value for key, value in found.items() if key != "bad"}))
-    if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
     if not found["bad"]:
         shutil.rmtree(root, ignore_errors=True)
     return 1 if found["bad"] else 0
