@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from outcore.common.output import watch_reader
 from outcore.common.words import nearest
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -29,6 +30,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 """Name -> (module with `main(argv) -> int`, what it is for)."""
+
+
+GO_ON = ("train", "serve")
+"""What they do matters more than who reads along."""
 
 
 def usage() -> str:
@@ -56,7 +61,10 @@ def main(argv: list[str] | None = None) -> int:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         print(f"outcore: unknown command {name!r}.{hint} Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
-    return int(importlib.import_module(COMMANDS[name][0]).main(args[1:]))
+    watch_reader(ends=name not in GO_ON)
+    code = int(importlib.import_module(COMMANDS[name][0]).main(args[1:]))
+    sys.stdout.flush()
+    return code
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import re
 import shutil
 import sys
 import sysconfig
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from outcore.common.quantities import GIB
 from outcore.install.environment import Environment
 from outcore.install.pip import Stream
 from outcore.install.progress import InstallProgress
-from outcore.machine import available_ram_bytes, detect_cpu
+from outcore.machine import available_ram_bytes, detect_cpu, remove_stale_lock
 
 # A compiler on torch's headers takes up to 2.0 GB (M).
 RAM_PER_COMPILE_BYTES = 2 * GIB
@@ -131,31 +130,6 @@ def is_built(directory: Path, extension: Extension, key: Mapping[str, str]) -> b
     return has_object and not (folder / "lock").exists() and _built_for(folder) == dict(key)
 
 
-def remove_stale_lock(directory: Path, name: str, min_age_s: float = 0.0, proc: Path = Path("/proc")) -> bool:
-    """Remove the lock of a build that was killed (torch would wait for it for ever); True when one was removed.
-
-    A build in progress has its `ninja` and compilers working in the extension's folder: then the lock stays. Where
-    several processes may load at the same time, give a `min_age_s` of a minute: between taking the lock and starting
-    ninja a process looks dead.
-    """
-    folder = directory / name
-    lock = folder / "lock"
-    try:
-        age_s = time.time() - lock.stat().st_mtime
-    except OSError:
-        return False
-    if age_s < min_age_s:
-        return False
-    for cwd in proc.glob("[0-9]*/cwd"):
-        try:
-            if os.path.realpath(cwd) == os.path.realpath(folder):
-                return False
-        except OSError:
-            continue  # a process that ended meanwhile, or another user's
-    lock.unlink(missing_ok=True)
-    return True
-
-
 def missing_prerequisite(extension: Extension, accelerator: str) -> str:
     """Why an extension cannot be built here ('' when it can): its headers or compiler are not there."""
     if shutil.which("c++") is None and shutil.which("g++") is None:
@@ -205,7 +179,7 @@ def build_all(
     directory, key = Path(environ["TORCH_EXTENSIONS_DIR"]), build_key(environment, accelerator)
     results = []
     for extension in extensions_for(accelerator):
-        if remove_stale_lock(directory, extension.name):
+        if remove_stale_lock(directory / extension.name):
             progress.say(f"{extension.name}: removed the lock of a build that was interrupted")
         if is_built(directory, extension, key):
             results.append(BuildResult(extension.name, True))
@@ -257,7 +231,7 @@ def _build(
     finally:
         progress.end(code == 0)
         if code != 0:
-            remove_stale_lock(Path(environ["TORCH_EXTENSIONS_DIR"]), extension.name)
+            remove_stale_lock(Path(environ["TORCH_EXTENSIONS_DIR"]) / extension.name)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("a", encoding="utf-8") as log:
             log.write(f"== {extension.name}: exit code {code}\n" + "\n".join(lines) + "\n")

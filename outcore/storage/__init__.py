@@ -4,7 +4,7 @@ from outcore.storage.block_file import BlockFile
 from outcore.storage.descriptor import BufferedFallbackWarning
 from outcore.storage.engine import DRIVE_ACCESS, DriveAccess, StorageEngine, open_engine
 from outcore.storage.engines import KvikioEngine, PosixEngine
-from outcore.storage.errors import StorageError, StoreInUse, describe_errno
+from outcore.storage.errors import ChangedBytes, StorageError, StoreInUse, describe_errno
 from outcore.storage.host_buffer import aligned_bytes
 from outcore.storage.store import DigestRule, Extent, TensorSpec, TensorStore
 from outcore.storage.transfer import Transfer, gather

@@ -58,6 +58,10 @@ class StorageError(OSError):
         return _rebuild, (type(self), self.action, state)
 
 
+class ChangedBytes(StorageError):
+    """A drive gave back other bytes than it was given."""
+
+
 class StoreInUse(StorageError):
     """Another process, or another store object of this one, holds the lock of a store's folder."""
 

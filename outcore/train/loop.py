@@ -56,6 +56,8 @@ class Trainer:
         self.steps_s: deque[float] = deque(maxlen=KEPT_STEPS)
         """Seconds of this process's latest steps."""
         self.saved_step = -1
+        self.saved_path: Path | None = None
+        """The checkpoint of `saved_step`, saved or resumed from."""
         self.unsaved_because = ""
         """Why the last `save` wrote nothing."""
         self._doubt = ""
@@ -248,7 +250,7 @@ class Trainer:
         p.progress.activity(f"saving step {self.step}")
         if p.metrics is not None:
             p.metrics.sync()
-        save_checkpoint(
+        self.saved_path = save_checkpoint(
             p.folder.checkpoints,
             self.step,
             self._write_state,
@@ -306,6 +308,7 @@ class Trainer:
         if p.keeps_data_position:
             p.stream.load_state_dict(state["data"])
         self.step = self.saved_step = int(state["step"])
+        self.saved_path = checkpoint.path
         self.tokens_seen = int(state["tokens_seen"])
         self.first_loss, self.last_loss = state.get("first_loss"), state.get("last_loss")
         if p.best is not None:

@@ -91,9 +91,10 @@ class Server:
         environ = {"OUTCORE_FAULT": str(fault or "")} | ({"OUTCORE_FAULT_COUNT": str(count)} if count else {})
         return self._job({"argv": argv, "environ": environ, "fields": fields or {}, "warms": warms}, log)
 
-    def phase(self, name: str, root: Path, fault: Fault | None = None) -> Ended:
-        """One of `phases.PHASES` below `root`."""
-        return self._job({"phase": name, "root": str(root), "fault": str(fault or "")}, root / "log.txt")
+    def phase(self, name: str, root: Path, fault: Fault | None = None, count: Path | None = None) -> Ended:
+        """One of `phases.PHASES` below `root`; `count` as for `run`."""
+        job = {"phase": name, "root": str(root), "fault": str(fault or ""), "count": str(count or "")}
+        return self._job(job, root / "log.txt")
 
     def _job(self, job: dict[str, Any], log: Path) -> Ended:
         log.unlink(missing_ok=True)

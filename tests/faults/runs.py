@@ -2,15 +2,19 @@
 
     python -m tests.faults.runs matrix --engine stream --jobs 16 --out matrix.json
     python -m tests.faults.runs kills --engine stream --count 1000 --jobs 16 --out kills.json
+    python -m tests.faults.runs kills --engine phases --out kills-phases.json
 
 `matrix`: each cell is a run under one fault, judged, then a start without it. `kills`: runs are killed at drawn system
 calls again and again, also while they resume, then finished; none may lose what it announced, and all must end with the
-weights of a run that nothing happened to. Exit code 1 when a cell is silent, a trace, without a path, lost or hangs.
+weights of a run that nothing happened to. With `phases`, saves, rotation, resumes, exports, caches, metrics and scratch
+alone (`phases.py`) are killed before and after every system call that they make below their folder. Exit code 1 when a
+cell is silent, a trace, without a path, lost or hangs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
@@ -22,11 +26,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, as_completed, wait
+from contextlib import closing
 from pathlib import Path
 
 from outcore.common.listing import damaged_weights
 from tests.engine.stream.runs.job import same, states
 from tests.faults.kit import STEPS, Fault, Server, World, announced, build_library
+from tests.faults.phases import PHASES
 
 GOOD = ("went on", "told", "dead")
 PLACES = {
@@ -193,17 +199,56 @@ def kill_many(workers: Workers, count: int, on_found: Callable[[str, dict], None
     return found
 
 
+def kill_phases(library: Path, root: Path, on_found: Callable[[str, dict], None]) -> dict:
+    """Kill each of `phases` before and after every one of its system calls, and look at what the next start finds."""
+    phases: Counter[str] = Counter()
+    found = {"kills": 0, "by_phase": phases, "bad": {}}
+    with closing(Server(library)) as running:
+        for name, phase in PHASES.items():
+            calls = _phase_calls(running, root / "counted", name)
+            for nth, kind in itertools.product(range(1, calls + 1), ("kill", "killed")):
+                here = root / f"{name}-{nth}-{kind}"
+                here.mkdir()
+                phase.prepare(here)
+                ended = running.phase(name, here, Fault("any", kind, str(here), nth))
+                phases[name] += ended.code == -9
+                found["kills"] = phases.total()
+                try:
+                    assert ended.code in (0, -9), ended.said
+                    phase.check(here, ended.code == 0)
+                    again = running.phase(name, here)
+                    assert again.code == 0 or "exists already" in again.said, again.said
+                    phase.check(here, True)
+                except Exception as error:
+                    found["bad"][f"{name}: {kind} {nth}"] = f"{type(error).__name__}: {error}: {ended.said[-600:]}"
+                    continue
+                shutil.rmtree(here, ignore_errors=True)
+            on_found(f"{name}: {phases[name]} kills at {calls} system calls, {len(found['bad'])} bad so far", found)
+    return found
+
+
+def _phase_calls(running: Server, root: Path, name: str) -> int:
+    """How many system calls a phase makes below its folder."""
+    here, told = root / name, root / f"{name}.count"
+    here.mkdir(parents=True)
+    PHASES[name].prepare(here)
+    ended = running.phase(name, here, Fault("any", "kill", str(here), 1 << 30), told)
+    assert ended.code == 0, ended.said
+    return int(told.read_text())
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.runs", description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("matrix", "kills"))
-    parser.add_argument("--engine", choices=("stream", "deepspeed"), default="stream")
+    parser.add_argument("--engine", choices=("stream", "deepspeed", "phases"), default="stream")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time; each takes about 1.5 GB of RAM and a core")
     parser.add_argument("--count", type=int, help="kills (default 1000), or a drawn part of the matrix")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
+    if (args.what, args.engine) == ("matrix", "phases"):
+        parser.error("the matrix of phases is tests/faults/test_matrix.py")
     root = Path(tempfile.mkdtemp(prefix="outcore-faults-"))
     began_s = time.monotonic()
-    workers = Workers(args.engine, root, args.jobs)
 
     def on_found(words: str, found: dict) -> None:
         """Say it, and keep all so far: a machine may die before the end."""
@@ -212,14 +257,15 @@ def main(argv: list[str] | None = None) -> int:
         if args.out is not None:
             args.out.write_text(json.dumps(found | more, indent=1), encoding="utf-8")
 
-    try:
-        found = (
-            matrix(workers, args.count, on_found)
-            if args.what == "matrix"
-            else kill_many(workers, args.count or 1000, on_found)
-        )
-    finally:
-        workers.close()
+    if args.engine == "phases":
+        found = kill_phases(build_library(root), root, on_found)
+    else:
+        with closing(Workers(args.engine, root, args.jobs)) as workers:
+            found = (
+                matrix(workers, args.count, on_found)
+                if args.what == "matrix"
+                else kill_many(workers, args.count or 1000, on_found)
+            )
     if not found["bad"]:
         shutil.rmtree(root, ignore_errors=True)
     return 1 if found["bad"] else 0

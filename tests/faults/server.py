@@ -33,6 +33,9 @@ def child(job: dict[str, Any]) -> None:
     if "phase" in job:
         from tests.faults.phases import run_phase
 
+        if job["count"]:
+            os.environ["OUTCORE_FAULT_COUNT"] = job["count"]
+
         os._exit(run_phase(job["phase"], job["root"], job["fault"]))
     os.environ.update(job["environ"])
     from outcore.engine.deepspeed.staged import gradients

@@ -22,7 +22,6 @@ from outcore.install.extensions import (
     has_header,
     is_built,
     missing_prerequisite,
-    remove_stale_lock,
     sanitise_arch_list,
 )
 from outcore.install.progress import InstallProgress
@@ -96,21 +95,6 @@ def test_only_finished_builds_for_this_machine_count(tmp_path: Path) -> None:
     for damaged in ("[]", "{"):
         (tmp_path / "cpu_adam" / KEY_NAME).write_text(damaged)
         assert not is_built(tmp_path, BY_NAME["cpu_adam"], key)
-
-
-def test_lock_of_a_killed_build_goes_and_of_a_running_one_stays(tmp_path: Path) -> None:
-    proc = tmp_path / "proc"
-    (proc / "12").mkdir(parents=True)
-    (proc / "12" / "cwd").symlink_to(tmp_path / "x" / "cpu_adam")
-    (proc / "13").mkdir()
-    add_built(tmp_path / "x", "cpu_adam", {})
-    lock = tmp_path / "x/cpu_adam/lock"
-    assert not remove_stale_lock(tmp_path / "x", "cpu_adam", proc=proc)
-    lock.touch()
-    assert not remove_stale_lock(tmp_path / "x", "cpu_adam", proc=proc) and lock.exists()
-    (proc / "12" / "cwd").unlink()
-    assert not remove_stale_lock(tmp_path / "x", "cpu_adam", min_age_s=3600, proc=proc)
-    assert remove_stale_lock(tmp_path / "x", "cpu_adam", proc=proc) and not lock.exists()
 
 
 def test_prerequisites(monkeypatch: pytest.MonkeyPatch) -> None:

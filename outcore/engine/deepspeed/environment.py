@@ -10,9 +10,11 @@ import os
 import re
 import socket
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
+
+from outcore.machine import remove_stale_locks
 
 GROUP_OF_ONE = "OUTCORE_GROUP_OF_ONE"
 """Holds the process that became a group of one by itself, and its port: a child that inherits the variables as they are
@@ -36,6 +38,18 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def remove_stale_builds(environ: Mapping[str, str], say: Callable[[str], None] = print) -> None:
+    """Remove the locks that killed builds of extensions left: torch would wait for them, for ever and without a word.
+
+    Rank 0 of each host does it; the others wait for what it then builds.
+    """
+    if environ.get("LOCAL_RANK", "0") != "0":
+        return
+    root = environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    for name in remove_stale_locks(Path(root)):
+        say(f"engine: removed the lock that a killed build of DeepSpeed's {name} had left in {root}")
 
 
 def prepare_environment(

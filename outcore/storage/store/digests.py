@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from outcore.common.quantities import KIB
-from outcore.storage.errors import StorageError
+from outcore.storage.errors import ChangedBytes
 
 BLOCK_BYTES = 64 * KIB
 
@@ -174,7 +174,7 @@ class BlockDigests:
             "torn, or bits changed on the drive or on the way. Do not trust this drive (look at `dmesg` and "
             "`smartctl -a`); nothing was trained on these bytes, and the last checkpoint is whole"
         )
-        raise StorageError(f"verification of {self.name!r}", path=path, offset=offset, reason=reason)
+        raise ChangedBytes(f"verification of {self.name!r}", path=path, offset=offset, reason=reason)
 
     def _size(self, block: int) -> int:
         return min(BLOCK_BYTES, self.n_bytes - block * BLOCK_BYTES)

@@ -8,14 +8,14 @@ checkpoint is still intact. After the last step there is nothing to save: the ex
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import sys
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+
+from outcore.common.output import drop_output
 
 
 class StopRequest:
@@ -52,7 +52,7 @@ class StopRequest:
                 sys.stderr.write(words)
                 sys.stderr.flush()
             except (OSError, ValueError):  # the terminal is gone
-                _drop_output()
+                drop_output(sys.stdout, sys.stderr)
 
     def wanted(self) -> bool:
         """True on every rank as soon as one rank was asked to stop."""
@@ -69,12 +69,3 @@ class StopRequest:
     def exit_code(self) -> int:
         """What the shell expects of a process that a signal ended: 128 + its number."""
         return 128 + int(self.signal) if self.signal else 0
-
-
-def _drop_output() -> None:
-    """Have what is printed from now on go nowhere: a run must not end because nobody can read it."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # no descriptor of its own
-            os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from outcore.common import explain_error
 from outcore.common.hub import stay_offline
+from outcore.common.output import watch_reader
 from outcore.config import TrainConfig
 from outcore.engine.deepspeed import watch_launcher
 from outcore.monitor.metrics import StartupClock
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None, goal: Goal = train_to_end, *, began_s: f
     0 done; 1 the run failed (checkpoints intact); 2 wrong input; 128 + signal when stopped and saved.
     """
     job: RunJob | None = None
+    watch_reader(ends=False)  # a run must not end because nobody reads along
     try:
         clock = StartupClock(began_s)
         config: TrainConfig = parse_config(argv)

@@ -17,6 +17,7 @@ def train_to_end(ready: Ready) -> int:
     job, trainer, context = ready.job, ready.trainer, ready.context
     parts, folder, checkpoint = trainer.parts, context.folder, context.checkpoint
     job.phase = "training"
+    job.saved = lambda: trainer.saved_path
     if checkpoint is not None:
         checkpoint = _resume(ready, checkpoint)
         job.say(f"resumed from {checkpoint.path} at step {trainer.step}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
@@ -32,6 +34,8 @@ class RunJob:
         """The error that the user has read."""
         self.phase = "starting"
         """What is being done, for an error of the system that says nothing of it."""
+        self.saved: Callable[[], Path | None] = lambda: None
+        """The last checkpoint that this process saved or resumed from."""
         self.said: list[str] = []
 
     def say(self, line: str) -> None:

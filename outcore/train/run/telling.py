@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import outcore
 from outcore.common import explain_error
+from outcore.storage import ChangedBytes
 from outcore.train.memory_advice import explain
 from outcore.train.process import explain_order
 
@@ -21,6 +23,7 @@ class Ended(Protocol):
     engine_name: str
     told: BaseException | None
     phase: str
+    saved: Callable[[], Path | None]
 
 
 TOLD = (ValueError, RuntimeError, OSError, MemoryError)
@@ -40,7 +43,21 @@ def tell(error: BaseException, run: Ended | None) -> None:
         plain = plain_words(error, run) or explain_error(error, run.phase if run is not None else "starting")
         if plain is None and not _raised_by_us(error):
             traceback.print_exception(error)
-        print(f"error: {plain or error}", file=sys.stderr, flush=True)
+        back = _back_to(run.saved()) if run is not None and _is_changed(error) else ""
+        print(f"error: {plain or error}{back}", file=sys.stderr, flush=True)
+
+
+def _is_changed(error: BaseException | None) -> bool:
+    """Whether a drive that gave back other bytes is behind the error."""
+    while error is not None and not isinstance(error, ChangedBytes):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _back_to(saved: Path | None) -> str:
+    if saved is None:
+        return ". This run has saved none yet: begin it again, with another --nvme_offload_path"
+    return f". Go back to {saved}: the same command with --resume_from_checkpoint auto, and another --nvme_offload_path"
 
 
 def plain_words(error: BaseException, run: Ended | None) -> RuntimeError | None:

@@ -1,0 +1,48 @@
+"""Locks that killed builds of C++ extensions leave: removed when nobody builds, and only then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outcore.engine.deepspeed.environment import remove_stale_builds
+from outcore.machine import remove_stale_lock, remove_stale_locks
+
+
+def locked(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    return folder / "lock"
+
+
+def test_of_a_build_in_progress_it_stays(tmp_path: Path) -> None:
+    lock, proc = locked(tmp_path / "x/cpu_adam"), tmp_path / "proc"
+    (proc / "12").mkdir(parents=True)
+    (proc / "12/cwd").symlink_to(lock.parent)
+    (proc / "13").mkdir()
+    assert not remove_stale_lock(lock.parent, proc) and lock.exists()
+    (proc / "12/cwd").unlink()
+    assert remove_stale_lock(lock.parent, proc) and not lock.exists()
+    assert not remove_stale_lock(lock.parent, proc)
+
+
+def test_of_a_process_that_just_took_it_it_stays(tmp_path: Path) -> None:
+    """torch holds it open from before ninja starts until after it has ended."""
+    lock = locked(tmp_path / "x/cpu_adam")
+    with open(lock):
+        assert not remove_stale_lock(lock.parent) and lock.exists()
+    assert remove_stale_lock(lock.parent) and not lock.exists()
+
+
+def test_all_below_a_folder_by_name(tmp_path: Path) -> None:
+    locks = [locked(tmp_path / name) for name in ("async_io", "py311_cu130/cpu_adam")]
+    (tmp_path / "pin_memory").mkdir()
+    assert remove_stale_locks(tmp_path) == ["async_io", "cpu_adam"] and not any(lock.exists() for lock in locks)
+    assert remove_stale_locks(tmp_path / "nowhere") == []
+
+
+def test_a_run_by_deepspeed_says_what_it_removed(tmp_path: Path) -> None:
+    lock, said = locked(tmp_path / "cpu_adam"), []
+    remove_stale_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path), "LOCAL_RANK": "1"}, said.append)
+    assert lock.exists() and not said
+    remove_stale_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)}, said.append)
+    assert not lock.exists() and len(said) == 1 and "cpu_adam" in said[0] and str(tmp_path) in said[0]

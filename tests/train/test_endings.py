@@ -1,0 +1,185 @@
+"""How runs end and go on when something around them breaks: late signals, loads that fail, readers that leave."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outcore.checkpoint import shards
+from outcore.common import FileError
+from outcore.storage import TensorStore
+from outcore.train.loop import Trainer
+from outcore.train.run import main
+from tests.engine.stream.runs.job import stream_settings
+from tests.train.jobs import REPOSITORY, fixtures, flags, fresh_env, metrics, same, states
+
+corpus, shared, straight, straight_by, in_the_repository = fixtures
+pytestmark = pytest.mark.no_cover
+RUN = ["--run_name", "r", "--max_steps", "6", "--precision", "bf16", "--eval_steps", "0", "--save_total_limit", "9"]
+
+
+def continued(tmp_path: Path, corpus: Path, straight: Path, last_step: int) -> list[str]:
+    """A copy of the straight run as it was after `last_step`; the flags that go on from there."""
+    for name in ("checkpoint", "log"):
+        shutil.copytree(straight / name, tmp_path / name)
+    for folder in (tmp_path / "checkpoint/r").glob("step-*"):
+        if int(folder.name[5:]) > last_step:
+            shutil.rmtree(folder)
+    return flags(tmp_path, corpus, *RUN, "--save_steps", "2", "--no_export", "--resume_from_checkpoint", "auto")
+
+
+@pytest.mark.parametrize("stem", ["model", "exp_avg_sq"])
+def test_a_load_that_fails_after_the_check_falls_back_to_the_older_one(
+    tmp_path: Path, corpus: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    stem: str,
+) -> None:  # fmt: skip
+    argv = continued(tmp_path, corpus, straight, 4)
+    original = shards.ShardReader.read
+
+    def fails(self: shards.ShardReader, name: str) -> Any:
+        file = self.file_of(name)
+        if file.parent.name == "step-00000004" and file.name.startswith(f"{stem}-"):
+            raise FileError(f"reading {name}", file, 5)
+        return original(self, name)
+
+    monkeypatch.setattr(shards.ShardReader, "read", fails)
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    passed_over = next(line for line in said.splitlines() if "passing over" in line)
+    assert "step-00000004" in passed_over and f"{stem}-00001" in passed_over and "EIO" in passed_over
+    assert "resumed from" in said and "step-00000002 at step 2" in said
+    end = "checkpoint/r/step-00000006"
+    assert same(states(tmp_path / end), states(straight / end))
+    assert [line["step"] for line in metrics(tmp_path) if "event" not in line] == [1, 2, 3, 4, 5, 6]
+
+
+def test_one_that_was_named_is_not_passed_over(
+    tmp_path: Path, corpus: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = continued(tmp_path, corpus, straight, 4)
+    named = tmp_path / "checkpoint/r/step-00000004"
+
+    def fails(self: shards.ShardReader, name: str) -> Any:
+        raise FileError(f"reading {name}", self.file_of(name), 5)
+
+    monkeypatch.setattr(shards.ShardReader, "read", fails)
+    assert main([*argv[:-1], str(named)]) == 1
+    told = capsys.readouterr()
+    assert str(named) in told.err and "EIO" in told.err and "passing over" not in told.out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_after_the_last_step_finishes_the_export_and_ends_with_0(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    original = Trainer.run
+
+    def signalled(self: Trainer, stop: Any) -> bool:
+        finished = original(self, stop)
+        os.kill(os.getpid(), number)
+        return finished
+
+    monkeypatch.setattr(Trainer, "run", signalled)
+    assert main(flags(tmp_path, corpus, *RUN[:2], "--max_steps", "1", "--eval_steps", "0")) == 0
+    told = capsys.readouterr()
+    assert f"{signal.Signals(number).name}: " in told.err and "done: 1 steps" in told.out
+    assert (tmp_path / "export/r/model.safetensors").is_file()
+
+
+def test_a_damaged_line_of_the_log_is_said_with_its_file(
+    tmp_path: Path, corpus: Path, straight: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = continued(tmp_path, corpus, straight, 4)
+    log = tmp_path / "log/r/metrics.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    third = next(number for number, line in enumerate(lines) if b'"step": 3,' in line)
+    lines[third] = bytes([lines[third][0] ^ 4]) + lines[third][1:]
+    log.write_bytes(b"".join(lines))
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    (warning,) = [line for line in said.splitlines() if str(log) in line and "WARNING" in line]
+    assert "1 line(s) were torn by a crash or damaged" in warning
+    assert [line["step"] for line in metrics(tmp_path) if "event" not in line] == [1, 2, 4, 5, 6]
+
+
+@pytest.mark.parametrize("saves", ["1", "0"])
+def test_a_block_that_the_drive_changed_names_the_checkpoint_to_go_back_to(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saves: str
+) -> None:
+    stores: list[TensorStore] = []
+    original, made = Trainer.train_one, TensorStore.__init__
+
+    def keep(self: TensorStore, *args: Any, **more: Any) -> None:
+        made(self, *args, **more)
+        stores.append(self)
+
+    def damaged(self: Trainer, batches: Any) -> Any:
+        if self.step == 2:
+            _flip(stores)
+        return original(self, batches)
+
+    monkeypatch.setattr(TensorStore, "__init__", keep)
+    monkeypatch.setattr(Trainer, "train_one", damaged)
+    argv = flags(tmp_path, corpus, *RUN, "--save_steps", saves, "--no_export", "--nvme_checksums", "on")
+    with stream_settings(nvme_path=str(tmp_path / "drive"), state_ram_bytes=0, weight_ram_bytes=0):
+        assert main(argv) == 1
+    told = capsys.readouterr().err
+    assert "came back other than they were written" in told and "tensors.bin" in told and "Traceback" not in told
+    newest = tmp_path / "checkpoint/r/step-00000002"
+    if saves == "1":
+        assert f"Go back to {newest}: the same command with --resume_from_checkpoint auto" in told
+        assert main([*argv, "--resume_from_checkpoint", "auto"]) == 1  # the flipping stays, at its own step 2
+    else:
+        assert "This run has saved none yet" in told
+
+
+def _flip(stores: list[TensorStore]) -> None:
+    """One bit of every layer's states and weights that lie on the drive."""
+    for store in stores:
+        for name in (name for name in store.names if "layer" in name):
+            place = store.extent(name)[0]
+            with open(place.path, "r+b") as file:
+                file.seek(place.offset + 100)
+                (byte,) = file.read(1)
+                file.seek(place.offset + 100)
+                file.write(bytes([byte ^ 1]))
+
+
+COMMANDS: dict[str, list[str]] = {"runs": [], "plan": ["--model", "1b", "--nominal"], "models": []}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_reader_that_leaves_ends_a_command_without_a_word(tmp_path: Path, name: str) -> None:
+    """As `outcore runs | head -1` does, at the first byte."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", "outcore.cli", name, *COMMANDS[name]],
+            cwd=tmp_path, env=fresh_env(PYTHONPATH=str(REPOSITORY)), stdout=writes, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    finally:
+        os.close(writes)
+    assert (child.returncode, child.stderr) == (141, "")
+
+
+def test_a_run_outlives_who_reads_along(tmp_path: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from outcore.common.output import watch_reader\n"
+        "watch_reader(ends=False)\n"
+        "for step in range(3): print('step', step, flush=True)\n"
+        f"open({str(tmp_path / 'saved')!r}, 'w').write('whole')\n"
+    )
+    reads, writes = os.pipe()
+    os.close(reads)
+    child = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, stdout=writes, stderr=subprocess.PIPE)
+    os.close(writes)
+    assert (child.returncode, child.stderr, (tmp_path / "saved").read_text()) == (0, b"", "whole")
