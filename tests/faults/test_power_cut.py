@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +17,9 @@ from outcore.checkpoint import TensorPlan, newest_checkpoint, save_checkpoint, w
 from outcore.checkpoint.export import export_model
 from outcore.common import write_json
 from outcore.common.listing import damaged_weights
+from outcore.data import DataSettings, load_or_train_tokenizer
+from outcore.data.cache import open_or_build
+from outcore.monitor import MetricsLog, read_metrics
 from tests.faults.powercut import Drive, PowerIsCut, counted_calls, drive, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
@@ -25,7 +31,7 @@ def disk(tmp_path: Path) -> Iterator[Drive]:
         yield made
 
 
-def cut_at_each_call(disk: Drive, prepare: Callable[[], None], work: Callable[[], None], check: Callable[[], None]):
+def cut_at_each_call(disk: Drive, prepare: Callable[[], None], work: Callable[[], object], check: Callable[[], None]):
     """Run `work` again and again, the power cut before its 1st, 2nd, ... call; `check` what a new start finds."""
     cuts = 0
     while True:
@@ -144,3 +150,62 @@ def test_a_file_written_atomically_is_old_or_new(disk: Drive) -> None:
         assert json.loads(path.read_text())["n"] in (value - 1, value)
 
     assert cut_at_each_call(disk, prepare, work, check) >= 3
+
+
+def test_lines_of_the_log_up_to_a_checkpoint_are_there(disk: Drive) -> None:
+    """The loop syncs the log before it announces a checkpoint; a resumed run cuts the rest off, also by a rewrite."""
+    path, announced = disk.root / "log/metrics.jsonl", 0
+
+    def prepare() -> None:
+        with MetricsLog(path, resume_step=announced) as log:
+            log.write_header({"run": "r"})
+
+    def work() -> None:
+        nonlocal announced
+        log = MetricsLog(path, resume_step=announced - 1 if announced > 2 else announced)  # a line is dropped again
+        for _ in range(3):
+            step = (read_metrics(path).steps or [{"step": 0}])[-1]["step"] + 1
+            log.write_step({"step": step, "loss": 1.0 / step})
+            log.sync()
+            announced = step
+            log.write_step({"step": step + 1, "loss": 0.0})  # of a step that no checkpoint has yet
+        log.close()
+
+    def check() -> None:
+        nonlocal announced
+        with MetricsLog(path, resume_step=announced) as log:
+            assert log.damaged_lines <= 1
+        steps = [step["step"] for step in read_metrics(path).steps]
+        assert steps in (list(range(1, announced + 1)), list(range(1, announced))), (steps, announced)
+        announced = len(steps)
+
+    assert cut_at_each_call(disk, prepare, work, check) > 6
+
+
+def test_caches_are_whole_or_built_again(disk: Drive) -> None:
+    cache, text = disk.root / "cache", disk.root / "text.txt"
+    settings = DataSettings(dataset=str(text), cache_dir=str(cache), seq_length=32)
+    tokens = np.arange(30000, dtype=np.uint16)
+
+    def build(writer: Any) -> dict[str, Any]:
+        writer.array("tokens", np.uint16).append(tokens)
+        return {"rows": 3}
+
+    def prepare() -> None:
+        shutil.rmtree(cache, ignore_errors=True)
+        text.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+        os.sync()
+
+    def work(say: Callable[[str], None] = print) -> tuple[list[int], bool]:
+        arrays, _ = open_or_build(cache / "tokens", build, timeout_s=20.0, say=say, what="the tokens")
+        tokenizer = load_or_train_tokenizer(settings, vocab_size=512, say=say)
+        return tokenizer("a lazy dog")["input_ids"], np.array_equal(arrays["tokens"], tokens)
+
+    prepare()
+    expected = work()
+
+    def check() -> None:
+        said: list[str] = []
+        assert work(said.append) == expected and len([line for line in said if "damaged" in line]) <= 2, said
+
+    assert cut_at_each_call(disk, prepare, work, check) > 8
