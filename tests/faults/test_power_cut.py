@@ -162,14 +162,13 @@ def test_lines_of_the_log_up_to_a_checkpoint_are_there(disk: Drive) -> None:
 
     def work() -> None:
         nonlocal announced
-        log = MetricsLog(path, resume_step=announced - 1 if announced > 2 else announced)  # a line is dropped again
-        for _ in range(3):
-            step = (read_metrics(path).steps or [{"step": 0}])[-1]["step"] + 1
-            log.write_step({"step": step, "loss": 1.0 / step})
-            log.sync()
-            announced = step
-            log.write_step({"step": step + 1, "loss": 0.0})  # of a step that no checkpoint has yet
-        log.close()
+        went_back = announced - 1 if announced > 2 else announced  # the file is written anew, without its last line
+        with MetricsLog(path, resume_step=went_back) as log:
+            for step in range(went_back + 1, went_back + 4):
+                log.write_step({"step": step, "loss": 1.0 / step})
+                log.sync()
+                announced = step
+            log.write_step({"step": announced + 1, "loss": 0.0})  # of a step that no checkpoint has yet
 
     def check() -> None:
         nonlocal announced

@@ -104,6 +104,18 @@ def test_zeros_after_a_power_cut_and_repeated_steps_are_dropped(tmp_path: Path) 
     assert steps_of(path) == [1, 2, 3]
 
 
+def test_an_open_log_goes_back_to_an_older_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_run(path, 4)
+    with MetricsLog(path, resume_step=4) as log:
+        log.write_header({"run": "r", "again": 1})
+        log.go_back_to(2)
+        log.write_step({"step": 3})
+    assert steps_of(path) == [1, 2, 3]
+    (resumed,) = [line for line in map(json.loads, path.read_text().splitlines()) if line.get("event") == "resume"]
+    assert resumed["step"] == 2 and resumed["header"]["again"] == 1
+
+
 def test_kill_9_loses_no_finished_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     code = (

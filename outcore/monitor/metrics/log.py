@@ -83,16 +83,41 @@ class MetricsLog:
                 self._keep_older()
             elif self.path.exists():
                 self.dropped_lines, self.damaged_lines = truncate_after(self.path, resume_step)
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644)
-            self._size_bytes = os.fstat(self._fd).st_size
-            fsync_folder(self.path.parent)
+            self._open()
         except OSError as error:
             raise MetricsLogError(self.path, "open", error) from error
         self._has_header = self._size_bytes > 0
+        self._header: dict[str, Any] = {}
         self._resume_step = resume_step
+
+    def _open(self) -> None:
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o644)
+        try:
+            self._size_bytes = os.fstat(self._fd).st_size
+            fsync_folder(self.path.parent)
+        except BaseException:
+            os.close(self._fd)
+            self._fd = -1
+            raise
+
+    def go_back_to(self, step: int) -> None:
+        """Drop the lines of later steps: the run goes on from an older checkpoint than the log was opened for.
+
+        Raises:
+            MetricsLogError: the file cannot be rewritten.
+        """
+        self.close()
+        try:
+            truncate_after(self.path, step)
+            self._open()
+        except OSError as error:
+            raise MetricsLogError(self.path, "open", error) from error
+        self._resume_step = step
+        self.write_header(self._header)
 
     def write_header(self, header: dict[str, Any]) -> None:
         """Line 0 of a new file; in a resumed file a "resume" line that carries the new process's header."""
+        self._header = header
         if self._has_header:
             self._write({"event": "resume", "step": self._resume_step or 0, "time_s": time.time(), "header": header})
         else:

@@ -67,6 +67,8 @@ def _resume(ready: Ready, checkpoint: Checkpoint) -> Checkpoint:
             older = newest_checkpoint(checkpoint.path.parent, job.say, before=checkpoint.path)
             if older is None:
                 raise
+            if trainer.parts.metrics is not None:
+                trainer.parts.metrics.go_back_to(older.step)
             checkpoint = older
 
 
