@@ -21,7 +21,7 @@ from outcore.common.quantities import GIB
 from outcore.install.environment import Environment
 from outcore.install.pip import Stream
 from outcore.install.progress import InstallProgress
-from outcore.machine import available_ram_bytes, detect_cpu, remove_stale_lock
+from outcore.machine import available_ram_bytes, detect_cpu, remove_stale_locks
 
 # A compiler on torch's headers takes up to 2.0 GB (M).
 RAM_PER_COMPILE_BYTES = 2 * GIB
@@ -178,9 +178,9 @@ def build_all(
     """Build what is not built yet, one after the other. A failure is a result with its reason, not an exception."""
     directory, key = Path(environ["TORCH_EXTENSIONS_DIR"]), build_key(environment, accelerator)
     results = []
+    for name in remove_stale_locks(directory):
+        progress.say(f"{name}: removed the lock of a build that was interrupted")
     for extension in extensions_for(accelerator):
-        if remove_stale_lock(directory / extension.name):
-            progress.say(f"{extension.name}: removed the lock of a build that was interrupted")
         if is_built(directory, extension, key):
             results.append(BuildResult(extension.name, True))
             continue
@@ -231,7 +231,7 @@ def _build(
     finally:
         progress.end(code == 0)
         if code != 0:
-            remove_stale_lock(Path(environ["TORCH_EXTENSIONS_DIR"]) / extension.name)
+            remove_stale_locks(Path(environ["TORCH_EXTENSIONS_DIR"]))
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("a", encoding="utf-8") as log:
             log.write(f"== {extension.name}: exit code {code}\n" + "\n".join(lines) + "\n")

@@ -11,7 +11,7 @@ import platform
 import sys
 from pathlib import Path
 
-from outcore.machine.build_locks import remove_stale_lock, remove_stale_locks
+from outcore.machine.build_locks import remove_stale_locks
 from outcore.machine.drives import Usage, drive_of, local_drives
 from outcore.machine.gpus import Runner, detect_gpus, run_command
 from outcore.machine.host import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from outcore.engine.deepspeed.environment import remove_stale_builds
-from outcore.machine import remove_stale_lock, remove_stale_locks
+from outcore.machine.build_locks import remove_stale_lock, remove_stale_locks
 
 
 def locked(folder: Path) -> Path:

@@ -35,7 +35,7 @@ def continued(tmp_path: Path, corpus: Path, straight: Path, last_step: int) -> l
     return flags(tmp_path, corpus, *RUN, "--save_steps", "2", "--no_export", "--resume_from_checkpoint", "auto")
 
 
-@pytest.mark.parametrize("stem", ["model", "exp_avg_sq"])
+@pytest.mark.parametrize("stem", ["master", "exp_avg_sq"])
 def test_a_load_that_fails_after_the_check_falls_back_to_the_older_one(
     tmp_path: Path, corpus: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     stem: str,
