@@ -162,9 +162,11 @@ def _three_steps(loaded: LoadedModel) -> str:
     off = max(abs(a.loss - b) / max(1.0, abs(b)) for a, b in zip(mine, losses))
     if not off <= 1e-5:
         return f"WRONG: losses off by {off:.1e}"
-    off = max(abs((a.grad_norm or 0.0) - b) / b for a, b in zip(mine, norms))
-    if not off <= 1e-4:
-        return f"WRONG: gradient norms off by {off:.1e}"
+    off = [abs((a.grad_norm or 0.0) - b) / b for a, b in zip(mine, norms)]
+    # Of the same weights; later ones differ by rounding, which choices of experts and some recurrences blow up: plain
+    # PyTorch in fp32 is off by 2.5e-4 of fp64's for qwen3_5 in step 3.
+    if not (off[0] <= 1e-4 and max(off) <= 1e-3):
+        return f"WRONG: gradient norms off by {off[0]:.1e} in step 1, {max(off):.1e} later"
     worst = max(
         (float((weights[name] - p.detach()).abs().mean()) / (STEPS * LR), name)
         for name, p in loaded.model.named_parameters()
