@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from race_common import cap_allocator, synchronize, token_batches
 from race_ours import random_model
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.ranks import Place
+from outcore.engine.stream.ranks import RankPlace
 from outcore.engine.stream.settings import StreamSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,13 +64,13 @@ def run_rank(options: argparse.Namespace) -> None:
     """One process; its result goes to a file of its own."""
     rank, world_size, folder = options.rank.split("/", 2)
     rank, world_size = int(rank), int(world_size)
-    store = torch.distributed.FileStore(f"{folder}/store", world_size)
+    store = FileStore(f"{folder}/store", world_size)
     calls = iter(range(1 << 30))
 
     def exchange(mine: Any) -> list[Any]:
         call = next(calls)
-        store.set(f"{call}/{rank}", pickle.dumps(mine))
-        return [pickle.loads(store.get(f"{call}/{other}")) for other in range(world_size)]
+        store.set(f"{call}/{rank}", pickle.dumps(mine).hex())
+        return [pickle.loads(bytes.fromhex(store.get(f"{call}/{other}").decode())) for other in range(world_size)]
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -83,7 +84,7 @@ def run_rank(options: argparse.Namespace) -> None:
     batches = token_batches(told)[rank::world_size]
     tokens = tuple(batch["input_ids"].numel() for batch in batches)
     settings = StreamSettings(**{"step_tokens": tokens, "row_tokens": options.seq, **options.settings})
-    engine = build_stream_engine(loaded, settings, device=device, place=Place(rank, world_size, exchange))
+    engine = build_stream_engine(loaded, settings, device=device, place=RankPlace(rank, world_size, exchange))
     try:
         losses = [engine.train_step(batches, 1e-4).loss for _ in range(options.warm)]
         engine._parts.updates.drain()

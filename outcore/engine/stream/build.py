@@ -7,7 +7,7 @@ a later step fails.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -255,7 +255,7 @@ class _Optimizer:
     pool: OptimizerPool
     ring: StateRing | None
     updates: PartUpdates
-    also_closed: list[Callable[[float], object]]
+    also_closed: Sequence[Callable[[float], object]]
 
 
 def _open_optimizer(
@@ -299,7 +299,7 @@ class _Traffic:
     download: GradientShipping
     tiles: TiledParts | None
     """None: every part comes in whole."""
-    also_closed: list[Callable[[float], object]]
+    also_closed: Sequence[Callable[[float], object]]
 
 
 def _traffic(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from outcore.common import FileError
 from outcore.engine.stream.build import build_stream_engine
@@ -37,13 +38,13 @@ SETTINGS = replace(TINY_SETTINGS, max_grad_norm=0.5, logits_chunk_bytes=1 << 20)
 
 def exchange_of(folder: Path, rank: int, world_size: int):
     """An all-gather of plain values over a file."""
-    store = torch.distributed.FileStore(str(folder / "store"), world_size)
+    store = FileStore(str(folder / "store"), world_size)
     calls = iter(range(10**9))
 
     def exchange(mine: Any) -> list[Any]:
         call = next(calls)
-        store.set(f"{call}/{rank}", pickle.dumps(mine))
-        return [pickle.loads(store.get(f"{call}/{r}")) for r in range(world_size)]
+        store.set(f"{call}/{rank}", pickle.dumps(mine).hex())
+        return [pickle.loads(bytes.fromhex(store.get(f"{call}/{r}").decode())) for r in range(world_size)]
 
     return exchange
 
