@@ -54,8 +54,8 @@ def test_two_ranks_are_refused_together(tmp_path: Path, corpus: Path) -> None:
         ranks.append(start_script(REPOSITORY / "train_model.py", argv, env, log))
     assert [rank.wait(240) for rank in ranks] == [2, 2], [log.read_text() for log in logs]
     told = [log.read_text() for log in logs]
-    assert "does not fit this machine: RAM:" in told[0] and "--fit_check warn" in told[0]
-    assert "Traceback" not in told[0] + told[1] and not list(tmp_path.glob("*/r"))
+    assert "RAM" in told[0] and "where every byte goes; --fit_check warn tries it" in told[0], told[0]
+    assert "Traceback" not in told[0] + told[1] and not list(tmp_path.glob("*/r")), told
 
 
 def test_warn_tries_it(

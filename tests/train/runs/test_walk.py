@@ -44,10 +44,10 @@ def _write_data(folder: Path) -> None:
                 {"role": "assistant", "content": f"{n} is {n % 7}."},
             ]
         }
-        for n in range(200)
+        for n in range(60)
     ]
     (folder / "chats.jsonl").write_text("\n".join(json.dumps(chat) for chat in chats))
-    rows = "\n".join(f"How much is {n} and {n}?,It is {2 * n}." for n in range(200))
+    rows = "\n".join(f"How much is {n} and {n}?,It is {2 * n}." for n in range(60))
     (folder / "qa.csv").write_text(f"prompt,completion\n{rows}\n")
 
 
