@@ -290,7 +290,7 @@ class InferenceEngine:
                 request,
                 choice,
                 derived_seed(seed, choice),
-                TextStream(self.speech.tokenizer, sampling.stop),
+                TextStream(self.speech.tokenizer, sampling.stop, keeps_special=request.keeps_special),
                 Drafter() if self.speculates else None,
                 Clock(arrived_s),
                 frozenset(ends),

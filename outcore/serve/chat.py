@@ -6,13 +6,14 @@ import json
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from outcore.infer import Answer, Piece, Request
 from outcore.infer.requests import Chosen
 from outcore.serve.body import flag, sorted_out, usage_of, wants_usage
 from outcore.serve.errors import bad
-from outcore.serve.parsing import AnswerParser, Mode, Parsed, marks_of, of_chat, takes_tools
+from outcore.serve.parsing import AnswerParser, Mode, Parsed, TemplateParser, marks_of, of_chat, takes_tools
 from outcore.serve.service import Service, failure_of
 
 FIELDS = frozenset(
@@ -51,12 +52,19 @@ class ChatCall:
             raise bad(str(error), "messages") from error
         ids = tuple(service.prompts.tokenizer(prompt, add_special_tokens=False)["input_ids"])
         self.request: Request = service.request_of(fields, ids, service.new_name("chatcmpl"))
+        self._template = getattr(service.prompts.tokenizer, "response_template", None)
+        self._prompt, self._tools = prompt, tools
+        if self._template is not None:
+            self.request = replace(self.request, keeps_special=True)
         self._marks = marks_of(service.prompts.tokenizer, with_tools=bool(tools))
         self._begins_in: Mode = "reasoning" if prompt.rstrip().endswith("<think>") else "content"
 
-    def parser(self, choice: int) -> AnswerParser:
+    def parser(self, choice: int) -> AnswerParser | TemplateParser:
         """What tells an answer's parts apart."""
-        return AnswerParser(f"{self.request.name}-{choice}", self._marks, self._begins_in)
+        name = f"{self.request.name}-{choice}"
+        if self._template is not None:
+            return TemplateParser(name, self._template, self._prompt, self._tools)
+        return AnswerParser(name, self._marks, self._begins_in)
 
 
 def _tools_of(fields: dict[str, Any], service: Service) -> list[Any]:

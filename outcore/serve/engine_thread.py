@@ -20,8 +20,13 @@ IDLE_S = 0.5
 class EngineThread:
     """Owns an engine from `start` to `stop`."""
 
-    def __init__(self, engine: InferenceEngine, after_pass: Callable[[], None] = lambda: None) -> None:
-        self.engine, self._after_pass = engine, after_pass
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        after_pass: Callable[[], None] = lambda: None,
+        on_failure: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        self.engine, self._after_pass, self._on_failure = engine, after_pass, on_failure
         self.failures = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -47,8 +52,9 @@ class EngineThread:
                 while not self._stopping.is_set() and self.engine.step():
                     self.failures = 0
                     self._after_pass()
-            except Exception:
+            except Exception as error:
                 self.failures += 1
+                self._on_failure(error)
                 logger.exception("a pass failed; its answers ended with an error")
         self.engine.cancel_all()
         self.engine.step()

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from outcore.infer import Answer, InferenceEngine
 from outcore.infer.opening import OpenedModel
 from outcore.plan import InferencePlan, load_hardware, plan_of
+from outcore.serve.against_plan import AgainstPlan
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -31,6 +32,7 @@ class ServeMetrics:
         self.registry = CollectorRegistry()
         self._opened, engine = opened, opened.engine
         self.forecast, self.why_no_forecast = forecast_of(opened)
+        self.against_plan = AgainstPlan(opened, self.forecast)
 
         def histogram(name: str, words: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
             return Histogram(f"outcore_{name}", words, buckets=buckets, registry=self.registry)
@@ -83,11 +85,7 @@ class ServeMetrics:
             gauge("forecast_pass_seconds", "What the plan says of the last pass", self._forecast_s)
 
     def _forecast_s(self) -> float:
-        assert self.forecast is not None
-        engine = self._opened.engine
-        running = list(engine.scheduler.running)
-        kv_tokens = sum(sequence.computed for sequence in running)
-        return self.forecast.pass_time(engine.counts.last_pass_rows, kv_tokens, len(running)).seconds
+        return AgainstPlan(self._opened, self.forecast).forecast_s()
 
     def _preempted(self) -> float:
         return self._opened.engine.scheduler.num_preempted
@@ -100,6 +98,7 @@ class ServeMetrics:
         """Note the pass that has just run."""
         counts = self._opened.engine.counts
         self.pass_time.observe(counts.last_pass_s)
+        self.against_plan.passed()
         self.pass_rows.observe(counts.last_pass_rows)
 
     def answered(self, answer: Answer, prompt_tokens: int) -> None:

@@ -18,6 +18,10 @@ Mode = Literal["content", "reasoning", "tool"]
 MARKS: dict[Mode, tuple[str, str]] = {"reasoning": ("<think>", "</think>"), "tool": ("<tool_call>", "</tool_call>")}
 
 
+REASONING = ("reasoning_content", "thinking")
+"""What templates call the part that is not said aloud."""
+
+
 @dataclass
 class Parsed:
     """One answer, told apart."""
@@ -97,6 +101,62 @@ class AnswerParser:
         self.whole.reasoning += new.reasoning
         self.whole.tool_calls += new.tool_calls
         return new
+
+
+class TemplateParser:
+    """As `AnswerParser`, for a tokenizer that says itself how its answers are written (`response_template`): read by
+    transformers' own parser, special marks included. `prompt`: what the answer goes on from."""
+
+    def __init__(self, name: str, template: Any, prompt: str, tools: list[Any]) -> None:
+        from transformers.utils.chat_parsing import ResponseParser
+
+        self.whole = Parsed()
+        self._name = name
+        self._parser = ResponseParser(template, prefix=prompt, tools=tools)
+        self._unfinished = ""
+        """Text of a part that is told only once it is whole."""
+
+    def add(self, text: str) -> Parsed:
+        """What more text settles."""
+        return self._told(self._parser.feed(text))
+
+    def finish(self) -> Parsed:
+        """The rest; a call that was cut off is told as text."""
+        try:
+            return self._told(self._parser.finalize()[1])
+        except ValueError:
+            new = Parsed(content=self._unfinished)
+            self.whole.content += new.content
+            return new
+
+    def _told(self, events: list[dict[str, Any]]) -> Parsed:
+        new = Parsed()
+        for event in events:
+            kind, part = event["type"], event.get("field")
+            if kind == "region_chunk" and event.get("dirty"):
+                self._unfinished += event.get("text") or ""
+            elif kind == "region_chunk" and part == "content":
+                new.content += event.get("text") or ""
+            elif kind == "region_chunk" and part in REASONING:
+                new.reasoning += event.get("text") or ""
+            elif kind == "region_close":
+                self._unfinished = ""
+                if part == "tool_calls":
+                    new.tool_calls += self._calls(event.get("value"), len(new.tool_calls))
+        self.whole.content += new.content
+        self.whole.reasoning += new.reasoning
+        self.whole.tool_calls += new.tool_calls
+        return new
+
+    def _calls(self, value: Any, before: int) -> list[dict[str, Any]]:
+        found = []
+        for one in value if isinstance(value, list) else [value]:
+            function = one.get("function", one) if isinstance(one, dict) else None
+            name = f"{self._name}-{len(self.whole.tool_calls) + before + len(found)}"
+            call = tool_call_of(json.dumps(function), name)
+            if call is not None:
+                found.append(call)
+        return found
 
 
 def tool_call_of(text: str, name: str) -> dict[str, Any] | None:

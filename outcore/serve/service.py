@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from outcore.common.events import EventLog
 from outcore.infer import Answer, Piece, Request, Sampling
 from outcore.infer.opening import OpenedModel
 from outcore.infer.requests import Grammars, Prompts, own_defaults, sampling_of
@@ -31,7 +32,8 @@ class Service:
         self.defaults = own_defaults(opened.found.loaded.model, Sampling())
         self.metrics = ServeMetrics(opened)
         self.records = Records(settings.logs, opened, self.name, with_text=settings.record_text)
-        self.thread = EngineThread(opened.engine, self.metrics.passed)
+        self.events = EventLog(settings.logs.parent / "diagnostics")
+        self.thread = EngineThread(opened.engine, self.metrics.passed, self._failed)
         self.started_s = int(time.time())
         self._numbers = itertools.count(1)
         self._stamp = f"{time.time_ns():x}"
@@ -46,13 +48,21 @@ class Service:
 
     def start(self) -> None:
         """Begin to run passes."""
+        self.events.note(
+            "serve started", model=self.name, placement=self.opened.placement.lines(), device=str(self.opened.device)
+        )
         self.thread.start()
 
     def close(self) -> None:
         """Cancel what is left, let the model go."""
         self.thread.stop()
+        self.events.note("serve ended", **self.metrics.against_plan.facts())
         self.records.close()
         self.opened.close()
+
+    def _failed(self, error: Exception) -> None:
+        counts = self.opened.engine.counts
+        self.events.note("pass failed", error=f"{type(error).__name__}: {error}", passes_before=counts.passes)
 
     def new_name(self, prefix: str) -> str:
         """A name that no other request has had."""

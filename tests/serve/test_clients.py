@@ -295,3 +295,35 @@ def test_tokens(server):
     assert found["count"] == len(found["tokens"])
     assert post("/detokenize", {"tokens": found["tokens"]})["prompt"] == "The quick"
     assert post("/tokenize", {"messages": HELLO})["count"] > found["count"] - 5
+
+
+def test_events_tell_failures_and_the_forecast(start, monkeypatch, tmp_path):
+    from outcore.serve import metrics
+
+    class Plan:
+        def pass_time(self, rows, kv_tokens, answers):
+            assert rows > 0
+            return type("Time", (), {"seconds": 0.5})
+
+    monkeypatch.setattr(metrics, "forecast_of", lambda opened: (Plan(), ""))
+    server = start(max_sequences=2)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60)
+    client.completions.create(model="tiny", prompt="The", max_tokens=5, extra_body={"ignore_eos": True})
+    with pytest.raises(openai.InternalServerError), monkeypatch.context() as patch:
+        runner = server.service.opened.engine.runner
+        patch.setattr(runner, "run", lambda works: 1 / 0)
+        client.completions.create(model="tiny", prompt="The", max_tokens=5)
+    facts = server.service.metrics.against_plan.facts()
+    assert facts["passes"] >= 2 and facts["forecast_s"] == 0.5 * facts["passes"]
+    assert facts["measured_over_forecast"] == facts["measured_s"] / facts["forecast_s"]
+    server.service.events.note("serve ended", **facts)
+    lines = [json.loads(line) for line in server.service.events.path.read_text().splitlines()]
+    mine = [line for line in lines if line["event"] == "pass failed"]
+    assert (
+        "ZeroDivisionError" in mine[-1]["error"] and lines[-1]["forecast_tokens_per_s"] > 0 and "rank" not in mine[-1]
+    )
+    assert any(line["event"] == "serve started" and line["placement"] for line in lines)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    server.service.events.note("serve ended")
+    assert json.loads(server.service.events.path.read_text().splitlines()[-1])["rank"] == 1

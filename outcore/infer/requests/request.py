@@ -28,6 +28,8 @@ class Request:
     """Form that answers must have."""
     deadline_s: float | None = None
     """Seconds after which the request is given up, from its arrival."""
+    keeps_special: bool = False
+    """Whether marks that the tokenizer calls special stay in the text, for who reads the answer's parts by them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", tuple(self.prompt))
