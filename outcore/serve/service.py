@@ -15,9 +15,8 @@ from outcore.infer.opening import OpenedModel
 from outcore.infer.requests import Grammars, Prompts, own_defaults, sampling_of
 from outcore.serve.engine_thread import EngineThread
 from outcore.serve.errors import ApiError, bad
-from outcore.serve.metrics import ServeMetrics
-from outcore.serve.records import Records
 from outcore.serve.settings import ServeSettings
+from outcore.serve.watch import Records, ServeMetrics
 
 
 class Service:

@@ -277,7 +277,7 @@ def test_board_and_alerts_name_metrics_that_exist(server):
 
 def test_a_measured_machine_has_a_forecast(server, monkeypatch):
     from outcore.plan import load_hardware
-    from outcore.serve import metrics
+    from outcore.serve.watch import metrics
 
     monkeypatch.setattr(metrics, "load_hardware", lambda: load_hardware("rtx4070-laptop"))
     made = metrics.ServeMetrics(server.service.opened)
@@ -298,7 +298,7 @@ def test_tokens(server):
 
 
 def test_events_tell_failures_and_the_forecast(start, monkeypatch, tmp_path):
-    from outcore.serve import metrics
+    from outcore.serve.watch import metrics
 
     class Plan:
         def pass_time(self, rows, kv_tokens, answers):

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from outcore.infer import Answer, InferenceEngine
 from outcore.infer.opening import OpenedModel
 from outcore.plan import InferencePlan, load_hardware, plan_of
-from outcore.serve.against_plan import AgainstPlan
+from outcore.serve.watch.against_plan import AgainstPlan
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
