@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from outcore.common.events import EventLog
+from outcore.common.diagnostics import DiagnosticLog
 from outcore.infer import Answer, Piece, Request, Sampling
 from outcore.infer.opening import OpenedModel
 from outcore.infer.requests import Grammars, Prompts, own_defaults, sampling_of
@@ -31,7 +31,7 @@ class Service:
         self.defaults = own_defaults(opened.found.loaded.model, Sampling())
         self.metrics = ServeMetrics(opened)
         self.records = Records(settings.logs, opened, self.name, with_text=settings.record_text)
-        self.events = EventLog(settings.logs.parent / "diagnostics")
+        self.events = DiagnosticLog(settings.logs.parent / "diagnostics")
         self.thread = EngineThread(opened.engine, self.metrics.passed, self._failed)
         self.started_s = int(time.time())
         self._numbers = itertools.count(1)

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 NAME = "events.jsonl"
 
 
-class EventLog:
+class DiagnosticLog:
     """Appends to `folder/events.jsonl`; safe from several threads and processes, since each line is one write."""
 
     def __init__(self, folder: Path) -> None:
