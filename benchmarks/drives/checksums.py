@@ -1,7 +1,7 @@
 """What `--nvme_checksums` costs a run that waits for its drive: the same steps with digests off, on, sampled in turn.
 
-    python benchmarks/race/checksums.py --nvme FOLDER --out checksums.json                # one GPU, about 80 s
-    python benchmarks/race/checksums.py --nvme FOLDER --shape tiny --out /tmp/c.json      # a dry run on the CPU
+    python benchmarks/drives/checksums.py --nvme FOLDER --out checksums.json                # one GPU, about 80 s
+    python benchmarks/drives/checksums.py --nvme FOLDER --shape tiny --out /tmp/c.json      # a dry run on the CPU
 
 Every byte of weights and fp32 states lies on the drive. One process builds the engine anew for every turn (off, on,
 sampled, sampled, on, off: a drive that drifts does so for all), so that no turn pays for imports or kernels. A turn is
@@ -21,7 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks/race")]
 
 import torch
 from race_common import cap_allocator, drive_bytes, synchronize, token_batches
