@@ -58,6 +58,7 @@ def _older(asked: dict[str, Any]) -> tuple[RunRequest, Layout]:
     stream = StreamSettings(**{**OLDER_RING, **told}) if told else None
     if stream is not None and stream.compile == "off" and "stays_eager" not in asked["shape"]:
         stream = dataclasses.replace(stream, cuda_graphs="off")  # only compiled layers were captured then
+    states: Any = stream.states if stream is not None else "auto"
     settings = resolve(
         TrainConfig(
             per_device_train_batch_size=figures["micro_batch"],
@@ -66,7 +67,7 @@ def _older(asked: dict[str, Any]) -> tuple[RunRequest, Layout]:
             max_grad_norm=figures["max_grad_norm"],
             # All packed rows were attended to through masks before what was asked was kept.
             attn_implementation="auto" if figures.get("packed_attention", "masks") == "auto" else "sdpa",
-            state_format=stream.states if stream is not None else "auto",
+            state_format=states,
             staging_gib=figures["staging_bytes"] / GIB if "staging_bytes" in figures else None,
         ),
         DeepSpeedFile(),

@@ -107,6 +107,7 @@ def homes_of(
         else f"{format_gib(sizes.ram_available_bytes)} available, {format_gib(beside)} of it left alone"
     )
     room, flowing = budget - beside - gradients - waiting - slots, 0
+    weight_ram, state_ram = weights, state_bytes
     for _ in range(3):  # what flows from the drive takes room, so more may have to
         left = max(0, room - flowing)
         weight_ram = min(weights, left) if wanted.params else weights
