@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from outcore.evaluate.history import History, HistoryError, as_csv, diff_of
+from outcore.evaluate.history import History, HistoryError, as_csv, compare, diff_of
 from tests.evaluate.running import record_of, result_of
 
 FORK = multiprocessing.get_context("fork")
@@ -158,3 +158,18 @@ def test_the_command(history, evaluation):
     evaluation.history("delete", "eval-c")
     evaluation.history("show", "eval-c", code=1)
     assert "no evaluation 'eval-c'" in evaluation.said
+
+
+def test_the_paired_test_of_a_metric_that_is_no_share():
+    """Gaps of 1, 2 and 4: their mean is 2.65 standard errors from 0."""
+
+    def documents(values):
+        return [
+            {"task": "t", "filter": "none", "doc_id": n, "answers": [], "metrics": {"bits": value}}
+            for n, value in enumerate(values)
+        ]
+
+    score = {"task": "t", "metric": "bits", "filter": "none", "value": 2.0, "higher_is_better": False}
+    (found,) = compare([score], documents([1.0, 3.0, 5.0]), [score | {"value": 3.0}], documents([2.0, 5.0, 9.0]))
+    assert (found.unit, found.difference, found.better, found.worse) == ("%", 50.0, 0, 3)
+    assert found.p_value == pytest.approx(0.00815, rel=2e-3)
