@@ -80,6 +80,7 @@ def test_train_watch_chat_evaluate_and_see_the_history(chromium, panels, tmp_pat
     page.get_by_label("temperature").first.fill("0")
     visit.open("System prompt, sampling")
     page.locator("#message textarea").fill("def add(a, b):")
+    page.wait_for_timeout(1500)  # faster than a hand: on a busy machine the page has not taken the text yet
     page.locator("#send").click()
     visit.waits("#timings", r"\d+ tokens", 120)
     kept = list((tmp_path / "logs" / ".ui" / "conversations").glob("chat-*.json"))
