@@ -14,7 +14,7 @@ from outcore.model.names import checkpoint_name
 def check_dora(adapted: nn.Module) -> None:
     """ValueError for layers whose lengths are not those of the rows of one matrix."""
     for name, module in adapted.named_modules():
-        if hasattr(module, "lora_embedding_A") and len(module.lora_embedding_A):
+        if len(getattr(module, "lora_embedding_A", ())):
             raise ValueError(
                 f"use_dora: {checkpoint_name(name)} is an embedding, whose lengths would be those of whole columns of "
                 "its vocabulary. Leave it out of lora_target_modules, or train it whole (lora_modules_to_save)."
