@@ -238,7 +238,7 @@ def _phase_calls(running: Server, root: Path, name: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.runs", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.runs", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("matrix", "kills"))
     parser.add_argument("--engine", choices=("stream", "deepspeed", "phases"), default="stream")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time; each takes about 1.5 GB of RAM and a core")
