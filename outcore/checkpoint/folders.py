@@ -191,7 +191,7 @@ def _has_manifest(path: Path) -> bool:
 
 
 def _left_behind(checkpoints: list[Path]) -> set[Path]:
-    """Those that one of the same or a lower step came after."""
+    """Folders after which one of the same or a lower step came."""
     orders = {path: order for path in checkpoints if (order := _order_of(path)) is not None}
     left, first_step = set(), math.inf
     for path in sorted(orders, key=lambda path: (orders[path], _step_of(path)), reverse=True):

@@ -80,7 +80,7 @@ class Manifest:
             raise CheckpointError(f"{path}: damaged: {error}.") from error
 
     def with_order(self, order: int) -> Manifest:
-        """The same contents, written or gone back to at another time."""
+        """Copy of these contents, written or gone back to at another time."""
         return replace(self, order=order)
 
     def problem(self, folder: Path, name: str, *, verify: bool = True) -> str | None:

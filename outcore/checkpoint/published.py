@@ -21,13 +21,13 @@ from outcore.checkpoint.shards import TensorPlan
 logger = logging.getLogger(__name__)
 
 Tensors = dict[str, tuple[TensorPlan, Callable[[], torch.Tensor]]]
-"""By name: what a tensor is, and how to get its values."""
+"""What each tensor is, by name, and how to get its values."""
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
 def published(base: nn.Module, tensors: Tensors) -> Tensors:
-    """The same weights as a published checkpoint of `base`'s architecture holds them; get them in their order.
+    """Yield the weights as a published checkpoint of `base`'s architecture holds them; get them in their order.
 
     As they are for a model that is not one of transformers', or that it loads without a change.
     """
@@ -98,8 +98,8 @@ def _converted(base: Any, group: Tensors) -> Tensors:
 
 
 def _reverted(base: Any, group: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By the architecture's own rules, whatever the file had that this model was read from: another prefix, for one,
-    where it is the text part of a model with more parts."""
+    """Rename and convert by the architecture's own rules, whatever the file had that this model was read from:
+    another prefix, for one, where it is the text part of a model with more parts."""
     from transformers.core_model_loading import revert_weight_conversion
 
     attached, base._weight_conversions = getattr(base, "_weight_conversions", None), None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 CLOSE_TIMEOUT_S = 60.0
-"""Of closing an engine: a drive that works has written its few buffers by then; for one that hangs it is enough."""
+"""Limit for closing an engine: a drive that works has written its few buffers by then; for one that hangs it is
+enough."""
 GRACE_S = 0.5
 """What every wait gets all the same: something that has just ended may not have said so."""
 

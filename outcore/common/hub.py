@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 TIMEOUT_S = 3.0
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
-"""Where one of them is set, the way to the hub is not ours to try."""
+"""Variables of proxies: where one of them is set, the way to the hub is not ours to try."""
 
 
 def hub_answers() -> bool:

@@ -35,7 +35,7 @@ class FileEntry:
 
 
 Files = Mapping[str, FileEntry]
-"""By path below the folder, with `/`."""
+"""Entries by path below the folder, with `/`."""
 
 
 def crc32_of(path: Path) -> int:
@@ -91,7 +91,7 @@ def read_listing(path: Path) -> dict[str, Any]:
 
 
 def checksum_of(body: Mapping[str, Any]) -> str:
-    """Of everything in a listing but its own checksum."""
+    """Checksum of everything in a listing but its own checksum."""
     rest = {key: value for key, value in body.items() if key != CHECKSUM}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True, separators=(',', ':')).encode()):08x}"
 

@@ -18,7 +18,7 @@ from outcore.config.spellings import meaning_of
 
 HELP = ("-h", "--help")
 SHOWN_NAMES = 2
-"""Of a field in the short help: its own and the first alias."""
+"""Names of a field in the short help: its own and the first alias."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -32,10 +32,10 @@ class ProcessFacts:
     """What the process found before it knows the model."""
 
     precision: Precision | None = None
-    """As chosen for the device. None: the flag's, else the file's, else bf16."""
+    """Precision chosen for the device. None: the flag's, else the file's, else bf16."""
     world_size: int = 1
     ranks_per_host: int | None = None
-    """None: all ranks are on one host."""
+    """Ranks of a host; None: all ranks are on one host."""
 
 
 def is_tiny(config: TrainConfig) -> bool:
@@ -278,7 +278,7 @@ class _Resolver:
         return getattr(self.said, name) in ("auto", "nvme") and (self.zero_stage != "infinity" or of_infinity)
 
     def _home(self, name: str) -> Any:
-        """Where optimizer states or parameters are to live."""
+        """Home where optimizer states or parameters are to live."""
         chosen = getattr(self.config, name)
         if self.zero_stage == "infinity":
             on_nvme = self.said.nvme_offload_optimizer if name == "offload_optimizer" else self.said.nvme_offload_params
@@ -300,7 +300,7 @@ class _Resolver:
 
 
 def _same_stage(name: str) -> str:
-    """As the file can say it."""
+    """Stage as the file can say it."""
     return "zero3" if name == "infinity" else name
 
 

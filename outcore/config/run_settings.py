@@ -25,7 +25,7 @@ AS_SAID = ("seed", "compile", "tiling", "tile_bytes", "nvme_checksums")
 
 @dataclass(frozen=True)
 class Offload:
-    """Where the user wants what lives, before RAM and drive were looked at."""
+    """Homes that the user asks for, before RAM and drive were looked at."""
 
     optimizer: Device
     """Home of the optimizer states; none: the GPU (streaming: RAM)."""

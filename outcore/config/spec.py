@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 @dataclass(frozen=True)
 class Spec:
-    """Where a field may be given beside `--name` and YAML's `name:`, and which values it takes."""
+    """Doors by which a field may be given beside `--name` and YAML's `name:`, and which values it takes."""
 
     aliases: tuple[str, ...] = ()
     """Other tools' names for it; accepted as flags and in YAML."""
@@ -63,7 +63,7 @@ class Field:
 
     @property
     def kind(self) -> Any:
-        """Its type where it is said: bool, int, float, str or a Literal."""
+        """Type of the field where it is said: bool, int, float, str or a Literal."""
         if not self.is_optional:
             return self.annotation
         return next(a for a in get_args(self.annotation) if a is not type(None))

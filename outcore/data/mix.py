@@ -39,7 +39,8 @@ def weighted_source(text: str) -> WeightedSource:
 def prepare_mixture(
     settings: DataSettings, sources: Sequence[WeightedSource], tokenizer: Any, say: Callable[[str], None], **how: Any
 ) -> PreparedData:
-    """As `prepare_data` for each source with the same settings, then one mixture. One source of weight 1 is itself."""
+    """Prepare as `prepare_data` does, for each source with the same settings, then one mixture. One source of weight
+    1 is itself."""
     if len(sources) == 1 and sources[0].weight == 1:
         return prepare_data(replace(settings, dataset=sources[0].name), tokenizer, say=say, **how)
     prepared = [prepare_data(replace(settings, dataset=s.name), tokenizer, say=say, **how) for s in sources]

@@ -36,7 +36,7 @@ NO_TARGETS = (
     "have a completion after their prompt (the data's prompt and completion columns) and that it is not cut off "
     "(--seq_length), or put more rows into a step (--gradient_accumulation_steps)."
 )
-"""Of `train_step`'s ValueError, which is raised before anything of the step has begun."""
+"""Message of `train_step`'s ValueError, which is raised before anything of the step has begun."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class Decision(Protocol):
 
     @property
     def nvme_path(self) -> str | None:
-        """Where states live during the run, when on a drive."""
+        """Folder of states during the run, when on a drive."""
         ...
 
     @property

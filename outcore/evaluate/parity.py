@@ -1,4 +1,5 @@
-"""The same suite by the harness's own Hugging Face backend on the same weights, compared document by document."""
+"""Parity: the same suite by the harness's own Hugging Face backend on the same weights, compared document by
+document."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class PackedWeights:
         return sources, orders
 
     def _in_order(self, name: str, sources: list[Source]) -> list[Source]:
-        """By expert, and within one by the place of its pattern in the rule."""
+        """Order by expert, and within one by the place of its pattern in the rule."""
         order = self._orders.get(name, [])
 
         def place(source: Source) -> tuple[list[int], int]:

@@ -114,7 +114,7 @@ class Q4_K(GgmlFormat):
 
 
 class Q5_K(GgmlFormat):
-    """As Q4_K with a fifth bit for each code: 5.5 bits."""
+    """Q4_K with a fifth bit for each code: 5.5 bits."""
 
     def __init__(self) -> None:
         super().__init__("q5_k", QK_K, 4 + SCALE_BYTES + QK_K // 8 + QK_K // 2)

@@ -95,7 +95,7 @@ class PackedSpec:
 
     format: PackedFormat
     shape: tuple[int, ...]
-    """As packed: rows and blocks along the last dimension."""
+    """Shape as packed: rows and blocks along the last dimension."""
     is_transposed: bool = False
     """Whether the model's parameter has the last two dimensions the other way round (gpt-oss)."""
 

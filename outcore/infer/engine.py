@@ -77,7 +77,7 @@ class _Talk:
 
 
 class InferenceEngine:
-    """See the module docstring."""
+    """Engine that answers requests in passes over the layers."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class BuildResult:
 
 
 def extensions_for(accelerator: str) -> tuple[Extension, ...]:
-    """Those that training uses; torch's own AdamW runs on the GPU, so no fused optimizer is among them."""
+    """Extensions that training uses; torch's own AdamW runs on the GPU, so no fused optimizer is among them."""
     common = (
         Extension("pin_memory", "PinMemoryBuilder", "locked buffers for NVMe offload", False),
         Extension("async_io", "AsyncIOBuilder", "DeepSpeed's NVMe offload", False),
@@ -62,7 +62,8 @@ def extensions_for(accelerator: str) -> tuple[Extension, ...]:
 
 
 def extensions_dir(prefix: str | Path | None = None) -> Path:
-    """Where an environment's built extensions are, this interpreter's by default: `<prefix>/torch_extensions`."""
+    """Folder where an environment's built extensions are, this interpreter's by default:
+    `<prefix>/torch_extensions`."""
     return Path(prefix if prefix is not None else sys.prefix) / "torch_extensions"
 
 

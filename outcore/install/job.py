@@ -280,7 +280,7 @@ class InstallJob:
             )
 
     def _print_table(self, saved: Path) -> None:
-        """By the environment's interpreter when only that one has rich."""
+        """Print by the environment's interpreter when only that one has rich."""
         self.progress.say()
         try:
             import rich  # noqa: F401

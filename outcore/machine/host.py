@@ -159,8 +159,8 @@ def _cpu_quotas(root: Path) -> list[float]:
 
 
 def _page_cache_bytes(stat: str) -> int:
-    """Of a control group: counted as used, but dropped before memory is refused. Both lists, as in MemAvailable; of
-    version 1 those that include the groups within (`total_`), as its usage does."""
+    """Page cache of a control group: counted as used, but dropped before memory is refused. Both lists, as in
+    MemAvailable; of version 1 those that include the groups within (`total_`), as its usage does."""
     sizes = dict(re.findall(r"^(\w+) (\d+)$", stat, re.M))
     return sum(int(sizes.get(f"total_{name}", sizes.get(name, 0))) for name in ("active_file", "inactive_file"))
 

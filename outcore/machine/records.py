@@ -141,7 +141,7 @@ class Machine:
     """What this process can ever have: physical memory, or the container's limit when that is lower."""
     ram_available_bytes: int
     cpu_simd: tuple[str, ...] = ()
-    """Those of SIMD_FLAGS that the CPU has: ('avx2', 'avx512f', ...)."""
+    """Flags of SIMD_FLAGS that the CPU has: ('avx2', 'avx512f', ...)."""
     numa_nodes: int = 1
     swap_total_bytes: int = 0
     memlock_limit_bytes: int | None = None

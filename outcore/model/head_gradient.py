@@ -25,7 +25,7 @@ def has_one_gradient(head: nn.Module | None) -> bool:
 
 
 class HeadGradient:
-    """Of one micro-batch. Made anew for each, with a head that `has_one_gradient`."""
+    """Gradient of the head on one micro-batch. Made anew for each, with a head that `has_one_gradient`."""
 
     def __init__(self, head: nn.Module) -> None:
         assert isinstance(head, nn.Linear)
@@ -52,7 +52,7 @@ class HeadGradient:
 
 
 class _Sum:
-    """Of the weight's gradients so far, in one backward pass."""
+    """Sum of the weight's gradients so far, in one backward pass."""
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None

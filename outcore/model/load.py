@@ -56,7 +56,7 @@ class LoadedModel:
     facts: ModelFacts
     abilities: Abilities
     words: str
-    """Where the model came from, for people."""
+    """Origin of the model: where it came from, for people."""
     loss_fn: UserLoss | None = None
     """The user's loss of the whole model."""
     head_loss: HeadLoss | None = None
@@ -69,7 +69,7 @@ class LoadedModel:
     packed: Mapping[str, Any] = field(default_factory=dict)
     """Parameters that the feed gives packed, as published: name -> `outcore.formats.PackedSpec`."""
     feed: WeightFeed | None = None
-    """Where the values of the parameters come from when the model was loaded lazily; None: they are there."""
+    """Feed from which the values of the parameters come from when the model was loaded lazily; None: they are there."""
 
     def token_loss(self, num_chunks: int | None = None) -> TokenLoss:
         """The loss that fits this model; see `outcore.model.loss`."""

@@ -72,7 +72,7 @@ class LossSum:
 
 
 def _device_of(model: nn.Module) -> torch.device | None:
-    """Where a batch must lie for this model: the device of a parameter (a partitioned one keeps its device)."""
+    """Device where a batch must lie for this model: the device of a parameter (a partitioned one keeps its device)."""
     return next((p.device for p in model.parameters()), None)
 
 

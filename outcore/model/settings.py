@@ -76,7 +76,7 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Where the model comes from (exactly one of four sources) and how it is made ready for training."""
+    """Model: where it comes from (exactly one of four sources) and how it is made ready for training."""
 
     model_name_or_path: str | None = None
     """A hub id ("Qwen/Qwen3-4B") or a local folder with config.json and safetensors weights."""

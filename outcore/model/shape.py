@@ -213,7 +213,7 @@ def _by_layer(layers: list[Any], found: list[tuple[Any, list[int]]]) -> Blocks:
 
 
 def _adapters(model: Any, layers: list[Any]) -> Blocks:
-    """Of every layer that adapters go on unless told otherwise."""
+    """Adapters of every layer that adapters go on unless told otherwise."""
     from outcore.model.adapters import linear_names
 
     found: list[tuple[Any, list[int]]] = []

@@ -21,7 +21,7 @@ BackendName = Literal["auto", "extension", "torch"]
 
 
 class GradStats(NamedTuple):
-    """Of one gradient or of a unit's."""
+    """Statistics of one gradient or of a unit's."""
 
     sumsq: float
     """Sum of squares in double precision, in an order that no number of threads changes; NaN when not all finite."""

@@ -140,7 +140,7 @@ def find_compiler(compiler: str | None = None) -> str | None:
 
 
 def cache_dir(prefix: str | Path | None = None) -> Path:
-    """Where built libraries are kept."""
+    """Folder where built libraries are kept."""
     root = Path(prefix if prefix is not None else sys.prefix)
     if root.exists() and not os.access(root, os.W_OK):  # a system interpreter
         root = Path.home() / ".cache" / "outcore"

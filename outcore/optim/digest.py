@@ -30,7 +30,7 @@ class DigestFound(NamedTuple):
     digest: Digest
     name: str
     gb_per_s: float
-    """Of one core, on memory of 8 MiB."""
+    """Rate of one core, on memory of 8 MiB."""
 
 
 def crc32_digest(data: np.ndarray, block_bytes: int) -> np.ndarray:

@@ -72,7 +72,7 @@ class AdamWHyper:
     grad_scale: float = 1.0
     """Multiplies the gradient: 1 / (loss scale x accumulated tokens) times the clipping factor."""
     seed: int = 0
-    """Of stochastic rounding (8-bit moments, masters of 24 bits)."""
+    """Seed of stochastic rounding (8-bit moments, masters of 24 bits)."""
 
     def __post_init__(self) -> None:
         def refuse(what: str) -> None:

@@ -16,7 +16,7 @@ from outcore.optim.formats import BLOCK_NUMEL, StateFormat, tail_of
 from outcore.optim.formats.state_format import GRAD_DTYPES, check_buffer
 
 DTYPE_CODES: dict[torch.dtype | None, int] = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-"""As in abi.h."""
+"""Codes as in abi.h."""
 
 
 class CJob(ctypes.Structure):
@@ -104,7 +104,7 @@ class JobBatch:
         return batch
 
     def with_grads(self, grads: Sequence[torch.Tensor]) -> JobBatch:
-        """The same chunks with other gradients of the same sizes; their type may differ from before."""
+        """Copy with the same chunks with other gradients of the same sizes; their type may differ from before."""
         if len(grads) != len(self):
             raise ValueError(f"this unit has {len(self)} chunks, got {len(grads)} gradients")
         batch = JobBatch.__new__(JobBatch)

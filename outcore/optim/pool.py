@@ -73,7 +73,7 @@ def default_num_threads(cores_left: int = 2) -> int:
 
 
 class OptimizerPool:
-    """See the module's docstring. Methods may be called from any thread.
+    """Threads that update chunks. Methods may be called from any thread.
 
     - `num_threads`: workers (default: all cores but two). DRAM is saturated by fewer: `benchmarks/optim_rate.py`. On
       Linux the extension's go behind other threads (a nice value higher by 5), which launch kernels and move bytes.
@@ -139,7 +139,8 @@ class OptimizerPool:
         return self._submit(unit_id, priority, JobBatch.of_grads(grads), None, "sum_squares", False)
 
     def wait(self, ticket: Ticket, timeout_s: float = DEFAULT_TIMEOUT_S) -> UnitResult:
-        """Its result. TimeoutError, UpdateFailed, or PoolClosed when the pool was closed before it had finished."""
+        """Wait for its result. TimeoutError, UpdateFailed, or PoolClosed when the pool was closed before it had
+        finished."""
         self.wait_any([ticket], timeout_s)
         assert ticket.result is not None
         if ticket.error is not None:

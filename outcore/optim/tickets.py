@@ -24,7 +24,7 @@ class UnitResult:
     status: Status
     """'done'; 'skipped': guarded and a gradient was not finite, nothing was changed; 'cancelled' by close."""
     stats: GradStats | None
-    """Of the unit's gradients, for guarded updates and sums of squares."""
+    """Statistics of the unit's gradients, for guarded updates and sums of squares."""
     started_s: float
     """First task's start and last one's end, on the clock of time.perf_counter (for a trace)."""
     finished_s: float

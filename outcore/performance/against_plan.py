@@ -13,7 +13,7 @@ BYTES_LIMIT_PCT, TIME_LIMIT_PCT = 10.0, 20.0
 WAIT_LIMIT_PCT, SAVE_LIMIT_PCT = 50.0, 50.0
 """Small remainders of two large figures, and the system's write-back, are forecast less well."""
 LEAST_WAIT = 0.1
-"""Of a step: a wait forecast wrong by less does not count."""
+"""Share of a step: a wait forecast wrong by less does not count."""
 SAVE_OVERHEAD_S = 0.5
 """Files made, synced and renamed, and their checksums written, whatever their size."""
 LEAST_DRIVE_BYTES = 50_000_000

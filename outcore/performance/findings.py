@@ -67,7 +67,7 @@ class Projection:
     written_bytes: float
     """To the drive: states of every step and checkpoints."""
     rating_share: float | None
-    """Of the drive's rated writes; None where its size is not known."""
+    """Share of the drive's rated writes; None where its size is not known."""
 
     @property
     def total_s(self) -> float:

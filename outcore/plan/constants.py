@@ -35,7 +35,7 @@ GPU_SPARE_BYTES = int(0.15 * GIB)
 """What the allocator rounds up and keeps for later, with segments that grow. Measured without graphs: 0.16 GB
 (benchmarks/results/stream_race-h200-before-graphs.json), 0.01 (R), 0.08 (H); DeepSpeed below ZeRO-3 0.17 (S)."""
 ZERO3_SPARE_SHARE = 0.82
-"""The same of DeepSpeed's ZeRO-3, of the parameters that it gathers and frees again, of many sizes: 0.61-0.62 GB of
+"""Spare share of DeepSpeed's ZeRO-3, of the parameters that it gathers and frees again, of many sizes: 0.61-0.62 GB of
 0.86 with 0.4 B parameters (S), 1.06 of 1.13 with 1.2 B (H)."""
 GRAPH_SPARE_TENSORS = 20
 """With CUDA graphs, whose pool nothing else may use, so many hidden states of a micro-batch on top of GPU_SPARE_BYTES:
@@ -53,7 +53,7 @@ GRAPH_POOL, GRAPH_TENSORS = 1.0, 5
 micro-batch's hidden states. Fitted to the allocator's peak in nine runs of 0.1 to 2.9 B parameters on an H200 (S):
 within 3 % in seven of them, 5 % below in one with a single micro-batch, 11 % above in that of 8,192 tokens."""
 EAGER_GRAPH_TENSORS, EAGER_GRAPH_WORKSPACE_BYTES, EAGER_GRAPH_POOL = 9, 2 * 32 * MIB, 0.86
-"""The same of eager layers: tensors of a micro-batch's hidden states (three inputs, a result for each of three weight
+"""Terms of eager layers: tensors of a micro-batch's hidden states (three inputs, a result for each of three weight
 buffers, forward and backward), cuBLAS's workspaces (of two threads, as large as on Hopper), and what else lies in the
 pool, in activations of one layer: the allocator's spare memory, because the head's logits, in memory of their own, are
 the peak of tensors. Measured (E): 0.219 GB more of tensors, which is the first two to 1.1 MB, and 0.698 GB more
@@ -70,7 +70,8 @@ DEFAULT_SEQ_LENGTH = 1024
 ATTENTION_BACKWARD = 2.5
 """Times attention's forward: five matrix products for two, as flash-attention's own benchmark counts."""
 ATTENTION_SHARE, MASKED_ATTENTION_SHARE = 0.46, 0.26
-"""Of the rate of a layer's matrix products that attention reaches, by the causal FLOPs of whole rows. Without a mask
+"""Share of the rate of a layer's matrix products that attention reaches, by the causal FLOPs of whole rows. Without
+a mask
 0.46 (340 of 728 TFLOPS; FlashAttention-3's paper says 35 % of the peak, 346 TFLOPS, of FlashAttention-2 on an H100);
 with one, torch's memory-efficient kernel computes the whole square and 0.18 is left, 0.26 where half of the
 micro-batches have a row with several documents. Both from one run on an H200 (R, 8,192 tokens, head 64): 0.265 s a step
@@ -113,8 +114,8 @@ GPU_TFLOPS: Mapping[str, tuple[float, float, str]] = MappingProxyType(
 """Part of a GPU's name, lower case -> dense bf16 TFLOPS with fp32 accumulation, the share that compiled layers reach,
 and where both come from. A name with "laptop", "ti" or "super" in it is another chip and matches only its own row."""
 MATMUL_SHARE = 0.93
-"""Of the measured rate of large matrix products that those of a layer reach. Prototype, measured: 158 TFLOP in 0.290 s
-on a GPU of about 720 TFLOPS, less what passes through its memory."""
+"""Share of the measured rate of large matrix products that those of a layer reach. Prototype, measured: 158 TFLOP in
+0.290 s on a GPU of about 720 TFLOPS, less what passes through its memory."""
 HOST_LAYER_S = 0.0044
 """Seconds in which one core launches an eager decoder layer, forward, recomputation and backward
 (outcore/probe/bench/host.py), where the probe did not measure it. Measured (H): 0.0038-0.0051 within four minutes on
@@ -125,7 +126,7 @@ STREAM_HOST_LAYERS_PER_CALL = (0.18, 0.18)
 an H200: 0.107 s of a backward pass of 24 layers and 4 micro-batches, some of it waits for copies. Taken for eager
 layers in CUDA graphs, too, which are called in the same way: not measured, in (E) the GPU's own time was longer."""
 STREAM_EAGER_HOST_LAYERS_PER_CALL = (0.55, 1.2)
-"""The same of an eager layer without graphs, recomputation included: where it has dropout or a balancing loss, or
+"""Host's time of an eager layer without graphs, recomputation included: where it has dropout or a balancing loss, or
 computes long, or the GPU is full. Measured, 0.4 B parameters, 24 layers and 2 micro-batches,
 nowhere near the GPU's own time: 0.101-0.118 and 0.232-0.256 s beside 4.0 ms (T); 0.103 and 0.238 s (H), 0.099 and
 0.172 s (R). (E): 0.193 and 0.580 s of 4 micro-batches, where the rate of the host was not measured."""
@@ -137,15 +138,15 @@ EAGER_SLOWDOWN = 1.5
 graphs: 0.484 s in both passes (E) against 0.330 compiled, on another machine of the kind
 (stream_race-h200-ram.json)."""
 DRAM_SHARE = 0.78
-"""Of the triad rate that the CPU optimizer reaches, used where the optimizer itself was not measured. Prototype,
+"""Share of the triad rate that the CPU optimizer reaches, used where the optimizer itself was not measured. Prototype,
 measured: 5 Gparam/s at 28 B and 10 Gparam/s at 14 B per parameter, both 140 of 180 GB/s."""
 OPTIMIZER_DRAM_BYTES: Mapping[str, float] = MappingProxyType(
     {"fp32": 28, "split": 26, "fp32_m8": 16.1, "split8": 14.1, "fp24_m8": 12.1}
 )
 """DRAM bytes per parameter of one update: gradient 2 read, parameter 2 (split: 2 + 2), each state read and written."""
 STREAM_DRIVE_SHARE = 0.95
-"""Of the mixed drive rate. Measured, of the phase that waits for the drive: prototype 86-92 %; streaming 96 and 99 %,
-staged DeepSpeed 107 % (R). More than all of it is the probe's error: it tries the drive for seconds only."""
+"""Share of the mixed drive rate. Measured, of the phase that waits for the drive: prototype 86-92 %; streaming 96
+and 99 %, staged DeepSpeed 107 % (R). More than all of it is the probe's error: it tries the drive for seconds only."""
 OVERLAP_RESIDUE = 0.14
 """What the second longest term adds to the longest although they overlap. Fitted to the prototype's six runs with
 states in RAM (16,384 and 4,096 tokens, fp32 and compact, with and without clipping); worst error of the fit 16 %."""
@@ -158,7 +159,8 @@ DEEPSPEED_HOST_LAYERS = 4.85
 0.4 B parameters beside 4.0 ms (T), 20.2 ms with 0.4 B and 20.4 with 1.2 B beside 3.8-5.1 ms (H); (S) 25.6. With fixed
 segments instead of growing ones 18.0 ms (H), 17.1-19.3 (R). It hides under a slower GPU's compute."""
 DEEPSPEED_PLAIN_HOST_LAYERS = 1.5
-"""The same below ZeRO-3: Python and launches of an eager layer. Measured with 0.1 B parameters, stage none, 12 layers
+"""Host's time below ZeRO-3: Python and launches of an eager layer. Measured with 0.1 B parameters, stage none, 12
+layers
 and 2 micro-batches: 6.7 ms beside 4.0 ms (T), 5.4-6.4 ms (H); 4.7-5.3 with fixed segments, which take 0.9 GB more."""
 DEEPSPEED_GPU_UPDATE_HOST_LAYERS = 0.53
 """Python and launches of an update on the GPU. Measured in those runs, 12 layers: 0.028 s (T), 0.023-0.030 s (H)."""
@@ -168,7 +170,7 @@ DEEPSPEED_STAGED_OVERHEAD_BYTES = int(2.6 * GIB)
 """Interpreter, torch, CUDA and DeepSpeed with the staged offload. Measured, resident memory less homes and staging:
 2.6-3.0 GB in three runs (R), 2.7-2.9 (S), 2.6-2.8 (T). The engine itself leaves 3 GiB of a budget for them."""
 DEEPSPEED_DRIVE_SHARE = 0.67
-"""Of the mixed drive rate. Measured: 32 B per parameter in 14 s of optimizer phase, 2.8 of about 4.1 GB/s."""
+"""Share of the mixed drive rate. Measured: 32 B per parameter in 14 s of optimizer phase, 2.8 of about 4.1 GB/s."""
 DEEPSPEED_NORM_NUMEL = 250_000_000
 """Elements of an offloaded gradient that DeepSpeed's own offload has in fp64 at a time, on the GPU, for its norm
 (`_constant_buffered_norm2` in runtime/zero/stage3.py). llama-1b with micro-batches of 4 and 8 rows of 1,024, measured:

@@ -25,7 +25,7 @@ LINKS = (
 )
 """Links that a plan cannot do without; `drive_mixed_gb_per_s` is used where it was measured."""
 GPU_LINKS = ("h2d_gb_per_s", "d2h_gb_per_s")
-"""Those that are there with a GPU only."""
+"""Links that are there with a GPU only."""
 
 
 class ProfileError(ValueError):
@@ -38,7 +38,7 @@ class Hardware:
 
     name: str
     vram_bytes: int
-    """Of one GPU."""
+    """VRAM of one GPU."""
     ram_bytes: int
     """That the run may take: what is available, not what is built in."""
     pinned_bytes: int
@@ -54,7 +54,7 @@ class Hardware:
     compute_tflops: float | None = None
     """That compiled layers reach; None: not known, and step times are lower bounds."""
     device_memory_gb_per_s: float | None = None
-    """Of the GPU's own memory. None: what passes through it is counted in `compute_tflops` already."""
+    """Rate of the GPU's own memory. None: what passes through it is counted in `compute_tflops` already."""
     optimizer_gparams_per_s: Mapping[str, float] = field(default_factory=dict)
     """Format of the states -> 10^9 parameters that the CPU optimizer updates per second; {}: not measured."""
     host_layer_s: float = k.HOST_LAYER_S
@@ -67,7 +67,7 @@ class Hardware:
     identity: str = ""
     """What tells this machine from others (`learned`)."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Where each rate comes from, by its name."""
+    """Source of each rate: where it comes from, by its name."""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -32,12 +32,12 @@ STREAMS = (1, 8, 64, 256)
 CONTEXTS = (1024, 32768)
 PROMPT_TOKENS = 512
 FORWARD_SHARE = 1 / 3
-"""Of `host_layer_s`, which is forward, recomputation and backward: what an eager forward takes."""
+"""Share of `host_layer_s`, which is forward, recomputation and backward: what an eager forward takes."""
 SERIAL_S = 0.002
 """Between passes: choosing tokens and laying out the next pass."""
 RAM_LEFT_BYTES = 2 * GIB
 CPU_TFLOPS = 0.1
-"""Of a CPU whose rate was not measured: about what eight cores with AVX2 reach in fp32."""
+"""Rate of a CPU whose rate was not measured: about what eight cores with AVX2 reach in fp32."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class InferencePlan:
         return sum(self.pass_time(of_each, of_each * (n + 0.5), 1).seconds for n in range(passes))
 
     def tokens_per_s(self, streams: int, context: int) -> float:
-        """Of all answers together; those that do not fit at once take turns."""
+        """Rate of all answers together; those that do not fit at once take turns."""
         at_once = max(1, min(streams, self.placement.max_sequences, self.most_streams(context)))
         return at_once / self.decode(at_once, context).seconds
 
@@ -106,7 +106,7 @@ class InferencePlan:
         )
 
     def _unhidden_bytes(self) -> float:
-        """Of embedding and head, which have no neighbour to hide behind: half hides behind the last layers."""
+        """Bytes of embedding and head, which have no neighbour to hide behind: half hides behind the last layers."""
         ends = [p for p in self.placement.parts if not p.part.startswith("layer") and p.home != "vram"]
         return (
             ends[-1].size_bytes / 2 if ends and not self.hardware.is_cpu else 0.0

@@ -14,7 +14,7 @@ from outcore.machine import Machine, detect_machine
 from outcore.plan.hardware import Hardware, Overrides, ProfileError, hardware_of
 
 MEASURED_PROFILE = Path("logs/machine_profile.json")
-"""Where gds_optimizer.py leaves what it measured."""
+"""Path where gds_optimizer.py leaves what it measured."""
 RAM_TOLERANCE = 0.05
 """Firmware and kernels take different amounts of the same memory."""
 

@@ -13,8 +13,8 @@ EVALUATION = "evaluation beyond a step"
 RESERVES = ("desktop reserve", "page cache reserve", EVALUATION)
 """Parts that a plan leaves free: no measurement of a training step will find them."""
 OVERHEAD, SPARE, COMMUNICATOR = "framework overhead", "allocator's spare memory", "NCCL's communicator"
-"""Of a GPU: what the driver counts and the allocator does not; what the allocator holds beyond its tensors; buffers of
-DeepSpeed's collectives, which the driver counts, too."""
+"""Parts of a GPU's memory: what the driver counts and the allocator does not; what the allocator holds beyond its
+tensors; buffers of DeepSpeed's collectives, which the driver counts, too."""
 NOT_TENSORS = (OVERHEAD, SPARE, COMMUNICATOR, *RESERVES)
 MASKS = "masks of packed rows"
 BORDERS = "attention over packed rows"
@@ -91,7 +91,7 @@ class Plan:
     engine: str
     zero_stage: str
     offload: str
-    """Where parameters and states live, in words."""
+    """Homes of parameters and states live, in words."""
     state_format: str
     precision: str
     seq_length: int
@@ -113,15 +113,15 @@ class Plan:
     notes: tuple[str, ...] = ()
     compute_known: bool = True
     tiling: str = "auto"
-    """Of the streaming engine; 'off' where its own decision would leave no room elsewhere."""
+    """Setting of the streaming engine; 'off' where its own decision would leave no room elsewhere."""
     staged: bool = False
     """DeepSpeed with outcore's staged offload."""
     ram_budget_bytes: int | None = None
-    """Of the staged offload, where the plan rests on one."""
+    """Budget of the staged offload, where the plan rests on one."""
     lora_targets: tuple[str, ...] = ()
     use_dora: bool = False
     modules_to_save: tuple[str, ...] = ()
-    """As in `ModelShape`."""
+    """Targets as in `ModelShape`."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -173,7 +173,7 @@ class Plan:
 
     @property
     def written_bytes_per_day(self) -> float:
-        """By training day and night, checkpoints not counted."""
+        """Bytes written by training day and night, checkpoints not counted."""
         return self.drive_written_bytes_per_step * 86400 / self.time.step_s if self.time.step_s else 0.0
 
     @property

@@ -30,8 +30,8 @@ class RunRequest:
     engine: str = "auto"
     zero_stage: str | None = None
     state_format: str | None = None
-    """Of optimizer states that outcore moves, streaming or with staged offload (`sizing.states.STATE_FORMATS`). None:
-    lossless, as small as possible."""
+    """Format of optimizer states that outcore moves, streaming or with staged offload
+    (`sizing.states.STATE_FORMATS`). None: lossless, as small as possible."""
     precision: str = "bf16"
     activation_checkpointing: bool = True
     max_grad_norm: float = 1.0

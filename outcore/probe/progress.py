@@ -32,7 +32,7 @@ class StageProgress:
         self._bar.start()
 
     def stage(self, name: str) -> None:
-        """Those before it are done (or left out), this one begins. ValueError for an unknown name."""
+        """Begin this stage: those before it are done (or left out), this one begins. ValueError for an unknown name."""
         number = self._stages.index(name) + 1
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=number - 1, description=name)

@@ -68,7 +68,7 @@ STAGES = (
 )
 MOST_COMPUTE_S, HOST_SHARE = 3.0, 0.4
 MOST_UPDATES_S, LEAST_UPDATES_SHARE = 6.0, 0.35
-"""Of all measurements' time: 3.5 s of --quick, on top of what the budget gives when that is less."""
+"""Share of all measurements' time: 3.5 s of --quick, on top of what the budget gives when that is less."""
 UPDATES_NUMEL = MOST_NUMEL
 LEAST_STAGE_S = 0.5  # lanes and latency are measured in any case, in short cells when the time is up
 NO_GPU_POOL_BYTES = GIB

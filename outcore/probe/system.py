@@ -45,9 +45,9 @@ class System(Protocol):
     """The questions the ladder asks. Paths are absolute, in the style of the machine itself."""
 
     platform: str
-    """As `sys.platform`: 'linux', 'win32', 'darwin'."""
+    """Name as in `sys.platform`: 'linux', 'win32', 'darwin'."""
     kernel_release: str
-    """As `uname -r`."""
+    """Release as in `uname -r`."""
 
     def read_text(self, path: str) -> str | None:
         """The file's text, or None when it is missing or may not be read."""

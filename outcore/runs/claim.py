@@ -22,7 +22,7 @@ class TakenRun:
 
     folder: RunFolder
     checkpoint: Checkpoint | None
-    """Where it goes on; None: at the beginning."""
+    """Checkpoint where it goes on; None: at the beginning."""
     lock: RunLock | None
     """Rank 0's."""
 

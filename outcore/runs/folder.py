@@ -1,4 +1,4 @@
-"""Where a run keeps its things: checkpoints/<run>, logs/<run>, final_model/<run>; and what it is called."""
+"""Folders where a run keeps its things: checkpoints/<run>, logs/<run>, final_model/<run>; and what it is called."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _make(folder: Path) -> None:
 
 MOST_TRIES = 10
 MOST_SOURCES = 3
-"""Of a mixture, in a run's name."""
+"""Sources of a mixture named in a run's name."""
 
 
 def default_name(config: TrainConfig) -> str:

@@ -15,7 +15,7 @@ from outcore.runs.folder import RunFolder
 from outcore.runs.lock import RunInUse, RunLock, holder_of, lock_path
 
 TAIL_BYTES = 256 << 10
-"""Of metrics.jsonl, in which its last step is looked for: a line takes about 1 KiB."""
+"""Tail of metrics.jsonl in which its last step is looked for: a line takes about 1 KiB."""
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,8 @@ class AnswerParser:
 
 
 class TemplateParser:
-    """As `AnswerParser`, for a tokenizer that says itself how its answers are written (`response_template`): read by
+    """Parser like `AnswerParser`, for a tokenizer that says itself how its answers are written
+    (`response_template`): read by
     transformers' own parser, special marks included. `prompt`: what the answer goes on from."""
 
     def __init__(self, name: str, template: Any, prompt: str, tools: list[Any]) -> None:

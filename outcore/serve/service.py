@@ -20,7 +20,7 @@ from outcore.serve.watch import Records, ServeMetrics
 
 
 class Service:
-    """See the module docstring. `start` before the first request, `close` after the last."""
+    """Engine behind a server. `start` before the first request, `close` after the last."""
 
     def __init__(self, opened: OpenedModel, settings: ServeSettings) -> None:
         self.opened, self.settings = opened, settings

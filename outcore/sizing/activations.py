@@ -80,7 +80,7 @@ def forward_bytes(shape: ModelShape, e: int, tokens: int) -> int:
 
 
 def mlp_activation_bytes(shape: ModelShape, e: int, tokens: int) -> int:
-    """Of `layer_activation_bytes`, the intermediates of the feed-forward part."""
+    """Part of `layer_activation_bytes`: the intermediates of the feed-forward part."""
     return tokens * e * shape.ffn_width * ((4 if shape.gated_ffn else 3) + 2)
 
 
@@ -90,8 +90,8 @@ def has_masks(packed_attention: str, e: int) -> bool:
 
 
 def mask_bytes(shape: ModelShape, e: int, seq_length: int, tokens: int) -> int:
-    """Of a micro-batch in which a row holds several documents: a boolean mask [rows, T, T], and the numbers that the
-    attention kernel makes of it. 0 where rows are not packed, or the scores outweigh it."""
+    """Bytes of a micro-batch in which a row holds several documents: a boolean mask [rows, T, T], and the numbers
+    that the attention kernel makes of it. 0 where rows are not packed, or the scores outweigh it."""
     if shape.is_encoder_decoder or not shape.fused_attention:
         return 0
     return tokens * seq_length * (1 + e)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 COPY_THREAD_GB_PER_S = 2.5
-"""Of one thread's memcpy into a pinned slot: four threads gave about 10 GB/s beside a running pass on servers with one
-H100 and one H200 (half of LoRA's base of 8 B pageable: 16 GB in 1.6 of 1.9 to 2.3 s, November 2026)."""
+"""Rate of one thread's memcpy into a pinned slot: four threads gave about 10 GB/s beside a running pass on servers
+with one H100 and one H200 (half of LoRA's base of 8 B pageable: 16 GB in 1.6 of 1.9 to 2.3 s, November 2026)."""
 MAX_COPY_THREADS = 12
 """30 GB/s and more than a PCIe 4.0 x16 link takes; a PCIe 5.0 link meets the bound of DRAM first."""
 DRAM_PASSES = 3

@@ -17,7 +17,8 @@ def why_not_stream(
     is_encoder_decoder: bool = False,
     processes_per_host: int | None = None,
 ) -> str:
-    """'' when the streaming engine may train this run, otherwise the reason; the model itself is tried elsewhere."""
+    """Reason why not; '' when the streaming engine may train this run, otherwise the reason; the model itself is
+    tried elsewhere."""
     if is_encoder_decoder:
         return "it streams decoder-only models, and this is an encoder-decoder"
     if num_processes > (processes_per_host or num_processes):

@@ -38,7 +38,7 @@ class StoredStates(NamedTuple):
 
     @property
     def in_slot(self) -> float:
-        """Of the ring: what is left of an update is written while that of the last one is read."""
+        """Bytes in a slot of the ring: what is left of an update is written while that of the last one is read."""
         return self.moved + 2 * self.room
 
 
@@ -61,7 +61,7 @@ class StreamLayout:
     device_bytes: int | None = None
     """Memory that the engine plans tiles for. None: the card's, less framework and desktop."""
     residency: Residency | None = None
-    """None: the planner decides, RAM first and the drive for what does not fit."""
+    """Homes asked for; None: the planner decides, RAM first and the drive for what does not fit."""
     packed_attention: str = "auto"
     """'auto' | 'masks', as the engine's setting."""
     staging_bytes: int | None = None
@@ -83,7 +83,7 @@ class Staged:
     states: str
     """Format of the states."""
     ram_budget_bytes: int | None = None
-    """Of all ranks of the host. None: what is sent to the drive lives there whole."""
+    """Budget of all ranks of the host. None: what is sent to the drive lives there whole."""
     staging_bytes: int = STAGING_BYTES
     max_in_ram_bytes: int = MAX_IN_CPU_BYTES
     gradients_on_nvme: bool = False

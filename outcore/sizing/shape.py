@@ -67,7 +67,7 @@ class ModelShape:
     whole: Blocks = ()
     """Elements of the base's parameters that are trained whole beside the adapters."""
     whole_in_ends: int = 0
-    """Of them, elements in embedding and head."""
+    """Elements of them in embedding and head."""
     stays_eager: bool = False
     """Layers have dropout, or routers a balancing loss: the streaming engine neither compiles nor captures them."""
 
@@ -117,7 +117,8 @@ class ModelShape:
 
     @property
     def largest_unit_params(self) -> int:
-        """Of the units that are streamed: embedding, each layer, head (tied: its weight streams a second time)."""
+        """Parameters of the largest of the units that are streamed: embedding, each layer, head (tied: its weight
+        streams a second time)."""
         return max(self.ends_params, max(self.layer_params) + -(-self.adapter_params // self.num_layers))
 
     @property
@@ -130,7 +131,7 @@ class ModelShape:
         return self.experts_per_token > 0
 
     def with_lora(self, rank: int) -> ModelShape:
-        """The same model with `adapters` of this rank. ValueError without any."""
+        """Shape of this model with `adapters` of this rank. ValueError without any."""
         if rank < 1:
             raise ValueError(f"lora_r is {rank}, but the rank of adapters must be at least 1 (8 to 64 is usual).")
         if self.lora_dims == 0:

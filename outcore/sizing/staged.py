@@ -23,7 +23,7 @@ RAM_RESERVE_BYTES = 2 * GIB
 """For data files and checkpoints being written back: the planner asks for it, so a ring that grew into it would turn
 runs away that fit."""
 RING_BYTES = GIB
-"""As the streaming engine's: a drive needs many requests under way, in both directions. Enough for that."""
+"""Ring as the streaming engine's: a drive needs many requests under way, in both directions. Enough for that."""
 RING_SHARE_OF_FLOW, RING_SHARE_OF_FREE_RAM = 3, 2
 """Beyond `RING_BYTES` the ring takes one byte in so many of what flows, and at most of the RAM that is left. What it
 keeps, the drive need not move in forward and backward either, so more of it would let the drive idle there longer."""
@@ -40,26 +40,26 @@ MIN_BYTES = MIB
 """Smaller shares of parameters, and gradients of such, stay in RAM: a drive would answer them one by one."""
 GRADIENT_SLOT_BYTES = 8 * MIB
 GRADIENT_SLOTS = 8
-"""Of each of the two lanes through which gradients on the drive flow."""
+"""Slots of each of the two lanes through which gradients on the drive flow."""
 GRADIENT_STAGING_BYTES = 2 * GRADIENT_SLOTS * GRADIENT_SLOT_BYTES
 
 
 @dataclass(frozen=True)
 class StagedFacts:
-    """Of one rank."""
+    """Facts of one rank."""
 
     trainable_bytes: int
-    """Its share of the trainable parameters in their own type."""
+    """Bytes of the rank's share of the trainable parameters in their own type."""
     gradient_bytes: int
-    """Of these parameters, in the type in which they are summed."""
+    """Bytes of gradients of these parameters, in the type in which they are summed."""
     whole_bytes: int
-    """Its share of all parameters."""
+    """Bytes of the rank's share of all parameters."""
     largest_bytes: int
-    """Its share of the largest weight, in whole pages."""
+    """Bytes of the rank's share of the largest weight, in whole pages."""
     live_bytes: int
     """Parameters that DeepSpeed may hold on the device, prefetch included: the rank's share of them."""
     state_bytes: int
-    """Of the optimizer, wherever they live."""
+    """States of the optimizer, wherever they live."""
     slot_bytes: int
     """One chunk in the ring: states, and parameters and gradient where they may be on the drive."""
     optimizer: Device
@@ -70,9 +70,9 @@ class StagedFacts:
     max_in_ram_bytes: int = 0
     """Parameters kept in RAM though they may go to the drive, where no budget says (--max_in_cpu_gb)."""
     tied_bytes: int = 0
-    """Its share of the weights that are made and then tied away, in whole pages."""
+    """Bytes of the rank's share of the weights that are made and then tied away, in whole pages."""
     padding_bytes: int = 0
-    """Of parameters: pages that their homes do not fill."""
+    """Padding of parameters: pages that their homes do not fill."""
     gradients_on_nvme: bool = False
     ram_bytes: int | None = None
     """RAM that the rank may take in all. None: not known, so the ring takes no more than it needs."""
@@ -80,7 +80,7 @@ class StagedFacts:
 
 @dataclass(frozen=True)
 class StagedSizes:
-    """Of one rank."""
+    """Sizes of one rank."""
 
     param_bytes: int
     """Homes of parameters; with parameters on the GPU those of the trainable ones, which the optimizer writes."""
@@ -91,9 +91,9 @@ class StagedSizes:
     store_bytes: int
     """Room on the drive for parameters; 0: they never go there."""
     param_ram_bytes: int | None
-    """None: all."""
+    """Parameters kept in RAM; None: all."""
     state_ram_bytes: int | None
-    """None: all; 0: every state lives on the drive."""
+    """States kept in RAM; None: all; 0: every state lives on the drive."""
     staging_bytes: int
     ahead_bytes: int
     ring_bytes: int

@@ -8,7 +8,7 @@ STAGING_BYTES = 8 * GIB
 """Pinned memory: the lanes' slots first, then homes of parameters and gradients as far as it reaches. The default of
 outcore.staging_bytes."""
 CPU_STAGING_BYTES = 256 * MIB
-"""The same without a GPU, where nothing is pinned: the lanes' slots are all that is needed."""
+"""Overhead without a GPU, where nothing is pinned: the lanes' slots are all that is needed."""
 SLOT_BYTES, NUM_SLOTS = 16 * MIB, 4
 """Slots of each of the two lanes: 16 MiB reach 99 % of a link's rate."""
 LANE_BYTES = 2 * NUM_SLOTS * SLOT_BYTES
@@ -34,7 +34,7 @@ PROCESS_BYTES = int(2.3 * GIB)
 in nine kinds of runs (R, S, T of `plan.constants`), each the same to 0.4 GB from sitting to sitting. Not counted: a run
 with states on the drive that held 3.2-3.4 GB, because up to 2 GB of initial values were made ahead; now 1 GB are."""
 CPU_PROCESS_BYTES = int(0.5 * GIB)
-"""The same without a GPU's libraries. Measured on two cores: 0.83 GB resident, 0.3 of them of a tiny model."""
+"""Process without a GPU's libraries. Measured on two cores: 0.83 GB resident, 0.3 of them of a tiny model."""
 
 
 def ring_of_states_bytes(

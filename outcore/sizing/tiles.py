@@ -105,7 +105,7 @@ class Holding:
 
 
 HELD_WHOLE = Holding()
-"""Where there is room."""
+"""Holding where there is room."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where masters and moments live, chunk by chunk, and how they flow past the CPU optimizer; both engines use it.
+"""Homes of masters and moments live, chunk by chunk, and how they flow past the CPU optimizer; both engines use it.
 
 `placement` cuts states into chunks and says which live on NVMe, `buffers` holds them, `homes` are those of a model's
 parts beside the parameters, `ring` takes chunks on NVMe past the optimizer, `window` reads and writes them for

@@ -31,7 +31,7 @@ from outcore.storage import TensorStore
 
 @dataclass
 class HousedPart:
-    """Where one unit lives."""
+    """Homes where one unit lives."""
 
     slab: torch.Tensor
     """1-D, of the parameters' type: the part of the slab that lives in RAM, from its beginning."""

@@ -25,7 +25,7 @@ class Updatable(Protocol):
 
     @property
     def index(self) -> int:
-        """Its place in the order of updates."""
+        """Place in the order of updates."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class StateChunk:
     buffer: torch.Tensor | None = None
     """uint8 [n_bytes] when it lives in RAM."""
     tail: Tail | None = None
-    """Of compressed states: the part of the tail that the drive has, and where it belongs in memory."""
+    """Tail of compressed states: the part of the tail that the drive has, and where it belongs in memory."""
 
     @property
     def numel(self) -> int:
@@ -78,7 +78,7 @@ class StateChunk:
 
 
 class GradPlace(NamedTuple):
-    """Where a chunk's gradient lies on the drive, in whole blocks, and of what type it is."""
+    """Place where a chunk's gradient lies on the drive, in whole blocks, and of what type it is."""
 
     store: TensorStore
     name: str
@@ -87,7 +87,7 @@ class GradPlace(NamedTuple):
 
 
 class ChunkHomes(Protocol):
-    """Where the three pieces of an update lie, chunk by chunk."""
+    """Places where the three pieces of an update lie, chunk by chunk."""
 
     @property
     def state_store(self) -> TensorStore | None:
@@ -103,7 +103,7 @@ class ChunkHomes(Protocol):
         ...
 
     def grad_place(self, chunk: StateChunk) -> GradPlace | None:
-        """Where the chunk's gradient lies on the drive; None when it is in RAM."""
+        """Place where the chunk's gradient lies on the drive; None when it is in RAM."""
         ...
 
 

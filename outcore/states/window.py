@@ -37,7 +37,7 @@ class StateWindow:
     def __init__(self, store: TensorStore, backend: Backend) -> None:
         self._store, self._backend = store, backend
         self._memory: dict[str, torch.Tensor] = {}
-        """By use: `plain`, what callers see; `compressed`, as the drive has it."""
+        """Memory by use: `plain`, what callers see; `compressed`, as the drive has it."""
         self._chunk: StateChunk | None = None
         self._loaded: set[str] = set()
         self._dirty: set[str] = set()

@@ -41,7 +41,7 @@ class DriveAccess:
     """Moved at a time by a thread."""
 
     def open(self) -> StorageEngine:
-        """As `open_engine`."""
+        """Open as `open_engine` does."""
         block = "task_bytes" if self.engine == "kvikio" else "block_bytes"
         return open_engine(self.engine, num_threads=self.num_threads, **{block: self.block_bytes})
 

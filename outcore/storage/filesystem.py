@@ -38,7 +38,7 @@ class DirectLimits:
     memory_align_bytes: int
     """Addresses must be multiples of it."""
     source: str
-    """Where the numbers come from: 'statx', 'sysfs' or 'assumed'."""
+    """Source of the numbers: where they come from: 'statx', 'sysfs' or 'assumed'."""
 
 
 @lru_cache(maxsize=1)

@@ -66,7 +66,7 @@ class Transfer:
         return self._error
 
     def failure(self) -> BaseException | None:
-        """As `error`, for bookkeeping: it does not count as somebody having seen it."""
+        """Error as in `error`, for bookkeeping: it does not count as somebody having seen it."""
         return self._error
 
     def add_done_callback(self, fn: Callable[[Transfer], object]) -> None:

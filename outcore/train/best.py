@@ -15,7 +15,7 @@ class BestSoFar:
     patience: int | None = None
     """Evaluations in a row without a new best after which the run ends; None: it never does."""
     threshold: float = 0.0
-    """By how much a value must be lower to count as better."""
+    """Amount by which a value must be lower to count as better."""
     step: int | None = None
     value: float = math.inf
     evaluations_since: int = 0

@@ -31,6 +31,6 @@ class UiSettings:
 
     @property
     def own_host(self) -> str:
-        """Where this machine itself reaches the panels."""
+        """Address where this machine itself reaches the panels."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1", "localhost": "127.0.0.1"}.get(self.host, self.host)
         return f"[{host}]" if ":" in host else host

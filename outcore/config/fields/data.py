@@ -52,10 +52,10 @@ class DataFields:
     train_on_prompt: bool = False
     """Take the loss on prompt tokens as well."""
     train_on_last_turn: bool = False
-    """Of a conversation train the last assistant turn only."""
+    """Train of a conversation the last assistant turn only."""
     max_train_samples: int | None = setting(None, above=0, aliases=("max_samples",))
     """Use at most this many training documents."""
     max_eval_samples: int | None = setting(None, above=0)
     """Use at most this many evaluation rows."""
     data_cache_dir: str = ".cache/data"
-    """Where tokenized data is kept between runs."""
+    """Folder in which tokenized data is kept between runs."""

@@ -44,7 +44,7 @@ class EngineFields:
     """What moves bytes to and from the NVMe drive, in both engines' own offload; gds_optimizer.py --apply writes what
     it measured fastest. Default: auto, which is posix."""
     storage_threads: int | None = setting(None, file=("outcore.storage.threads",), above=0)
-    """Its threads. Default: 16, or what gds_optimizer.py --apply found."""
+    """Threads of the storage engine. Default: 16, or what gds_optimizer.py --apply found."""
     storage_block_bytes: int | None = setting(None, file=("outcore.storage.block_bytes",), above=0)
     """Bytes that a thread moves at a time, a multiple of 4096. Default: 8 MiB, or what --apply found."""
     lane_slots: int | None = setting(None, file=("outcore.lanes.num_slots",), above=0)
@@ -82,11 +82,11 @@ class EngineFields:
     offload_optimizer: Literal["auto", "none", "cpu", "nvme"] = setting(
         "auto", file=("zero_optimization.offload_optimizer.device",)
     )
-    """Where optimizer states live below infinity; auto: deepspeed_config.json's, RAM for zero3."""
+    """Home of optimizer states below infinity; auto: deepspeed_config.json's, RAM for zero3."""
     offload_params: Literal["auto", "none", "cpu", "nvme"] = setting(
         "auto", file=("zero_optimization.offload_param.device",)
     )
-    """Where parameters live below infinity; auto: deepspeed_config.json's, RAM for zero3."""
+    """Home of parameters below infinity; auto: deepspeed_config.json's, RAM for zero3."""
     initial_scale_power: int | None = setting(None, file=("fp16.initial_scale_power",), least=0, most=64)
     """fp16: the loss scale begins at 2 to this power. Default: 16."""
     loss_scale_window: int | None = setting(None, file=("fp16.loss_scale_window",), above=0)

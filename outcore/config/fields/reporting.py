@@ -41,7 +41,7 @@ class ReportingFields:
     early_stopping_patience: int | None = setting(None, above=0, common=True)
     """Stop after so many evaluations in a row without a new best; implies load_best_model_at_end."""
     early_stopping_threshold: float = setting(0.0, least=0)
-    """By how much an evaluation must be better to count as one."""
+    """Amount by which an evaluation must be better to count as one."""
     resume_from_checkpoint: str | None = setting(None, common=True, aliases=("resume",))
     """`auto` or a checkpoint folder. auto: the complete checkpoint of the run that was saved, or gone back to, last;
     what it left behind by going back to an earlier one does not count, whatever its step."""
@@ -49,11 +49,11 @@ class ReportingFields:
     """When resuming: go on with another length, learning rate, schedule, batch or data than the checkpoint's. Weights
     and moments are kept, the schedule is stated anew; without it a resumed run must be exactly the same."""
     checkpoint_dir: str = setting("checkpoints", common=True)
-    """Where checkpoints go: <checkpoint_dir>/<run>/step-00000123."""
+    """Folder of checkpoints: <checkpoint_dir>/<run>/step-00000123."""
     log_dir: str = "logs"
-    """Where metrics.jsonl, loss.png, plan.json and TensorBoard files go: <log_dir>/<run>."""
+    """Folder of logs: metrics.jsonl, loss.png, plan.json and TensorBoard files go: <log_dir>/<run>."""
     export_dir: str = "final_model"
-    """Where the finished model goes: <export_dir>/<run>."""
+    """Folder of the finished model: <export_dir>/<run>."""
     report_to: str = setting("tensorboard", common=True)
     """Comma-separated: tensorboard, trackio, wandb, mlflow, none."""
     metrics_port: int | None = setting(None, least=0, most=65535)

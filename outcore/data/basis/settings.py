@@ -33,7 +33,7 @@ class DataSettings:
     dataset_split: str = "train"
     """Split of a hub data set to train on."""
     eval_dataset: str | None = None
-    """As `dataset`, for evaluation; without it a share of `dataset` is set aside."""
+    """Data for evaluation, given as `dataset`; without it a share of `dataset` is set aside."""
     eval_split: str | None = None
     """Split of a hub data set to evaluate on, e.g. "validation"."""
     eval_fraction: float = 0.05

@@ -51,7 +51,7 @@ class MixedRows:
 
     @property
     def kind(self) -> str:
-        """As of each source."""
+        """Kind of each source."""
         return self.parts[0].kind
 
     @property
@@ -66,7 +66,7 @@ class MixedRows:
 
     @property
     def fingerprint(self) -> str:
-        """Of the sources' content, their weights and the seed."""
+        """Fingerprint of the sources' content, their weights and the seed."""
         sources = [f"{part.fingerprint}*{weight:g}" for part, weight in zip(self.parts, self.weights, strict=True)]
         return f"{self.seed}:{'+'.join(sources)}"
 

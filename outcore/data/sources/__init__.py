@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders, saved data sets, the hub, the built-in text."""
+"""Sources of rows: files, folders, saved data sets, the hub, the built-in text."""
 
 from __future__ import annotations
 

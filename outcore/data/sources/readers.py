@@ -26,7 +26,8 @@ MAX_JSON_OBJECT_BYTES = 512 * MIB
 """A .json file that is one object is parsed whole, at about ten times its size in RAM."""
 MAX_JSON_ELEMENT_CHARS = 64 * MIB
 HEAD_MIB = 5
-"""Of a .jsonl file whose first line is no whole object, to see whether the object goes on in the next lines."""
+"""Beginning read of a .jsonl file whose first line is no whole object, to see whether the object goes on in the next
+lines."""
 
 RowsOf = Iterator[Record | BadRow]
 

@@ -95,7 +95,7 @@ class BadRows:
 
 
 class Source(Protocol):
-    """Where rows come from. `is_text`: every record is a document of text in the column "text"."""
+    """Source of rows. `is_text`: every record is a document of text in the column "text"."""
 
     name: str
     is_text: bool

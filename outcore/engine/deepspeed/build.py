@@ -68,7 +68,7 @@ def facts_for_builder(model: Any, tied_numels: tuple[int, ...] = ()) -> WeightCo
 
 
 def facts_before_loading(settings: ModelSettings, tokenizer: Any) -> WeightCounts:
-    """The same of a model that transformers will make or read, adapters included, without memory."""
+    """Facts of a model that transformers will make or read, adapters included, without memory."""
     config = resolve_source(settings, tokenizer).config
     skeleton, tied_numels = skeleton_and_tied(model_class_of(config), config)
     if settings.lora is not None:
@@ -226,8 +226,8 @@ def _initialize(loaded: LoadedModel, config: dict[str, Any], settings: RunSettin
 
 @contextmanager
 def staged_offload(resolved: Resolved, say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, DeepSpeed's ZeRO-3 runs with outcore's optimizer step and swapper. The session stays with the optimizer,
-    which closes it."""
+    """Within this context DeepSpeed's ZeRO-3 runs with outcore's optimizer step and swapper. The session stays with
+    the optimizer, which closes it."""
     from outcore.engine.deepspeed.staged.binding import staged
     from outcore.engine.deepspeed.staged.session import StagedSession
 

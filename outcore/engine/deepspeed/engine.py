@@ -39,7 +39,7 @@ from outcore.model.weights import settle
 
 
 class DeepSpeedEngine:
-    """See the module docstring. Made by `outcore.engine.deepspeed.build.build_engine`."""
+    """DeepSpeed behind the engines' interface. Made by `outcore.engine.deepspeed.build.build_engine`."""
 
     name = "deepspeed"
 
@@ -184,7 +184,7 @@ class DeepSpeedEngine:
         return {name: t for name, t in state.items() if name not in params and isinstance(t, torch.Tensor)}
 
     def _saved_bytes(self) -> int:
-        """Of weights, and unless they live on NVMe of the fp32 master and two moments."""
+        """Bytes of weights, and unless they live on NVMe of the fp32 master and two moments."""
         per_param = 0 if self.nvme_state else 12
         return sum(
             torch.Size(self._shape(p)).numel() * (p.dtype.itemsize + per_param) for _, p in self._trainable()

@@ -22,7 +22,8 @@ is another group, with a port, and a buffer in shared memory that is named by it
 
 
 def extensions_dir() -> Path:
-    """Where set-up builds DeepSpeed's C++ extensions: inside the environment, so that they go with its torch."""
+    """Folder in which set-up builds DeepSpeed's C++ extensions: inside the environment, so that they go with its
+    torch."""
     return Path(sys.prefix) / "torch_extensions"
 
 

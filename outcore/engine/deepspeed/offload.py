@@ -1,4 +1,4 @@
-"""Where optimizer states and parameters live: what was asked for, the drive's state and free RAM.
+"""Homes of optimizer states and parameters: what was asked for, the drive's state and free RAM.
 
 An unusable drive means RAM (or an error with `strict_offload`); states that do not fit the RAM spill to the drive when
 there is one (residency auto).
@@ -46,7 +46,7 @@ STOCK_COSTS = OffloadCosts(
 """Stock DeepSpeed 0.19.8; on the drive fp32 master, two moments and the fp32 gradients."""
 STAGES = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
 RAM_RESERVE_BYTES = 2 << 30
-"""Of the free RAM, left to the process itself and everything else when states spill to the drive."""
+"""Free RAM left to the process itself and everything else when states spill to the drive."""
 SPACE_SAFETY = 1.1
 """On top of the bytes DeepSpeed writes: file-system overhead, padding of shares."""
 

@@ -49,7 +49,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class ChosenOffload:
-    """Where things really are once every fallback was taken."""
+    """Homes that things really have once every fallback was taken."""
 
     stage: int
     optimizer: Device

@@ -35,7 +35,7 @@ class Blueprint:
     device: torch.device
     units: ModelParts
     aux_coefficient: float
-    """Of the routers' balancing loss; 0 without."""
+    """Coefficient of the routers' balancing loss; 0 without."""
     packed_rows: str
     """How attention keeps packed documents apart, for people; '' when it does not come up."""
     compiled: CompiledLayers
@@ -52,7 +52,7 @@ class Blueprint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """Type of the parameters."""
         return self.units.embed.layout.dtype
 
     @property

@@ -163,7 +163,7 @@ class _Ground:
     upload: UploadLane
     download: DownloadLane
     host: RankHost | None
-    """None: this is the only rank."""
+    """Ranks of this host; None: this is the only rank."""
 
     @property
     def ranks(self) -> Ranks:
@@ -171,7 +171,7 @@ class _Ground:
 
     @property
     def shared(self) -> HomeMemory:
-        """Where parameters and gradients live."""
+        """Memory where parameters and gradients live."""
         return self.memory if self.host is None else self.host.homes
 
 
@@ -298,7 +298,7 @@ class _Traffic:
     arrival: WeightArrival
     download: GradientShipping
     tiles: TiledParts | None
-    """None: every part comes in whole."""
+    """Parts computed in tiles; None: every part comes in whole."""
     also_closed: Sequence[Callable[[float], object]]
 
 
@@ -386,7 +386,7 @@ def _schedule(plan: Blueprint, flow: Flow, download: GradientShipping, activatio
 
 
 def _activations(plan: Blueprint, ground: _Ground, arena: GradientArena) -> Activations:
-    """Where checkpoints wait; on NVMe with the space that the settings say a step needs."""
+    """Home in which checkpoints wait; on NVMe with the space that the settings say a step needs."""
     num_layers = len(plan.units.layers)
     where = plan.settings.activations_on(plan.device)
     if where == "ram":

@@ -37,7 +37,8 @@ def pool_bytes(units: ModelParts, cuts: dict[int, int], settings: StreamSettings
 
 
 def read_ahead_bytes(units: ModelParts, cuts: dict[int, int], settings: StreamSettings, free_bytes: int) -> int:
-    """Of a pool with `free_bytes` beside the lanes: what homes leave, or half of it where they do not all fit."""
+    """Bytes to read ahead from a pool with `free_bytes` beside the lanes: what homes leave, or half of it where they
+    do not all fit."""
     left = free_bytes - home_bytes(units, cuts, settings)
     return min(settings.weight_read_ahead_bytes, max(left, free_bytes // 2))
 

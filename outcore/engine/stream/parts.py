@@ -41,7 +41,7 @@ class EngineParts:
     shared: SharedHomes | None
     """Homes that the ranks of a host have together; None for one rank."""
     scratch: Scratch | None
-    """None: everything lives in RAM."""
+    """Files on the drive; None: everything lives in RAM."""
     homes: Homes
     upload: UploadLane
     drive_lanes: list[UploadLane]
@@ -56,13 +56,13 @@ class EngineParts:
     tile_plan: TilePlan
     arena: GradientArena
     ring: StateRing | None
-    """None: all states live in RAM."""
+    """Ring of states on the drive; None: all states live in RAM."""
     ranks: Ranks
     """The other ranks of this host, if any."""
     save_buffer: torch.Tensor | None
     """Shared by several ranks: where a saved tensor is put together from what each has of it."""
     also_closed: Sequence[Callable[[float], object]] = ()
-    """Of several ranks: closed with the rest, within so many seconds."""
+    """Parts of several ranks: closed with the rest, within so many seconds."""
     packed_rows: str = ""
     """How attention keeps packed documents apart, for people; '' when it does not come up."""
 

@@ -50,8 +50,8 @@ class StreamSizes:
     device_bytes: int | None = None
     """Device memory to plan for. None: what is free on a GPU (under the allocator's cap), no limit on the CPU."""
     optimizer_threads: int | None = None
-    """None: all cores, because these threads stand behind those that launch kernels and move bytes; with a drive under
-    the run all but two."""
+    """Threads of the optimizer. None: all cores, because these threads stand behind those that launch kernels and
+    move bytes; with a drive under the run all but two."""
     optimizer_backend: BackendName = "auto"
     chunk_numel: int = CHUNK_NUMEL
     logits_chunk_bytes: int = LOGITS_CHUNK_BYTES
@@ -66,7 +66,7 @@ class StreamSettings(StreamSizes):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    """Of all trainable parameters, as in DeepSpeed's AdamW with one group."""
+    """Weight decay of all trainable parameters, as in DeepSpeed's AdamW with one group."""
     max_grad_norm: float = 1.0
     """Exact clipping of the global L2 norm; 0: no clipping."""
     states: str = "fp32"
@@ -75,8 +75,8 @@ class StreamSettings(StreamSizes):
     accumulate: Literal["fp32", "weights"] = "fp32"
     """Type in which gradients of several micro-batches are added up on the device."""
     activations: Literal["auto", "device", "ram", "nvme"] = "auto"
-    """Where activation checkpoints wait for their backward. auto: RAM beside a GPU, where they borrow the gradients'
-    homes (no RAM of their own as far as they fit, and a layer's compute hides the way down and up)."""
+    """Home in which activation checkpoints wait for their backward. auto: RAM beside a GPU, where they borrow the
+    gradients' homes (no RAM of their own as far as they fit, and a layer's compute hides the way down and up)."""
     step_tokens: tuple[int, ...] | None = None
     """Tokens (rows x length) of each micro-batch of a step, where known: space for activation checkpoints on NVMe is
     then reserved when the engine is built instead of in the first step, and what a step needs on the device is known
@@ -101,7 +101,7 @@ class StreamSettings(StreamSizes):
     tiling: Literal["auto", "on", "off"] = "auto"
     """Units that do not fit on the device whole, however little else is held, are computed in tiles. on: every unit."""
     tile_bytes: int | None = None
-    """Of one tile of a weight. None: up to 64 MiB, by the device's memory."""
+    """Bytes of one tile of a weight. None: up to 64 MiB, by the device's memory."""
     staging_bytes: int = STAGING_BYTES
     """Pinned memory: the lanes' slots first, then homes of parameters and gradients as far as it reaches."""
     slot_bytes: int = SLOT_BYTES
@@ -117,7 +117,7 @@ class StreamSettings(StreamSizes):
     min_loss_scale: float = 1.0
     """fp16 only."""
     seed: int = 0
-    """Of dropout and stochastic rounding."""
+    """Seed of dropout and stochastic rounding."""
 
     def __post_init__(self) -> None:
         if self.max_grad_norm < 0:

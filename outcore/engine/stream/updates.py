@@ -140,7 +140,7 @@ class PartUpdates:
         return self._has_ended(pending) and (self._published is None or self._published.is_done(unit))
 
     def _has_ended_well(self, pending: _Pending) -> bool:
-        """As `_has_ended`; raises what went wrong."""
+        """Do as `_has_ended`; raises what went wrong."""
         if self._ring is not None:
             self._ring.check()
         if not self._has_ended(pending):

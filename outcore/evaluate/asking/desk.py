@@ -49,7 +49,7 @@ class Progress:
 
 
 class Desk:
-    """See the module docstring."""
+    """Desk at which the harness asks and a model answers."""
 
     def __init__(
         self,

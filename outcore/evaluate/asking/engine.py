@@ -21,8 +21,8 @@ LOOK_EVERY_S = 0.2
 
 
 class EngineAnswerer:
-    """See the module docstring. `is_well`: None when the engine is stepped here; else whether a server's still runs,
-    of whose places at most half are taken."""
+    """Answers by an inference engine of this process. `is_well`: None when the engine is stepped here; else whether
+    a server's still runs, of whose places at most half are taken."""
 
     def __init__(self, opened: OpenedModel, is_well: Callable[[], bool] | None = None) -> None:
         self.opened, self._is_well = opened, is_well

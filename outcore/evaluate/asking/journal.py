@@ -18,7 +18,7 @@ from outcore.evaluate.settings import EvaluationError
 
 
 class AnswerJournal:
-    """See the module docstring. Held by one process at a time; `answers` has all that are known."""
+    """Answers that survive the process. Held by one process at a time; `answers` has all that are known."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self.path = path

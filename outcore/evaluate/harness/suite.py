@@ -15,7 +15,7 @@ from outcore.evaluate.harness.loading import load_tasks
 from outcore.evaluate.settings import EvaluationError, EvaluationSettings
 
 NUM_RESAMPLES = 100
-"""Of documents, for standard errors that no formula gives; the harness's own number for its costly metrics."""
+"""Resamples of documents for standard errors that no formula gives; the harness's own number for its costly metrics."""
 Record = dict[str, Any]
 Lm = Any
 

@@ -34,7 +34,7 @@ class Comparison:
     better: int
     worse: int
     p_value: float | None
-    """None: nothing was paired, or nothing changed."""
+    """P-value of the paired test; None: nothing was paired, or nothing changed."""
     max_logprob_difference: float | None
     """Largest difference of one answer's log-probability; None without any."""
 
@@ -112,7 +112,7 @@ def _by_document(samples: Sequence[Record]) -> dict[tuple[str, str], dict[int, R
 
 
 def _logprob_gap(a: Record, b: Record) -> float | None:
-    """Of answers that are [log-probability, ...]; texts have none."""
+    """Gap of answers that are [log-probability, ...]; texts have none."""
     pairs = zip(a["answers"], b["answers"], strict=False)
     gaps = [abs(x[0] - y[0]) for x, y in pairs if isinstance(x, list) and isinstance(y, list)]
     return max(gaps, default=None)

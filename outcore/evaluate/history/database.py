@@ -44,7 +44,7 @@ class HistoryError(ValueError):
 
 
 class History:
-    """See the module docstring. Each call opens the database anew, so threads and processes may share a value."""
+    """Evaluations kept in SQLite. Each call opens the database anew, so threads and processes may share a value."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,7 +52,7 @@ class History:
         """Folder of the evaluations' folders."""
 
     def folder_of(self, name: str) -> Path:
-        """Where an evaluation keeps its journal, its events and its result."""
+        """Folder in which an evaluation keeps its journal, its events and its result."""
         return self.folder / name
 
     def check_writable(self) -> None:

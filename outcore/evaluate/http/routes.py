@@ -46,7 +46,7 @@ Record = dict[str, Any]
 
 
 class Evaluations:
-    """See the module docstring. `service_of` gives the service that is loaded now, or None."""
+    """Evaluations over HTTP. `service_of` gives the service that is loaded now, or None."""
 
     def __init__(self, service_of: Callable[[], Service | None], database: Path = Path("logs/evaluations.db")) -> None:
         self.history = History(database)

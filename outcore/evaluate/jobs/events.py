@@ -33,7 +33,7 @@ IDLE: dict[str, Any] = {
 
 
 class EventLog:
-    """See the module docstring. One writer; a drive that is full costs events, never the evaluation."""
+    """Events of an evaluation as lines of JSON. One writer; a drive that is full costs events, never the evaluation."""
 
     def __init__(self, path: Path, listener: Listener, num_tasks: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ class EventLog:
         self.tell("stage", **self.progress)
 
     def start_requests(self, stage: str, documents: list[tuple[str, int]]) -> None:
-        """These requests are asked next; for each, the document that it belongs to."""
+        """Note that these requests are asked next; for each, the document that it belongs to."""
         self._moved()
         self._documents, self._left_of = documents, {}
         for document in documents:
@@ -141,7 +141,7 @@ def read_events(path: Path, after: int = 0) -> list[Event]:
 
 
 def progress_of(path: Path) -> dict[str, Any]:
-    """Where an evaluation was by its last event that says so."""
+    """Progress of an evaluation by its last event that says so."""
     for event in reversed(read_events(path)):
         if "stage" in event:
             return {name: event.get(name, value) for name, value in IDLE.items()}

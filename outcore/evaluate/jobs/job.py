@@ -54,7 +54,7 @@ def unfinished_or_new(
 
 
 class Job:
-    """See the module docstring. `run` once; `cancel` from any thread."""
+    """One evaluation from its tasks to its record. `run` once; `cancel` from any thread."""
 
     def __init__(
         self,

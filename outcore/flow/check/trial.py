@@ -59,12 +59,12 @@ class Trial:
     what: str
     """In words, for a refusal."""
     difference: Callable[[LoadedModel, Batch], float]
-    """Of a tiny copy on one batch, part by part and as a whole."""
+    """Difference of a tiny copy on one batch, part by part and as a whole."""
 
 
 def why_not_streamed(loaded: LoadedModel, trial: Trial | None = None) -> str:
-    """'' when this model can be streamed; otherwise the reason, in words. Parameters must be on the CPU. `trial`: None
-    compares logits."""
+    """Reason why not; '' when this model can be streamed; otherwise the reason, in words. Parameters must be on the
+    CPU. `trial`: None compares logits."""
     try:
         discover_units(loaded)
         try_tiny_copy(loaded, trial)
@@ -255,7 +255,7 @@ FORWARD = Trial("logits", forward_difference)
 
 
 def slab_of(unit: Part) -> torch.Tensor:
-    """Its parameters, as they would lie on the device."""
+    """Parameters of the part, as they would lie on the device."""
     slab = torch.zeros(unit.layout.numel, dtype=unit.layout.dtype)
     for view, parameter in zip(unit.layout.views(slab), unit.parameters, strict=True):
         view.copy_(parameter.detach())

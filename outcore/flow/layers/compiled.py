@@ -71,7 +71,7 @@ class CompiledLayers:
         alike may share a graph."""
         self._roles: dict[str, Role] = {"forward": lambda forward, trainable: forward}
         self._functions: dict[tuple[str, int, bool], Callable[..., Any]] = {}
-        """By role, kind, and whether for the usual shape only."""
+        """Functions by role, kind, and whether for the usual shape only."""
         self._usual: torch.Size | None = None
         if not self.why_not:  # for good, not in a context around every call
             limits = torch._dynamo.config

@@ -60,9 +60,9 @@ class _Shapes:
     """Inputs of all its graphs."""
     begin: Moment | None = None
     end: Moment | None = None
-    """Of the last rehearsal."""
+    """Moment of the last rehearsal."""
     is_worth_it: bool | None = None
-    """None: not decided yet."""
+    """Whether the graph pays; None: not decided yet."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Call:
     sums: list[torch.Tensor] | None
 
     def on(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """The same call with `tensors` in place of `inputs`."""
+        """Make the same call with `tensors` in place of `inputs`."""
         num_tensors = sum(isinstance(leaf, torch.Tensor) for leaf in self.leaves)
         rest = iter(tensors[len(tensors) - num_tensors :])
         args, kwargs = tree_unflatten(

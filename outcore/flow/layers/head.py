@@ -68,7 +68,7 @@ class Head:
     def logprobs(
         self, slab: torch.Tensor, item: HeadInput, num_top: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each token that has a label its fp32 log-probability [B, T], and at its place the likeliest tokens and
+        """Give each token that has a label its fp32 log-probability [B, T], and at its place the likeliest tokens and
         theirs [B, T, num_top]; chunk by chunk. StreamUnsupported where the vocabulary comes in tiles."""
         if self.tiled is not None:
             raise StreamUnsupported("log-probabilities need all logits of a token, and the head is computed in tiles")

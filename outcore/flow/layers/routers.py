@@ -24,7 +24,7 @@ class RouterTaps:
 
     @contextmanager
     def seen(self, layer: int, found: list[torch.Tensor]) -> Iterator[None]:
-        """Inside, the logits of this layer's routers are appended to `found` as they are computed."""
+        """Within this context the logits of this layer's routers are appended to `found` as they are computed."""
         hooks = [
             module.register_forward_hook(
                 lambda _m, _a, out, i=item: found.append(out if isinstance(out, torch.Tensor) else out[i])

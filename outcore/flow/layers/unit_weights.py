@@ -17,12 +17,12 @@ class PartWeights:
     def __init__(self, tiles: TiledParts | None = None) -> None:
         self._tiles = tiles
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
-        """Of the few slabs there are, by (unit, address): made once, not for every call."""
+        """Views of the few slabs there are, by (unit, address): made once, not for every call."""
         self._leaves: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         """Leaves by (unit, address). `torch.autograd.grad`, which is asked for gradients, leaves nothing at them."""
 
     def tiles_of(self, unit: Part) -> TiledParts | None:
-        """None for a unit that comes in whole."""
+        """Tiles of a unit; None for one that comes in whole."""
         return self._tiles if self._tiles is not None and unit in self._tiles else None
 
     def tensors(self, unit: Part, slab: torch.Tensor) -> list[Any]:
@@ -49,5 +49,5 @@ class PartWeights:
 
 
 def in_place(unit: Part, tensors: Any) -> AbstractContextManager[Any]:
-    """Inside, the model's modules have these in place of the unit's parameters."""
+    """Within this context the model's modules have these in place of the unit's parameters."""
     return bound(unit.owners, tensors)

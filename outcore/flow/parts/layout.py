@@ -46,7 +46,7 @@ class Slot:
     """One parameter's place."""
 
     name: str
-    """Its checkpoint name."""
+    """Name in checkpoints."""
     shape: tuple[int, ...]
     offset: int
     """In elements from the start of the slab."""

@@ -25,7 +25,7 @@ class BitMask:
     bits: torch.Tensor
     """uint8, 1-D."""
     whole: torch.Size
-    """Of the mask, with size 1 along dimensions in which it was expanded."""
+    """Shape of the mask, with size 1 along dimensions in which it was expanded."""
     shape: torch.Size
 
     @classmethod

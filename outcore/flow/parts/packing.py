@@ -36,7 +36,8 @@ class DeviceBatch(dict[str, torch.Tensor]):
 
 @contextmanager
 def packing_known(is_packed: bool | None, borders: torch.Tensor | None = None) -> Iterator[None]:
-    """Inside, transformers takes this for granted (None: it asks the device), and so does packed attention."""
+    """Within this context transformers takes this for granted (None: it asks the device), and so does packed
+    attention."""
     from transformers import masking_utils
 
     before = getattr(masking_utils, QUESTION, None)

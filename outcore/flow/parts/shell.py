@@ -51,12 +51,12 @@ class LayerCall:
 
     @property
     def ledgers(self) -> dict[int | str, MutableMapping[Any, Any]]:
-        """Its arguments that a layer can write to for others to read, by place or name."""
+        """Arguments of the call that a layer can write to for others to read, by place or name."""
         values = (*enumerate(self.args), *self.kwargs.items())
         return {name: value for name, value in values if isinstance(value, MutableMapping)}
 
     def mapped(self, change: Callable[[Any], Any]) -> LayerCall:
-        """The same call with `change` made to each argument."""
+        """Make the same call with `change` made to each argument."""
         return LayerCall(tuple(map(change, self.args)), {name: change(value) for name, value in self.kwargs.items()})
 
 
@@ -258,7 +258,7 @@ Owner = tuple[nn.Module, str]
 
 @contextmanager
 def bound(owners: Sequence[Sequence[Owner]], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, each parameter (under all its owners) is the given tensor; outside, it is what it was."""
+    """Within this context each parameter (under all its owners) is the given tensor; outside, it is what it was."""
     before: list[tuple[nn.Module, str, Any]] = []
     try:
         for places, tensor in zip(owners, tensors, strict=True):

@@ -38,7 +38,7 @@ class Part:
     """What is uploaded, updated and saved together."""
 
     index: int
-    """Its place in the order of need: embedding 0, layers from 1 on, head last."""
+    """Place in the order of need: embedding 0, layers from 1 on, head last."""
     name: str
     layout: SlabLayout
     owners: list[list[Owner]]
@@ -70,7 +70,7 @@ class ModelParts:
     embed: Part
     layer_units: list[Part]
     head: Part
-    """The same object as `embed` when weights are tied."""
+    """Head of the model: the same object as `embed` when weights are tied."""
     isolation: Isolation
     writes_embedding: bool | None = None
     """Whether the decoder changes what its embedding returns in place (CTRL scales it so); None: not yet seen."""

@@ -24,7 +24,7 @@ from outcore.flow.tiles.sink import TileSink
 COPIES = 4
 """Intermediates of each projection that are held at once: its result, the activation's, and their gradients."""
 TOLERANCE = 0.02
-"""Of the largest value: two tokens together against one by one, in 16-bit."""
+"""Share of the largest value: two tokens together against one by one, in 16-bit."""
 
 
 class TokenChunks:
@@ -38,7 +38,8 @@ class TokenChunks:
 
     @contextmanager
     def applied(self, layer: nn.Module, tiled: TiledPart, tensors: Sequence[Any]) -> Iterator[None]:
-        """Inside, candidates of `layer` cut their input. `tensors`: what stands for the unit's parameters."""
+        """Within this context candidates of `layer` cut their input. `tensors`: what stands for the unit's
+        parameters."""
         cut: list[nn.Module] = []
         try:
             for module in layer.children() if self._chunk_bytes is not None else ():

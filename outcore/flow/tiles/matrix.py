@@ -25,7 +25,7 @@ class TiledMatrix:
     unit: Part
     slot: Slot
     start: int
-    """Of its first element in the unit's slab."""
+    """Position of its first element in the unit's slab."""
     num_rows: int
     num_cols: int
     tile_rows: int
@@ -72,7 +72,7 @@ class TiledPart:
     def __init__(self, unit: Part, tile_bytes: int) -> None:
         self.unit = unit
         self.matrices: dict[str, list[TiledMatrix]] = {}
-        """By slot name: one for a 2-D weight, one for each expert of a 3-D one."""
+        """Matrices by slot name: one for a 2-D weight, one for each expert of a 3-D one."""
         itemsize, names = unit.layout.dtype.itemsize, {slot.name for slot in unit.layout.slots}
         small: list[tuple[str, torch.nn.Parameter]] = []
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):

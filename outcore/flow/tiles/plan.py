@@ -29,7 +29,7 @@ from outcore.sizing.tiles import (
 
 TilingChoice = Literal["auto", "on", "off"]
 RESIDENT_PERCENT = 60
-"""Of the device's memory that small parameters of a tiled unit may take."""
+"""Share of the device's memory that small parameters of a tiled unit may take."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where gradients of large weights go that are multiplied tile by tile: flow hands them out and keeps none."""
+"""Place where gradients of large weights go that are multiplied tile by tile: flow hands them out and keeps none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RowSink(Protocol):
     """Gradients of the rows of an embedding."""
 
     def note(self, ids: torch.Tensor) -> None:
-        """These rows are looked up."""
+        """Note rows that are looked up."""
         ...
 
     def add(self, ids: torch.Tensor, grad: torch.Tensor) -> None:

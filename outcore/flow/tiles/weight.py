@@ -48,7 +48,7 @@ class StreamedWeight:
         self.name = matrices[0].slot.name
         self.requires_grad = matrices[0].slot.trainable
         self.anchor: torch.Tensor | None = None
-        """Where an embedding's result gets its place in autograd's graph from; None outside backward."""
+        """Place where an embedding's result gets its place in autograd's graph from; None outside backward."""
 
     @property
     def ndim(self) -> int:

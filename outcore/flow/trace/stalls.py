@@ -1,4 +1,4 @@
-"""Where a step waited, and for what: `stall_pcie`, `stall_nvme` and `stall_optimizer` of a metrics line.
+"""Waits of a step: where, and for what: `stall_pcie`, `stall_nvme` and `stall_optimizer` of a metrics line.
 
 A *stall* is time in which the device had nothing to compute because something that its next piece of work needs was
 not there. Each such place in the schedule is bracketed by `until`, which puts a moment on the device's compute stream
@@ -64,7 +64,7 @@ class BusyTime:
 
 
 class Stalls:
-    """Where a step waited, by reason. Called from the training thread. `trace` sees every wait."""
+    """Waits of a step, by reason. Called from the training thread. `trace` sees every wait."""
 
     def __init__(self, device: torch.device) -> None:
         self.trace: Trace = NO_TRACE

@@ -70,7 +70,7 @@ class WeightPrefetcher:
         self._ahead: dict[int, tuple[Gate, LaneTransfer]] = {}
         """Reads under way whose gate is shut."""
         self._arriving: dict[tuple[int, int], tuple[LaneTransfer | None, LaneTransfer | None]] = {}
-        """By (kind, buffer): the transfer from RAM and the one from NVMe."""
+        """Transfers by (kind, buffer): the transfer from RAM and the one from NVMe."""
         self._released = -1
         self.stalls = stalls or Stalls(lane.device)
 

@@ -1,4 +1,4 @@
-"""Where weights come from when a part is to be uploaded, and what arrives: the two sides of flow's weights."""
+"""Sources of weights when a part is to be uploaded, and what arrives: the two sides of flow's weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WeightSource(Protocol):
         ...
 
     def stored(self, unit: Part) -> tuple[TensorStore, str] | None:
-        """Where on NVMe the rest of the part's parameters lives; None when all are in RAM."""
+        """Place on NVMe where the rest of the part's parameters lives; None when all are in RAM."""
         ...
 
     def is_current(self, unit: Part) -> bool:

@@ -24,7 +24,7 @@ class PlainEntry:
         return self.place.shape
 
     def read(self) -> torch.Tensor:
-        """Its values, in the type of the file."""
+        """Read the values, in the type of the file."""
         return self.place.read()
 
 
@@ -43,7 +43,7 @@ class PackedEntry:
         return self.spec.value_shape
 
     def read(self) -> PackedTensor:
-        """Its packed bytes."""
+        """Read the packed bytes."""
         parts = {name: place.read() for name, place in self.parts.items()}
         return PackedTensor(self.spec, self.spec.assemble(self.planes(parts)))
 
@@ -59,7 +59,7 @@ class ExpandedEntry:
     values: Callable[[Parts], torch.Tensor]
 
     def read(self) -> torch.Tensor:
-        """Its values, fp32."""
+        """Read the values, fp32."""
         return self.values({name: place.read() for name, place in self.parts.items()})
 
 

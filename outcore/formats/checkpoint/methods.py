@@ -285,4 +285,4 @@ METHODS: dict[str, Callable[[Places, dict[str, Any]], Found]] = {
     "compressed-tensors": compressed_tensors,
     "bitsandbytes": bitsandbytes,
 }
-"""By `quant_method`."""
+"""Readers by `quant_method`."""

@@ -22,7 +22,7 @@ class Attention(Protocol):
 
 
 opened: WeakValueDictionary[int, Attention] = WeakValueDictionary()
-"""By number: compiled code cannot hold an object, so it names the attention that it means."""
+"""Attentions by number: compiled code cannot hold an object, so it names the attention that it means."""
 
 
 @torch.library.custom_op("outcore::paged_attention", mutates_args=())

@@ -43,7 +43,7 @@ class _Together:
     spans: list[Span]
     count: int
     rows: torch.Tensor | None = None
-    """Their rows of the call, on the device."""
+    """Rows of the call, on the device."""
     pages: torch.Tensor | None = None
     """[spans, pages], where the pages live."""
     mask: torch.Tensor | None = None
@@ -55,7 +55,7 @@ class UnknownAttention(ValueError):
 
 @dataclass
 class _Place:
-    """Where the pass is."""
+    """Place that the pass has reached."""
 
     layer: int = -1
     call: int = 0
@@ -63,7 +63,7 @@ class _Place:
 
 
 class PagedAttention:
-    """See the module docstring. One thread; `begin` a pass, `moved` after each layer and call, `close` for good."""
+    """Attention over pages. One thread; `begin` a pass, `moved` after each layer and call, `close` for good."""
 
     def __init__(
         self,

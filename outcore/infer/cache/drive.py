@@ -77,7 +77,7 @@ def open_memory(device: torch.device, home: str, n_bytes: int, scratch: Scratch 
 
 
 class DriveStore(KvStore):
-    """See the module docstring. `files`: a store with the tensor `name`. StorageError where the drive fails."""
+    """Pages on a drive. `files`: a store with the tensor `name`. StorageError where the drive fails."""
 
     def __init__(
         self,

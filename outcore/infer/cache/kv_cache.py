@@ -74,7 +74,7 @@ Site = tuple[int, int]
 
 
 class KvCache:
-    """See the module docstring. Stores of single attentions are made when they are first written to. `kept`: where
+    """Keys and values in pages. Stores of single attentions are made when they are first written to. `kept`: where
     shared beginnings go that memory forgets; None: nowhere."""
 
     def __init__(
@@ -290,7 +290,7 @@ class Span:
     """Tokens of the sequence that are stored already."""
     count: int
     row: int
-    """Where they begin in the pass's row."""
+    """Position at which they begin in the pass's row."""
 
     @property
     def length(self) -> int:
@@ -300,7 +300,7 @@ class Span:
 
 @dataclass
 class PassTables:
-    """Where a pass reads and writes, made once for all layers of a group."""
+    """Places where a pass reads and writes, made once for all layers of a group."""
 
     spans: list[Span]
     page_tokens: int

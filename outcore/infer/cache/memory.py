@@ -1,4 +1,5 @@
-"""Where pages of keys and values live: on the device that computes, in RAM that it reads over the link, or plain RAM.
+"""Homes of pages of keys and values live: on the device that computes, in RAM that it reads over the link, or plain
+RAM.
 
 Page-locked RAM has an address on the GPU. A tensor made over that address is one of the GPU's to torch: the kernel that
 gathers pages reads them over PCIe, and none is copied twice. Where memory cannot be page-locked, pages are gathered by

@@ -24,11 +24,11 @@ class PrefixPage:
     parent: bytes
     tokens: tuple[int, ...]
     pages: tuple[int, ...]
-    """Its page in each group."""
+    """Page in each group."""
 
 
 class PrefixIndex:
-    """See the module docstring; use counts are the caller's (`KvCache`)."""
+    """Pages by the tokens that they hold; use counts are the caller's (`KvCache`)."""
 
     def __init__(self, page_tokens: int) -> None:
         self.page_tokens = page_tokens

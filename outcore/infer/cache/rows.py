@@ -1,4 +1,5 @@
-"""Where the rows of a small pass are stored and what they see, at addresses that stay: a CUDA graph reads them there.
+"""Places where the rows of a small pass are stored and what they see, at addresses that stay: a CUDA graph reads
+them there.
 
 One copy to the device fills all tables. Rows beyond those of the pass repeat its first row: they write what it writes.
 """

@@ -31,7 +31,7 @@ class KvShape:
 
 
 class Memory(Protocol):
-    """Where a store's tensors come from."""
+    """Memory that a store's tensors come from."""
 
     device: torch.device
 
@@ -106,7 +106,7 @@ class KvStore:
             mine.copy_(given)
 
     def read_ahead(self, pages: torch.Tensor) -> None:
-        """These pages will be read soon: nothing to do where they are at hand."""
+        """Note that these pages will be read soon: nothing to do where they are at hand."""
 
 
 def _flat(pages: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,8 @@ class JobError(ValueError):
 
 
 class Journal:
-    """See the module docstring. `job`: what makes results what they are, JSON; a journal of another job is refused."""
+    """Finished requests of a job. `job`: what makes results what they are, JSON; a journal of another job is
+    refused."""
 
     def __init__(self, output: Path, job: dict[str, Any]) -> None:
         self.output, self.path = output, output.with_name(f"{output.name}.journal")

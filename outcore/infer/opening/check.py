@@ -139,7 +139,7 @@ class _Seen(Exception):
 
 
 def kv_of(loaded: LoadedModel, units: ModelParts) -> dict[int | None, dict[int, KvShape]]:
-    """By window, the widths of each layer's keys and values: each kind of layer is run up to its attention, on two
+    """Widths by window of each layer's keys and values: each kind of layer is run up to its attention, on two
     tokens. UnknownAttention or StreamUnsupported where a layer's attention is not seen."""
     seen: list[tuple[int | None, KvShape]] = []
 

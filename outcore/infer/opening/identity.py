@@ -9,7 +9,7 @@ from pathlib import Path
 from outcore.infer.opening.model import MANIFEST, FoundModel
 
 HASHED_BYTES = 1 << 20
-"""Of each file of weights, from its beginning (the names and shapes of its tensors, and values)."""
+"""Bytes hashed of each file of weights, from its beginning (the names and shapes of its tensors, and values)."""
 WEIGHTS = ("config.json", "adapter_config.json", "*.safetensors", "*.gguf")
 
 
@@ -24,8 +24,8 @@ def model_hash(folders: Sequence[str]) -> str:
 
 
 def bytes_of(found: FoundModel) -> list[str]:
-    """As `model_hash`, one name each, and with the times of files: weights that were overwritten in place have another
-    name. A hub id is named by its commit. ValueError where nothing names them."""
+    """Name as `model_hash` does, one name each, and with the times of files: weights that were overwritten in place
+    have another name. A hub id is named by its commit. ValueError where nothing names them."""
     names = []
     for folder in found.folders:
         name = _of_place(Path(folder), with_times=True) or str(getattr(found.loaded.config, "_commit_hash", None) or "")

@@ -49,7 +49,7 @@ class FoundModel:
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """Where the parts of a model are."""
+    """Place of the parts of a model are."""
 
     weights: str
     """Hub id or folder with weights; '' for a checkpoint's."""
@@ -84,8 +84,8 @@ class CheckpointWeights:
 
 
 def find_place(name: str, adapter: str | None = None) -> ModelPlace:
-    """Where `name` is: a folder, a run (its finished model, else its newest checkpoint), else a hub id. ValueError when
-    it is a folder that holds no model."""
+    """Find where `name` is: a folder, a run (its finished model, else its newest checkpoint), else a hub id.
+    ValueError when it is a folder that holds no model."""
     path = Path(name).expanduser()
     if not path.is_dir():
         path = next((folder / name for folder in (RUNS, CHECKPOINTS) if (folder / name).is_dir()), path)

@@ -59,7 +59,7 @@ class InferSettings:
     compile: CompileChoice = "auto"
     """Layers through torch.compile, small passes as CUDA graphs. auto: on a GPU, where it works."""
     deterministic: bool = False
-    """The same text whatever else runs: fixed shapes, guesses by the text alone. Slower."""
+    """Give the same text whatever else runs: fixed shapes, guesses by the text alone. Slower."""
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from outcore.staging import LaneSettings, PinnedPool, UploadLane
 from outcore.staging.pool import HostMemory
 
 GRAIN_NUMEL = 1 << 20
-"""Where a layer is cut between RAM and NVMe: at multiples of so many elements."""
+"""Grain at which a layer is cut between RAM and NVMe: at multiples of so many elements."""
 READ_AHEAD_SLOTS = 16
 
 

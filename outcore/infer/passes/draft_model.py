@@ -43,7 +43,7 @@ class _Shadow:
 
 
 class DraftModel:
-    """See the module docstring. `runner`, `cache`: of the small model, nobody else's. `pass_tokens`: it reads prompts
+    """Small model that guesses. `runner`, `cache`: of the small model, nobody else's. `pass_tokens`: it reads prompts
     in passes of so many. `vocab_size`: of the large model. `is_deterministic`: nothing that is measured decides."""
 
     def __init__(

@@ -138,7 +138,7 @@ class SlotPass:
 
 
 class SmallPasses:
-    """See the module docstring. `is_captured` False: passes of slots run by ordinary launches always (for tests)."""
+    """Small passes of fixed sizes. `is_captured` False: passes of slots run by ordinary launches always (for tests)."""
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ class RowCall:
         return {"input_ids": rows[:1], "position_ids": rows[1:].clone()}  # its place in memory would tell its length
 
     def tables(self, page_tokens: int) -> PassTables:
-        """Where its tokens are stored."""
+        """Tables of where its tokens are stored."""
         spans = []
         for work, at in self.works:
             pages = work.sequence.pages

@@ -22,7 +22,7 @@ from outcore.model.load import LoadedModel
 
 
 class WholeRunner:
-    """See the module docstring."""
+    """Runner for models whose sequences cannot share rows."""
 
     can_step_back = False
 

@@ -23,7 +23,7 @@ class Drafter:
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, ...], int] = {}
-        """Where each run of tokens ended last."""
+        """Place where each run of tokens ended last."""
         self._seen = 0
         self._length, self._misses, self._paused_until = FIRST_DRAFT, 0, 0
         self.offered: list[int] = []
@@ -59,7 +59,7 @@ class Drafter:
                 self._misses, self._paused_until = 0, num_tokens + PAUSE
 
     def _match(self, tokens: Sequence[int]) -> int | None:
-        """Where what followed the longest known run at the end of `tokens` begins."""
+        """Find where what followed the longest known run at the end of `tokens` begins."""
         self._learn(tokens[:-1])
         for size in range(min(MAX_MATCH, len(tokens) - 1), MIN_MATCH - 1, -1):
             place = self._places.get(tuple(tokens[-size:]))
@@ -96,7 +96,7 @@ class PassCost:
             setattr(self, name, getattr(self, name) * FADING + value)
 
     def seconds_of(self, rows: float) -> float | None:
-        """Of a pass of so many rows; None while nothing is known."""
+        """Seconds of a pass of so many rows; None while nothing is known."""
         if not self.weight:
             return None
         base, slope = self._line()

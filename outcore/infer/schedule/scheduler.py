@@ -51,7 +51,7 @@ class Work:
 
 
 class Scheduler:
-    """See the module docstring. `waiting` and `running` are in order of priority and arrival."""
+    """Scheduler of passes. `waiting` and `running` are in order of priority and arrival."""
 
     def __init__(self, cache: KvCache, limits: ScheduleLimits) -> None:
         self.cache, self.limits = cache, limits

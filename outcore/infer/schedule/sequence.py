@@ -31,7 +31,7 @@ class Clock:
 
 @dataclass(eq=False)
 class Sequence:
-    """See the module docstring."""
+    """Sequence: a request on its way to an answer."""
 
     request: Request
     choice: int
@@ -46,7 +46,7 @@ class Sequence:
     computed: int = 0
     """Tokens whose keys and values are stored."""
     pages: SequencePages | None = None
-    """None: it waits."""
+    """Pages that it holds; None: it waits."""
     chosen: list[Chosen] = field(default_factory=list)
     cached_tokens: int = 0
     drafted: int = 0

@@ -214,7 +214,7 @@ def offload_row(path: Path, drive_at: Callable[[Path], Drive] = drive_of) -> Rep
 
 
 def configured_offload_path(repository: Path) -> Path:
-    """Where deepspeed_config.json says to offload; the repository itself when it does not say."""
+    """Folder where deepspeed_config.json says to offload; the repository itself when it does not say."""
     try:
         config = json.loads((repository / "deepspeed_config.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):

@@ -104,8 +104,8 @@ def tied_apart(model: nn.Module) -> list[list[str]]:
 
 
 def _refuse_tied_targets(model: nn.Module) -> None:
-    """Of what an export could not untie: encoder-decoders, of which some compute otherwise then (T5 scales what goes
-    into a tied head), and modules without a configuration that would say so."""
+    """Refuse what an export could not untie: encoder-decoders, of which some compute otherwise then (T5 scales what
+    goes into a tied head), and modules without a configuration that would say so."""
     for names in tied_apart(model):
         tied = next(checkpoint_name(name) for name in names if name.endswith(".base_layer.weight"))
         others = [name for name in map(checkpoint_name, names) if name != tied]

@@ -1,4 +1,5 @@
-"""Where documents begin in packed rows: borders, a few numbers in place of a mask of T x T. Legend: B rows, T tokens.
+"""Borders: where documents begin in packed rows: borders, a few numbers in place of a mask of T x T. Legend: B rows,
+T tokens.
 
 Borders are cumulative lengths of the documents over the flattened micro-batch, 0, ..., B*T, as variable-length kernels
 take them: a 1-D int32 tensor, told from every other mask by its type and shape. Each row begins a document.
@@ -62,7 +63,7 @@ def are_borders(mask: object) -> bool:
 
 @contextmanager
 def borders_known(borders: torch.Tensor | None) -> Iterator[None]:
-    """Inside, masks of packed rows are these borders (where the model's attention takes them)."""
+    """Within this context masks of packed rows are these borders (where the model's attention takes them)."""
     token = _KNOWN.set(borders)
     try:
         yield
@@ -71,7 +72,7 @@ def borders_known(borders: torch.Tensor | None) -> Iterator[None]:
 
 
 def known_borders() -> torch.Tensor | None:
-    """Those of the micro-batch under way; None where nobody said."""
+    """Borders of the micro-batch under way; None where nobody said."""
     return _KNOWN.get()
 
 

@@ -21,7 +21,7 @@ from outcore.model.trial.abilities import DOCUMENTS, TOLERANCE
 from outcore.model.weights import seeded_cpu
 
 KERNEL_TOLERANCE = 0.02
-"""Of the norm of what is compared: rounding to bf16 makes 0.003 of it, another mask 0.2 and more."""
+"""Share of the norm of what is compared: rounding to bf16 makes 0.003 of it, another mask 0.2 and more."""
 TRIAL_LENGTHS = ((1, 130, 37, 88), (200, 56))
 """Documents of two rows: a single token, less and more than the kernel's blocks, longer than the window."""
 TRIAL_WINDOW = 48
@@ -53,7 +53,8 @@ def attention_names(model: nn.Module) -> set[str]:
 
 
 def why_masks_differ(tiny: nn.Module) -> str:
-    """'' when a tiny model in fp32 on the CPU gives the same logits with borders as with masks; it is changed."""
+    """Reason, in words; '' when a tiny model in fp32 on the CPU gives the same logits with borders as with masks; it
+    is changed."""
     with seeded_cpu(0, "packed trial"):
         ids = torch.randint(2, VOCAB, (len(DOCUMENTS), sum(DOCUMENTS[0])))
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in DOCUMENTS])
@@ -79,7 +80,8 @@ def why_masks_differ(tiny: nn.Module) -> str:
 
 
 def why_no_kernel(config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """'' when the kernel gives what masks give, with heads as in a transformers config, on a GPU; else the reason."""
+    """Reason, in words; '' when the kernel gives what masks give, with heads as in a transformers config, on a GPU;
+    else the reason."""
     from outcore.model.packed.attention import kernel_takes
 
     text = config.get_text_config(decoder=True)

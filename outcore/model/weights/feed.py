@@ -26,7 +26,7 @@ SINGLE_NAME = "model.safetensors"
 
 
 class WeightFeed(Protocol):
-    """See the module docstring."""
+    """Feed of weights, one part after another."""
 
     @property
     def names(self) -> frozenset[str]:

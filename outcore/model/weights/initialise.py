@@ -43,7 +43,7 @@ class InitRegion:
     """One of a module list: it knows nothing of the others, so they may be initialised at the same time."""
 
     def n_bytes(self) -> int:
-        """Of its values in fp32."""
+        """Bytes of its values in fp32."""
         return 4 * sum(p.numel() for _, module in self.holders for p in module._parameters.values() if p is not None)
 
     def parameter_names(self) -> list[str]:
@@ -60,7 +60,7 @@ class InitRegion:
         return self._generate(lambda name: seeded_cpu(seed, name))
 
     def generate_beside_others(self, seed: int) -> dict[str, torch.Tensor]:
-        """The same in a thread of its own, without the default generator. SharedStreamNeeded."""
+        """Generate the same in a thread of its own, without the default generator. SharedStreamNeeded."""
         return self._generate(lambda name: RandomStream(seed_of(seed, name)))
 
     @torch.no_grad()

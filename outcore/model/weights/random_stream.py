@@ -19,7 +19,7 @@ class SharedStreamNeeded(RuntimeError):
 
 
 class RandomStream(TorchDispatchMode):
-    """See the module docstring. A context manager; other threads are not touched."""
+    """Random numbers in torch's order. A context manager; other threads are not touched."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -55,7 +55,8 @@ def settle(engine: Any) -> None:
 
 @contextmanager
 def partition_while_loading(zero3_config: dict[str, Any] | None) -> Iterator[None]:
-    """Inside, transformers partitions every model it makes or reads (ZeRO-3), without drawing initial weights.
+    """Within this context transformers partitions every model it makes or reads (ZeRO-3), without drawing initial
+    weights.
 
     `zero3_config`: a complete DeepSpeed configuration with stage 3 (no "auto" values); None: nothing happens.
     """
@@ -83,7 +84,8 @@ def partition_while_loading(zero3_config: dict[str, Any] | None) -> Iterator[Non
 
 @contextmanager
 def without_partitioning() -> Iterator[None]:
-    """Inside, transformers builds whole models even while a ZeRO-3 configuration is alive (for small trial models)."""
+    """Within this context transformers builds whole models even while a ZeRO-3 configuration is alive (for small
+    trial models)."""
     import transformers.integrations.deepspeed as integration
 
     with patch.object(integration, "_hf_deepspeed_config_weak_ref", None):

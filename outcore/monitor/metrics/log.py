@@ -68,11 +68,11 @@ class MetricsLog:
     ) -> None:
         self.path = Path(path)
         self.kept_path: Path | None = None
-        """Where an older run's file went, if there was one."""
+        """Path where an older run's file went, if there was one."""
         self.dropped_lines = 0
         """Lines removed on open: torn, damaged, or of steps after resume_step."""
         self.damaged_lines = 0
-        """Of them, those that are no whole record: torn by a crash, or damaged on the drive."""
+        """Lines among them that are no whole record: torn by a crash, or damaged on the drive."""
         self._fsync_interval_s = fsync_interval_s
         self._synced_at_s = time.monotonic()
         self._sync_thread: threading.Thread | None = None

@@ -74,7 +74,7 @@ class TensorBoardLogger:
             self._add_event(purge_step, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
 
     def log_header(self, header: dict[str, Any]) -> None:
-        """Nothing: TensorBoard has no place for it that people look at."""
+        """Do nothing: TensorBoard has no place for it that people look at."""
 
     def log_step(self, record: dict[str, Any]) -> None:
         self._add("train", record)

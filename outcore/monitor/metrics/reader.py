@@ -28,7 +28,7 @@ class Metrics:
         self.header: dict[str, Any] = {}
         """The newest header: line 0, updated by what resumed processes wrote."""
         self.steps: list[dict[str, Any]] = []
-        """By rising step, each step once."""
+        """Lines by rising step, each step once."""
         self.evals: list[dict[str, Any]] = []
         self.resumed_at: list[int] = []
         """Steps after which a later process went on."""

@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: requests every few seconds would drown the run's own lines."""
+        """Do nothing: requests every few seconds would drown the run's own lines."""
 
 
 def _samples(name: str, value: Any, run: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""Where the time before training goes: seconds by part, from the process's first line to the end of the first step.
+"""Clock of the start: where the time before training goes: seconds by part, from the process's first line to the end
+of the first step.
 
 Parts: `imports`, `settings` (flags, files, tokenizer, engine choice), `data`, `plan` (the forecast's look at model and
 machine), `model_load`, `engine_init` (pinned memory, homes, first weights), `logs` (sensors, log files); then

@@ -131,7 +131,7 @@ class RunFrame:
         return ", ".join(words)
 
     def _phase_rows(self, cells: int) -> list[tuple[str, Text]]:
-        """Where the time of the recent steps went, as shares."""
+        """Rows that tell where the time of the recent steps went, as shares."""
         total_s = sum(step.get("step_s") or 0.0 for step in self._recent)
         sums: dict[str, float] = {}
         for step in self._recent:

@@ -83,7 +83,7 @@ def bar(fraction: float, width: int, style: str = "cyan") -> Text:
 
 
 def fit_words(words: list[str], width: int) -> Text:
-    """As many phrases as fit, separated; the first is cut rather than dropped."""
+    """Join as many phrases as fit, separated; the first is cut rather than dropped."""
     line = ""
     for word in words:
         longer = f"{line}  {word}" if line else word

@@ -29,7 +29,7 @@ _COMMAND_TIMEOUT_S = 10.0
 
 @dataclass
 class DriveSample:
-    """None where the system does not tell."""
+    """Readings of a drive; None where the system does not tell."""
 
     counters: BlockCounters | None = None
     free_bytes: int | None = None

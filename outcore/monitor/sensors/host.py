@@ -24,14 +24,14 @@ CHILDREN_REFRESH_S = 10.0
 
 @dataclass
 class HostSample:
-    """None where the system does not tell."""
+    """Readings of the host; None where the system does not tell."""
 
     ram_rss_bytes: int | None = None
     ram_available_bytes: int | None = None
     swap_used_bytes: int | None = None
     """Used by the whole machine."""
     own_swap_bytes: int | None = None
-    """Of this process alone (VmSwap): what hurts the run."""
+    """Swap of this process alone (VmSwap): what hurts the run."""
 
 
 class HostSensor:

@@ -52,7 +52,7 @@ class RunWarnings:
         self._ask_battery_at_s = float("-inf")
         self._recent: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS)
         self._settled: deque[dict[str, Any]] = deque(maxlen=WINDOW_STEPS)
-        """As `_recent`, but never the first step that this process made."""
+        """Steps as in `_recent`, but never the first step that this process made."""
         self._first_swap_bytes: int | None = None
         self._said: set[str] = set()
 

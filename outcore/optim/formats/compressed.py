@@ -33,18 +33,18 @@ from outcore.optim.formats.state_format import BLOCK_HEAD_BYTES, BLOCK_NUMEL, PL
 HALF = BLOCK_NUMEL // 2
 FEW_ESCAPES, WIDE = 128, 255
 CODE_BITS = (4, 5)
-"""Of exp_avg and exp_avg_sq."""
+"""Bits of exp_avg and exp_avg_sq."""
 
 
 class Tail(NamedTuple):
-    """Where the valid tail lies in a chunk's buffer, and how much of it is used."""
+    """Place where the valid tail lies in a chunk's buffer, and how much of it is used."""
 
     offset_bytes: int
     size_bytes: int
 
 
 def tail_of(state_format: StateFormat, state: torch.Tensor, numel: int) -> Tail:
-    """Of the chunk in `state`, of which no update is under way. ValueError where its head cannot be one."""
+    """Tail of the chunk in `state`, of which no update is under way. ValueError where its head cannot be one."""
     size_bytes, index, next_bytes = _chunk_head(state_format, state, numel)[:3].tolist()
     room_bytes = state_format.tail_bytes(numel)
     if index not in (0, 1) or not 0 <= size_bytes <= room_bytes or next_bytes:
@@ -154,7 +154,7 @@ def _nibbles(values: torch.Tensor) -> torch.Tensor:
 
 
 def _encode(bits: torch.Tensor, code_bits: int) -> _Encoded:
-    """Of int64 [blocks, 256], the bits of fp32 numbers."""
+    """Encode int64 [blocks, 256], the bits of fp32 numbers."""
     zero = (1 << code_bits) - 1
     escape = zero - 1
     exponents = bits >> 23 & 255

@@ -64,5 +64,5 @@ def cast_param(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def one_nan(x: torch.Tensor) -> torch.Tensor:
-    """The same with every NaN the canonical one."""
+    """Values with every NaN the canonical one."""
     return torch.where(x.isnan(), float("nan"), x)

@@ -63,7 +63,7 @@ class StateFormat:
 
     @property
     def code(self) -> int:
-        """Its number in abi.h."""
+        """Number in abi.h."""
         bits = (self.split_master, self.moments8, self.short_residual, self.compressed)
         return sum(1 << place for place, is_set in enumerate(bits) if is_set)
 
@@ -81,7 +81,7 @@ class StateFormat:
 
     @property
     def residual_dtype(self) -> torch.dtype:
-        """Of the residual of a split master."""
+        """Type of the residual of a split master."""
         return torch.int8 if self.short_residual else torch.int16
 
     @property
@@ -131,7 +131,7 @@ class StateFormat:
         return regions
 
     def fixed_bytes(self, numel: int) -> int:
-        """Of a chunk, up to the tails of compressed moments: a multiple of 4 KiB."""
+        """Bytes of a chunk, up to the tails of compressed moments: a multiple of 4 KiB."""
         last = list(self.regions(numel).values())[-1]
         return round_up(last.offset_bytes + last.size_bytes, CHUNK_BYTES)
 

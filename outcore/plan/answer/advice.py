@@ -15,7 +15,7 @@ from outcore.sizing.shape import ModelShape
 WORTH_SAYING = 1.05
 """A change that gains less than this is not advised."""
 WORTH_MORE = 1.02
-"""Of two changes the former, which is the milder, unless the latter gains this much more."""
+"""Ratio that decides: of two changes the former, which is the milder, unless the latter gains this much more."""
 MORE_RAM_BYTES = 32 * GIB
 TERM_WORDS = {
     "compute_s": "the GPU's arithmetic",

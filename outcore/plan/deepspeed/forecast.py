@@ -129,7 +129,7 @@ def _home(device: str, in_ram: int | None, on_drive: int | None) -> str:
 
 
 def _staged_words(homes: StagedHomes, layout: DeepSpeedLayout) -> str:
-    """As the streaming engine says it, where the drive takes a part of what may go there."""
+    """Words as the streaming engine says it, where the drive takes a part of what may go there."""
     both = ((homes.states_in_ram, homes.states_on_drive), (homes.params_in_ram, homes.params_on_drive))
     if "nvme" not in layout.homes or not any(in_ram and on_drive for in_ram, on_drive in both):
         return _words(layout)

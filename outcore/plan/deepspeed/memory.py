@@ -42,7 +42,7 @@ class _Peak:
     name: str
     work: int
     gradients: int
-    """As autograd returns them."""
+    """Gradients as autograd returns them."""
     gathered: int
     """Parameters."""
     checkpoints: int = 0
@@ -55,7 +55,7 @@ class _Peak:
 
 
 def vram_parts(case: Case[DeepSpeedLayout]) -> list[Item]:
-    """Of one GPU."""
+    """Parts in VRAM of one GPU."""
     shape, hardware, layout, gpus = case.shape, case.hardware, case.layout, case.hardware.num_gpus
     e, stage = case.element_bytes, STAGE_NUMBER[layout.stage]
     base, trained = shape.total_params, shape.trainable_params
@@ -99,7 +99,7 @@ def vram_parts(case: Case[DeepSpeedLayout]) -> list[Item]:
 
 
 def _peaks(case: Case[DeepSpeedLayout]) -> list[_Peak]:
-    """Of a pass, one of which is the worst."""
+    """Peaks of a pass, one of which is the worst."""
     shape, layout, gpus = case.shape, case.layout, case.hardware.num_gpus
     e, tokens, stage = case.element_bytes, case.micro_tokens, STAGE_NUMBER[layout.stage]
     gathers = stage == 3 and (gpus > 1 or layout.params != "none")

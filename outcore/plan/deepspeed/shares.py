@@ -39,7 +39,7 @@ class ParamHomes:
 
 @dataclass(frozen=True)
 class Ring:
-    """Of a rank."""
+    """Ring of a rank."""
 
     n_bytes: int = 0
     moved_bytes: int = 0
@@ -58,7 +58,7 @@ class RingTerms:
     gradients_on_drive: bool
     ring_bytes: int
     drive_share: float
-    """Of the states, how many live on the drive: of every stretch of the model alike."""
+    """Share of the states, how many live on the drive: of every stretch of the model alike."""
 
 
 class _Run(NamedTuple):
@@ -67,7 +67,7 @@ class _Run(NamedTuple):
     numel: int
     num_chunks: int
     flowing: float
-    """Of them."""
+    """Number of them that flow."""
     needed_bytes: int
     states_bytes: int
     has_param: bool
@@ -95,7 +95,7 @@ def on_drive(numels: tuple[int, ...], element_bytes: int) -> int:
 
 @lru_cache(maxsize=512)
 def param_homes(shape: ModelShape, gpus: int, element_bytes: int, ram_bytes: int) -> ParamHomes:
-    """Where parameters live that may go to the drive, with `ram_bytes` for all."""
+    """Homes of parameters that may go to the drive, with `ram_bytes` for all."""
     shares = trained_shares(shape, gpus)
     ends = _sub_group_ends(shares)
     numels = list(accumulate(shares, initial=0))

@@ -37,7 +37,7 @@ class StagedHomes:
     params_in_ram: int
     params_on_drive: int
     trained_on_drive: int
-    """Of these."""
+    """Trained parameters among these."""
     param_room: int
     """RAM that is set aside for parameters, wherever they live."""
     param_store: int
@@ -50,9 +50,9 @@ class StagedHomes:
     gradient_staging: int
     ring: int
     states_moved: int
-    """Of the states on the drive, what an update reads and writes: the rest stays in the ring until the next."""
+    """Part of the states on the drive, what an update reads and writes: the rest stays in the ring until the next."""
     params_completing: int
-    """Of the parameters on the drive, what it reads where the format is split."""
+    """Part of the parameters on the drive, what it reads where the format is split."""
     overhead: int
 
 

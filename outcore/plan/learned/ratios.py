@@ -19,7 +19,7 @@ from outcore.plan.record import Plan
 
 LEARNED = Path("logs/forecasts.json")
 WORTH_SAYING = 0.2
-"""Of the forecast: a step that took so much more or less is told with the next forecast."""
+"""Share of the forecast: a step that took so much more or less is told with the next forecast."""
 LEAST_STEPS = 5
 """After the first one, which compiles and allocates."""
 

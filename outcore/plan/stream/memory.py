@@ -47,7 +47,8 @@ LEAST_GRADIENTS = 3
 
 
 def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
-    """Of the GPU. The peak is the worse of a layer's backward and the head's: activations or logits, and gradients as
+    """Parts in the GPU's memory. The peak is the worse of a layer's backward and the head's: activations or logits,
+    and gradients as
     autograd returns them, before they are added to the sum. Tiled units hold tiles instead of all that."""
     shape, layout, e, holding = case.shape, case.layout, case.element_bytes, tiling.holding
     adapters = -(-shape.adapter_params // shape.num_layers)  # a layer's

@@ -97,7 +97,7 @@ def tiling_of(case: Case[StreamLayout]) -> Tiling:
 
 
 def _units(shape: ModelShape, element_bytes: int, tile_bytes: int) -> tuple[UnitSize, ...]:
-    """As the engine takes the model apart; gaps between parameters are not counted."""
+    """Parts as the engine takes the model apart; gaps between parameters are not counted."""
     adapters = -(-shape.adapter_params // shape.num_layers)
 
     def unit(index: int, is_layer: bool, params: int, largest_weight: int) -> UnitSize:

@@ -23,7 +23,7 @@ from outcore.sizing.layouts import StreamLayout
 
 @dataclass(frozen=True)
 class Placed:
-    """Where everything of a case lives."""
+    """Homes of everything of a case lives."""
 
     spill: Spill
     pageable: float
@@ -213,13 +213,13 @@ class _TileTraffic:
     """Up in forward, from RAM."""
     weights_forward: float = 0.0
     weights_backward: float = 0.0
-    """Of layers, up, from where they live."""
+    """Bytes of layers, up, from where they live."""
     gradients: float = 0.0
-    """Of layers, down in parts and up again, each way, all in backward."""
+    """Bytes of layers, down in parts and up again, each way, all in backward."""
 
 
 def _tile_traffic(case: Case[StreamLayout], tiling: Tiling, head: int) -> _TileTraffic:
-    """See docs/tiling.md.
+    """Traffic of tiles (docs/tiling.md).
 
     A tiled layer's weights come up once in forward and twice in backward of each micro-batch, and once more in each of
     these for every further chunk of tokens through its MLP. Gradients in parts wait in RAM and come up again. The

@@ -9,7 +9,7 @@ from outcore.plan.record import COMMUNICATOR, OVERHEAD, SPARE, Item, Plan, TierU
 from outcore.sizing.streaming import CPU_PROCESS_BYTES
 
 DROPPED = (OVERHEAD, SPARE, COMMUNICATOR, "desktop reserve")
-"""Of a GPU only."""
+"""Parts of a GPU only."""
 
 
 def without_gpu(plan: Plan, hardware: Hardware) -> Plan:

@@ -12,7 +12,7 @@ from outcore.sizing.shape import ModelShape
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one step on one GPU."""
+    """FLOPs of one step on one GPU."""
 
     forward: float
     backward: float

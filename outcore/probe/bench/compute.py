@@ -21,7 +21,7 @@ GPU_COPY_BYTES, CPU_COPY_BYTES = 256 * MIB, 128 * MIB
 
 @dataclass(frozen=True)
 class ComputeRates:
-    """Of one device."""
+    """Rates of one device."""
 
     device: str
     dtype: str

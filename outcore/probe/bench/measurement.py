@@ -56,7 +56,8 @@ def best(measurements: Iterable[Measurement], **wanted: object) -> Measurement |
 
 
 def smallest_good_enough(measurements: Iterable[Measurement]) -> Measurement | None:
-    """Of those within 3 % of the fastest the one that keeps the fewest bytes in flight; None when there is none."""
+    """Choose of those within 3 % of the fastest the one that keeps the fewest bytes in flight; None when there is
+    none."""
     known = list(measurements)
     if not known:
         return None

@@ -33,16 +33,16 @@ from outcore.optim import (
 from outcore.staging.pool import MappedSlab
 
 CHUNK_NUMEL = 1 << 22
-"""As the engines cut states."""
+"""Chunk as the engines cut states."""
 MOST_NUMEL = 1 << 27
 """134 M parameters: 1.1 GB of traffic a pass with the smallest format, 3.8 GB with the largest."""
 TRIAL_NUMEL = 1 << 24
 BYTES_PER_PARAM = 16
-"""Of the largest format: states 12, parameter 2, gradient 2."""
+"""Bytes of the largest format: states 12, parameter 2, gradient 2."""
 RAM_SHARE = 0.25
 MOST_PASSES = 9
 PASSES_PLANNED = 10
-"""Of one format, setting its states up counted as some: what the number of parameters is chosen by."""
+"""Passes of one format, setting its states up counted as some: what the number of parameters is chosen by."""
 TIMEOUT_S = 120.0
 
 
@@ -55,7 +55,7 @@ class UpdateRates:
     threads: int
     params: int
     gparams_per_s: dict[str, float]
-    """Of one AdamW update, by state format."""
+    """Rate of one AdamW update, by state format."""
     elapsed_s: float
 
 

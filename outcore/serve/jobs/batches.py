@@ -30,7 +30,7 @@ _ID = re.compile(r"^batch-[0-9a-f]{32}$")
 
 
 class Batches:
-    """See the module docstring. Lives on the server's event loop."""
+    """Batch jobs of a server. Lives on the server's event loop."""
 
     def __init__(self, service: Service, files: Files, folder: Path) -> None:
         self.service, self.files, self.folder = service, files, folder

@@ -32,7 +32,7 @@ class StoredFile:
 
 
 class Files:
-    """See the module docstring."""
+    """Files that clients sent, or batches wrote."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,7 +60,7 @@ class Files:
         return StoredFile(**json.loads(path.read_text(encoding="utf-8")))
 
     def path(self, name: str) -> Path:
-        """Where its bytes are."""
+        """Path where its bytes are."""
         return self.folder / self.get(name).id
 
     def all(self) -> list[StoredFile]:

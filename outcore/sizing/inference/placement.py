@@ -1,4 +1,5 @@
-"""Where everything lives while a model answers: the rule that the engine follows and the planner forecasts by.
+"""Placement: where everything lives while a model answers: the rule that the engine follows and the planner
+forecasts by.
 
 A preset is limits and an objective, never a list of sizes; the sizes follow from the machine. Order of claims on the
 device: what a pass needs to run at all, keys and values (an answer without them is nothing), embedding and head (every
@@ -20,11 +21,11 @@ Home = Literal["vram", "ram", "nvme"]
 CONTEXT_BYTES = 600 * MIB
 """CUDA context and libraries' workspaces beside the allocator; the same figure as the planner's for training."""
 RAM_SHARE_OF_KV = 0.4
-"""Of RAM that keys and values may take; a quarter of it where weights would have to go to a drive for them."""
+"""Share of RAM that keys and values may take; a quarter of it where weights would have to go to a drive for them."""
 FREE_SHARE = 0.04
-"""Of the device that stays free: the allocator's rounding and what a desktop takes meanwhile."""
+"""Share of the device that stays free: the allocator's rounding and what a desktop takes meanwhile."""
 OPEN_TOKENS = 64
-"""Of each answer, whose keys and values are in RAM until their page is full."""
+"""Tokens of each answer whose keys and values are in RAM until their page is full."""
 DRAWN_ROWS, DRAWN_BYTES = 32, 44
 """Rows of logits that are sorted together to draw tokens, and bytes for every token of the vocabulary in each."""
 HIDDEN_COPIES = 14
@@ -41,7 +42,7 @@ class PresetRule:
     pass_tokens: int
     chunk_tokens: int
     kv_share: float
-    """Of the device's memory that keys and values may take; what they need beyond lives in RAM."""
+    """Share of the device's memory that keys and values may take; what they need beyond lives in RAM."""
     context_tokens: int
     """Tokens of one sequence, unless told."""
     objective: str
@@ -67,10 +68,10 @@ class PartSize:
 
     name: str
     size_bytes: int
-    """As it lives at home and travels."""
+    """Bytes as it lives at home and travels."""
     is_layer: bool
     expanded_bytes: int = 0
-    """Of a packed part, as it is used: one at a time on the device that computes."""
+    """Bytes of a packed part, as it is used: one at a time on the device that computes."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class InferenceLimits:
     """The machine's room and what the user fixed; None: the rule decides."""
 
     vram_bytes: int | None
-    """None: there is no GPU."""
+    """Bytes of VRAM; None: there is no GPU."""
     ram_bytes: int
     has_nvme: bool = False
     context_tokens: int | None = None
@@ -123,13 +124,13 @@ class InferenceLimits:
 
 @dataclass(frozen=True)
 class PartHome:
-    """Where one part lives and who computes it: decided once, printed, never changed."""
+    """Home where one part lives and who computes it: decided once, printed, never changed."""
 
     part: str
     home: Home
     size_bytes: int
     ram_bytes: int
-    """Of a part that travels: so much of it is in RAM, the rest on NVMe."""
+    """Bytes of a part that travels: so much of it is in RAM, the rest on NVMe."""
     storage: str = "16-bit"
     """Format of the bytes; packed formats name themselves here."""
     computed_by: str = "gpu"

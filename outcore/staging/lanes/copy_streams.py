@@ -36,7 +36,7 @@ class CopyEvent(Protocol):
 
     @property
     def span(self) -> tuple[Any, Any]:
-        """Its first and last moment: timed CUDA events, or seconds on the clock of time.perf_counter."""
+        """First and last moment: timed CUDA events, or seconds on the clock of time.perf_counter."""
         ...
 
     def copy_s(self) -> float:

@@ -52,7 +52,7 @@ class Chunk:
 
 
 class LaneDriver:
-    """See the module's docstring. `settle(transfer)` is called on the driver's thread for every transfer that ended,
+    """Thread that drives the lanes. `settle(transfer)` is called on the driver's thread for every transfer that ended,
     `broke(error)` once when the driver itself failed."""
 
     def __init__(

@@ -35,8 +35,8 @@ class Home(Protocol):
         ...
 
     def position_bytes(self, start_bytes: int) -> int:
-        """Where that byte lies in the home; slots start at the same position modulo 4 KiB, so that direct I/O needs
-        no bounce."""
+        """Place where that byte lies in the home; slots start at the same position modulo 4 KiB, so that direct I/O
+        needs no bounce."""
         ...
 
     def fill(self, start_bytes: int, slot: torch.Tensor) -> Transfer:

@@ -53,7 +53,7 @@ after 5 ms."""
 AT_ONCE: Literal["at once"] = "at once"
 """For `after=`: the device memory is ready, wait for nothing."""
 After = Any
-"""None, AT_ONCE, an event (torch.cuda.Event) that has been recorded, or a Gate."""
+"""What a transfer waits for: None, AT_ONCE, an event (torch.cuda.Event) that has been recorded, or a Gate."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class LaneSlot:
 
 @dataclass(frozen=True)
 class SlotPlace:
-    """Where a chunk sits; `memory` is 1-D uint8 of its exact size."""
+    """Place where a chunk sits; `memory` is 1-D uint8 of its exact size."""
 
     slot: LaneSlot
     memory: torch.Tensor

@@ -39,7 +39,7 @@ class HostMemory:
         self._pool = pool if pool is not None and pool.is_pinned else None
         self._reserve_bytes = reserve_bytes
         self._leases: dict[int, Lease] = {}
-        """By address."""
+        """Leases by address."""
         self.pinned_bytes = 0
         self.pageable_bytes = 0
 
@@ -68,8 +68,8 @@ class HostMemory:
             lease.release()
 
     def which_pinned(self, sizes: Sequence[tuple[int, int]]) -> frozenset[int]:
-        """Of homes (unit's index, bytes) in order of need those that the pool has room for: the first and the last,
-        embedding and head, which have no neighbour to hide behind, then an even spread of the layers."""
+        """Choose of homes (unit's index, bytes) in order of need those that the pool has room for: the first and the
+        last, embedding and head, which have no neighbour to hide behind, then an even spread of the layers."""
         if self._pool is None:
             return frozenset()
         return spread_pinned(sizes, self._pool.free_bytes - self._reserve_bytes)

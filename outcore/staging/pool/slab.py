@@ -171,7 +171,7 @@ def _add_mapped(
 
 
 def _touch_threads() -> int:
-    """As many as this process may run at once: giving pages out is bound by the cores that clear them."""
+    """Threads: as many as this process may run at once: giving pages out is bound by the cores that clear them."""
     return min(MAX_TOUCH_THREADS, usable_cores())
 
 

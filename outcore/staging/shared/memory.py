@@ -71,7 +71,7 @@ class SharedSegment:
         return self.tensor[offset_bytes : offset_bytes + n_bytes]
 
     def offset_of(self, memory: torch.Tensor) -> int:
-        """Where `memory`, a piece of it, begins: the same number on every rank."""
+        """Offset where `memory`, a piece of it, begins: the same number on every rank."""
         offset = memory.data_ptr() - self.address
         assert 0 <= offset <= self.size_bytes, "not a piece of this segment"
         return offset
@@ -153,7 +153,7 @@ class SharedHomes:
         return True
 
     def which_pinned(self, sizes: Sequence[tuple[int, int]]) -> frozenset[int]:
-        """As `HostMemory.which_pinned`."""
+        """Choose as `HostMemory.which_pinned`."""
         return spread_pinned(sizes, self._left_to_pin_bytes)
 
     def close(self) -> None:

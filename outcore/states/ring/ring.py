@@ -71,7 +71,7 @@ class StateRing:
         # All below belongs to the driver thread.
         self._schedule = RingSchedule(order, slots, self._worth if turns else None)
         self.kept_bytes = sum(chunk.n_bytes for chunk in order if self._schedule.keeps(chunk))
-        """Of states, from one pass to the next (after the first; the way back keeps about as many)."""
+        """Bytes of states kept from one pass to the next (after the first; the way back keeps about as many)."""
         self._idle_waiters: list[threading.Event] = []
         self._write_waiters: list[threading.Event] = []
         self._stopping = False
@@ -87,12 +87,12 @@ class StateRing:
 
     @property
     def read_bytes(self) -> int:
-        """By updates, so far."""
+        """Bytes moved by updates, so far."""
         return self._traffic.read_bytes
 
     @property
     def written_bytes(self) -> int:
-        """By updates, so far."""
+        """Bytes written by updates, so far."""
         return self._traffic.written_bytes
 
     @property
@@ -202,7 +202,7 @@ class StateRing:
             self._go_on(passage)
 
     def _go_on(self, passage: ChunkPassage) -> None:
-        """Its unit is ready, and its states are in the slot or on their way."""
+        """Go on: its unit is ready, and its states are in the slot or on their way."""
         gradient = self._gradient(passage)  # read ahead or kept, it came without
         if gradient:
             self._fetch(passage, gradient)
@@ -210,7 +210,7 @@ class StateRing:
             self._update(passage)
 
     def _worth(self, chunk: StateChunk) -> int:
-        """Of keeping it; states in RAM are kept anyway."""
+        """Worth of keeping it; states in RAM are kept anyway."""
         return NEVER if chunk.buffer is not None else worth_keeping(needed_bytes(self._homes, chunk), self.slot_bytes)
 
     def _turn(self) -> None:

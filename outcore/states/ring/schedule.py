@@ -35,7 +35,7 @@ class RingTicket:
         self.unread = unread
         self.left = len(unread)
         self.done = threading.Event()
-        """Its parameters may be read, or it will never be made (the ring is broken)."""
+        """Set when its parameters may be read, or it will never be made (the ring is broken)."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class ChunkPassage:
     chunk: StateChunk
     slot: RingSlot
     ticket: RingTicket | None = None
-    """None: read ahead, its unit is not ready yet."""
+    """Update that waits for it; None: read ahead, its unit is not ready yet."""
     reads_left: int = 0
     is_leaving: bool = False
     """It is updated or written."""
@@ -83,10 +83,10 @@ class RingSchedule:
         self._max_ahead = len(slots) - max(1, len(slots) // KEPT_SHARE)
         self._free = list(slots)
         self._passages: dict[int, ChunkPassage] = {}
-        """By `element_offset` of the chunk."""
+        """Passages by `element_offset` of the chunk."""
         self._tickets: set[RingTicket] = set()
         self._ready: list[RingTicket] = []
-        """Those with chunks that are in no slot yet, the lowest unit first (the highest in a pass back)."""
+        """Tickets with chunks that are in no slot yet, the lowest unit first (the highest in a pass back)."""
 
     def _set_order(self, order: list[StateChunk]) -> None:
         self._order = order
@@ -105,7 +105,8 @@ class RingSchedule:
         return chunk.element_offset in self._keeping
 
     def keep(self, passage: ChunkPassage) -> bool:
-        """Its update is over and it stays. True when its unit is ready again: it is to be updated at once."""
+        """Keep the chunk whose update is over and it stays. True when its unit is ready again: it is to be updated
+        at once."""
         passage.ticket, passage.is_leaving, passage.is_staying, passage.is_kept = None, False, False, True
         for ticket in self._ready:
             places = [place for place, chunk in enumerate(ticket.unread) if chunk is passage.chunk]
@@ -143,7 +144,8 @@ class RingSchedule:
         self._ahead = len(self._order)
 
     def add(self, ticket: RingTicket) -> list[ChunkPassage]:
-        """Its unit is ready. Returns those of its chunks that were read ahead (perhaps not to the end yet)."""
+        """Add an update whose unit is ready. Returns those of its chunks that were read ahead (perhaps not to the
+        end yet)."""
         self._tickets.add(ticket)
         if self._turns:
             self.stop_reading_ahead()  # until the turn: the next pass begins with what this one keeps
@@ -198,7 +200,7 @@ class RingSchedule:
         return passage
 
     def leave(self, passage: ChunkPassage) -> None:
-        """Its slot is free for another chunk."""
+        """Note that its slot is free for another chunk."""
         del self._passages[passage.chunk.element_offset]
         self._free.append(passage.slot)
 

@@ -199,7 +199,7 @@ class KvikioEngine(WorkerEngine):
         )
 
     def close(self, *, cancel: bool = False, stall_s: float = STALL_S) -> None:
-        """As `WorkerEngine.close`; then closes kvikio's file handles and restores its former settings."""
+        """Close as `WorkerEngine.close` does; then close kvikio's file handles and restores its former settings."""
         super().close(cancel=cancel, stall_s=stall_s)
         settings, self._settings = self._settings, None
         self._kvikio_mover.close()

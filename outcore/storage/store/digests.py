@@ -36,7 +36,7 @@ class DigestRule:
 
 
 class BlockDigests:
-    """Of one tensor of `n_bytes`. `locate(byte)`: its place on the drives. Safe from several threads."""
+    """Digests of one tensor of `n_bytes`. `locate(byte)`: its place on the drives. Safe from several threads."""
 
     def __init__(self, name: str, n_bytes: int, rule: DigestRule, locate: Callable[[int], tuple[Path, int]]) -> None:
         self.name = name
@@ -50,7 +50,7 @@ class BlockDigests:
         self._parts: dict[int, list[tuple[int, int, int]]] = {}
         """Block -> (first byte, end, digest) of parts that were written alone."""
         self.unchecked_bytes = 0
-        """Of reads so far that nothing could verify."""
+        """Bytes of reads so far that nothing could verify."""
         if count:
             self._sums[:] = self._one(np.zeros(BLOCK_BYTES, dtype=np.uint8))
             self._sums[-1] = self._one(np.zeros(n_bytes - (count - 1) * BLOCK_BYTES, dtype=np.uint8))

@@ -227,7 +227,7 @@ class TensorStore:
         return self._entry(name).spec
 
     def extent(self, name: str) -> tuple[Extent, ...]:
-        """Where the tensor lies, piece by piece; one piece when the store has one file."""
+        """Extents where the tensor lies, piece by piece; one piece when the store has one file."""
         entry = self._entry(name)
         extents, done = [], 0
         for number, offset, n_bytes in self._manifest.layout.pieces(entry.start, entry.spec.n_bytes):

@@ -28,7 +28,7 @@ class LrSchedule:
     min_ratio: float = 0.0
     """Share of the peak at which it ends."""
     decay_steps: int = 0
-    """Of wsd: its last steps, in which it falls."""
+    """Steps of wsd: its last steps, in which it falls."""
 
     def lr(self, step: int) -> float:
         """Learning rate of update number `step` (0-based); the first update already moves the weights."""

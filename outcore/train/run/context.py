@@ -137,7 +137,7 @@ class RunContext:
 
     @property
     def changeable(self) -> dict[str, Any]:
-        """By flag what a resumed run may change: the checkpoint does not depend on it, what comes after does."""
+        """What, by flag, a resumed run may change: the checkpoint does not depend on it, what comes after does."""
         decided, settings = self.decided, self.decided.settings
         return {
             "weight_decay": settings.weight_decay,

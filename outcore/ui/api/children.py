@@ -38,7 +38,7 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Exit code; None while it runs."""
         return self._process.poll()
 
     def send(self, number: signal.Signals) -> None:

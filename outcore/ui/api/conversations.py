@@ -25,8 +25,8 @@ SAMPLING = (
 
 
 class Conversations:
-    """See the module docstring. A conversation: id, title, system, sampling, messages; a message: role, content, and of
-    an answer reasoning, finish, timings, model."""
+    """Conversations kept on disk. A conversation: id, title, system, sampling, messages; a message: role, content,
+    and of an answer reasoning, finish, timings, model."""
 
     def __init__(self, place: Place, host: ModelHost) -> None:
         self.place, self.host = place, host

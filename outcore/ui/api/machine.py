@@ -42,7 +42,7 @@ SHOWN = (
 
 
 class MachineWatch:
-    """See the module docstring. `begin` and `end` with the server."""
+    """Watch over the machine for the panel. `begin` and `end` with the server."""
 
     def __init__(self, place: Place, sampler: Sampler | None = None) -> None:
         self.place = place
@@ -91,7 +91,7 @@ class MachineWatch:
         }
 
     def thresholds(self) -> dict[str, float]:
-        """By name; those that the user set over the usual ones."""
+        """Thresholds by name; those that the user set over the usual ones."""
         return DEFAULT_THRESHOLDS | {k: v for k, v in read_json(self._file).items() if k in DEFAULT_THRESHOLDS}
 
     def set_thresholds(self, body: Mapping[str, Any]) -> dict[str, float]:

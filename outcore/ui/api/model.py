@@ -36,7 +36,7 @@ _METRIC = re.compile(r"^outcore_(\w+?)(?:_total)?(?:\{([^}]*)\})? ([-+.\deE]+)$"
 
 
 class ModelHost:
-    """See the module docstring. States: none, loading, ready, failed, stopped."""
+    """Model that is loaded on demand. States: none, loading, ready, failed, stopped."""
 
     def __init__(self, place: Place) -> None:
         self.place = place

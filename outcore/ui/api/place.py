@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Place:
-    """Where runs, logs and models lie."""
+    """Folders where runs, logs and models lie."""
 
     checkpoints: Path = Path("checkpoints")
     logs: Path = Path("logs")

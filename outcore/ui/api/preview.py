@@ -16,9 +16,9 @@ from outcore.ui.api.form import checked, said
 MOST_ROWS = 20
 SEQ_LENGTH = 1024
 READ_DOCUMENTS = 400
-"""Of a large data set, for a look at it."""
+"""Documents of a large data set, for a look at it."""
 MOST_TOKENS = 1500
-"""Of a row that are sent."""
+"""Tokens of a row that are sent."""
 
 
 def preview(fields: Mapping[str, Any], num_rows: int = 3) -> dict[str, Any]:

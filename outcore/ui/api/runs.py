@@ -29,7 +29,7 @@ RECENT_STEPS = 50
 
 
 class Runs:
-    """See the module docstring."""
+    """Runs of this folder."""
 
     def __init__(self, place: Place, training: Training) -> None:
         self.place, self.training = place, training

@@ -24,7 +24,7 @@ NOT_OF_THE_RUN = frozenset({"resume_from_checkpoint", "continue_with_changes", "
 
 
 class Training:
-    """See the module docstring. One run at a time is started from here: two share one GPU badly."""
+    """Run started from the panels. One run at a time is started from here: two share one GPU badly."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -74,7 +74,7 @@ class Training:
         return {key: value for key, value in said(noted).items() if key not in NOT_OF_THE_RUN}
 
     def stop(self, name: str, *, at_once: bool = False) -> dict[str, Any]:
-        """As Ctrl-C: the run finishes its step, saves and ends; `at_once`: as a second Ctrl-C."""
+        """Stop as Ctrl-C does: the run finishes its step, saves and ends; `at_once`: as a second Ctrl-C."""
         pid = self._pid(name)
         if pid is None:
             raise ApiError(409, f"Run {name} is not running on this machine.", param="name", code="not_running")
@@ -86,7 +86,7 @@ class Training:
         return self.job(name)
 
     def job(self, name: str) -> dict[str, Any]:
-        """Where a start from here is: state, exit code, why it failed."""
+        """State of a start from here is: state, exit code, why it failed."""
         note = read_json(self._note(name))
         if not note:
             return {"run": name, "state": "running" if self._pid(name) else "none", "message": ""}

@@ -45,5 +45,5 @@ def number_in(name: str, text: str | None) -> float | int | None:
 
 COPIED: dict[str, Any] = {"interactive": False, "wrap_lines": True, "show_line_numbers": False, "buttons": ["copy"]}
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-"""Of events that come by themselves."""
+"""Options of events that come by themselves."""
 SHOWN: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private"}

@@ -145,7 +145,7 @@ def list_of(rows: list[dict[str, Any]], chosen: str | None) -> str:
 
 
 def state_of(run: dict[str, Any], series: dict[str, Any]) -> str:
-    """Where it is, and its graphs."""
+    """State of a run: where it is, and its graphs."""
     job, last, total = run["job"], run["last"], run["total_steps"]
     parts = [draw.paragraph(f"{run['name']}: {run['state']}", "big")]
     if job["message"]:

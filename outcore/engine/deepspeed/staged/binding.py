@@ -38,7 +38,8 @@ def check_version(version: str | None = None) -> None:
 
 @contextmanager
 def bound(make_optimizer: Any, make_param_swapper: Any) -> Iterator[None]:
-    """Inside, DeepSpeed's ZeRO-3 takes these two instead of its own classes; `make_param_swapper` may be None."""
+    """Within this context DeepSpeed's ZeRO-3 takes these two instead of its own classes; `make_param_swapper` may be
+    None."""
     check_version()
     from deepspeed.runtime.superoffload import superoffload_stage3  # derives from the class that is replaced below
     from deepspeed.runtime.zero import partition_parameters, stage3

@@ -33,7 +33,7 @@ from outcore.storage import TensorSpec, TensorStore
 logger = logging.getLogger(__name__)
 
 FLIGHT_BYTES = 64 * MIB
-"""Of the device, for gradients on their way down, and as much for those read ahead; one share may always go."""
+"""Device memory for gradients on their way down, and as much for those read ahead; one share may always go."""
 BLOCK_BYTES = 4096
 TIMEOUT_S = 600.0
 
@@ -92,7 +92,7 @@ class StagedGradients:
         return sum(self._numel.values()) * self._dtype.itemsize
 
     def place(self, ds_id: int, start: int) -> GradPlace:
-        """Where the share's gradient lies from element `start` on, which begins a block."""
+        """Place of the share's gradient from element `start` on, which begins a block."""
         assert self._store is not None
         return GradPlace(self._store, _name(ds_id), start * self._dtype.itemsize, self._dtype)
 

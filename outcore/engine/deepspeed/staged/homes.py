@@ -41,7 +41,7 @@ class HousedZero3(DeepSpeedZeroOptimizer_Stage3):
     def __init__(self, session: StagedSession, *args: Any, **kwargs: Any) -> None:
         self.session, self.plan, self.memory = session, session.plan, session.memory
         self._shares: dict[int, Share] = {}
-        """By `ds_id` of the parameter."""
+        """Shares by `ds_id` of the parameter."""
         self.pool = OptimizerPool(self.plan.optimizer_threads, backend=self.plan.optimizer_backend)
         super().__init__(*args, **kwargs)
         if session.params is not None:
@@ -130,7 +130,7 @@ class HousedZero3(DeepSpeedZeroOptimizer_Stage3):
             group["params"] = []
 
     def initialize_optimizer_states(self) -> None:
-        """Nothing: states are made with the shares, once the gradients have a place."""
+        """Do nothing: states are made with the shares, once the gradients have a place."""
 
     def _setup_for_real_optimizer(self) -> None:
         self._create_fp32_partitions()

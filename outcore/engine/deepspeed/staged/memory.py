@@ -44,7 +44,7 @@ class StagedMemory:
 
     @property
     def pinned_bytes(self) -> int:
-        """Of the process."""
+        """Pinned bytes of the process."""
         return sum(pool.pinned_bytes for pool in (self.pool, self._gradient_pool) if pool is not None)
 
     def words(self) -> str:

@@ -25,7 +25,7 @@ from outcore.sizing.staged import NORM_NUMEL
 
 
 class StagedOptimizer(HousedZero3):
-    """See the module docstring. `session` comes first, the rest is DeepSpeed's call."""
+    """ZeRO-3's optimizer over shared states. `session` comes first, the rest is DeepSpeed's call."""
 
     def __init__(self, session: StagedSession, *args: Any, **kwargs: Any) -> None:
         self.updates = 0
@@ -139,7 +139,7 @@ class StagedOptimizer(HousedZero3):
                 share.on_device.copy_(share.home)
 
     def _clip_factor(self, norm: float) -> float:
-        """By what the gradients are divided so that their norm is at most `clip_grad` (DeepSpeed's formula)."""
+        """Divisor of the gradients so that their norm is at most `clip_grad` (DeepSpeed's formula)."""
         return max(1.0, (norm + 1e-6) / self.clip_grad) if self.clip_grad > 0 else 1.0
 
     def _hyper(self, param_group: int, grad_scale: float) -> AdamWHyper:

@@ -25,7 +25,7 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class ParamPlace:
-    """Where a share lies in the store."""
+    """Place of a share in the store."""
 
     offset_bytes: int
     numel: int
@@ -104,7 +104,7 @@ class ParamStore:
         return self._places[ds_id]
 
     def get(self, ds_id: int) -> ParamPlace | None:
-        """Where a share lives on the drive; None when it does not."""
+        """Place of a share on the drive; None when it does not."""
         return self._places.get(ds_id)
 
     def add(self, ds_id: int, numel: int, dtype: torch.dtype) -> ParamPlace:

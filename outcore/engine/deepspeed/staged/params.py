@@ -139,7 +139,7 @@ class StagedParams:
         self.store.take_out(param.ds_id, dest_buffer.view(-1).view(torch.uint8))
 
     def reserve_partitioned_swap_space(self, partition_num_elems: list[int]) -> None:
-        """Nothing: updated parameters are written from the optimizer's own memory."""
+        """Do nothing: updated parameters are written from the optimizer's own memory."""
 
     # --- what DeepSpeed calls in a pass
 
@@ -181,7 +181,7 @@ class StagedParams:
             self._mark_absent(param)
 
     def written_behind(self, ds_ids: set[int], wait: Callable[[], None]) -> None:
-        """These shares are still being written by whoever updated them: `wait` is called before one is read or
+        """Note shares that are still being written by whoever updated them: `wait` is called before one is read or
         written."""
         self._updated, self._wait_written = ds_ids, wait
 

@@ -36,7 +36,7 @@ class StagedPlan:
     """Format of the optimizer states: fp32, split (bf16 only, the same numbers in 10 B instead of 12), or with 8-bit
     moments fp32_m8, split8, fp24_m8."""
     dtype: torch.dtype = torch.bfloat16
-    """Of parameters and gradients."""
+    """Type of parameters and gradients."""
     home_bytes: int = 0
     """Parameters that will live in RAM, as far as known before the model is made."""
     grad_bytes: int = 0
@@ -59,14 +59,14 @@ class StagedPlan:
     staging_bytes: int = 0
     """Pinned memory through which parameters from the drive flow; 0 without."""
     ahead_bytes: int = 0
-    """Of it, for parameters read before they are needed."""
+    """Part of it for parameters read before they are needed."""
     grad_staging_bytes: int = 0
     """Pinned memory through which gradients flow to the drive and back; 0: they live in RAM."""
     ring_bytes: int = RING_BYTES
     ring_slots: int = RING_SLOTS
     """Memory through which states on the drive flow; taken only when there are any."""
     optimizer_threads: int | None = None
-    """None: all cores but two."""
+    """Threads of the optimizer; None: all cores but two."""
     optimizer_backend: BackendName = "auto"
     notes: tuple[str, ...] = ()
     """What was not taken as the user asked, a sentence each."""
@@ -122,7 +122,7 @@ def sizes_of(settings: RunSettings, offload: ChosenOffload, model: WeightCounts,
 
 
 def drive_bytes(settings: RunSettings, offload: ChosenOffload, model: WeightCounts, run: RunFacts) -> int:
-    """Of one rank on the drive: the store of parameters (all pass through it when they are made), and states and
+    """Bytes of one rank on the drive: the store of parameters (all pass through it when they are made), and states and
     gradients that RAM does not hold."""
     sizes = sizes_of(settings, offload, model, run)
     trainable = partition_numel(model.trainable, run.world_size)
@@ -196,5 +196,5 @@ def _padding_bytes(model: WeightCounts) -> int:
 
 
 def _gradient_element_bytes(settings: RunSettings) -> int:
-    """Of the type in which gradients are summed."""
+    """Bytes an element of the type in which gradients are summed."""
     return ELEMENT_BYTES[settings.grad_accum_dtype or settings.precision]

@@ -74,7 +74,8 @@ def real_numel(ds_numel: int, padded_numel: int, rank: int) -> int:
 
 
 def element_offsets(padded_numels: list[int], rank: int, world_size: int) -> list[int]:
-    """Where each share starts in the model, in whole blocks: keys that no two shares of any rank have in common."""
+    """Position at which each share starts in the model, in whole blocks: keys that no two shares of any rank have in
+    common."""
     offsets, base = [], 0
     for padded in padded_numels:
         step = round_up(padded, BLOCK_NUMEL)

@@ -124,7 +124,7 @@ class ShareStates:
         return self._params.store_place(self._share(chunk).ds_id, chunk.start)
 
     def grad_place(self, chunk: StateChunk) -> GradPlace | None:
-        """Where the chunk's gradient lies on the drive; None when it is in RAM."""
+        """Place of the chunk's gradient on the drive; None when it is in RAM."""
         share = self._share(chunk)
         if share.grad is not None:
             return None
@@ -169,8 +169,8 @@ class ShareStates:
             self._step = -self._step
 
     def _gradient_of(self, share: Share) -> torch.Tensor | None:
-        """Of this update, in RAM; None: on the drive. A share without one (`has_grad`) gets zeros, which cost a pass
-        over its own memory in RAM, and where gradients live on the drive neither a transfer nor memory."""
+        """Gradient of this update, in RAM; None: on the drive. A share without one (`has_grad`) gets zeros, which
+        cost a pass over its own memory in RAM, and where gradients live on the drive neither a transfer nor memory."""
         if share.has_grad:
             return share.grad
         if share.grad is None:

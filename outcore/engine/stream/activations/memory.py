@@ -1,4 +1,5 @@
-"""Where activation checkpoints (the layers' inputs) wait between forward and backward: on the device, in RAM, on NVMe.
+"""Homes of activation checkpoints (the layers' inputs) wait between forward and backward: on the device, in RAM, on
+NVMe.
 
 Off the device each goes down through the download lane after its layer's forward and comes up again one layer ahead of
 its backward; the last layers' stay on the device, because they are needed at once. Host buffers are kept and used
@@ -104,15 +105,15 @@ class RamActivations:
         self._memory, self._upload, self._download, self._lend = memory, upload, download, lend
         self._sizes: list[int] = []
         self._offsets: list[int] = [0]
-        """Of each micro-batch within a layer's checkpoints, and their sum."""
+        """Offset of each micro-batch within a layer's checkpoints, and their sum."""
         self._first_staying = num_layers - stay
         self._device = DeviceActivations()
         self._homes: dict[int, torch.Tensor] = {}
-        """By layer: RAM of our own for what is not lent."""
+        """RAM by layer, of our own for what is not lent."""
         self._forms: dict[tuple[int, int], tuple[torch.dtype, torch.Size]] = {}
         self._stacks: list[torch.Tensor] = []
         self._leaving: list[list[LaneTransfer]] = [[] for _ in range(DEVICE_STACKS)]
-        """By buffer: what still reads it."""
+        """Transfers by buffer: what still reads it."""
         self._turn = 0
         self._stack: torch.Tensor | None = None
         """The buffer that a layer's checkpoints are being gathered in."""

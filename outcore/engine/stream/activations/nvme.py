@@ -39,7 +39,7 @@ class NvmeActivations:
         self._store: TensorStore | None = None
         self._size_bytes = 0
         self._offsets: list[int] = []
-        """Of each micro-batch within a layer's part of the store."""
+        """Offset of each micro-batch within a layer's part of the store."""
         self._layer_bytes = 0
         self._going: dict[tuple[int, int], tuple[LaneTransfer, torch.dtype, torch.Size]] = {}
         self._coming: dict[tuple[int, int], tuple[LaneTransfer, torch.Tensor]] = {}

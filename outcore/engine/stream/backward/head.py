@@ -32,7 +32,7 @@ class HeadResult:
     aux_loss: torch.Tensor | None = None
     """fp32 scalar, already times its coefficient."""
     aux_tokens: torch.Tensor | None = None
-    """By how many tokens of the global batch it counts; None: by the micro-batch's own."""
+    """Number of tokens of the global batch it counts; None: by the micro-batch's own."""
     grad_routers: list[torch.Tensor] = field(default_factory=list)
     """Gradient of the objective with respect to every router's logits, in order."""
 

@@ -80,7 +80,8 @@ GRADIENTS = Trial("gradients", gradient_difference)
 
 
 def why_not_trained(loaded: LoadedModel) -> str:
-    """'' when the streaming engine trains this model; otherwise the reason, in words. Parameters must be on the CPU."""
+    """Reason why not, in words; '' when the streaming engine trains this model; otherwise the reason, in words.
+    Parameters must be on the CPU."""
     return why_not_streamed(loaded, GRADIENTS)
 
 

@@ -25,7 +25,8 @@ from outcore.sizing.streaming import STAGING_BYTES as DEFAULT_STAGING_BYTES
 from outcore.storage import DriveAccess
 
 MOST_PINNED_OF_RAM = 2
-"""Of available RAM at most one in so many bytes is pinned without being asked for: the system cannot take them back."""
+"""Divisor: of available RAM at most one in so many bytes is pinned without being asked for: the system cannot take
+them back."""
 PAGEABLE_SLOTS = 16
 """Slots of each lane where homes are pageable: with the usual four, 64 MiB, the copies of LoRA's base of 8 B came at
 10 GB/s beside a run whatever the threads; with 64 slots a lane on an H100 reached 30.5 GB/s, measured by itself

@@ -15,7 +15,7 @@ from outcore.model.weights import meta_skeleton
 
 
 class LoraSize(NamedTuple):
-    """Of one run."""
+    """Size of one run's adapters."""
 
     adapter_params: int
     """Trainable parameters."""

@@ -1,4 +1,5 @@
-"""Where gradients wait in RAM for the optimizer: a home for each unit, or an arena of limited size that units share.
+"""Memory in which gradients wait in RAM for the optimizer: a home for each unit, or an arena of limited size that
+units share.
 
 Deferred updates need the gradients of all units at once (2 B per parameter), because the global norm is known last.
 With immediate updates a gradient is needed from its download until its unit is updated: the arena hands out memory of

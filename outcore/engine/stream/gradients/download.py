@@ -24,7 +24,7 @@ from outcore.staging import DownloadLane, LaneTransfer
 
 
 class GradientShipping(Protocol):
-    """Where a step's gradients are added up on the device, counted and sent from; see `GradientDownload`."""
+    """Place where a step's gradients are added up on the device, counted and sent from; see `GradientDownload`."""
 
     @property
     def device_bytes(self) -> int: ...
@@ -102,7 +102,7 @@ class GradientDownload:
         self._sumsq.zero_()
 
     def accumulator(self, unit: Part, *, only_once: bool = False) -> GradAccumulator:
-        """Where the unit's gradients are added up. `only_once`: each comes once, so no wider type is needed."""
+        """Place where the unit's gradients are added up. `only_once`: each comes once, so no wider type is needed."""
         sums = self._sums[unit.index]
         if not only_once:
             return GradAccumulator(unit.layout, sums)

@@ -26,7 +26,7 @@ class RowSums:
         self._seen, self._ids, self._open = [], None, True
 
     def note(self, ids: torch.Tensor) -> None:
-        """These rows are looked up; in a step before its first gradient, that is to be taken note of."""
+        """Note rows that are looked up; in a step before its first gradient, that is to be taken note of."""
         if self._open:
             self._seen.append(ids)
 

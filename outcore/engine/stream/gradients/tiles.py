@@ -71,7 +71,7 @@ class TileGradients:
         self.counting = True
         """Off while a chunk of tokens is recomputed: its uses have been counted."""
         self.rows: dict[tuple[int, int], RowSums] = {}
-        """By matrix: sums for those that have been used as an embedding."""
+        """Sums by matrix, for those that have been used as an embedding."""
 
     @property
     def device_bytes(self) -> int:
@@ -102,7 +102,7 @@ class TileGradients:
             self._expected[matrix.key] = self._expected.get(matrix.key, 0) + 1
 
     def row_sums(self, matrix: TiledMatrix) -> RowSums:
-        """Of a matrix that is used as an embedding."""
+        """Sums of rows of a matrix that is used as an embedding."""
         return self.rows.setdefault(matrix.key, RowSums(matrix.num_cols))
 
     def add(self, matrix: TiledMatrix, tile: int, grad: torch.Tensor) -> None:

@@ -42,8 +42,8 @@ class RankPlace:
         return self.world_size == 1
 
     def owned(self, chunks: dict[int, list[StateChunk]]) -> dict[int, list[StateChunk]]:
-        """Those chunks of states that this rank keeps and updates: every `world_size`-th one, so that ranks have the
-        same work within a part and over the model."""
+        """Choose the chunks of states that this rank keeps and updates: every `world_size`-th one, so that ranks
+        have the same work within a part and over the model."""
         found: dict[int, list[StateChunk]] = {}
         number = 0
         for index, of_part in chunks.items():
@@ -97,7 +97,7 @@ def slot_bytes_of(parts: Sequence[Part]) -> int:
 
 
 def agreed(settings: StreamSettings, device: torch.device, place: RankPlace) -> StreamSettings:
-    """The same device memory to plan for on all ranks, and a rank's share of what the host has once."""
+    """Agree on the same device memory to plan for on all ranks, and a rank's share of what the host has once."""
     if place.is_alone:
         return settings
     device_bytes = free_device_bytes(device) if settings.device_bytes is None else settings.device_bytes
@@ -115,7 +115,8 @@ def agreed(settings: StreamSettings, device: torch.device, place: RankPlace) -> 
 
 
 def pin_bytes_of(settings: StreamSettings, place: RankPlace) -> int:
-    """Of what ranks share: what the lanes of all ranks leave of `staging_bytes`. None where a refusal does harm."""
+    """Bytes to pin of what ranks share: what the lanes of all ranks leave of `staging_bytes`. None where a refusal
+    does harm."""
     return max(0, settings.staging_bytes - place.world_size * settings.lane_bytes) if refusal_is_harmless() else 0
 
 

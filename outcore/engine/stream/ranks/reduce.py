@@ -83,9 +83,9 @@ class GradientReducer:
         self._part_numel, self._waits_for_norm = part_numel, waits_for_norm
         self._counts = dict.fromkeys((part.index for part in units.all), 0)
         self._held: list[ReducedGradient] = []
-        """Those whose slots have not been given back, in order."""
+        """Gradients whose slots have not been given back, in order."""
         self._shipped: list[ReducedGradient] = []
-        """Of this step, in order."""
+        """Gradients of this step, in order."""
         self._queue: queue.SimpleQueue[ReducedGradient | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="gradient-reduce", daemon=True)
         self._thread.start()

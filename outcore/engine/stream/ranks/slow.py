@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 STEPS = 10
 """So many steps in a row make a slow rank; one may have read data or met another program."""
 SHARE = 0.2
-"""Of a step that this rank waited for the same other one."""
+"""Share of a step that this rank waited for the same other one."""
 
 
 class SlowRank:
