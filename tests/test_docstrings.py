@@ -8,8 +8,10 @@ from pathlib import Path
 
 from tests import house
 
-FRAGMENTS = ("Of ", "Likewise", "As ", "Where ", "By ", "The same", "None", "See ", "Those ", "These ", "Its ", "Their ",
-             "Inside, ", "Nothing: ", "'' ")  # fmt: skip
+FRAGMENTS = (
+    *("Of ", "Likewise", "As ", "Where ", "By ", "The same", "None", "See ", "Those ", "These ", "Its ", "Their "),
+    *("Inside, ", "Nothing: ", "'' "),
+)
 """A method's docstring starts with a verb or what it gives, a field's with a noun."""
 
 
@@ -18,9 +20,9 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                if isinstance(statement.value.value, str):
-                    yield statement.lineno, statement.value.value
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield statement.lineno, value.value
 
 
 def test_no_docstring_starts_with_a_fragment():
