@@ -12,7 +12,6 @@ from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.weights import scratch
-from outcore.storage import open_engine
 from tests.engine.inside import parts_of
 from tests.flow.models import plain_batch, set_dropout, tiny_loaded
 from tests.storage.faulty import FaultyEngine
@@ -58,11 +57,11 @@ def faulty(monkeypatch) -> list[FaultyEngine]:
     """Drive engines made from now on, which fail on command."""
     made: list[FaultyEngine] = []
 
-    def open_faulty(*args, **kwargs):
-        made.append(FaultyEngine(open_engine(*args, **kwargs)))
+    def open_faulty(how):
+        made.append(FaultyEngine(how.open()))
         return made[-1]
 
-    monkeypatch.setattr(scratch, "open_engine", open_faulty)
+    monkeypatch.setattr(scratch, "_opened", open_faulty)
     return made
 
 

@@ -168,7 +168,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     staged_gradients.GRADIENT_SLOT_BYTES = job.get("slot_bytes", 4096)  # several to a share
     staged_gradients.FLIGHT_BYTES = job.get("flight_bytes", 64 << 20)
     staged_shares.Share.chunks = partialmethod(CHUNKS, chunk_numel=job.get("chunk_numel", staged_shares.CHUNK_NUMEL))
-    scratch_room.open_engine = lambda *args, **kwargs: FaultyEngine(open_engine(*args, **kwargs))
+    scratch_room._opened = lambda storage: FaultyEngine(open_engine("auto"))
     precision = job["run"].get("precision", "bf16")
     lora = LoraSettings(**job["model"].pop("lora")) if "lora" in job["model"] else None
     model = ModelSettings(precision=precision, seq_length=64, lora=lora, **job["model"])

@@ -89,7 +89,7 @@ class Job:
         plan(engine)
         for fault in engine._faults:
             fault.matches = lambda *_: self.is_broken
-        self.patch.setattr(scratch, "open_engine", lambda *_, **__: engine)
+        self.patch.setattr(scratch, "_opened", lambda *_, **__: engine)
 
     def fails(self, *words: str, stuck: str | None = None, **fields: Any) -> str:
         """The message of the run that fails; it has these words. `stuck`: whose threads cannot end."""
@@ -332,7 +332,7 @@ def test_a_drive_that_hangs(job: Job, caplog: pytest.LogCaptureFixture, name: st
     job.argv += more
     engine = FaultyEngine(open_engine("auto"))
     engine.delay(HANGS_S, "read", matches=lambda *_: job.is_broken)
-    job.patch.setattr(scratch, "open_engine", lambda *_, **__: engine)
+    job.patch.setattr(scratch, "_opened", lambda *_, **__: engine)
     job.limit_s = 0.3
     said, took_s = [], []
     original, leave = EngineParts.close, PinnedPool.leave
