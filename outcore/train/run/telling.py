@@ -49,9 +49,13 @@ def tell(error: BaseException, run: Ended | None) -> None:
 
 def _is_changed(error: BaseException | None) -> bool:
     """Whether a drive that gave back other bytes is behind the error."""
-    while error is not None and not isinstance(error, ChangedBytes):
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # a failure handled while another was can make a circle of them
+        if isinstance(error, ChangedBytes):
+            return True
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
-    return error is not None
+    return False
 
 
 def _back_to(saved: Path | None) -> str:

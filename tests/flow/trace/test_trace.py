@@ -233,7 +233,7 @@ def test_the_picture_shows_a_step_of_a_real_trace(build, tmp_path, capsys):
     assert names & {"0", "1", "2"}
     assert "step 2" in axes.get_title(loc="left") and "a model" in axes.get_title(loc="left")
     assert main([str(path), str(png), "--step", "7"]) == 2 and "no step 7" in capsys.readouterr().err
-    assert main([str(tmp_path / "none.json"), str(png)]) == 1
+    assert main([str(tmp_path / "none.json"), str(png)]) == 2
 
 
 def test_names_in_the_picture():
