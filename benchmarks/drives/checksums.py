@@ -1,6 +1,6 @@
 """What `--nvme_checksums` costs a run that waits for its drive: the same steps with digests off, on, sampled in turn.
 
-    python benchmarks/drives/checksums.py --nvme FOLDER --out checksums.json                # one GPU, about 80 s
+    python benchmarks/drives/checksums.py --nvme FOLDER --out checksums.json                # one GPU: about 4 minutes
     python benchmarks/drives/checksums.py --nvme FOLDER --shape tiny --out /tmp/c.json      # a dry run on the CPU
 
 Every byte of weights and fp32 states lies on the drive. One process builds the engine anew for every turn (off, on,

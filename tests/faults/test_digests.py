@@ -146,3 +146,23 @@ def test_a_store_names_file_offset_and_part(tmp_path: Path, how: str) -> None:
 def test_sampling_takes_one_section_in_eight_of_each_tensor(tmp_path: Path) -> None:
     sums = digests(DigestRule(DIGEST, 8))
     assert sum(sums.takes(section) for section in range(64)) == 8
+
+
+@pytest.mark.parametrize("start, stop", [(BLOCK_BYTES, 2 * BLOCK_BYTES), (BLOCK_BYTES + 8 * KIB, 2 * BLOCK_BYTES)])
+def test_a_neighbour_written_after_a_read_began_says_nothing_of_the_bytes_read(start: int, stop: int) -> None:
+    """A whole block and a part of one; what nobody wrote since is judged as ever."""
+    sums, drive = digests(), np.zeros(N, dtype=np.uint8)
+    for at, to in ((0, start), (start, stop)):
+        sums.mark(at, to)
+        sums.written(drive[at:to], at)
+    before, read = sums.seen(0, stop), drive[:stop].copy()
+    drive[start:stop] = 7
+    sums.mark(start, stop)
+    sums.written(drive[start:stop], start)
+    sums.verify(read, 0, before)
+    assert sums.unchecked_bytes == stop - start
+    read[100] ^= 1
+    with pytest.raises(StorageError, match="came back other"):
+        sums.verify(read, 0, before)
+    with pytest.raises(StorageError, match="came back other"):
+        sums.verify(np.zeros(stop, dtype=np.uint8), 0)

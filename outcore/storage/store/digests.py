@@ -35,6 +35,18 @@ class DigestRule:
     """Verify one section (8 MiB) of so many; 1: everything."""
 
 
+@dataclass(frozen=True)
+class Seen:
+    """Digests as they were when a read began."""
+
+    first: int
+    """Number of the first block."""
+    is_known: np.ndarray
+    sums: np.ndarray
+    parts: frozenset[tuple[int, int, int]]
+    """(first byte, end, digest) of parts that were written alone."""
+
+
 class BlockDigests:
     """Digests of one tensor of `n_bytes`. `locate(byte)`: its place on the drives. Safe from several threads."""
 
@@ -78,8 +90,9 @@ class BlockDigests:
         """
         whole = self._zeros_of(at, to)
         if whole is None:
+            before = self.seen(at, to)
             whole = read(at, to)
-            if self._check(whole, at):
+            if self._check(whole, at, before):
                 return  # overwritten meanwhile by another thread
         rest = [(first, last) for first, last in ((at, min(to, start)), (max(at, stop), to)) if first < last]
         parts = [(first, last, self._one(whole[first - at : last - at])) for first, last in rest]
@@ -109,21 +122,33 @@ class BlockDigests:
             for at, to, value in edges:
                 self._parts.setdefault(at // BLOCK_BYTES, []).append((at, to, value))
 
-    def verify(self, data: np.ndarray, start: int) -> None:
-        """Check `data` read from byte `start`. StorageError naming tensor, file and offset."""
-        unchecked = self._check(data, start)
+    def seen(self, start: int, stop: int) -> Seen:
+        """What is known of the blocks of [start, stop) before they are read. A neighbour of what is read may be
+        overwritten before the bytes are checked: its new digest says nothing of the old bytes."""
+        first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
+        with self._lock:
+            parts = frozenset(part for block in range(first, last) for part in self._parts.get(block, ()))
+            return Seen(first, self._is_known[first:last].copy(), self._sums[first:last].copy(), parts)
+
+    def verify(self, data: np.ndarray, start: int, before: Seen | None = None) -> None:
+        """Check `data` read from byte `start`. StorageError naming tensor, file and offset. `before`: what was known
+        when the read began; None: nothing was written since."""
+        unchecked = self._check(data, start, before or self.seen(start, start + data.nbytes))
         if unchecked:
             with self._lock:
                 self.unchecked_bytes += unchecked
 
-    def _check(self, data: np.ndarray, start: int) -> int:
-        """Bytes that no digest covers."""
+    def _check(self, data: np.ndarray, start: int, before: Seen) -> int:
+        """Bytes that no digest covers, or one that came after they were read."""
         stop = start + data.nbytes
         first, last = self._whole(start, stop)
         found = self._of(data, start, first, last)
         with self._lock:
             known = self._is_known[first:last].copy()
-            wrong = np.flatnonzero(known & (self._sums[first:last] != found))
+            is_wrong = known & (self._sums[first:last] != found)
+            mine = slice(first - before.first, last - before.first)
+            known &= ~is_wrong | (before.is_known[mine] & (before.sums[mine] == self._sums[first:last]))
+            wrong = np.flatnonzero(known & is_wrong)
             parts = [part for block in self._cut_or_unknown(start, stop, first, known) for part in self._in(block)]
             unchecked = data.nbytes - sum(self._size(first + int(i)) for i in np.flatnonzero(known))
         if len(wrong):
@@ -131,9 +156,10 @@ class BlockDigests:
             self._refuse(block * BLOCK_BYTES, block * BLOCK_BYTES + self._size(block), len(wrong))
         for at, to, value in parts:
             if start <= at and to <= stop:
-                unchecked -= to - at
-                if self._one(data[at - start : to - start]) != value:
+                is_right = self._one(data[at - start : to - start]) == value
+                if not is_right and (at, to, value) in before.parts:
                     self._refuse(at, to, 1)
+                unchecked -= to - at if is_right else 0
         return unchecked
 
     def cut(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -146,11 +172,11 @@ class BlockDigests:
                 found |= {(at, to) for at, to, _ in self._in(block) if at < stop and start < to}
         return sorted(one for one in found if one[0] < start or one[1] > stop)
 
-    def check_cut(self, whole: np.ndarray, at: int, data: np.ndarray, start: int) -> None:
+    def check_cut(self, whole: np.ndarray, at: int, data: np.ndarray, start: int, before: Seen) -> None:
         """Check what `cut` named: `whole`, read from byte `at`, against its digest, and the part of `data` (from byte
         `start`) that lies in it against `whole`. StorageError."""
         to = at + whole.nbytes
-        unchecked = self._check(whole, at)
+        unchecked = self._check(whole, at, before)
         first, last = max(at, start), min(to, start + data.nbytes)
         if not np.array_equal(whole[first - at : last - at], data[first - start : last - start]):
             self._refuse(first, last, 1)

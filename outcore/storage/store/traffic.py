@@ -9,6 +9,7 @@ is under way, and whoever is told must leave its buffers alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from outcore.storage.engine import StorageEngine
 from outcore.storage.engines.request_queue import Kind
 from outcore.storage.host_buffer import aligned_bytes
 from outcore.storage.store.checksums import Checksums
-from outcore.storage.store.digests import BlockDigests
+from outcore.storage.store.digests import BlockDigests, Seen
 from outcore.storage.store.manifest import Entry
 from outcore.storage.store.stripe_layout import StripeLayout
 from outcore.storage.transfer import Transfer, gather
@@ -76,8 +77,11 @@ class StoreTraffic:
     def _submit_sections(
         self, kind: Kind, entry: Entry, flat: Any, start: int, priority: int, checksums: Checksums | BlockDigests
     ) -> Transfer:
-        after = checksums.written if kind == "write" else checksums.verify
         stop = start + flat.nbytes
+        before = checksums.seen(start, stop) if isinstance(checksums, BlockDigests) else None
+        after: Callable[..., object] = checksums.written if kind == "write" else checksums.verify
+        if kind == "read" and before is not None:
+            after = functools.partial(after, before=before)
         sections: list[Transfer] = []
         steps: list[Callable[[], object] | None] = []
         done = 0
@@ -92,7 +96,8 @@ class StoreTraffic:
                 done += take
             whole = gather(sections, f"{kind} of {entry.spec.name!r}", steps)
             if kind == "read" and isinstance(checksums, BlockDigests) and (cut := checksums.cut(start, stop)):
-                return self._with_cut(whole, entry, flat, start, priority, checksums, cut)
+                assert before is not None
+                return self._with_cut(whole, entry, flat, start, priority, checksums, cut, before)
             return whole
         except BaseException as error:
             return _failed_half_way(sections, error, f"{kind} of {entry.spec.name!r}")
@@ -106,6 +111,7 @@ class StoreTraffic:
         priority: int,
         digests: BlockDigests,
         cut: Sequence[tuple[int, int]],
+        before: Seen,
     ) -> Transfer:
         """The read `main` with what it cuts in two, which is read whole to be verified."""
         what = f"read of {entry.spec.name!r}"
@@ -119,7 +125,7 @@ class StoreTraffic:
         def check() -> None:
             data = _on_host(flat)
             for at, buffer in buffers:
-                digests.check_cut(buffer, at, data, start)
+                digests.check_cut(buffer, at, data, start, before)
 
         both = gather(parts, what)
         total = gather([both], what, [check])

@@ -85,10 +85,9 @@ def check_drives(config: TrainConfig, folder: RunFolder, plan: Plan | None, prec
     if verdict.must_stop:
         ways = [f"a checkpoint takes {format_gb(written.checkpoint_bytes)} (--checkpoint_dir DIR moves it)"]
         ways += [f"the finished model {format_gb(written.export_bytes)} (--export_dir DIR, or --no_export)"]
-        told = f"Of this run {' and '.join(ways)}"
-        if verdict.path == folder.logs:
-            told = "Logs go there: --log_dir DIR moves them"
-        raise TierFull(f"{verdict.words} {told}. Nothing was loaded.")
+        raise TierFull(
+            f"{verdict.words} Of this run {' and '.join(ways)}; --log_dir DIR moves its logs. Nothing was loaded."
+        )
 
 
 def _reserves(folder: RunFolder, nvme_path: str | None, written: Written) -> dict[Path, int]:
