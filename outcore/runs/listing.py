@@ -46,10 +46,15 @@ def list_runs(checkpoints: Path, logs: Path, exports: Path) -> list[RunState]:
         path.name
         for root in (checkpoints, logs)
         for path in (root.iterdir() if root.is_dir() else ())
-        if path.is_dir() and not path.name.startswith(".")
+        if path.is_dir() and not path.name.startswith(".") and (root == checkpoints or _is_of_a_run(path))
     }
     found = [_state_of(RunFolder(name, checkpoints / name, logs / name, exports / name)) for name in names]
     return sorted(found, key=lambda run: run.changed_s, reverse=True)
+
+
+def _is_of_a_run(folder: Path) -> bool:
+    """False for what else lives among the logs: those of servers, of evaluations."""
+    return any((folder / name).is_file() for name in ("metrics.jsonl", "plan.json"))
 
 
 def _state_of(folder: RunFolder) -> RunState:

@@ -29,6 +29,7 @@ def test_runs_are_listed_and_deleted_after_a_question(
     assert main(["runs", "delete", "mine", "--yes", *folders]) == 1
     assert "is being written by process" in capsys.readouterr().err
     lock.release()
+    (tmp_path / "log/evaluations").mkdir()  # the journals of evaluations, which are no run
     assert main(["runs", "delete", "other", *folders]) == 2 and "Runs here: mine" in capsys.readouterr().err
     assert main(["runs", "delete", "mine", *folders]) == 2 and "add --yes" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
