@@ -51,6 +51,7 @@ def test_chat_equals_transformers(client, tiny_folder):
     assert found.choices[0].message.content == tokenizer.decode(expected, skip_special_tokens=True)
     assert found.choices[0].finish_reason == "length"
     assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(ids), 12)
+    assert found.usage.total_tokens == len(ids) + 12
 
 
 def test_streams_say_the_same_as_whole_answers(client):
