@@ -60,7 +60,7 @@ def free_device_bytes(device: torch.device) -> int | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
-    capped = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    capped = int(total * torch.cuda.get_per_process_memory_fraction(device.index))  # takes no "cuda" alone
     return min(free + reserved, capped) - torch.cuda.memory_allocated(device)
 
 
