@@ -63,7 +63,7 @@ class RunLock:
             except OSError as error:
                 os.close(descriptor)
                 if error.errno not in NO_LOCKS_HERE:
-                    raise
+                    raise OSError(error.errno, error.strerror, str(path)) from error
                 say(f"WARNING: {path.parent} has no file locks ({error.strerror}): nothing keeps a second run of this "
                     "name from writing there.")  # fmt: skip
                 return
@@ -71,13 +71,13 @@ class RunLock:
                 break
             os.close(descriptor)  # its last holder removed the file between our opening and locking it
         self._held[path] = descriptor
-        os.ftruncate(descriptor, 0)
         holder = {"pid": os.getpid(), "host": platform.node(), "since_s": time.time()}
         try:
+            os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         except OSError as error:  # the lock holds without a name as well, and whoever needs the space says what to do
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+                raise OSError(error.errno, error.strerror, str(path)) from error
 
     def release(self) -> None:
         """Free the run and remove the lock's files. Again: does nothing."""

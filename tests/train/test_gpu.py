@@ -29,7 +29,9 @@ def test_a_model_is_planned_trained_continued_and_used(
     argv = flags(tmp_path, corpus, "--run_name", "r", "--save_steps", "2", "--eval_steps", "2", *more)
     assert main(["plan", "--preset", "tiny", "--nominal"]) == 0
     assert main(["train", *argv, "--max_steps", "2", "--no_export"]) == 0
-    assert main(["train", *argv, "--max_steps", "4", "--resume_from_checkpoint", "auto", "--continue_with_changes"]) == 0
+    assert (
+        main(["train", *argv, "--max_steps", "4", "--resume_from_checkpoint", "auto", "--continue_with_changes"]) == 0
+    )
     lines = [json.loads(line) for line in (tmp_path / "log/r/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses and all(0 < loss < 20 for loss in losses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import signal
@@ -68,6 +69,16 @@ def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
     assert path.exists() and holder_of(path) is None
     RunLock.take("r", [tmp_path]).release()
     assert not path.exists()
+
+
+def test_a_lock_that_cannot_be_written_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(descriptor: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "pwrite", read_only)
+    with pytest.raises(OSError, match="Read-only file system") as raised:
+        RunLock.take("r", [tmp_path])
+    assert raised.value.filename == str(lock_path(tmp_path, "r")) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("times", OFTEN)
