@@ -8,7 +8,7 @@ sampled, sampled, on, off: a drive that drifts does so for all), so that no turn
 one step to warm up, then `--steps` timed to the point at which nothing is pending. The cost is the median step's over
 that with digests off; wanted: at most 1 % (`on`, which `auto` means where a core does 4 GB/s). The losses of all turns
 must be the same numbers. Exit code 1 where they are not, or the cost is higher; turns that no longer fit into
-`--limit_s` are left out and named.
+`--limit_s` are left out and named. Attention is told to add in a fixed order (docs/exactness.md), else losses drift.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     args.nvme.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cap_allocator(args.cap_gib)
+    torch.use_deterministic_algorithms(True)
     began_s = time.perf_counter()
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
