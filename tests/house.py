@@ -32,6 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 """From the ground up."""
 ARROWS = frozenset(
     {
+        ("config", "sizing"),
         ("model", "sizing"),
         ("optim", "sizing"),
         ("optim", "machine"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from outcore.config.checks import check_said
 from outcore.config.convert import ConfigError, nearest
 from outcore.config.deepspeed_file import DeepSpeedFile, read_deepspeed_file, understand
-from outcore.config.doors import parse
 from outcore.config.fields import FIELDS, TrainConfig
+from outcore.config.flags import parse
 from outcore.config.resolver import ProcessFacts, is_tiny, recomputes, resolve
 from outcore.config.run_settings import Device, Offload, Precision, RunSettings
 from outcore.config.spec import Field, fields_of, setting

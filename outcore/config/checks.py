@@ -9,10 +9,8 @@ from typing import Any
 from outcore.config.convert import ConfigError, typed_value
 from outcore.config.fields import FIELDS, TrainConfig
 from outcore.config.spec import Field
-
-BELOW_ZERO3 = ("none", "zero1", "zero2")
-SPLIT_FORMATS = ("split", "split8", "fp24_m8")
-"""State formats that keep the fp32 master as the bf16 parameter and a residual."""
+from outcore.sizing.engine_rule import BELOW_ZERO3
+from outcore.sizing.states import SPLIT_FORMATS
 
 
 def check_ranges(config: TrainConfig, rows: Mapping[str, Field]) -> None:
@@ -38,8 +36,6 @@ def check_config(config: TrainConfig) -> None:
     _check_upload(config)
     if config.continue_with_changes and config.resume_from_checkpoint is None:
         raise ConfigError("continue_with_changes is about resuming: add --resume_from_checkpoint auto.")
-    if config.lora_r == 0 and config.lora_alpha is not None:
-        raise ConfigError("lora_alpha is given but lora_r is 0: add --lora_r 16 (or another rank) to train adapters.")
     if config.quantize != "none" and config.lora_r == 0:
         raise ConfigError(
             f"quantize {config.quantize} packs what is frozen, and without adapters all of the model is trained: add "
@@ -86,10 +82,12 @@ def check_state_format(name: str, precision: str) -> None:
 def _check_losses(config: TrainConfig) -> None:
     if config.label_smoothing and config.model_module:
         raise ConfigError("label_smoothing: a model_module brings its own loss: smooth it there, or leave it out.")
-    adapters = [n for n in ("use_rslora", "use_dora", "lora_modules_to_save") if getattr(config, n)]
+    adapters = [n for n in ("lora_alpha", "use_rslora", "use_dora", "lora_modules_to_save") if getattr(config, n)]
     adapters += ["init_lora_weights"] if config.init_lora_weights != "kaiming" else []
     if config.lora_r == 0 and adapters:
-        raise ConfigError(f"{adapters[0]} is given but lora_r is 0: add --lora_r 16 to train adapters.")
+        raise ConfigError(
+            f"{adapters[0]} is given but lora_r is 0: add --lora_r 16 (or another rank) to train adapters."
+        )
 
 
 def _check_rows(config: TrainConfig) -> None:

@@ -60,8 +60,8 @@ def read_deepspeed_file(path: str | Path) -> DeepSpeedFile:
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8-sig"), object_pairs_hook=_no_key_twice)
-    except _RepeatedKey as error:
-        raise ConfigError(f"{path}: the key {error} is given twice in one block. Keep one of them.") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}.") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -83,15 +83,13 @@ def understand(config: object, path: str = NAME) -> DeepSpeedFile:
         raise ConfigError(str(error).replace(NAME, path, 1)) from error
 
 
-class _RepeatedKey(ValueError):
-    """A JSON object has a key twice, of which readers silently take the last."""
-
-
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ConfigError for a key that comes twice, of which readers silently take the last."""
     block = dict(pairs)
     if len(block) < len(pairs):
         names = [name for name, _ in pairs]
-        raise _RepeatedKey(repr(next(name for name in names if names.count(name) > 1)))
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"the key {twice!r} is given twice in one block. Keep one of them.")
     return block
 
 
@@ -134,7 +132,11 @@ def _current(config: Mapping[str, Any]) -> dict[str, Any]:
         blocks["optimizer"] = _optimizer(blocks["optimizer"])
     if "scheduler" in blocks:
         # Which of its values may stand beside the run's own is asked when the run's length is known.
-        blocks["scheduler"] = keys.check_block("scheduler", blocks["scheduler"], frozenset({"type", "params"}))
+        scheduler = keys.check_block("scheduler", blocks["scheduler"], frozenset({"type", "params"}))
+        kind, known = scheduler.get("type"), keys.SCHEDULERS
+        words = f"scheduler.type {kind!r} is not one of {', '.join(known)}.{nearest(str(kind), known)}"
+        _need(kind in (None, *known), words)
+        blocks["scheduler"] = scheduler
     if "aio" in blocks:
         _check_aio(keys.check_block("aio", blocks["aio"], keys.AIO, keys.AIO_IGNORED))
     _check_rest(blocks)

@@ -93,6 +93,7 @@ ADAM = _words(
     """lr betas eps weight_decay torch_adam adam_w_mode bias_correction amsgrad fp32_optimizer_states fused
     foreach"""
 )
+SCHEDULERS = ("WarmupDecayLR", "WarmupCosineLR", "WarmupLR")
 DATA_TYPES = _words("grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules")
 OUTCORE = _words(
     "staging_bytes write_combined streams engine nvme_path residency state_format ram_budget_gib storage lanes "

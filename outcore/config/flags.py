@@ -1,4 +1,6 @@
-"""Flags made from the table: `--name value`, switches as `--name`, `--name true|false` or `--no_name`.
+"""From a command line, with the YAML file that it may name, to checked settings.
+
+Flags are made from the table: `--name value`, switches as `--name`, `--name true|false` or `--no_name`.
 
 `--help` lists the fields that are common, `--help all` every one. Dashes and underscores are the same.
 """
@@ -9,13 +11,17 @@ import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, get_origin
+from typing import Any, NoReturn, TypeVar, get_origin
 
 from outcore import __version__
-from outcore.config.convert import ConfigError, nearest
-from outcore.config.spec import Field
+from outcore.config.checks import check_config, check_ranges
+from outcore.config.convert import ConfigError, nearest, typed_value
+from outcore.config.fields import TrainConfig
+from outcore.config.spec import Field, fields_of
 from outcore.config.spellings import meaning_of
+from outcore.config.yaml_file import load_yaml
 
+Config = TypeVar("Config", bound=TrainConfig)
 HELP = ("-h", "--help")
 SHOWN_NAMES = 2
 """Names of a field in the short help: its own and the first alias."""
@@ -115,3 +121,18 @@ def read_flags(rows: Mapping[str, Field], argv: Sequence[str] | None, prog: str,
         hint = meaning_of(word) or nearest(word, known) or " --help all lists all flags."
         raise ConfigError(f"unknown flag {word}.{hint}")
     return {name: value for name, value in vars(namespace).items() if value is not None and name != "help"}
+
+
+def parse(argv: Sequence[str] | None, cls: type[Config], prog: str, description: str) -> Config:
+    """Checked settings of class `cls` (`TrainConfig`, or one with further fields).
+
+    Flags win over YAML. Raises ConfigError for an unknown key, a malformed value or a contradiction.
+    """
+    rows = fields_of(cls)
+    said = read_flags(rows, argv, prog, description)
+    file = said.pop("config", None)
+    raw = {**(load_yaml(file, rows) if file is not None else {}), **said}
+    config = cls(**{name: typed_value(rows[name], value) for name, value in raw.items()})
+    check_ranges(config, rows)
+    check_config(config)
+    return config

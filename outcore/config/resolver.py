@@ -9,16 +9,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from outcore.common.quantities import ELEMENT_BYTES, GB, GIB, MIB
-from outcore.config.checks import BELOW_ZERO3, check_homes, check_range, check_state_format
+from outcore.common.quantities import ELEMENT_BYTES, GB, GIB
+from outcore.config.checks import check_homes, check_range, check_state_format
 from outcore.config.convert import ConfigError
 from outcore.config.deepspeed_file import DeepSpeedFile
 from outcore.config.fields import FIELDS, TrainConfig
 from outcore.config.run_settings import AS_SAID, DEFAULTS, LOSS_SCALING, LossScaling, Offload, Precision, RunSettings
+from outcore.sizing.engine_rule import BELOW_ZERO3
+from outcore.sizing.streaming import SLOT_BYTES, STAGING_BYTES
 
 DEFAULT_MICRO_BATCH, DEFAULT_ACCUMULATION = 2, 4
-DEFAULT_STAGING_BYTES = 8 * GIB
-DEFAULT_LANE_SLOT_BYTES = 16 * MIB
 DEFAULT_MAX_IN_CPU_GB = 1.0
 SECTOR_BYTES = 4096
 """Direct drive transfers take whole sectors."""
@@ -85,9 +85,9 @@ class _Resolver:
             zero_stage=self.zero_stage,
             state_format=states,
             offload=self._offload(precision),
-            staging_bytes=int(self._pick("staging_gib", DEFAULT_STAGING_BYTES / GIB) * GIB),
+            staging_bytes=int(self._pick("staging_gib", STAGING_BYTES / GIB) * GIB),
             storage_block_bytes=self._in_sectors("storage_block_bytes", 8 << 20),
-            lane_slot_bytes=self._in_sectors("lane_slot_bytes", DEFAULT_LANE_SLOT_BYTES),
+            lane_slot_bytes=self._in_sectors("lane_slot_bytes", SLOT_BYTES),
             packed_attention="auto" if self.said.attn_implementation == "auto" else "masks",
             loss_scaling=LossScaling(*(self._pick(name, default) for name, default in LOSS_SCALING.items())),
             file=self.file,
@@ -105,7 +105,7 @@ class _Resolver:
         said, in_file = self.said.zero_stage, self.file.values.get("zero_stage")
         residency = self.said.residency or self.file.values.get("residency")
         if said is not None:
-            if in_file is not None and _same_stage(said) != in_file:
+            if in_file is not None and {"infinity": "zero3"}.get(said, said) != in_file:
                 self.notes.append(f"zero_stage = {said}: --zero_stage wins over {self.file.path}'s {in_file}")
             self.reasons["zero_stage"] = "--zero_stage"
             return said
@@ -297,11 +297,6 @@ class _Resolver:
             return int(in_file)
         gb = DEFAULT_MAX_IN_CPU_GB if self.said.max_in_cpu_gb is None else self.said.max_in_cpu_gb
         return int(gb * GB) // ELEMENT_BYTES[precision]
-
-
-def _same_stage(name: str) -> str:
-    """Stage as the file can say it."""
-    return "zero3" if name == "infinity" else name
 
 
 def _default_rate(config: TrainConfig) -> tuple[float, str]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from outcore.common.quantities import ELEMENT_BYTES
 from outcore.config.deepspeed_file import DeepSpeedFile
+from outcore.sizing.streaming import NUM_SLOTS
 
 Device = Literal["none", "cpu", "nvme"]
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -15,7 +16,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8,
     "engine": "auto", "write_combined": "auto", "activations": "auto", "grad_accum_dtype": None,
-    "lane_slots": 4, "storage_engine": "auto", "storage_threads": 16,
+    "lane_slots": NUM_SLOTS, "storage_engine": "auto", "storage_threads": 16,
 }  # fmt: skip
 """Fields that nothing but flag, YAML and file decide -> the default."""
 LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "loss_scale_hysteresis": 2, "min_loss_scale": 1.0}

@@ -10,6 +10,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from operator import ge, gt, le, lt
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
@@ -80,25 +81,17 @@ class Field:
 
     def range_problem(self, value: Any) -> str:
         """Say which values are allowed when this number is none of them; '' when it is, or is no number."""
-        spec = self.spec
         if isinstance(value, bool) or not isinstance(value, int | float):
             return ""
-        if spec.least is not None and spec.most is not None:
-            limits = [f"from {spec.least:g} to {spec.most}"]
-        else:
-            limits = [f"above {spec.above:g}"] if spec.above is not None else []
-            limits += [f"at least {spec.least:g}"] if spec.least is not None else []
-            limits += [f"below {spec.below:g}"] if spec.below is not None else []
-            limits += [f"at most {spec.most}"] if spec.most is not None else []
-        is_inside = (
-            (spec.above is None or value > spec.above)
-            and (spec.least is None or value >= spec.least)
-            and (spec.below is None or value < spec.below)
-            and (spec.most is None or value <= spec.most)
-        )
-        if is_inside and math.isfinite(value):
+        spec, is_finite = self.spec, math.isfinite(value)
+        bounds = ((spec.above, "above", gt), (spec.least, "at least", ge), (spec.below, "below", lt))
+        bounds = [one for one in (*bounds, (spec.most, "at most", le)) if one[0] is not None]
+        if is_finite and all(holds(value, bound) for bound, _, holds in bounds):
             return ""
-        return " and ".join([*limits, *([] if math.isfinite(value) else ["finite"])])
+        words = " and ".join(f"{words} {bound}" for bound, words, _ in bounds)
+        if spec.least is not None and spec.most is not None:
+            words = f"from {spec.least} to {spec.most}"
+        return words if is_finite else " and ".join(filter(None, (words, "finite")))
 
 
 def _docs_of(cls: type) -> dict[str, str]:

@@ -6,7 +6,7 @@ none, 1 or 2, several hosts, or a model that cannot be streamed: DeepSpeed.
 
 from __future__ import annotations
 
-STAGES_OF_DEEPSPEED = ("none", "zero1", "zero2")
+BELOW_ZERO3 = ("none", "zero1", "zero2")
 """Stages that keep parameters on the GPU; the streaming engine is ZeRO-3 and Infinity."""
 
 
@@ -23,6 +23,6 @@ def why_not_stream(
         return "it streams decoder-only models, and this is an encoder-decoder"
     if num_processes > (processes_per_host or num_processes):
         return f"its ranks share one host's RAM, and {num_processes} ranks on several hosts were started"
-    if zero_stage in STAGES_OF_DEEPSPEED:
+    if zero_stage in BELOW_ZERO3:
         return f"zero_stage {zero_stage} was asked for"
     return ""

@@ -8,13 +8,15 @@ import re
 import torch
 
 from outcore.common.quantities import format_gib
+from outcore.config import TrainConfig
+from outcore.sizing.engine_rule import BELOW_ZERO3
 
 
 class TierFull(RuntimeError):
     """VRAM, RAM or the drive is full; the message has the tier, the shortfall and the setting to change."""
 
 
-def vram_advice(config: object, message: str, micro_batch: int, engine: str = "deepspeed") -> str:
+def vram_advice(config: TrainConfig, message: str, micro_batch: int, engine: str = "deepspeed") -> str:
     """Words for a CUDA out-of-memory error: what was asked for, what is there, the one setting to change."""
     asked = re.search(r"Tried to allocate ([\d.]+ [KMG]iB)", message)
     free = re.search(r"of which ([\d.]+ [KMG]iB) is free", message)
@@ -28,67 +30,65 @@ def vram_advice(config: object, message: str, micro_batch: int, engine: str = "d
     return text + f". {_vram_setting(config, micro_batch, engine)}"
 
 
-def _vram_setting(config: object, micro_batch: int, engine: str) -> str:
+def _vram_setting(config: TrainConfig, micro_batch: int, engine: str) -> str:
     if micro_batch > 1:
         return (
             f"Use --per_device_train_batch_size {micro_batch // 2} (and twice the gradient_accumulation_steps: "
             "the result is the same)."
         )
-    seq_length = getattr(config, "seq_length", None)
-    shorter = f"--seq_length {seq_length // 2}" if seq_length else "--seq_length (half of the present one)"
+    shorter = (
+        f"--seq_length {config.seq_length // 2}" if config.seq_length else "--seq_length (half of the present one)"
+    )
     if engine == "stream":
         return _stream_vram_setting(config, shorter)
-    if getattr(config, "activation_checkpointing", True) is False:
+    if config.activation_checkpointing is False:
         return "Use --activation_checkpointing true."
-    if getattr(config, "zero_stage", None) in ("none", "zero1", "zero2"):
+    if config.zero_stage in BELOW_ZERO3:
         return "Use --zero_stage zero3, which keeps parameters in RAM."
     return f"Use {shorter}."
 
 
-def _stream_vram_setting(config: object, shorter: str) -> str:
+def _stream_vram_setting(config: TrainConfig, shorter: str) -> str:
     """It recomputes layers anyway and keeps no state on the GPU: what is left is where checkpoints wait, and tiles."""
-    if getattr(config, "activations", "auto") == "device":
+    if config.activations == "device":
         return "Use --activations ram, which keeps activation checkpoints off the GPU."
-    tiling = getattr(config, "tiling", "auto")
-    if tiling == "off":
+    if config.tiling == "off":
         return "Use --tiling auto, which computes what does not fit in tiles."
-    if tiling == "auto":
+    if config.tiling == "auto":
         return f"Use --tiling on (layers and head in tiles: slower, far less memory), or {shorter}."
     return f"Use {shorter}."
 
 
-def ram_advice(config: object, engine: str = "deepspeed") -> str:
+def ram_advice(config: TrainConfig, engine: str = "deepspeed") -> str:
     """The one setting to change when RAM is full, and another where it costs something else."""
     if engine == "stream":
         return _stream_ram_setting(config)
-    if getattr(config, "zero_stage", None) != "infinity":
+    if config.zero_stage != "infinity":
         return "Use --zero_stage infinity --nvme_offload_path DIR, which keeps optimizer states on an NVMe drive."
     return "Use --lora_r 16 (adapters need no optimizer states for the base), or a smaller model."
 
 
-def _stream_ram_setting(config: object) -> str:
-    budget_gib = getattr(config, "ram_budget_gib", None)
-    states = getattr(config, "state_format", "auto")
-    if getattr(config, "nvme_offload_path", None) is None:
+def _stream_ram_setting(config: TrainConfig) -> str:
+    budget_gib = config.ram_budget_gib
+    states = config.state_format
+    if config.nvme_offload_path is None:
         ways = ["--nvme_offload_path DIR (what RAM does not hold goes to that drive)"]
     elif budget_gib is None or budget_gib > 0:
         lower = f" {budget_gib / 2:g}" if budget_gib else ""
         ways = [f"a lower --ram_budget_gib{lower} (more goes to the drive)"]
-    elif getattr(config, "activations", "auto") != "nvme":
+    elif config.activations != "nvme":
         ways = ["--activations nvme (activation checkpoints go to the drive as well)"]
     else:
         ways = ["--max_grad_norm 0 (without clipping no gradient has to wait in RAM)"]
     if states in ("auto", "fp32", "split"):
-        compact = (
-            "fp32_m8" if states == "fp32" or getattr(config, "precision", "auto") in ("fp16", "fp32") else "split8"
-        )
+        compact = "fp32_m8" if states == "fp32" or config.precision in ("fp16", "fp32") else "split8"
         ways.append(f"--state_format {compact} (8-bit moments: smaller states, other numerics)")
     else:
         ways.append("--lora_r 16 (adapters: no states for the base)")
     return f"Use {' or '.join(ways)}."
 
 
-def explain(error: BaseException, config: object, micro_batch: int, engine: str = "deepspeed") -> TierFull | None:
+def explain(error: BaseException, config: TrainConfig, micro_batch: int, engine: str = "deepspeed") -> TierFull | None:
     """A TierFull for an error that means 'out of room', None for any other error. `engine`: whose settings to name."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or "CUDA out of memory" in text:

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from outcore.config import TrainConfig
+from outcore.data import BatchStream
 from outcore.engine.base import Engine, MicroBatch
 from outcore.monitor import MetricsLog, RunProgress, Sampler
 from outcore.runs import RunFolder
 from outcore.train.best import BestSoFar
 from outcore.train.configure.schedule import LrSchedule, RunLength
-
-
-class TrainStream(Protocol):
-    """Endless training micro-batches with an exact position."""
-
-    def __iter__(self) -> Iterator[MicroBatch]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass
@@ -31,7 +22,7 @@ class TrainerParts:
     config: TrainConfig
     folder: RunFolder
     engine: Engine
-    stream: TrainStream
+    stream: BatchStream
     eval_batches: Callable[[], Iterator[MicroBatch]] | None
     schedule: LrSchedule
     length: RunLength

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outcore.config import FIELDS, ConfigError, TrainConfig
-from outcore.train.configure.arguments import parse_config
+from outcore.train.configure import parse_config
 
 
 def test_defaults_without_flags() -> None:

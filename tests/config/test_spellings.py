@@ -10,7 +10,7 @@ import pytest
 
 from outcore.config import FIELDS, ConfigError
 from outcore.config.spellings import MEANINGS
-from outcore.train.configure.arguments import parse_config
+from outcore.train.configure import parse_config
 
 ACCEPTED = {
     "lora_rank": ("16", "lora_r", 16),

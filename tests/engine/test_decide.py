@@ -16,7 +16,7 @@ from outcore.engine.decide import EngineChoice, ask_model
 from outcore.engine.stream import StreamDecision, StreamSettings, decide_stream
 from outcore.engine.stream.decision import decide
 from outcore.model.settings import ModelSettings
-from outcore.train.run import assemble
+from outcore.train.run import planned
 from tests.flow.models import tiny_loaded
 
 _NOTHING = StreamDecision(resolve(TrainConfig(), DeepSpeedFile(), ProcessFacts("bf16")), StreamSettings(), "cpu")
@@ -31,9 +31,9 @@ def test_ram_is_that_of_the_control_group(monkeypatch):
     decide_stream(SETTINGS, model, Host(False, 5 * GIB, "run"), None, None)
     assert given[0].ram_available_bytes == 5 * GIB and given[0].step_tokens == (128,) * 4
     job = SimpleNamespace(device=SimpleNamespace(has_cuda=False), config=TrainConfig(), say=print)
-    monkeypatch.setattr(assemble, "available_ram_bytes", lambda: 7 * GIB)
-    monkeypatch.setattr(assemble, "load_tokenizer", lambda *_: None)
-    assert assemble._Planned(job, SETTINGS, model, "run").host.ram_available_bytes == 7 * GIB  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(planned, "available_ram_bytes", lambda: 7 * GIB)
+    monkeypatch.setattr(planned, "load_tokenizer", lambda *_: None)
+    assert planned.Planned(job, SETTINGS, model, "run").host.ram_available_bytes == 7 * GIB  # pyright: ignore[reportArgumentType]
 
 
 def test_a_model_whose_code_fails_layer_by_layer_goes_to_deepspeed_with_the_reason():

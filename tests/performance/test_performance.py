@@ -23,7 +23,7 @@ from outcore.performance.judge import judge
 from outcore.performance.main import PerformanceTest, main, write
 from outcore.performance.page import render
 from outcore.performance.trial import TrialRun
-from outcore.train.configure.arguments import parse_config
+from outcore.train.configure import parse_config
 from outcore.train.run import main as train_main
 from tests.plan.fakes import machine
 

@@ -16,8 +16,8 @@ from outcore.plan import Plan
 from outcore.plan import main as plan_main
 from outcore.plan.main import main
 from outcore.plan.run import forecast as forecast_module
-from outcore.train.run import assemble
 from outcore.train.run import main as train
+from outcore.train.run import planned
 
 ROOT = Path(__file__).resolve().parents[2]
 SAME = ("engine", "zero_stage", "state_format", "precision", "seq_length", "micro_batch", "accumulation", "num_gpus")
@@ -50,7 +50,7 @@ class Pasted:
         monkeypatch.chdir(ROOT)
         monkeypatch.setattr(plan_main, "load_hardware", lambda *a, **kw: hardware)
         monkeypatch.setattr(forecast_module, "run_hardware", lambda *a, **kw: hardware)
-        monkeypatch.setattr(assemble, "available_ram_bytes", lambda: 400 * GIB)
+        monkeypatch.setattr(planned, "available_ram_bytes", lambda: 400 * GIB)
         self.plans: list[Plan] = []
         monkeypatch.setattr(
             forecast_module.Forecaster, "show", lambda _self, forecast: self.plans.append(forecast.plan)

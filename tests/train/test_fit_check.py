@@ -14,7 +14,7 @@ from outcore.plan import TierUse
 from outcore.plan.run import forecast as forecast_module
 from outcore.plan.run.forecast import too_small
 from outcore.train.run import assemble as run_module
-from outcore.train.run import context, main
+from outcore.train.run import main, space
 from tests.forked import start_script
 from tests.plan.fakes import plan_of, server
 from tests.train.jobs import REPOSITORY, fixtures, flags, fresh_env
@@ -83,7 +83,7 @@ def test_a_drive_that_was_named_and_not_taken_is_told_with_the_reason(capsys: py
 def test_a_full_checkpoint_drive_is_told_before_anything_is_loaded(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(context, "SpaceWatch", partial(SpaceWatch, ask=lambda path: 1_000_000_000))
+    monkeypatch.setattr(space, "SpaceWatch", partial(SpaceWatch, ask=lambda path: 1_000_000_000))
     monkeypatch.setattr(run_module, "load_data", lambda *a: pytest.fail("data was read"))
     argv = flags(tmp_path, corpus, "--run_name", "r", "--max_steps", "1")
     assert main(argv) == 1

@@ -20,7 +20,7 @@ from outcore.plan.run import Forecast, Forecaster
 from outcore.plan.run import forecast as forecast_module
 from outcore.plan.run.forecast import run_hardware, run_shape
 from outcore.train.run import main
-from outcore.train.run.context import kept_on_drive
+from outcore.train.run.space import kept_on_drive
 from tests.plan.fakes import machine, plan_of, server
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,14 @@ import torch
 
 from outcore.checkpoint.folders import SPACE_MARGIN_BYTES, Checkpoint, save_checkpoint
 from outcore.checkpoint.shards import CheckpointError, TensorPlan, write_shard
-from outcore.config import ConfigError, TrainConfig
-from outcore.engine.base import EngineFacts
+from outcore.config import ConfigError, TrainConfig, understand
 from outcore.engine.deepspeed.environment import GROUP_OF_ONE, free_port, prepare_environment
 from outcore.runs import RunFolder, default_name, take_run
 from outcore.train.configure.rooms import schedule_of
 from outcore.train.configure.schedule import LrSchedule
 from outcore.train.memory_advice import explain, ram_advice
 from outcore.train.process import StopRequest, explain_order, load_random_state, save_random_state, seed_everything
-from outcore.train.run.context import SPACE_RESERVE_BYTES, space_reserves
+from outcore.train.run.space import SPACE_RESERVE_BYTES, export_bytes, space_reserves
 
 
 def test_warmup_decay_is_linear_up_and_down() -> None:
@@ -46,7 +44,7 @@ def test_cosine_and_constant() -> None:
 
 def _schedule(params: object, **flags: object) -> LrSchedule:
     block = {"scheduler": {"type": "WarmupLR", "params": params}}
-    return schedule_of(TrainConfig(**flags), block, 0.5, 100)  # type: ignore[arg-type]
+    return schedule_of(TrainConfig(**flags), understand(block), 0.5, 100)  # type: ignore[arg-type]
 
 
 def test_the_files_scheduler_is_followed_or_refused() -> None:
@@ -56,11 +54,13 @@ def test_the_files_scheduler_is_followed_or_refused() -> None:
     assert _schedule({"warmup_num_steps": 7}) == made and _schedule("auto").warmup_steps == 3
     assert _schedule({"warmup_num_steps": 7}, warmup_steps=0).warmup_steps == 0
     assert _schedule({"warmup_max_lr": 9, "warmup_num_steps": 7}, lr_scheduler_type="cosine").warmup_steps == 3
-    assert schedule_of(TrainConfig(), {"scheduler": "auto"}, 0.5, 100) == LrSchedule("warmup_decay", 0.5, 3, 100)
+    assert schedule_of(TrainConfig(), understand({"scheduler": "auto"}), 0.5, 100) == LrSchedule(
+        "warmup_decay", 0.5, 3, 100
+    )
     for params, words in (
         ({"warmup_max_lr": 0.1}, "warmup_max_lr is 0.1, but this run's is 0.5, which --learning_rate"),
         ({"total_num_steps": 9}, "total_num_steps is 9, but this run's is 100"),
-        ({"warmup_num_steps": "10"}, "whole number of 0 or more, got '10'"),
+        ({"warmup_num_steps": "10"}, "must be a whole number, got '10'"),
         ({"warmup_type": "log"}, "warmup_type is 'log'"),
         ({"warmup_steps": 3}, "Did you mean warmup_num_steps"),
     ):
@@ -291,7 +291,7 @@ def test_a_child_of_a_group_of_one_is_a_group_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "checkpoint_bytes", "export_bytes"),
+    ("flags", "checkpoint_bytes", "exported_bytes"),
     [
         ({}, 42 * 10**9, 6 * 10**9),
         ({"save_strategy": "no", "export": False}, 0, 0),
@@ -301,19 +301,20 @@ def test_a_child_of_a_group_of_one_is_a_group_of_its_own() -> None:
     ],
 )
 def test_a_drive_keeps_free_what_the_run_will_write_there(
-    tmp_path: Path, flags: dict[str, Any], checkpoint_bytes: int, export_bytes: int
+    tmp_path: Path, flags: dict[str, Any], checkpoint_bytes: int, exported_bytes: int
 ) -> None:
-    facts = SimpleNamespace(total_params=3 * 10**9, trainable_params=2 * 10**9)
-    engine: Any = SimpleNamespace(facts=lambda: EngineFacts(42 * 10**9, None), loaded=SimpleNamespace(facts=facts))
+    config = TrainConfig(**flags)
+    exported = export_bytes(config, 3 * 10**9, 2 * 10**9, "bf16")
+    assert exported == exported_bytes
     folder = RunFolder("r", tmp_path / "c/r", tmp_path / "l/r", tmp_path / "e/r")
-    found = space_reserves(TrainConfig(**flags), folder, str(tmp_path / "nvme"), engine, "bf16")
-    written = {folder.checkpoints: checkpoint_bytes, tmp_path / "e": export_bytes}
+    found = space_reserves(config, folder, str(tmp_path / "nvme"), 42 * 10**9, exported)
+    written = {folder.checkpoints: checkpoint_bytes, tmp_path / "e": exported}
     assert found == {
         **{path: n_bytes + SPACE_MARGIN_BYTES for path, n_bytes in written.items() if n_bytes},
         folder.logs: SPACE_RESERVE_BYTES,
         tmp_path / "nvme": SPACE_RESERVE_BYTES,
     }
     together = RunFolder("r", tmp_path / "c/r", tmp_path / "c/r", tmp_path / "e/r")
-    assert space_reserves(TrainConfig(**flags), together, None, engine, "bf16")[together.logs] == max(
+    assert space_reserves(config, together, None, 42 * 10**9, exported)[together.logs] == max(
         SPACE_RESERVE_BYTES, found.get(folder.checkpoints, 0)
     )

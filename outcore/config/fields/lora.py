@@ -12,27 +12,13 @@ from outcore.config.spec import setting
 class LoraFields:
     """LoRA."""
 
-    lora_r: int = setting(
-        0,
-        least=0,
-        common=True,
-        aliases=(
-            "lora_rank",
-            "peft_r",
-        ),
-    )
+    lora_r: int = setting(0, least=0, common=True, aliases=("lora_rank", "peft_r"))
     """Rank of LoRA adapters; 0 trains all weights."""
     lora_alpha: int | None = setting(None, above=0)
     """LoRA scale. Default: 2 x lora_r."""
     lora_dropout: float = setting(0.0, least=0, below=1)
     """Dropout on the adapters' input."""
-    lora_target_modules: str = setting(
-        "auto",
-        aliases=(
-            "lora_target",
-            "target_modules",
-        ),
-    )
+    lora_target_modules: str = setting("auto", aliases=("lora_target", "target_modules"))
     """Comma-separated module names; auto or all-linear: every linear layer but the head."""
     lora_modules_to_save: str | None = setting(None, aliases=("modules_to_save", "additional_target"))
     """Comma-separated modules that are trained whole beside the adapters, such as embed_tokens,lm_head."""

@@ -22,13 +22,7 @@ class ModelFields:
     """Fields of the model's config to change, as JSON: '{"num_hidden_layers": 4}'."""
     model_module: str | None = None
     """Your own model and loss: `my.py:build` (see docs/models.md)."""
-    tokenizer_name_or_path: str | None = setting(
-        None,
-        aliases=(
-            "tokenizer",
-            "tokenizer_name",
-        ),
-    )
+    tokenizer_name_or_path: str | None = setting(None, aliases=("tokenizer", "tokenizer_name"))
     """Tokenizer, when it is not the model's own. From scratch the default is a byte-level BPE trained on the data."""
     trust_remote_code: bool = False
     """Run Python code that a hub repository ships. Off unless you ask for it."""

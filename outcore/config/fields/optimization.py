@@ -64,15 +64,7 @@ class OptimizationFields:
     """Steps of linear warm-up. Default: 3 % of the run, at most 100."""
     max_steps: int = setting(-1, least=-1, common=True)
     """Optimizer steps; overrides num_train_epochs. The embedded default runs 150."""
-    num_train_epochs: float = setting(
-        1.0,
-        above=0,
-        common=True,
-        aliases=(
-            "epochs",
-            "num_epochs",
-        ),
-    )
+    num_train_epochs: float = setting(1.0, above=0, common=True, aliases=("epochs", "num_epochs"))
     """Passes over the data when max_steps is not given."""
     precision: Precision = setting("auto", common=True)
     """Compute precision; auto: bf16 where the GPU (or CPU) has it, else fp16 with loss scaling, else fp32."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from outcore.common.words import names_of
-from outcore.config import ConfigError, Precision, TrainConfig, nearest, recomputes
+from outcore.config import ConfigError, DeepSpeedFile, Precision, TrainConfig, nearest, recomputes
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.train.configure.schedule import COSINE_FLOOR, WSD_DECAY_SHARE, LrSchedule, RunLength
 
@@ -103,31 +103,17 @@ def _overrides(text: str | None) -> dict[str, Any]:
     return fields
 
 
-FILE_SCHEDULES = {"WarmupDecayLR": "warmup_decay", "WarmupCosineLR": "cosine", "WarmupLR": "constant_with_warmup"}
 FLOORS = {"cosine_with_min_lr": COSINE_FLOOR}
 SHAPES = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
 """Names that differ from another in a default only -> the other."""
 
 
-def schedule_of(config: TrainConfig, user_config: dict[str, Any], peak_lr: float, total_steps: int) -> LrSchedule:
+def schedule_of(config: TrainConfig, file: DeepSpeedFile, peak_lr: float, total_steps: int) -> LrSchedule:
     """Flags first, then the scheduler block of deepspeed_config.json, then the defaults."""
-    block = user_config.get("scheduler") or {}
-    block = {} if block == "auto" else block
-    if block and block.get("type") not in FILE_SCHEDULES:
-        raise ConfigError(
-            f"{config.deepspeed_config}: scheduler type {block.get('type')!r} is not one of "
-            f"{', '.join(FILE_SCHEDULES)}."
-        )
-    of_file = FILE_SCHEDULES.get(block.get("type", ""), "warmup_decay")
+    of_file = file.values.get("lr_scheduler_type", "warmup_decay")
     kind = config.lr_scheduler_type or of_file
-    params = block.get("params") or {}
-    params = {} if params == "auto" or kind != of_file else {k: v for k, v in params.items() if v != "auto"}
+    params = dict(file.get("scheduler.params", {})) if kind == of_file else {}
     from_file = params.pop("warmup_num_steps", None)
-    if from_file is not None and (isinstance(from_file, bool) or not isinstance(from_file, int) or from_file < 0):
-        raise ConfigError(
-            f"{config.deepspeed_config}: scheduler.params.warmup_num_steps must be a whole number of 0 or more, got "
-            f"{from_file!r}."
-        )
     ratio = config.warmup_ratio
     of_ratio = None if ratio is None else math.ceil(ratio * total_steps)
     default = 0 if kind == "constant" else min(100, math.ceil(0.03 * total_steps))
@@ -142,7 +128,7 @@ def schedule_of(config: TrainConfig, user_config: dict[str, Any], peak_lr: float
         next(floor for floor in floors if floor is not None),
         min(total_steps - min(warmup, total_steps), math.ceil(share * total_steps)) if kind == "wsd" else 0,
     )
-    _check_scheduler_params(params, schedule, config.deepspeed_config)
+    _check_scheduler_params(params, schedule, file.path)
     return schedule
 
 
@@ -179,10 +165,7 @@ def run_length(config: TrainConfig, batches_per_epoch: int, accumulation: int) -
     else:
         total = max(1, math.ceil(batches_per_epoch * config.num_train_epochs / accumulation))
     fifth = max(1, total // 5)
-    every_eval = epoch if config.eval_strategy == "epoch" else _given(config.eval_steps, fifth)
-    every_save = epoch if config.save_strategy == "epoch" else _given(config.save_steps, fifth)
-    return RunLength(total, every_eval, _given(config.sample_steps, every_eval), every_save, accumulation)
-
-
-def _given(value: int | None, otherwise: int) -> int:
-    return otherwise if value is None else value
+    every_eval = epoch if config.eval_strategy == "epoch" else fifth if config.eval_steps is None else config.eval_steps
+    every_save = epoch if config.save_strategy == "epoch" else fifth if config.save_steps is None else config.save_steps
+    every_sample = every_eval if config.sample_steps is None else config.sample_steps
+    return RunLength(total, every_eval, every_sample, every_save, accumulation)

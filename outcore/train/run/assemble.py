@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from outcore.checkpoint import changed_settings
@@ -13,22 +12,22 @@ from outcore.common import file_errors
 from outcore.common.quantities import format_count
 from outcore.config import ConfigError, RunSettings, read_deepspeed_file, resolve
 from outcore.data import PreparedData
-from outcore.engine.base import Decision, Engine, Host
-from outcore.engine.decide import choose_engine, decide, open_engine
-from outcore.machine import available_ram_bytes, detect_os
+from outcore.engine.base import Decision, Engine
+from outcore.engine.decide import choose_engine
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.monitor.watches import hold_off_sleep
-from outcore.plan.run import Forecast, Forecaster
 from outcore.runs import TakenRun, default_name, take_run_together
 from outcore.train.changes import changed_by_version, settle_changes
 from outcore.train.configure.rooms import model_settings_of, run_length, schedule_of
 from outcore.train.loop import Trainer
 from outcore.train.process import fix_order, seed_everything
-from outcore.train.run.context import RunContext, check_drives, kept_on_drive
-from outcore.train.run.data import default_seq_length, load_data, load_tokenizer
-from outcore.train.run.fit_check import check_fit
+from outcore.train.run.context import RunContext
+from outcore.train.run.data import default_seq_length, load_data
 from outcore.train.run.job import RunJob
+from outcore.train.run.planned import Planned
+from outcore.train.run.space import check_drives
+from outcore.train.run.telling import tell_at_exit
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def settle(job: RunJob) -> tuple[RunSettings, ModelSettings]:
 
 def show_plan(job: RunJob, settings: RunSettings, model: ModelSettings) -> int:
     """`--plan`: everything up to the engine's decision, then the forecast; the exit code says whether it fits."""
-    planned = _Planned(job, settings, model, job.config.run_name or default_name(job.config))
+    planned = Planned(job, settings, model, job.config.run_name or default_name(job.config))
     if planned.forecaster.problem:
         raise ConfigError(f"--plan: {planned.forecaster.problem}.")
     decision = planned.decide()
@@ -77,7 +76,7 @@ def assemble(job: RunJob, settings: RunSettings, model: ModelSettings) -> Ready:
         job.say(f"the model will be uploaded to {config.push_to_hub}, as {check_login(config.push_to_hub)}")
     taken = _take(job, settings)
     job.phase = "preparing tokenizer and data"
-    planned = _Planned(job, settings, model, taken.folder.name)
+    planned = Planned(job, settings, model, taken.folder.name)
     decision = planned.decide()
     planned.check(decision)
     check_drives(config, taken.folder, planned.forecast(decision).plan, job.device.precision)
@@ -111,58 +110,12 @@ def _take(job: RunJob, settings: RunSettings) -> TakenRun:
     return taken
 
 
-class _Planned:
-    """The engine's decision and the forecast of it, on one host and for one model."""
-
-    def __init__(self, job: RunJob, settings: RunSettings, model: ModelSettings, name: str) -> None:
-        self.job, self.settings, self.model = job, settings, model
-        self.host = Host(
-            job.device.has_cuda, available_ram_bytes(), name, job.config.local_rank, detect_os(Path("/")).is_wsl2
-        )
-        with file_errors("preparing the tokenizer", job.config.data_cache_dir):
-            self.tokenizer = load_tokenizer(job.config, model, job.say)
-        num_gpus = settings.world_size
-        self.forecaster = Forecaster(model, self.tokenizer, has_cuda=self.host.has_cuda, num_gpus=num_gpus)
-
-    def decide(self) -> Decision:
-        decision = decide(self.settings, self.model, self.host, self.tokenizer, self.job.say)
-        self._settle(decision)
-        return decision
-
-    def _settle(self, decision: Decision) -> None:
-        if self.job.config.trace and not decision.draws_timeline:
-            decision.forget()
-            raise ConfigError(
-                f"trace: a timeline is recorded by the streaming engine only, and this run is {decision.name}'s "
-                f"({decision.reason}). Leave --trace out, or use --engine stream."
-            )
-        self.job.engine_name = decision.name
-        self.job.micro_batch_size = self.settings.per_device_train_batch_size
-
-    def forecast(self, decision: Decision) -> Forecast:
-        kept = kept_on_drive(self.job.config, decision.nvme_path)
-        return self.forecaster.of(decision.settings, decision.layout, kept)
-
-    def check(self, decision: Decision) -> None:
-        """ConfigError for a run that cannot fit."""
-        job, forecast = self.job, self.forecast(decision)
-        check_fit(decision, self.forecaster, forecast, job.config.fit_check, job.say, self.settings.world_size)
-
-    def open(self, decision: Decision) -> tuple[Engine, Decision]:
-        job = self.job
-        engine, decision = open_engine(decision, self.model, self.host, self.tokenizer, job.say, self.check)
-        job.opened.callback(engine.close)
-        job.opened.push(job.tell)
-        self._settle(decision)
-        return engine, decision
-
-
 def _context(job: RunJob, taken: TakenRun, decision: Decision, data: PreparedData, tokenizer: Any) -> RunContext:
     """Length, schedule, and what a resumed run changes on purpose."""
     config, settings, checkpoint = job.config, decision.settings, taken.checkpoint
     batches = math.ceil(len(data.train) / (settings.per_device_train_batch_size * settings.world_size))
     length = run_length(config, batches, settings.gradient_accumulation_steps)
-    schedule = schedule_of(config, dict(settings.file.blocks), settings.learning_rate, length.total_steps)
+    schedule = schedule_of(config, settings.file, settings.learning_rate, length.total_steps)
     context = RunContext(
         config, job.device, taken.folder, decision, data, tokenizer, schedule, length, checkpoint, job.is_main
     )
@@ -194,7 +147,7 @@ def _ready(job: RunJob, context: RunContext, engine: Engine) -> Ready:
             job.say(line)
     context.start_trace(engine, job.say)
     parts = context.make_parts(engine, job.opened, job.say)
-    job.opened.push(job.tell)
+    tell_at_exit(job)
     job.opened.callback(parts.progress.close)  # which has the last line of the screen
     job.clock.mark("logs")
     job.say(job.clock.words())

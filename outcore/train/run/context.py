@@ -3,102 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from outcore import __version__
-from outcore.checkpoint import SPACE_MARGIN_BYTES, Checkpoint, model_fingerprint
-from outcore.common.quantities import ELEMENT_BYTES, format_gb
+from outcore.checkpoint import Checkpoint, model_fingerprint
 from outcore.config import TrainConfig
 from outcore.data import BatchStream, DataError, EvalStream, PreparedData
 from outcore.engine.base import Decision, Engine, TracePlan
 from outcore.monitor import MetricsLog, RunProgress, Sampler
 from outcore.monitor.metrics import MetricsServer, make_loggers
-from outcore.monitor.sensors import nearest_existing
 from outcore.monitor.watches import MemoryWatch, RunWarnings, SpaceWatch
-from outcore.plan import Plan
 from outcore.plan.run import Forecast
 from outcore.runs import RunFolder
 from outcore.train.best import BestSoFar
 from outcore.train.changes import settle_changes
 from outcore.train.configure.rooms import ComputeDevice, lora_alpha
 from outcore.train.configure.schedule import LrSchedule, RunLength
-from outcore.train.memory_advice import TierFull
+from outcore.train.run.space import export_bytes, space_reserves
 from outcore.train.sample_prompt import sample_prompt
 from outcore.train.trainer_parts import TrainerParts
-
-SPACE_RESERVE_BYTES = 1 << 30
-"""Free space below which a run saves and stops: a drive that fills up takes the whole system with it."""
-
-
-def kept_on_drive(config: TrainConfig, nvme_path: str | None) -> int:
-    """Checkpoints that the run keeps on the drive to which it offloads, or on the only one; 0: none."""
-    if config.save_strategy == "no":
-        return 0
-    drives = {os.stat(nearest_existing(path)).st_dev for path in (config.checkpoint_dir, nvme_path) if path is not None}
-    return config.save_total_limit if len(drives) == 1 else 0
-
-
-def space_reserves(
-    config: TrainConfig, folder: RunFolder, nvme_path: str | None, engine: Engine, precision: str
-) -> dict[Path, int]:
-    """Free bytes that each folder to which the run writes must keep: a checkpoint's, the export's, or a little.
-
-    What is offloaded to `nvme_path` has all its space from the start.
-    """
-    facts = engine.loaded.facts
-    written = Written.of(config, engine.facts().state_bytes, facts.total_params, facts.trainable_params, precision)
-    return _reserves(folder, nvme_path, written)
-
-
-@dataclass(frozen=True)
-class Written:
-    """What a run writes at once."""
-
-    checkpoint_bytes: int
-    export_bytes: int
-
-    @classmethod
-    def of(cls, config: TrainConfig, state_bytes: int, total: int, trainable: int, precision: str) -> Written:
-        """0 bytes for what is not written. `total` and `trainable`: parameters."""
-        exported = trainable if config.lora_r and config.lora_export == "adapter" else total
-        return cls(
-            state_bytes if config.save_strategy != "no" else 0,
-            exported * ELEMENT_BYTES[precision] if config.export else 0,
-        )
-
-
-def check_drives(config: TrainConfig, folder: RunFolder, plan: Plan | None, precision: str) -> None:
-    """TierFull, before anything is loaded, when a checkpoint or the finished model will have no room. `plan` None: the
-    model cannot be counted, so that the drives are looked at before the first step only."""
-    if plan is None:
-        return
-    written = Written.of(config, plan.checkpoint_bytes, plan.params, plan.trainable_params, precision)
-    verdict = SpaceWatch(_reserves(folder, None, written)).check()
-    if verdict.must_stop:
-        ways = [f"a checkpoint takes {format_gb(written.checkpoint_bytes)} (--checkpoint_dir DIR moves it)"]
-        ways += [f"the finished model {format_gb(written.export_bytes)} (--export_dir DIR, or --no_export)"]
-        raise TierFull(
-            f"{verdict.words} Of this run {' and '.join(ways)}; --log_dir DIR moves its logs. Nothing was loaded."
-        )
-
-
-def _reserves(folder: RunFolder, nvme_path: str | None, written: Written) -> dict[Path, int]:
-    reserves = {folder.logs: SPACE_RESERVE_BYTES}
-    if nvme_path:
-        reserves[Path(nvme_path)] = SPACE_RESERVE_BYTES
-    wanted = ((folder.checkpoints, written.checkpoint_bytes), (folder.export.parent, written.export_bytes))
-    for path, n_bytes in wanted:
-        if n_bytes:
-            reserves[path] = max(SPACE_RESERVE_BYTES, n_bytes + SPACE_MARGIN_BYTES, reserves.get(path, 0))
-    return reserves
 
 
 @dataclass(frozen=True)
@@ -199,7 +128,9 @@ class RunContext:
                 )
             metrics.write_header(header)
             loggers.log_header(header)
-        space = SpaceWatch(space_reserves(config, folder, nvme_path, engine, self.device.precision))
+        facts, state_bytes = engine.loaded.facts, engine.facts().state_bytes
+        exported = export_bytes(config, facts.total_params, facts.trainable_params, self.device.precision)
+        space = SpaceWatch(space_reserves(config, folder, nvme_path, state_bytes, exported))
         progress = RunProgress(
             self.length.total_steps,
             first_step=resume_step or 0,

@@ -13,11 +13,7 @@ from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
 from outcore.model.source import max_positions, resolve_source
 from outcore.model.trial import check_abilities, check_token_ids, embedding_rows
-from outcore.train.configure.rooms import (
-    DEFAULT_SEQ_LENGTH,
-    TINY_SEQ_LENGTH,
-    model_settings_of,
-)
+from outcore.train.configure.rooms import DEFAULT_SEQ_LENGTH, TINY_SEQ_LENGTH, model_settings_of
 
 Say = Callable[[str], None]
 

@@ -14,7 +14,6 @@ from outcore.config import Precision, ProcessFacts, TrainConfig
 from outcore.engine.deepspeed import init_process_group, prepare_environment
 from outcore.monitor.metrics import StartupClock
 from outcore.train.configure.rooms import choose_device
-from outcore.train.run.telling import tell
 
 
 class RunJob:
@@ -54,8 +53,3 @@ class RunJob:
             self.is_main = torch.distributed.get_rank() == 0
         self.say(f"device: {self.device.reason}; {world_size} process{'es' if world_size > 1 else ''}")
         return ProcessFacts(precision, world_size, min(world_size, int(os.environ["LOCAL_SIZE"])))
-
-    def tell(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Say why the run ends, as an exit of `opened`: closing may have to wait for a drive that hangs."""
-        if error is not None:
-            tell(error, self)

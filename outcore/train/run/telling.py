@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
 import outcore
 from outcore.common import explain_error
 from outcore.storage import ChangedBytes
 from outcore.train.memory_advice import explain
 from outcore.train.process import explain_order
-
-
-class Ended(Protocol):
-    """What is asked of a run that ends."""
-
-    config: Any
-    micro_batch_size: int
-    engine_name: str
-    told: BaseException | None
-    phase: str
-    saved: Callable[[], Path | None]
-
+from outcore.train.run.job import RunJob
 
 TOLD = (ValueError, RuntimeError, OSError, MemoryError)
 """Errors that end a run with a paragraph instead of a trace."""
 
 
-def tell(error: BaseException, run: Ended | None) -> None:
+def tell(error: BaseException, run: RunJob | None) -> None:
     """Why the run ends, on the screen and once; nothing of an error that `main` does not catch (its trace follows)."""
     if run is not None:
         if run.told is error:
@@ -45,6 +32,11 @@ def tell(error: BaseException, run: Ended | None) -> None:
             traceback.print_exception(error)
         back = _back_to(run.saved()) if run is not None and _is_changed(error) else ""
         print(f"error: {plain or error}{back}", file=sys.stderr, flush=True)
+
+
+def tell_at_exit(job: RunJob) -> None:
+    """Have `tell` say why the run ends as an exit of `opened`: closing may have to wait for a drive that hangs."""
+    job.opened.push(lambda kind, error, trace: tell(error, job) if error is not None else None)
 
 
 def _is_changed(error: BaseException | None) -> bool:
@@ -64,7 +56,7 @@ def _back_to(saved: Path | None) -> str:
     return f". Go back to {saved}: the same command with --resume_from_checkpoint auto, and another --nvme_offload_path"
 
 
-def plain_words(error: BaseException, run: Ended | None) -> RuntimeError | None:
+def plain_words(error: BaseException, run: RunJob | None) -> RuntimeError | None:
     """The error in words for people, where it has others of its own."""
     full = explain(error, run.config, run.micro_batch_size, run.engine_name) if run is not None else None
     return full or explain_order(error)

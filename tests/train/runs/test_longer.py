@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from outcore.checkpoint.manifest import Manifest
-from outcore.config import ConfigError
+from outcore.config import ConfigError, DeepSpeedFile
 from outcore.train.best import BestSoFar
-from outcore.train.configure.arguments import parse_config
+from outcore.train.configure import parse_config
 from outcore.train.configure.rooms import run_length, schedule_of
 from outcore.train.run import main
 from tests.train.jobs import fixtures, flags, metrics, same, states, weights
@@ -127,7 +127,7 @@ def test_what_counts_as_better() -> None:
 def test_schedules(flags: str, at: dict[int, float]) -> None:
     warm = [] if "warmup_" in flags.removeprefix("warmup_stable") else ["--warmup_steps", "0"]
     config = parse_config(["--lr_scheduler_type", *flags.split(), *warm])
-    schedule = schedule_of(config, {}, 1.0, 100)
+    schedule = schedule_of(config, DeepSpeedFile(), 1.0, 100)
     assert {step: schedule.lr(step) for step in at} == pytest.approx(at)
 
 

@@ -12,7 +12,7 @@ import pytest
 from outcore.data import BatchStream, DataError, DataSettings, load_or_train_tokenizer, prepare_mixture, weighted_source
 from outcore.data.layout import MixedRows
 from outcore.runs import default_name
-from outcore.train.configure.arguments import parse_config
+from outcore.train.configure import parse_config
 from outcore.train.run import main
 from tests.train.jobs import fixtures, flags, metrics, same, states
 

@@ -20,8 +20,7 @@ from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.optim import state_format
-from outcore.sizing.streaming import CPU_STAGING_BYTES
-from outcore.sizing.streaming import STAGING_BYTES as DEFAULT_STAGING_BYTES
+from outcore.sizing.streaming import CPU_STAGING_BYTES, STAGING_BYTES
 from outcore.storage import DriveAccess
 
 MOST_PINNED_OF_RAM = 2
@@ -145,7 +144,7 @@ def _pinned(settings: RunSettings, sizes: RunSizes, weight_ram_bytes: int | None
     crossing += weights if weight_ram_bytes is None else weight_ram_bytes
     pinned = settings.staging_bytes if settings.offload.pin_memory else 2 * slots * slot_bytes
     wanted = crossing + 2 * slots * slot_bytes
-    is_default = settings.reasons.get("staging_gib") != "--staging_gib" and pinned == DEFAULT_STAGING_BYTES
+    is_default = settings.reasons.get("staging_gib") != "--staging_gib" and pinned == STAGING_BYTES
     may_pin = 0 if sizes.is_wsl2 or sizes.num_ranks > 1 else sizes.ram_available_bytes // MOST_PINNED_OF_RAM
     if settings.offload.pin_memory and is_default and wanted > pinned and may_pin > pinned:
         pinned = min(wanted, may_pin)

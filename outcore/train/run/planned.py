@@ -1,0 +1,83 @@
+"""The engine's decision about a run and the planner's forecast of exactly that run, before data or a weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from outcore.common import file_errors
+from outcore.config import ConfigError, RunSettings
+from outcore.engine.base import Decision, Engine, Host
+from outcore.engine.decide import decide, open_engine
+from outcore.machine import available_ram_bytes, detect_os
+from outcore.model.settings import ModelSettings
+from outcore.plan.run import Forecast, Forecaster
+from outcore.train.run.data import load_tokenizer
+from outcore.train.run.job import RunJob
+from outcore.train.run.space import kept_on_drive
+from outcore.train.run.telling import tell_at_exit
+
+
+class Planned:
+    """The engine's decision and the forecast of it, on one host and for one model."""
+
+    def __init__(self, job: RunJob, settings: RunSettings, model: ModelSettings, name: str) -> None:
+        self.job, self.settings, self.model = job, settings, model
+        self.host = Host(
+            job.device.has_cuda, available_ram_bytes(), name, job.config.local_rank, detect_os(Path("/")).is_wsl2
+        )
+        with file_errors("preparing the tokenizer", job.config.data_cache_dir):
+            self.tokenizer = load_tokenizer(job.config, model, job.say)
+        num_gpus = settings.world_size
+        self.forecaster = Forecaster(model, self.tokenizer, has_cuda=self.host.has_cuda, num_gpus=num_gpus)
+
+    def decide(self) -> Decision:
+        decision = decide(self.settings, self.model, self.host, self.tokenizer, self.job.say)
+        self._settle(decision)
+        return decision
+
+    def _settle(self, decision: Decision) -> None:
+        if self.job.config.trace and not decision.draws_timeline:
+            decision.forget()
+            raise ConfigError(
+                f"trace: a timeline is recorded by the streaming engine only, and this run is {decision.name}'s "
+                f"({decision.reason}). Leave --trace out, or use --engine stream."
+            )
+        self.job.engine_name = decision.name
+        self.job.micro_batch_size = self.settings.per_device_train_batch_size
+
+    def forecast(self, decision: Decision) -> Forecast:
+        kept = kept_on_drive(self.job.config, decision.nvme_path)
+        return self.forecaster.of(decision.settings, decision.layout, kept)
+
+    def check(self, decision: Decision) -> None:
+        """ConfigError, on all ranks alike, for a run that cannot fit; with fit_check warn a line instead.
+
+        What the forecast only leaves free (the page cache's and the desktop's reserve, room for an evaluation) does not
+        count: a run is refused when its own bytes do not fit.
+        """
+        say, forecast = self.job.say, self.forecast(decision)
+        why = forecast.why_not(decision.shortage)
+        if why and forecast.plan is not None:
+            change = self.forecaster.change_that_fits(forecast)
+            say(f"what would fit: {change}" if change else "no single change that was tried makes it fit this machine")
+        if self.settings.world_size > 1:  # available RAM differs by a few bytes between ranks: rank 0's counts
+            shared = [why]
+            torch.distributed.broadcast_object_list(shared, src=0)
+            why = shared[0]
+        if why and self.job.config.fit_check == "warn":
+            say(f"WARNING: {why}")
+        elif why:
+            raise ConfigError(
+                f"{why} The same command with --plan shows where every byte goes; --fit_check warn tries it all the "
+                "same."
+            )
+
+    def open(self, decision: Decision) -> tuple[Engine, Decision]:
+        job = self.job
+        engine, decision = open_engine(decision, self.model, self.host, self.tokenizer, job.say, self.check)
+        job.opened.callback(engine.close)
+        tell_at_exit(job)
+        self._settle(decision)
+        return engine, decision
