@@ -1,4 +1,4 @@
-"""The commands as a user types them, on a GPU: plan, train, resume, adapters, a packed base, generate, score, evaluate."""
+"""The commands as a user types them, on a GPU: plan, train, resume, adapters, a packed base, generate, evaluate."""
 
 from __future__ import annotations
 
