@@ -15,6 +15,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "train": ("outcore.train.run", "train a model: the same as python train_model.py"),
         "runs": ("outcore.runs.listing", "the runs here with state, step, loss and size; delete one"),
         "plan": ("outcore.plan.main", "will a model fit this machine, how fast, what to change"),
+        "machine": ("outcore.machine.command", "this computer, its GPUs and what joins them"),
         "data": ("outcore.data.main", "how rows are read, and which of their tokens bear loss"),
         "generate": ("outcore.infer.commands.generate", "text by a model of any size: a prompt, or a job over a file"),
         "chat": ("outcore.infer.commands.chat", "talk with a model of any size, or with the one just trained"),
