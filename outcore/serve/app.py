@@ -22,6 +22,8 @@ from outcore.serve.body import IGNORED_HEADER, read_body
 from outcore.serve.errors import ApiError
 from outcore.serve.jobs import Batches, Files, add_jobs
 from outcore.serve.service import Service
+from outcore.serve.settings import ServeSettings
+from outcore.serve.watch import RequestMetrics
 
 logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health"})
@@ -68,7 +70,7 @@ def create_app(service: Service, additions: Sequence[Addition] = ()) -> FastAPI:
 
     app = FastAPI(title="outcore", lifespan=lifespan, docs_url=None, redoc_url=None)
     add_errors(app, lambda status: service.metrics.refused.labels(str(status)).inc())
-    _add_key(app, service)
+    add_key(app, service.settings, service.metrics)
     _add_plain(app, service)
     add_jobs(app, service, batches)
     _add_answers(app, service, "/v1/chat/completions", chat.ChatCall, chat.whole, chat.events)
@@ -107,8 +109,9 @@ def add_errors(app: FastAPI, refused: Callable[[int], object] = lambda status: N
         return answer(ApiError(500, "The server failed; its log says why."))
 
 
-def _add_key(app: FastAPI, service: Service) -> None:
-    keys = [key.encode() for key in service.settings.api_keys]
+def add_key(app: FastAPI, settings: ServeSettings, metrics: RequestMetrics) -> None:
+    """Ask for a key on every path but those that are open, where keys were given."""
+    keys = [key.encode() for key in settings.api_keys]
     if not keys:
         return
 
@@ -118,7 +121,7 @@ def _add_key(app: FastAPI, service: Service) -> None:
         right = [hmac.compare_digest(given, key) for key in keys]  # all of them: the time tells nothing
         if http.url.path not in OPEN_PATHS and not any(right):
             error = ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
-            service.metrics.refused.labels("401").inc()
+            metrics.refused.labels("401").inc()
             return JSONResponse(error.body(), 401, headers={"WWW-Authenticate": "Bearer"})
         return await go_on(http)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from outcore.infer.commands import add_model_flags, settings_of
 from outcore.infer.opening import open_engine
+from outcore.serve.handover import add_handover_flags, handover_of
 from outcore.serve.settings import ServeSettings, read_keys
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
         prog="outcore serve", description="Serve a model of any size under OpenAI's API, on this machine's address."
     )
     add_model_flags(found)
+    add_handover_flags(found)
     group = found.add_argument_group("how it is reached")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
     group.add_argument("--port", type=int, default=8000)
@@ -65,11 +67,29 @@ def main(argv: list[str] | None = None, additions: Callable[[Service], Sequence[
             args.log_dir,
             args.record_text,
         )
+        if args.engine == "vllm" and not _hand_over(args, settings):
+            return 0
         _serve(args, settings, additions)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"outcore serve: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _hand_over(args: argparse.Namespace, settings: ServeSettings) -> bool:
+    """Serve through vLLM; whether our own engine has to go on because vLLM failed."""
+    if importlib.util.find_spec("httpx") is None:
+        raise RuntimeError("--engine vllm needs httpx: pip install -r requirements/serve.txt")
+    from outcore.serve.handover.run import run_handover
+
+    why = run_handover(handover_of(args, parser().parse_args([args.model]), settings), settings, _say)
+    if why:
+        _say(f"warning: vLLM cannot serve this: {why}\nwarning: going on with our own engine on one GPU")
+    return bool(why)
 
 
 def _serve(
@@ -80,14 +100,11 @@ def _serve(
     from outcore.serve.app import create_app
     from outcore.serve.service import Service
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
-    opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), say)
+    opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), _say)
     service = Service(opened, settings)
     if service.metrics.why_no_forecast:
-        say(f"no forecast beside the measured passes: {service.metrics.why_no_forecast}")
-    say(f"records: {service.records.path}")
-    say(f"listening on http://{settings.host}:{settings.port}/v1 as {service.name!r}")
+        _say(f"no forecast beside the measured passes: {service.metrics.why_no_forecast}")
+    _say(f"records: {service.records.path}")
+    _say(f"listening on http://{settings.host}:{settings.port}/v1 as {service.name!r}")
     app = create_app(service, additions(service))
     uvicorn.run(app, host=settings.host, port=settings.port, log_level="warning", timeout_graceful_shutdown=5)

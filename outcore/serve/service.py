@@ -16,7 +16,7 @@ from outcore.infer.requests import Grammars, Prompts, own_defaults, sampling_of
 from outcore.serve.engine_thread import EngineThread
 from outcore.serve.errors import ApiError, bad
 from outcore.serve.settings import ServeSettings
-from outcore.serve.watch import Records, ServeMetrics
+from outcore.serve.watch import Records, ServeMetrics, header_of
 
 
 class Service:
@@ -30,7 +30,7 @@ class Service:
         self.grammars = Grammars(opened.found.tokenizer, engine.speech.vocab_size, engine.speech.end_tokens)
         self.defaults = own_defaults(opened.found.loaded.model, Sampling())
         self.metrics = ServeMetrics(opened)
-        self.records = Records(settings.logs, opened, self.name, with_text=settings.record_text)
+        self.records = Records(settings.logs, header_of(opened, self.name), with_text=settings.record_text)
         self.events = DiagnosticLog(settings.logs.parent / "diagnostics")
         self.thread = EngineThread(opened.engine, self.metrics.passed, self._failed)
         self.started_s = int(time.time())

@@ -2,7 +2,16 @@
 
 from outcore.infer.opening.build import OpenedModel, open_engine, open_found
 from outcore.infer.opening.identity import model_hash
-from outcore.infer.opening.model import FoundModel, open_model
+from outcore.infer.opening.model import FoundModel, find_place, open_model
 from outcore.infer.opening.settings import InferSettings
 
-__all__ = ["FoundModel", "InferSettings", "OpenedModel", "model_hash", "open_engine", "open_found", "open_model"]
+__all__ = [
+    "FoundModel",
+    "InferSettings",
+    "OpenedModel",
+    "find_place",
+    "model_hash",
+    "open_engine",
+    "open_found",
+    "open_model",
+]

@@ -25,41 +25,62 @@ def forecast_of(opened: OpenedModel) -> tuple[InferencePlan | None, str]:
         return None, str(error)
 
 
-class ServeMetrics:
-    """One registry a server; gauges are read off the engine when asked."""
+class RequestMetrics:
+    """What every server counts of its requests, whichever engine answers them. One registry a server."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.queued = self._histogram("request_queue_seconds", "From arrival until a prompt begins")
+        self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token")
+        self.between = self._histogram("time_between_tokens_seconds", "Mean time between the tokens of an answer")
+        self.total = self._histogram("request_seconds", "From arrival to the end of an answer")
+        self.finished = self._counter("answers", "Answers, by how they ended", ("reason",))
+        self.refused = self._counter("refused_requests", "Requests that were turned down", ("status",))
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts")
+        self.answer_tokens = self._counter("answer_tokens", "Tokens of answers")
+        self.cached_tokens = self._counter("cached_prompt_tokens", "Tokens of prompts that were computed before")
+
+    def _histogram(self, name: str, words: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(f"outcore_{name}", words, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, words: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(f"outcore_{name}", words, labels, registry=self.registry)
+
+    def gauge(self, name: str, words: str, read: Callable[[], float]) -> None:
+        """A number that is read when somebody asks for the page."""
+        Gauge(f"outcore_{name}", words, registry=self.registry).set_function(read)
+
+    def written(self, tokens: int, first_token_s: float, total_s: float) -> None:
+        """Note the tokens of an answer, and when they came."""
+        self.total.observe(total_s)
+        if tokens:
+            self.first_token.observe(first_token_s)
+        if tokens > 1:
+            self.between.observe(max(0.0, total_s - first_token_s) / (tokens - 1))
+        self.answer_tokens.inc(tokens)
+
+    def page(self) -> bytes:
+        """The page that Prometheus reads."""
+        return generate_latest(self.registry)
+
+
+class ServeMetrics(RequestMetrics):
+    """With what our own engine tells: passes, pages, weights, links; gauges are read off it when asked."""
 
     def __init__(self, opened: OpenedModel) -> None:
-        self.registry = CollectorRegistry()
+        super().__init__()
         self._opened, engine = opened, opened.engine
         self.forecast, self.why_no_forecast = forecast_of(opened)
         self.against_plan = AgainstPlan(opened, self.forecast)
-
-        def histogram(name: str, words: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-            return Histogram(f"outcore_{name}", words, buckets=buckets, registry=self.registry)
-
-        def counter(name: str, words: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"outcore_{name}", words, labels, registry=self.registry)
-
-        self.queued = histogram("request_queue_seconds", "From arrival until a prompt begins")
-        self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token")
-        self.between = histogram("time_between_tokens_seconds", "Mean time between the tokens of an answer")
-        self.total = histogram("request_seconds", "From arrival to the end of an answer")
-        self.pass_time = histogram("pass_seconds", "One pass over all layers")
-        self.pass_rows = histogram("pass_tokens", "Tokens of a pass", (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096, 16384))
-        self.finished = counter("answers", "Answers, by how they ended", ("reason",))
-        self.refused = counter("refused_requests", "Requests that were turned down", ("status",))
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
-        self.answer_tokens = counter("answer_tokens", "Tokens of answers")
-        self.cached_tokens = counter("cached_prompt_tokens", "Tokens of prompts that were computed before")
-        self.drafted = counter("draft_tokens", "Tokens that were guessed")
-        self.accepted = counter("accepted_draft_tokens", "Guessed tokens that were right")
+        self.pass_time = self._histogram("pass_seconds", "One pass over all layers")
+        sizes = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096, 16384)
+        self.pass_rows = self._histogram("pass_tokens", "Tokens of a pass", sizes)
+        self.drafted = self._counter("draft_tokens", "Tokens that were guessed")
+        self.accepted = self._counter("accepted_draft_tokens", "Guessed tokens that were right")
         self._gauges(engine)
 
     def _gauges(self, engine: InferenceEngine) -> None:
-        def gauge(name: str, words: str, read: Callable[[], float]) -> None:
-            Gauge(f"outcore_{name}", words, registry=self.registry).set_function(read)
-
-        placement, cache = self._opened.placement, engine.scheduler.cache
+        gauge, placement, cache = self.gauge, self._opened.placement, engine.scheduler.cache
         gauge("running_answers", "Answers being written", lambda: engine.num_running)
         gauge("waiting_answers", "Answers that wait for room", lambda: engine.num_waiting)
         gauge("preempted_answers", "Answers that lost their pages and began again", self._preempted)
@@ -103,21 +124,12 @@ class ServeMetrics:
 
     def answered(self, answer: Answer, prompt_tokens: int) -> None:
         """Note an answer that has ended."""
-        times, written = answer.timings, len(answer.tokens)
+        times = answer.timings
         self.finished.labels(answer.finish).inc()
         self.queued.observe(times.queued_s)
-        self.total.observe(times.total_s)
-        if written:
-            self.first_token.observe(times.first_token_s)
-        if written > 1:
-            self.between.observe(max(0.0, times.total_s - times.first_token_s) / (written - 1))
-        self.answer_tokens.inc(written)
+        self.written(len(answer.tokens), times.first_token_s, times.total_s)
         self.drafted.inc(times.drafted)
         self.accepted.inc(times.accepted)
         if answer.choice == 0:
             self.prompt_tokens.inc(prompt_tokens)
             self.cached_tokens.inc(times.cached_tokens)
-
-    def page(self) -> bytes:
-        """The page that Prometheus reads."""
-        return generate_latest(self.registry)

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,14 @@ logger = logging.getLogger(__name__)
 class Records:
     """`logs/serve/requests-<start>.jsonl`; a drive that is full costs records, never answers."""
 
-    def __init__(self, folder: Path, opened: OpenedModel, name: str, *, with_text: bool) -> None:
+    def __init__(self, folder: Path, header: Mapping[str, Any], *, with_text: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         stamp = time.strftime("%Y%m%d-%H%M%S")
         self.path = folder / f"requests-{stamp}.jsonl"
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
-        self._lock, self._with_text, self._is_broken = threading.Lock(), with_text, False
-        self.model_hash = model_hash(opened.found.folders)
-        self._write(
-            {
-                "header": True,
-                "model": name,
-                "found": opened.found.words,
-                "model_hash": self.model_hash,
-                "placement": opened.placement.lines(),
-                "way": opened.way,
-                "device": str(opened.device),
-            }
-        )
+        self._lock, self.with_text, self._is_broken = threading.Lock(), with_text, False
+        self.model_hash = str(header["model_hash"])
+        self.write({"header": True, **header})
 
     def add(self, request: Request, answer: Answer, endpoint: str) -> None:
         """Note one answer."""
@@ -55,16 +46,17 @@ class Records:
             "error": answer.error,
             "timings": dataclasses.asdict(answer.timings),
         }
-        if self._with_text:
+        if self.with_text:
             entry |= {"prompt": list(request.prompt), "answer": [c.token for c in answer.tokens], "text": answer.text}
-        self._write(entry)
+        self.write(entry)
 
     def close(self) -> None:
         """Let the file go."""
         with self._lock:
             self._file.close()
 
-    def _write(self, entry: dict[str, Any]) -> None:
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Append one entry."""
         with self._lock:
             try:
                 self._file.write(json.dumps(entry) + "\n")
@@ -73,6 +65,18 @@ class Records:
                 if not self._is_broken:
                     logger.warning("no more records of requests: %s", error)
                 self._is_broken = True
+
+
+def header_of(opened: OpenedModel, name: str) -> dict[str, Any]:
+    """What is the same for all answers of one of our engines."""
+    return {
+        "model": name,
+        "found": opened.found.words,
+        "model_hash": model_hash(opened.found.folders),
+        "placement": opened.placement.lines(),
+        "way": opened.way,
+        "device": str(opened.device),
+    }
 
 
 def _settings(request: Request) -> dict[str, Any]:

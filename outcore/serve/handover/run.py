@@ -1,0 +1,79 @@
+"""vLLM brought up, served in front of, and ended."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from outcore.common.diagnostics import DiagnosticLog
+from outcore.infer.opening import model_hash
+from outcore.serve.handover.command import ENVIRONMENT, Handover
+from outcore.serve.handover.environment import ensure_environment
+from outcore.serve.handover.process import Care, ServerProcess
+from outcore.serve.handover.proxy import Forwarder, create_proxy
+from outcore.serve.settings import ServeSettings
+from outcore.serve.watch import Records, RequestMetrics
+
+
+def run_handover(
+    handover: Handover, settings: ServeSettings, say: Callable[[str], None], care: Care | None = None
+) -> str:
+    """Serve until the process is told to end; '' then. Where vLLM does not come up, or fails for good, why."""
+    import uvicorn
+
+    for line in handover.lines:
+        say(line)
+    events = DiagnosticLog(settings.logs.parent / "diagnostics")
+    key, port = secrets.token_hex(16), _free_port()
+    log = settings.logs / f"vllm-{time.strftime('%Y%m%d-%H%M%S')}.log"
+    try:
+        executable = handover.executable or ensure_environment(ENVIRONMENT, say)
+        process = ServerProcess(
+            handover.command(executable, port),
+            handover.variables(key),
+            f"http://127.0.0.1:{port}",
+            log,
+            care or Care(start_timeout_s=handover.start_timeout_s),
+            events.note,
+        )
+        say(f"vLLM starts; its log: {log}")
+        try:
+            process.bring_up()
+            records = Records(settings.logs, _header(handover, settings, executable), with_text=settings.record_text)
+            app = create_proxy(Forwarder(process, key, settings, RequestMetrics(), records))
+            config = uvicorn.Config(
+                app, settings.host, settings.port, log_level="warning", timeout_graceful_shutdown=5
+            )  # fmt: skip
+            server = uvicorn.Server(config)
+            process.watch(lambda: setattr(server, "should_exit", True))
+            say(f"records: {records.path}")
+            say(f"listening on http://{settings.host}:{settings.port}/v1 as {settings.name!r}")
+            server.run()
+            return process.why if process.state == "failed" else ""
+        finally:
+            process.stop()
+    except (RuntimeError, OSError) as error:
+        events.note("engine failed", why=str(error))
+        return str(error)
+
+
+def _header(handover: Handover, settings: ServeSettings, executable: Path) -> dict[str, object]:
+    layout = handover.layout
+    return {
+        "model": settings.name,
+        "found": handover.model,
+        "model_hash": model_hash((handover.model,)),
+        "placement": list(handover.lines),
+        "way": f"vllm, tensor_parallel {layout.tensor_parallel}, pipeline_parallel {layout.pipeline_parallel}",
+        "device": ", ".join(f"cuda:{gpu.index}" for gpu in layout.gpus),
+        "executable": str(executable),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
