@@ -12,7 +12,7 @@ from pathlib import Path
 from outcore.infer.opening import find_place
 from outcore.machine import detect_machine
 from outcore.machine.topology import ParallelLayout, Topology, balanced_stages, detect_topology, lay_out, read_cluster
-from outcore.model.shape import resolve_shape
+from outcore.plan import resolve_shape
 from outcore.serve.settings import ServeSettings
 
 OURS = (
