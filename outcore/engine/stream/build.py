@@ -86,7 +86,7 @@ def build_stream_engine(
             ground.scratch,
             loaded.feed,
             lengths=dora_lengths(loaded.model),
-            is_owner=place.rank == 0,
+            owned=None if place.rank == 0 else frozenset(),
         )
         drive_lanes = _open_drive_lanes(plan, ground, undo)
         stored_states = open_store(chain.from_iterable(plan.chunks.values()), ground.scratch)

@@ -78,8 +78,8 @@ def _least(unit: Part, whole: frozenset[int]) -> int:
 class WeightHomes:
     """Homes of all parameters of a model. `cuts`: from `plan_cuts`; `scratch` may be None where everything lives in
     RAM; `feed`: values of parameters that the model does not hold itself (loaded lazily); `lengths`: parameters that
-    start as the norms of another's rows, as `dora_lengths` tells them. `is_owner` False: `memory` is shared with
-    another process, which writes the values.
+    start as the norms of another's rows, as `dora_lengths` tells them. `owned`: indices of units whose values this
+    process writes (None: all), because the memory of the others is shared with a process that does.
 
     EngineError when the drives have no room.
     """
@@ -93,7 +93,7 @@ class WeightHomes:
         feed: WeightFeed | None = None,
         *,
         lengths: Mapping[str, tuple[str, bool]] = MappingProxyType({}),
-        is_owner: bool = True,
+        owned: frozenset[int] | None = None,
     ) -> None:
         self._units = list(units)
         self._cuts = cuts
@@ -105,7 +105,7 @@ class WeightHomes:
         if spilled:
             assert scratch is not None, "nvme_path is checked with the settings"
             self.store = scratch.store(KIND, [_spec(unit, cuts[unit.index]) for unit in spilled])
-        self._memory, self._feed, self._lengths, self._is_owner = memory, feed, lengths, is_owner
+        self._memory, self._feed, self._lengths, self._owned = memory, feed, lengths, owned
         self._ram: dict[int, torch.Tensor] = {}
 
     @property
@@ -143,21 +143,27 @@ class WeightHomes:
             home = self._memory.take(sizes[unit.index], f"parameters of {unit.name}", pinned=unit.index in in_pool)
             self._ram[unit.index] = home.view(unit.layout.dtype)
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-                if slot.name not in missing and self._is_owner:
+                if slot.name not in missing and self._owns(unit):
                     self.write(slot.name, parameter.detach())
                 parameter.data = self._bound(unit, slot)
-        if not self._is_owner:
+        if self._owned is not None and not self._owned:
             return
         for group in () if self._feed is None else self._feed.groups():
             for name, value in group.items():
+                missing.discard(name)
+                if not self._owns(self._slots[name][0]):
+                    continue
                 shape = tuple(value.spec.value_shape if isinstance(value, PackedTensor) else value.shape)
                 if shape != self._slots[name][1].shape:
                     raise EngineError(f"{name}: the model has shape {self._slots[name][1].shape}, its value {shape}")
                 self.write(name, value)
-                missing.discard(name)
         assert not missing, f"the feed promised {sorted(missing)[0]} and did not give it"
         for name, (weight, is_transposed) in self._lengths.items():  # of the weights as they are used: packed ones, too
-            self.write(name, row_lengths(self.read(weight), is_transposed=is_transposed))
+            if self._owns(self._slots[name][0]):
+                self.write(name, row_lengths(self.read(weight), is_transposed=is_transposed))
+
+    def _owns(self, unit: Part) -> bool:
+        return self._owned is None or unit.index in self._owned
 
     def _bound(self, unit: Part, slot: Slot) -> torch.Tensor:
         if slot.packed is None and slot.end <= self._cuts[unit.index]:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from outcore.infer.commands.job import job_of, run_job
+from outcore.infer.commands.job import JobCounts, job_of, run_job
 from outcore.infer.commands.journal import Journal, digest_of
 from outcore.infer.commands.options import (
     add_model_flags,
@@ -15,7 +15,8 @@ from outcore.infer.commands.options import (
     sampling_from,
     settings_of,
 )
-from outcore.infer.opening import open_engine
+from outcore.infer.commands.over_gpus import check_gpus, run_over_gpus
+from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.requests import Prompts, Request
 
 
@@ -32,6 +33,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--input", type=Path, help="JSON lines: prompt or messages, or OpenAI's batch shape")
     found.add_argument("--output", type=Path, help="file for the answers, in the input's order")
     found.add_argument("--overwrite", action="store_true", help="answer again although --output is there")
+    found.add_argument(
+        "--num_gpus", type=int, default=1, help="GPUs that share a job's lines, with one copy of weights in RAM"
+    )
     add_sampling_flags(found)
     return found
 
@@ -55,6 +59,8 @@ def _say(line: str) -> None:
 
 
 def _one(args: argparse.Namespace) -> int:
+    if args.num_gpus != 1:
+        raise ValueError("--num_gpus shares the lines of --input; one --prompt is answered by one GPU.")
     if args.output is not None:
         raise ValueError("--output goes with --input; an answer to --prompt is printed.")
     opened = open_engine(args.model, settings_of(args), _say)
@@ -88,6 +94,7 @@ def _job(args: argparse.Namespace) -> int:
     if not args.input.is_file():
         raise ValueError(f"--input {args.input} is no file.")
     settings = settings_of(args, deterministic=True)
+    check_gpus(args.num_gpus, settings)
     job = job_of(args.model, args.adapter or "", digest_of(args.input), settings, sampling_fields(args))
     journal_file = args.output.with_name(f"{args.output.name}.journal")
     if args.output.exists() and not args.overwrite and not journal_file.exists():
@@ -97,12 +104,11 @@ def _job(args: argparse.Namespace) -> int:
     try:
         if journal.done:
             _say(f"going on: {len(journal.done):,} lines are answered already")
-        opened = open_engine(args.model, settings, _say)
-        try:
-            defaults = sampling_from(opened, sampling_fields(args))
-            counts = run_job(opened, args.input, journal, defaults, args.model, _say)
-        finally:
-            opened.close()
+        # Journals of GPUs are gathered even where the job goes on with one.
+        if args.num_gpus > 1 or next(args.output.parent.glob(f"{args.output.name}.gpu*.journal"), None):
+            counts = run_over_gpus(args, settings, job, journal, _say)
+        else:
+            counts = _on_one(args, settings, journal)
     finally:
         journal.close()
     rate = counts.answer_tokens / max(1e-9, counts.seconds)
@@ -111,3 +117,12 @@ def _job(args: argparse.Namespace) -> int:
         f"{counts.answer_tokens:,} tokens at {rate:.1f} tokens/s"
     )
     return 1 if counts.failed else 0
+
+
+def _on_one(args: argparse.Namespace, settings: InferSettings, journal: Journal) -> JobCounts:
+    opened = open_engine(args.model, settings, _say)
+    try:
+        defaults = sampling_from(opened, sampling_fields(args))
+        return run_job(opened, args.input, journal, defaults, args.model, _say)
+    finally:
+        opened.close()

@@ -36,8 +36,10 @@ def run_job(
     defaults: Sampling,
     model: str,
     progress: Callable[[str], None],
+    wants: Callable[[int], bool] | None = None,
 ) -> JobCounts:
-    """Answer all lines of `source` and write the output. JobError, ValueError."""
+    """Answer all lines of `source` and write the output. `wants`: numbers of the lines that this process answers; the
+    output is then left to who gathers the journals. JobError, ValueError."""
     began_s = last_s = time.monotonic()
     created = int(source.stat().st_mtime)
     prompts, engine = Prompts(opened.found.tokenizer), opened.engine
@@ -60,7 +62,7 @@ def run_job(
         counts.answer_tokens += sum(len(a.tokens) for a in answers)
         journal.add(line.number, result)
 
-    lines = _numbered(source)
+    lines = numbered(source)
     is_read = False
     while not is_read or under_way:
         while not is_read and len(under_way) < most:
@@ -69,6 +71,8 @@ def run_job(
                 is_read = True
                 break
             number, text = entry
+            if wants is not None and not wants(number):
+                continue
             counts.lines += 1
             if number in journal.done:
                 continue
@@ -88,14 +92,15 @@ def run_job(
             last_s = time.monotonic()
             rate = counts.answer_tokens / max(1e-9, last_s - began_s)
             progress(f"{len(journal.done):,} lines done, {len(under_way):,} under way, {rate:.1f} tokens/s")
-    if not counts.lines:
-        raise JobError(f"{source} has no lines.")
-    journal.finish(counts.lines)
+    if wants is None:
+        if not counts.lines:
+            raise JobError(f"{source} has no lines.")
+        journal.finish(counts.lines)
     counts.seconds = time.monotonic() - began_s
     return counts
 
 
-def _numbered(source: Path) -> Iterator[tuple[int, str]]:
+def numbered(source: Path) -> Iterator[tuple[int, str]]:
     """(number, text) of every line that is not blank."""
     number = 0
     with open(source, encoding="utf-8") as file:

@@ -81,6 +81,15 @@ class Journal:
         self.path.unlink()
         self.close()
 
+    def absorb(self, other: Journal) -> None:
+        """Take over the results of a journal of the same job, whose file then goes."""
+        for number in other.done:
+            if number not in self.done:
+                self.add(number, json.loads(other._result(number)))
+        self.sync()
+        other.path.unlink()
+        other.close()
+
     def close(self) -> None:
         """Let the file go; what was added stays."""
         if not self._file.closed:

@@ -4,9 +4,11 @@ from outcore.infer.opening.build import OpenedModel, open_engine, open_found
 from outcore.infer.opening.identity import model_hash
 from outcore.infer.opening.model import FoundModel, find_place, open_model
 from outcore.infer.opening.settings import InferSettings
+from outcore.infer.opening.weights import HostShare
 
 __all__ = [
     "FoundModel",
+    "HostShare",
     "InferSettings",
     "OpenedModel",
     "find_place",

@@ -28,7 +28,7 @@ from outcore.infer.opening.check import Way, kv_of, use_attention, way_of
 from outcore.infer.opening.identity import bytes_of
 from outcore.infer.opening.model import FoundModel, open_model
 from outcore.infer.opening.settings import InferSettings
-from outcore.infer.opening.weights import OpenedWeights, StagingSettings, open_weights
+from outcore.infer.opening.weights import HostShare, OpenedWeights, StagingSettings, open_weights, shared_limits
 from outcore.infer.passes import DraftModel, PagedRunner, PassRunner, RunnerLimits, SmallPasses, WholeRunner
 from outcore.infer.schedule import ScheduleLimits, Scheduler
 from outcore.machine import available_ram_bytes
@@ -78,9 +78,12 @@ class OpenedModel:
 
 
 def open_engine(
-    name: str, settings: InferSettings | None = None, progress: Callable[[str], None] = lambda line: None
+    name: str,
+    settings: InferSettings | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+    share: HostShare | None = None,
 ) -> OpenedModel:
-    """Open the model called `name`. ValueError (StreamUnsupported, DoesNotFit) or RuntimeError, in words."""
+    """Open the model called `name`; on every process of `share` at once. ValueError (StreamUnsupported, DoesNotFit) or RuntimeError, in words."""
     settings = settings or InferSettings()
     device = device_of(settings)
     settings.check_device(device.type)
@@ -93,12 +96,12 @@ def open_engine(
     )
     progress(f"model: {found.words}")
     if settings.draft_model is None:
-        return open_found(found, settings, device, progress)
+        return open_found(found, settings, device, progress, share=share)
     with ExitStack() as undo:
         draft = _open_draft(settings, device, progress)
         undo.callback(draft.close)
         used = draft.placement.bytes_at("vram" if device.type == "cuda" else "ram") + draft.placement.kv_bytes
-        opened = open_found(found, _less(settings, used), device, progress, draft)
+        opened = open_found(found, _less(settings, used), device, progress, draft, share)
         opened.also(undo.pop_all())
         return opened
 
@@ -170,8 +173,9 @@ def open_found(
     device: torch.device,
     progress: Callable[[str], None],
     draft: OpenedModel | None = None,
+    share: HostShare | None = None,
 ) -> OpenedModel:
-    """Open a model that is found already; `draft`: who guesses for it."""
+    """Open a model that is found already; `draft`: who guesses for it; `share`: with whom its weights are shared."""
     loaded = found.loaded
     let_segments_grow(device)
     units = discover_units(loaded)
@@ -183,7 +187,10 @@ def open_found(
     shapes = kv_of(loaded, units) if way == "paged" else {}
     dtype = units.embed.layout.dtype
     needs = needs_of(found, units, shapes, dtype, settings.kv_format)
-    placement = place_inference(needs, limits_of(found, settings, device, way), settings.preset)
+    limits = limits_of(found, settings, device, way)
+    placement = place_inference(
+        needs, limits if share is None else shared_limits(limits, needs, share), settings.preset
+    )
     for line in placement.lines():
         progress(line)
     with ExitStack() as undo:
@@ -194,7 +201,7 @@ def open_found(
             None if settings.pin_gib is None else int(settings.pin_gib * GIB),
             num_buffers=placement.num_buffers,
         )
-        weights = open_weights(units, placement, device, staging, loaded.feed, undo, scratch)
+        weights = open_weights(units, placement, device, staging, loaded.feed, undo, scratch, share)
         undo.callback(weights.arrival.abort)
         runner = PartRunner(units, compiled=layers_of(units, settings, way, device, progress))
         flow = Flow(runner, Head(runner, vocab_size=loaded.facts.vocab_size), weights.arrival, device)

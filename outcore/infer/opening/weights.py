@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from outcore.common.quantities import MIB
+from outcore.common.quantities import MIB, format_gib
 from outcore.flow import FixedWeights, ModelParts, Part, WeightArrival
 from outcore.flow.weights import Scratch, WeightHomes, WeightPrefetcher
 from outcore.infer.opening.arrival import ResidentWeights
 from outcore.model.weights import WeightFeed
-from outcore.sizing.inference import Placement
+from outcore.sizing.inference import InferenceLimits, InferenceNeeds, Placement
 from outcore.sizing.streaming import NUM_SLOTS, SLOT_BYTES
 from outcore.staging import LaneSettings, PinnedPool, UploadLane
-from outcore.staging.pool import HostMemory
+from outcore.staging.pool import CudaRuntime, HostMemory, refusal_is_harmless
+from outcore.staging.shared import Exchange, SharedHomes, SharedSegment, shared_bytes
 
 GRAIN_NUMEL = 1 << 20
 """Grain at which a layer is cut between RAM and NVMe: at multiples of so many elements."""
@@ -33,22 +34,50 @@ class StagingSettings:
     num_buffers: int = 3
 
 
-class _PlacedMemory(HostMemory):
+@dataclass(frozen=True)
+class HostShare:
+    """This process among those of one host that answer with one copy of the weights in RAM, each over its own link."""
+
+    rank: int
+    world_size: int
+    exchange: Exchange
+
+
+class _PlacedMemory:
     """RAM for homes, but for parts that stay on the device memory there."""
 
-    def __init__(self, pool: PinnedPool | None, resident: Sequence[Part], device: torch.device) -> None:
-        super().__init__(pool)
+    def __init__(self, ram: HostMemory | SharedHomes, resident: Sequence[Part], device: torch.device) -> None:
+        self._ram = ram
         self._resident, self._device = {f"parameters of {part.name}" for part in resident}, device
         self._indices = {part.index for part in resident}
 
     def which_pinned(self, sizes: Sequence[tuple[int, int]]) -> frozenset[int]:
         """Parts that stay on the device take nothing of the pool."""
-        return super().which_pinned([(index, 0 if index in self._indices else size) for index, size in sizes])
+        return self._ram.which_pinned([(index, 0 if index in self._indices else size) for index, size in sizes])
 
     def take(self, n_bytes: int, owner: str, *, pinned: bool = True, touch: bool = True) -> torch.Tensor:
         if owner in self._resident:
             return torch.zeros(n_bytes, dtype=torch.uint8, device=self._device)
-        return super().take(n_bytes, owner, pinned=pinned, touch=touch)
+        return self._ram.take(n_bytes, owner, pinned=pinned, touch=touch)
+
+
+def shared_limits(limits: InferenceLimits, needs: InferenceNeeds, share: HostShare) -> InferenceLimits:
+    """Limits that hold for every process of `share`, with the weights once and the rest of RAM in equal parts.
+    ValueError where RAM does not hold the weights."""
+    found = share.exchange((limits.vram_bytes, limits.ram_bytes))
+    vram = [vram for vram, _ in found if vram is not None]
+    ram, weights = min(ram for _, ram in found), sum(part.size_bytes for part in needs.parts)
+    if ram <= weights:
+        raise ValueError(
+            f"num_gpus {share.world_size} shares weights in RAM: they take {format_gib(weights)}, and "
+            f"{format_gib(ram)} are free. Leave --num_gpus out, or pack them (--quantize)."
+        )
+    return replace(
+        limits,
+        vram_bytes=min(vram, default=None),
+        ram_bytes=weights + (ram - weights) // share.world_size,
+        has_nvme=False,
+    )
 
 
 @dataclass(frozen=True)
@@ -69,9 +98,11 @@ def open_weights(
     feed: WeightFeed | None,
     undo: ExitStack,
     scratch: Scratch | None = None,
+    share: HostShare | None = None,
 ) -> OpenedWeights:
     """Give every part its home; `undo` closes what was opened. `scratch`: on the drives, where weights spill to them.
-    EngineError where a drive has no room."""
+    `share`: homes in RAM are one copy for all its processes, which call this at once. EngineError where a drive has no
+    room."""
     home_of = {home.part: home for home in placement.parts}
     stays = [part for part in units.all if home_of[part.name].home == "vram" or _in_place(home_of, part, device)]
     travels = [part for part in units.all if part not in stays]
@@ -79,11 +110,24 @@ def open_weights(
     for part in travels:
         cuts[part.index] = _cut(part, home_of[part.name].ram_bytes)
     spills = [part for part in travels if cuts[part.index] < part.layout.home_numel]
-    pool, lanes = _open_lanes(travels, spills, cuts, device, settings, undo)
-    memory = _PlacedMemory(pool, stays if device.type != "cpu" else (), device)
-    undo.callback(memory.close)
-    homes = WeightHomes(units.all, memory, cuts, scratch if spills else None, feed)
+    on_device = stays if device.type != "cpu" else []
+    in_ram = [part for part in units.all if part not in on_device]
+    pinned = {part.index: cuts[part.index] * part.layout.dtype.itemsize + MIB for part in travels}
+    pool, lanes = _open_lanes(travels, spills, sum(pinned.values()) if share is None else 0, device, settings, undo)
+    if share is None:
+        ram, owned = HostMemory(pool), None
+    else:
+        segment = SharedSegment(shared_bytes([part.layout.home_bytes for part in in_ram]), share.rank, share.exchange)
+        limit = settings.staging_bytes or sum(pinned.values())
+        runtime = CudaRuntime(device) if device.type == "cuda" and refusal_is_harmless() else None
+        ram = SharedHomes(segment, limit, runtime)
+        owned = None if share.rank == 0 else frozenset(part.index for part in on_device)
+    undo.callback(ram.close)
+    memory = _PlacedMemory(ram, on_device, device)
+    homes = WeightHomes(units.all, memory, cuts, scratch if spills else None, feed, owned=owned)
     homes.adopt()
+    if share is not None:
+        share.exchange(None)  # the values of all parts are there
     travelling = None
     if travels:
         travelling = WeightPrefetcher(
@@ -110,7 +154,7 @@ def _cut(part: Part, ram_bytes: int) -> int:
 def _open_lanes(
     travels: Sequence[Part],
     spills: Sequence[Part],
-    cuts: dict[int, int],
+    homes_bytes: int,
     device: torch.device,
     settings: StagingSettings,
     undo: ExitStack,
@@ -119,8 +163,7 @@ def _open_lanes(
         return None, {}
     slots = NUM_SLOTS + (READ_AHEAD_SLOTS if spills else 0)
     lane_bytes = slots * settings.slot_bytes
-    homes = sum(cuts[part.index] * part.layout.dtype.itemsize + MIB for part in travels)
-    wanted = lane_bytes + (homes if device.type == "cuda" else 0)
+    wanted = lane_bytes + (homes_bytes if device.type == "cuda" else 0)
     limit = settings.staging_bytes or wanted
     pool = undo.enter_context(PinnedPool(max(lane_bytes, min(wanted, limit)), device=device))
     lanes = {"upload": undo.enter_context(UploadLane(pool, None, device, LaneSettings(settings.slot_bytes, NUM_SLOTS)))}
