@@ -15,7 +15,7 @@ from outcore.infer.commands.options import (
     sampling_from,
     settings_of,
 )
-from outcore.infer.commands.over_gpus import check_gpus, run_over_gpus
+from outcore.infer.commands.over_gpus import check_gpus, gather, run_over_gpus
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.requests import Prompts, Request
 
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--output", type=Path, help="file for the answers, in the input's order")
     found.add_argument("--overwrite", action="store_true", help="answer again although --output is there")
     found.add_argument(
-        "--num_gpus", type=int, default=1, help="GPUs that share a job's lines, with one copy of weights in RAM"
+        "--num_gpus", type=int, default=1, help="GPUs that share a job's lines; weights in RAM are there once"
     )
     add_sampling_flags(found)
     return found
@@ -102,10 +102,10 @@ def _job(args: argparse.Namespace) -> int:
         return 0
     journal = Journal(args.output, job)
     try:
+        gather(journal, job)
         if journal.done:
             _say(f"going on: {len(journal.done):,} lines are answered already")
-        # Journals of GPUs are gathered even where the job goes on with one.
-        if args.num_gpus > 1 or next(args.output.parent.glob(f"{args.output.name}.gpu*.journal"), None):
+        if args.num_gpus > 1:
             counts = run_over_gpus(args, settings, job, journal, _say)
         else:
             counts = _on_one(args, settings, journal)

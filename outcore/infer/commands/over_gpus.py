@@ -1,5 +1,5 @@
-"""A job over several GPUs of one host: a process for each, which answers a share of the lines over its own link. Weights
-in RAM are one copy for all; the output is the same as that of one GPU, byte by byte.
+"""A job over several GPUs of one host: a process for each, which answers a share of the lines over its own link.
+Weights in RAM are one copy for all; the output is the same as that of one GPU, byte by byte.
 
 Each process writes a journal of its own beside the job's. The starting process gathers them, before and after, so a
 job that was killed goes on with any number of GPUs.
@@ -29,9 +29,7 @@ def check_gpus(count: int, settings: InferSettings) -> None:
     if count < 1:
         raise ValueError(f"num_gpus is {count}, but must be at least 1.")
     if count > 1 and settings.device not in ("auto", "cpu", "cuda"):
-        raise ValueError(
-            f"num_gpus {count} takes GPUs 0 to {count - 1}, and device is {settings.device}: leave out one."
-        )
+        raise ValueError(f"num_gpus {count} takes the first GPUs, and device is {settings.device}: leave out one.")
     if count > 1 and settings.nvme_path:
         raise ValueError("num_gpus shares weights in RAM, and nvme_path is for what RAM does not hold: leave out one.")
     found = torch.cuda.device_count()
@@ -49,7 +47,6 @@ def run_over_gpus(
     num_lines = sum(1 for _ in numbered(args.input))
     if not num_lines:
         raise JobError(f"{args.input} has no lines.")
-    _gather(journal, job)
     counts = JobCounts(num_lines, from_journal=len(journal.done))
     told: Any = processes.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as meeting:
@@ -59,9 +56,9 @@ def run_over_gpus(
         except (processes.ProcessExitedException, processes.ProcessRaisedException) as ended:
             words = [] if told.empty() else [told.get()]
             why = next((w for w in words if isinstance(w, str)), None) or str(ended).strip().splitlines()[-1]
-            _gather(journal, job)
+            gather(journal, job)
             raise RuntimeError(f"the process of GPU {ended.error_index} ended: {why}") from ended
-    _gather(journal, job)
+    gather(journal, job)
     while not told.empty():
         found = told.get()
         counts.failed += found.failed
@@ -75,7 +72,8 @@ def _part_of(output: Path, rank: int) -> Path:
     return output.with_name(f"{output.name}.gpu{rank}")
 
 
-def _gather(journal: Journal, job: dict[str, Any]) -> None:
+def gather(journal: Journal, job: dict[str, Any]) -> None:
+    """Take over what processes of a killed job had answered."""
     for path in sorted(journal.output.parent.glob(f"{journal.output.name}.gpu*.journal")):
         journal.absorb(Journal(path.with_suffix(""), job))
 

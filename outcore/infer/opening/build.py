@@ -83,7 +83,8 @@ def open_engine(
     progress: Callable[[str], None] = lambda line: None,
     share: HostShare | None = None,
 ) -> OpenedModel:
-    """Open the model called `name`; on every process of `share` at once. ValueError (StreamUnsupported, DoesNotFit) or RuntimeError, in words."""
+    """Open the model called `name`; on every process of `share` at once. ValueError (StreamUnsupported, DoesNotFit) or
+    RuntimeError, in words."""
     settings = settings or InferSettings()
     device = device_of(settings)
     settings.check_device(device.type)
@@ -188,9 +189,9 @@ def open_found(
     dtype = units.embed.layout.dtype
     needs = needs_of(found, units, shapes, dtype, settings.kv_format)
     limits = limits_of(found, settings, device, way)
-    placement = place_inference(
-        needs, limits if share is None else shared_limits(limits, needs, share), settings.preset
-    )
+    if share is not None:
+        limits = shared_limits(limits, needs, share)
+    placement = place_inference(needs, limits, settings.preset)
     for line in placement.lines():
         progress(line)
     with ExitStack() as undo:
