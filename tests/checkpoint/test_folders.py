@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,6 +241,16 @@ def test_no_room_is_found_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="too full for a checkpoint"):
         ck.save_checkpoint(tmp_path, 1, _writer({"a": 1.0}), needed_bytes=1 << 60, keep=1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("short_bytes", "is_refused"), [(0, False), (1, True)])
+def test_a_margin_stays_free_behind_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_bytes: int, is_refused: bool
+) -> None:
+    free_bytes = 1000 + ck.SPACE_MARGIN_BYTES - short_bytes
+    monkeypatch.setattr(ck.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free_bytes))
+    with pytest.raises(CheckpointError, match="margin of") if is_refused else nullcontext():
+        ck.check_space(tmp_path, 1000)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "missing", "manifest", "no manifest", "version"])

@@ -196,6 +196,7 @@ def test_a_port_that_is_taken_is_said_and_the_run_goes_on() -> None:
         server.close()
 
 
-def test_a_port_out_of_range_is_refused() -> None:
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_out_of_range_is_refused(port: int) -> None:
     with pytest.raises(ValueError, match="between 1 and 65535"):
-        MetricsServer(70000)
+        MetricsServer(port)

@@ -219,6 +219,12 @@ def test_work_by_hand():
     assert no_recompute.backward == 2 * (layers + head) and no_recompute.attention_backward == 2.5 * attention
 
 
+def test_bytes_through_the_devices_memory_by_hand():
+    shape = preset_shape("llama-8b")  # 32 layers of 4096, 32 heads and 8 of keys, each 128, feed-forward 14336
+    forward, _ = device_bytes(shape, RunRequest(), 1024, 10, 3)
+    assert forward == 2 * (8 * 4096 + 4 * (32 + 8) * 128 + 3 * 14336) * 32 * 10 * 3
+
+
 def test_a_layer_keeps_for_its_backward_what_the_planner_counts():
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

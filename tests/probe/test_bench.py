@@ -153,7 +153,10 @@ def test_a_drive_is_measured(open_file: BlockFile) -> None:
     assert drive_rate(result, "h2d") == 0.0
     assert result.iops_4k > 0 and result.iops_depth == 2
     assert result.written_bytes > 0
-    assert any("drive mixed" in label for label in labels)
+    assert labels[0].startswith("drive read, posix, ") and labels[-1] == "requests per second at 4 KiB"
+    for measured in result.measurements:
+        words = f"{measured.link.replace('_', ' ')}, posix, {measured.block_bytes // 1024} KiB x {measured.depth}"
+        assert words in labels
     keys = [(m.link, m.engine, m.block_bytes, m.depth) for m in result.measurements]
     assert len(keys) == len(set(keys))  # finals are pooled with the first measurement
     if not torch.cuda.is_available():
