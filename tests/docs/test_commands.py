@@ -1,0 +1,67 @@
+"""Each command line of README and docs is one that its program takes; each flag they name exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from outcore.cli import COMMANDS
+from tests.docs.pages import PAGES, commands_of, flags_of
+from tests.docs.parsers import parse_command
+from tests.forked import ROOT
+
+ELSEWHERE = {
+    "--num_gpus", "--hostfile", "--num_nodes", "--include", "--exclude", "--master_addr", "--node_rank",  # deepspeed
+    "--model_args", "--tasks",  # lm_eval
+    "--logdir",  # tensorboard
+    "--bf16",  # other trainers
+    "--shutdown",  # wsl.exe
+    "--write",  # the script of the table of bad inputs
+}  # fmt: skip
+"""Flags of other programs that the pages speak of."""
+
+
+def lines() -> list[str]:
+    """All commands of all pages, each once."""
+    return list(dict.fromkeys(line for page in PAGES for line in commands_of(page)))
+
+
+def test_the_pages_have_commands() -> None:
+    found = lines()
+    assert len(found) > 60
+    assert {line.split()[1] for line in found if line.startswith("outcore ")} >= set(COMMANDS) - {"score"}
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("line", lines())
+def test_a_command_is_parsed(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    words = [str(tmp_path) if word in ("DIR", "/mnt/nvme") else word for word in shlex.split(line, comments=True)]
+    if ">" in words:
+        words = words[: words.index(">")]
+    parse_command([word for word in words if word not in ("...", "…")])
+
+
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    """Flags of all programs: what they add to an argparse parser, in any file of theirs, and the table of settings."""
+    from outcore.config import TrainConfig, fields_of
+    from outcore.plan.fields import PlanConfig
+
+    found = set(ELSEWHERE)
+    for config in (TrainConfig, PlanConfig):
+        for row in fields_of(config).values():
+            found |= {f"--{name}" for name in (row.name, *row.spec.aliases)} | {f"--no_{row.name}"}
+    for folder in ("outcore", "benchmarks", "tests/faults"):
+        for file in (ROOT / folder).rglob("*.py"):
+            found |= set(re.findall(r"[\"'](--[a-z][a-z0-9_-]*)[\"']", file.read_text(encoding="utf-8")))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_that_sentences_name_exist(page: Path, known: set[str]) -> None:
+    unknown = {flag for flag in flags_of(page) if flag.replace("-", "_").replace("__", "--", 1) not in known} - known
+    assert not unknown, f"{page.name} names {sorted(unknown)}"

@@ -1,0 +1,121 @@
+"""The Python of the docs runs as it is printed; only names of models, folders and ports are filled in."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import PAGES, snippets
+from tests.forked import ROOT
+from tests.infer.models import save_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model's folder."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_tiny_model(folder)
+    return folder
+
+
+def run_snippet(page: str, filled: dict[str, str], **names: Any) -> dict[str, Any]:
+    """Run the page's only snippet with these texts replaced; returns its names."""
+    (snippet,) = snippets(ROOT / "docs" / page)
+    for printed, real in filled.items():
+        assert printed in snippet, printed
+        snippet = snippet.replace(printed, real)
+    exec(snippet, names)
+    return names
+
+
+@contextmanager
+def served(tiny: Path, logs: Path) -> Iterator[str]:
+    """The URL of a server of the tiny model."""
+    from outcore.serve import ServeSettings
+    from tests.serve.running import Running
+
+    server = Running(tiny, ServeSettings(logs=logs, name="MODEL", max_answer_tokens=8))
+    try:
+        yield server.url
+    finally:
+        server.stop()
+
+
+def infinity(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
+    base: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    run_snippet(
+        "deepspeed_config.md",
+        {"/mnt/nvme/outcore": str(tmp_path), "8_000_000_000": "1_000", '"my_config.json"': f'"{tmp_path}/config.json"'},
+        base=base,
+    )
+    assert (tmp_path / "config.json").is_file()
+
+
+def inference(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
+    run_snippet("inference.md", {"final_model/my-run": str(tiny)})
+
+
+def models(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
+    import torch
+    from torch.nn import functional
+
+    names = run_snippet("models.md", {}, MyModel=lambda size: f"model of {size}", F=functional)
+    assert names["build"]({"vocab_size": 7}, None) == "model of 7"
+    losses = names["token_loss"](torch.zeros(3, 5), torch.tensor([0, 1, 4]))
+    assert losses.shape == (3,) and losses.isfinite().all()
+
+
+def monitoring(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
+    from outcore.monitor import MetricsLog
+
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.write_header({"model": {"name": "tiny"}})
+        log.write_step({"step": 1, "loss": 2.5})
+    run_snippet("monitoring.md", {"logs/my-run": str(tmp_path)})
+
+
+def planning(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
+    names = run_snippet("planning.md", {})
+    assert names["answer"].plan.time.step_s > 0
+
+
+def runs(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
+    assert run_snippet("runs.md", {"my_model": str(tiny)})["model"].config.vocab_size > 0
+
+
+def serving(tiny: Path, tmp_path: Path, stack: ExitStack) -> None:
+    pytest.importorskip("openai")
+    run_snippet("serving.md", {"http://127.0.0.1:8000": stack.enter_context(served(tiny, tmp_path))})
+
+
+RUN: dict[str, Callable[[Path, Path, ExitStack], None]] = {
+    "deepspeed_config.md": infinity,
+    "inference.md": inference,
+    "models.md": models,
+    "monitoring.md": monitoring,
+    "planning.md": planning,
+    "runs.md": runs,
+    "serving.md": serving,
+}
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_a_snippet_runs(page: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ExitStack() as stack:
+        RUN[page](tiny, tmp_path, stack)
+    (snippet,) = snippets(ROOT / "docs" / page)
+    assert capsys.readouterr().out.strip() or "print(" not in snippet
+
+
+def test_every_page_with_a_snippet_is_run() -> None:
+    assert {page.name for page in PAGES if snippets(page)} == set(RUN)
+    for page in PAGES:
+        for snippet in snippets(page):
+            ast.parse(snippet)
