@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from outcore.infer.commands import add_model_flags, settings_of
 from outcore.infer.opening import open_engine
-from outcore.serve.handover import add_handover_flags, handover_of
+from outcore.serve.handover import add_handover_flags, handover_of, run_handover
 from outcore.serve.settings import ServeSettings, read_keys
 
 if TYPE_CHECKING:
@@ -84,8 +84,6 @@ def _hand_over(args: argparse.Namespace, settings: ServeSettings) -> bool:
     """Serve through vLLM; whether our own engine has to go on because vLLM failed."""
     if importlib.util.find_spec("httpx") is None:
         raise RuntimeError("--engine vllm needs httpx: pip install -r requirements/serve.txt")
-    from outcore.serve.handover.run import run_handover
-
     why = run_handover(handover_of(args, parser().parse_args([args.model]), settings), settings, _say)
     if why:
         _say(f"warning: vLLM cannot serve this: {why}\nwarning: going on with our own engine on one GPU")

@@ -51,7 +51,7 @@ class Answered:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Of prompt and answers together."""
+        """Tokens of the prompt, and of all answers together."""
         prompt = self.usage.get("prompt_tokens") or self.usage.get("input_tokens") or 0
         return prompt, self.usage.get("completion_tokens") or self.usage.get("output_tokens") or 0
 

@@ -7,22 +7,28 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outcore.common.diagnostics import DiagnosticLog
 from outcore.infer.opening import model_hash
 from outcore.serve.handover.command import ENVIRONMENT, Handover
 from outcore.serve.handover.environment import ensure_environment
-from outcore.serve.handover.process import Care, ServerProcess
-from outcore.serve.handover.proxy import Forwarder, create_proxy
 from outcore.serve.settings import ServeSettings
-from outcore.serve.watch import Records, RequestMetrics
+
+if TYPE_CHECKING:
+    from outcore.serve.handover.process import Care
 
 
 def run_handover(
     handover: Handover, settings: ServeSettings, say: Callable[[str], None], care: Care | None = None
 ) -> str:
     """Serve until the process is told to end; '' then. Where vLLM does not come up, or fails for good, why."""
+    # Here, because the command's flags are read also where the packages for serving are missing.
     import uvicorn
+
+    from outcore.serve.handover.process import Care, ServerProcess
+    from outcore.serve.handover.proxy import Forwarder, create_proxy
+    from outcore.serve.watch import Records, RequestMetrics
 
     for line in handover.lines:
         say(line)
