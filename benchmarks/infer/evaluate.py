@@ -4,8 +4,9 @@
     python benchmarks/infer/evaluate.py --dry_run            (tiny model, CPU, seconds)
 
 Each case prints one JSON line as it ends: seconds in the model for all requests of `outcore_endings` (four a document);
-for the rival also the largest difference of one document's log-likelihood from ours, and the ratio of the seconds.
-Weights are random: scores mean nothing, differences and seconds do.
+for the rival also the ratio of the seconds, and the differences of one ending's log-likelihood from ours and from the
+rival's own at the first number of rows: what bf16 in another order makes of the same weights. Weights are random:
+scores mean nothing, differences and seconds do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from offload import filled, spread
 from outcore.data import train_byte_bpe
 from outcore.evaluate import EvaluationSettings, compare
 from outcore.evaluate.harness import OutcoreLM
-from outcore.evaluate.parity import timed_suite
+from outcore.evaluate.parity import softmax_of, timed_suite
 from outcore.evaluate.tasks import endings
 from outcore.infer.opening import InferSettings, open_found
 
@@ -51,8 +53,17 @@ def theirs(args: argparse.Namespace, settings: EvaluationSettings, tokenizer: An
         model, layers_on_gpu = filled(find(args.model, args.precision).loaded.model, "cpu", torch.float32), 0
     for rows in args.rows:
         backend: Any = HFLM
-        lm = backend(pretrained=model, tokenizer=tokenizer, batch_size=rows, max_length=CONTEXT - 1, backend="causal")
+        lm = backend(
+            pretrained=model, tokenizer=tokenizer, batch_size=rows, max_length=CONTEXT - 1, backend="causal",
+            **softmax_of(device.type),
+        )  # fmt: skip
         yield rows, layers_on_gpu, timed_suite(lm, settings)
+
+
+def median_gap(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> float:
+    """Median over all endings of the difference between two backends' log-likelihoods, nat."""
+    pairs = zip(theirs, ours, strict=True)
+    return median(abs(a[0] - b[0]) for x, y in pairs for a, b in zip(x["answers"], y["answers"], strict=True))
 
 
 def main() -> None:
@@ -79,13 +90,17 @@ def main() -> None:
 
     def rival_case(rows: int, layers_on_gpu: int, result: Any) -> dict[str, Any]:
         first = compare(result[0], result[1], kept["ours"][0], kept["ours"][1])[0]
+        itself = compare(result[0], result[1], *kept.setdefault("theirs", result)[:2])[0]
         return {
             "rows": rows,
             "s": result[2],
             "layers_on_gpu": layers_on_gpu,
             "times_ours": result[2] / kept["ours"][2],
-            "max_logprob_difference": first.max_logprob_difference,
             "changed": first.changed,
+            "max_logprob_difference": first.max_logprob_difference,
+            "median_logprob_difference": median_gap(result[1], kept["ours"][1]),
+            "max_logprob_difference_from_itself": itself.max_logprob_difference,
+            "median_logprob": median(abs(one[0]) for sample in result[1] for one in sample["answers"]),
         }
 
     cases.note("ours", our_case)
