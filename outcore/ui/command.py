@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import socket
 import sys
+import threading
 from pathlib import Path
 
 from outcore.serve import read_keys
@@ -67,9 +68,10 @@ def run(settings: UiSettings, listening: socket.socket) -> None:
     """Serve until Ctrl-C."""
     import uvicorn
 
-    from outcore.ui.api import PanelsApi
+    from outcore.ui.api import PanelsApi, warm_up
     from outcore.ui.app import create_app
 
+    threading.Thread(target=warm_up, name="warm up", daemon=True).start()
     app = create_app(settings, PanelsApi())
     where = f"http://{settings.own_host}:{settings.port}"
     print(f"panels: {where}{'/?token=...' if settings.tokens else ''}  (Ctrl-C ends them; runs go on)", flush=True)

@@ -55,6 +55,15 @@ def _answers(url: str) -> bool:
         return False
 
 
+def until(truth, seconds: float = 20.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := truth():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not come to that")
+
+
 @pytest.fixture
 def panels(tmp_path: Path) -> Iterator[Panels]:
     running = Panels(tmp_path)

@@ -5,13 +5,16 @@ With OUTCORE_PICTURES=1 every panel is photographed at 1280 and 390 pixels into 
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.ui.conftest import ROOT
+from tests.ui.conftest import ROOT, until
 
 WIDTHS = {1280: 860, 390: 844}
 PICTURES = ROOT / "docs" / "pictures"
@@ -43,6 +46,17 @@ class Visit:
     def open(self, title: str) -> None:
         self.page.locator("button.label-wrap", has_text=re.compile(f"^\\s*{re.escape(title)}")).first.click()
 
+    def pick(self, place: str, option: str) -> None:
+        """Choose from a list; the page's timer may be filling it."""
+        self.page.locator(f"{place} input").first.click()
+        self.page.get_by_role("option").filter(has_text=option).first.click()
+
+    def download(self, link: Any) -> str:
+        """The text of the file that a link gives."""
+        with self.page.expect_download() as found:
+            link.first.click()
+        return Path(found.value.path()).read_text(encoding="utf-8")
+
     def picture(self, name: str, folder: Path) -> None:
         self.page.wait_for_timeout(700)
         self.page.screenshot(path=folder / f"panel_{name}.png")
@@ -56,47 +70,124 @@ class Visit:
 @pytest.mark.timeout(900)
 def test_train_watch_chat_evaluate_and_see_the_history(chromium, panels, tmp_path):
     visit = Visit(chromium, panels.url)
-    page = visit.page
     visit.waits("body", r"a step, [\d,]+ tokens/s", 60)  # the forecast came by itself
-    visit.open("Optimization")
-    visit.field("max_steps").fill("6")
-    visit.field("per_device_train_batch_size").fill("1")
-    visit.field("gradient_accumulation_steps").fill("1")
-    visit.open("The same as a command line and as YAML")
-    visit.waits("body", r"--max_steps 6", 30)
-    page.locator("#start_training").click()
-    visit.waits("#run_state", r"tiny-embedded: (running|starting)", 60)
-    visit.waits("#run_state", r"step \d+ of 6", 240)
-    visit.waits("#run_state", r"tiny-embedded: finished", 240)
-    visit.waits("#run_state", r"Loss", 20)
-
-    visit.tab("Chat")
-    page.locator("#model input").first.click()
-    page.get_by_role("option", name="final_model/tiny-embedded").click()
-    page.locator("#load_model").click()
-    visit.waits("#model_state", r"tiny-embedded is loaded", 180)
-    visit.open("System prompt, sampling")
-    page.get_by_label("max_tokens").first.fill("48")
-    page.get_by_label("temperature").first.fill("0")
-    visit.open("System prompt, sampling")
-    page.locator("#message textarea").fill("def add(a, b):")
-    page.locator("#send").click()
-    visit.waits("#timings", r"\d+ tokens", 120)
-    kept = list((tmp_path / "logs" / ".ui" / "conversations").glob("chat-*.json"))
-    assert len(kept) == 1 and "def add(a, b):" in kept[0].read_text(encoding="utf-8")
-
-    visit.tab("Evaluate")
-    page.locator("#tasks input").first.click()
-    page.get_by_role("option", name=re.compile("outcore_endings")).click()
-    page.keyboard.press("Escape")
-    page.locator("#limit input, #limit textarea").first.fill("8")
-    page.locator("#start_evaluation").click()
-    visit.waits("#history", r"outcore_endings.*acc", 240)
-
+    choose_a_folder(visit, tmp_path)
+    train_stop_and_resume(visit)
+    export(visit, tmp_path)
+    chat(visit, tmp_path)
+    evaluate(visit)
     visit.tab("Machine")
     visit.waits("#machine_graphs", r"RAM in use", 60)
     assert not visit.outside
     photograph(chromium, panels.url, PICTURES if os.environ.get("OUTCORE_PICTURES") else tmp_path)
+    delete(visit, tmp_path)
+
+
+def choose_a_folder(visit: Visit, folder: Path) -> None:
+    """The folder chooser fills the path in, and says what the drive is and what is needed; then infinity is left."""
+    (folder / "drive" / "offload").mkdir(parents=True)
+    visit.open("Engine and offload")
+    visit.page.get_by_role("radio", name=re.compile("^infinity")).check()
+    visit.waits("#nvme", r"Infinity needs a folder", 30)
+    visit.field("nvme_offload_path").fill(str(folder / "drive"))
+    visit.waits("#nvme", rf"{re.escape(str(folder / 'drive'))} is writable", 30)
+    visit.pick("#choose_folder", str(folder / "drive" / "offload"))
+    visit.waits("#nvme", rf"{re.escape(str(folder / 'drive' / 'offload'))} is writable", 30)
+    assert visit.field("nvme_offload_path").input_value() == str(folder / "drive" / "offload")
+    visit.waits("#nvme_space", r"Space needed, with reserve: [\d.]+ \w?B; free", 30)
+    visit.field("nvme_offload_path").fill("")
+    visit.page.get_by_role("radio", name="as configured").check()
+
+
+def train_stop_and_resume(visit: Visit) -> None:
+    """A run that is stopped in its steps saves, and goes on from there."""
+    page = visit.page
+    visit.open("Optimization")
+    visit.field("max_steps").fill("40")
+    visit.field("per_device_train_batch_size").fill("1")
+    visit.field("gradient_accumulation_steps").fill("1")
+    visit.open("The same as a command line and as YAML")
+    visit.waits("body", r"--max_steps 40", 30)
+    page.locator("#start_training").click()
+    visit.waits("#run_state", r"tiny-embedded: (running|starting)", 60)
+    visit.waits("#run_state", r"step [1-9]\d* of 40", 240)
+    page.locator("#stop_run").click()
+    visit.waits("#run_state", r"tiny-embedded: (stopped|interrupted)", 60)
+    page.locator("#resume_run").click()
+    visit.waits("#run_state", r"tiny-embedded: finished", 240)
+    visit.waits("#run_state", r"step 40 of 40.*Loss.*A step's work", 20)
+
+
+def export(visit: Visit, folder: Path) -> None:
+    """A model that is gone is written again from the checkpoint."""
+    shutil.rmtree(folder / "final_model" / "tiny-embedded")
+    visit.open("Forecast, checkpoints")
+    visit.page.locator("#export_run").click()
+    visit.waits("body", r"Export: finished", 120)
+    assert list((folder / "final_model" / "tiny-embedded").glob("*.safetensors"))
+
+
+def chat(visit: Visit, folder: Path) -> None:
+    """An answer, one that is stopped, a question that is changed, and the conversation as a file."""
+    page = visit.page
+    visit.tab("Chat")
+    visit.pick("#model", "final_model/tiny-embedded")
+    page.locator("#load_model").click()
+    visit.waits("#model_state", r"tiny-embedded is loaded.*tensor parallel 1.*ZeRO stage 0", 180)
+    visit.open("System prompt, sampling")
+    page.get_by_label("max_tokens").first.fill("4000")
+    page.get_by_label("temperature").first.fill("0")
+    page.locator("#message textarea").fill("def add(a, b):")
+    page.locator("#send").click()
+    page.locator("#chat .bot").first.wait_for(timeout=60_000)
+    page.locator("#stop_answer").click()
+    visit.waits("#timings", r"stopped", 60)
+    page.get_by_label("max_tokens").first.fill("24")
+    page.locator("#again").click()
+    visit.waits("#timings", r"24 tokens.*weights [\d.]+ MiB in RAM", 120)
+    page.get_by_role("button", name="Edit").first.click()
+    page.locator("#chat textarea").fill("class Stack:")
+    page.get_by_role("button", name="Submit").first.click()
+    visit.waits("#chat", r"class Stack:", 60)
+    kept = list((folder / "logs" / ".ui" / "conversations").glob("chat-*.json"))
+    until(lambda: len(json.loads(kept[0].read_text(encoding="utf-8"))["messages"]) == 2)
+    visit.waits("#timings", r"24 tokens", 120)
+    assert len(kept) == 1 and "def add" not in visit.download(page.get_by_role("link", name="Markdown"))
+    messages = json.loads(visit.download(page.get_by_role("link", name="JSON, which")))["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant"] and messages[0]["content"] == "class Stack:"
+
+
+def evaluate(visit: Visit) -> None:
+    """An evaluation is cancelled, goes on, and is kept as files."""
+    page = visit.page
+    visit.tab("Evaluate")
+    visit.pick("#tasks", "outcore_endings")
+    page.keyboard.press("Escape")
+    page.locator("#limit input, #limit textarea").first.fill("300")
+    page.locator("#start_evaluation").click()
+    visit.waits("#evaluation_progress", r"\d+ of 300", 120)
+    page.locator("#cancel_evaluation").click()
+    visit.waits("#history", r"outcore_endings.*cancelled", 60)
+    visit.pick("#evaluations", "outcore_endings")
+    page.keyboard.press("Escape")
+    page.locator("#resume_evaluation").click()
+    visit.waits("#history", r"outcore_endings.*acc", 240)
+    page.locator("#evaluations input").first.press("Backspace")  # chosen anew, it is shown as it is now
+    visit.pick("#evaluations", "outcore_endings")
+    assert '"tensor_parallel": 1' in visit.download(page.get_by_role("link", name="JSON with samples"))
+    assert "outcore_endings" in visit.download(page.get_by_role("link", name="CSV"))
+
+
+def delete(visit: Visit, folder: Path) -> None:
+    """Deleting asks; "Keep it" keeps."""
+    visit.tab("Runs")
+    visit.page.locator("#delete_run").click()
+    visit.page.locator("#delete_no").click()
+    assert (folder / "logs" / "tiny-embedded").is_dir()
+    visit.page.locator("#delete_run").click()
+    visit.page.locator("#delete_yes").click()
+    visit.waits("body", r"tiny-embedded is deleted", 30)
+    assert not (folder / "logs" / "tiny-embedded").exists()
 
 
 def photograph(browser, url: str, folder: Path) -> None:

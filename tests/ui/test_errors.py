@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -24,6 +23,7 @@ from outcore.ui.api import children as children_module
 from outcore.ui.app import create_app
 from outcore.ui.command import main
 from outcore.ui.settings import UiSettings
+from tests.ui.conftest import until
 
 PRETENDER = Path(__file__).with_name("pretender.py")
 LOCAL = "http://127.0.0.1:7860"
@@ -71,15 +71,6 @@ def served(api, tmp_path):
 def words_of(answer, status: int) -> str:
     assert answer.status_code == status, answer.text
     return answer.json()["error"]["message"]
-
-
-def until(truth, seconds: float = 20.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := truth():
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not come to that")
 
 
 def loaded(ask, model: str = "quick") -> None:

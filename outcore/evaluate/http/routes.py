@@ -29,6 +29,7 @@ from outcore.evaluate.jobs import (
     JOURNAL,
     Job,
     Subject,
+    launch_of,
     progress_of,
     read_events,
     subject_of,
@@ -36,6 +37,7 @@ from outcore.evaluate.jobs import (
 )
 from outcore.evaluate.settings import EvaluationError, EvaluationSettings
 from outcore.evaluate.tasks import TaskNames, check_harness
+from outcore.infer.opening import model_hash
 from outcore.serve.additions import ApiError, ClosedEvents, Service, bad, read_body
 
 logger = logging.getLogger(__name__)
@@ -98,6 +100,15 @@ class Evaluations:
             self.history, subject, settings, resume=body.get("resume") is not False, host="server"
         )
         return self._start(record, subject)
+
+    def launch(self) -> Record:
+        """How the loaded model is laid out: what every evaluation of it keeps. ApiError without a model."""
+        opened = self._loaded().opened
+        return {
+            "model_hash": model_hash(opened.found.folders),
+            "placement": opened.placement.lines(),
+            **launch_of(opened),
+        }
 
     def resume(self, name: str) -> Record:
         """Go on with an evaluation that was not finished."""
@@ -203,10 +214,14 @@ class Evaluations:
         except KeyError:
             raise ApiError(404, f"There is no evaluation {name!r}.", param="id") from None
 
-    def _subject(self, model: Any = None) -> Subject:
+    def _loaded(self) -> Service:
         service = self._service_of()
         if service is None:
             raise ApiError(409, "No model is loaded: load one first.", code="no_model")
+        return service
+
+    def _subject(self, model: Any = None) -> Subject:
+        service = self._loaded()
         if model is not None:
             service.check_model({"model": model})
         return subject_of(service.opened, service.name, lambda: service.thread.is_well)
@@ -251,6 +266,10 @@ def add_evaluations(app: FastAPI, evaluations: Evaluations) -> None:
             raise ApiError(500, str(error), code="history") from error
         except EvaluationError as error:
             raise bad(str(error), error.param) from error
+
+    @app.get("/v1/launch")
+    async def launch() -> Record:
+        return await done(evaluations.launch)
 
     @app.get("/v1/evaluation_tasks")
     async def tasks(query: str = "", limit: int = 100) -> Record:

@@ -2,7 +2,7 @@
 
 from outcore.evaluate.jobs.events import ENDS, IDLE, Event, EventLog, progress_of, read_events
 from outcore.evaluate.jobs.job import EVENTS, JOURNAL, Job, unfinished_or_new
-from outcore.evaluate.jobs.subject import Subject, subject_of
+from outcore.evaluate.jobs.subject import Subject, launch_of, subject_of
 
 __all__ = [
     "ENDS",
@@ -13,6 +13,7 @@ __all__ = [
     "EventLog",
     "Job",
     "Subject",
+    "launch_of",
     "progress_of",
     "read_events",
     "subject_of",

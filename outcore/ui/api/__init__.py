@@ -3,8 +3,9 @@
 They stand under /v1 beside the model's own (`passing`) and those of evaluations; JSON in and out, errors in one shape.
 """
 
+from outcore.ui.api.estimate import warm_up
 from outcore.ui.api.form import table
 from outcore.ui.api.place import Place
 from outcore.ui.api.routes import PanelsApi
 
-__all__ = ["PanelsApi", "Place", "table"]
+__all__ = ["PanelsApi", "Place", "table", "warm_up"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -124,8 +125,9 @@ class Conversations:
                     saved_s = time.monotonic()
                     self._save(one | {"messages": [*messages, said]})
             if said["finish"] != "error":
+                total_s = time.monotonic() - began_s
                 said |= {
-                    "timings": _timings(times, time.monotonic() - began_s),
+                    "timings": _timings(times, total_s) | await asyncio.to_thread(self.host.residency),
                     "model": self.host.state().get("model"),
                 }
                 yield _event("done", message=said)

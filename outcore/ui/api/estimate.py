@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Mapping
 from functools import lru_cache
@@ -64,6 +65,7 @@ def _answer(argv: tuple[str, ...]) -> dict[str, Any]:
         "limit": asked.advice.words(),
         "machine": asked.hardware.words(),
         "plan": whole["plan"],
+        "offloaded": _offloaded(whole["plan"]),
         "stages": {name: _short(stage) for name, stage in whole["stages"].items()}
         | ({"stream": _short(whole["stream"])} if whole["stream"] else {}),
         "needs_infinity": _needs_infinity(asked),
@@ -74,6 +76,22 @@ def _answer(argv: tuple[str, ...]) -> dict[str, Any]:
         "tokens_per_s": plan.tokens_per_s,
         "planned_command": asked.command,
     }
+
+
+def _offloaded(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes that would lie on the drive, by part, with the safety factor in all, and what is free there."""
+    tier = plan["tiers"]["nvme"]
+    return {
+        "parts_bytes": plan["parts_bytes"]["nvme"],
+        "needed_bytes": tier["used_bytes"],
+        "free_bytes": tier["capacity_bytes"],
+    }
+
+
+def warm_up() -> None:
+    """Import what the first forecast of a folder or a config needs: seconds, which nobody should wait for."""
+    estimate({"preset": "tiny"})
+    importlib.import_module("peft")
 
 
 def _short(plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ The panels pass requests on to it. It outlives panels that are killed, and those
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -109,12 +108,28 @@ class ModelHost:
 
     def metrics(self) -> dict[str, Any]:
         """Figures of the model's server: name -> value, or label values -> value."""
-        base, headers = self.address()
+        self.address()
         try:
-            page = httpx.get(f"{base}/metrics", headers=headers, timeout=5.0).text
+            page = _get(self._note, "/metrics").text
         except httpx.HTTPError as error:
             raise ApiError(503, f"The model's server does not answer: {error}", code="no_answer") from error
         return parse_metrics(page)
+
+    def residency(self) -> dict[str, Any]:
+        """Where weights live and how full the pages of keys and values are; {} while no server says so."""
+        try:
+            found = self.metrics()
+        except ApiError:
+            return {}
+        pages: dict[str, float] = found.get("kv_pages") or {}
+        used = sum(count for label, count in pages.items() if label.endswith("used"))
+        return {
+            "weight_bytes": found.get("weight_bytes") or {},
+            "travelling_bytes": found.get("travelling_bytes"),
+            "kv_bytes": found.get("kv_bytes"),
+            "kv_used_share": used / sum(pages.values()) if sum(pages.values()) else None,
+            "prefix_pages": found.get("prefix_pages"),
+        }
 
     def close(self) -> None:
         """The panels end: the model with them."""
@@ -140,7 +155,7 @@ class ModelHost:
     def _await(self, child: Child, note: dict[str, Any]) -> None:
         while child.exit_code is None and self._note is note:
             if _answers(note):
-                note |= {"state": "ready", "ready_at": time.time(), "launch": _launch(self.place)}
+                note |= {"state": "ready", "ready_at": time.time(), "launch": _launch(note)}
                 with contextlib.suppress(OSError):  # then panels that start next do not find it
                     write_json(self._file, note)
                     self._file.chmod(0o600)
@@ -213,28 +228,23 @@ def _free_port() -> int:
 def _answers(note: Mapping[str, Any]) -> bool:
     """Whether the server of this key is there (a stranger on its port does not know the key)."""
     try:
-        found = httpx.get(
-            f"http://127.0.0.1:{note['port']}/v1/models",
-            headers={"Authorization": f"Bearer {note['key']}"},
-            timeout=2.0,
-        )
-        return found.status_code == 200 and found.json()["data"][0]["owned_by"] == "outcore"
-    except (httpx.HTTPError, KeyError, ValueError):
+        return _get(note, "/v1/models").json()["data"][0]["owned_by"] == "outcore"
+    except (httpx.HTTPError, LookupError, ValueError):
         return False
 
 
-def _launch(place: Place) -> dict[str, Any]:
-    """How the model was laid out, from the head of its server's newest records."""
-    files = sorted((place.logs / "serve").glob("requests-*.jsonl"), key=lambda path: path.stat().st_mtime)
+def _get(note: Mapping[str, Any], path: str) -> httpx.Response:
+    """A page of this model's server. httpx.HTTPError where there is none."""
+    headers = {"Authorization": f"Bearer {note['key']}"}
+    return httpx.get(f"http://127.0.0.1:{note['port']}{path}", headers=headers, timeout=5.0).raise_for_status()
+
+
+def _launch(note: Mapping[str, Any]) -> dict[str, Any]:
+    """How the model was laid out, in its server's words: degrees, ZeRO's terms, homes, precision."""
     try:
-        head = files[-1].read_text(encoding="utf-8").splitlines()[0] if files else "{}"
-    except (OSError, IndexError):
-        return {}
-    try:
-        found = json.loads(head)
-    except ValueError:
-        return {}
-    return {key: found[key] for key in ("found", "model_hash", "placement", "way", "device") if key in found}
+        return _get(note, "/v1/launch").json()
+    except (httpx.HTTPError, ValueError) as error:
+        return {"problem": f"the server does not say: {error}"}
 
 
 def parse_metrics(page: str) -> dict[str, Any]:

@@ -71,11 +71,13 @@ class Runs:
         """Figures by step for graphs: at most `points` of them, means of neighbours; evaluations beside."""
         metrics = self._polled(name)
         if metrics is None:
-            return {"steps": [], "series": {}, "evals": [], "total_steps": None}
+            return {"steps": [], "series": {}, "phases": {}, "evals": [], "total_steps": None}
         groups = list(_chunks(metrics.steps, max(2, min(points, 2000))))
         series = {key: [_mean(group, key) for group in groups] for key in SERIES}
+        phases = dict.fromkeys(name for step in metrics.steps for name in _phase_s(step))
         return {
             "steps": [group[-1]["step"] for group in groups],
+            "phases": {name: [_mean(map(_phase_s, group), name) for group in groups] for name in phases},
             "series": {key: values for key, values in series.items() if any(v is not None for v in values)},
             "evals": [{"step": e.get("step"), "eval_loss": e.get("eval_loss")} for e in metrics.evals],
             "total_steps": metrics.total_steps,
@@ -219,10 +221,15 @@ def _median(steps: Iterable[dict[str, Any]], key: str) -> float | None:
     return statistics.median(found) if found else None
 
 
+def _phase_s(step: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of a step by phase; {} where the engine does not say."""
+    return step.get("phase_s") or {}
+
+
 def _phases(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Seconds of a recent step by what was done or waited for."""
-    names = dict.fromkeys(name for step in steps for name in (step.get("phase_s") or {}))
-    found = {name: _mean([step.get("phase_s") or {} for step in steps], name) for name in names}
+    names = dict.fromkeys(name for step in steps for name in _phase_s(step))
+    found = {name: _mean(map(_phase_s, steps), name) for name in names}
     return {name: seconds for name, seconds in found.items() if seconds}
 
 

@@ -178,9 +178,18 @@ def costs_of(message: dict[str, Any]) -> str:
         words.append(f"first word after {draw.seconds(times['prefill_s'])}, then {draw.seconds(times['decode_s'])}")
     if times["hit_rate"] is not None:
         words.append(f"{times['hit_rate']:.0%} of {times['prompt_tokens']} prompt tokens known from before")
-    if times.get("kv"):
-        words.append(times["kv"])
+    words += residency_of(times)
     ends = {"cancelled": "stopped", "length": "ended at max_tokens", "error": "broken off"}
     if message.get("finish") in ends:
         words.append(ends[message["finish"]])
     return draw.page(draw.paragraph("; ".join(words), "dim"))
+
+
+def residency_of(times: dict[str, Any]) -> list[str]:
+    """Where the weights live, and how full the room for keys and values is."""
+    weights = {home: size for home, size in (times.get("weight_bytes") or {}).items() if size}
+    homes = [f"{draw.amount(home, size)} in {draw.TIER_NAMES[home]}" for home, size in weights.items()]
+    found = [f"weights {', '.join(homes)}"] if homes else []
+    if times.get("kv_used_share") is not None:
+        found.append(f"keys and values {times['kv_used_share']:.0%} of {draw.amount('ram', times['kv_bytes'])} used")
+    return found

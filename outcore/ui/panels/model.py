@@ -110,8 +110,23 @@ def model_state_of(state: dict[str, Any]) -> str:
     if kind == "loading":
         words = f"Loading {state['model']}: {draw.seconds(state['seconds'])} so far."
         return draw.page(draw.paragraph(words, "note"), draw.console(state["lines"][-4:]))
-    placement = (state.get("launch") or {}).get("placement") or []
+    launch = state.get("launch") or {}
     return draw.page(
         draw.paragraph(f"{state['model']} is loaded ({draw.seconds(state['seconds'])}).", "good"),
-        *(draw.paragraph(line, "dim") for line in placement[:3]),
+        draw.paragraph(launch_words(launch), "dim"),
+        *(draw.paragraph(line, "dim") for line in launch.get("placement", [])[:3]),
+    )
+
+
+def launch_words(launch: dict[str, Any]) -> str:
+    """The launch descriptor in a line."""
+    if "zero" not in launch:
+        return launch.get("problem", "")
+    zero = launch["zero"]
+    homes = {"none": "stay on the device", "cpu": "stream from RAM", "nvme": "stream from the drive"}
+    return (
+        f"Launch: {launch['world_size']} process, tensor parallel {launch['tensor_parallel']}, pipeline parallel "
+        f"{launch['pipeline_parallel']}; ZeRO stage {zero['stage']}, weights {homes[zero['offload_param']]}, "
+        f"{zero['num_buffers']} buffers; {launch['precision']} on {launch['device_name'] or launch['device']}; "
+        f"keys and values in {launch['kv_home'].upper()}, {launch['kv_format']}."
     )

@@ -13,6 +13,12 @@ from outcore.ui.panels.events import COPIED, QUIET, SHOWN, telling
 
 REFRESH_S = 2.0
 GIB, GB = 2**30, 10**9
+STALLS = {
+    "stall_nvme": "drive",
+    "stall_pcie": "PCIe",
+    "stall_optimizer": "optimizer",
+    "stall_ranks": "other GPUs",
+}
 
 
 class RunsPanel:
@@ -173,8 +179,12 @@ def graphs_of(series: dict[str, Any]) -> str:
     loss = {"training": [at.get(x) for x in with_evals], "validation": [evals.get(x) for x in with_evals]}
     ram = {"RAM": scaled("ram_rss_bytes", GIB), "pinned": scaled("pinned_bytes", GIB)}
     drive = {"read": scaled("nvme_read_bytes", GB), "written": scaled("nvme_write_bytes", GB)}
+    work = {name: found for name, found in series["phases"].items() if not name.startswith("stall_")}
+    waits = {STALLS.get(name, name): found for name, found in series["phases"].items() if name.startswith("stall_")}
     return draw.charts(
         draw.chart("Loss", with_evals, loss),
+        draw.chart("A step's work", xs, work, " s"),
+        draw.chart("Of it waited for", xs, waits, " s"),
         draw.chart("Tokens/s", xs, {"": scaled("tokens_per_s")}),
         draw.chart("VRAM", xs, {"": scaled("gpu_mem_bytes", GIB)}, " GiB"),
         draw.chart("RAM of the run", xs, ram, " GiB"),

@@ -24,12 +24,10 @@ BLOCKS = [("default", ""), *[(f"{kib // 1024} MiB" if kib >= 1024 else f"{kib} K
                                for kib in (512, 1024, 2048, 4096)]]  # fmt: skip
 DEPTHS = [("default", ""), *[(str(depth), depth) for depth in (4, 8, 16, 32)]]
 GUIDE = """**Path**: a folder on the fastest drive. Linux: `/mnt/nvme/outcore`; WSL2: a folder of Linux itself such as
-`~/outcore-nvme` (`/mnt/c/...` is several times slower). **Offloaded to NVMe** are optimizer states first (12 bytes a
-parameter, 10 with `split`), then parameters (2 bytes), then gradients; the forecast beside says how much space that
-needs. Parameters go there only when RAM is full."""
-GUIDE_ADVANCED = """**Block size**: 1 MiB for NVMe, 512 KiB for SATA SSDs, up to 4 MiB for PCIe 4.0 drives and arrays.
-**Queue depth**: 4 for SATA, 8 to 16 for one NVMe drive, 32 for several. **Pinned memory**: off on machines with less
-than 16 GB of RAM. These two and block size are DeepSpeed's own; the streaming engine chooses by measurement."""
+`~/outcore-nvme` (`/mnt/c/...` is several times slower). Optimizer states go there first (12 bytes a parameter,
+10 with `split`), then parameters (2 bytes), then gradients."""
+GUIDE_ADVANCED = """Block size, queue depth and pinned memory are for DeepSpeed's own engine; what suits the drive
+is said under its path. The streaming engine chooses by measurement."""
 TIERS = ("vram", "ram", "nvme")
 
 
@@ -87,6 +85,7 @@ class TrainPanel:
             self._field(self.rows["nvme_offload_path"])
             self.folder = gr.Dropdown([], label="Choose a folder", interactive=True, elem_id="choose_folder")
             self.path_said = gr.HTML()
+            self.space = gr.HTML(elem_id="nvme_space")
             for name in NVME[1:]:
                 self._field(self.rows[name])
             with gr.Accordion("Advanced", open=False):
@@ -139,10 +138,11 @@ class TrainPanel:
             try:
                 found = self.client.post("estimate", fields=fields(values))
             except ClientError as error:
-                return draw.page(draw.paragraph(str(error), "bad")), gr.skip(), gr.skip(), gr.skip(), gr.skip()
-            return banner_of(found), forecast_of(found), stages_of(found), found["command"], found["yaml"]
+                return draw.page(draw.paragraph(str(error), "bad")), *[gr.skip()] * 5
+            drawn = (banner_of(found), forecast_of(found), stages_of(found), space_of(found))
+            return *drawn, found["command"], found["yaml"]
 
-        shown = [self.banner, self.forecast, self.stages, self.command, self.yaml]
+        shown = [self.banner, self.forecast, self.stages, self.space, self.command, self.yaml]
         changes = [part.change for part in parts]
         gr.on(changes, estimate, parts, shown, trigger_mode="always_last", **QUIET)
         self.estimate, self.inputs, self.shown = estimate, parts, shown
@@ -183,7 +183,8 @@ class TrainPanel:
         except ClientError as error:
             return draw.page(draw.paragraph(str(error), "bad")), chooser
         kind = "bad" if not found["is_good"] else "note" if found["warning"] else "good"
-        return draw.page(draw.paragraph(found["words"], kind), draw.paragraph(found.get("speed", ""), "dim")), chooser
+        told = (draw.paragraph(found[key], "dim") for key in ("speed", "advice"))
+        return draw.page(draw.paragraph(found["words"], kind), *told), chooser
 
 
 def banner_of(found: dict[str, Any]) -> str:
@@ -239,6 +240,18 @@ def stages_of(found: dict[str, Any]) -> str:
         for name, stage in found["stages"].items()
     ]
     return draw.page(draw.table(("stage", "VRAM", "RAM", "drive", "a step"), rows, (1, 2, 3, 4)))
+
+
+def space_of(found: dict[str, Any]) -> str:
+    """What would lie on the drive, and the space that it needs."""
+    if found["problem"]:
+        return ""
+    told = found["offloaded"]
+    parts = [f"{name} {draw.amount('nvme', size)}" for name, size in told["parts_bytes"].items() if size]
+    needed, free = (draw.amount("nvme", told[key]) for key in ("needed_bytes", "free_bytes"))
+    words = f"On the drive: {', '.join(parts) or 'nothing'}. Space needed, with reserve: {needed}; free: {free}."
+    is_short = told["needed_bytes"] > told["free_bytes"]
+    return draw.page(draw.heading("Offloaded to NVMe"), draw.paragraph(words, "bad" if is_short else ""))
 
 
 def rows_of(found: dict[str, Any]) -> str:
