@@ -58,6 +58,15 @@ def wait_for(server, name, *statuses):
     raise AssertionError(f"still {record['status']}")
 
 
+def test_the_launch_descriptor_is_what_an_evaluation_keeps(server):
+    status, launch = ask(server, "/v1/launch")
+    assert status == 200 and (launch["tensor_parallel"], launch["pipeline_parallel"]) == (1, 1)
+    record = ask(server, PATH, {"tasks": "outcore_endings", "limit": 1})[1]
+    assert record["launch"] == {k: v for k, v in launch.items() if k not in ("model_hash", "placement")}
+    assert (record["model_hash"], record["placement"]) == (launch["model_hash"], launch["placement"])
+    wait_for(server, record["id"], "completed")
+
+
 def test_the_command_against_a_server_gives_what_it_gives_here(server, evaluation):
     here, _ = evaluation.run("outcore_endings,outcore_sums", limit=3)
     argv = ["evaluate", server.url, "--tasks", "outcore_endings,outcore_sums", "--limit", "3", "--json"]

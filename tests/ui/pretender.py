@@ -12,6 +12,12 @@ from pathlib import Path
 
 WORDS = [f"word{number} " for number in range(200)]
 CONTEXT = 2000
+METRICS = b"""# HELP x
+outcore_kv_bytes 4096
+outcore_weight_bytes{home="ram"} 12
+outcore_kv_pages{group="all",state="free"} 6
+outcore_kv_pages{group="all",state="used"} 2
+"""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -21,7 +27,9 @@ class Handler(BaseHTTPRequestHandler):
         if not self._allowed():
             return
         if self.path == "/metrics":
-            self._send(200, b'# HELP x\noutcore_kv_bytes 4096\noutcore_weight_bytes{home="ram"} 12\n', "text/plain")
+            self._send(200, METRICS, "text/plain")
+        elif self.path == "/v1/launch":
+            self._send(200, b'{"world_size": 1}')
         else:
             self._send(200, json.dumps({"data": [{"id": "m", "owned_by": "outcore"}]}).encode())
 

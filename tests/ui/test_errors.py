@@ -196,7 +196,8 @@ def test_panels_that_start_next_find_the_model_again(api, place, client):
     loaded(client.request)
     other = PanelsApi(place)
     assert other.host.state()["state"] == "ready"
-    assert other.host.metrics() == {"kv_bytes": 4096, "weight_bytes": {"ram": 12}}
+    assert other.host.residency()["weight_bytes"] == {"ram": 12} and other.host.residency()["kv_used_share"] == 0.25
+    assert client.get("/v1/launch").json() == other.host.state()["launch"] == {"world_size": 1}
     other.host.unload()
     until(lambda: api.host._child.exit_code is not None)
 

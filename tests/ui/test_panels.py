@@ -15,11 +15,12 @@ from starlette.testclient import TestClient
 from outcore.config import FIELDS
 from outcore.ui.api import PanelsApi, Place, table
 from outcore.ui.api.form import HIDDEN, argv_of, checked, command_of, said, yaml_of
+from outcore.ui.api.paths import advice
 from outcore.ui.app import create_app
 from outcore.ui.panels import draw
-from outcore.ui.panels.chat import bubbles, costs_of
+from outcore.ui.panels.chat import bubbles, costs_of, residency_of
 from outcore.ui.panels.runs import RunsPanel, compared_of, graphs_of, state_of
-from outcore.ui.panels.train import banner_of, forecast_of, stages_of
+from outcore.ui.panels.train import banner_of, forecast_of, space_of, stages_of
 from outcore.ui.settings import UiSettings
 
 
@@ -46,7 +47,7 @@ def run(tmp_path):
                 "step": n,
                 "loss": 9.0 - n,
                 "step_s": 0.6,
-                "phase_s": {"forward": 0.4},
+                "phase_s": {"forward": 0.4, "stall_ranks": 0.1 * n},
                 "ram_rss_bytes": 3 << 30,
                 "lr": 1e-3,
             }
@@ -92,6 +93,8 @@ def test_the_forecast_is_drawn_against_what_is_there(client):
     small = client.post("/v1/estimate", json={"fields": {"preset": "tiny"}}).json()
     assert small["fits"] and "do not need infinity" in small["needs_infinity"]
     assert banner_of(small) == "" and "tokens/s" in forecast_of(small)
+    small["offloaded"] |= {"needed_bytes": 3 * 10**12, "free_bytes": 10**12}
+    assert "Space needed, with reserve: 3.00 TB; free: 1.00 TB" in space_of(small)
     assert all(stage in stages_of(small) for stage in ("none", "zero1", "zero2", "zero3", "infinity"))
     large = client.post("/v1/estimate", json={"fields": {"preset": "llama-70b"}}).json()
     assert not large["fits"] and "Does not fit this machine" in banner_of(large) and "short" in forecast_of(large)
@@ -107,6 +110,8 @@ def test_runs_are_listed_drawn_compared_and_deleted(client, run, tmp_path):
     one, series = client.get("/v1/runs/one").json(), client.get("/v1/runs/one/series", params={"points": 2}).json()
     assert one["forecast"][0] == {"what": "step_s", "forecast": 0.5, "measured": 0.6}
     assert series["steps"] == [2, 5] and series["series"]["loss"] == [7.5, 5.0]
+    assert series["phases"]["stall_ranks"] == pytest.approx([0.15, 0.4])
+    assert "Of it waited for" in graphs_of(series) and "other GPUs" not in graphs_of({**series, "phases": {}})
     assert "one: finished" in state_of(one, series) and "validation" in graphs_of(
         client.get("/v1/runs/one/series").json()
     )
@@ -137,7 +142,24 @@ def test_reasoning_is_folded_and_costs_are_said():
     assert thought["metadata"] == {"title": "Reasoning", "status": "done"} and answer["content"] == "four"
     assert user["content"] == "2 + 2?"
     said = costs_of(message)
+    homes = {"weight_bytes": {"ram": 3 << 30, "nvme": 0}, "kv_used_share": 0.25, "kv_bytes": 1 << 30}
+    assert residency_of(homes) == ["weights 3.00 GiB in RAM", "keys and values 25% of 1.00 GiB used"]
+    assert residency_of(times) == []
     assert "2.5 tokens/s" in said and "50% of 10 prompt tokens" in said and "ended at max_tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "ram_gb", "words"),
+    [
+        ("nvme", 64, "queue depth 8 to 16"),
+        ("ssd", 64, "block size 512 KiB, queue depth 4"),
+        ("tmpfs", 64, ""),
+        ("nvme", 8, "turn pin_memory off"),
+    ],
+)
+def test_guidance_follows_the_drive_and_the_ram(kind, ram_gb, words):
+    said = advice(kind, ram_gb * 10**9)
+    assert words in said and ("pin_memory" in said) == (ram_gb < 16) and bool(said) == bool(words)
 
 
 def test_what_is_drawn_is_escaped():

@@ -42,11 +42,11 @@ def check_path(text: str, needed_gb: float = 0.0) -> dict[str, Any]:
         "kind": drive.kind,
         "free_bytes": drive.free_bytes,
         "speed": _speed(),
-        "advice": _advice(drive.kind, detect_machine().ram_total_bytes),
+        "advice": advice(drive.kind, detect_machine().ram_total_bytes),
     }
 
 
-def _advice(kind: str, ram_bytes: int) -> str:
+def advice(kind: str, ram_bytes: int) -> str:
     """Settings for DeepSpeed's own offload engine on this kind of drive and this much RAM."""
     words = ADVICE.get(kind, "")
     if ram_bytes < SMALL_RAM_BYTES:
