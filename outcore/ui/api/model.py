@@ -116,7 +116,7 @@ class ModelHost:
         return parse_metrics(page)
 
     def residency(self) -> dict[str, Any]:
-        """Where weights live and how full the pages of keys and values are; {} while no server says so."""
+        """Tell where weights live and how full the pages of keys and values are; {} while no server says so."""
         try:
             found = self.metrics()
         except ApiError:

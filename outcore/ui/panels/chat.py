@@ -186,7 +186,7 @@ def costs_of(message: dict[str, Any]) -> str:
 
 
 def residency_of(times: dict[str, Any]) -> list[str]:
-    """Where the weights live, and how full the room for keys and values is."""
+    """Words for where weights live and how full the room for keys and values is."""
     weights = {home: size for home, size in (times.get("weight_bytes") or {}).items() if size}
     homes = [f"{draw.amount(home, size)} in {draw.TIER_NAMES[home]}" for home, size in weights.items()]
     found = [f"weights {', '.join(homes)}"] if homes else []
