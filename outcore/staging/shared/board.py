@@ -95,6 +95,8 @@ class RankGroup:
         self._collectives = 0
         self.waited_s = [0.0] * n
         """Seconds that this rank's main thread has waited for each rank."""
+        self.collective_s: dict[str, float] = {}
+        """Seconds that any of this rank's threads has waited for others, by what for (without the part's name)."""
         self._gone: RankEnded | None = None
         self._closed = threading.Event()
         self._states[rank] = _RUNNING
@@ -133,6 +135,7 @@ class RankGroup:
         if self.has(counter, count, wanted):
             return
         begin_s = looked_s = time.monotonic()
+        kind = what.rpartition(" of ")[0] or what
         slice_s, is_named = 5e-5, False
         is_main = threading.current_thread() is threading.main_thread()
         missing = wanted
@@ -143,8 +146,10 @@ class RankGroup:
                 return
             time.sleep(slice_s)
             slice_s = min(1e-3, 1.2 * slice_s)
+            slept_s = time.monotonic() - now_s
+            self.collective_s[kind] = self.collective_s.get(kind, 0.0) + slept_s
             if is_main:
-                self.waited_s[missing[0]] += time.monotonic() - now_s
+                self.waited_s[missing[0]] += slept_s
             if now_s - looked_s > HEALTH_S:
                 looked_s = now_s
                 self.check(missing)
@@ -262,6 +267,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.waited_s = [0.0]
+        self.collective_s: dict[str, float] = {}
 
     def sums(self, values: Sequence[float], what: str) -> list[float]:
         return list(values)

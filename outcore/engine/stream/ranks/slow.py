@@ -20,6 +20,9 @@ class SlowRank:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._before = list(ranks.waited_s)
+        self._collectives_before: dict[str, float] = {}
+        self.collective_s: dict[str, float] = {}
+        """Seconds of the last step in each collective: `collective_update`, ..."""
         self._last, self._in_a_row = -1, 0
         self._named: set[int] = set()
 
@@ -27,6 +30,10 @@ class SlowRank:
         """Seconds of this step in which this rank waited for others. Logs a rank that is slow, once."""
         waited = [now - before for now, before in zip(self._ranks.waited_s, self._before, strict=True)]
         self._before = list(self._ranks.waited_s)
+        now = dict(self._ranks.collective_s)
+        spent = {kind: seconds - self._collectives_before.get(kind, 0.0) for kind, seconds in now.items()}
+        self.collective_s = {f"collective_{kind.replace(' ', '_')}": seconds for kind, seconds in spent.items()}
+        self._collectives_before = now
         slowest = max(range(len(waited)), key=waited.__getitem__)
         is_slow = waited[slowest] > SHARE * step_s
         self._in_a_row = self._in_a_row + 1 if is_slow and slowest == self._last else int(is_slow)
@@ -34,11 +41,12 @@ class SlowRank:
         if self._in_a_row >= STEPS and slowest not in self._named:
             self._named.add(slowest)
             logger.warning(
-                "rank %d is slow: rank %d waited for it %.0f %% of each of the last %d steps. Look at its GPU's clock, "
-                "temperature and link (nvidia-smi -q -d PERFORMANCE), and at what else runs there",
+                "rank %d is slow: rank %d waited for it %.0f %% of each of the last %d steps, mostly in: %s. Look at "
+                "its GPU's clock, temperature and link (nvidia-smi -q -d PERFORMANCE), and at what else runs there",
                 slowest,
                 self._ranks.rank,
                 100 * waited[slowest] / step_s,
                 STEPS,
+                max(spent, key=spent.__getitem__, default="?"),
             )
         return sum(waited)

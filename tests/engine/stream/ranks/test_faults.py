@@ -64,12 +64,16 @@ def test_a_slow_rank_is_named_and_waited_for(tmp_path):
 
 def test_a_rank_that_holds_up_every_step_is_named_once(caplog):
     class Ranks:
-        rank, waited_s = 0, [0.0, 0.0, 0.0]
+        rank, waited_s, collective_s = 0, [0.0, 0.0, 0.0], {"update": 0.0, "tokens": 0.0}
 
     slow = SlowRank(Ranks())  # pyright: ignore[reportArgumentType]
     for step in range(3 * STEPS):
         Ranks.waited_s[2 if step else 1] += 1.1 * SHARE
         Ranks.waited_s[1] += 0.01
+        Ranks.collective_s["update"] += 0.2
+        Ranks.collective_s["tokens"] += 0.03
         assert slow.step(1.0) == pytest.approx(1.1 * SHARE + 0.01)
+        assert slow.collective_s == pytest.approx({"collective_update": 0.2, "collective_tokens": 0.03})
         assert len(caplog.records) == (step >= STEPS)
     assert caplog.records[0].message.startswith("rank 2 is slow: rank 0 waited for it 22 %")
+    assert "mostly in: update" in caplog.records[0].message
