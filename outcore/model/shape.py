@@ -168,6 +168,7 @@ def shape_from_config(name: str, config: Any) -> ModelShape:
         is_encoder_decoder=facts.is_encoder_decoder,
         max_positions=max_positions(config),
         adapters=_adapters(model, layers),
+        matrices=_by_layer(layers, _matrices(layers)),
         stays_eager=stays_eager({**config.to_dict(), **text.to_dict()}),
     )
 
@@ -210,6 +211,20 @@ def _by_layer(layers: list[Any], found: list[tuple[Any, list[int]]]) -> Blocks:
     layer_of = {id(p): number for number, layer in enumerate(layers) for p in layer.parameters()}
     cut = groupby(found, key=lambda pair: layer_of.get(id(pair[0])))
     return in_blocks([[number for _, numbers in pairs for number in numbers] for _, pairs in cut])
+
+
+def _matrices(layers: list[Any]) -> list[tuple[Any, list[int]]]:
+    """(weight, its elements and columns) of linear layers and stacked experts; `outcore.flow.parts` packs these."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    found = {}
+    for module in (module for layer in layers for module in layer.modules()):
+        for weight in module._parameters.values():
+            is_linear = weight is not None and weight.ndim == 2 and isinstance(module, (nn.Linear, Conv1D))
+            if weight is not None and (is_linear or weight.ndim == 3):
+                found[id(weight)] = (weight, [weight.numel(), weight.shape[-1]])
+    return list(found.values())
 
 
 def _adapters(model: Any, layers: list[Any]) -> Blocks:

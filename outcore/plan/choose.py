@@ -62,7 +62,14 @@ def choose(shape: ModelShape, request: RunRequest, hardware: Hardware) -> PlanAn
     stages = {stage: best_stage(shape, request, hardware, seq_length, stage) for stage in STAGES}
     stream = best_stream(shape, request, hardware, seq_length) if not refusal else None
     open_plans = [plan for stage, plan in stages.items() if request.zero_stage in (None, stage)]
-    if request.engine != "deepspeed" and stream is not None:
+    if shape.quantize:
+        if stream is None or request.engine == "deepspeed":
+            raise ValueError(
+                f"quantize {shape.quantize}: only the streaming engine keeps a packed base"
+                f"{', and it cannot take this run: ' + refusal if refusal else ''}. Leave quantize out."
+            )
+        open_plans = [stream]
+    elif request.engine != "deepspeed" and stream is not None:
         only = request.engine == "stream" or request.zero_stage is not None or stream.fits  # what train_model.py takes
         open_plans = [stream] if only else [*open_plans, stream]
     best = _best(open_plans)
@@ -112,6 +119,8 @@ def mild_changes(shape: ModelShape, request: RunRequest) -> Iterator[tuple[str, 
             shape,
             replace(request, max_grad_norm=0.0),
         )
+    if shape.lora_r and not shape.quantize and shape.matrices:
+        yield "a base packed in 4 bits: --quantize nf4", shape.packed("nf4"), request
     seq_length = seq_length_of(shape, request)
     for divisor in (2, 4, 8):
         if seq_length // divisor >= 128:
@@ -174,7 +183,9 @@ def batches(request: RunRequest) -> list[tuple[int, int]]:
 
 
 def best_stage(shape: ModelShape, request: RunRequest, hardware: Hardware, seq_length: int, stage: str) -> Plan:
-    """The best plan of one ZeRO stage: least offload and largest micro-batch that fit, whatever is faster."""
+    """The best plan of one ZeRO stage: least offload and largest micro-batch that fit, whatever is faster. DeepSpeed
+    packs no base."""
+    shape = dataclasses.replace(shape, quantize="")
     plans = [
         plan_deepspeed(
             shape,

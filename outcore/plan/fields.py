@@ -55,6 +55,8 @@ class InferFields:
     throughput says what for."""
     infer_preset: Literal["balanced", "latency", "throughput"] = "balanced"
     """What --preset means beside --infer."""
+    infer_quantize: Literal["none", "int8", "nf4"] = "none"
+    """What --quantize means beside --infer."""
     context: int | None = setting(None, above=0)
     """Tokens of prompt and answer together."""
     kv_format: Literal["same", "int8"] = "same"
@@ -88,17 +90,13 @@ def parse_plan(argv: list[str] | None) -> PlanConfig:
     if any(arg.partition("=")[0] == "--infer" for arg in args):
         for i, arg in enumerate(args):
             value = arg.partition("=")[2] or (args[i + 1] if i + 1 < len(args) else "")
-            if arg.partition("=")[0] == "--preset" and value in MODES:
+            if (arg.partition("=")[0] == "--preset" and value in MODES) or arg.partition("=")[0] == "--quantize":
                 args[i] = "--infer_" + arg.removeprefix("--")
     config = parse(args, PlanConfig, PROG, DESCRIPTION)
     if config.lora_r == 0 and config.lora_target_modules != "auto":
         raise ConfigError("lora_target_modules is given but lora_r is 0: add --lora_r 16 to plan adapters.")
     if config.model_module is not None:
         raise ConfigError("model_module: the planner cannot count a model that only its own builder knows.")
-    if config.quantize != "none":
-        raise ConfigError(
-            "quantize: the planner does not count packed weights yet. Leave it out to plan a 16-bit base."
-        )
     if config.deepspeed_config != PlanConfig.deepspeed_config:
         raise ConfigError(
             "deepspeed_config: outcore plan chooses what is left open; a run with this file is planned by "

@@ -27,6 +27,7 @@ from outcore.sizing.inference import (
     place_inference,
 )
 from outcore.sizing.shape import ModelShape
+from outcore.sizing.states import QUANTIZED
 
 STREAMS = (1, 8, 64, 256)
 CONTEXTS = (1024, 32768)
@@ -98,12 +99,17 @@ class InferencePlan:
         resident_bytes = placement.bytes_at("vram") + (0 if kv_travels else kv_bytes)
         return Pass(
             flops=2.0 * rows * shape.active_layer_params + 2.0 * answers * shape.head_weight_numel,
-            device_bytes=resident_bytes + placement.travelling_bytes,
+            device_bytes=resident_bytes + placement.travelling_bytes + self._expanded_bytes(),
             launched_layers=shape.num_layers * FORWARD_SHARE,
             h2d_bytes=placement.travelling_bytes + (kv_bytes if kv_travels else 0),
             read_bytes=placement.bytes_at("nvme") + (kv_bytes if placement.kv_home == "nvme" else 0),
             ram_bytes=placement.bytes_at("ram") + kv_bytes if is_cpu else 0.0,
         )
+
+    def _expanded_bytes(self) -> int:
+        """Bytes of packed layers as they are used: written once and read once in a pass."""
+        shape = self.shape
+        return 2 * self.itemsize * sum(shape.layer_params) if shape.quantize else 0
 
     def _unhidden_bytes(self) -> float:
         """Bytes of embedding and head, which have no neighbour to hide behind: half hides behind the last layers."""
@@ -139,8 +145,12 @@ class InferenceRates:
 
 def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float) -> InferenceNeeds:
     """What is to be placed, counted from the shape."""
+    saved, is_packed = shape.layer_saved_bytes(itemsize), bool(shape.quantize)
     kv = round(2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * kv_itemsize)
-    layers = [PartSize(f"layer {i}", n * itemsize, True) for i, n in enumerate(shape.layer_params)]
+    layers = [
+        PartSize(f"layer {i}", n * itemsize - saved, True, n * itemsize if is_packed else 0)
+        for i, n in enumerate(shape.layer_params)
+    ]
     if shape.tied:
         parts = (
             PartSize("embedding and head", (shape.embedding_params + shape.head_params) * itemsize, False),
@@ -163,9 +173,11 @@ def plan_inference(
     precision: str = "bf16",
     context: int | None = None,
     kv_format: str = "same",
+    quantize: str = "none",
     uses_nvme: bool = True,
 ) -> InferencePlan:
     """Place and time. DoesNotFit (a ValueError) in numbers; ValueError for a model that cannot be streamed."""
+    shape = shape.packed(quantize)
     if shape.is_encoder_decoder:
         raise ValueError("an encoder-decoder has two stacks of layers; only decoder-only models are served.")
     itemsize = 4 if precision == "fp32" else 2
@@ -193,9 +205,12 @@ def plan_of(name: str, config: Any, hardware: Hardware, placement: Placement, it
 
 def changes(plan: InferencePlan, **asked: Any) -> list[str]:
     """What one change would give, where it gives at least a tenth."""
-    now = plan.tokens_per_s(64, 1024)
+    now, alone = plan.tokens_per_s(64, 1024), plan.tokens_per_s(1, 1024)
     found = []
     tried: dict[str, dict[str, Any]] = {f"--preset {name}": {"preset": name} for name in PRESETS}
+    if asked.get("quantize", "none") == "none" and plan.shape.matrices:
+        for name, size in QUANTIZED.items():
+            tried[f"--quantize {name} ({size.bits:g} bits: {size.quality})"] = {"quantize": name}
     tried["--kv_format int8"] = {"kv_format": "int8"}
     if asked.get("context") is None or asked["context"] > 2048:
         tried["--context 2048"] = {"context": 2048}
@@ -204,9 +219,14 @@ def changes(plan: InferencePlan, **asked: Any) -> list[str]:
             other = plan_inference(plan.shape, plan.hardware, **{**asked, **change})
         except ValueError:
             continue
-        rate = other.tokens_per_s(64, 1024)
-        if rate >= 1.1 * now:
-            found.append(f"{words}: {rate:,.1f} tokens/s at 64 answers instead of {now:,.1f}")
+        rate, one = other.tokens_per_s(64, 1024), other.tokens_per_s(1, 1024)
+        if rate >= 1.1 * now or ("quantize" in change and one >= 1.1 * alone):
+            size = format_gib(sum(part.size_bytes for part in other.placement.parts))
+            weights = f"{size} of weights, {one:,.1f} tokens/s at 1 answer instead of {alone:,.1f}, "
+            found.append(
+                f"{words}: {weights if 'quantize' in change else ''}{rate:,.1f} tokens/s at 64 answers instead of "
+                f"{now:,.1f}"
+            )
     return found
 
 

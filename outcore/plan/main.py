@@ -90,7 +90,7 @@ def answer_to(args: PlanConfig) -> Asked:
     hardware, shape = _hardware(args), _shape(args)
     request = _request(args)
     if args.lora_r:
-        shape = shape.with_lora(args.lora_r)
+        shape = shape.with_lora(args.lora_r).packed(args.quantize)
     answer = choose_or_change(shape, request, hardware)
     advice = advise(shape, request, hardware, answer.plan)
     if taught := last_time(answer.plan, hardware):
@@ -158,6 +158,7 @@ def _infer(args: PlanConfig, shape: ModelShape, hardware: Hardware) -> int:
         "precision": "bf16" if args.precision == "auto" else args.precision,
         "context": args.context,
         "kv_format": args.kv_format,
+        "quantize": args.infer_quantize,
     }
     try:
         plan = plan_inference(shape, hardware, **asked)

@@ -120,6 +120,8 @@ class Plan:
     """Budget of the staged offload, where the plan rests on one."""
     lora_targets: tuple[str, ...] = ()
     use_dora: bool = False
+    quantize: str = ""
+    """Format of the frozen base; '': 16 or 32 bits."""
     modules_to_save: tuple[str, ...] = ()
     """Targets as in `ModelShape`."""
 
@@ -223,6 +225,8 @@ class Plan:
         words += ["--use_dora"] * (self.lora_r > 0 and self.use_dora)
         if self.lora_r and self.modules_to_save:
             words.append(f"--lora_modules_to_save {','.join(self.modules_to_save)}")
+        if self.quantize:
+            words.append(f"--quantize {self.quantize}")
         words.append(f"--seq_length {self.seq_length} --per_device_train_batch_size {self.micro_batch}")
         words.append(f"--gradient_accumulation_steps {self.accumulation}")
         return " ".join(words)
@@ -231,7 +235,7 @@ class Plan:
     def title(self) -> str:
         """Engine, stage and offload in a few words."""
         if self.engine == "stream":
-            return f"stream, {self.offload}"
+            return f"stream, {self.quantize + ' base, ' if self.quantize else ''}{self.offload}"
         return f"DeepSpeed {self.zero_stage}, {self.offload}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -252,6 +256,7 @@ class Plan:
             "accumulation": self.accumulation,
             "num_gpus": self.num_gpus,
             "lora_r": self.lora_r,
+            "quantize": self.quantize or None,
             "lora_targets": list(self.lora_targets),
             "use_dora": self.use_dora,
             "modules_to_save": list(self.modules_to_save),

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from outcore.sizing.states import PACKED_SIZES
+
 Blocks = tuple[tuple[int, tuple[int, ...]], ...]
 """(how many in a row, the numbers of each) of blocks of a model in its order: a layer, or what lies beside them."""
 
@@ -68,6 +70,10 @@ class ModelShape:
     """Elements of the base's parameters that are trained whole beside the adapters."""
     whole_in_ends: int = 0
     """Elements of them in embedding and head."""
+    matrices: Blocks = ()
+    """(elements, columns) of each matrix of the layers that a packed base packs, in turn."""
+    quantize: str = ""
+    """Format that the frozen base is packed in at home; '': 16 or 32 bits."""
     stays_eager: bool = False
     """Layers have dropout, or routers a balancing loss: the streaming engine neither compiles nor captures them."""
 
@@ -102,6 +108,22 @@ class ModelShape:
     def whole_in_layer(self) -> int:
         """Elements of a layer that are trained whole beside its adapters, on average over the layers."""
         return -(-(_elements(self.whole) - self.whole_in_ends) // self.num_layers)
+
+    def saved_bytes(self, element_bytes: int) -> int:
+        """Bytes less that the base takes at home because it is packed."""
+        if not self.quantize:
+            return 0
+        size = PACKED_SIZES[self.quantize]
+        return sum(
+            times * (numel * element_bytes - size.of(numel))
+            for times, block in self.matrices
+            for numel, columns in zip(block[::2], block[1::2], strict=True)
+            if columns % size.block == 0
+        )
+
+    def layer_saved_bytes(self, element_bytes: int) -> int:
+        """Bytes less of one layer, on average."""
+        return self.saved_bytes(element_bytes) // self.num_layers
 
     @property
     def head_weight_numel(self) -> int:
@@ -139,6 +161,13 @@ class ModelShape:
                 f"{self.name} has no linear layers that LoRA adapters could go on: plan it without lora_r."
             )
         return dataclasses.replace(self, lora_r=rank)
+
+    def packed(self, quantize: str | None) -> ModelShape:
+        """Shape of this model with a frozen base in this format (none: as it is). ValueError where nothing packs."""
+        shape = dataclasses.replace(self, quantize="" if quantize in (None, "none") else quantize)
+        if shape.quantize and not shape.saved_bytes(2):
+            raise ValueError(f"quantize {quantize}: no matrix of {self.name} divides into its blocks. Leave it out.")
+        return shape
 
 
 def _elements(blocks: Blocks) -> int:
@@ -182,12 +211,14 @@ def _decoder(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
     tensors = [hidden * q_dim, hidden * kv_dim, hidden * kv_dim, q_dim * hidden]
     tensors += [head_dim] * 2 if model_type.startswith("qwen3") else []  # Qwen3 norms each head of q and k
     adapters = [hidden, q_dim, hidden, kv_dim, hidden, kv_dim, q_dim, hidden]
+    experts_in: list[int] = []
     inactive = top_k = 0
     if model_type == "qwen3_moe":
         experts, top_k, width = f["num_experts"], f["num_experts_per_tok"], f["moe_intermediate_size"]
         inactive = (experts - top_k) * 3 * hidden * width
         tensors += [experts * 2 * hidden * width, experts * hidden * width, hidden * experts]  # gate and up are one
         ffn = top_k * width
+        experts_in = [experts * 2 * hidden * width, hidden, experts * hidden * width, width]
     else:
         tensors += [hidden * ffn] * 3
         adapters += [hidden, ffn, hidden, ffn, ffn, hidden]
@@ -213,8 +244,15 @@ def _decoder(name: str, model_type: str, f: Mapping[str, Any]) -> ModelShape:
         tied_numels=(vocab * hidden,) if tied else (),
         max_positions=f["max_position_embeddings"],
         adapters=in_blocks([adapters] * layers),
+        matrices=in_blocks([[*_matrices(adapters), *experts_in]] * layers),
         stays_eager=stays_eager(f),
     )
+
+
+def _matrices(adapters: Sequence[int]) -> list[int]:
+    """`ModelShape.matrices` of linear layers from (in, out) of each in turn."""
+    pairs = zip(adapters[::2], adapters[1::2], strict=True)
+    return [number for inner, outer in pairs for number in (inner * outer, inner)]
 
 
 def _gpt2(name: str, f: Mapping[str, Any]) -> ModelShape:
@@ -243,6 +281,7 @@ def _gpt2(name: str, f: Mapping[str, Any]) -> ModelShape:
         tied_numels=(vocab * hidden,),
         max_positions=positions,
         adapters=in_blocks([[hidden * n for n in (1, 3, 1, 1, 1, 4, 4, 1)]] * layers),
+        matrices=in_blocks([[hidden * n for n in (3 * hidden, 3, hidden, 1, 4 * hidden, 4, 4 * hidden, 1)]] * layers),
         stays_eager=stays_eager({"attn_pdrop": 0.1, "resid_pdrop": 0.1, **f}),
     )
 
@@ -278,5 +317,8 @@ def _t5(name: str, f: Mapping[str, Any]) -> ModelShape:
         tied_numels=(vocab * hidden,) * 3,  # of encoder, decoder and head: all are the shared embedding in the end
         is_encoder_decoder=True,
         adapters=in_blocks([[*adapted, *widened]] * layers + [[*adapted, *adapted, *widened]] * layers),
+        matrices=in_blocks(
+            [_matrices([*adapted, *widened])] * layers + [_matrices([*adapted, *adapted, *widened])] * layers
+        ),
         stays_eager=stays_eager({"dropout_rate": 0.1, **f}),
     )

@@ -1,8 +1,12 @@
-"""Formats of optimizer states: bytes per parameter, in RAM and on a drive. Their layout is outcore/optim/formats."""
+"""Formats of optimizer states and of a packed base: bytes per parameter, in RAM and on a drive.
+
+Their layouts are outcore/optim/formats and outcore/formats.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 BLOCK_NUMEL = 256
@@ -29,3 +33,40 @@ bytes per parameter and transfer for random gradients, measured. The CPU's rate 
 times what a drive of 7 GB/s brings and takes."""
 COMPRESSION_ROOM = 1
 """Bytes per parameter kept free for it on the drive, and twice in a slot of the ring."""
+
+
+@dataclass(frozen=True)
+class PackedSize:
+    """What one packed format of a frozen base takes and loses."""
+
+    block: int
+    """Columns that share a scale: rows that do not divide into them stay as they are."""
+    block_bytes: int
+    quality: str
+    """For people."""
+
+    def of(self, numel: int) -> int:
+        """Bytes of so many values."""
+        return numel // self.block * self.block_bytes
+
+    @property
+    def bits(self) -> float:
+        """Bits a value."""
+        return 8 * self.block_bytes / self.block
+
+
+AS_PUBLISHED = "as its checkpoint has it"
+QUANTIZED = {
+    "int8": PackedSize(128, 132, "255 levels in each 128 values, little is lost"),
+    "nf4": PackedSize(64, 36, "16 levels in each 64 values, what QLoRA trains on"),
+}
+"""What `--quantize` takes, the larger first."""
+PACKED_SIZES = {
+    **QUANTIZED,
+    "fp8_128": PackedSize(128, 132, AS_PUBLISHED),
+    "mxfp4": PackedSize(32, 17, AS_PUBLISHED),
+    "int4_128_fp16_zero": PackedSize(128, 67, AS_PUBLISHED),
+    "q4_k": PackedSize(256, 144, AS_PUBLISHED),
+    "q8_0": PackedSize(32, 34, AS_PUBLISHED),
+}
+"""tests/plan/stream/test_packed.py holds it against the formats themselves."""

@@ -11,6 +11,7 @@ from outcore.plan.hardware import Hardware
 from outcore.plan.record import TIER_WORDS, Plan
 from outcore.plan.request import RunRequest
 from outcore.sizing.shape import ModelShape
+from outcore.sizing.states import QUANTIZED
 
 WORTH_SAYING = 1.05
 """A change that gains less than this is not advised."""
@@ -35,19 +36,22 @@ class Advice:
     change: str | None = None
     gain: float = 1.0
     """Tokens per second after the change against before."""
+    packed: str = ""
+    """What packing the frozen base would change, in a sentence; '' where it saves nothing that is short."""
 
     def words(self) -> str:
         """Both in a sentence each."""
         text = f"Limited by {self.constraint}."
         if self.change:
             text += f" One change that helps most: {self.change} ({self.gain:.1f} x the tokens per second)."
-        return text
+        return f"{text} {self.packed}".strip()
 
 
 def advise(shape: ModelShape, request: RunRequest, hardware: Hardware, plan: Plan) -> Advice:
     """What limits `plan`, and which of the usual changes gains most tokens per second on it."""
+    packed = packed_words(shape, request, hardware, plan)
     if not plan.fits:
-        return Advice(shortage_words(plan))
+        return Advice(shortage_words(plan), packed=packed)
     seconds = plan.time.terms_s
     longest = plan.time.longest
     taken_s = seconds["drive_read_s"] + seconds["drive_write_s"] if longest == "drive_s" else seconds[longest]
@@ -62,7 +66,33 @@ def advise(shape: ModelShape, request: RunRequest, hardware: Hardware, plan: Pla
             continue
         if other.fits and (gain := other.tokens_per_s / plan.tokens_per_s) > least_gain:
             best_words, best_gain, least_gain = words, gain, gain * WORTH_MORE
-    return Advice(constraint, best_words, best_gain)
+    return Advice(constraint, best_words, best_gain, packed)
+
+
+def packed_words(shape: ModelShape, request: RunRequest, hardware: Hardware, plan: Plan) -> str:
+    """Which packed base saves the drive, or makes the run fit at all, and what that costs; '' where none does, or a
+    16-bit base is in RAM already. The wider format is proposed where it does as much."""
+    reads = plan.engine == "stream" and plan.drive_read_bytes_per_step > 0
+    if not shape.lora_r or shape.quantize or not shape.matrices or (plan.fits and not reads):
+        return ""
+    request = dataclasses.replace(request, engine="stream", zero_stage=None)
+    for name, size in QUANTIZED.items():
+        try:
+            packed = shape.packed(name)
+            other = choose(packed, request, hardware).plan
+        except ValueError:
+            continue
+        if not other.fits or other.drive_read_bytes_per_step:
+            continue
+        e = request.element_bytes
+        now, then = (format_gib(e * one.base_params - one.saved_bytes(e)) for one in (shape, packed))
+        instead = f" instead of {format_s(plan.time.step_s)}" if plan.fits else ""
+        read = f", nothing read from the drive ({format_gb(plan.drive_read_bytes_per_step)} now)" if reads else ""
+        return (
+            f"--quantize {name} keeps the frozen base in RAM: {then} instead of {now}{read}, "
+            f"{format_s(other.time.step_s)} a step{instead}; {size.bits:g} bits a weight, {size.quality}."
+        )
+    return ""
 
 
 def shortage_words(plan: Plan) -> str:

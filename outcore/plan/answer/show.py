@@ -83,6 +83,8 @@ def show(answer: PlanAnswer, advice: Advice, hardware: Hardware, *, run_it: str,
             console.print(f"Smallest change that fits: [bold]{change.words}[/] -> {_outcome(change.plan)}")
         else:
             console.print("No single change that was tried makes it fit this machine.")
+        if advice.packed:
+            console.print(advice.packed)
     else:
         console.print(advice.words())
     console.print()

@@ -27,6 +27,7 @@ LEAST_STEPS = 5
 def kind_of(plan: Plan) -> str:
     """The kind of run whose forecasts err alike."""
     trained = f"LoRA r={plan.lora_r}" if plan.lora_r else "all weights"
+    trained += f" over {plan.quantize}" if plan.quantize else ""
     return f"{plan.engine} engine, {plan.offload}, {plan.state_format}, {plan.precision}, {trained}"
 
 

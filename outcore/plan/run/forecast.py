@@ -15,11 +15,12 @@ from typing import Any
 
 from outcore.common.quantities import format_gib
 from outcore.config import RunSettings
+from outcore.formats.checkpoint import usual_format
 from outcore.machine import Machine, detect_machine
 from outcore.model.settings import ModelSettings
 from outcore.model.shape import on_targets, shape_from_config
 from outcore.model.source import resolve_source
-from outcore.plan.answer.advice import advise
+from outcore.plan.answer.advice import advise, packed_words
 from outcore.plan.answer.show import show
 from outcore.plan.choose import Change, PlanAnswer, best_stage, best_stream, choose_or_change, stream_refusal
 from outcore.plan.deepspeed.forecast import plan_deepspeed
@@ -65,7 +66,9 @@ def run_shape(settings: ModelSettings, tokenizer: Any) -> ModelShape:
     lora, targets = settings.lora, settings.lora.target_modules
     targets = () if isinstance(targets, str) else targets  # a string: auto
     shape = on_targets(shape, config, targets, lora.use_dora, lora.modules_to_save)
-    return replace(shape.with_lora(settings.lora.r), stays_eager=shape.stays_eager or settings.lora.dropout > 0)
+    published = getattr(config, "quantization_config", None)
+    shape = shape.with_lora(settings.lora.r).packed(usual_format(published) if published else settings.quantize)
+    return replace(shape, stays_eager=shape.stays_eager or settings.lora.dropout > 0)
 
 
 def run_request(settings: RunSettings, layout: Layout, seq_length: int, kept: int) -> RunRequest:
@@ -208,6 +211,13 @@ class Forecaster:
         request = request_of(forecast.plan, save_total_limit=1)
         advice = advise(shape, request, hardware, forecast.plan)
         show(answer, advice, hardware, run_it="the same command without --plan")
+
+    def packed_base(self, forecast: Forecast) -> str:
+        """What a packed base would save this run, in a sentence; '' where it saves nothing that is short."""
+        if self._known is None or forecast.plan is None:
+            return ""
+        request = request_of(forecast.plan, save_total_limit=2)
+        return packed_words(self._known[0], request, self._known[1], forecast.plan)
 
     def change_that_fits(self, forecast: Forecast) -> str:
         """What would make a run fit that does not, in words; '' when nothing that was tried does."""

@@ -73,6 +73,7 @@ def plan_stream(
         lora_targets=shape.lora_targets,
         use_dora=shape.use_dora,
         modules_to_save=shape.modules_to_save,
+        quantize=shape.quantize,
         homes={
             "parameters": _home(spill.parameters),
             "optimizer states": _home(spill.states),

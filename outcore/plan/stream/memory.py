@@ -54,7 +54,9 @@ def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
     adapters = -(-shape.adapter_params // shape.num_layers)  # a layer's
     whole = [params for i, params in enumerate(shape.layer_params) if i not in tiling.layers]
     layer, ends = max(whole) + adapters if whole else 0, 0 if tiling.ends else shape.ends_params
-    buffers = min(holding.layer_buffers, len(whole)) * layer + ends
+    buffers = e * (min(holding.layer_buffers, len(whole)) * layer + ends)
+    if shape.quantize:  # buffers hold packed layers, one is expanded beside them
+        buffers += e * layer - min(holding.layer_buffers, len(whole)) * shape.layer_saved_bytes(e)
     of_layer, of_ends = layer, ends  # elements with gradients
     if shape.lora_r:
         of_layer, of_ends = adapters + shape.whole_in_layer if whole else 0, min(ends, shape.whole_in_ends)
@@ -74,7 +76,7 @@ def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
     beyond = 0 if tiling.ends else max(0, needs.evaluation - in_step)
     name = "activations of the largest unit" if (work, gradients) == layer_peak else "logits of one chunk"
     return [
-        Item("vram", PARAMETERS, e * buffers),
+        Item("vram", PARAMETERS, buffers),
         Item("vram", TILES, tiling.held_tile_bytes),
         Item("vram", GRADIENTS, 4 * summed + holding.ship_buffers * e * leaving),
         Item("vram", "gradients before they are summed", gradients),
@@ -125,7 +127,7 @@ def ram_parts(case: Case[StreamLayout], all_checkpoints: int, tiling: Tiling) ->
     shape, layout, e, trained = case.shape, case.layout, case.element_bytes, case.shape.trainable_params
     master, moments = STATE_FORMATS[case.request.format]
     sizes = {
-        PARAMETERS: e * shape.total_params,
+        PARAMETERS: e * shape.total_params - shape.saved_bytes(e),
         "master": int(master * trained),
         "moments": int(moments * trained),
         GRADIENTS: e * trained,

@@ -71,6 +71,8 @@ def tiling_of(case: Case[StreamLayout]) -> Tiling:
     """What the engine will do with this model there."""
     shape, layout, e = case.shape, case.layout, case.element_bytes
     device_bytes = device_bytes_of(case.hardware, layout)
+    if device_bytes is not None and shape.quantize:  # one layer at a time is expanded beside the buffers
+        device_bytes -= e * max(shape.layer_params)
     holding = Holding(layer_buffers=layout.layer_buffers)
     if device_bytes is None and layout.tiling != "on":
         return Tiling(holding=holding)
@@ -104,7 +106,10 @@ def _units(shape: ModelShape, element_bytes: int, tile_bytes: int) -> tuple[Unit
         beside = adapters + shape.whole_in_layer if is_layer else min(params, shape.whole_in_ends)
         trained = beside if shape.lora_r else params
         size = element_bytes * (params + (adapters if is_layer else 0))
-        return UnitSize(index, is_layer, size, trained, element_bytes * largest_weight > tile_bytes // RESIDENT_SHARE)
+        is_large = element_bytes * largest_weight > tile_bytes // RESIDENT_SHARE
+        if is_layer and shape.quantize:  # packed layers are never in tiles
+            return UnitSize(index, is_layer, size - shape.layer_saved_bytes(element_bytes), trained, False)
+        return UnitSize(index, is_layer, size, trained, is_large)
 
     def largest_of(params: int) -> int:
         widest = max(shape.num_heads * shape.head_dim, shape.ffn_width)

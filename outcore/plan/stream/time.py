@@ -109,7 +109,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     forward = Pass(
         flops=case.flops.forward,
         attention_flops=case.flops.attention_forward,
-        device_bytes=case.device_bytes[0],
+        device_bytes=case.device_bytes[0] + links.expanded,
         launched_layers=calls * per_call[0],
         h2d_bytes=links.up_forward + links.tiles_forward,
         d2h_bytes=links.moved,
@@ -123,7 +123,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     backward = Pass(
         flops=case.flops.backward + again,  # logits of tiles
         attention_flops=case.flops.attention_backward,
-        device_bytes=case.device_bytes[1],
+        device_bytes=case.device_bytes[1] + links.expanded,
         launched_layers=calls * per_call[1],
         h2d_bytes=links.up_backward + links.moved + links.tiles_backward,
         d2h_bytes=links.down + links.tiles.gradients,
@@ -152,11 +152,18 @@ class _Links:
     def up_forward(self) -> int:
         shape = self.case.shape
         whole = shape.embedding_params + sum(shape.layer_params) + shape.adapter_params + self.head
-        return self.case.element_bytes * whole
+        return self.case.element_bytes * whole - shape.saved_bytes(self.case.element_bytes)
 
     @property
     def up_backward(self) -> int:
-        return self.case.element_bytes * (sum(self.case.shape.layer_params) + self.case.shape.adapter_params)
+        shape, e = self.case.shape, self.case.element_bytes
+        return e * (sum(shape.layer_params) + shape.adapter_params) - shape.saved_bytes(e)
+
+    @property
+    def expanded(self) -> int:
+        """Bytes of packed layers that are read and written in the device's memory as they arrive, in each pass."""
+        shape, e = self.case.shape, self.case.element_bytes
+        return 2 * e * sum(shape.layer_params) - shape.saved_bytes(e) if shape.quantize else 0
 
     @property
     def moved(self) -> int:

@@ -59,6 +59,8 @@ class Planned:
         """
         say, forecast = self.job.say, self.forecast(decision)
         why = forecast.why_not(decision.shortage)
+        if proposal := self.forecaster.packed_base(forecast):
+            say(proposal)
         if why and forecast.plan is not None:
             change = self.forecaster.change_that_fits(forecast)
             say(f"what would fit: {change}" if change else "no single change that was tried makes it fit this machine")
