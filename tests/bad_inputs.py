@@ -232,7 +232,7 @@ CASES: list[Case] = [
          ("holds no config.json",),
          "nothing", file("m/readme.md", "x")),
     Case("model-gguf", "a GGUF file", "--model_name_or_path {here}/m.gguf", 2,
-         ("is a file", "GGUF files are not read"),
+         ("m.gguf cannot be read as a GGUF file",),
          "nothing", file("m.gguf", "GGUF")),
     Case("model-pickle", "weights as a pickle", "--model_name_or_path {here}/model", 2,
          ("no *.safetensors", "pickle, which is not read"), "nothing", pickled_weights),

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from outcore.formats.checkpoint import Entry, PackedCheckpoint, PackedEntry, open_safetensors
+from outcore.formats.checkpoint import GGUF, Entry, PackedCheckpoint, PackedEntry, method_of, open_safetensors
+from outcore.formats.gguf_files import open_gguf
 from outcore.formats.packed import PackedSpec, PackedTensor
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -24,7 +25,10 @@ Source = tuple[str, str | None, Entry]
 
 
 def open_packed(skeleton: Any, files: list[Path], quantization: Mapping[str, Any]) -> PackedWeights:
-    """The feed of a safetensors checkpoint with this `quantization_config`. RuntimeError."""
+    """The feed of a safetensors checkpoint with this `quantization_config`, or of a GGUF file. RuntimeError."""
+    if method_of(quantization) == GGUF:
+        names = [name for name, _ in skeleton.named_parameters(remove_duplicate=False)]
+        return PackedWeights(skeleton, open_gguf(files[0], skeleton.config, names))
     return PackedWeights(skeleton, open_safetensors(files, dict(quantization)))
 
 

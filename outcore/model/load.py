@@ -210,6 +210,10 @@ def _from_weights(
 
     auto = AutoModelForSeq2SeqLM if source.is_encoder_decoder else AutoModelForCausalLM
     assert source.path is not None
+    if Path(source.path).is_file():
+        raise ValueError(
+            f"{source.path}: GGUF files are read by the streaming engine only. Leave out --engine deepspeed."
+        )
     try:
         loaded: Any = auto.from_pretrained(
             source.path,
@@ -365,9 +369,9 @@ def _attention_error(error: ValueError | ImportError, source: ModelSource, setti
             f"This {source.config.model_type} model does not run with attn_implementation "
             f"{settings.attn_implementation!r}: {text.strip().splitlines()[0]} Use --attn_implementation auto."
         )
-    if source.path is not None:
-        return hub_error(source.path, error, settings.trust_remote_code)
-    return error
+    if source.path is None or Path(source.path).is_file():
+        return error
+    return hub_error(source.path, error, settings.trust_remote_code)
 
 
 def partitioned(model: nn.Module) -> bool:

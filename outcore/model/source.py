@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from outcore.model.settings import ModelSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+GGUF = ".gguf"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
 _WINDOWS_DRIVE = re.compile(r"^([A-Za-z]):[\\/](.*)$")
 _WSL_SHARE = re.compile(r"^\\\\(?:wsl\.localhost|wsl\$)\\[^\\]+\\(.*)$", re.IGNORECASE)
@@ -156,9 +158,11 @@ def _trained_source(settings: ModelSettings) -> ModelSource:
         _check_folder(Path(expanded))
         return ModelSource(_read_config(settings, expanded), expanded, f"weights from the folder {expanded}")
     if os.path.isfile(expanded):
+        if expanded.lower().endswith(GGUF):
+            return ModelSource(_gguf_config(Path(expanded)), expanded, f"weights from the file {expanded}")
         raise ValueError(
-            f"model_name_or_path {name!r} is a file. Give the folder that holds config.json and the safetensors weights"
-            f"{'; GGUF files are not read' if expanded.lower().endswith('.gguf') else ''}."
+            f"model_name_or_path {name!r} is a file. Give the folder that holds config.json and the safetensors "
+            "weights, or a GGUF file."
         )
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_local or not _HUB_ID.match(name):
@@ -170,6 +174,23 @@ def _trained_source(settings: ModelSettings) -> ModelSource:
             f"name or owner/name).{did_you_mean(Path(expanded).name, siblings)}"
         )
     return ModelSource(_read_config(settings, name), name, f"weights of {name} from the hub")
+
+
+def _gguf_config(file: Path) -> PreTrainedConfig:
+    """The configuration that transformers reads from the file's header, with a `quantization_config` that names the
+    type that most of its weights have."""
+    import gguf
+    from transformers import AutoConfig
+
+    try:
+        counts: Counter[str] = Counter()
+        for tensor in gguf.GGUFReader(file).tensors:
+            counts[tensor.tensor_type.name.lower()] += int(tensor.n_elements)
+        config = language_config(AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name))
+    except Exception as error:  # both readers raise what they come upon
+        raise ValueError(f"{file} cannot be read as a GGUF file with a model that is known: {error}") from error
+    config.quantization_config = {"quant_method": "gguf", "format": counts.most_common(1)[0][0]}
+    return config
 
 
 def _check_folder(folder: Path) -> None:

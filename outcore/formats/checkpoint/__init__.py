@@ -1,5 +1,14 @@
 """Published checkpoints with packed weights: safetensors by their quantization_config."""
 
 from outcore.formats.checkpoint.entries import Entry, ExpandedEntry, PackedEntry, PlainEntry
-from outcore.formats.checkpoint.index import PackedCheckpoint, notes_on, open_safetensors, usual_format, why_not_read
+from outcore.formats.checkpoint.index import (
+    GGUF,
+    KEPT,
+    PackedCheckpoint,
+    method_of,
+    notes_on,
+    open_safetensors,
+    usual_format,
+    why_not_read,
+)
 from outcore.formats.checkpoint.places import TensorPlace, safetensors_places

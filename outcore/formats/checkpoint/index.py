@@ -43,6 +43,12 @@ def open_safetensors(files: Iterable[Path], quantization: dict[str, Any]) -> Pac
     return PackedCheckpoint(entries, method, notes_on(entries))
 
 
+GGUF = "gguf"
+"""What the configuration of a GGUF file names as its method."""
+KEPT = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+"""Types of a GGUF file that stay packed."""
+
+
 def method_of(quantization: Mapping[str, Any]) -> str:
     """The quantization method of a `quantization_config`; '' when it names none."""
     method = str(quantization.get("quant_method") or "").lower().removeprefix("quantizationmethod.")
@@ -54,7 +60,7 @@ def method_of(quantization: Mapping[str, Any]) -> str:
 def why_not_read(quantization: Mapping[str, Any]) -> str:
     """Why a checkpoint with this `quantization_config` cannot be read; '' when its method is known."""
     method = method_of(quantization)
-    if method in METHODS:
+    if method in METHODS or method == GGUF:
         return ""
     return (
         f"its weights are stored quantized by {method or 'an unknown method'!r}; known are {', '.join(METHODS)}. Take "
@@ -62,9 +68,11 @@ def why_not_read(quantization: Mapping[str, Any]) -> str:
     )
 
 
-def usual_format(quantization: Mapping[str, Any]) -> str:
-    """The format that most weights of such a checkpoint have: for sizes before its files are read."""
+def usual_format(quantization: Mapping[str, Any]) -> str | None:
+    """The format that most weights of such a checkpoint have: for sizes before its files are read. None: not packed."""
     method = method_of(quantization)
+    if method == GGUF:
+        return quantization["format"] if quantization["format"].upper() in KEPT else None
     if method == "bitsandbytes":
         return "int8" if quantization.get("load_in_8bit") else "nf4"
     is_fp8 = method == "fp8" or quantization.get("format") in ("float-quantized", "naive-quantized")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from outcore.formats.checkpoint import (
+    KEPT,
     Entry,
     ExpandedEntry,
     PackedCheckpoint,
@@ -21,8 +22,6 @@ from outcore.formats.gguf_files.rules import gguf_names, row_order
 from outcore.formats.packed import PackedSpec
 from outcore.formats.registry import packed_format
 
-KEPT = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
-"""Types that stay packed."""
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

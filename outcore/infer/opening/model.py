@@ -15,8 +15,7 @@ import torch
 from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, open_checkpoint
 from outcore.checkpoint.export import export_checkpoint
 from outcore.data import load_tokenizer
-from outcore.formats import PackedWeights, open_packed
-from outcore.formats.gguf_files import open_gguf
+from outcore.formats import open_packed
 from outcore.model.head import unwrap
 from outcore.model.load import LoadedModel, load_model
 from outcore.model.names import checkpoint_name
@@ -127,11 +126,7 @@ def open_model(
         )
     common: dict[str, Any] = {"precision": precision, "trust_remote_code": trust_remote_code, "seq_length": 2}
     common["quantize"] = quantize or place.quantize
-    own: Any = None
-    """The tokenizer, where the file with the weights brings it."""
-    if place.weights.lower().endswith(".gguf"):
-        loaded, own = _of_gguf(Path(place.weights), common)
-    elif place.checkpoint is not None:
+    if place.checkpoint is not None:
         config = place.checkpoint / EXPORT / "config.json"
         loaded = load_model(ModelSettings(config_file=str(config), **common), lazy=True)
         wanted = frozenset(checkpoint_name(n) for n, _ in loaded.model.named_parameters())
@@ -145,30 +140,11 @@ def open_model(
     loaded.model.eval()
     for parameter in loaded.model.parameters():
         parameter.requires_grad_(False)
-    tokenizer = load_tokenizer(place.tokenizer, trust_remote_code) if own is None else own
+    tokenizer = load_tokenizer(place.tokenizer, trust_remote_code)
     folders = (str(place.checkpoint or place.weights), *([] if place.adapter is None else [str(place.adapter)]))
     return FoundModel(
         loaded, tokenizer, place.words, end_tokens_of(loaded.model, tokenizer), max_positions(loaded.config), folders
     )
-
-
-def _of_gguf(file: Path, common: dict[str, Any]) -> tuple[LoadedModel, Any]:
-    """(model whose weights stay packed as the file has them, its tokenizer): configuration and tokenizer are read from
-    the file by transformers. ValueError or RuntimeError, in words."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(**where), AutoTokenizer.from_pretrained(**where)
-    except Exception as error:  # transformers' reader raises what it comes upon
-        raise ValueError(f"{file}: transformers cannot read its configuration or tokenizer: {error}") from error
-    with tempfile.TemporaryDirectory() as aside:
-        config.to_json_file(Path(aside) / "config.json", use_diff=False)
-        settings = ModelSettings(config_file=str(Path(aside) / "config.json"), **common)
-        loaded = load_model(settings, lazy=True)
-    names = [name for name, _ in loaded.model.named_parameters(remove_duplicate=False)]
-    feed = PackedWeights(loaded.model, open_gguf(file, loaded.config, names))
-    return replace(loaded, feed=feed, packed=feed.specs, words=str(file)), tokenizer
 
 
 def end_tokens_of(model: Any, tokenizer: Any) -> frozenset[int]:

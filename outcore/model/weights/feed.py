@@ -178,7 +178,10 @@ class TrainedWeights:
 
 
 def shard_files(path: str) -> list[Path]:
-    """The safetensors files of a local folder or (downloaded) of a hub id. RuntimeError when there are none."""
+    """The safetensors files of a local folder or (downloaded) of a hub id, or a file itself. RuntimeError when there
+    are none."""
+    if Path(path).is_file():
+        return [Path(path)]
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
     index = cached_file(path, INDEX_NAME, _raise_exceptions_for_missing_entries=False)

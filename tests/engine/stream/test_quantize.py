@@ -9,13 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outcore.data import load_tokenizer
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.decision.lora_size import lora_size
 from outcore.formats import open_packed
+from outcore.formats.gguf_files import write_gguf
 from outcore.model.load import load_model
 from outcore.model.settings import LoraSettings, ModelSettings
 from tests.engine.inside import parts_of
 from tests.engine.stream.test_lazy import TINY
 from tests.flow.models import padded_batch, plain_batch
+from tests.formats.test_gguf import folder_of, values_of
 
 FIELDS = {
     "hidden_size": 128,
@@ -181,3 +185,26 @@ def test_a_published_fp8_checkpoint_trains_as_its_16_bit_values_do(build, tmp_pa
     assert results[0][0] == results[1][0]
     assert getattr(packed.loaded.config, "quantization_config", None) is None
     assert any("packed as published (fp8)" in note for note in packed.loaded.notes)
+
+
+def test_a_gguf_file_trains_as_its_16_bit_values_do(tmp_path, engines):
+    """Its blocks stay packed; tokenizer and configuration come from the file too."""
+    pytest.importorskip("gguf")
+    folder = folder_of(tmp_path, vocab_size=300)
+    file = write_gguf(folder, tmp_path / "model.gguf", "q4_k")
+    values, _ = values_of(file, folder)
+    of_file, of_folder = (load_tokenizer(str(name)).get_vocab() for name in (file, folder))
+    assert of_folder.items() <= of_file.items()  # transformers adds an end token of its own
+    save_file({name: v.bfloat16() for name, v in values.items()}, folder / "model.safetensors", {"format": "pt"})
+    results = []
+    for name in (file, folder):
+        settings = ModelSettings(
+            model_name_or_path=str(name), precision="bf16", seq_length=32, lora=settings_for(None).lora
+        )
+        assert (lora_size(settings, None).saved_bytes > 0) == (name == file)
+        loaded = load_model(settings, lazy=True, packed_feed=open_packed)
+        engines.append(build_stream_engine(loaded, TINY, device="cpu", pinned_grant=False, trial=False))
+        assert bool(packed_names(engines[-1])) == (name == file)
+        results.append(trained(engines[-1]))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
