@@ -122,20 +122,23 @@ class Homes:
             value[at : at + inside - start] = self._open(chunk, family).read(family, start, inside)
         return value.view(slot.shape)
 
-    def write_state(self, name: str, family: StateName, value: torch.Tensor) -> None:
-        """Set it; the parameter follows its master."""
+    def write_states(self, name: str, values: Mapping[StateName, torch.Tensor]) -> None:
+        """Set these states of a parameter, chunk by chunk: families that lie together on the drive (both moments) cross
+        its link once when they are given together. The parameter follows its master."""
         _, slot = self.weights.slot(name)
         end = round_up(slot.end, ALIGN_NUMEL)  # 8-bit moments are written in whole blocks; the gap's are zero
-        flat = torch.zeros(end - slot.offset, dtype=torch.float32)
-        flat[: slot.numel] = value.reshape(-1)
-        if family == "exp_avg_sq":
-            flat.add_(0.0)  # -0 as 0: on NVMe it has no sign, and it must be the same bits wherever it lives
         for chunk, at, start, stop in self._pieces(name, end):
-            state = self._open(chunk, family, to_write=True)
-            state.write(family, flat[at : at + stop - start], start)
-            if family == "master" and self.param_piece(chunk) is None:
-                assert state.param is not None
-                self.weights.write_range(self._part(chunk), chunk.start, state.param)
+            for family, value in values.items():
+                given = value.reshape(-1)[at : at + stop - start]
+                piece = torch.zeros(stop - start, dtype=torch.float32)
+                piece[: given.numel()] = given
+                if family == "exp_avg_sq":
+                    piece.add_(0.0)  # -0 as 0: on NVMe it has no sign, and it must be the same bits wherever it lives
+                state = self._open(chunk, family, to_write=True)
+                state.write(family, piece, start)
+                if family == "master" and self.param_piece(chunk) is None:
+                    assert state.param is not None
+                    self.weights.write_range(self._part(chunk), chunk.start, state.param)
 
     def has_states(self, name: str) -> bool:
         """Whether any of a parameter's states are kept here."""
@@ -143,8 +146,8 @@ class Homes:
         return bool(self._pieces(name, slot.end))
 
     def flush_states(self) -> None:
-        """After `write_state`: let the drive have what was written to chunks on NVMe. Before an update: forget what was
-        read of them."""
+        """After `write_states`: let the drive have what was written to chunks on NVMe. Before an update: forget what
+        was read of them."""
         self._buffers.flush()
 
     def _open(self, chunk: StateChunk, family: StateName, *, to_write: bool = False) -> ChunkState:

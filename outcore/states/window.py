@@ -2,8 +2,8 @@
 
 A save goes through the parameters once per family (master, exp_avg, exp_avg_sq), in order, so neighbouring parameters
 find the same chunk in memory and each region crosses the link once: the states are read once per save, written once per
-load (8-bit and compressed moments twice: both of a chunk lie together). What was written goes back when another chunk
-is opened, or with `flush`, which must come before the chunks are updated: what is in memory would be old then.
+load, which sets both moments of a chunk together. What was written goes back when another chunk is opened, or with
+`flush`, which must come before the chunks are updated: what is in memory would be old then.
 
 Compressed moments are expanded where they were read and compressed before they are written, so callers see the plain
 format. Both go back together, as they share heads and tail.

@@ -81,6 +81,20 @@ def test_checkpoints_resume_in_another_residency(build, tmp_path, before, after,
     assert_same(([], everything(other)), ([], everything(engine)))
 
 
+@pytest.mark.parametrize("states", ["fp32", "split8"])
+def test_a_load_writes_nothing_twice(build, tmp_path, faulty, states):
+    """Parameters are of several chunks here; both moments of a chunk lie together on the drive. What two parameters
+    share of a chunk may come twice."""
+    engine = build(replace(TINY, states=states, chunk_numel=512), 0.0)
+    engine.train_step(batches_of(0), LR)
+    state = engine.save(tmp_path, lambda path, crc: None)
+    written: list[tuple[str, int]] = []
+    for drive in faulty:
+        drive.fail("write", matches=lambda file, offset, _: written.append((str(file.path), offset)) is not None)
+    engine.load(tmp_path, state)
+    assert len(written) > 100 and len(written) - len(set(written)) < 10
+
+
 @pytest.mark.parametrize("settings", [TINY, IMMEDIATE], ids=["deferred", "immediate"])
 def test_a_second_checkpoint_is_not_of_the_first_ones_states(build, tmp_path, settings):
     """With one chunk on the drive, the one that a save read last is the one that the next save begins with."""

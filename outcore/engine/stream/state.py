@@ -96,15 +96,15 @@ class StreamState:
                 "model."
             )
         weights = ShardReader(folder, "model")
-        readers: list[tuple[StateName, ShardReader]] = [(name, ShardReader(folder, name)) for name in STATE_NAMES]
-        for reader in (weights, *(reader for _, reader in readers)):
+        readers = {family: ShardReader(folder, family) for family in STATE_NAMES}
+        for reader in (weights, *readers.values()):
             self._check_fit(folder, reader)
         for name in filter(self._homes.has_states, self._trainable):
-            for family, reader in readers:
-                value = reader.read(name).to(torch.float32)
-                if family == "exp_avg_sq":
-                    _check_mean_of_squares(folder, name, value)
-                self._homes.write_state(name, family, value)
+            for families in MASTER_AND_MOMENTS:
+                values = {family: readers[family].read(name).to(torch.float32) for family in families}
+                if "exp_avg_sq" in values:
+                    _check_mean_of_squares(folder, name, values["exp_avg_sq"])
+                self._homes.write_states(name, values)
         self._homes.flush_states()
         self._ranks.barrier("states set by every rank", timeout_s=math.inf)  # a master sets its parameter, too
         for name in self._trainable if self._ranks.rank == 0 and not self._homes.state_format.split_master else ():
@@ -130,6 +130,10 @@ class StreamState:
                     f"{folder}: is of another model: {name} has shape {list(reader.shapes[name])} there and "
                     f"{list(shape)} here."
                 )
+
+
+MASTER_AND_MOMENTS: tuple[tuple[StateName, ...], ...] = (("master",), ("exp_avg", "exp_avg_sq"))
+"""What is set at a time: compressed and 8-bit moments of a chunk lie together and are written together."""
 
 
 def _check_mean_of_squares(folder: Path, name: str, value: torch.Tensor) -> None:

@@ -1,0 +1,60 @@
+"""One flag, one meaning: the commands that run a model take the flags of training by the same names."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import pytest
+
+from outcore.config import FIELDS, Field
+from outcore.config.spec import fields_of
+from outcore.evaluate.commands.evaluate import parser as evaluate_parser
+from outcore.infer.commands.chat import parser as chat_parser
+from outcore.infer.commands.generate import parser as generate_parser
+from outcore.infer.commands.score import parser as score_parser
+from outcore.performance.main import parser as performance_parser
+from outcore.plan.fields import PlanConfig, parse_plan
+
+BY_NAME = {name: row for row in FIELDS.values() for name in (row.name, *row.spec.aliases)}
+"""Every spelling of a flag of training."""
+OTHERWISE = {
+    "preset": "a model that exists has its shape: balanced, latency or throughput",
+    "quantize": "packs weights as they are loaded; left out: as the model is stored",
+}
+"""Flags of inference with values of their own, and why."""
+SAME_BY_OTHER_NAME = {"nvme_path": "nvme_offload_path", "compile": "compile", "precision": "precision"}
+"""Destination in inference -> the flag of training that means it."""
+
+
+@pytest.mark.parametrize("parser", [generate_parser, evaluate_parser, score_parser, chat_parser])
+def test_inference_takes_the_flags_of_training(parser: Callable[[], argparse.ArgumentParser]) -> None:
+    flags = {name.removeprefix("--"): action for action in parser()._actions for name in action.option_strings}
+    for ours, theirs in SAME_BY_OTHER_NAME.items():
+        assert flags[theirs].dest == ours
+    for name in sorted(flags.keys() & BY_NAME.keys()):
+        if name not in OTHERWISE:
+            assert _differs(BY_NAME[name], flags[name]) == "", name
+
+
+def _differs(row: Field, action: argparse.Action) -> str:
+    """How the flag differs from that of training; '' where it is of one kind and of the same values."""
+    if row.is_switch:
+        return "" if action.nargs == 0 else "a switch there"
+    if row.choices:
+        return "" if action.choices is not None and set(action.choices) <= set(row.choices) else "other choices"
+    return "" if (action.type or str) is row.kind or row.kind is str else f"{row.kind.__name__} there"
+
+
+def test_plan_has_every_field_of_training_as_it_is() -> None:
+    rows = fields_of(PlanConfig)
+    assert {name: (rows[name].annotation, rows[name].spec) for name in FIELDS} == {
+        name: (row.annotation, row.spec) for name, row in FIELDS.items()
+    }
+    assert parse_plan(["--micro_batch_size", "3", "--model", "x"]).per_device_train_batch_size == 3
+
+
+def test_the_performance_test_hands_on_what_is_not_its_own() -> None:
+    argv = ["--quick", *(f"--{name}=1" for name in BY_NAME)]
+    _, rest = performance_parser().parse_known_args(argv)
+    assert rest == argv[1:], "no flag of its own has the name of one of training"
