@@ -19,6 +19,7 @@ from outcore.flow.layers import CompiledLayers, LayerGraphs, draws_random_number
 from outcore.flow.parts import ModelParts, discover_units
 from outcore.flow.tiles import TilePlan, free_device_bytes, plan_tiles
 from outcore.flow.weights import plan_cuts
+from outcore.model.adapters import multiply_dora
 from outcore.model.load import LoadedModel
 from outcore.optim import StateFormat, state_format
 from outcore.states import StateChunk, cut_states, spill
@@ -129,6 +130,21 @@ def draw_blueprint(
         is_deferred,
         place,
     )
+
+
+def prepare_model(units: ModelParts, device: torch.device, *, expert_by_expert: bool) -> None:
+    """Buffers (rotary frequencies and the like) stay on the device; layers are recomputed by the schedule only.
+
+    `expert_by_expert`: a mixture's stacked weights are in tiles, so its experts must be computed one after another.
+    """
+    units.buffers_to(device)
+    multiply_dora(units.parts.causal)
+    for module in units.parts.causal.modules():
+        config = getattr(module, "config", None)
+        if expert_by_expert and getattr(config, "_experts_implementation", None) is not None:
+            config._experts_implementation = "eager"  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        if getattr(module, "gradient_checkpointing", False):
+            module.__dict__["gradient_checkpointing"] = False
 
 
 def _compiled(

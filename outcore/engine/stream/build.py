@@ -18,7 +18,7 @@ from outcore.engine.stream.activations.memory import Activations, DeviceActivati
 from outcore.engine.stream.activations.nvme import NvmeActivations
 from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
-from outcore.engine.stream.blueprint import Blueprint, draw_blueprint
+from outcore.engine.stream.blueprint import Blueprint, draw_blueprint, prepare_model
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.gradients.arena import GradientArena
 from outcore.engine.stream.gradients.download import GradientDownload, GradientShipping
@@ -29,16 +29,16 @@ from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.ranks import ALONE, RankHost, RankPlace, agreed, open_host
 from outcore.engine.stream.ranks.published import PublishedUpdates
 from outcore.engine.stream.ranks.reduce import GradientReducer, ReducedDownload
+from outcore.engine.stream.residents import ResidentDownload, Residents, open_residents
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import TIMEOUT_S, PartUpdates, UpdatedWeights
 from outcore.flow import Flow, let_segments_grow
 from outcore.flow.layers import Head, PartRunner, RouterTaps
-from outcore.flow.parts import ModelParts
 from outcore.flow.tiles import TiledParts, open_tiles
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPrefetcher
-from outcore.model.adapters import dora_lengths, multiply_dora
+from outcore.model.adapters import dora_lengths
 from outcore.model.load import LoadedModel
 from outcore.optim import Backend, OptimizerPool, default_num_threads, open_backend
 from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane, whole_device
@@ -75,7 +75,7 @@ def build_stream_engine(
     settings = agreed(settings, device, place)
     plan = draw_blueprint(loaded, settings, device, trial=trial, build=build_stream_engine, place=place)
     let_segments_grow(device)
-    _prepare_model(plan.units, device, expert_by_expert=bool(plan.tile_plan.tiled))
+    prepare_model(plan.units, device, expert_by_expert=bool(plan.tile_plan.tiled))
     with ExitStack() as undo:
         ground = _open_ground(plan, pinned_grant, storage, undo)
         host, shared = ground.host, ground.shared
@@ -102,9 +102,9 @@ def build_stream_engine(
             adopted=lambda: ground.ranks.barrier("parameters loaded by rank 0", timeout_s=math.inf),
         )
         arena = _gradient_arena(plan, ground)
-        stalls = Stalls(device)
-        optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, undo)
-        traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer.updates, stalls)
+        stalls, residents = Stalls(device), open_residents(plan, homes)
+        optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, residents, undo)
+        traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer.updates, stalls, residents)
         flow = _flow(plan, traffic)
         schedule = _schedule(plan, flow, traffic.download, _activations(plan, ground, arena))
         parts = EngineParts(
@@ -124,6 +124,7 @@ def build_stream_engine(
             schedule=schedule,
             stalls=stalls,
             tile_plan=plan.tile_plan,
+            residents=residents,
             arena=arena,
             ring=optimizer.ring,
             ranks=ground.ranks,
@@ -136,21 +137,6 @@ def build_stream_engine(
         engine = StreamEngine(loaded, settings, parts)
         undo.pop_all()
         return engine
-
-
-def _prepare_model(units: ModelParts, device: torch.device, *, expert_by_expert: bool) -> None:
-    """Buffers (rotary frequencies and the like) stay on the device; layers are recomputed by the schedule only.
-
-    `expert_by_expert`: a mixture's stacked weights are in tiles, so its experts must be computed one after another.
-    """
-    units.buffers_to(device)
-    multiply_dora(units.parts.causal)
-    for module in units.parts.causal.modules():
-        config = getattr(module, "config", None)
-        if expert_by_expert and getattr(config, "_experts_implementation", None) is not None:
-            config._experts_implementation = "eager"  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-        if getattr(module, "gradient_checkpointing", False):
-            module.__dict__["gradient_checkpointing"] = False
 
 
 @dataclass(frozen=True)
@@ -265,6 +251,7 @@ def _open_optimizer(
     arena: GradientArena,
     stalls: Stalls,
     backend: Backend,
+    residents: Residents,
     undo: ExitStack,
 ) -> _Optimizer:
     settings = plan.settings
@@ -287,7 +274,7 @@ def _open_optimizer(
         )
         undo.callback(ring.close)
     published = None if ground.host is None else PublishedUpdates(ground.host)
-    updates = PartUpdates(homes, arena, pool, ring, stalls=stalls, published=published)
+    updates = PartUpdates(homes, arena, pool, ring, stalls=stalls, published=published, residents=residents)
     return _Optimizer(pool, ring, updates, [] if published is None else [published.close])
 
 
@@ -310,6 +297,7 @@ def _traffic(
     arena: GradientArena,
     updates: PartUpdates,
     stalls: Stalls,
+    residents: Residents,
 ) -> _Traffic:
     holding, skip = plan.tile_plan.holding, plan.tile_plan.indices
     source = UpdatedWeights(homes, updates)
@@ -321,6 +309,7 @@ def _traffic(
         skip,
         drive_lane=drive_lanes.get("weights"),
         stalls=stalls,
+        resident=residents.slab,
     )
     host, reducer = ground.host, None
     if host is not None:
@@ -346,7 +335,7 @@ def _traffic(
 
     also_closed = [] if reducer is None else [reducer.close]
     if not plan.tile_plan.tiled:
-        return _Traffic(prefetcher, whole(download), None, also_closed)
+        return _Traffic(prefetcher, whole(ResidentDownload(download, residents)), None, also_closed)
     tiled = plan.tile_plan.tiled
     gradients = TileGradients(tiled, download, ground.upload, ground.download, ground.memory)
     tiles = open_tiles(plan.tile_plan, source, ground.upload, drive_lanes.get("tiles"), prefetcher, gradients)

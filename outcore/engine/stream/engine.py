@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -52,6 +52,7 @@ from outcore.optim import AdamWHyper
 from outcore.staging import LaneTransfer
 
 logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 CLIP_EPS = 1e-6
 """Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does."""
@@ -120,14 +121,19 @@ class StreamEngine:
             else:
                 parts.updates.submit(unit, transfer, immediate, guard=True, norm_of=parts.download.norm_of)
 
-        sums = parts.schedule.train(
-            [self._to_device(batch) for batch in micro_batches],
-            step=self._attempts + 1,
-            num_tokens=total,
-            loss_scale=scale,
-            on_gradient=on_gradient,
-            clock=clock,
-        )
+        def run() -> PassSums:
+            shipped.clear()
+            return parts.schedule.train(
+                [self._to_device(batch) for batch in micro_batches],
+                step=self._attempts + 1,
+                num_tokens=total,
+                loss_scale=scale,
+                on_gradient=on_gradient,
+                clock=clock,
+            )
+
+        parts.residents.step_begins([batch["labels"].numel() for batch in micro_batches])
+        sums = self._with_room(run) if self._deferred else run()
         clock.stop()
         self._attempts += 1
         clock.wait()
@@ -143,8 +149,20 @@ class StreamEngine:
             phase_s["stall_ranks"] = self._slow_rank.step(sum(phase_s[name] for name in ("forward", "backward")))
             phase_s |= self._slow_rank.collective_s
         self._tracing.step_ends()
+        parts.residents.step_ended(parts.updates.drain)
         self._failed = False
         return StepResult(ce_sum / total, aux_sum / total, norm, total, skipped, phase_s)
+
+    def _with_room(self, run: Callable[[], _Result]) -> _Result:
+        """What `run` gives, which changes no state; once more without residents where they left it no memory."""
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            if not self._parts.residents.num_held:
+                raise
+        # Outside of the handler: the failed pass, whose tensors the error's traceback holds, must be gone.
+        self._parts.residents.go_home("memory was short beside them")
+        return run()
 
     def _settle(self, shipped: list[tuple[Part, LaneTransfer]], norm: float, scale: float, lr: float) -> bool:
         """Deferred: hand every unit to the optimizer, first needed first, or none of them. True when skipped."""
@@ -238,9 +256,9 @@ class StreamEngine:
             for batch in micro_batches:
                 group.append(self._to_device(batch))
                 if len(group) == self.settings.eval_group:
-                    run()
+                    self._with_room(run)
             if group:
-                run()
+                self._with_room(run)
             wait_for(moment(self.device), "the evaluation")
         loss_sum, tokens = self._ranks.sums(sums.tolist(), "losses of the evaluation")
         return EvalResult(loss_sum / tokens if tokens else float("nan"), int(tokens))
@@ -254,7 +272,7 @@ class StreamEngine:
         with self._evaluating():
             for _ in range(max_new_tokens):
                 ids = torch.tensor([tokens[-length:]], dtype=torch.long, device=self.device)
-                (output,) = self._parts.flow.run([Call({"input_ids": ids})])
+                (output,) = self._with_room(lambda ids=ids: list(self._parts.flow.run([Call({"input_ids": ids})])))
                 assert output.logits is not None
                 token = output.logits[0].argmax()
                 wait_for(moment(self.device), "the next token")
@@ -296,6 +314,7 @@ class StreamEngine:
         with self._ranks.failing():
             self._drain()
             self._state.load(folder, state)
+            self._parts.residents.forget()
         self.updates = int(state["updates"])
         self._attempts = int(state.get("attempts", self.updates))
         self._skips_in_a_row = 0
@@ -320,9 +339,10 @@ class StreamEngine:
         return self._parts.describe(self.settings, deferred=self._deferred)
 
     def _drain(self) -> None:
-        """Until every unit is up to date; what fails here or in a step, `close` does not wait for again."""
+        """Until every unit is up to date in its home; what fails here or in a step, `close` does not wait for again."""
         failed, self._failed = self._failed, True
         self._parts.updates.drain()
+        self._parts.residents.write_back()
         self._failed = failed
 
     def close(self) -> None:

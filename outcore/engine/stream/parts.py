@@ -13,6 +13,7 @@ from outcore.common.deadline import CLOSE_TIMEOUT_S, Deadline
 from outcore.common.quantities import format_gb, format_gib
 from outcore.engine.stream.gradients.arena import GradientArena
 from outcore.engine.stream.gradients.download import GradientShipping
+from outcore.engine.stream.residents import Residents
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import PartUpdates
@@ -54,6 +55,7 @@ class EngineParts:
     schedule: VerticalSchedule
     stalls: Stalls
     tile_plan: TilePlan
+    residents: Residents
     arena: GradientArena
     ring: StateRing | None
     """Ring of states on the drive; None: all states live in RAM."""
@@ -90,6 +92,7 @@ class EngineParts:
                 *self._ranks_in_words(),
                 *self._nvme_in_words(),
                 f"  layers: {self._layers_in_words()}",
+                *([f"  residents: {words}"] if (words := self.residents.words()) else []),
                 *([f"  to fit the device: {less}"] if (less := self.tile_plan.holding.words()) else []),
                 *([f"  packed rows: {self.packed_rows}"] if self.packed_rows else []),
                 *([f"  tiles: {self.tile_plan.reason}"] if self.tile_plan.tiled else []),

@@ -102,6 +102,9 @@ class StreamSettings(StreamSizes):
     """Units that do not fit on the device whole, however little else is held, are computed in tiles. on: every unit."""
     tile_bytes: int | None = None
     """Bytes of one tile of a weight. None: up to 64 MiB, by the device's memory."""
+    resident_bytes: int | None = None
+    """Idle device memory for layers that stay there with their states, at most. None: all of it on a GPU, nothing on
+    the CPU; 0: none stays."""
     staging_bytes: int = STAGING_BYTES
     """Pinned memory: the lanes' slots first, then homes of parameters and gradients as far as it reaches."""
     slot_bytes: int = SLOT_BYTES
@@ -148,7 +151,10 @@ class StreamSettings(StreamSizes):
             )
 
     def _check_residency(self) -> None:
-        names = ("state_ram_bytes", "weight_ram_bytes", "weight_read_ahead_bytes", "gradient_bytes", "state_ring_bytes")
+        names = (
+            "state_ram_bytes", "weight_ram_bytes", "weight_read_ahead_bytes", "gradient_bytes", "state_ring_bytes",
+            "resident_bytes",
+        )  # fmt: skip
         for name in names:
             value = getattr(self, name)
             if value is not None and value < 0:

@@ -20,6 +20,7 @@ from outcore.common.quantities import format_s
 from outcore.engine.base import LOWER_RATE, EngineError, NonFiniteLossError
 from outcore.engine.stream.gradients.arena import GradientArena
 from outcore.engine.stream.ranks.published import PublishedUpdates
+from outcore.engine.stream.residents import Residents
 from outcore.flow.parts import Part
 from outcore.flow.trace import Stalls
 from outcore.optim import LARGEST_GRAD, AdamWHyper, OptimizerPool, Ticket
@@ -44,7 +45,7 @@ class _Pending:
 
 class PartUpdates:
     """Updates of all parts. Called from one thread (the lanes' callbacks apart). `ring` None: all is in RAM;
-    `published`: where other ranks update the rest of each part."""
+    `published`: where other ranks update the rest of each part. `residents` update their parts themselves."""
 
     def __init__(
         self,
@@ -56,8 +57,9 @@ class PartUpdates:
         *,
         stalls: Stalls | None = None,
         published: PublishedUpdates | None = None,
+        residents: Residents,
     ) -> None:
-        self._published = published
+        self._published, self._residents = published, residents
         self._homes, self._arena, self._pool, self._ring, self._timeout_s = homes, arena, pool, ring, timeout_s
         self._pending: dict[int, _Pending] = {}
         self._guards = ThreadPoolExecutor(1, thread_name_prefix="gradient-guard") if ring is not None else None
@@ -81,6 +83,8 @@ class PartUpdates:
     ) -> None:
         """Update `unit` once `gradient` has arrived in its home. `norm_of`: its norm, if that is known then, which
         spares a guarded update a pass over the gradient."""
+        if self._residents.update(unit, hyper, guard=guard):
+            return
         assert unit.index not in self._pending, f"{unit.name} is still being updated"
         pending = self._pending[unit.index] = _Pending(unit)
         grad = self._arena[unit]

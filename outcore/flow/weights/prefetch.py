@@ -14,7 +14,7 @@ of need, and go ahead as far as that lane's slots reach; the gate of each opens 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,16 @@ from outcore.staging import AT_ONCE, Gate, LaneTransfer, UploadLane
 
 logger = logging.getLogger(__name__)
 
+RESIDENT = -1
+"""In place of a kind of buffer: the part needs none."""
+
 
 class WeightPrefetcher:
     """The `WeightArrival` of parts that come in whole.
 
     `skip`: indices of units that never come in whole (they are computed in tiles); no buffer has room for them.
-    `drive_lane`: for what lives on NVMe; this prefetcher's alone.
+    `drive_lane`: for what lives on NVMe; this prefetcher's alone. `resident`: the bytes of a part's home where they are
+    on the device already, asked when a pass begins.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class WeightPrefetcher:
         *,
         stalls: Stalls | None = None,
         drive_lane: UploadLane | None = None,
+        resident: Callable[[Part], torch.Tensor | None] = lambda part: None,
     ) -> None:
         whole = {unit.index: unit for unit in units.all if unit.index not in skip}
         layers = [unit.layout.home_bytes for unit in units.layer_units if unit.index in whole]
@@ -60,7 +65,9 @@ class WeightPrefetcher:
         ]
         self._expansion = Expansion(whole.values(), lane.device)
         self._ends = {id(units.embed), id(units.head)}
-        self._source, self._lane, self._drive_lane = source, lane, drive_lane
+        self._source, self._lane, self._drive_lane, self._resident = source, lane, drive_lane, resident
+        self._stays: dict[int, torch.Tensor] = {}
+        """Uses of parts that are on the device for good."""
         self._over: dict[tuple[int, int], Any] = {}
         """Event after the last use of (kind, buffer). Empty until the first pass and after one that was aborted."""
         self._uses: list[tuple[Part, int, SlotUse]] = []
@@ -80,9 +87,12 @@ class WeightPrefetcher:
 
     def begin(self, sequence: Sequence[Part]) -> None:
         self._uses = []
-        uses: dict[int, tuple[int, SlotUse]] = {}
+        found = {at: self._resident(unit) for at, unit in enumerate(sequence)}
+        self._stays = {at: home for at, home in found.items() if home is not None}
+        uses: dict[int, tuple[int, SlotUse]] = dict.fromkeys(self._stays, (RESIDENT, SlotUse(0, False, -1)))
         for kind in (0, 1):
             places = [at for at, unit in enumerate(sequence) if (id(unit) in self._ends) == bool(kind)]
+            places = [at for at in places if at not in self._stays]
             plan = plan_slots([id(sequence[at]) for at in places], len(self._buffers[kind]))
             for at, use in zip(places, plan, strict=True):
                 free_after = places[use.free_after] if use.free_after >= 0 else -1
@@ -102,6 +112,8 @@ class WeightPrefetcher:
 
     def acquire(self, at: int) -> torch.Tensor:
         unit, kind, use = self._uses[at]
+        if kind == RESIDENT:
+            return self._expansion.slab(unit, self._stays[at])
         with self.stalls.until(f"weights of {unit.name}", "pcie"):
             self._issue(needed=at)
             from_ram, from_drive = self._arriving.get((kind, use.buffer), (None, None))
@@ -114,7 +126,8 @@ class WeightPrefetcher:
 
     def release(self, at: int) -> None:
         _, kind, use = self._uses[at]
-        self._over[kind, use.buffer] = self._lane.streams.now()
+        if kind != RESIDENT:
+            self._over[kind, use.buffer] = self._lane.streams.now()
         self._released = at
         self._read_ahead(needed=-1)
         self._issue(needed=-1)

@@ -115,12 +115,16 @@ class GradientDownload:
         complete = accumulator.complete()
         if self._leaves_in_parts(unit):
             return self._ship_in_parts(unit, complete)
+        target, norm = self.rounded(unit, complete)
+        return self._send(unit, target, self.home(unit), norm)
+
+    def rounded(self, unit: Part, complete: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(a gradient that does not leave in parts, in its home's type in the buffer whose turn it is; its norm)."""
         target = self._view(unit.layout.dtype, len(complete))
         if complete.data_ptr() != target.data_ptr():
             target = self._take_buffer(unit, len(complete))
             target.copy_(complete)
-        norm = self.count(target) if unit.index not in self._ends else _joined(self._counted(target))
-        return self._send(unit, target, self.home(unit), norm)
+        return target, self.count(target) if unit.index not in self._ends else _joined(self._counted(target))
 
     def _leaves_in_parts(self, unit: Part) -> bool:
         return gradient_bytes_of(unit) > len(self._ship[0])

@@ -1,0 +1,278 @@
+"""Layers that stay on the device where memory is idle: weights, gradient and optimizer states, updated there.
+
+They are copies: homes in RAM stay, and are written back before anybody reads them (`write_back`). How many stay is
+decided after two steps of one size, from what is idle then (`sizing.residents`). When a larger step comes that would
+not fit beside them, all go home, and it is decided anew after that. Updates are queued behind the backward pass on the
+stream that computes, so nothing waits for them, and results are those of the CPU's optimizer, bit by bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outcore.common.quantities import format_gib
+from outcore.engine.stream.blueprint import Blueprint
+from outcore.engine.stream.device_work import work_of_step
+from outcore.engine.stream.gradients.accumulator import GradAccumulator
+from outcore.engine.stream.gradients.arena import gradient_bytes_of
+from outcore.engine.stream.gradients.download import GradientDownload
+from outcore.engine.stream.gradients.transfer_group import TransferGroup
+from outcore.flow.parts import Part
+from outcore.flow.tiles import free_device_bytes
+from outcore.optim import LARGEST_GRAD, AdamWHyper, ChunkJob, update_on_device, updates_on_device
+from outcore.sizing.residents import DeviceUse, num_resident, resident_bytes
+from outcore.states import Homes, StateChunk
+
+logger = logging.getLogger(__name__)
+
+STEPS_BEFORE = 2
+"""Steps of one size before it is decided: the first one compiles and captures."""
+
+
+@dataclass
+class Resident:
+    """One layer on the device."""
+
+    slab: torch.Tensor
+    """uint8, the bytes of the part's home."""
+    states: list[tuple[StateChunk, torch.Tensor]]
+    """Each chunk with its buffer on the device."""
+    gradient: torch.Tensor | None
+    """Waits for the global norm; None without updates of their own, and where they come at once."""
+    arrived: torch.Tensor | None = None
+    """The step's gradient, rounded, until the update."""
+    norm: torch.Tensor | None = None
+    is_ahead: bool = False
+    """Whether it was updated since it was last written back."""
+
+
+class Residents:
+    """Layers on the device. `candidates`: parts that may stay, first needed first; `limit_bytes`: for all of them, None
+    for what is idle; `evaluation_bytes`: what an evaluation takes of the device, as far as it is known.
+    """
+
+    def __init__(
+        self,
+        candidates: Sequence[Part],
+        homes: Homes,
+        device: torch.device,
+        *,
+        limit_bytes: int | None,
+        is_deferred: bool,
+        hidden_row_bytes: int,
+        evaluation_bytes: int,
+    ) -> None:
+        self._candidates, self._homes, self._device = list(candidates), homes, device
+        self._limit_bytes, self._is_deferred = limit_bytes, is_deferred
+        self._hidden_row_bytes, self._evaluation_bytes = hidden_row_bytes, evaluation_bytes
+        self._held: dict[int, Resident] = {}
+        self._parts: list[Part] = []
+        self._largest = (0, 0)
+        self._steps = 0
+        self._moving_bytes = 0
+        self.measure: Callable[[], DeviceUse] = lambda: measured_use(device)
+
+    @property
+    def device_bytes(self) -> int:
+        held = self._held.values()
+        gradients = sum(one.gradient.nbytes for one in held if one.gradient is not None)
+        return gradients + sum(one.slab.nbytes + sum(buffer.nbytes for _, buffer in one.states) for one in held)
+
+    @property
+    def num_held(self) -> int:
+        """Layers on the device."""
+        return len(self._parts)
+
+    def words(self) -> str:
+        """For people: what stays, or may; '' when nothing will."""
+        if self._parts:
+            return (
+                f"{self._parts[0].name} to {self._parts[-1].name} stay on the device, {format_gib(self.device_bytes)}"
+            )
+        if not self._candidates or self._limit_bytes == 0:
+            return ""
+        most = "what is idle" if self._limit_bytes is None else f"up to {format_gib(self._limit_bytes)}"
+        return f"after {STEPS_BEFORE} steps the first layers take {most} of the device (--resident_gib 0: none does)"
+
+    def slab(self, part: Part) -> torch.Tensor | None:
+        """uint8: the bytes of the part's home where it stays on the device, up to date for work queued from now on."""
+        held = self._held.get(part.index)
+        return None if held is None else held.slab
+
+    def arrive(self, part: Part, rounded: torch.Tensor, norm: torch.Tensor) -> bool:
+        """Take the part's complete gradient; False where it does not stay. Without clipping `rounded` is read by the
+        update, which must be queued before it is written to again."""
+        held = self._held.get(part.index)
+        if held is None:
+            return False
+        held.arrived, held.norm = rounded, norm
+        if held.gradient is not None:
+            held.arrived = held.gradient.copy_(rounded)
+        return True
+
+    def update(self, part: Part, hyper: AdamWHyper, *, guard: bool) -> bool:
+        """Queue the part's update with the gradient that arrived; False where it does not stay. `guard`: leave the
+        states alone if the gradient is not usable, which the step's norm then says."""
+        held = self._held.get(part.index)
+        if held is None:
+            return False
+        assert held.arrived is not None and held.norm is not None
+        usable = torch.ones(1, dtype=torch.bool, device=self._device)
+        if guard:
+            usable = (held.norm.double() * hyper.grad_scale <= LARGEST_GRAD).view(1)
+        param = held.slab.view(part.layout.dtype)
+        for chunk, buffer in held.states:
+            at = slice(chunk.start, chunk.stop)
+            job = ChunkJob(held.arrived[at], buffer, param[at], chunk.element_offset)
+            update_on_device(self._homes.state_format, job, hyper, usable)
+        held.arrived, held.is_ahead = None, True
+        return True
+
+    def write_back(self) -> None:
+        """Bring the homes in RAM up to date."""
+        for part in self._parts:
+            held = self._held[part.index]
+            if held.is_ahead:
+                ram, numel = self._homes[part].slab, part.layout.trainable_numel
+                ram[:numel].copy_(held.slab.view(part.layout.dtype)[:numel])
+                for chunk, buffer in held.states:
+                    assert chunk.buffer is not None
+                    chunk.buffer.copy_(buffer)
+                held.is_ahead = False
+
+    def forget(self) -> None:
+        """The homes were written to: what is here is out of date. Layers come again after the next steps."""
+        self._held, self._parts, self._steps = {}, [], 0
+
+    def go_home(self, why: str) -> bool:
+        """Give the memory back; False when nothing is held."""
+        if not self._held:
+            return False
+        logger.warning(
+            "%d layers go from the GPU back to RAM (%s): %s", len(self._parts), format_gib(self.device_bytes), why
+        )
+        self.write_back()
+        self.forget()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return True
+
+    def step_begins(self, tokens: Sequence[int]) -> None:
+        """Before a step of micro-batches of so many `tokens`: make room where it is larger than any before."""
+        size = (max(tokens), sum(tokens))
+        if size[0] <= self._largest[0] and size[1] <= self._largest[1]:
+            self._steps += 1
+            return
+        growth = max(new / old for new, old in zip(size, self._largest, strict=True)) if self._held else 1.0
+        self._moving_bytes = int(growth * self._moving_bytes)
+        if self._held and self._use().idle < 0:
+            self.go_home(f"a step of {size[1]} tokens, up to {size[0]} at a time, needs more memory than any before")
+        self._largest = (max(size[0], self._largest[0]), max(size[1], self._largest[1]))
+        self._steps = 1
+
+    def step_ended(self, settle: Callable[[], None]) -> None:
+        """After a step: decide, once there were enough of one size. `settle` waits for updates under way."""
+        if self._held or self._steps != STEPS_BEFORE or not self._candidates or self._limit_bytes == 0:
+            return
+        self._moving_bytes = self._evaluation_bytes
+        idle_bytes = self._use().idle
+        if self._limit_bytes is not None:
+            idle_bytes = min(idle_bytes, self._limit_bytes)
+        count = num_resident([self._bytes_of(part) for part in self._candidates], idle_bytes)
+        if count:
+            settle()
+            self._take(self._candidates[:count])
+            logger.info("%s", self.words())
+
+    def _use(self) -> DeviceUse:
+        now = self.measure()
+        self._moving_bytes = max(now.moving, self._moving_bytes)
+        return DeviceUse(now.limit, now.reserved, self._moving_bytes)
+
+    def _bytes_of(self, part: Part) -> int:
+        return resident_bytes(
+            part.layout.home_bytes,
+            gradient_bytes_of(part),
+            sum(chunk.n_bytes for chunk in self._homes[part].chunks),
+            self._largest[0] * self._hidden_row_bytes,
+            clips=self._is_deferred,
+        )
+
+    def _take(self, parts: Sequence[Part]) -> None:
+        """Copy them up; every update is over."""
+        for part in parts:
+            home, numel = self._homes[part], part.layout.trainable_numel
+            states = []
+            for chunk in home.chunks:
+                assert chunk.buffer is not None
+                states.append((chunk, chunk.buffer.to(self._device, copy=True)))
+            gradient = None
+            if self._is_deferred and numel:
+                gradient = torch.zeros(numel, dtype=part.layout.dtype, device=self._device)
+            slab = home.slab.view(torch.uint8).to(self._device, copy=True)
+            self._held[part.index] = Resident(slab, states, gradient)
+        self._parts = list(parts)
+
+
+def open_residents(plan: Blueprint, homes: Homes) -> Residents:
+    """The residents of an engine that is being built: none where it has tiles, other ranks or anything on a drive."""
+    settings, device = plan.settings, plan.device
+    on_drive = plan.on_nvme or any(chunk.on_nvme for chunks in plan.chunks.values() for chunk in chunks)
+    fits_none = plan.tile_plan.tiled or on_drive or not plan.place.is_alone or not updates_on_device(plan.states)
+    work = work_of_step(plan.loaded, settings, device, plan.tile_plan.tile_bytes, 0, compiled=True)
+    return Residents(
+        [] if fits_none else plan.units.layer_units,
+        homes,
+        device,
+        limit_bytes=settings.resident_bytes if device.type == "cuda" else settings.resident_bytes or 0,
+        is_deferred=plan.is_deferred,
+        hidden_row_bytes=plan.loaded.facts.hidden_size * plan.dtype.itemsize,
+        evaluation_bytes=0 if work is None else work.evaluation,
+    )
+
+
+class ResidentDownload:
+    """The `GradientShipping` of a model of which some layers stay: their gradients stay as well."""
+
+    def __init__(self, inner: GradientDownload, residents: Residents) -> None:
+        self._inner, self._residents = inner, residents
+
+    @property
+    def device_bytes(self) -> int:
+        return self._inner.device_bytes
+
+    def begin(self) -> None:
+        self._inner.begin()
+
+    def accumulator(self, unit: Part, *, only_once: bool = False) -> GradAccumulator:
+        return self._inner.accumulator(unit, only_once=only_once)
+
+    def ship(self, unit: Part, accumulator: GradAccumulator) -> Any:
+        if self._residents.slab(unit) is None:
+            return self._inner.ship(unit, accumulator)
+        self._residents.arrive(unit, *self._inner.rounded(unit, accumulator.complete()))
+        return TransferGroup([])
+
+    def norm_of(self, unit: Part) -> float | None:
+        return self._inner.norm_of(unit)
+
+    def norm(self) -> torch.Tensor:
+        return self._inner.norm()
+
+
+def measured_use(device: torch.device) -> DeviceUse:
+    """What the device is used for between two steps, after its allocator gave back what it can; `moving` since its peak
+    was last reset."""
+    free = free_device_bytes(device)
+    if free is None:
+        return DeviceUse(1 << 62, 0, 0)
+    peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    free = free_device_bytes(device)
+    assert free is not None
+    return DeviceUse(free + held, torch.cuda.memory_reserved(device), max(0, peak - held))

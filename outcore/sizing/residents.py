@@ -1,0 +1,46 @@
+"""How many layers stay on the device, with their gradients and optimizer states: one rule for engine and planner.
+
+The first layers stay: the next forward needs them first, and with clipping it waits for the updates on the CPU, which
+become fewer. Each needs its weights (they come up no more), its gradient as long as that waits for the global norm, its
+states, and what graphs keep for a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from outcore.common.quantities import MIB
+
+MOVING_PERCENT = 110
+"""Memory that comes and goes within a step counts so much: the allocator does not fit all of it without gaps."""
+SPARE_BYTES = 256 * MIB
+"""Left alone beside it."""
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """Memory of the device as its allocator counts it, in bytes."""
+
+    limit: int
+    """What this process may take at most."""
+    reserved: int
+    """Held between steps, the allocator's gaps with it."""
+    moving: int
+    """Comes and goes within a step or an evaluation."""
+
+    @property
+    def idle(self) -> int:
+        """What no step needs; below 0 where memory is short."""
+        return self.limit - SPARE_BYTES - self.reserved - self.moving * MOVING_PERCENT // 100
+
+
+def resident_bytes(home_bytes: int, gradient_bytes: int, state_bytes: int, hidden_bytes: int, *, clips: bool) -> int:
+    """Bytes of a layer that stays. `hidden_bytes`: of a micro-batch's hidden states, which graphs keep two of."""
+    return home_bytes + (gradient_bytes if clips else 0) + state_bytes + 2 * hidden_bytes
+
+
+def num_resident(layers_bytes: Sequence[int], idle_bytes: int) -> int:
+    """How many of these layers stay, from the first one on."""
+    return sum(total <= idle_bytes for total in accumulate(layers_bytes))
