@@ -96,6 +96,9 @@ def main() -> None:
         "rss_training": rss_bytes(),
         "drive_bytes_per_step": {k: (after[k] - before[k]) / n_steps for k in after} if before and after else None,
     }
+    if words := parts.residents.words():
+        print(f"residents: {words}", flush=True)
+        result["residents"] = {"layers": parts.residents.num_held, "bytes": parts.residents.device_bytes}
     engine.close()
     finish(result)
 

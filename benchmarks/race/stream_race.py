@@ -16,7 +16,8 @@ right after (`drive_rate.py`), and with the share of the step that their drive b
 with something on NVMe have `--nvme_steps`: at the beginning of one the drive is idle until the first updates.
 
 Groups: ram (16,384 tokens), ram4k (4,096), sweep (stock's settings), cuts (stock, the same tokens in four, two and one
-micro-batches), best-cuts (stock, ours and the prototype; `-one`: in one micro-batch), nvme, big (2.8 B), 8b; rivals and
+micro-batches), best-cuts (stock, ours and the prototype; `-one`: in one micro-batch), nvme, big (2.8 B), 8b, residents
+(ours with layers that stay on the GPU and, `-streamed`, without; 16,384 and 4,096 tokens); rivals and
 rivals4k (16,384 and 4,096 tokens, --shape 1.2b, 1.75b or 2.8b: ours and the systems of `race_rivals.py`). Exit code 1
 when a variant failed.
 """
@@ -244,6 +245,13 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         f"ours-8b-{name.replace('_', '')}": ours("8b", t16, 0, name, activations="ram", gradient_bytes=2 << 30)
         for name in ("split8", "fp24_m8")
     }
+    residents = {
+        f"ours-{states}-{cut}{suffix}{'-streamed' * (limit == 0)}": ours(shape, cut, clip, states, resident_bytes=limit)
+        for cut in dict.fromkeys((t16, t4))
+        for clip, suffix in ((1, "-clip"), (0, ""))
+        for states in ("fp32", "split")
+        for limit in (0, None)
+    }
     cut_16k = ("16k", "16k-mb16") if tokens is None else (tokens, tokens)
     cut_13k = ("13.5k", "13.5k-one") if tokens is None else (tokens, tokens)
     return {
@@ -257,6 +265,7 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "nvme": nvme,
         "big": big,
         "8b": full8b,
+        "residents": residents,
     }
 
 

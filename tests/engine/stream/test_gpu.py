@@ -10,6 +10,7 @@ import torch
 from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
+from tests.engine.inside import parts_of
 from tests.flow.models import packed_batch, padded_batch, plain_batch, set_dropout, tiny_loaded
 
 pytestmark = pytest.mark.gpu
@@ -76,6 +77,42 @@ def test_residency_changes_no_bit(fixed_order, changes, compile):
 def test_pageable_homes_give_what_pinned_ones_give(fixed_order):
     pinned = train("llama", SETTINGS, 6)
     assert same(train("llama", replace(SETTINGS, staging_bytes=SETTINGS.lane_bytes), 6), pinned)
+
+
+@pytest.mark.parametrize("compile", ["off", "on"])
+@pytest.mark.parametrize("states", ["fp32", "split"])
+@pytest.mark.parametrize("max_grad_norm", [0.1, 0.0])
+def test_layers_that_stay_give_what_streamed_ones_give(fixed_order, max_grad_norm, states, compile):
+    settings = replace(SETTINGS, states=states, max_grad_norm=max_grad_norm, compile=compile)
+    expected = train("llama", replace(settings, resident_bytes=0), 8, dtype=torch.bfloat16)
+    assert same(train("llama", settings, 8, dtype=torch.bfloat16), expected)
+
+
+def test_layers_stay_as_far_as_the_allocator_is_allowed_to_reach(fixed_order):
+    """Half of what all take; then a cap that leaves nothing idle."""
+    engine = build_stream_engine(tiny_loaded("llama"), SETTINGS, device="cuda", pinned_grant=False)
+    other = None
+    try:
+        for step in range(3):
+            engine.train_step(batches_of(step), LR)
+        residents = parts_of(engine).residents
+        num_layers = len(parts_of(engine).units.layers)
+        assert residents.num_held == num_layers
+        half = replace(SETTINGS, resident_bytes=residents.device_bytes * 3 // (2 * num_layers))
+        other = build_stream_engine(tiny_loaded("llama"), half, device="cuda", pinned_grant=False)
+        for step in range(3):
+            other.train_step(batches_of(step), LR)
+        assert parts_of(other).residents.num_held == 1
+        assert residents.go_home("the test asks for it") and residents.num_held == 0
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1] + 1e-4)
+        for step in range(3, 6):
+            engine.train_step(batches_of(step), LR)
+        assert residents.num_held == 0
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        engine.close()
+        if other is not None:
+            other.close()
 
 
 @pytest.mark.parametrize("states", ["fp32", "split", "split8", "fp24_m8"])

@@ -1,0 +1,203 @@
+"""Layers that stay on the device: the same bits as without them, whatever a run does meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outcore.common.quantities import MIB
+from outcore.engine.base import NonFiniteLossError
+from outcore.sizing.residents import SPARE_BYTES, DeviceUse, num_resident, resident_bytes
+from tests.engine.inside import parts_of
+from tests.engine.stream.training import LR, TINY, batches_of, fixtures
+from tests.flow.models import plain_batch
+
+(build,) = fixtures
+pytestmark = pytest.mark.usefixtures("one_thread")
+ALL = 1 << 40
+HOLDING = replace(TINY, resident_bytes=ALL)
+
+
+def train(engine, steps, first=0, batches=batches_of):
+    return [engine.train_step(batches(step), LR).loss for step in range(first, first + steps)]
+
+
+def saved(engine, folder):
+    """(the engine's state, bytes of every file of a checkpoint)."""
+    folder.mkdir()
+    state = engine.save(folder, lambda path, crc: None)
+    return state, {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def held(engine) -> int:
+    return parts_of(engine).residents.num_held
+
+
+@pytest.mark.parametrize(
+    "model, dtype, changes",
+    [
+        ("llama", torch.bfloat16, {"states": "split", "max_grad_norm": 0.05}),
+        ("gpt2", torch.bfloat16, {"states": "fp32", "max_grad_norm": 0.0}),
+        ("gpt2", torch.float16, {"initial_loss_scale": 64.0, "activations": "ram"}),
+        ("qwen3", torch.float32, {"num_layer_buffers": 1, "chunk_numel": 512}),
+    ],
+)
+def test_results_are_those_of_a_run_without_residents(build, tmp_path, model, dtype, changes):
+    """Clipping or not, one micro-batch or more, dropout where the model has it: losses and every saved byte."""
+    found = []
+    for limit in (0, ALL):
+        engine = build(model, replace(TINY, resident_bytes=limit, **changes), dtype=dtype, dropout=0.1)
+        losses = train(engine, 4) + train(engine, 2, 4, batches=lambda step: batches_of(step, 1))
+        found.append((losses, saved(engine, tmp_path / str(limit))[1]))
+        assert held(engine) == (len(parts_of(engine).units.layers) if limit else 0)
+    assert found[0] == found[1]
+
+
+def test_some_layers_stay_as_far_as_the_limit_reaches(build):
+    engine = build("llama", HOLDING)
+    train(engine, 2)
+    one_bytes = parts_of(engine).residents.device_bytes // held(engine)
+    fewer = build("llama", replace(TINY, resident_bytes=one_bytes * 3 // 2))
+    assert "after 2 steps the first layers take up to" in fewer.describe()
+    train(fewer, 1)
+    assert held(fewer) == 0
+    assert train(fewer, 3, 1) == train(build("llama"), 4)[1:]
+    assert held(fewer) == 1 and "residents: layer 0 to layer 0 stay on the device" in fewer.describe()
+
+
+def test_checkpoint_resume_evaluation_and_export_see_what_stays(build, tmp_path):
+    runs = []
+    for settings in (TINY, HOLDING):
+        engine = build("gpt2", replace(settings, states="split"), dtype=torch.bfloat16)
+        folder = tmp_path / str(settings.resident_bytes)
+        losses = train(engine, 4)
+        evaluated = engine.evaluate([plain_batch(seed=77)])
+        weights = {name: p.detach().clone() for name, p in engine.loaded.model.named_parameters()}
+        state, files = saved(engine, folder)
+        sampled = engine.sample([5, 6, 7], 4, None)
+        losses += train(engine, 2, 4)
+        engine.load(folder, state)
+        losses += train(engine, 4, 4)
+        resumed = build("gpt2", replace(settings, states="split"), dtype=torch.bfloat16, seed=9)
+        resumed.load(folder, state)
+        assert train(resumed, 4, 4) == losses[-4:]
+        engine.export(folder / "exported")
+        exported = (folder / "exported" / "model.safetensors").read_bytes()
+        runs.append((losses, evaluated, sampled, files, exported, {n: w.tolist() for n, w in weights.items()}))
+    assert runs[0] == runs[1]
+
+
+def test_frozen_parameters_stay_too(build):
+    def freeze(model):
+        for name, p in model.named_parameters():
+            p.requires_grad_("layers.1." in name and "self_attn" in name)
+
+    engine = build("llama", HOLDING, prepare=freeze)
+    assert train(engine, 5) == train(build("llama", prepare=freeze), 5)
+    assert held(engine) == len(parts_of(engine).units.layers)
+
+
+def longer(step):
+    """Steps of one size, from the fourth on of twice as many tokens."""
+    return [plain_batch(2, 24 if step >= 4 else 12, seed=step)]
+
+
+def test_a_larger_step_that_does_not_fit_sends_all_home_and_they_come_again(build, caplog):
+    engine = build("llama", HOLDING)
+    residents = parts_of(engine).residents
+    room = SPARE_BYTES + 100 * MIB
+    residents.measure = lambda: DeviceUse(room, 0, 60 * MIB)
+    losses = train(engine, 4, batches=longer)
+    assert held(engine)
+    residents.measure = lambda: DeviceUse(room, 0, 0)
+    losses += train(engine, 1, 4, batches=longer)
+    assert not held(engine) and "go from the GPU back to RAM" in caplog.text and "a step of 48 tokens" in caplog.text
+    residents.measure = lambda: DeviceUse(2 * room, 0, 120 * MIB)
+    losses += train(engine, 3, 5, batches=longer)
+    assert held(engine)
+    assert losses == train(build("llama"), 8, batches=longer)
+
+
+def test_a_larger_step_that_fits_leaves_them_there(build):
+    engine = build("llama", HOLDING)
+    parts_of(engine).residents.measure = lambda: DeviceUse(SPARE_BYTES + 200 * MIB, 0, 60 * MIB)
+    assert train(engine, 6, batches=longer) == train(build("llama"), 6, batches=longer)
+    assert held(engine)
+
+
+@pytest.mark.parametrize("when", ["training", "evaluating"])
+def test_without_memory_beside_them_the_pass_is_made_again(build, caplog, when):
+    """The allocator refuses once, in the middle of a pass."""
+    engine, other = build("llama", HOLDING), build("llama")
+    assert train(engine, 3) == train(other, 3)
+    runner, calls = parts_of(engine).flow.runner, [0]
+    original = runner.layer
+
+    def refuses(*args):
+        calls[0] += 1
+        if calls[0] == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(*args)
+
+    runner.layer = refuses
+    if when == "evaluating":
+        batches = [plain_batch(seed=77)]
+        assert engine.evaluate(batches) == other.evaluate(batches)
+    assert train(engine, 3, 3) == train(other, 3, 3)
+    assert "memory was short beside them" in caplog.text
+    runner.layer = lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+    parts_of(engine).residents.forget()
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.train_step(batches_of(6), LR)
+
+
+def test_a_gradient_that_is_not_finite_reaches_no_state_on_the_device(build, tmp_path):
+    """Deferred: the step is skipped whole; immediate: the run stops and that layer is as it was."""
+    for clip in (1.0, 0.0):
+        engine = build("llama", replace(HOLDING, max_grad_norm=clip))
+        train(engine, 3)
+        residents = parts_of(engine).residents
+        before = residents.slab(parts_of(engine).units.layer_units[1]).clone()
+        original, left = parts_of(engine).schedule.backward.layer, [1]
+
+        def poisoned(index, *args, original=original, left=left):
+            grad = original(index, *args)
+            if index == 1 and left[0]:
+                left[0] -= 1
+                args[-1].flat[3] = float("inf")
+            return grad
+
+        parts_of(engine).schedule.backward.layer = poisoned
+        if clip:
+            assert engine.train_step(batches_of(3), LR).skipped
+        else:
+            with pytest.raises(NonFiniteLossError, match="resume from the last checkpoint"):
+                engine.train_step(batches_of(3), LR)
+        assert torch.equal(residents.slab(parts_of(engine).units.layer_units[1]), before)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"states": "split8"}, {"tiling": "on", "tile_bytes": 1024}, {"nvme_path": "@", "state_ram_bytes": 0}]
+)
+def test_none_stay_with_8_bit_moments_tiles_or_states_on_a_drive(build, tmp_path, changes):
+    changes = {name: str(tmp_path) if value == "@" else value for name, value in changes.items()}
+    engine = build("llama", replace(HOLDING, **changes), dtype=torch.bfloat16)
+    train(engine, 3)
+    assert held(engine) == 0 and "residents" not in engine.describe()
+
+
+def test_none_stay_unless_told_where_there_is_no_gpu(build):
+    engine = build("llama", TINY)
+    train(engine, 3)
+    assert held(engine) == 0 and "residents" not in engine.describe()
+    with pytest.raises(ValueError, match="resident_bytes must not be negative"):
+        replace(TINY, resident_bytes=-1)
+
+
+def test_the_rule_of_what_stays():
+    clipped = resident_bytes(200, 200, 1000, 10, clips=True)
+    assert clipped == 1420 and resident_bytes(200, 200, 1000, 10, clips=False) == 1220
+    assert [num_resident([clipped] * 3, idle) for idle in (-1, 1419, 1420, 2839, 2840, 10**9)] == [0, 0, 1, 1, 2, 3]
+    assert DeviceUse(SPARE_BYTES + 1000, 300, 100).idle == 590
