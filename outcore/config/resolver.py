@@ -86,6 +86,7 @@ class _Resolver:
             state_format=states,
             offload=self._offload(precision),
             staging_bytes=int(self._pick("staging_gib", STAGING_BYTES / GIB) * GIB),
+            resident_bytes=None if (gib := self.said.resident_gib) is None else int(gib * GIB),
             storage_block_bytes=self._in_sectors("storage_block_bytes", 8 << 20),
             lane_slot_bytes=self._in_sectors("lane_slot_bytes", SLOT_BYTES),
             packed_attention="auto" if self.said.attn_implementation == "auto" else "masks",

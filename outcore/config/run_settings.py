@@ -104,6 +104,8 @@ class RunSettings:
     compile: Literal["auto", "on", "off"]
     tiling: Literal["auto", "on", "off"]
     tile_bytes: int | None
+    resident_bytes: int | None
+    """Idle GPU memory for layers that stay there, at most. None: the engine's default."""
     nvme_checksums: Literal["auto", "on", "off", "sampled"]
     packed_attention: Literal["auto", "masks"]
     grad_accum_dtype: Precision | None

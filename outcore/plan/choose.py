@@ -23,6 +23,7 @@ from outcore.plan.stream.memory import TILES
 from outcore.sizing.engine_rule import why_not_stream
 from outcore.sizing.layouts import DeepSpeedLayout, Staged, StreamLayout
 from outcore.sizing.shape import ModelShape
+from outcore.sizing.residents import RESIDENT_BYTES
 from outcore.sizing.streaming import STAGING_BYTES
 
 MICRO_BATCHES = (8, 4, 2, 1)
@@ -224,7 +225,9 @@ def best_stream(shape: ModelShape, request: RunRequest, hardware: Hardware, seq_
                 request,
                 hardware,
                 seq_length,
-                StreamLayout(micro, accumulation, home, compiled=compiled, tiling=tiling),
+                StreamLayout(
+                    micro, accumulation, home, compiled=compiled, tiling=tiling, resident_bytes=RESIDENT_BYTES
+                ),
             )
             for tiling in ("auto", "off")
             for micro, accumulation in batches(request)

@@ -66,6 +66,8 @@ class StreamLayout:
     """'auto' | 'masks', as the engine's setting."""
     staging_bytes: int | None = None
     """Pinned memory. None: as the request says, or what the machine gives."""
+    resident_bytes: int | None = 0
+    """Idle GPU memory for layers that stay there, at most. None: all of it."""
 
     def stored_states(self, state_format: str) -> StoredStates:
         """How states of this format lie on the drive."""

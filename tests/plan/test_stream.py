@@ -16,6 +16,7 @@ from outcore.plan.choose import choose
 from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.forecast import plan_stream
+from outcore.plan.stream.memory import STAYING
 from outcore.sizing.activations import checkpoint_bytes, layer_activation_bytes
 from outcore.sizing.layouts import Residency, StreamLayout
 from outcore.sizing.shape import shape_from_fields
@@ -356,3 +357,29 @@ def test_graphs_hold_the_forward_alone_where_the_backward_takes_long():
     assert p.part_bytes("vram", "CUDA graphs of layers") == 2 * 4096 * (2 * 4096 + 3 * 14336 + 4 * 4096)
     short = plan_stream(shape, RunRequest(), server(), 1024, layout)
     assert short.part_bytes("vram", "CUDA graphs of layers") > 0.6 * p.part_bytes("vram", "CUDA graphs of layers")
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_layers_that_stay_take_idle_memory_and_spare_link_and_optimizer(clip):
+    """As many as the engine's rule gives; none beside a drive, with 8-bit moments or where nobody wants them."""
+    shape, request, gpu = prototype_shape(), RunRequest(max_grad_norm=clip), server(vram_bytes=8 * GIB)
+    layout = StreamLayout(4, 4, checkpoints_home="ram")
+    plain = plan_stream(shape, request, gpu, 1024, layout)
+    found = plan_stream(shape, request, gpu, 1024, dataclasses.replace(layout, resident_bytes=None))
+    layer = shape.layer_params[0]
+    one = layer * (2 + (2 if clip else 0) + 10) + 2 * 4096 * shape.hidden_size * 2
+    taken = found.part_bytes("vram", STAYING)
+    assert plain.part_bytes("vram", STAYING) == 0 and taken >= one and taken % one == 0
+    assert found.fits and found.used_bytes("vram") == plain.used_bytes("vram") + taken
+    spared = taken // one * layer / shape.total_params
+    assert found.time.cpu_optimizer_s == pytest.approx((1 - spared) * plain.time.cpu_optimizer_s, rel=0.02)
+    assert found.time.d2h_s < plain.time.d2h_s and found.time.h2d_s < plain.time.h2d_s
+    assert found.time.step_s < plain.time.step_s
+    assert f"{taken // one} of {shape.num_layers} layers stay" in " ".join(found.notes)
+    two = plan_stream(shape, request, gpu, 1024, dataclasses.replace(layout, resident_bytes=2 * one))
+    assert two.part_bytes("vram", STAYING) == 2 * one
+    on_drive = dataclasses.replace(layout, resident_bytes=None, residency=Residency(state_ram_bytes=0))
+    assert plan_stream(shape, request, gpu, 1024, on_drive).part_bytes("vram", STAYING) == 0
+    eight = dataclasses.replace(request, state_format="split8")
+    kept = plan_stream(shape, eight, gpu, 1024, dataclasses.replace(layout, resident_bytes=None))
+    assert kept.part_bytes("vram", STAYING) == 0

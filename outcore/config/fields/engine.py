@@ -63,6 +63,9 @@ class EngineFields:
     """Engine stream: layers and heads computed in tiles; auto: those that do not fit on the GPU whole."""
     tile_bytes: int | None = setting(None, above=0)
     """Engine stream: bytes of one tile of a weight. Default: up to 64 MiB, by the GPU's memory."""
+    resident_gib: float | None = setting(None, least=0)
+    """Engine stream: of the GPU's idle memory at most so many GiB for layers that stay there with their optimizer
+    states, which the GPU then updates. Default: 0."""
     deepspeed_config: str = setting("deepspeed_config.json", common=True)
     """The DeepSpeed configuration file."""
     zero_stage: ZeroStage | None = setting(None, file=("zero_optimization.stage",), words=STAGE_WORDS, common=True)

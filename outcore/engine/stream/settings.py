@@ -9,6 +9,7 @@ import torch
 
 from outcore.optim import BackendName, check_eps, state_format
 from outcore.sizing.activations import LOGITS_CHUNK_BYTES
+from outcore.sizing.residents import RESIDENT_BYTES
 from outcore.sizing.streaming import (
     CHUNK_NUMEL,
     EVAL_GROUP,
@@ -102,7 +103,7 @@ class StreamSettings(StreamSizes):
     """Units that do not fit on the device whole, however little else is held, are computed in tiles. on: every unit."""
     tile_bytes: int | None = None
     """Bytes of one tile of a weight. None: up to 64 MiB, by the device's memory."""
-    resident_bytes: int | None = None
+    resident_bytes: int | None = RESIDENT_BYTES
     """Idle device memory for layers that stay there with their states, at most. None: all of it on a GPU, nothing on
     the CPU; 0: none stays."""
     staging_bytes: int = STAGING_BYTES

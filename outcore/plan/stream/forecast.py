@@ -14,7 +14,18 @@ from outcore.plan import constants as k
 from outcore.plan.hardware import Hardware
 from outcore.plan.record import SPARE, Item, Plan, TierUse
 from outcore.plan.request import RunRequest
-from outcore.plan.stream.memory import drive_states, graph_bytes, pinned_and_rest, ram_parts, spilled, vram_parts
+from outcore.plan.stream.memory import (
+    GRAPHS,
+    STAYING,
+    Staying,
+    drive_states,
+    graph_bytes,
+    pinned_and_rest,
+    ram_parts,
+    spilled,
+    staying,
+    vram_parts,
+)
 from outcore.plan.stream.tiles import Tiling, tiling_of
 from outcore.plan.stream.time import Placed, stream_rates, stream_traffic
 from outcore.plan.terms.case import Case
@@ -43,8 +54,10 @@ def plan_stream(
     graphs = graph_bytes(case, vram) if not tiling.layers else None
     if graphs is not None:
         tensors, spare = graphs
-        vram.append(Item("vram", "CUDA graphs of layers", tensors))
+        vram.append(Item("vram", GRAPHS, tensors))
         vram = [replace(p, size_bytes=p.size_bytes + spare) if p.name == SPARE else p for p in vram]
+    stay = staying(case, tiling, spill, vram)
+    vram.append(Item("vram", STAYING, stay.size_bytes))
     drive = drive_states(shape, sizes, spill, layout.stored_states(request.format))
     if layout.checkpoints_home == "nvme":
         drive.append(Item("nvme", "activation checkpoints", hardware.num_gpus * checkpoints))
@@ -52,7 +65,7 @@ def plan_stream(
     if not request.checkpoints_elsewhere:
         drive.append(Item("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
     parts = [p for p in (*vram, *pinned, *ram, *drive) if p.size_bytes > 0]
-    placed = Placed(spill, pageable, checkpoints, tiling, graphs is not None)
+    placed = Placed(spill, pageable, checkpoints, tiling, graphs is not None, stay)
     traffic = stream_traffic(case, placed)
     ram_used = sum(p.size_bytes for p in parts if p.tier in ("ram", "pinned"))
     plan = Plan(
@@ -94,7 +107,7 @@ def plan_stream(
         checkpoint_bytes=saved_bytes,
         checkpoint_s=hardware.drive_s(saved_bytes * spill.states, saved_bytes),
         tiling=layout.tiling,
-        notes=_notes(shape, asked, tiling, pageable),
+        notes=_notes(shape, asked, tiling, pageable, stay),
         compute_known=hardware.compute_tflops is not None,
     )
     return without_gpu(plan, hardware) if hardware.is_cpu else plan
@@ -106,8 +119,13 @@ def _home(share: float) -> str:
     return "NVMe" if share >= 1 else f"RAM {100 * (1 - share):.0f} % + NVMe {100 * share:.0f} %"
 
 
-def _notes(shape: ModelShape, request: RunRequest, tiling: Tiling, pageable: float) -> tuple[str, ...]:
+def _notes(shape: ModelShape, request: RunRequest, tiling: Tiling, pageable: float, stay: Staying) -> tuple[str, ...]:
     notes = []
+    if stay.layers:
+        notes.append(
+            f"{stay.layers} of {shape.num_layers} layers stay in idle GPU memory, which is given back when a larger "
+            "step needs it (--resident_gib 0: none does)"
+        )
     if tiling.any:
         notes.append(tiling.words(shape))
     if pageable > 0.01:

@@ -8,6 +8,8 @@ first: it is read twice a step and never written.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from outcore.plan import constants as k
 from outcore.plan.record import BORDERS, EVALUATION, MASKS, NOT_TENSORS, OVERHEAD, SPARE, Item
 from outcore.plan.request import RunRequest
@@ -17,6 +19,7 @@ from outcore.plan.terms.spill import Spill
 from outcore.plan.terms.work import device_bytes, step_flops
 from outcore.sizing.activations import compiled_activation_bytes, forward_bytes, layer_activation_bytes
 from outcore.sizing.layouts import Residency, StoredStates, StreamLayout
+from outcore.sizing.residents import DeviceUse, num_resident, resident_bytes
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.states import STATE_FORMATS
 from outcore.sizing.streaming import (
@@ -36,6 +39,8 @@ from outcore.sizing.work import step_work
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 STATES = ("master", "moments")
 TILES = "tiles and their gradients"
+GRAPHS = "CUDA graphs of layers"
+STAYING = "layers that stay, with their states"
 RANK_SLOTS = "gradients of ranks on their way into the sum"
 SLOTS, RING = "lanes' slots", "ring of states on their way"
 TILED_SUMS_FROM = 3
@@ -120,6 +125,42 @@ def graph_bytes(case: Case[StreamLayout], vram: list[Item]) -> tuple[int, int] |
     return k.EAGER_GRAPH_TENSORS * hidden + k.EAGER_GRAPH_WORKSPACE_BYTES, int(
         k.EAGER_GRAPH_POOL * layer_activation_bytes(shape, case.element_bytes, case.seq_length, tokens)
     )
+
+
+@dataclass(frozen=True)
+class Staying:
+    """The first layers, which stay on the GPU: how many, and what they take there."""
+
+    layers: int = 0
+    home_bytes: int = 0
+    """Weights as they cross the link."""
+    trained: int = 0
+    size_bytes: int = 0
+
+
+def staying(case: Case[StreamLayout], tiling: Tiling, spill: Spill, vram: list[Item]) -> Staying:
+    """What the engine will keep on the GPU beside `vram` (`sizing.residents`)."""
+    shape, layout, hardware, e = case.shape, case.layout, case.hardware, case.element_bytes
+    device_bytes, (master, moments) = device_bytes_of(hardware, layout), STATE_FORMATS[case.request.format]
+    is_out = tiling.any or spill != Spill() or hardware.num_gpus > 1 or hardware.is_cpu or moments < 8
+    if is_out or device_bytes is None or layout.resident_bytes == 0:
+        return Staying()
+    tensors = {p.name: p.size_bytes for p in vram if p.name not in NOT_TENSORS}
+    kept = sum(tensors.get(name, 0) for name in (PARAMETERS, GRADIENTS, GRAPHS))
+    idle = DeviceUse(device_bytes, kept, sum(tensors.values()) - kept).idle
+    idle = min(idle, hardware.vram_bytes - sum(p.size_bytes for p in vram))
+    idle = idle if layout.resident_bytes is None else min(idle, layout.resident_bytes)
+    adapters = -(-shape.adapter_params // shape.num_layers)
+    packed = shape.saved_bytes(e) / sum(shape.layer_params)  # bytes less of each frozen parameter
+    homes = [e * (one + adapters) - int(packed * one) for one in shape.layer_params]
+    trained = [adapters + shape.whole_in_layer if shape.lora_r else one for one in shape.layer_params]
+    hidden = case.micro_tokens * shape.hidden_size * e
+    sizes = [
+        resident_bytes(home, e * own, int((master + moments) * own), hidden, clips=case.request.clips)
+        for home, own in zip(homes, trained, strict=True)
+    ]
+    count = num_resident(sizes, idle)
+    return Staying(count, sum(homes[:count]), sum(trained[:count]), sum(sizes[:count]))
 
 
 def ram_parts(case: Case[StreamLayout], all_checkpoints: int, tiling: Tiling) -> tuple[list[Item], dict[str, int]]:

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from outcore.plan import constants as k
 from outcore.plan.record import StepTime
+from outcore.plan.stream.memory import Staying
 from outcore.plan.stream.tiles import Tiling
 from outcore.plan.terms.case import Case
 from outcore.plan.terms.rates import Rates, overlapped_s
@@ -33,6 +34,7 @@ class Placed:
     tiling: Tiling
     graphs: bool
     """Whether layers are CUDA graphs."""
+    stay: Staying
 
 
 def stream_rates(case: Case[StreamLayout], placed: Placed) -> StreamRates:
@@ -109,14 +111,16 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     forward = Pass(
         flops=case.flops.forward,
         attention_flops=case.flops.attention_forward,
-        device_bytes=case.device_bytes[0] + links.expanded,
+        device_bytes=case.device_bytes[0]
+        + links.expanded
+        + placed.stay.trained * k.OPTIMIZER_DRAM_BYTES[case.request.format],
         launched_layers=calls * per_call[0],
         h2d_bytes=links.up_forward + links.tiles_forward,
         d2h_bytes=links.moved,
         read_bytes=links.forward_read,
         written_bytes=links.forward_written,
         copied_bytes=ranks * ring * (links.up_forward + links.moved + links.tiles_forward) + through_drive,
-        updated_params=shape.trainable_params,
+        updated_params=shape.trainable_params - placed.stay.trained,
         awaited_read_bytes=spilled * links.up_forward if waits else None,
     )
     back = links.up_backward + links.moved + links.down + links.tiles_backward + links.tiles.gradients
@@ -152,12 +156,14 @@ class _Links:
     def up_forward(self) -> int:
         shape = self.case.shape
         whole = shape.embedding_params + sum(shape.layer_params) + shape.adapter_params + self.head
-        return self.case.element_bytes * whole - shape.saved_bytes(self.case.element_bytes)
+        coming = self.case.element_bytes * whole - shape.saved_bytes(self.case.element_bytes)
+        return coming - self.placed.stay.home_bytes
 
     @property
     def up_backward(self) -> int:
         shape, e = self.case.shape, self.case.element_bytes
-        return e * (sum(shape.layer_params) + shape.adapter_params) - shape.saved_bytes(e)
+        coming = e * (sum(shape.layer_params) + shape.adapter_params) - shape.saved_bytes(e)
+        return coming - self.placed.stay.home_bytes
 
     @property
     def expanded(self) -> int:
@@ -173,7 +179,7 @@ class _Links:
     @property
     def down(self) -> int:
         """Gradients."""
-        return self.case.element_bytes * self.case.shape.trainable_params
+        return self.case.element_bytes * (self.case.shape.trainable_params - self.placed.stay.trained)
 
     @cached_property
     def tiles(self) -> _TileTraffic:

@@ -189,7 +189,7 @@ def test_none_stay_with_8_bit_moments_tiles_or_states_on_a_drive(build, tmp_path
 
 
 def test_none_stay_unless_told_where_there_is_no_gpu(build):
-    engine = build("llama", TINY)
+    engine = build("llama", replace(TINY, resident_bytes=None))
     train(engine, 3)
     assert held(engine) == 0 and "residents" not in engine.describe()
     with pytest.raises(ValueError, match="resident_bytes must not be negative"):

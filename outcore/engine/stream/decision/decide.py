@@ -20,6 +20,7 @@ from outcore.model.load import LoadedModel
 from outcore.model.settings import ModelSettings
 from outcore.model.source import resolve_source
 from outcore.optim import state_format
+from outcore.sizing.residents import RESIDENT_BYTES
 from outcore.sizing.streaming import CPU_STAGING_BYTES, STAGING_BYTES
 from outcore.storage import DriveAccess
 
@@ -107,6 +108,7 @@ def stream_decision(
         packed_attention=settings.packed_attention,
         tiling=settings.tiling,
         tile_bytes=settings.tile_bytes,
+        resident_bytes=RESIDENT_BYTES if settings.resident_bytes is None else settings.resident_bytes,
         staging_bytes=pinned,
         slot_bytes=settings.lane_slot_bytes,
         num_slots=num_slots,

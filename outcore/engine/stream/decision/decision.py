@@ -36,6 +36,7 @@ def stream_layout(told: StreamSettings, micro_batch: int, accumulation: int, dev
         device_bytes=_device_bytes(told, device),
         packed_attention=told.packed_attention,
         staging_bytes=told.staging_bytes,
+        resident_bytes=told.resident_bytes,
         residency=Residency(
             told.state_ram_bytes,
             told.weight_ram_bytes,
