@@ -22,8 +22,8 @@ from outcore.plan.stream.forecast import plan_stream
 from outcore.plan.stream.memory import TILES
 from outcore.sizing.engine_rule import why_not_stream
 from outcore.sizing.layouts import DeepSpeedLayout, Staged, StreamLayout
-from outcore.sizing.shape import ModelShape
 from outcore.sizing.residents import RESIDENT_BYTES
+from outcore.sizing.shape import ModelShape
 from outcore.sizing.streaming import STAGING_BYTES
 
 MICRO_BATCHES = (8, 4, 2, 1)

@@ -372,7 +372,7 @@ def test_layers_that_stay_take_idle_memory_and_spare_link_and_optimizer(clip):
     assert plain.part_bytes("vram", STAYING) == 0 and taken >= one and taken % one == 0
     assert found.fits and found.used_bytes("vram") == plain.used_bytes("vram") + taken
     spared = taken // one * layer / shape.total_params
-    assert found.time.cpu_optimizer_s == pytest.approx((1 - spared) * plain.time.cpu_optimizer_s, rel=0.02)
+    assert found.time.cpu_optimizer_s == pytest.approx((1 - spared) * plain.time.cpu_optimizer_s, rel=0.05)
     assert found.time.d2h_s < plain.time.d2h_s and found.time.h2d_s < plain.time.h2d_s
     assert found.time.step_s < plain.time.step_s
     assert f"{taken // one} of {shape.num_layers} layers stay" in " ".join(found.notes)
