@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from outcore.optim.formats import StateFormat
@@ -31,7 +33,8 @@ def update_on_device(state_format: StateFormat, job: ChunkJob, hyper: AdamWHyper
     }
     first = views["residual" if state_format.split_master else "master"]
     kinds = {torch.float32: kernel.FP32_PARAM, torch.bfloat16: kernel.BF16_PARAM, torch.float16: kernel.FP16_PARAM}
-    kernel.adamw[(-(-numel // kernel.BLOCK),)](
+    launch: Any = kernel.adamw
+    launch[(-(-numel // kernel.BLOCK),)](
         usable.view(torch.uint8),
         job.grad,
         first,
