@@ -7,6 +7,7 @@ import importlib.util
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 from outcore.serve import read_keys
@@ -71,9 +72,16 @@ def run(settings: UiSettings, listening: socket.socket) -> None:
     from outcore.ui.api import PanelsApi, warm_up
     from outcore.ui.app import create_app
 
-    threading.Thread(target=warm_up, name="warm up", daemon=True).start()
     app = create_app(settings, PanelsApi())
     where = f"http://{settings.own_host}:{settings.port}"
     print(f"panels: {where}{'/?token=...' if settings.tokens else ''}  (Ctrl-C ends them; runs go on)", flush=True)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)
-    uvicorn.Server(config).run(sockets=[listening])
+    server = uvicorn.Server(config)
+
+    def warm_up_then() -> None:
+        while not server.started:  # imports side by side would make the start longer
+            time.sleep(0.2)
+        warm_up()
+
+    threading.Thread(target=warm_up_then, name="warm up", daemon=True).start()
+    server.run(sockets=[listening])

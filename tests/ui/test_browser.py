@@ -112,7 +112,7 @@ def train_stop_and_resume(visit: Visit) -> None:
     visit.waits("#run_state", r"tiny-embedded: (running|starting)", 60)
     visit.waits("#run_state", r"step [1-9]\d* of 40", 240)
     page.locator("#stop_run").click()
-    visit.waits("#run_state", r"tiny-embedded: (stopped|interrupted)", 60)
+    visit.waits("#run_state", r"tiny-embedded: stopped", 90)
     page.locator("#resume_run").click()
     visit.waits("#run_state", r"tiny-embedded: finished", 240)
     visit.waits("#run_state", r"step 40 of 40.*Loss.*A step's work", 20)

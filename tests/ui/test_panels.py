@@ -16,6 +16,7 @@ from outcore.config import FIELDS
 from outcore.ui.api import PanelsApi, Place, table
 from outcore.ui.api.form import HIDDEN, argv_of, checked, command_of, said, yaml_of
 from outcore.ui.api.paths import advice
+from outcore.ui.api.training import Training
 from outcore.ui.app import create_app
 from outcore.ui.panels import draw
 from outcore.ui.panels.chat import bubbles, costs_of, residency_of
@@ -122,6 +123,13 @@ def test_runs_are_listed_drawn_compared_and_deleted(client, run, tmp_path):
     assert settings["command"] == "python train_model.py --learning_rate 0.002 --preset tiny"
     assert client.delete("/v1/runs/one").json()["deleted"] and not (tmp_path / "logs" / "one").exists()
     assert [row["name"] for row in client.get("/v1/runs").json()["data"]] == ["two"]
+
+
+def test_a_run_whose_process_is_not_gone_is_ending(client, run, monkeypatch):
+    run("one")
+    assert client.get("/v1/runs/one").json()["state"] == "finished"
+    monkeypatch.setattr(Training, "_pid", lambda self, name: 1)
+    assert client.get("/v1/runs/one").json()["state"] == "ending"
 
 
 def test_deleting_asks_first():

@@ -26,6 +26,7 @@ SERIES = (
 )  # fmt: skip
 """Figures of a step that are drawn."""
 RECENT_STEPS = 50
+ENDED = ("stopped", "finished")
 
 
 class Runs:
@@ -148,9 +149,12 @@ class Runs:
 
     def _row(self, run: RunState) -> dict[str, Any]:
         loss = run.loss if isinstance(run.loss, (int, float)) else None
+        state = run.state.partition(" ")[0]
+        if state in ENDED and self.training.job(run.folder.name)["state"] == "running":
+            state = "ending"  # its files are whole, its process is not gone: a resume would be refused
         return {
             "name": run.folder.name,
-            "state": run.state.partition(" ")[0],
+            "state": state,
             "words": run.state,
             "step": run.step,
             "total_steps": run.total_steps,
