@@ -84,7 +84,8 @@ def write_shard(
     value: Callable[[str], torch.Tensor],
     metadata: dict[str, str] | None = None,
 ) -> int:
-    """Write one safetensors file, asking `value(name)` for each tensor when its turn comes; returns its CRC-32.
+    """Write one safetensors file, asking `value(name)` for each tensor when its turn comes and the one before is gone;
+    returns its CRC-32.
 
     The file appears under its name only when it is whole and on the drive.
     Raises FileError when the drive refuses, ValueError when a tensor is not as planned, and what `value` raises.
@@ -111,6 +112,7 @@ def write_shard(
                 )
             if tensor.numel():
                 file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next one is gathered: memory holds the largest, never two
     return file.crc
 
 
