@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from outcore.common.journal import is_held
 from outcore.evaluate import EvaluationError, EvaluationSettings
-from outcore.evaluate.asking import AnswerJournal, Cancelled, Desk, Progress, ScoreQuestion, WriteQuestion, is_held
+from outcore.evaluate.asking import AnswerJournal, Cancelled, Desk, Progress, ScoreQuestion, WriteQuestion
 from outcore.evaluate.jobs import EventLog, events, progress_of, read_events
 from outcore.evaluate.tasks import endings, files, sums
 

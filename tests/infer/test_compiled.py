@@ -69,3 +69,8 @@ def test_on_a_cpu_layers_run_eagerly_and_say_so(tiny_folder):
     opened.close()
     with pytest.raises(ValueError, match="compile is"):
         InferSettings(compile="maybe")
+
+
+def test_where_pages_cross_the_link_slots_waste_at_most_an_eighth():
+    sizes = [rounded_up(count, fine=True) for count in range(1, 200)]
+    assert sizes[:18] == [*range(1, 17), 18, 18] and all(s <= c * 9 / 8 for c, s in enumerate(sizes, 1))

@@ -72,6 +72,16 @@ def test_fewer_buffers_where_vram_is_short():
     assert placed.num_buffers == 2 and "2 layers on the GPU at a time" in placed.reasons[0]
 
 
+def test_many_answers_have_room_at_once_in_ram_as_far_as_its_share_goes():
+    """256 requests of 512 + 128 tokens in one round, not three."""
+    placed = place_inference(
+        needs(), InferenceLimits(int(6.5 * GIB), 100 * GIB, context_tokens=1024, max_sequences=256), "throughput"
+    )
+    assert placed.kv_home == "ram" and placed.kv_bytes >= 256 * needs().kv.sequence_bytes(640, 2048)
+    short = place_inference(needs(), InferenceLimits(int(6.5 * GIB), 30 * GIB, context_tokens=1024), "throughput")
+    assert short.kv_bytes <= 0.4 * 30 * GIB and short.bytes_at("nvme") == 0
+
+
 def test_windows_take_no_more_than_they_show():
     kv = KvSize(((None, 1000), (512, 9000)))
     assert kv.sequence_bytes(100_000, 1024) == 100_000 * 1000 + 1536 * 9000

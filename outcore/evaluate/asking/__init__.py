@@ -2,7 +2,7 @@
 
 from outcore.evaluate.asking.desk import PORTION_TOKENS, Cancelled, Desk, Progress
 from outcore.evaluate.asking.engine import EngineAnswerer
-from outcore.evaluate.asking.journal import AnswerJournal, is_held
+from outcore.evaluate.asking.journal import AnswerJournal
 from outcore.evaluate.asking.question import Question, ScoreQuestion, WriteQuestion
 
 __all__ = [
@@ -15,5 +15,4 @@ __all__ = [
     "Question",
     "ScoreQuestion",
     "WriteQuestion",
-    "is_held",
 ]

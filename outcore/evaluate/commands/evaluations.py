@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from outcore.evaluate.asking import is_held
+from outcore.common.journal import is_held
 from outcore.evaluate.commands.say import table_of
 from outcore.evaluate.history import History, as_csv, as_table, diff_of, when
 from outcore.evaluate.jobs import JOURNAL

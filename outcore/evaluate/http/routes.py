@@ -20,7 +20,8 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.requests import Request as HttpRequest
 
-from outcore.evaluate.asking import Cancelled, is_held
+from outcore.common.journal import is_held
+from outcore.evaluate.asking import Cancelled
 from outcore.evaluate.history import History, HistoryError, as_csv, diff_of
 from outcore.evaluate.jobs import (
     ENDS,

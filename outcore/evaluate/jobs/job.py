@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.errors import line_of
-from outcore.evaluate.asking import AnswerJournal, Cancelled, Desk, is_held
+from outcore.common.journal import is_held
+from outcore.evaluate.asking import AnswerJournal, Cancelled, Desk
 from outcore.evaluate.history import History
 from outcore.evaluate.jobs.events import Event, EventLog
 from outcore.evaluate.jobs.subject import Subject

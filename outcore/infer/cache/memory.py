@@ -23,7 +23,10 @@ SPARE_BYTES = 4 * MIB
 
 
 class KvMemory:
-    """Memory of one kind. `device`: where its tensors live to torch, and their index tensors must be."""
+    """Memory of one kind. `device`: where its tensors live to torch, and their index tensors must be; `crosses_link`:
+    whether every read of a page crosses the link to the GPU."""
+
+    crosses_link = False
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.note = device, ""
@@ -44,6 +47,8 @@ class KvMemory:
 
 class MappedMemory(KvMemory):
     """Page-locked RAM that a GPU reads and writes over the link."""
+
+    crosses_link = True
 
     def __init__(self, n_bytes: int, device: torch.device) -> None:
         super().__init__(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -45,6 +46,8 @@ RAM_LEFT_BYTES = 2 * GIB
 """RAM that stays free for everything else, unless told."""
 DRAFT_TOKENS, DRAFT_ANSWERS = 64, 4
 """Guessed tokens of a pass; answers at a time that a draft model guesses for."""
+DRAFT_SHARES = ("device", "precision", "context", "page_tokens", "vram_gib", "ram_gib", "compile", "deterministic")
+"""Settings that a draft model has from the large one."""
 PREFIX_GIB = 8.0
 """On the drive for beginnings of prompts, unless told."""
 MAX_KINDS = 8
@@ -110,20 +113,9 @@ def open_engine(
 def _open_draft(settings: InferSettings, device: torch.device, progress: Callable[[str], None]) -> OpenedModel:
     """The small model, whole on the device that computes. ValueError where it does not fit there."""
     assert settings.draft_model is not None
-    own = InferSettings(
-        "latency",
-        settings.device,
-        settings.precision,
-        context=settings.context,
-        max_sequences=None if settings.max_sequences is None else min(settings.max_sequences, DRAFT_ANSWERS),
-        page_tokens=settings.page_tokens,
-        vram_gib=settings.vram_gib,
-        ram_gib=settings.ram_gib,
-        draft_tokens=0,
-        compile=settings.compile,
-        deterministic=settings.deterministic,
-        trust_remote_code=settings.trust_remote_code,
-    )
+    answers = None if settings.max_sequences is None else min(settings.max_sequences, DRAFT_ANSWERS)
+    shared: dict[str, Any] = {name: getattr(settings, name) for name in (*DRAFT_SHARES, "trust_remote_code")}
+    own = InferSettings("latency", max_sequences=answers, draft_tokens=0, **shared)
     draft = open_engine(settings.draft_model, own, lambda line: progress(f"draft model: {line}"))
     if device.type == "cuda" and draft.placement.travelling_bytes:
         draft.close()
@@ -136,11 +128,9 @@ def _open_draft(settings: InferSettings, device: torch.device, progress: Callabl
 
 def _less(settings: InferSettings, used_bytes: int) -> InferSettings:
     """What the user gave, less what the small model took of it."""
-    left = {name: getattr(settings, name) for name in ("vram_gib", "ram_gib")}
-    name = "ram_gib" if left["vram_gib"] is None else "vram_gib"
-    if left[name] is None:
-        return settings
-    return replace(settings, **{name: max(left[name] - used_bytes / GIB, 1e-3)})
+    name = "ram_gib" if settings.vram_gib is None else "vram_gib"
+    given = getattr(settings, name)
+    return settings if given is None else replace(settings, **{name: max(given - used_bytes / GIB, 1e-3)})
 
 
 def _draft_model(
@@ -158,14 +148,9 @@ def _draft_model(
             f"draft_model {settings.draft_model}: it knows token {other!r} by another number, or not at all: the two "
             "models must share one tokenizer."
         )
-    runner, cache = draft.engine.runner, draft.engine.scheduler.cache
-    return DraftModel(
-        runner,
-        cache,
-        draft.placement.pass_tokens,
-        found.loaded.facts.vocab_size,
-        is_deterministic=settings.deterministic,
-    )
+    sizes = draft.placement.pass_tokens, found.loaded.facts.vocab_size
+    engine = draft.engine
+    return DraftModel(engine.runner, engine.scheduler.cache, *sizes, is_deterministic=settings.deterministic)
 
 
 def open_found(
@@ -394,14 +379,8 @@ def schedule_limits(placement: Placement, settings: InferSettings, way: Way) -> 
     if way == "whole":
         context = placement.context_tokens
         return ScheduleLimits(placement.max_sequences, context, context, 0, whole_chunks=True)
-    return ScheduleLimits(
-        placement.max_sequences,
-        placement.pass_tokens,
-        placement.chunk_tokens,
-        drafts,
-        whole_chunks=settings.deterministic,
-        is_deterministic=settings.deterministic,
-    )
+    sizes, fixed = (placement.max_sequences, placement.pass_tokens, placement.chunk_tokens), settings.deterministic
+    return ScheduleLimits(*sizes, drafts, whole_chunks=fixed, is_deterministic=fixed)
 
 
 def _runner(

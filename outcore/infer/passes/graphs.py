@@ -194,7 +194,7 @@ class SmallPasses:
                 for work in works
                 for place in {0, work.count - 1}
             )
-            pages.append(rounded_up(most + (window is not None)))
+            pages.append(rounded_up(most + (window is not None), fine=self.cache.memory.crosses_link))
         limit = ROW_KEYS if total == len(works) else SPAN_KEYS
         return (num_rows, *pages) if num_rows * max(pages) * page_tokens <= limit else None
 
@@ -242,7 +242,9 @@ def rows_of(works: Sequence[Work]) -> list[tuple[SequencePages, int, int]]:
     return rows
 
 
-def rounded_up(count: int) -> int:
-    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24 ... that is not below."""
+def rounded_up(count: int, *, fine: bool = False) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24 ... that is not below; `fine`: of 1 to 16, 18, 20 ... 32, 36 ...,
+    where pages that nobody needs would cross the link."""
     power = 1 << max(0, count - 1).bit_length()
-    return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
+    step = max(1, power // (16 if fine else 4))
+    return -(-count // step) * step

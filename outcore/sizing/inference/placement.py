@@ -13,17 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outcore.common.quantities import GIB, MIB, format_gib
+from outcore.common.quantities import format_gib
 
 PresetName = Literal["balanced", "latency", "throughput"]
 Home = Literal["vram", "ram", "nvme"]
 
-CONTEXT_BYTES = 600 * MIB
-"""CUDA context and libraries' workspaces beside the allocator; the same figure as the planner's for training."""
 RAM_SHARE_OF_KV = 0.4
 """Share of RAM that keys and values may take; a quarter of it where weights would have to go to a drive for them."""
 FREE_SHARE = 0.04
 """Share of the device that stays free: the allocator's rounding and what a desktop takes meanwhile."""
+RAM_TOKENS = 1024
+"""Tokens of every answer that RAM has room for, where its share allows: answers that find no page wait for another
+round of all the weights (256 requests of 536 tokens ran in three rounds where there was room for 256 tokens each)."""
 OPEN_TOKENS = 64
 """Tokens of each answer whose keys and values are in RAM until their page is full."""
 DRAWN_ROWS, DRAWN_BYTES = 32, 44
@@ -124,18 +125,13 @@ class InferenceLimits:
 
 @dataclass(frozen=True)
 class PartHome:
-    """Home where one part lives and who computes it: decided once, printed, never changed."""
+    """Home where one part lives: decided once, printed, never changed."""
 
     part: str
     home: Home
     size_bytes: int
     ram_bytes: int
     """Bytes of a part that travels: so much of it is in RAM, the rest on NVMe."""
-    storage: str = "16-bit"
-    """Format of the bytes; packed formats name themselves here."""
-    computed_by: str = "gpu"
-    from_tokens: int = 1
-    """From so many tokens a pass on; below, another may compute it."""
 
 
 @dataclass(frozen=True)
@@ -204,10 +200,10 @@ def place_inference(needs: InferenceNeeds, limits: InferenceLimits, preset: str 
     return _on_gpu(needs, limits, rule, (sequences, chunk, pass_tokens, context))
 
 
-def kv_wanted_bytes(needs: InferenceNeeds, sequences: int, chunk: int, context: int) -> int:
+def kv_wanted_bytes(needs: InferenceNeeds, sequences: int, chunk: int, context: int, least_tokens: int = 256) -> int:
     """Keys and values of all sequences at a quarter of the longest context, and at least one at full length."""
     one = needs.kv.sequence_bytes(context, chunk)
-    return max(one, sequences * needs.kv.sequence_bytes(max(256, context // 4), chunk))
+    return max(one, sequences * needs.kv.sequence_bytes(min(context, max(least_tokens, context // 4)), chunk))
 
 
 def open_kv_bytes(needs: InferenceNeeds, sequences: int, chunk: int) -> int:
@@ -264,7 +260,7 @@ def _on_cpu(
             f"a context of {context:,} tokens needs {format_gib(one)} of keys and values, --kv_gib gives "
             f"{format_gib(kv)}: raise it, or lower --context."
         )
-    homes = _in_ram(needs.parts, ram, computed_by="cpu")
+    homes = _in_ram(needs.parts, ram)
     return Placement(
         rule, homes, kv_home, kv, context, sequences, pass_tokens, chunk, limits.num_buffers, {}, tuple(reasons)
     )
@@ -313,6 +309,7 @@ def _on_gpu(
         if limits.kv_home is None:
             reasons.append(_on_drive_words(one))
     else:
+        wanted = kv_wanted_bytes(needs, sequences, chunk, context, RAM_TOKENS)
         spills = weights - (total - least) > limits.ram_bytes - wanted
         share = RAM_SHARE_OF_KV if not spills or rule.name == "throughput" else RAM_SHARE_OF_KV / 4
         kv = limits.kv_bytes or min(wanted, max(one, int(limits.ram_bytes * share)))
@@ -322,11 +319,11 @@ def _on_gpu(
             )
     device_kv = kv if kv_home == "vram" else 0
     left = total - work - device_kv
-    homes, resident, streams = _spread(needs.parts, left, buffers, max(ends))
+    homes, streams = _spread(needs.parts, left, buffers, max(ends))
     kv_ram = {"vram": 0, "ram": kv, "nvme": open_kv_bytes(needs, sequences, chunk)}[kv_home]
     ram = limits.ram_bytes - kv_ram
-    travelling = [part for part in needs.parts if part.name not in resident]
-    in_ram = {home.part: home for home in _in_ram(travelling, ram, computed_by="gpu")}
+    travelling = [part for part in needs.parts if part.name not in homes]
+    in_ram = {home.part: home for home in _in_ram(travelling, ram)}
     missing = sum(home.size_bytes - home.ram_bytes for home in in_ram.values())
     if missing and not limits.has_nvme:
         raise DoesNotFit(
@@ -354,19 +351,16 @@ def _on_gpu(
     )
 
 
-def _spread(
-    parts: Sequence[PartSize], left: int, buffers: int, end_buffer: int
-) -> tuple[dict[str, PartHome], frozenset[str], int]:
-    """(homes of the parts that stay on the device, their names, bytes of buffers for the others)."""
+def _spread(parts: Sequence[PartSize], left: int, buffers: int, end_buffer: int) -> tuple[dict[str, PartHome], int]:
+    """(homes of the parts that stay on the device, bytes of buffers for the others)."""
     weights = sum(part.size_bytes for part in parts)
     if weights <= left:
-        homes = {part.name: PartHome(part.name, "vram", part.size_bytes, 0) for part in parts}
-        return homes, frozenset(homes), 0
+        return _in_vram(parts), 0
     ends = sorted((part for part in parts if not part.is_layer), key=lambda part: part.size_bytes)
     stay: list[PartSize] = []
     room = left - buffers
     if sum(part.size_bytes for part in ends) <= room:
-        stay, room, end_buffer = list(ends), room - sum(part.size_bytes for part in ends), 0
+        stay, room, end_buffer = ends, room - sum(part.size_bytes for part in ends), 0
     else:
         room -= end_buffer
     layers = [part for part in parts if part.is_layer]
@@ -377,26 +371,23 @@ def _spread(
         if taken + part.size_bytes <= min(room, share * passed + 1e-6):
             stay.append(part)
             taken += part.size_bytes
-    homes = {part.name: PartHome(part.name, "vram", part.size_bytes, 0) for part in stay}
-    return homes, frozenset(homes), buffers + end_buffer
+    return _in_vram(stay), buffers + end_buffer
 
 
-def _in_ram(parts: Sequence[PartSize], ram_bytes: int, *, computed_by: str) -> tuple[PartHome, ...]:
+def _in_vram(parts: Sequence[PartSize]) -> dict[str, PartHome]:
+    return {part.name: PartHome(part.name, "vram", part.size_bytes, 0) for part in parts}
+
+
+def _in_ram(parts: Sequence[PartSize], ram_bytes: int) -> tuple[PartHome, ...]:
     """Parts that travel: all of each in RAM, or of every layer the same share and the rest on NVMe."""
     total = sum(part.size_bytes for part in parts)
     ends = sum(part.size_bytes for part in parts if not part.is_layer)
     spare = max(0, ram_bytes)
     share = 1.0 if total <= spare else max(0.0, (spare - ends) / max(1, total - ends))
-    homes = []
-    for part in parts:
+
+    def home_of(part: PartSize) -> PartHome:
         size = part.size_bytes if not part.is_layer else int(part.size_bytes * share)
-        homes.append(
-            PartHome(
-                part.name, "ram" if size == part.size_bytes else "nvme", part.size_bytes, size, computed_by=computed_by
-            )
-        )
-    return tuple(homes)
+        home: Home = "ram" if size == part.size_bytes else "nvme"
+        return PartHome(part.name, home, part.size_bytes, size)
 
-
-SMALLEST_RAM_LEFT_BYTES = 2 * GIB
-"""RAM that stays free for everything else."""
+    return tuple(map(home_of, parts))

@@ -1,0 +1,130 @@
+"""Lines that survive a crash: a header that names what they belong to, then JSON values, each with a checksum.
+
+Held by one process at a time. What a crash tore off is dropped when the file is opened again: neither that line nor
+what follows it was ever told as done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+Place = tuple[int, int]
+"""(offset, bytes) of a line in its file."""
+
+
+class JournalHeld(RuntimeError):
+    """Another process has the journal open."""
+
+
+class JournalOfAnother(RuntimeError):
+    """The journal belongs to something else. `differs`: names of the header's values that are others now."""
+
+    def __init__(self, differs: list[str]) -> None:
+        super().__init__(", ".join(differs))
+        self.differs = differs
+
+
+class LineJournal:
+    """A journal on a drive. `take` gets the place and the value of each line that is there already."""
+
+    def __init__(self, path: Path, header: Mapping[str, Any], take: Callable[[Place, Any], None]) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._read(json.dumps(dict(header), sort_keys=True), take)
+        except BlockingIOError:
+            self._file.close()
+            raise JournalHeld(f"{path} is in use") from None
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, values: Iterable[Any]) -> list[Place]:
+        """Write a line for each value and return their places; they are on the drive after the next `sync`."""
+        lines = [_line(value) for value in values]
+        places, offset = [], self._file.seek(0, os.SEEK_END)
+        for line in lines:
+            places.append((offset, len(line)))
+            offset += len(line)
+        self._file.write(b"".join(lines))
+        self._file.flush()
+        return places
+
+    def sync(self) -> None:
+        """Have everything on the drive. OSError."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def value_at(self, place: Place) -> Any:
+        """The value of one line."""
+        self._file.seek(place[0])
+        return json.loads(self._file.read(place[1]).partition(b" ")[2])
+
+    def close(self) -> None:
+        """Sync, and let the file go; without effect the second time."""
+        if not self._file.closed:
+            try:
+                self.sync()
+            finally:
+                self._file.close()
+
+    def remove(self) -> None:
+        """Drop the journal: what it held is kept elsewhere."""
+        self.path.unlink(missing_ok=True)
+        self._file.close()
+
+    def _read(self, header: str, take: Callable[[Place, Any], None]) -> None:
+        self._file.seek(0)
+        first = self._file.readline()
+        if not first.endswith(b"\n"):  # new, or torn in its first line
+            self._file.truncate(0)
+            self._file.write((header + "\n").encode())
+            self.sync()
+            return
+        if first.decode(errors="replace").strip() != header:
+            raise JournalOfAnother(_differences(first, header))
+        end = len(first)
+        for line in self._file:
+            try:
+                crc, _, body = line.partition(b" ")
+                if not line.endswith(b"\n") or int(crc, 16) != zlib.crc32(body.rstrip(b"\n")):
+                    break
+                value = json.loads(body)
+            except ValueError:
+                break
+            take((end, len(line)), value)
+            end += len(line)
+        self._file.truncate(end)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process has this journal open."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def _line(value: Any) -> bytes:
+    body = json.dumps(value, ensure_ascii=False).encode()
+    return f"{zlib.crc32(body):08x} ".encode() + body + b"\n"
+
+
+def _differences(first: bytes, header: str) -> list[str]:
+    try:
+        old, new = json.loads(first), json.loads(header)
+        return sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+    except (ValueError, AttributeError):
+        return []
