@@ -119,11 +119,17 @@ def decode_passes(opened: OpenedModel, batch: int, count: int, prompt: int, voca
     times = sorted(times[3:])  # the first ones compile and capture
     middle = times[len(times) // 2] if times else float("nan")
     travelling, small = opened.placement.travelling_bytes, getattr(engine.runner, "small", None)
+    cache = engine.scheduler.cache
+    stored_tokens = sum(ledger.num_pages for ledger in cache.ledgers) * cache.settings.page_tokens
+    kv_bytes = 0 if opened.placement.kv_home == "vram" else batch * prompt * cache.size_bytes / stored_tokens
     return {
         "batch": batch,
         "context": prompt,
         "s_per_pass": middle,
         "fastest_s": times[0] if times else None,
+        "passes_s": times,
+        "kv_gb": kv_bytes / 1e9,
+        "streamed_gb_per_s": (travelling + kv_bytes) / middle / 1e9,
         "tokens_per_s": batch / middle,
         "travelling_gb": travelling / 1e9,
         "weights_gb_per_s": travelling / middle / 1e9,
@@ -186,7 +192,8 @@ class Cases:
             found["peak_gib"] = torch.cuda.max_memory_allocated(self.device) / GIB
             torch.cuda.reset_peak_memory_stats(self.device)
         if found.get("travelling_gb"):
-            found["link_share"] = found["weights_gb_per_s"] / self.link_gb_per_s
+            streamed = found.get("streamed_gb_per_s", found["weights_gb_per_s"])
+            found["link_share"] = streamed / self.link_gb_per_s
         entry = {"case": case, "link_gb_per_s": self.link_gb_per_s, **found, "case_s": time.perf_counter() - began}
         entry["since_start_s"] = time.perf_counter() - self._began
         self.results.append(entry)

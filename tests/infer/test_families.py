@@ -61,3 +61,15 @@ def test_more_in_shared_rows(family):
 @pytest.mark.parametrize("family", [pytest.param(name, marks=needs(name)) for name in MORE_WHOLE])
 def test_more_with_the_models_own_cache(family):
     check(family, "whole")
+
+
+def test_long_prompts_in_pieces(monkeypatch):
+    """A chunk that sees too much for one product: pages before it by the fused kernel, its own with a mask."""
+    monkeypatch.setattr("outcore.infer.attention.paged.PIECE_NUMEL", 64)
+    monkeypatch.setattr("outcore.infer.attention.paged.GATHER_NUMEL", 2048)
+    loaded = tiny_loaded("llama")
+    prompt = [3 + i % 50 for i in range(45)]
+    expected = greedy_by_transformers(loaded.model.eval(), prompt, 6)
+    one = TinyEngine("llama", loaded=loaded)
+    assert one.greedy([prompt], 6) == [expected]
+    one.close()

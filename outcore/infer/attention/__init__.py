@@ -1,6 +1,6 @@
 """Attention over pages of keys and values, exact wherever they live."""
 
-from outcore.infer.attention.exact import AttentionRule, attend_at_once, attend_in_pieces, causal_mask
+from outcore.infer.attention.exact import AttentionRule, attend_at_once, attend_in_pieces, causal_mask, is_fused
 from outcore.infer.attention.paged import PagedAttention, Site, UnknownAttention
 
 __all__ = [
@@ -11,4 +11,5 @@ __all__ = [
     "attend_at_once",
     "attend_in_pieces",
     "causal_mask",
+    "is_fused",
 ]

@@ -91,10 +91,11 @@ def attend_at_once(
 
 def attend_in_pieces(
     query_HND: torch.Tensor,
-    pieces: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    pieces: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
     rule: AttentionRule,
 ) -> torch.Tensor:
-    """[H, N, E] of one sequence. `pieces`: (keys [L, K, D], values [L, K, E], mask [N, L]) one after another."""
+    """[H, N, E] of one sequence. `pieces`: (keys [L, K, D], values [L, K, E], mask [N, L]) one after another; without a
+    mask every token sees all of the piece, which must be `is_fused`."""
     heads, count, _ = query_HND.shape
     device = query_HND.device
     most = torch.full((heads, count, 1), float("-inf"), device=device)
@@ -106,6 +107,14 @@ def attend_in_pieces(
     for keys_LKD, values_LKE, mask_NL in pieces:
         num_kv = keys_LKD.shape[1]
         grouped = query_HND.reshape(num_kv, heads // num_kv * count, -1)
+        if mask_NL is None:
+            part, logarithm = _fused(grouped, keys_LKD, values_LKE, rule)
+            part, logarithm = part.float().reshape(heads, count, -1), logarithm.reshape(heads, count, 1)
+            higher = torch.maximum(most, logarithm)
+            faded, share = torch.exp(most - higher), torch.exp(logarithm - higher)
+            total = part * share if total is None else total * faded + part * share
+            weight, most = weight * faded + share, higher
+            continue
         scores = (grouped @ keys_LKD.permute(1, 2, 0)).float().view(heads, count, -1) * rule.scaling
         scores = _bent(scores, rule).masked_fill(~mask_NL, float("-inf"))
         higher = torch.maximum(most, scores.amax(-1, keepdim=True))
@@ -119,6 +128,30 @@ def attend_in_pieces(
         most = higher
     assert total is not None, "attention over nothing"
     return (total / weight).to(query_HND.dtype)
+
+
+def is_fused(query_HND: torch.Tensor, value_width: int, rule: AttentionRule) -> bool:
+    """Whether torch's fused kernel, which keeps no scores, gives such an attention with the logarithm of its weight."""
+    width = query_HND.shape[-1]
+    if not rule.is_plain or value_width != width:
+        return False
+    if query_HND.device.type == "cpu":
+        return True
+    fits = query_HND.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+    return fits and torch.cuda.get_device_capability(query_HND.device) >= (8, 0)
+
+
+def _fused(
+    query_KND: torch.Tensor, keys_LKD: torch.Tensor, values_LKE: torch.Tensor, rule: AttentionRule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(attention [K, N, E], logarithm of its weight [K, N]) where every token sees every key."""
+    keys, values = (rows.transpose(0, 1)[None] for rows in (keys_LKD, values_LKE))
+    ops, query = torch.ops.aten, query_KND[None]
+    if query.device.type == "cpu":
+        found = ops._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, False, scale=rule.scaling)
+    else:
+        found = ops._scaled_dot_product_flash_attention(query, keys, values, 0.0, False, False, scale=rule.scaling)
+    return found[0][0], found[1][0].float()
 
 
 def _bent(scores: torch.Tensor, rule: AttentionRule) -> torch.Tensor:

@@ -25,6 +25,7 @@ from outcore.infer.attention.exact import (
     attend_at_once,
     attend_in_pieces,
     causal_mask,
+    is_fused,
 )
 from outcore.infer.attention.operation import opened, paged_attention
 from outcore.infer.attention.rows import GATHER_NUMEL, attend_rows
@@ -305,13 +306,20 @@ class PagedAttention:
         first, last = first_page(span.start, rule.window, size), -(-span.length // size)
         step = max(1, PIECE_NUMEL // (query_HND.shape[0] * span.count * size))
         start = torch.full((1,), span.start, device=device)
+        # Pages before the chunk are seen by all of it: no mask and, in the fused kernel, no scores in memory.
+        fused = rule.window is None and is_fused(query_HND, store.shape.value_width, rule)
+        seen_by_all = span.start // size if fused else first
+        width = store.shape.heads * (store.shape.key_width + store.shape.value_width)
+        wide = max(1, GATHER_NUMEL // 2 // (size * width))
+        cuts = [(at, min(at + wide, seen_by_all), False) for at in range(first, seen_by_all, wide)]
+        cuts += [(at, min(at + step, last), True) for at in range(seen_by_all, last, step)]
 
-        def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-            for at in range(first, last, step):
-                end = min(at + step, last)
+        def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+            for at, end, is_masked in cuts:
                 keys, values = store.read(tables.pages_of(span, group, at, end, store.home), device)
                 begin = torch.full((1,), at * size, device=device)
-                yield keys, values, causal_mask(start, span.count, begin, len(keys), rule.window)[0, 0]
+                mask = causal_mask(start, span.count, begin, len(keys), rule.window)[0, 0] if is_masked else None
+                yield keys.to(query_HND.dtype), values.to(query_HND.dtype), mask
 
         output[here] = attend_in_pieces(query_HND[:, here], pieces(), rule).transpose(0, 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outcore.infer.attention import AttentionRule, attend_at_once, attend_in_pieces, causal_mask
+from outcore.infer.attention import AttentionRule, attend_at_once, attend_in_pieces, causal_mask, is_fused
 
 H, K, D, E = 4, 2, 8, 6
 RULES = {
@@ -52,3 +52,17 @@ def test_at_once_and_in_pieces(name, start, count):
             (keys[i : i + step], values[i : i + step], mask[0, 0][:, i : i + step]) for i in range(0, length, step)
         )
         assert torch.allclose(attend_in_pieces(query, pieces, rule).double(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("cut", [2, 7])
+def test_pieces_that_all_tokens_see_are_fused(cut):
+    torch.manual_seed(cut)
+    rule = AttentionRule(0.3)
+    query, keys, values = torch.randn(H, 3, D), torch.randn(12, K, D), torch.randn(12, K, D)
+    zero, at = torch.zeros(1, dtype=torch.long), torch.tensor([9])
+    mask = causal_mask(at, 3, zero, 12, None)[0, 0]
+    expected = attend_in_pieces(query, [(keys, values, mask)], rule)
+    assert is_fused(query, D, rule) and not is_fused(query, E, rule)
+    assert not is_fused(query, D, AttentionRule(0.3, softcap=2.0))
+    pieces = [(keys[:cut], values[:cut], None), (keys[cut:9], values[cut:9], None), (keys[9:], values[9:], mask[:, 9:])]
+    assert torch.allclose(attend_in_pieces(query, pieces, rule), expected, atol=1e-5)
