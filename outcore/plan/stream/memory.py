@@ -151,8 +151,7 @@ def staying(case: Case[StreamLayout], tiling: Tiling, spill: Spill, vram: list[I
     idle = min(idle, hardware.vram_bytes - sum(p.size_bytes for p in vram))
     idle = idle if layout.resident_bytes is None else min(idle, layout.resident_bytes)
     adapters = -(-shape.adapter_params // shape.num_layers)
-    packed = shape.saved_bytes(e) / sum(shape.layer_params)  # bytes less of each frozen parameter
-    homes = [e * (one + adapters) - int(packed * one) for one in shape.layer_params]
+    homes = [e * (one + adapters) - shape.layer_saved_bytes(e) for one in shape.layer_params]
     trained = [adapters + shape.whole_in_layer if shape.lora_r else one for one in shape.layer_params]
     hidden = case.micro_tokens * shape.hidden_size * e
     sizes = [
