@@ -19,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where outcore is not installed
 
 from outcore.common.quantities import GIB, MIB
+from outcore.formats import PackedSpec, PackedTensor, packed_format
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import FoundModel, InferSettings, OpenedModel, open_found
 from outcore.model.load import load_model
@@ -40,7 +41,8 @@ class Numbers:
 class RandomFeed:
     """Values for every parameter, fast: one random block again and again."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, quantize: str | None = None) -> None:
+        self._format = None if quantize is None else packed_format(quantize)
         parameters = dict(model.named_parameters())
         self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         block = torch.randn(BLOCK_NUMEL, generator=torch.Generator().manual_seed(0)).mul_(0.02)
@@ -50,19 +52,29 @@ class RandomFeed:
     def names(self) -> frozenset[str]:
         return frozenset(self._shapes)
 
-    def groups(self) -> Iterator[dict[str, torch.Tensor]]:
+    def groups(self) -> Iterator[dict[str, Any]]:
+        made: dict[tuple[int, ...], PackedTensor] = {}
         for name, shape in self._shapes.items():
             numel = torch.Size(shape).numel()
             if len(shape) < 2:
                 yield {name: torch.ones(shape, dtype=self._block.dtype)}
                 continue
-            yield {name: self._block.repeat(-(-numel // BLOCK_NUMEL))[:numel].view(shape)}
+            if shape in made and ".layers." in name:
+                yield {name: made[shape]}
+                continue
+            value = self._block.repeat(-(-numel // BLOCK_NUMEL))[:numel].view(shape)
+            if self._format is not None and ".layers." in name and shape[-1] % self._format.block == 0:
+                spec = PackedSpec(self._format, shape)
+                made[shape] = PackedTensor(spec, spec.pack(value))
+                yield {name: made[shape]}
+                continue
+            yield {name: value}
 
 
-def find(model: str, precision: str) -> FoundModel:
-    """A preset's shape with random values."""
-    loaded = load_model(ModelSettings(preset=model, precision=precision, seq_length=2), lazy=True)
-    loaded.feed = RandomFeed(loaded.model)
+def find(model: str, precision: str, quantize: str | None = None) -> FoundModel:
+    """A preset's shape with random values, packed if asked for."""
+    loaded = load_model(ModelSettings(preset=model, precision=precision, seq_length=2, quantize=quantize), lazy=True)
+    loaded.feed = RandomFeed(loaded.model, quantize)
     loaded.model.eval()
     for parameter in loaded.model.parameters():
         parameter.requires_grad_(False)
@@ -71,7 +83,7 @@ def find(model: str, precision: str) -> FoundModel:
 
 def opened_with(model: str, device: torch.device, **settings: Any) -> OpenedModel:
     """Our engine with these settings; what it says goes to stderr."""
-    found = find(model, "bf16" if device.type == "cuda" else "fp32")
+    found = find(model, "bf16" if device.type == "cuda" else "fp32", settings.get("quantize"))
     more: dict[str, Any] = {"context": 1024, **settings}
     return open_found(found, InferSettings(**more), device, lambda line: print(line, file=sys.stderr, flush=True))
 

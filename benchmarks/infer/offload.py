@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("--nvme_path", help="weights that --ram_gib does not hold go there")
     parser.add_argument("--ram_gib", type=float)
     parser.add_argument("--compile", default="auto", help="auto, on or off")
+    parser.add_argument("--quantize", help="nf4 or int8: ours with packed weights")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dry_run", action="store_true")
     args = parser.parse_args()
@@ -173,7 +174,7 @@ def main() -> None:
     cases, wanted = Cases(device, args.out), args.cases.split(",")
     if unknown := set(wanted) - set(CASES):
         parser.error(f"unknown case {sorted(unknown)[0]}; there are {', '.join(CASES)}")
-    more: dict[str, Any] = {"compile": args.compile}
+    more: dict[str, Any] = {"compile": args.compile, "quantize": args.quantize}
     if args.nvme_path:
         more |= {"nvme_path": (Path(args.nvme_path),), "ram_gib": args.ram_gib}
     if "once" in wanted:

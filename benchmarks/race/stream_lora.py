@@ -7,6 +7,7 @@ it and of tensors there. `--ram_gib` is the parameters' homes; pinned slots and 
 ("rss_training_gib").
 
     python benchmarks/race/stream_lora.py --preset qwen3-32b --ram_gib 46 --nvme /drive/folder --steps 4
+    python benchmarks/race/stream_lora.py --preset llama-70b --quantize nf4 --seq_length 1024 --rows 1 --micro_batches 1
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.decision.homes import RunSizes, activation_bytes
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.settings import StreamSettings
+from outcore.formats import QUANTIZE_CHOICES, PackedSpec, PackedTensor, packed_format
 from outcore.model.load import LoadedModel, load_model
 from outcore.model.settings import LoraSettings, ModelSettings
 from outcore.optim import state_format
@@ -48,21 +50,31 @@ class RepeatedLayer:
         self.names = loaded.feed.names
         self._shapes = {name: p.shape for name, p in loaded.model.named_parameters() if "lora_" not in name}
         self._dtype = next(loaded.model.parameters()).dtype
+        self._format = None if loaded.quantize is None else packed_format(loaded.quantize)
 
-    def groups(self) -> Iterator[dict[str, torch.Tensor]]:
+    def groups(self) -> Iterator[dict[str, torch.Tensor | PackedTensor]]:
         from outcore.model.names import checkpoint_name
 
-        made: dict[torch.Size, torch.Tensor] = {}
+        made: dict[torch.Size, torch.Tensor | PackedTensor] = {}
+        ends: dict[torch.Size, torch.Tensor] = {}
         for full_name, shape in self._shapes.items():
             if len(shape) == 1:
                 value = torch.ones(shape, dtype=self._dtype)
             elif ".layers." in full_name:
-                value = made.setdefault(shape, torch.empty(0))
-                if not value.numel():
-                    value = made[shape] = torch.empty(shape, dtype=self._dtype).normal_(0, 0.02)
+                if shape not in made:
+                    made[shape] = self._packed(torch.empty(shape, dtype=self._dtype).normal_(0, 0.02))
+                value = made[shape]
             else:
-                value = torch.empty(shape, dtype=self._dtype).normal_(0, 0.02)
+                if shape not in ends:
+                    ends[shape] = torch.empty(shape, dtype=self._dtype).normal_(0, 0.02)
+                value = ends[shape]
             yield {checkpoint_name(full_name): value}
+
+    def _packed(self, value: torch.Tensor) -> torch.Tensor | PackedTensor:
+        if self._format is None or value.shape[-1] % self._format.block:
+            return value
+        spec = PackedSpec(self._format, tuple(value.shape))
+        return PackedTensor(spec, spec.pack(value))
 
 
 def raw_read_rate(engine: StreamEngine, n_bytes: int) -> float:
@@ -110,7 +122,8 @@ def main() -> None:
     room = parser.add_mutually_exclusive_group()
     room.add_argument("--ram_budget_gib", type=float, default=52.0, help="RAM for everything that has its home there")
     room.add_argument("--ram_gib", type=float, help="RAM for the parameters' homes alone")
-    parser.add_argument("--nvme", required=True, help="folder on the drive for the rest")
+    parser.add_argument("--nvme", help="folder on the drive for the rest; without one all is in RAM")
+    parser.add_argument("--quantize", choices=QUANTIZE_CHOICES, help="pack the base")
     parser.add_argument("--read_ahead_mib", type=int, default=512)
     parser.add_argument("--staging_gib", type=float, default=4.0, help="pinned memory in all")
     parser.add_argument("--activations", choices=("device", "ram", "nvme"), default="ram")
@@ -133,6 +146,7 @@ def main() -> None:
         seq_length=arguments.seq_length,
         lora=LoraSettings(r=arguments.lora_r),
         config_overrides=overrides,
+        quantize=arguments.quantize,
     )
     begin_s = time.perf_counter()
     loaded = load_model(model, lazy=True)
@@ -151,7 +165,8 @@ def main() -> None:
         weight_ram_bytes = int(arguments.ram_budget_gib * GIB) - bytes_beside_weights(loaded, settings)
         if weight_ram_bytes < 0:
             parser.error(f"--ram_budget_gib {arguments.ram_budget_gib:g} does not hold what is not parameters")
-    settings = replace(settings, weight_ram_bytes=weight_ram_bytes)
+    if arguments.nvme is not None:
+        settings = replace(settings, weight_ram_bytes=weight_ram_bytes)
     engine = build_stream_engine(loaded, settings, device=device)
     try:
         print(engine.describe(), flush=True)
