@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +43,18 @@ def run_over_gpus(
     progress: Callable[[str], None],
 ) -> JobCounts:  # fmt: skip
     """Answer all lines and write the output. JobError; RuntimeError naming the process that failed, and why."""
-    import torch.multiprocessing as processes
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
     num_lines = sum(1 for _ in numbered(args.input))
     if not num_lines:
         raise JobError(f"{args.input} has no lines.")
     counts = JobCounts(num_lines, from_journal=len(journal.done))
-    told: Any = processes.get_context("spawn").SimpleQueue()
+    told: Any = get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as meeting:
         work = (args, settings, job, frozenset(journal.done), f"file://{meeting}/ranks", told)
         try:
-            processes.spawn(_answer, (work,), nprocs=args.num_gpus, join=True)
-        except (processes.ProcessExitedException, processes.ProcessRaisedException) as ended:
+            spawn(_answer, (work,), nprocs=args.num_gpus, join=True)
+        except (ProcessExitedException, ProcessRaisedException) as ended:
             words = [] if told.empty() else [told.get()]
             why = next((w for w in words if isinstance(w, str)), None) or str(ended).strip().splitlines()[-1]
             gather(journal, job)

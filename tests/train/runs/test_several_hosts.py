@@ -75,6 +75,13 @@ def test_two_hosts_train_and_one_resumes(hosts, tmp_path, corpus, monkeypatch):
     assert engine_of(tmp_path)["name"] == "deepspeed"
     assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == [1, 2, 3, 4]
 
-    one = [*flags(tmp_path, corpus, *shared), "--max_steps", "6", "--resume_from_checkpoint", "auto"]
+    one = [
+        *flags(tmp_path, corpus, *shared),
+        "--max_steps",
+        "6",
+        "--resume_from_checkpoint",
+        "auto",
+        "--continue_with_changes",
+    ]
     assert main(one) == 0
     assert [line["step"] for line in metrics(tmp_path) if "loss" in line] == [1, 2, 3, 4, 5, 6]
