@@ -21,7 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Cases, RandomFeed, decode_passes, device_of, find, opened_with, prompts, run_requests, synchronise
+from common import (
+    Cases,
+    RandomFeed,
+    decode_passes,
+    device_of,
+    find,
+    link_gb_per_s,
+    opened_with,
+    prompts,
+    run_requests,
+    synchronise,
+)
 
 from outcore.common.quantities import GIB
 from outcore.infer import Request, Sampling
@@ -195,12 +206,15 @@ def main() -> None:
             cases.note("decode", lambda b=batch: decode_passes(opened, b, 28, args.prompt, args.vocab))
         if "repeat" in wanted:
             repeated = tuple(prompts(1, 32, args.vocab)[0] * (args.prompt // 32 or 1))
-            for guesses in (True, False):
-                opened.engine.speculates = guesses
-                cases.note(
-                    f"text that repeats, guesses {'on' if guesses else 'off'}",
-                    lambda: run_requests(opened, [repeated], args.answer),
-                )
+            other = prompts(1, args.prompt, args.vocab)[0]
+            run_requests(opened, [repeated], 8)  # captures
+            for words, ids, temperature in (("text that repeats", repeated, 0.0), ("other text", other, 1.0)):
+                for guesses in (True, False):
+                    opened.engine.speculates = guesses
+                    cases.note(
+                        f"{words}, guesses {'on' if guesses else 'off'}",
+                        lambda i=ids, t=temperature: run_requests(opened, [i], args.answer, t),
+                    )
         opened.close()
         cases.free()
     if {"many", "score"} & set(wanted):
@@ -235,8 +249,31 @@ def score(opened: Any, args: argparse.Namespace) -> dict[str, Any]:
     synchronise()
     seconds = time.perf_counter() - began
     tokens = sum(map(len, texts))
-    params = sum(part.size_bytes for part in opened.placement.parts) / 2
-    return {"s": seconds, "tokens_per_s": tokens / seconds, "tflops": 2 * params * tokens / seconds / 1e12}
+    config = opened.found.loaded.config
+    embedding = config.vocab_size * config.hidden_size
+    params = sum(part.size_bytes for part in opened.placement.parts) / 2 - embedding
+    attention = 2 * config.num_hidden_layers * config.hidden_size * sum(len(text) ** 2 for text in texts)  # causal
+    flops = 2 * params * tokens + attention
+    found = {"s": seconds, "tokens_per_s": tokens / seconds, "tflops": flops / seconds / 1e12}
+    if opened.device.type == "cuda":
+        peak = matmul_tflops(opened.device, 4096, config.hidden_size, config.intermediate_size)
+        link_s = -(-tokens // 65536) * opened.placement.travelling_bytes / link_gb_per_s(opened.device) / 1e9
+        bound_s = max(link_s, flops / peak / 1e12)
+        found |= {"matmul_tflops": peak, "link_s": link_s, "share_of_bound": bound_s / seconds}
+    return found
+
+
+def matmul_tflops(device: torch.device, rows: int, width: int, wider: int) -> float:
+    """Of products of a layer's own shape in bf16, back to back: what arithmetic gives at most."""
+    left, right = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in ((rows, width), (width, wider)))
+    out = torch.empty((rows, wider), device=device, dtype=torch.bfloat16)
+    for count in (5, 50):
+        synchronise()
+        began = time.perf_counter()
+        for _ in range(count):
+            torch.mm(left, right, out=out)
+        synchronise()
+    return 2 * rows * width * wider * 50 / (time.perf_counter() - began) / 1e12
 
 
 if __name__ == "__main__":

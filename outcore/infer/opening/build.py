@@ -33,14 +33,7 @@ from outcore.infer.opening.weights import HostShare, OpenedWeights, StagingSetti
 from outcore.infer.passes import DraftModel, PagedRunner, PassRunner, RunnerLimits, SmallPasses, WholeRunner
 from outcore.infer.schedule import ScheduleLimits, Scheduler
 from outcore.machine import available_ram_bytes
-from outcore.sizing.inference import (
-    InferenceLimits,
-    InferenceNeeds,
-    KvSize,
-    PartSize,
-    Placement,
-    place_inference,
-)
+from outcore.sizing.inference import InferenceLimits, InferenceNeeds, KvSize, PartSize, Placement, place_inference
 
 RAM_LEFT_BYTES = 2 * GIB
 """RAM that stays free for everything else, unless told."""
@@ -133,9 +126,7 @@ def _less(settings: InferSettings, used_bytes: int) -> InferSettings:
     return settings if given is None else replace(settings, **{name: max(given - used_bytes / GIB, 1e-3)})
 
 
-def _draft_model(
-    draft: OpenedModel, found: FoundModel, placement: Placement, settings: InferSettings, way: Way
-) -> DraftModel:
+def _draft_model(draft: OpenedModel, found: FoundModel, settings: InferSettings, way: Way) -> DraftModel:
     """Guesses for `found`. ValueError where the two models cannot go together."""
     for model, name in ((way, found.words), (draft.way, draft.found.words)):
         if model == "whole":
@@ -205,7 +196,7 @@ def open_found(
         scheduler = Scheduler(cache, schedule_limits(placement, settings, way))
         context = min(n for n in (found.max_context, placement.context_tokens) if n is not None)
         speech = Speech(found.tokenizer, found.end_tokens, loaded.facts.vocab_size, context)
-        drafts = None if draft is None else _draft_model(draft, found, placement, settings, way)
+        drafts = None if draft is None else _draft_model(draft, found, settings, way)
         engine = InferenceEngine(passes, scheduler, speech, speculates=settings.draft_tokens != 0, drafts=drafts)
         _warm_up(engine, runner, progress)
         return OpenedModel(engine, found, placement, way, weights, device, undo.pop_all())
