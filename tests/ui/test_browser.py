@@ -17,6 +17,8 @@ import pytest
 from tests.ui.conftest import ROOT, until
 
 WIDTHS = {1280: 860, 390: 844}
+PATIENCE = 3
+"""Times the seconds of a quiet machine that are waited at most."""
 PICTURES = ROOT / "docs" / "pictures"
 
 
@@ -28,17 +30,20 @@ class Visit:
             viewport={"width": width, "height": WIDTHS[width]}, color_scheme=scheme, device_scale_factor=1
         )
         self.page = self.context.new_page()
+        self.page.set_default_timeout(PATIENCE * 30_000)
         self.url, self.asked = url, []
         self.context.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(url)
-        self.page.locator("#start_training").wait_for(timeout=60_000)
+        self.page.locator("#start_training").wait_for(timeout=PATIENCE * 60_000)
 
     def tab(self, name: str) -> None:
         self.page.get_by_role("tab", name=name, exact=True).first.click()
 
     def waits(self, place: str, words: str, seconds: float) -> None:
         """Until a place says these words (a pattern)."""
-        self.page.locator(place).filter(has_text=re.compile(words, re.S)).first.wait_for(timeout=seconds * 1000)
+        self.page.locator(place).filter(has_text=re.compile(words, re.S)).first.wait_for(
+            timeout=PATIENCE * seconds * 1000
+        )
 
     def field(self, name: str):
         return self.page.locator(f"#field_{name} input, #field_{name} textarea").first
@@ -67,7 +72,7 @@ class Visit:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_train_watch_chat_evaluate_and_see_the_history(chromium, panels, tmp_path):
     visit = Visit(chromium, panels.url)
     visit.waits("body", r"a step, [\d,]+ tokens/s", 60)  # the forecast came by itself
@@ -139,7 +144,7 @@ def chat(visit: Visit, folder: Path) -> None:
     page.get_by_label("temperature").first.fill("0")
     page.locator("#message textarea").fill("def add(a, b):")
     page.locator("#send").click()
-    page.locator("#chat .bot").first.wait_for(timeout=60_000)
+    page.locator("#chat .bot").first.wait_for(timeout=PATIENCE * 60_000)
     page.locator("#stop_answer").click()
     visit.waits("#timings", r"stopped", 60)
     page.get_by_label("max_tokens").first.fill("24")
@@ -150,7 +155,7 @@ def chat(visit: Visit, folder: Path) -> None:
     page.get_by_role("button", name="Submit").first.click()
     visit.waits("#chat", r"class Stack:", 60)
     kept = list((folder / "logs" / ".ui" / "conversations").glob("chat-*.json"))
-    until(lambda: len(json.loads(kept[0].read_text(encoding="utf-8"))["messages"]) == 2)
+    until(lambda: len(json.loads(kept[0].read_text(encoding="utf-8"))["messages"]) == 2, 180)
     visit.waits("#timings", r"24 tokens", 120)
     assert len(kept) == 1 and "def add" not in visit.download(page.get_by_role("link", name="Markdown"))
     messages = json.loads(visit.download(page.get_by_role("link", name="JSON, which")))["messages"]
