@@ -188,7 +188,7 @@ def main() -> int:
     for name in sorted(told.keys() & REASONS.keys()):
         print(f"{told[name]} x {name}: {REASONS[name]}")
     taken = sum("refused" not in value for value in was.values())
-    print(f"{len(was)} of {len(docs)} command lines of docs and {len(lines) - len(docs)} of tests, {taken} taken "
+    print(f"{len(docs)} command lines of docs and {len(lines) - len(docs)} of tests, {taken} taken "
           f"by the former program, {len(decided)} decisions; {unexplained} differences without a reason")  # fmt: skip
     for argv in BITS if args.bits else ():
         before, after = bits(former, argv), bits(ROOT, argv)
@@ -208,7 +208,7 @@ def _on_own_data(argv: list[str]) -> list[str]:
     return kept
 
 
-SHORT = ["--max_steps", "3", "--sample_tokens", "0", "--eval_strategy", "no"]
+SHORT = ["--max_steps", "3", "--sample_tokens", "0", "--eval_steps", "0"]
 BITS = (
     SHORT,
     [*SHORT, "--engine", "deepspeed"],

@@ -84,8 +84,9 @@ class Field:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return ""
         spec, is_finite = self.spec, math.isfinite(value)
-        bounds = ((spec.above, "above", gt), (spec.least, "at least", ge), (spec.below, "below", lt))
-        bounds = [one for one in (*bounds, (spec.most, "at most", le)) if one[0] is not None]
+        given = ((spec.above, "above", gt), (spec.least, "at least", ge))
+        given += ((spec.below, "below", lt), (spec.most, "at most", le))
+        bounds = [(bound, words, holds) for bound, words, holds in given if bound is not None]
         if is_finite and all(holds(value, bound) for bound, _, holds in bounds):
             return ""
         words = " and ".join(f"{words} {bound}" for bound, words, _ in bounds)

@@ -101,7 +101,7 @@ class StreamState:
             self._check_fit(folder, reader)
         for name in filter(self._homes.has_states, self._trainable):
             for families in MASTER_AND_MOMENTS:
-                values = {family: readers[family].read(name).to(torch.float32) for family in families}
+                values: dict[StateName, torch.Tensor] = {f: readers[f].read(name).to(torch.float32) for f in families}
                 if "exp_avg_sq" in values:
                     _check_mean_of_squares(folder, name, values["exp_avg_sq"])
                 self._homes.write_states(name, values)
