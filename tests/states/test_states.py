@@ -19,8 +19,14 @@ from tests.states.training import IMMEDIATE, LR, TINY, assert_same, batches_of, 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
-@pytest.mark.parametrize("settings", [TINY, IMMEDIATE], ids=["deferred", "immediate"])
-@pytest.mark.parametrize("states", ["fp32", "split", "fp32_m8", "split8", "fp24_m8"])
+@pytest.mark.parametrize(
+    ("states", "settings"),
+    [
+        *((states, TINY) for states in ("fp32", "split", "fp32_m8", "split8", "fp24_m8")),
+        ("split8", IMMEDIATE),
+        *(pytest.param(s, IMMEDIATE, marks=pytest.mark.slow) for s in ("fp32", "split", "fp32_m8", "fp24_m8")),
+    ],
+)
 def test_residency_changes_no_bit(build, states, settings):
     settings = replace(settings, states=states)
     expected = trained(build(settings))
@@ -48,9 +54,17 @@ def test_several_threads_of_the_extension_compress(build, states):
     assert_same(trained(build(replace(settings, compress_on_nvme=False), 0.0)), expected)
 
 
-@pytest.mark.no_cover
-@pytest.mark.parametrize("settings", [TINY, IMMEDIATE], ids=["deferred", "immediate"])
-@pytest.mark.parametrize("changes", [{"state_ring_slots": 1}, {"state_ring_slots": 2}, {"chunk_numel": 512}])
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ({"state_ring_slots": 1}, TINY),
+        ({"state_ring_slots": 1}, IMMEDIATE),
+        ({"chunk_numel": 512}, TINY),
+        pytest.param({"state_ring_slots": 2}, TINY, marks=pytest.mark.slow),
+        pytest.param({"state_ring_slots": 2}, IMMEDIATE, marks=pytest.mark.slow),
+        pytest.param({"chunk_numel": 512}, IMMEDIATE, marks=pytest.mark.slow),
+    ],
+)
 def test_the_ring_changes_no_bit(build, changes, settings):
     settings = replace(settings, states="split8", optimizer_threads=2)
     assert_same(trained(build(replace(settings, **changes), 0.0)), trained(build(settings)))
@@ -63,9 +77,17 @@ def test_states_are_striped_over_several_drives(build, tmp_path):
     assert_same(trained(engine), trained(build()))
 
 
-@pytest.mark.no_cover
-@pytest.mark.parametrize("states", ["fp32", "split8"])
-@pytest.mark.parametrize(("before", "after"), [(0.0, None), (None, 0.0), (0.0, 0.5)])
+@pytest.mark.parametrize(
+    ("states", "before", "after"),
+    [
+        ("fp32", 0.0, None),
+        ("split8", None, 0.0),
+        ("split8", 0.0, 0.5),
+        pytest.param("split8", 0.0, None, marks=pytest.mark.slow),
+        pytest.param("fp32", None, 0.0, marks=pytest.mark.slow),
+        pytest.param("fp32", 0.0, 0.5, marks=pytest.mark.slow),
+    ],
+)
 def test_checkpoints_resume_in_another_residency(build, tmp_path, before, after, states):
     settings = replace(TINY, states=states)
     engine = build(settings, before)

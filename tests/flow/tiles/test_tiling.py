@@ -87,8 +87,15 @@ def weights_of(engine) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        *((model, 3) for model in FAMILIES),
+        ("llama", 1),
+        ("llama", 2),
+        *(pytest.param(model, count, marks=pytest.mark.slow) for model in FAMILIES[1:] for count in (1, 2)),
+    ],
+)
 def test_gradients_in_tiles_equal_those_of_whole_units(build, model, count):
     """fp32; one micro-batch, two (the first waits in its home), three (sums wait in fp32)."""
     whole = gradients_of(build(model, TINY), batches_of(0, count))

@@ -77,9 +77,15 @@ def same(a, b) -> bool:
     return a[:2] == b[:2] and all(torch.equal(a[2][n], b[2][n]) for n in a[2])
 
 
-@pytest.mark.no_cover
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
-@pytest.mark.parametrize("states", ["fp32", "split8"])
+@pytest.mark.parametrize(
+    ("model", "states"),
+    [
+        ("llama", "split8"),
+        ("gpt2", "fp32"),
+        pytest.param("llama", "fp32", marks=pytest.mark.slow),
+        pytest.param("gpt2", "split8", marks=pytest.mark.slow),
+    ],
+)
 def test_residency_changes_no_bit(build, drive, model, states):
     expected = run(build(model, states=states))
     drive.delay(0.001, "write")
