@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,24 +13,11 @@ from hypothesis import strategies as st
 
 from outcore.common.quantities import KIB, MIB
 from outcore.staging import AT_ONCE, DownloadLane, LaneSettings, PinnedPool, UploadLane
-from outcore.storage import BlockFile, PosixEngine, StorageEngine, StorageError, TensorSpec, TensorStore
+from outcore.storage import BlockFile, StorageError, TensorSpec, TensorStore
 from tests.staging.fakes import LateEvent, LateStreams, TroubledEngine, content_of, file_with, random_bytes
 
 SLOT_BYTES = 64 * KIB
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[PinnedPool]:
-    with PinnedPool(12 * MIB, device=CPU, write_combined_bytes=1 * MIB) as pool:
-        yield pool
-        assert pool.leased_bytes == 0  # every lane of these tests gave its slots back
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[StorageEngine]:
-    with PosixEngine(num_threads=4) as engine:
-        yield engine
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "fake device"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,24 +11,11 @@ import torch
 
 from outcore.common.quantities import KIB, MIB
 from outcore.staging import DownloadLane, LaneClosed, LaneSettings, PinnedPool, PinnedPoolFull, UploadLane
-from outcore.storage import PosixEngine, StorageEngine, StorageError
+from outcore.storage import StorageError
 from tests.staging.fakes import LateStreams, TroubledEngine, file_with, leave_without_closing, random_bytes
 
 SLOT_BYTES = 64 * KIB
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[PinnedPool]:
-    with PinnedPool(12 * MIB, device=CPU, write_combined_bytes=1 * MIB) as pool:
-        yield pool
-        assert pool.leased_bytes == 0  # every lane of these tests gave its slots back
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[StorageEngine]:
-    with PosixEngine(num_threads=4) as engine:
-        yield engine
 
 
 def test_an_io_error_arrives_where_the_data_is_awaited_and_the_lane_goes_on(pool, tmp_path: Path) -> None:
