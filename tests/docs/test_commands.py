@@ -39,7 +39,8 @@ def test_the_pages_have_commands() -> None:
 @pytest.mark.parametrize("line", lines())
 def test_a_command_is_parsed(line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
-    words = [str(tmp_path) if word in ("DIR", "/mnt/nvme") else word for word in shlex.split(line, comments=True)]
+    filled = {"DIR": str(tmp_path), "/mnt/nvme": str(tmp_path), "N": "2"}
+    words = [filled.get(word, word) for word in shlex.split(line, comments=True)]
     if ">" in words:
         words = words[: words.index(">")]
     parse_command([word for word in words if word not in ("...", "…")])
