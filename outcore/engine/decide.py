@@ -140,8 +140,10 @@ def _cannot_share(world_size: int) -> str:
 
 
 def _only_in_deepspeed(settings: RunSettings) -> str:
-    """What the file asks for that would be other mathematics with the streaming engine; '' when nothing."""
+    """What was asked for that the streaming engine would do otherwise or not at all; '' when nothing."""
     file, precision = settings.file, settings.precision
+    if settings.offload.gradients_on_nvme:
+        return "nvme_offload_gradients is set, and its gradients stay in RAM, where its optimizer takes them from"
     is_adam = str(file.get("optimizer.type", "")).lower() == "adam"
     if is_adam and file.get("optimizer.params.adam_w_mode") is False:
         return "optimizer.params.adam_w_mode is false (L2 regularisation), and it has AdamW only"

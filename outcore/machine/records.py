@@ -90,6 +90,11 @@ class Drive:
     total_bytes: int | None = None
     free_bytes: int | None = None
     """What an ordinary user may still write (the filesystem's reserve is not counted)."""
+    read_gb_per_s: float | None = None
+    """Sequential reads as the probe measured them; None: never measured, as for the two below."""
+    write_gb_per_s: float | None = None
+    iops_4k: float | None = None
+    """Random reads of 4 KiB per second."""
 
     @property
     def is_nvme(self) -> bool:

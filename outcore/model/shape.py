@@ -43,8 +43,9 @@ def resolve_shape(
     from outcore.model.settings import ModelSettings
     from outcore.model.source import resolve_source
 
-    if path.is_file():
-        settings = ModelSettings(config_file=model, seq_length=2)
+    config_file = path / "config.json" if path.is_dir() else path
+    if config_file.is_file() and not any(path.glob("*.safetensors")):  # a folder needs no weights to be planned
+        settings = ModelSettings(config_file=str(config_file), seq_length=2, trust_remote_code=trust_remote_code)
     else:
         settings = ModelSettings(model_name_or_path=model, trust_remote_code=trust_remote_code, seq_length=2)
     config = resolve_source(settings).config

@@ -18,7 +18,7 @@ from outcore.monitor.sensors import DriveSensor, GpuSensor, SensorBoard, describ
 from outcore.monitor.watches import HOT_DRIVE_C, STALL_NVME_FRACTION, hold_off_sleep
 from outcore.performance.findings import Check, Level
 from outcore.performance.steps import measured_steps
-from outcore.plan import MEASURED_PROFILE, RATED_WRITES_PER_BYTE, differs
+from outcore.plan import MEASURED_PROFILE, RATED_WRITES_PER_BYTE, differs, drive_performance
 
 BUSY_CPU_PCT = 25.0
 BUSY_GPU_PCT = 10.0
@@ -48,6 +48,7 @@ def before_the_trial(
         ("power supply", lambda: [_power(psutil_module)]),
         ("sleep", lambda: [_sleep(machine)]),
         ("drive", lambda: _drive(drive)),
+        ("drive speed", lambda: [_drive_speed(drive, profile)]),
     ]
     return [check for name, look in looks for check in _safely(name, look)]
 
@@ -153,6 +154,13 @@ def _drive(path: Path) -> list[Check]:
     else:
         checks.append(Check("drive wear", "note", "lifetime writes need nvme-cli or smartctl, and usually root"))
     return checks
+
+
+def _drive_speed(path: Path, profile: Path) -> Check:
+    found = drive_performance(nearest_existing(path), measured=profile)
+    read, write = found["sequential_read_gb_s"], found["sequential_write_gb_s"]
+    words = f"reads {read:.1f} GB/s, writes {write:.1f} GB/s"
+    return Check("drive speed", "warning" if found["warnings"] else "ok", " ".join([words, *found["warnings"]]))
 
 
 def during_the_trial(found: dict[str, Any]) -> list[Check]:

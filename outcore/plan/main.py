@@ -18,6 +18,7 @@ from typing import Any
 
 from outcore.common.quantities import GIB
 from outcore.common.words import names_of
+from outcore.machine.offload import slow_drive_warning
 from outcore.model.shape import resolve_shape
 from outcore.plan.answer.advice import Advice, advise
 from outcore.plan.answer.command import Said, command, notes
@@ -93,6 +94,10 @@ def answer_to(args: PlanConfig) -> Asked:
         shape = shape.with_lora(args.lora_r).packed(args.quantize)
     answer = choose_or_change(shape, request, hardware)
     advice = advise(shape, request, hardware, answer.plan)
+    if answer.plan.uses_drive and (
+        slow := slow_drive_warning("the drive", hardware.drive_read_gb_per_s, hardware.drive_write_gb_per_s)
+    ):
+        hardware = replace(hardware, notes=(*hardware.notes, slow))
     if taught := last_time(answer.plan, hardware):
         hardware = replace(hardware, notes=(*hardware.notes, taught))
     dataset = args.dataset if args.dataset != PlanConfig.dataset else ()

@@ -1,5 +1,6 @@
 """Pinned memory and the lanes through it: the pool that owns it, leases, and transfers between homes and the device."""
 
+from outcore.staging.drive_speed import NvmePerformance, check_nvme_performance, performance
 from outcore.staging.lanes import (
     AT_ONCE,
     CopyStreams,

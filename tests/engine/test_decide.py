@@ -12,7 +12,7 @@ import outcore
 from outcore.common.quantities import GIB
 from outcore.config import ConfigError, DeepSpeedFile, ProcessFacts, TrainConfig, resolve
 from outcore.engine.base import Host
-from outcore.engine.decide import EngineChoice, ask_model
+from outcore.engine.decide import EngineChoice, ask_model, choose_engine
 from outcore.engine.stream import StreamDecision, StreamSettings, decide_stream
 from outcore.engine.stream.decision import decide
 from outcore.model.settings import ModelSettings
@@ -55,3 +55,11 @@ def test_nobody_asks_which_engine_it_is():
         if path.relative_to(root).parts[0] != "engine" and asks.search(path.read_text(encoding="utf-8"))
     ]
     assert not found
+
+
+def test_gradients_on_nvme_are_deepspeeds_or_refused():
+    flags = {"nvme_offload_path": "/mnt/n", "nvme_offload_gradients": True, "zero_stage": "infinity"}
+    auto = choose_engine(resolve(TrainConfig(**flags), DeepSpeedFile(), ProcessFacts("bf16")))
+    assert auto.name == "deepspeed" and "nvme_offload_gradients" in auto.reason
+    with pytest.raises(ConfigError, match="nvme_offload_gradients is set"):
+        choose_engine(resolve(TrainConfig(engine="stream", **flags), DeepSpeedFile(), ProcessFacts("bf16")))

@@ -203,6 +203,8 @@ def test_a_check_that_cannot_be_made_is_a_note(tmp_path: Path):
     levels = {c.name: c for c in checks}
     assert levels["GPU"].level == "note" and "driver gone" in levels["GPU"].words
     assert levels["background load"].level == "note" and levels["drive space"].level == "ok"
+    speed = levels["drive speed"]
+    assert (speed.level == "warning") == ("Warning:" in speed.words or "page" in speed.words or "RAM's" in speed.words)
 
 
 def test_health_of_the_steps(trial: dict[str, Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from outcore import cli
+from outcore.machine import LinkRates, Machine
 from outcore.plan.answer import show as show_module
 from outcore.plan.answer.figures import category
 from outcore.plan.answer.guide import BEGIN, END, guide_state, replace_between_markers
@@ -52,6 +54,17 @@ def test_tables(capsys):
     assert "No single change" in capsys.readouterr().out
     assert main(["--model", "tiny", *LAPTOP]) == 0
     assert "a lower bound" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_slow_drive_is_said_where_the_run_uses_it(tmp_path, capsys):
+    laptop = Machine.load("rtx4070-laptop")
+    rates = {"drive_read_gb_per_s": 1.5, "drive_write_gb_per_s": 3.0, "ram_gb_per_s": 60.0}
+    links = LinkRates("measured", h2d_gb_per_s=12.0, d2h_gb_per_s=12.0, **rates)
+    profile = str(dataclasses.replace(laptop, links=links).save(tmp_path / "slow.json"))
+    said = "reads 1.5 GB/s, below 2 GB/s"
+    for model, uses in (("llama-8b", True), ("tiny", False)):
+        main(["--model", model, "--machine", profile])
+        assert (said in " ".join(capsys.readouterr().out.split())) == uses
 
 
 def test_json_counts_by_name(capsys):

@@ -186,6 +186,9 @@ def test_other_architectures_and_sources(tmp_path):
     assert shape.tied and shape.gated_ffn and shape.num_layers == 3 and shape.max_positions == 256
     assert shape.embedding_params == 64_000
     assert len(set(shape.layer_params)) == 1
+    path.rename(tmp_path / "config.json")
+    folder = resolve_shape(str(tmp_path))
+    assert folder == dataclasses.replace(shape, name=tmp_path.name), "a folder needs no weights to be planned"
     assert resolve_shape("llama-8b") == preset_shape("llama-8b")
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from outcore.common.quantities import GIB, KIB, MIB
-from outcore.machine import Drive, Gpu, Machine
+from outcore.machine import Drive, Gpu, Machine, drive_of
 from outcore.probe.bench.compute import ComputeRates
-from outcore.probe.bench.drive import DriveResult
+from outcore.probe.bench.drive import DriveResult, drive_rate
 from outcore.probe.bench.lanes import StagingTest
 from outcore.probe.bench.latency import SIZES_BYTES, LatencyResult
 from outcore.probe.bench.load_sampler import LinkUnderLoad
@@ -282,6 +282,14 @@ def test_the_planner_can_load_the_profile(tmp_path: Path) -> None:
     text = render(dataclasses.replace(launched, compute=ComputeRates("cuda:0", "bf16", 30.0, 200.0, 1.0)))
     assert "launches of one eager layer" in text and "4.12 ms of one core" in text
     assert build_report(launched)["compute"] is None, "compute was not measured"
+
+
+def test_the_profile_says_what_each_drive_does(tmp_path: Path) -> None:
+    result = dataclasses.replace(drive_result(), target=str(tmp_path), iops_4k=512_345.6)
+    profile = Machine.from_json(measured_machine(findings(drives=[result])).to_json())
+    (drive,) = [drive for drive in profile.drives if drive.read_gb_per_s is not None]
+    assert drive.mount_point == drive_of(tmp_path).mount_point and drive.iops_4k == 512_346
+    assert (drive.read_gb_per_s, drive.write_gb_per_s) == (6.6, drive_rate(result, "drive_write"))
 
 
 def test_pictures(tmp_path: Path) -> None:

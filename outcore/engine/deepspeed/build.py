@@ -114,7 +114,7 @@ def usable_here(path: str, required_space_gb: float) -> tuple[bool, str]:
     if builder is not None and builder.is_compatible(verbose=False):
         return True, message
     return False, (
-        f"{message} But DeepSpeed's async_io extension, which moves the bytes, cannot be loaded here: libaio or its "
+        f"{path}: DeepSpeed's async_io extension, which moves the bytes, cannot be loaded here: libaio or its "
         "header is missing. Install it (sudo apt install libaio-dev) and run python setup.py."
     )
 

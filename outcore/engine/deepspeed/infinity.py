@@ -18,16 +18,17 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from outcore.common.quantities import GB
 from outcore.config import ProcessFacts, TrainConfig, resolve, understand
 from outcore.engine.deepspeed.config.builder import build_config
-from outcore.engine.deepspeed.drive_speed import NvmePerformance, check_nvme_performance
 from outcore.engine.deepspeed.settings import RunFacts
 from outcore.machine.offload import NvmePathError, resolve_nvme_path, validate_nvme_path
 from outcore.sizing.swapping import WeightCounts
+from outcore.staging import NvmePerformance, check_nvme_performance
 
 __all__ = [
     "NvmePathError",
@@ -107,7 +108,8 @@ def build_infinity_config(
     """`base_config` with ZeRO-3 and NVMe offload, as a new dict; `base_config` is never changed.
 
     Only what offloading concerns is replaced (zero_optimization, aio, torch's own AdamW); everything else is copied as
-    it is. Without `model` the swap buffers are made for weights of up to 600 M elements, which costs
+    it is. `offload_gradients` is written as outcore.nvme_offload_gradients, which our staged offload reads (stock
+    DeepSpeed has no such setting). Without `model` the swap buffers are made for weights of up to 600 M elements: much
     locked RAM; give the facts of your model for tight ones. The path is not touched; `validate_nvme_path` checks it.
 
     Raises:
@@ -129,11 +131,20 @@ def build_infinity_config(
     )
     settings = resolve(asked, understand(base_config), ProcessFacts(world_size=world_size))
     run = RunFacts(world_size=world_size, memlock_limit_bytes=1 << 62)
+    if settings.offload.gradients_on_nvme:
+        if not offload_optimizer or settings.offload.engine != "staged":
+            raise ValueError(
+                "offload_gradients needs offload_optimizer=True and outcore's staged offload (outcore.offload "
+                "'staged', the default): stock DeepSpeed has no such setting."
+            )
+        settings = replace(settings, offload=replace(settings.offload, gradients_on_nvme=False))  # a key of ours
     built = build_config(settings, facts, run, nvme_check=_unchecked)
     config = copy.deepcopy(dict(base_config))
     config["zero_optimization"] = built.config["zero_optimization"]
     if "aio" in built.config:
         config["aio"] = built.config["aio"]
+    if offload_gradients:  # read by the staged offload; stock DeepSpeed ignores the block
+        config["outcore"] = {**config.get("outcore", {}), "nvme_offload_gradients": True}
     params = (config.get("optimizer") or {}).get("params")
     if params and built.offload.optimizer != "none":
         for key in (

@@ -14,7 +14,14 @@ from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.config import Device, Offload, RunSettings
 from outcore.engine.deepspeed.notes import Notes
 from outcore.engine.deepspeed.settings import RunFacts
-from outcore.machine.offload import NvmePathError, check_direct_io, resolve_nvme_path, validate_nvme_path
+from outcore.machine.offload import (
+    SPACE_SAFETY,
+    NvmePathError,
+    check_direct_io,
+    describe_folder,
+    resolve_nvme_path,
+    validate_nvme_path,
+)
 from outcore.sizing.deepspeed import NVME_RAM_BYTES_PER_PARAM, RAM_BYTES_PER_PARAM, RAM_OVERHEAD_BYTES
 from outcore.sizing.swapping import WeightCounts, nvme_bytes
 
@@ -47,8 +54,6 @@ STOCK_COSTS = OffloadCosts(
 STAGES = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "infinity": 3}
 RAM_RESERVE_BYTES = 2 << 30
 """Free RAM left to the process itself and everything else when states spill to the drive."""
-SPACE_SAFETY = 1.1
-"""On top of the bytes DeepSpeed writes: file-system overhead, padding of shares."""
 
 
 def usable_for_deepspeed(path: str, required_space_gb: float) -> tuple[bool, str]:
@@ -58,7 +63,7 @@ def usable_for_deepspeed(path: str, required_space_gb: float) -> tuple[bool, str
         return ok, message
     direct_ok, reason = check_direct_io(path)
     if not direct_ok:
-        return False, f"{message} But DeepSpeed cannot offload there: {reason}. Choose a folder on a local NVMe drive."
+        return False, f"DeepSpeed cannot offload to {path}: {reason}. Choose a folder on a local NVMe drive."
     return True, message
 
 
@@ -205,12 +210,10 @@ def _gradients_may_go(name: str, optimizer: Device, costs: OffloadCosts, notes: 
             "further micro-batch and for the optimizer: slower, and only for want of 2 bytes of RAM per parameter"
         )
         return True
-    notes.warn(
-        "nvme_offload_gradients changes nothing in DeepSpeed: it has no such setting. With the optimizer on NVMe its "
-        "fp32 "
-        "gradients travel to the drive and back in every step anyway, and 2 bytes per parameter of them stay in RAM."
+    raise ValueError(
+        "nvme_offload_gradients: stock DeepSpeed has no such setting. Leave it out, or let outcore move what is "
+        "offloaded (--deepspeed_offload staged)."
     )
-    return False
 
 
 def _check_path(
@@ -230,5 +233,6 @@ def _check_path(
         folder = folder / run.run_name
     usable, message = nvme_check(str(folder), required_gb)
     if usable:
-        message += f" DeepSpeed needs about {format_gb(required_gb * GB)} there."
+        needs = f"DeepSpeed needs about {format_gb(required_gb * GB)} there, a margin of half included."
+        message = " ".join(part for part in (describe_folder(folder), needs, message) if part)
     return usable, message, folder

@@ -2,20 +2,26 @@
 
 from outcore.machine.offload.folder import (
     FREE_RESERVE,
+    MIN_GB_PER_S,
     SPACE_SAFETY,
     NvmePathError,
     check_direct_io,
+    describe_folder,
     resolve_nvme_path,
+    slow_drive_warning,
     temporary_file,
     validate_nvme_path,
 )
 
 __all__ = [
     "FREE_RESERVE",
+    "MIN_GB_PER_S",
     "SPACE_SAFETY",
     "NvmePathError",
     "check_direct_io",
+    "describe_folder",
     "resolve_nvme_path",
+    "slow_drive_warning",
     "temporary_file",
     "validate_nvme_path",
 ]

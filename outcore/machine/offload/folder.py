@@ -28,6 +28,17 @@ FREE_RESERVE = 0.20
 """Share of the free space that stays free: drives slow down and wear out faster when they are full."""
 SPACE_SAFETY = 1.5
 """Free space that must be there, over the bytes that a run puts on the drive."""
+MIN_GB_PER_S = 2.0
+"""Rate of reads and of writes below which a drive dominates every step (the product's threshold)."""
+WARNINGS = {
+    "hdd": "Warning: this is a rotating disk; offloading to it takes minutes per step. Use an NVMe drive or RAM.",
+    "ssd": "Warning: SATA and USB SSDs reach about 0.5 GB/s; expect steps several times longer than on NVMe.",
+    "network": "Warning: this is a network file system; every step would cross the network. Use a local NVMe drive.",
+    "tmpfs": "Warning: this is a RAM disk; offloading to it saves no RAM and is lost at power-off. Use "
+    "--offload_optimizer cpu.",
+}
+"""Kind of drive -> what is said of it."""
+UNSEEN = " Whether an NVMe drive is behind it cannot be seen; python gds_optimizer.py measures its speed."
 TEST_FILE_BYTES = 4 * MIB
 DEEPSPEED_IO_STEP_BYTES = 1024
 """DeepSpeed's transfer sizes are multiples of this (AIO_ALIGNED_BYTES in deepspeed/runtime/swap_tensor/utils.py)."""
@@ -67,8 +78,8 @@ def validate_nvme_path(path: str | os.PathLike[str], required_space_gb: float) -
     reads it back and removes it, and keeps 20 % of the free space in reserve.
 
     Returns:
-        (ok, message): the message says what was found; when not ok, what to do; warnings (slow or volatile drive)
-        are part of it in either case.
+        (ok, message): '' when all is well. When not ok the message says why and what to do; when ok it is a warning
+        (a slow or volatile kind of drive). `describe_folder` says what is there.
     Raises:
         ValueError: `required_space_gb` is negative or not a number.
     """
@@ -91,22 +102,20 @@ def validate_nvme_path(path: str | os.PathLike[str], required_space_gb: float) -
     usable_bytes = free_bytes * (1 - FREE_RESERVE)
     required_bytes = required_space_gb * GB
     if usable_bytes < required_bytes:
-        drive = describe_drive(folder)[0]
+        what = describe_folder(folder)
         _remove_folders(created)
         return False, (
-            f"{folder} ({drive}) has {format_gb(free_bytes)} free; {format_gb(required_bytes)} are needed and "
+            f"{what} It has {format_gb(free_bytes)} free; {format_gb(required_bytes)} are needed and "
             f"{FREE_RESERVE:.0%} of the free space stay in reserve, so "
             f"{format_gb(required_bytes / (1 - FREE_RESERVE))} "
             "must be free. Free some space, choose another drive with --nvme_offload_path, or offload less."
         )
-    what, warnings = describe_drive(folder)
-    message = f"{folder} is writable, {format_gb(free_bytes)} free, {what}."
-    return True, " ".join([message, *warnings])
+    return True, WARNINGS.get(drive_of(folder).kind, "")
 
 
-def describe_drive(folder: Path) -> tuple[str, list[str]]:
-    """(what the drive is, warnings in words), for example ('NVMe drive /dev/nvme0n1, ext4', [])."""
-    drive: Drive = drive_of(folder)
+def describe_folder(path: str | os.PathLike[str]) -> str:
+    """What lies under a folder, for example '/mnt/a: NVMe drive /dev/nvme0n1, ext4, 900 GB free.'"""
+    drive: Drive = drive_of(resolve_nvme_path(path))
     kind = {
         "nvme": "NVMe drive",
         "ssd": "SATA or USB SSD",
@@ -118,18 +127,21 @@ def describe_drive(folder: Path) -> tuple[str, list[str]]:
     what = " ".join(part for part in (kind, drive.device or "") if part)
     if drive.filesystem:
         what += f", {drive.filesystem}"
-    warnings = {
-        "hdd": "Warning: this is a rotating disk; offloading to it takes minutes per step. Use an NVMe drive or RAM.",
-        "ssd": "Warning: SATA and USB SSDs reach about 0.5 GB/s; expect steps several times longer than on NVMe.",
-        "network": "Warning: this is a network file system; every step would cross the network. Use a local NVMe "
-        "drive.",
-        "tmpfs": "Warning: this is a RAM disk; offloading to it saves no RAM and is lost at power-off. Use "
-        "--offload_optimizer cpu.",
-        "virtual": "Whether an NVMe drive is behind this virtual disk cannot be seen from here; python "
-        "gds_optimizer.py measures its speed.",
-        "unknown": "What kind of drive this is cannot be seen from here; python gds_optimizer.py measures its speed.",
-    }
-    return what, [warnings[drive.kind]] if drive.kind in warnings else []
+    if drive.free_bytes is not None:
+        what += f", {format_gb(drive.free_bytes)} free"
+    return f"{path}: {what}.{UNSEEN if drive.kind in ('virtual', 'unknown') else ''}"
+
+
+def slow_drive_warning(path: str | os.PathLike[str], read_gb_per_s: float, write_gb_per_s: float) -> str:
+    """Warning in words when a drive reads or writes below `MIN_GB_PER_S`; '' when it reaches both."""
+    rates = {"reads": read_gb_per_s, "writes": write_gb_per_s}
+    slow = " and ".join(f"{does} {rate:.1f} GB/s" for does, rate in rates.items() if rate < MIN_GB_PER_S)
+    if not slow:
+        return ""
+    return (
+        f"Warning: {path} {slow}, below {MIN_GB_PER_S:g} GB/s: steps that offload to this drive wait for it most of "
+        "the time. Use a PCIe 4.0 NVMe drive, or keep more in RAM."
+    )
 
 
 def check_direct_io(path: str | os.PathLike[str], step_bytes: int = DEEPSPEED_IO_STEP_BYTES) -> tuple[bool, str]:

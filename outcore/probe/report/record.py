@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import outcore
-from outcore.machine import LinkRates, Machine, pcie_gb_per_s
+from outcore.machine import Drive, LinkRates, Machine, drive_of, pcie_gb_per_s
 from outcore.probe.bench.compute import ComputeRates
 from outcore.probe.bench.drive import DriveResult, drive_rate
 from outcore.probe.bench.lanes import StagingTest
@@ -140,7 +140,21 @@ def measured_machine(findings: Measured) -> Machine:
         optimizer_gparams_per_s=updates.gparams_per_s if updates else None,
         host_layer_s=round(findings.host_layer_s, 6) if findings.host_layer_s else None,
     )
-    return dataclasses.replace(findings.machine, links=links)
+    return dataclasses.replace(findings.machine, links=links, drives=_with_rates(findings))
+
+
+def _with_rates(findings: Measured) -> tuple[Drive, ...]:
+    """The machine's drives, those that were measured with their rates."""
+    found = {drive.mount_point: drive for drive in findings.machine.drives}
+    for result in findings.drives:
+        drive = drive_of(result.target)
+        found[drive.mount_point] = dataclasses.replace(
+            found.get(drive.mount_point, drive),
+            read_gb_per_s=round(drive_rate(result, "drive_read"), 3),
+            write_gb_per_s=round(drive_rate(result, "drive_write"), 3),
+            iops_4k=float(round(result.iops_4k)),
+        )
+    return tuple(found.values())
 
 
 def write_text(path: Path, text: str) -> None:

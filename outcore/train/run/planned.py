@@ -12,6 +12,7 @@ from outcore.engine.base import Decision, Engine, Host
 from outcore.engine.decide import decide, open_engine
 from outcore.machine import available_ram_bytes, detect_os
 from outcore.model.settings import ModelSettings
+from outcore.plan import drive_performance
 from outcore.plan.run import Forecast, Forecaster
 from outcore.train.run.data import load_tokenizer
 from outcore.train.run.job import RunJob
@@ -78,8 +79,18 @@ class Planned:
 
     def open(self, decision: Decision) -> tuple[Engine, Decision]:
         job = self.job
+        if decision.nvme_path is not None and job.is_main:
+            self._say_if_slow(decision.nvme_path)
         engine, decision = open_engine(decision, self.model, self.host, self.tokenizer, job.say, self.check)
         job.opened.callback(engine.close)
         tell_at_exit(job)
         self._settle(decision)
         return engine, decision
+
+    def _say_if_slow(self, folder: str) -> None:
+        try:
+            warnings = drive_performance(folder)["warnings"]
+        except OSError as error:  # the run itself tells what it cannot write
+            warnings = [f"how fast {folder} is could not be measured: {error}"]
+        for warning in warnings:
+            self.job.say(warning)

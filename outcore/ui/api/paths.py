@@ -9,7 +9,7 @@ from typing import Any
 
 from outcore.common.quantities import format_gib
 from outcore.machine import detect_machine, drive_of, local_drives
-from outcore.machine.offload import resolve_nvme_path, validate_nvme_path
+from outcore.machine.offload import MIN_GB_PER_S, describe_folder, resolve_nvme_path, validate_nvme_path
 from outcore.plan import ProfileError, load_hardware
 from outcore.serve.additions import bad
 
@@ -30,10 +30,13 @@ def check_path(text: str, needed_gb: float = 0.0) -> dict[str, Any]:
         raise bad("needed_gb must be at least 0.", "needed_gb")
     missing = _missing(text)
     is_good, words = validate_nvme_path(text, needed_gb)
+    is_warned = is_good and words != ""
+    if is_good:
+        words = f"{describe_folder(text)} {words}".strip()
     for folder in missing:  # a path is checked as it is typed, letter by letter: only a run makes its folder
         with contextlib.suppress(OSError):  # was not made, or a run has begun to use it
             folder.rmdir()
-    found: dict[str, Any] = {"path": text, "is_good": is_good, "words": words, "warning": "Warning:" in words}
+    found: dict[str, Any] = {"path": text, "is_good": is_good, "words": words, "warning": is_warned}
     try:
         drive = drive_of(resolve_nvme_path(text))
     except (ValueError, OSError):
@@ -69,7 +72,7 @@ def _speed() -> str:
     except (ProfileError, ValueError, OSError):
         return "Its speed was not measured: python gds_optimizer.py does."
     read, write = hardware.drive_read_gb_per_s, hardware.drive_write_gb_per_s
-    slow = "" if min(read, write) >= 2 else " Below 2 GB/s steps take long."
+    slow = "" if min(read, write) >= MIN_GB_PER_S else f" Below {MIN_GB_PER_S:g} GB/s steps take long."
     return f"Measured: {read:.1f} GB/s read, {write:.1f} GB/s written.{slow}"
 
 

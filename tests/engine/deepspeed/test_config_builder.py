@@ -219,9 +219,9 @@ def test_flags_choose_what_goes_to_nvme() -> None:
     assert not neither.offload.uses_nvme and any("neither optimizer nor parameters" in t for t in neither.warnings)
 
 
-def test_gradients_flag_is_explained_or_refused() -> None:
-    built = build(flags={**INFINITY, "nvme_offload_gradients": True})
-    assert any("nvme_offload_gradients changes nothing in DeepSpeed" in text for text in built.warnings)
+def test_gradients_flag_is_refused_by_stock_deepspeed() -> None:
+    with pytest.raises(ValueError, match="stock DeepSpeed has no such setting"):
+        build(flags={**INFINITY, "nvme_offload_gradients": True})
     with pytest.raises(ValueError, match="nvme_offload_gradients needs the optimizer on NVMe"):
         build(flags={"zero_stage": 3, "nvme_offload_gradients": True})
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from outcore.config import ProcessFacts, TrainConfig, resolve, understand
 from outcore.engine.deepspeed.infinity import (
     build_infinity_config,
     estimate_nvme_space_required,
@@ -98,3 +99,13 @@ def test_save_refuses_what_is_no_json(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="cannot be saved as JSON"):
             save_infinity_config(wrong, tmp_path / "c.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_gradients_are_a_key_that_our_offload_reads_or_refused() -> None:
+    base = {"outcore": {"streams": 4}}
+    config = build_infinity_config(base, nvme_path="/mnt/n", offload_gradients=True)
+    assert config["outcore"] == {"streams": 4, "nvme_offload_gradients": True} and base == {"outcore": {"streams": 4}}
+    assert resolve(TrainConfig(), understand(config), ProcessFacts()).offload.gradients_on_nvme
+    for wrong, more in (({"outcore": {"offload": "stock"}}, {}), ({}, {"offload_optimizer": False})):
+        with pytest.raises(ValueError, match="offload_gradients needs"):
+            build_infinity_config(wrong, nvme_path="/mnt/n", offload_gradients=True, **more)

@@ -89,8 +89,6 @@ def stream_decision(
     for what, device in (("optimizer states", settings.offload.optimizer), ("parameters", settings.offload.params)):
         if device == "none":
             notes.append(f"{what}: in RAM (offload none keeps them on the GPU with DeepSpeed only)")
-    if settings.offload.gradients_on_nvme:
-        notes.append("nvme_offload_gradients: gradients stay in RAM, where the optimizer takes them from")
     if settings.activations == "nvme" and wanted.folder is None:
         raise ConfigError("activations nvme needs a drive: give --nvme_offload_path DIR.")
     homes, shortage = homes_of(settings, sizes, wanted, nvme_check, warnings, notes)

@@ -14,7 +14,7 @@ from typing import Any
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.config import ConfigError, RunSettings
 from outcore.engine.stream.settings import StreamSettings
-from outcore.machine.offload import SPACE_SAFETY, resolve_nvme_path
+from outcore.machine.offload import SPACE_SAFETY, describe_folder, resolve_nvme_path
 from outcore.optim import state_format
 from outcore.sizing.streaming import CPU_PROCESS_BYTES, PROCESS_BYTES, ring_of_states_bytes
 
@@ -183,7 +183,9 @@ def _drive(
     else:
         required_gb = SPACE_SAFETY * drive_needed / GB
         usable, message = nvme_check(wanted.folder, required_gb)
-        message += f" This run needs {format_gb(required_gb * GB)} there, a margin of half included." if usable else ""
+        if usable:
+            needs = f"This run needs {format_gb(required_gb * GB)} there, a margin of half included."
+            message = " ".join(part for part in (describe_folder(wanted.folder), needs, message) if part)
     if usable:
         (warnings if "Warning:" in message else notes).append(f"NVMe: {message}")
         return wanted.folder

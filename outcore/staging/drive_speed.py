@@ -1,8 +1,7 @@
 """How fast is the drive behind this folder?
 
 Writes one file and reads it back past the page cache through `outcore.storage`, in blocks of 8 MiB over several
-threads as training does; bounded in bytes, seconds and share of the free space; the file is removed. Without direct
-transfers the result says that it may be RAM's.
+threads as training does; bounded in bytes, seconds and share of the free space; the file is removed.
 """
 
 from __future__ import annotations
@@ -10,32 +9,25 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
+from typing import TypedDict
 
 import torch
 
-from outcore.common.quantities import GB, MIB, format_gb, format_rate
-from outcore.machine.offload import resolve_nvme_path, temporary_file
+from outcore.common.quantities import GB, MIB, format_gb
+from outcore.machine import drive_of
+from outcore.machine.offload import resolve_nvme_path, slow_drive_warning, temporary_file
 from outcore.storage import BlockFile, PosixEngine
 
-MIN_GB_PER_S = 2.0
-"""Below this rate offloading to the drive dominates every step (the product's threshold)."""
 
+class NvmePerformance(TypedDict):
+    """Sequential rates of a drive, in decimal GB/s, and what is to be said of it."""
 
-@dataclass(frozen=True)
-class NvmePerformance:
-    """Measured sequential rates of a drive, in decimal GB/s."""
-
-    read_gb_per_s: float
-    write_gb_per_s: float
-    test_bytes: int
-    direct: bool
-    """True when the page cache was really bypassed; otherwise the read rate may be RAM's."""
-    ok: bool
-    """Both rates reach `MIN_GB_PER_S`."""
-    message: str
+    sequential_read_gb_s: float
+    sequential_write_gb_s: float
+    is_ssd: bool | None
+    """None: the system does not tell (virtual disks, network mounts)."""
+    warnings: list[str]
 
 
 def check_nvme_performance(
@@ -88,22 +80,19 @@ def check_nvme_performance(
     finally:
         engine.close()
     read, write = read_bytes / GB / read_s, done_bytes / GB / write_s
-    return NvmePerformance(
-        read, write, done_bytes, direct, min(read, write) >= MIN_GB_PER_S, _judge(folder, read, write, direct)
-    )
-
-
-def _judge(folder: Path, read: float, write: float, direct: bool) -> str:
-    rates = f"{folder}: reads {format_rate(read * GB)}, writes {format_rate(write * GB)}"
-    text = f"{rates}, measured {'past' if direct else 'through'} the page cache."
+    warnings = [slow_drive_warning(folder, read, write)]
     if not direct:
-        text += " The file system refused direct transfers, so the read rate may be RAM's, not the drive's."
-    slow = [name for name, rate in (("reading", read), ("writing", write)) if rate < MIN_GB_PER_S]
-    if slow:
-        text += (
-            f" Warning: {' and '.join(slow)} stay{'s' if len(slow) == 1 else ''} below {MIN_GB_PER_S:.0f} GB/s, so a "
-            "step "
-            "that offloads to this drive will wait for it most of the time. Use a PCIe 4.0 NVMe drive, or keep more "
-            "in RAM."
-        )
-    return text
+        warnings.append(f"{folder} refuses direct transfers: the rates may be RAM's, not the drive's.")
+    return performance(folder, read, write, warnings)
+
+
+def performance(
+    folder: str | os.PathLike[str], read_gb_per_s: float, write_gb_per_s: float, warnings: list[str]
+) -> NvmePerformance:
+    """The four keys, of rates that were measured just now or earlier; empty warnings are left out."""
+    return NvmePerformance(
+        sequential_read_gb_s=read_gb_per_s,
+        sequential_write_gb_s=write_gb_per_s,
+        is_ssd={"nvme": True, "ssd": True, "hdd": False}.get(drive_of(folder).kind),
+        warnings=[warning for warning in warnings if warning],
+    )
