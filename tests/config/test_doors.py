@@ -27,6 +27,7 @@ from outcore.config import (
 )
 from outcore.engine.stream.decision.homes import RunSizes, Wanted, homes_of
 from outcore.engine.stream.settings import StreamSettings, StreamSizes
+from tests.config.shipped import shipped, text
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES: dict[str, Any] = {
@@ -143,8 +144,17 @@ def test_flags_win_over_yaml_and_yaml_over_the_file(tmp_path: Path) -> None:
     assert any("weight_decay = 0.2: --weight_decay wins" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("name, stage", [("zero1", "zero1"), ("zero2", "zero2"), ("zero3", "zero3")])
+def test_files_of_the_stages_are_made_by_the_command_and_mean_it(name: str, stage: str) -> None:
+    path = ROOT / "config" / f"deepspeed_{name}.json"
+    assert path.read_text() == text(shipped()[path.name]), "run: python -m tests.config.shipped --write"
+    found = resolved(TrainConfig(), read_deepspeed_file(path))
+    assert (found.zero_stage, found.engine) == (stage, "deepspeed")
+    assert found.offload.params == ("cpu" if stage == "zero3" else "none")
+
+
 def test_every_value_has_a_reason() -> None:
-    for path in ("deepspeed_config.json", "config/deepspeed_zero_infinity.json"):
+    for path in ("deepspeed_config.json", "config/deepspeed_zero_infinity.json", "config/deepspeed_zero2.json"):
         found = resolved(TrainConfig(), read_deepspeed_file(ROOT / path))
         assert all(found.reasons.values())
         assert {"learning_rate", "zero_stage", "state_format", "precision", "gradient_accumulation_steps"} <= set(

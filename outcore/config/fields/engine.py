@@ -71,11 +71,12 @@ class EngineFields:
     zero_stage: ZeroStage | None = setting(None, file=("zero_optimization.stage",), words=STAGE_WORDS, common=True)
     """none, zero1, zero2, zero3 or infinity (0/1/2/3 accepted). Default: deepspeed_config.json's (3)."""
     nvme_offload_path: str | None = setting(None, file=NVME_PATHS, common=True)
-    """Folder on an NVMe drive for what RAM does not hold."""
+    """Folder on an NVMe drive for what RAM does not hold: up to 9 times the 16-bit model is written there, and half as
+    much again must be free. Windows: not C:, the system's drive."""
     nvme_offload_optimizer: bool = True
-    """With infinity: optimizer states on NVMe."""
+    """With infinity: optimizer states on NVMe: 8 to 12 B a parameter, read and written each step."""
     nvme_offload_params: bool = True
-    """With infinity: parameters on NVMe."""
+    """With infinity: parameters on NVMe: 2 B a parameter, read twice a step."""
     nvme_offload_gradients: bool | None = setting(None, file=("outcore.nvme_offload_gradients",))
     """DeepSpeed with the optimizer on NVMe: gradients on NVMe too. Slower; saves 2 B of RAM per parameter.
     Default: false."""
@@ -103,13 +104,15 @@ class EngineFields:
     aio_block_size: int | None = setting(
         None, file=("aio.block_size",), above=0, most=1 << 30, usual="1048576 to 16777216"
     )
-    """DeepSpeed's own NVMe offload: bytes per drive request, a multiple of 4096. Default: 1048576."""
+    """DeepSpeed's own NVMe offload: bytes per drive request, a multiple of 4096: 524288 for SATA SSDs,
+    1048576 for NVMe on PCIe 3.0 or 4.0, 2097152 above. Default: 1048576."""
     aio_queue_depth: int | None = setting(None, file=("aio.queue_depth",), above=0, most=4096)
-    """DeepSpeed's own NVMe offload: drive requests in flight. Default: 8."""
+    """DeepSpeed's own NVMe offload: drive requests in flight: 4 for SATA SSDs, 8 for NVMe on PCIe 3.0, 16 on
+    4.0, 32 above. Default: 8."""
     pin_memory: bool | None = setting(
         None, file=("zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory")
     )
-    """Page-locked RAM for what is offloaded. Default: true."""
+    """Page-locked RAM for what is offloaded; false below 16 GB of RAM, which the system needs itself. Default: true."""
     max_in_cpu_gb: float | None = setting(None, least=0)
     """DeepSpeed with parameters on NVMe: GB of them kept in RAM. Default: 1."""
     strict_offload: bool = False

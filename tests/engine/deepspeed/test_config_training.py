@@ -24,7 +24,7 @@ from tests.forked import run_script
 
 ROOT = Path(__file__).parents[3]
 CHILD = Path(__file__).with_name("config_child.py")
-SHIPPED = ("deepspeed_config.json", "config/deepspeed_zero_infinity.json", "config/deepspeed_zero_infinity_cpu.json")
+SHIPPED = ("deepspeed_config.json", *(f"config/{path.name}" for path in sorted((ROOT / "config").glob("*.json"))))
 EVEN = {"vocab": 2048, "width": 512, "inner": 1024, "tied": False}
 TIED = {**EVEN, "tied": True}
 ODD = {"vocab": 1100, "width": 516, "inner": 1028, "tied": False}
