@@ -18,7 +18,8 @@ from outcore.monitor.sensors import DriveSensor, GpuSensor, SensorBoard, describ
 from outcore.monitor.watches import HOT_DRIVE_C, STALL_NVME_FRACTION, hold_off_sleep
 from outcore.performance.findings import Check, Level
 from outcore.performance.steps import measured_steps
-from outcore.plan import MEASURED_PROFILE, RATED_WRITES_PER_BYTE, differs, drive_performance
+from outcore.plan import MEASURED_PROFILE, RATED_WRITES_PER_BYTE, differs
+from outcore.plan.drive import drive_performance
 
 BUSY_CPU_PCT = 25.0
 BUSY_GPU_PCT = 10.0

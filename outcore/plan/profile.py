@@ -7,20 +7,14 @@ only when the user says so (`--nominal`), and then every fallback is noted.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from outcore.common.quantities import MIB
-from outcore.machine import Machine, detect_machine, drive_of
-from outcore.machine.offload import slow_drive_warning
+from outcore.machine import Machine, detect_machine
 from outcore.plan.hardware import Hardware, Overrides, ProfileError, hardware_of
-from outcore.staging import NvmePerformance, check_nvme_performance, performance
 
 MEASURED_PROFILE = Path("logs/machine_profile.json")
 """Path where gds_optimizer.py leaves what it measured."""
-FRESH_S = 30 * 86400.0
-"""Age up to which the profile's rates of a drive count as today's."""
 RAM_TOLERANCE = 0.05
 """Firmware and kernels take different amounts of the same memory."""
 
@@ -94,25 +88,6 @@ def differs(here: Machine, saved: Machine) -> list[str]:
     if here.is_wsl2 != saved.is_wsl2:
         found.append("it ran under WSL2" if saved.is_wsl2 else "it did not run under WSL2")
     return found
-
-
-def drive_performance(
-    folder: str | Path, *, measured: Path = MEASURED_PROFILE, now_s: float | None = None
-) -> NvmePerformance:
-    """Rates of the drive under `folder`: from the profile where it is at most 30 days old and has this drive, else
-    measured now, which writes up to 64 MiB there and takes at most two seconds. OSError: it cannot be written."""
-    drive = drive_of(folder)
-    try:
-        age_s = (time.time() if now_s is None else now_s) - measured.stat().st_mtime
-        saved = Machine.load(measured).drives if age_s <= FRESH_S else ()
-    except (OSError, ValueError):
-        saved = ()
-    for known in saved:
-        if (known.mount_point, known.device) == (drive.mount_point, drive.device):
-            read, write = known.read_gb_per_s, known.write_gb_per_s
-            if read is not None and write is not None:
-                return performance(folder, read, write, [slow_drive_warning(folder, read, write)])
-    return check_nvme_performance(folder, test_bytes=64 * MIB, max_s=2.0)
 
 
 def _name(machine: str) -> str:

@@ -26,7 +26,7 @@ class NvmePerformance(TypedDict):
     sequential_read_gb_s: float
     sequential_write_gb_s: float
     is_ssd: bool | None
-    """None: the system does not tell (virtual disks, network mounts)."""
+    """Whether it is one; None where the system does not tell (virtual disks, network mounts)."""
     warnings: list[str]
 
 
