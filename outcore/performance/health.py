@@ -19,7 +19,7 @@ from outcore.monitor.watches import HOT_DRIVE_C, STALL_NVME_FRACTION, hold_off_s
 from outcore.performance.findings import Check, Level
 from outcore.performance.steps import measured_steps
 from outcore.plan import MEASURED_PROFILE, RATED_WRITES_PER_BYTE, differs
-from outcore.plan.drive import drive_performance
+from outcore.plan.run import drive_performance
 
 BUSY_CPU_PCT = 25.0
 BUSY_GPU_PCT = 10.0

@@ -18,7 +18,7 @@ from outcore.engine.deepspeed import offload
 from outcore.engine.deepspeed.infinity import check_nvme_performance, validate_nvme_path
 from outcore.machine import detect_machine, drive_of, memlock_limit_bytes
 from outcore.machine.offload import folder as nvme
-from outcore.plan.drive import drive_performance
+from outcore.plan.run import drive_performance
 from outcore.staging import drive_speed
 
 Usage = namedtuple("Usage", "total used free")
