@@ -13,6 +13,7 @@ from outcore.common.quantities import GIB
 from outcore.engine.deepspeed.config.builder import BuiltConfig, RunFacts, build_config
 from outcore.engine.deepspeed.staged.plan import StagedPlan, make_plan, ring_slot_bytes
 from outcore.engine.deepspeed.staged.shares import element_offsets, real_numel
+from outcore.machine.offload import SPACE_SAFETY
 from outcore.sizing.staged import RAM_OVERHEAD_BYTES
 from outcore.sizing.swapping import WeightCounts
 from tests.engine.deepspeed.config_cases import run_of, settings_of
@@ -73,7 +74,7 @@ def test_the_store_of_parameters_holds_what_is_made_and_no_more(ranks: int) -> N
     asked_gb: list[list[float]] = [[], []]
     for found, model in zip(asked_gb, (MODEL, tied), strict=True):
         built_of(NVME, found, model)
-    assert asked_gb[1][0] - asked_gb[0][0] == pytest.approx(1.1 * 2 * sum(tied.tied_numels) / 1e9)
+    assert asked_gb[1][0] - asked_gb[0][0] == pytest.approx(SPACE_SAFETY * 2 * sum(tied.tied_numels) / 1e9)
 
 
 def test_ranks_share_evenly() -> None:
@@ -116,7 +117,7 @@ def test_the_drive_must_hold_what_the_budget_leaves(budget_gib: int | None, grad
     else:
         assert plan.state_ram_bytes is not None
         on_drive += world_size * plan.param_store_bytes + max(0, states - world_size * plan.state_ram_bytes)
-    assert asked == [pytest.approx(1.1 * on_drive / BILLION, rel=1e-4)]
+    assert asked == [pytest.approx(SPACE_SAFETY * on_drive / BILLION, rel=1e-4)]
 
 
 def test_ram_that_does_not_reach_spills_by_itself() -> None:
@@ -187,7 +188,7 @@ def test_gradients_on_the_drive_are_counted_there_and_said() -> None:
     asked_gb: list[float] = []
     built_of(NVME, usual_gb)
     built = built_of({**NVME, "nvme_offload_gradients": True}, asked_gb)
-    assert asked_gb[0] - usual_gb[0] == pytest.approx(1.1 * 2 * MODEL.total_params / 1e9)
+    assert asked_gb[0] - usual_gb[0] == pytest.approx(SPACE_SAFETY * 2 * MODEL.total_params / 1e9)
     assert built.offload.gradients_on_nvme
     assert any("gradients go to the drive" in note for note in built.notes) and not built.warnings
 
