@@ -104,11 +104,11 @@ class EngineFields:
     aio_block_size: int | None = setting(
         None, file=("aio.block_size",), above=0, most=1 << 30, usual="1048576 to 16777216"
     )
-    """DeepSpeed's own NVMe offload: bytes per drive request, a multiple of 4096: 524288 for SATA SSDs,
-    1048576 for NVMe on PCIe 3.0 or 4.0, 2097152 above. Default: 1048576."""
+    """DeepSpeed's own NVMe offload: bytes per drive request, a multiple of 4096: 524288 for SATA or USB
+    SSDs, 1048576 for NVMe, 2097152 also on PCIe 4.0. Default: 1048576."""
     aio_queue_depth: int | None = setting(None, file=("aio.queue_depth",), above=0, most=4096)
-    """DeepSpeed's own NVMe offload: drive requests in flight: 4 for SATA SSDs, 8 for NVMe on PCIe 3.0, 16 on
-    4.0, 32 above. Default: 8."""
+    """DeepSpeed's own NVMe offload: drive requests in flight: 4 for SATA or USB SSDs, 8 to 16 for
+    NVMe, 32 for several drives. Default: 8."""
     pin_memory: bool | None = setting(
         None, file=("zero_optimization.offload_optimizer.pin_memory", "zero_optimization.offload_param.pin_memory")
     )
