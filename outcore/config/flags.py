@@ -22,7 +22,6 @@ from outcore.config.spellings import meaning_of
 from outcore.config.yaml_file import load_yaml
 
 Config = TypeVar("Config", bound=TrainConfig)
-HELP = ("-h", "--help")
 SHOWN_NAMES = 2
 """Names of a field in the short help: its own and the first alias."""
 

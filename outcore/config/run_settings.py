@@ -131,9 +131,5 @@ class RunSettings:
 
     def words(self) -> list[str]:
         """A line per setting with its reason."""
-        named = [name for name in self.reasons if hasattr(self, name) or hasattr(self.offload, name)]
-        return [f"{name} = {_of(self, name)}: {self.reasons[name]}" for name in named]
-
-
-def _of(settings: RunSettings, name: str) -> object:
-    return getattr(settings, name) if hasattr(settings, name) else getattr(settings.offload, name)
+        owners = {name: self if hasattr(self, name) else self.offload for name in self.reasons}
+        return [f"{n} = {getattr(of, n)}: {self.reasons[n]}" for n, of in owners.items() if hasattr(of, n)]

@@ -38,9 +38,6 @@ PICTURE_AFTER_S = 20.0
 """A save draws loss.png anew when it is older than this; the end of a run does in any case. Drawing takes 0.2 s."""
 
 
-KEPT_STEPS = 1000
-
-
 class Trainer:
     """Runs `TrainerParts` from a checkpoint, or from the beginning, to the end."""
 
@@ -53,7 +50,7 @@ class Trainer:
         self.last_eval: dict[str, float] | None = None
         self.first_loss: float | None = None
         self.last_loss: float | None = None
-        self.steps_s: deque[float] = deque(maxlen=KEPT_STEPS)
+        self.steps_s: deque[float] = deque(maxlen=1000)
         """Seconds of this process's latest steps."""
         self.saved_step = -1
         self.saved_path: Path | None = None
