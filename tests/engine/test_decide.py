@@ -15,6 +15,7 @@ from outcore.engine.base import Host
 from outcore.engine.decide import EngineChoice, ask_model, choose_engine
 from outcore.engine.stream import StreamDecision, StreamSettings, decide_stream
 from outcore.engine.stream.decision import decide
+from outcore.machine.offload import slow_drive_warning
 from outcore.model.settings import ModelSettings
 from outcore.train.run import planned
 from tests.flow.models import tiny_loaded
@@ -63,3 +64,25 @@ def test_gradients_on_nvme_are_deepspeeds_or_refused():
     assert auto.name == "deepspeed" and "nvme_offload_gradients" in auto.reason
     with pytest.raises(ConfigError, match="nvme_offload_gradients is set"):
         choose_engine(resolve(TrainConfig(engine="stream", **flags), DeepSpeedFile(), ProcessFacts("bf16")))
+
+
+@pytest.mark.parametrize("nvme_path, rates", [("/mnt/n", (1.0, 5.0)), ("/mnt/n", None), (None, (1.0, 5.0))])
+def test_a_run_says_that_its_drive_is_slow(monkeypatch, nvme_path, rates):
+    """Asked of the drive that the run uses, before weights are loaded; a drive that fails is told, not hidden."""
+
+    def asked(folder):
+        if rates is None:
+            raise OSError("no room")
+        return {"warnings": [slow_drive_warning(folder, *rates)]}
+
+    monkeypatch.setattr(planned, "drive_performance", asked)
+    monkeypatch.setattr(planned, "open_engine", lambda *_: (_ for _ in ()).throw(StopIteration("opened")))
+    said = []
+    run = planned.Planned.__new__(planned.Planned)
+    run.job = SimpleNamespace(is_main=True, say=said.append)  # pyright: ignore[reportAttributeAccessIssue]
+    run.model = run.host = run.tokenizer = None  # pyright: ignore[reportAttributeAccessIssue]
+    decision = SimpleNamespace(nvme_path=nvme_path)
+    with pytest.raises((StopIteration, RuntimeError)):
+        run.open(decision)  # pyright: ignore[reportArgumentType]
+    expected = "could not be measured: no room" if rates is None else "/mnt/n reads 1.0 GB/s, below 2 GB/s"
+    assert [expected in line for line in said] == ([True] if nvme_path else [])
