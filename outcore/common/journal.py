@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+FORMAT = 2
+"""Of the lines, in every header: files of other versions of outcore are not taken for torn ones."""
+
 Place = tuple[int, int]
 """(offset, bytes) of a line in its file."""
 
@@ -39,7 +42,7 @@ class LineJournal:
         self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._read(json.dumps(dict(header), sort_keys=True), take)
+            self._read(json.dumps({**header, "format": FORMAT}, sort_keys=True), take)
         except BlockingIOError:
             self._file.close()
             raise JournalHeld(f"{path} is in use") from None

@@ -123,6 +123,16 @@ def test_a_journal_of_another_job_is_refused(tiny_folder, tmp_path, capsys):
     assert cli.main(given) == 1 and "model" in capsys.readouterr().err
 
 
+def test_a_journal_of_former_lines_is_kept_and_refused(tmp_path):
+    from outcore.infer.commands.journal import JobError, Journal
+
+    former = b'{"model": "m"}\n[0, "a", 1234]\n'
+    (tmp_path / "out.jsonl.journal").write_bytes(former)
+    with pytest.raises(JobError, match="format differs"):
+        Journal(tmp_path / "out.jsonl", {"model": "m"})
+    assert (tmp_path / "out.jsonl.journal").read_bytes() == former
+
+
 def test_score(tiny_folder, tmp_path, capsys):
     folder, model, tokenizer = tiny_folder
     (tmp_path / "t.jsonl").write_text('{"text": "The quick brown fox"}\n{"text": "lazy dog. The dog"}\n')

@@ -21,7 +21,7 @@ class AnswerJournal:
             raise EvaluationError(f"{error}: this evaluation runs already, in another process.") from None
         except JournalOfAnother:
             raise EvaluationError(
-                f"{path} belongs to another model, other settings or another placement. Give --new to begin "
+                f"{path} belongs to another model, placement, settings or version of outcore. Give --new to begin "
                 "anew, or the same flags as before to go on."
             ) from None
         self.close, self.remove = self._lines.close, self._lines.remove
