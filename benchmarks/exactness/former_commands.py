@@ -208,7 +208,9 @@ def _on_own_data(argv: list[str]) -> list[str]:
     return kept
 
 
-SHORT = ["--max_steps", "3", "--sample_tokens", "0", "--eval_steps", "0"]
+SHORT = ["--max_steps", "2", "--sample_tokens", "0", "--eval_steps", "0", "--max_train_samples", "200"]
+SHORT += ["--max_eval_samples", "4", "--max_grad_norm", "0"]
+"""Without clipping: on a CPU the global norm is summed more exactly than it was, so clipped steps differ by 1e-7."""
 BITS = (
     SHORT,
     [*SHORT, "--engine", "deepspeed"],
