@@ -6,11 +6,13 @@ longer than the model's positions, a misspelt override: each ends here with word
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,7 +161,8 @@ def _trained_source(settings: ModelSettings) -> ModelSource:
         return ModelSource(_read_config(settings, expanded), expanded, f"weights from the folder {expanded}")
     if os.path.isfile(expanded):
         if expanded.lower().endswith(GGUF):
-            return ModelSource(_gguf_config(Path(expanded)), expanded, f"weights from the file {expanded}")
+            config = copy.deepcopy(_gguf_config(Path(expanded), os.stat(expanded).st_mtime_ns))
+            return ModelSource(config, expanded, f"weights from the file {expanded}")
         raise ValueError(
             f"model_name_or_path {name!r} is a file. Give the folder that holds config.json and the safetensors "
             "weights, or a GGUF file."
@@ -176,9 +179,10 @@ def _trained_source(settings: ModelSettings) -> ModelSource:
     return ModelSource(_read_config(settings, name), name, f"weights of {name} from the hub")
 
 
-def _gguf_config(file: Path) -> PreTrainedConfig:
-    """The configuration that transformers reads from the file's header, with a `quantization_config` that names the
-    type that most of its weights have."""
+@cache
+def _gguf_config(file: Path, changed_ns: int) -> PreTrainedConfig:
+    """The configuration that transformers reads from the file's header (some seconds, so once for a file as it is),
+    with a `quantization_config` that names the type that most of its weights have."""
     import gguf
     from transformers import AutoConfig
 
