@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 FORMAT = 2
-"""Of the lines, in every header: files of other versions of outcore are not taken for torn ones."""
+"""Number of the format of the lines, in every header: files of other versions are not taken for torn ones."""
 
 Place = tuple[int, int]
 """(offset, bytes) of a line in its file."""

@@ -132,11 +132,10 @@ def _current(config: Mapping[str, Any]) -> dict[str, Any]:
         blocks["optimizer"] = _optimizer(blocks["optimizer"])
     if "scheduler" in blocks:
         # Which of its values may stand beside the run's own is asked when the run's length is known.
-        scheduler = keys.check_block("scheduler", blocks["scheduler"], frozenset({"type", "params"}))
-        kind, known = scheduler.get("type"), keys.SCHEDULERS
+        blocks["scheduler"] = keys.check_block("scheduler", blocks["scheduler"], frozenset({"type", "params"}))
+        kind, known = blocks["scheduler"].get("type"), keys.SCHEDULERS
         words = f"scheduler.type {kind!r} is not one of {', '.join(known)}.{nearest(str(kind), known)}"
         _need(kind in (None, *known), words)
-        blocks["scheduler"] = scheduler
     if "aio" in blocks:
         _check_aio(keys.check_block("aio", blocks["aio"], keys.AIO, keys.AIO_IGNORED))
     _check_rest(blocks)

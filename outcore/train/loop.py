@@ -218,8 +218,8 @@ class Trainer:
         return value is not None and p.best.see(self.step, value)
 
     def _last_saved(self) -> str:
-        before = f"; the last checkpoint is that of step {self.saved_step}" if self.saved_step > 0 else ""
-        return f"this model is not saved{before}"
+        before = f"; the last checkpoint is that of step {self.saved_step}"
+        return "this model is not saved" + (before if self.saved_step > 0 else "")
 
     def sample(self) -> None:
         """A short greedy continuation, on the screen and in logs/<run>/samples.txt."""

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from outcore.config import ConfigError, TrainConfig, parse
 from outcore.monitor.metrics import check_report_to
 
-PROG = "train_model.py"
 DESCRIPTION = "Train a language model larger than the GPU. Without flags: a tiny model on Python's own source."
 
 
 def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     """Checked settings from flags and, with `--config FILE`, YAML; flags win. ConfigError for what cannot be."""
-    config = parse(argv, TrainConfig, PROG, DESCRIPTION)
+    config = parse(argv, TrainConfig, "train_model.py", DESCRIPTION)
     try:
         check_report_to(config.report_to)
     except ValueError as error:

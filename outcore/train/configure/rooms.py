@@ -103,7 +103,6 @@ def _overrides(text: str | None) -> dict[str, Any]:
     return fields
 
 
-FLOORS = {"cosine_with_min_lr": COSINE_FLOOR}
 SHAPES = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
 """Names that differ from another in a default only -> the other."""
 
@@ -118,7 +117,8 @@ def schedule_of(config: TrainConfig, file: DeepSpeedFile, peak_lr: float, total_
     of_ratio = None if ratio is None else math.ceil(ratio * total_steps)
     default = 0 if kind == "constant" else min(100, math.ceil(0.03 * total_steps))
     warmup = next(n for n in (config.warmup_steps, of_ratio, from_file, default) if n is not None)
-    floors = (config.min_lr_ratio, params.pop("cos_min_ratio", None), FLOORS.get(kind, 0.0))
+    default_floor = COSINE_FLOOR if kind == "cosine_with_min_lr" else 0.0
+    floors = (config.min_lr_ratio, params.pop("cos_min_ratio", None), default_floor)
     share = config.lr_decay_ratio or WSD_DECAY_SHARE
     schedule = LrSchedule(
         SHAPES.get(kind, kind),
