@@ -153,11 +153,17 @@ def chat(visit: Visit, folder: Path) -> None:
     page.get_by_role("button", name="Submit").first.click()
     visit.waits("#chat", r"class Stack:", 60)
     kept = list((folder / "logs" / ".ui" / "conversations").glob("chat-*.json"))
-    until(lambda: len(json.loads(kept[0].read_text(encoding="utf-8"))["messages"]) == 2, 180)
-    visit.waits("#timings", r"24 tokens", 120)
+    until(lambda: roles_of(kept[0], "class Stack:") == ["user", "assistant"], 180)
     assert len(kept) == 1 and "def add" not in visit.download(page.get_by_role("link", name="Markdown"))
     messages = json.loads(visit.download(page.get_by_role("link", name="JSON, which")))["messages"]
     assert [m["role"] for m in messages] == ["user", "assistant"] and messages[0]["content"] == "class Stack:"
+
+
+def roles_of(conversation: Path, question: str) -> list[str]:
+    """Who speaks in a conversation that begins with this question; [] while it begins otherwise or is under way."""
+    messages = json.loads(conversation.read_text(encoding="utf-8"))["messages"]
+    is_whole = messages[0]["content"] == question and "timings" in messages[-1]
+    return [message["role"] for message in messages] if is_whole else []
 
 
 def evaluate(visit: Visit) -> None:
