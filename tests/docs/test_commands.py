@@ -18,7 +18,7 @@ ELSEWHERE = {
     "--model_args", "--tasks",  # lm_eval
     "--logdir",  # tensorboard
     "--bf16",  # other trainers
-    "--shutdown",  # wsl.exe
+    "--install", "--shutdown",  # wsl.exe
     "--write",  # the script of the table of bad inputs
 }  # fmt: skip
 """Flags of other programs that the pages speak of."""
