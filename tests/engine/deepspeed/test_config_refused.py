@@ -65,7 +65,7 @@ from tests.engine.deepspeed.config_cases import INFINITY, build, settings_of
         ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, {}, {}, "learning_rate"),
         ({}, {}, {"adam_beta2": 1.0}, "adam_beta2"),
         ({"gradient_clipping": -1}, {}, {}, "gradient_clipping"),
-        ({"scheduler": {"type": "OneCycle"}}, {}, {}, "scheduler.type (lr_scheduler_type) must be one of"),
+        ({"scheduler": {"type": "OneCycle"}}, {}, {}, "scheduler.type 'OneCycle' is not one of"),
         ({"aio": {"block_size": 1000}}, {}, {}, "aio.block_size"),
         ({"aio": {"intra_op_parallelism": 3}}, {}, {}, "intra_op_parallelism"),
         ({"aio": {"queue_depth": 0}}, {}, {}, "aio.queue_depth"),
