@@ -60,6 +60,22 @@ def test_two_processes_write_at_once(tmp_path):
     assert len(found) == 30 and all(one["scores"][0]["value"] == 0.5 for one in found)
 
 
+def test_a_log_that_is_being_written_back_is_no_damage(history):
+    """The first page, which names the pages of the end, is there before them."""
+    other = sqlite3.connect(history.path, isolation_level=None)
+    other.execute("CREATE TABLE more AS SELECT zeroblob(100000) AS value")
+    log = history.path.with_name(f"{history.path.name}-wal").read_bytes()
+    page = int.from_bytes(log[8:12], "big")
+    frames = [log[at : at + 24 + page] for at in range(32, len(log) - page, 24 + page)]
+    first = next(frame[24:] for frame in reversed(frames) if frame[:4] == b"\0\0\0\1")
+    before = history.path.stat().st_size
+    with open(history.path, "r+b") as file:
+        file.write(first)
+    assert history.path.stat().st_size == before < page * int.from_bytes(first[28:32], "big")
+    assert len(history.all()) == 2
+    other.close()
+
+
 def test_a_lock_that_stays_is_said(history, monkeypatch):
     monkeypatch.setattr("outcore.evaluate.history.database.WAIT_S", 0.1)
     other = sqlite3.connect(history.path, isolation_level=None)

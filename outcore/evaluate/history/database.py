@@ -19,6 +19,8 @@ from typing import Any
 VERSION = 1
 WAIT_S = 30.0
 """How long a writer waits for another one."""
+LOOKS = 3
+"""Looks at a file that seems cut off: another process may just have begun to write its log back."""
 RESULT = "result.json"
 SCHEMA = """
 CREATE TABLE evaluations (
@@ -216,14 +218,23 @@ class History:
         aside.unlink()
 
     def _check_size(self) -> None:
-        """Tell a file that was cut off: SQLite takes an empty one for a new database, and finds others late."""
-        size = self.path.stat().st_size
-        with open(self.path, "rb") as file:
-            head = file.read(100)
-        page = int.from_bytes(head[16:18], "big")
-        whole = (page if page > 1 else 65536) * int.from_bytes(head[28:32], "big")
-        if len(head) < 100 or not head.startswith(b"SQLite format 3\0") or size < whole:
-            raise sqlite3.DatabaseError(f"it has {size} bytes, which is no whole database")
+        """Tell a file that was cut off: SQLite takes an empty one for a new database, and finds others late.
+
+        A checkpoint of the log writes the header before the last pages: while there is a log, SQLite itself knows.
+        """
+        log, size = self.path.with_name(f"{self.path.name}-wal"), 0
+        for _ in range(LOOKS):
+            has_log = False
+            with contextlib.suppress(FileNotFoundError):  # its last user has just closed it
+                has_log = log.stat().st_size > 0
+            with open(self.path, "rb") as file:
+                head = file.read(100)
+                size = os.fstat(file.fileno()).st_size
+            page = int.from_bytes(head[16:18], "big")
+            whole = (page if page > 1 else 65536) * int.from_bytes(head[28:32], "big")
+            if len(head) == 100 and head.startswith(b"SQLite format 3\0") and (size >= whole or has_log):
+                return
+        raise sqlite3.DatabaseError(f"it has {size} bytes, which is no whole database")
 
     def _told(self, error: sqlite3.Error | OSError) -> HistoryError:
         words = str(error)
