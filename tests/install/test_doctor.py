@@ -181,9 +181,10 @@ def test_interrupt_ends_the_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_packages_of_this_environment_work(tmp_path: Path) -> None:
-    """The trials themselves, on what is installed here."""
-    check_packages(ProbeRecorder(tmp_path / "r"), "cpu")
-    findings = read_findings(tmp_path / "r", "")
+    """The trials themselves, on what is installed here, in a process of their own as the doctor runs them."""
+    command = [sys.executable, "-m", doctor.PROBE, "packages", str(tmp_path / "r"), "cpu"]
+    findings, ended = RunningProbe(command, os.environ, tmp_path / "r", REPOSITORY).finish()
+    assert not ended
     assert set(findings) == {*PACKAGE_PARTS, "CPU optimizer"}
     broken = {part: finding["why"] for part, finding in findings.items() if not finding["ok"]}
     assert broken == {}
