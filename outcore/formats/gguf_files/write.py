@@ -43,9 +43,9 @@ def write_gguf(folder: Path, target: Path, kind: str) -> Path:
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
-        adapter = " An adapter alone is merged by the run itself (--lora_export merged)." if _is_adapter(folder) else ""
         raise GgufRefused(
-            f"{folder} holds no model (config.json and safetensors), which a GGUF file is made of.{adapter}"
+            f"{folder} holds no model (config.json and safetensors), which a GGUF file is made of. `outcore export RUN "
+            "--out FOLDER` makes such a folder of a run, of LoRA with --merge."
         )
     config = AutoConfig.from_pretrained(folder)
     architecture = architecture_of(config)
@@ -73,10 +73,6 @@ def write_gguf(folder: Path, target: Path, kind: str) -> Path:
         writer.close()
         partial.unlink(missing_ok=True)
     return target
-
-
-def _is_adapter(folder: Path) -> bool:
-    return (folder / "adapter_config.json").is_file()
 
 
 def _kind_of(key: str, place: TensorPlace, kind: str) -> str:
