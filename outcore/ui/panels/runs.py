@@ -180,7 +180,9 @@ def graphs_of(series: dict[str, Any]) -> str:
     ram = {"RAM": scaled("ram_rss_bytes", GIB), "pinned": scaled("pinned_bytes", GIB)}
     drive = {"read": scaled("nvme_read_bytes", GB), "written": scaled("nvme_write_bytes", GB)}
     work = {name: found for name, found in series["phases"].items() if not name.startswith("stall_")}
-    waits = {STALLS.get(name, name): found for name, found in series["phases"].items() if name.startswith("stall_")}
+    waits: dict[str, Any] = {
+        STALLS.get(name) or name: found for name, found in series["phases"].items() if name.startswith("stall_")
+    }
     return draw.charts(
         draw.chart("Loss", with_evals, loss),
         draw.chart("A step's work", xs, work, " s"),
