@@ -127,7 +127,7 @@ class _NewFile:
 
     def __enter__(self) -> _NewFile:
         with self._errors():
-            self._file = open(self._aside, "wb")  # noqa: SIM115 - closed by __exit__
+            self._file = open(self._aside, "wb")
         return self
 
     def write(self, data: Any) -> None:
