@@ -18,8 +18,9 @@ import torch
 
 from outcore.checkpoint.folders import SPACE_MARGIN_BYTES, Checkpoint, save_checkpoint
 from outcore.checkpoint.shards import CheckpointError, TensorPlan, write_shard
+from outcore.common.ports import free_port
 from outcore.config import ConfigError, TrainConfig, understand
-from outcore.engine.deepspeed.environment import GROUP_OF_ONE, free_port, prepare_environment
+from outcore.engine.deepspeed.environment import GROUP_OF_ONE, prepare_environment
 from outcore.runs import RunFolder, default_name, take_run
 from outcore.train.configure.rooms import schedule_of
 from outcore.train.configure.schedule import LrSchedule

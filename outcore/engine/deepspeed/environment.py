@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from outcore.common.ports import free_port
 from outcore.machine import remove_stale_locks
 
 GROUP_OF_ONE = "OUTCORE_GROUP_OF_ONE"
@@ -32,13 +32,6 @@ def accelerator() -> Any:
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator()
-
-
-def free_port() -> int:
-    """A TCP port that is free on the loopback interface now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def remove_stale_builds(environ: Mapping[str, str], say: Callable[[str], None] = print) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outcore.common.diagnostics import DiagnosticLog
+from outcore.common.ports import free_port
 from outcore.infer.opening import model_hash
 from outcore.serve.handover.command import ENVIRONMENT, Handover
 from outcore.serve.handover.environment import ensure_environment
@@ -33,7 +33,7 @@ def run_handover(
     for line in handover.lines:
         say(line)
     events = DiagnosticLog(settings.logs.parent / "diagnostics")
-    key, port = secrets.token_hex(16), _free_port()
+    key, port = secrets.token_hex(16), free_port()
     log = settings.logs / f"vllm-{time.strftime('%Y%m%d-%H%M%S')}.log"
     try:
         executable = handover.executable or ensure_environment(ENVIRONMENT, say)
@@ -77,9 +77,3 @@ def _header(handover: Handover, settings: ServeSettings, executable: Path) -> di
         "device": ", ".join(f"cuda:{gpu.index}" for gpu in layout.gpus),
         "executable": str(executable),
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]

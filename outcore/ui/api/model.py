@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from outcore.common.ports import free_port
 from outcore.infer.opening import InferSettings
 from outcore.serve.additions import ApiError, bad
 from outcore.ui.api.children import Child, complaint_of, lines_of
@@ -64,7 +64,7 @@ class ModelHost:
                     409, f"{self._note['model']} is being loaded. Stop that first, or wait for it.", code="loading"
                 )
             self._end()
-            port, key = _free_port(), secrets.token_urlsafe(24)
+            port, key = free_port(), secrets.token_urlsafe(24)
             keys = self.place.of("model") / "key"
             keys.touch(mode=0o600)
             keys.write_text(key, encoding="utf-8")
@@ -217,12 +217,6 @@ def _asked(body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _flags(settings: Mapping[str, Any]) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def _answers(note: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from outcore.engine.deepspeed.environment import free_port
+from outcore.common.ports import free_port
 from tests.forked import start_script
 
 CHILD = Path(__file__).with_name("child.py")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from outcore.common.ports import free_port
 from outcore.install.verify.probes.recorder import ProbeRecorder
 
 
@@ -60,11 +60,8 @@ def _zero3_step(accelerator: str, has_adam: bool) -> str:
     """One AdamW step under ZeRO-3 must give what torch's own AdamW gives."""
     import torch
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(single)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(alone, MASTER_PORT=str(free_port()))
     import deepspeed
 
     from outcore.common.shared_memory import remove_own_buffer
