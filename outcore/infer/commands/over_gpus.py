@@ -1,5 +1,5 @@
 """A job over several GPUs of one host: a process for each, which answers a share of the lines over its own link.
-Weights in RAM are one copy for all; the output is the same as that of one GPU, byte by byte.
+Weights in RAM are one copy for all; the output is that of one process, byte by byte (seen on the CPU).
 
 Each process writes a journal of its own beside the job's. The starting process gathers them, before and after, so a
 job that was killed goes on with any number of GPUs.
