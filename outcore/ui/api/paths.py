@@ -32,7 +32,7 @@ def check_path(text: str, needed_gb: float = 0.0) -> dict[str, Any]:
     is_good, words = validate_nvme_path(text, needed_gb)
     is_warned = is_good and words != ""
     if is_good:
-        words = f"{describe_folder(text)} {words}".strip()
+        words = f"{describe_folder(text)} It is writable. {words}".strip()
     for folder in missing:  # a path is checked as it is typed, letter by letter: only a run makes its folder
         with contextlib.suppress(OSError):  # was not made, or a run has begun to use it
             folder.rmdir()
