@@ -16,7 +16,7 @@ import pytest
 from tests.ui.conftest import ROOT, until
 
 WIDTHS = {1280: 860, 390: 844}
-PATIENCE = 3
+PATIENCE = 1
 """Times the seconds of a quiet machine that are waited at most."""
 PICTURES = ROOT / "docs" / "pictures"
 
@@ -40,9 +40,13 @@ class Visit:
 
     def waits(self, place: str, words: str, seconds: float) -> None:
         """Until a place says these words (a pattern)."""
-        self.page.locator(place).filter(has_text=re.compile(words, re.S)).first.wait_for(
-            timeout=PATIENCE * seconds * 1000
-        )
+        from playwright.sync_api import TimeoutError as NotInTime
+
+        found = self.page.locator(place).filter(has_text=re.compile(words, re.S)).first
+        try:
+            found.wait_for(timeout=PATIENCE * seconds * 1000)
+        except NotInTime as error:
+            raise AssertionError(f"{place} says {self.page.locator(place).all_inner_texts()}, not {words!r}") from error
 
     def field(self, name: str):
         return self.page.locator(f"#field_{name} input, #field_{name} textarea").first

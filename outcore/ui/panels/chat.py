@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +22,10 @@ SAMPLING = (
     ("repetition_penalty", None, "above 1: fewer repetitions"),
     ("seed", None, "same seed, same text"),
 )
+DRAW_EVERY_S = 0.2
+"""A page that draws every word of a fast model has no time left for the button that stops it."""
+STOP_S = 10.0
+"""How long a stopped answer may take to end before it is shown as it is."""
 
 
 class ChatPanel:
@@ -62,7 +68,7 @@ class ChatPanel:
         again = self.again.click(self._again, [self.chosen, *settings], shown, **SHOWN)
         edited = self.chat.edit(self._edit, [self.chosen, *settings], shown, **SHOWN)
         stopped = self.halt.click(None, None, None, cancels=[sent, again, edited], api_visibility="private")
-        stopped.then(self.show, self.chosen, [self.chat, self.costs, self.links, self.system], **QUIET)
+        stopped.then(self._after_stop, self.chosen, [self.chat, self.costs, self.links, self.system], **QUIET)
         self.chosen.input(self.show, self.chosen, [self.chat, self.costs, self.links, self.system], **QUIET)
         for event in (sent, again, edited):
             event.then(self._links, self.chosen, self.links, **QUIET)
@@ -93,6 +99,14 @@ class ChatPanel:
 
     # --- events
 
+    def _after_stop(self, name: str | None) -> tuple[Any, ...]:
+        """The conversation with what the answer cost: the server notices at its next piece that nobody listens."""
+        until_s = time.monotonic() + STOP_S
+        with contextlib.suppress(ClientError):  # `show` tells it
+            while name and self.client.get("conversations", name)["is_under_way"] and time.monotonic() < until_s:
+                time.sleep(0.05)
+        return self.show(name)
+
     def _send(self, name: str | None, text: str, *settings: Any) -> Iterator[tuple[Any, ...]]:
         yield from self._answer(name, {"text": text}, settings)
 
@@ -110,6 +124,7 @@ class ChatPanel:
             if name:
                 self.client.patch("conversations", name, **told)
             kept: list[dict[str, Any]] = []
+            drawn_s = 0.0
             for event in self.client.events("conversations", chosen, "answer", **what):
                 names = gr.skip()
                 if not kept:  # the user's message is kept now; the answer that is being written may be, too
@@ -119,6 +134,9 @@ class ChatPanel:
                 if event["event"] == "error":
                     yield bubbles(kept), draw.page(draw.paragraph(event["message"], "bad")), gr.skip(), names
                     return
+                if event["event"] == "piece" and time.monotonic() - drawn_s < DRAW_EVERY_S:
+                    continue
+                drawn_s = time.monotonic()
                 message = event.get("message") or {"role": "assistant", **event}
                 yield bubbles([*kept, message]), costs_of(message), "" if "text" in what else gr.skip(), names
         except ClientError as error:
