@@ -159,7 +159,7 @@ def chat(visit: Visit, folder: Path) -> None:
     kept = list((folder / "logs" / ".ui" / "conversations").glob("chat-*.json"))
     until(lambda: roles_of(kept[0], "class Stack:") == ["user", "assistant"], 180)
     assert len(kept) == 1 and "def add" not in visit.download(page.get_by_role("link", name="Markdown"))
-    messages = json.loads(visit.download(page.get_by_role("link", name="JSON, which")))["messages"]
+    messages = json.loads(visit.download(page.get_by_role("link", name="JSON", exact=True)))["messages"]
     assert [m["role"] for m in messages] == ["user", "assistant"] and messages[0]["content"] == "class Stack:"
 
 

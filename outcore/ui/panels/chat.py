@@ -113,9 +113,8 @@ class ChatPanel:
     def _again(self, name: str | None, *settings: Any) -> Iterator[tuple[Any, ...]]:
         yield from self._answer(name, {"regenerate": True}, settings)
 
-    def _edit(self, name: str | None, *rest: Any) -> Iterator[tuple[Any, ...]]:
-        *settings, edited = rest
-        yield from self._answer(name, {"text": edited.value, "at": edited.index}, tuple(settings))
+    def _edit(self, edited: gr.EditData, name: str | None, *settings: Any) -> Iterator[tuple[Any, ...]]:
+        yield from self._answer(name, {"text": edited.value, "at": edited.index}, settings)
 
     def _answer(self, name: str | None, what: dict[str, Any], settings: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         try:
