@@ -50,7 +50,10 @@ BESIDE = {"install": 3, "probe": 3}
 """Rooms beside the tower: they import from floors up to this one, and no room of the tower imports them."""
 OPEN = ("common", "sizing", "engine.base", "engine.decide")
 """Rooms whose files are their doors: each is one noun (`common.quantities`, `sizing.tiles`), imported by its name."""
-DOORED = ("config", "checkpoint", "data", "runs", "evaluate", "flow", "formats", "infer", "serve", "states", "sizing")
+DOORED = (
+    *("model", "config", "checkpoint", "data", "runs", "evaluate"),
+    *("flow", "formats", "infer", "serve", "states", "sizing"),
+)
 """Rooms whose files are imported from outside through an `__init__` only."""
 
 

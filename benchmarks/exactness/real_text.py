@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from outcore.data import BatchStream, DataSettings, EvalStream, PreparedData, load_or_train_tokenizer, prepare_data
-from outcore.model.load import LoadedModel, load_model
-from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.model import LoadedModel, LoraSettings, ModelSettings, load_model
 
 SHAPES = {  # hidden size, layers, intermediate size, heads, key/value heads
     "small": (64, 2, 176, 4, 2),

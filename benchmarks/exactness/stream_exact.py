@@ -36,8 +36,7 @@ from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.loss_scale import LossScaler
 from outcore.engine.stream.settings import StreamSettings
-from outcore.model.load import LoadedModel
-from outcore.model.settings import LoraSettings
+from outcore.model import LoadedModel, LoraSettings
 from outcore.train.configure.schedule import LrSchedule
 
 KINDS = ("bf16", "fp16", "lora")

@@ -22,8 +22,7 @@ from outcore.common.quantities import GIB, MIB
 from outcore.formats import PackedSpec, PackedTensor, packed_format
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import FoundModel, InferSettings, OpenedModel, open_found
-from outcore.model.load import load_model
-from outcore.model.settings import ModelSettings
+from outcore.model import ModelSettings, load_model
 
 BLOCK_NUMEL = 1 << 22
 

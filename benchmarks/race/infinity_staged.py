@@ -90,7 +90,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     from outcore.engine.deepspeed.build import resolve as decide
     from outcore.engine.deepspeed.settings import RunFacts
     from outcore.machine.host import detect_ram
-    from outcore.model.settings import ModelSettings
+    from outcore.model import ModelSettings
     from outcore.train.process.determinism import fix_order
 
     if options["deterministic"]:

@@ -21,8 +21,8 @@ from race_common import (
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
+from outcore.model import LoadedModel
 from outcore.model.facts import model_class_of, model_facts
-from outcore.model.load import LoadedModel
 from outcore.model.trial.abilities import check_abilities
 
 

@@ -33,8 +33,7 @@ from outcore.engine.stream.decision.homes import RunSizes, activation_bytes
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.formats import QUANTIZE_CHOICES, PackedSpec, PackedTensor, packed_format
-from outcore.model.load import LoadedModel, load_model
-from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.model import LoadedModel, LoraSettings, ModelSettings, load_model
 from outcore.optim import state_format
 from outcore.storage import aligned_bytes
 
@@ -53,7 +52,7 @@ class RepeatedLayer:
         self._format = None if loaded.quantize is None else packed_format(loaded.quantize)
 
     def groups(self) -> Iterator[dict[str, torch.Tensor | PackedTensor]]:
-        from outcore.model.names import checkpoint_name
+        from outcore.model.facts import checkpoint_name
 
         made: dict[torch.Size, torch.Tensor | PackedTensor] = {}
         ends: dict[torch.Size, torch.Tensor] = {}

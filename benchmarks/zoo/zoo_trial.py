@@ -24,11 +24,10 @@ from outcore.engine.stream.check.gradients import why_config_not_trained, why_no
 from outcore.engine.stream.check.tiles import try_tiled_copy
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import StreamUnsupported
+from outcore.model import LoadedModel, LoraSettings
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_class_of, model_facts, resolve_attention
-from outcore.model.inputs import forward_inputs
-from outcore.model.load import LoadedModel
-from outcore.model.settings import LoraSettings
+from outcore.model.forward import forward_inputs
 from outcore.model.trial.abilities import check_abilities
 from outcore.model.trial.shrink import VOCAB, shrink_config
 from outcore.model.trial.without_gradient import freeze

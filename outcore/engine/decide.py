@@ -19,10 +19,8 @@ from outcore.engine.base import Decision, Engine, Host
 from outcore.engine.deepspeed import decide_deepspeed
 from outcore.engine.stream import decide_stream, why_config_not_trained, why_not_trained
 from outcore.flow.parts import StreamUnsupported
+from outcore.model import LoadedModel, ModelSettings, load_model, resolve_source
 from outcore.model.facts import resolve_attention
-from outcore.model.load import LoadedModel, load_model
-from outcore.model.settings import ModelSettings
-from outcore.model.source import resolve_source
 from outcore.sizing.engine_rule import why_not_stream
 
 Say = Callable[[str], None]

@@ -5,4 +5,43 @@ loaded = load_model(settings, tokenizer=tokenizer)     # zero3_config=... : part
 loss = loaded.token_loss()
 part = loss(loaded.model, batch)                        # LossSum(loss_sum, n_tokens, aux_loss)
 part.objective(global_tokens).backward()
+
+The names open their files when they are asked for: a preset's shape is planned without torch.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outcore.model.generate import context_length_of, generate_tokens
+    from outcore.model.load import LoadedModel, load_model
+    from outcore.model.loss import HeadLoss, summed_loss
+    from outcore.model.presets import PRESETS
+    from outcore.model.settings import LoraSettings, ModelSettings
+    from outcore.model.shape import on_targets, preset_on_targets, preset_shape, resolve_shape, shape_from_config
+    from outcore.model.source import max_positions, resolve_source
+
+_FILE_OF = {
+    "context_length_of": "generate",
+    "generate_tokens": "generate",
+    "LoadedModel": "load",
+    "load_model": "load",
+    "HeadLoss": "loss",
+    "summed_loss": "loss",
+    "PRESETS": "presets",
+    "LoraSettings": "settings",
+    "ModelSettings": "settings",
+    "on_targets": "shape",
+    "preset_on_targets": "shape",
+    "preset_shape": "shape",
+    "resolve_shape": "shape",
+    "shape_from_config": "shape",
+    "max_positions": "source",
+    "resolve_source": "source",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from outcore.model.head import unwrap
-from outcore.model.inputs import accepted_names
+from outcore.model.forward import accepted_names, unwrap
 from outcore.model.loss import LossModule
 from outcore.model.source import max_positions
 

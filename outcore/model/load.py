@@ -27,19 +27,26 @@ from outcore.model.facts import (
     quantization_of,
     resolve_attention,
 )
+from outcore.model.forward import attention_of
 from outcore.model.hook import build_from_module, is_head_loss
-from outcore.model.inputs import attention_of
 from outcore.model.loss import HeadLoss, LossModule, SmoothedLoss, TokenLoss, UserLoss
 from outcore.model.settings import ModelSettings
 from outcore.model.source import ModelSource, hub_error, resolve_source
-from outcore.model.trial import Abilities, check_abilities
-from outcore.model.trial.without_gradient import freeze
-from outcore.model.weights import WeightFeed, meta_skeleton, stand_in
-from outcore.model.weights.feed import InitialWeights, TrainedWeights, shard_files
-from outcore.model.weights.initialise import initialise_weights
-from outcore.model.weights.integrity import check_weight_files
-from outcore.model.weights.standin import without_memory
-from outcore.model.weights.zero3 import gathered, is_partitioned, partition_while_loading
+from outcore.model.trial import Abilities, check_abilities, freeze
+from outcore.model.weights import (
+    InitialWeights,
+    TrainedWeights,
+    WeightFeed,
+    check_weight_files,
+    gathered,
+    initialise_weights,
+    is_partitioned,
+    meta_skeleton,
+    partition_while_loading,
+    shard_files,
+    stand_in,
+    without_memory,
+)
 
 OpenPacked = Callable[[Any, list[Path], dict[str, Any]], WeightFeed]
 """(skeleton, safetensors files, quantization_config) -> a feed that also has `specs` and `notes`."""

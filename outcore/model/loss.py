@@ -25,10 +25,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from outcore.model.head import CausalParts, unwrap
-from outcore.model.head_gradient import HeadGradient, has_one_gradient
-from outcore.model.inputs import IGNORE, Batch, Isolation, forward_inputs, shifted_targets
-from outcore.model.trial.loss_terms import USUAL_TERMS, LossTerms, aux_coefficient, mean_cross_entropy
+from outcore.model.forward import (
+    IGNORE,
+    Batch,
+    CausalParts,
+    HeadGradient,
+    Isolation,
+    forward_inputs,
+    has_one_gradient,
+    shifted_targets,
+    unwrap,
+)
+from outcore.model.trial import USUAL_TERMS, LossTerms, aux_coefficient, mean_cross_entropy
 from outcore.sizing.activations import auto_num_chunks
 
 UserLoss = Callable[[nn.Module, Batch], Any]

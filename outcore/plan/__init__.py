@@ -11,7 +11,7 @@ times are forecasts.
 
 from __future__ import annotations
 
-from outcore.model.shape import preset_shape, resolve_shape
+from outcore.model import preset_shape, resolve_shape
 from outcore.plan.choose import PlanAnswer, choose, choose_or_change
 from outcore.plan.constants import RATED_WRITES_PER_BYTE
 from outcore.plan.hardware import Hardware, ProfileError

@@ -145,8 +145,7 @@ def smaller_micro_batches(rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _smaller_models(shape: ModelShape) -> Iterator[tuple[str, ModelShape]]:
-    from outcore.model.presets import PRESETS
-    from outcore.model.shape import preset_on_targets
+    from outcore.model import PRESETS, preset_on_targets
 
     known = sorted(PRESETS.values(), key=lambda preset: -preset.num_parameters)
     for preset in known:

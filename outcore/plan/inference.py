@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outcore.common.quantities import GB, GIB, format_gib, format_s
-from outcore.model.shape import shape_from_config
+from outcore.model import shape_from_config
 from outcore.plan.hardware import Hardware
 from outcore.plan.terms.traffic import Pass
 from outcore.sizing.inference import (

@@ -19,7 +19,7 @@ from typing import Any
 from outcore.common.quantities import GIB
 from outcore.common.words import names_of
 from outcore.machine.offload import slow_drive_warning
-from outcore.model.shape import resolve_shape
+from outcore.model import resolve_shape
 from outcore.plan.answer.advice import Advice, advise
 from outcore.plan.answer.command import Said, command, notes
 from outcore.plan.choose import PlanAnswer, choose_or_change
@@ -129,7 +129,7 @@ def _plan(args: PlanConfig) -> int:
 
 def _hardware(args: PlanConfig) -> Hardware:
     if _model_of(args) is None:
-        from outcore.model.presets import PRESETS
+        from outcore.model import PRESETS
 
         raise ValueError(
             f"Name a model: --model with a folder, a hub id, a config file or one of {', '.join(PRESETS)}."

@@ -13,7 +13,7 @@ import pytest
 from outcore.common.quantities import GIB, MIB
 from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream.settings import StreamSettings
-from outcore.model.shape import preset_shape
+from outcore.model import preset_shape
 from outcore.plan import constants as k
 from outcore.plan.run import Forecast
 from outcore.plan.run.forecast import plan_layout, run_request

@@ -140,7 +140,7 @@ def test_a_lora_checkpoint_gives_its_adapter(tmp_path: Path) -> None:
     adapters = {n: p for n, p in model.named_parameters() if "lora_" in n}
 
     def write(folder: Path, on_file: Any) -> dict[str, Any]:
-        from outcore.model.names import checkpoint_name
+        from outcore.model.facts import checkpoint_name
 
         values = {checkpoint_name(name): p for name, p in adapters.items()}
         plans = [TensorPlan(name, p.dtype, tuple(p.shape)) for name, p in values.items()]

@@ -17,10 +17,9 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import StreamUnsupported
+from outcore.model import LoadedModel, LoraSettings
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
-from outcore.model.load import LoadedModel
-from outcore.model.settings import LoraSettings
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, batches_of, plain_training
 from tests.flow.models import TINY_SETTINGS, plain_batch, set_dropout, tiny_loaded

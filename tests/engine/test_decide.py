@@ -16,7 +16,7 @@ from outcore.engine.decide import EngineChoice, ask_model, choose_engine
 from outcore.engine.stream import StreamDecision, StreamSettings, decide_stream
 from outcore.engine.stream.decision import decide
 from outcore.machine.offload import slow_drive_warning
-from outcore.model.settings import ModelSettings
+from outcore.model import ModelSettings
 from outcore.train.run import planned
 from tests.flow.models import tiny_loaded
 

@@ -8,8 +8,8 @@ import transformers
 
 from outcore.common.quantities import MIB
 from outcore.engine.stream.settings import StreamSettings
+from outcore.model import LoadedModel
 from outcore.model.facts import model_class_of, model_facts
-from outcore.model.load import LoadedModel
 from outcore.model.trial.abilities import check_abilities
 from outcore.model.trial.shrink import VOCAB, shrink_config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outcore.model.settings import ModelSettings
+from outcore.model import ModelSettings
 
 
 def tiny_settings(preset: str = "tiny", **fields) -> ModelSettings:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outcore.model.load import load_model
+from outcore.model import ModelSettings, load_model
 from outcore.model.loss import TokenLoss
-from outcore.model.settings import ModelSettings
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import outcore.model.loss as loss_room
-from outcore.model.head import CausalParts
-from outcore.model.head_gradient import has_one_gradient
+from outcore.model.forward import CausalParts, has_one_gradient
 from outcore.model.load import enable_activation_checkpointing
 from outcore.model.loss import chunked_ce_sum
 from tests.flow.models import packed_batch, plain_batch, set_dropout, tiny_loaded

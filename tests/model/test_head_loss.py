@@ -10,10 +10,8 @@ from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check.gradients import run_units, why_not_trained
 from outcore.engine.stream.settings import StreamSettings
+from outcore.model import ModelSettings, load_model, summed_loss
 from outcore.model.hook import is_head_loss
-from outcore.model.load import load_model
-from outcore.model.loss import summed_loss
-from outcore.model.settings import ModelSettings
 from tests.flow.models import (
     TINY_SETTINGS,
     packed_batch,

@@ -12,11 +12,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from outcore.checkpoint.export import export_model
-from outcore.model.facts import model_class_of, model_facts, resolve_attention
-from outcore.model.generate import generate_tokens
-from outcore.model.load import enable_activation_checkpointing, load_model
-from outcore.model.names import checkpoint_name, named_checkpoint_parameters
-from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.model import LoraSettings, ModelSettings, generate_tokens, load_model
+from outcore.model.facts import (
+    checkpoint_name,
+    model_class_of,
+    model_facts,
+    named_checkpoint_parameters,
+    resolve_attention,
+)
+from outcore.model.load import enable_activation_checkpointing
 from outcore.model.trial.shrink import shrink_config
 from outcore.model.weights.initialise import init_regions, initialise_weights, iter_initial_weights, meta_skeleton
 from outcore.model.weights.zero3 import partition_while_loading

@@ -7,10 +7,9 @@ import torch
 import transformers
 
 from outcore.engine.stream.check.gradients import why_not_trained
+from outcore.model import LoadedModel, LoraSettings
 from outcore.model.adapters import apply_lora, linear_names
 from outcore.model.facts import model_facts, resolve_attention
-from outcore.model.load import LoadedModel
-from outcore.model.settings import LoraSettings
 from tests.flow.models import needs, tiny_loaded
 
 pytestmark = pytest.mark.usefixtures("one_thread")

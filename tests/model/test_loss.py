@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from outcore.model.head import CausalParts, find_decoder, unwrap
-from outcore.model.load import load_model
+from outcore.model import load_model
+from outcore.model.forward import CausalParts, unwrap
+from outcore.model.forward.head import find_decoder
 from outcore.model.loss import LossModule, TokenLoss, compute_loss
 from outcore.sizing.activations import auto_num_chunks
 from tests.model.cases import batch_of, tiny_settings

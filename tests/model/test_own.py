@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from outcore.model.generate import generate_tokens
+from outcore.model import ModelSettings, generate_tokens, load_model
 from outcore.model.hook import build_from_module
-from outcore.model.load import load_model
-from outcore.model.settings import ModelSettings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_model.py"

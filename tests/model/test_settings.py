@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from outcore.model import PRESETS, LoraSettings, ModelSettings, max_positions, resolve_source
 from outcore.model.facts import model_facts
-from outcore.model.presets import PRESETS, check_preset_name, preset_config
-from outcore.model.settings import LoraSettings, ModelSettings
-from outcore.model.source import check_seq_length, hub_error, max_positions, resolve_source, windows_path_hint
+from outcore.model.presets import check_preset_name, preset_config
+from outcore.model.source import check_seq_length, hub_error, windows_path_hint
 
 transformers = pytest.importorskip("transformers")
 

@@ -83,9 +83,7 @@ def child(folder: str) -> None:
     from deepspeed.utils import safe_get_full_grad
 
     from outcore.common.shared_memory import remove_own_buffer
-    from outcore.model.generate import generate_tokens
-    from outcore.model.load import load_model
-    from outcore.model.settings import LoraSettings, ModelSettings
+    from outcore.model import LoraSettings, ModelSettings, generate_tokens, load_model
     from outcore.model.weights.zero3 import is_partitioned, settle
 
     torch.set_num_threads(1)

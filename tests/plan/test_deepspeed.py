@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from outcore.model.shape import preset_shape
+from outcore.model import preset_shape
 from outcore.plan import constants as k
 from outcore.plan.deepspeed.forecast import OFFLOADS, plan_deepspeed
 from outcore.plan.profile import load_hardware

@@ -10,7 +10,7 @@ import pytest
 
 from outcore.common.quantities import GIB
 from outcore.machine import Drive, Gpu, LinkRates, Machine
-from outcore.model.shape import preset_shape
+from outcore.model import preset_shape
 from outcore.plan import constants as k
 from outcore.plan.choose import choose
 from outcore.plan.hardware import Overrides, ProfileError, hardware_of, planning_drive, tflops_of

@@ -11,9 +11,8 @@ import transformers
 from outcore.config import TrainConfig
 from outcore.flow.layers import draws_random_numbers
 from outcore.flow.parts import discover_units
-from outcore.model.presets import PRESETS, preset_config
-from outcore.model.settings import LoraSettings, ModelSettings
-from outcore.model.shape import preset_shape, resolve_shape, shape_from_config
+from outcore.model import PRESETS, LoraSettings, ModelSettings, preset_shape, resolve_shape, shape_from_config
+from outcore.model.presets import preset_config
 from outcore.plan.choose import mild_changes
 from outcore.plan.request import RunRequest
 from outcore.plan.run.forecast import run_shape
@@ -75,9 +74,9 @@ def test_hand_counts_equal_the_meta_device(name):
 def test_adapters_count_as_peft_makes_them(name):
     import torch
 
+    from outcore.model import LoraSettings
     from outcore.model.adapters import with_adapters
     from outcore.model.facts import model_class_of
-    from outcore.model.settings import LoraSettings
 
     config = preset_config(name)
     with torch.device("meta"):
@@ -127,9 +126,9 @@ def test_adapters_on_named_modules_count_as_peft_makes_them(name, targets):
 def test_lengths_and_modules_trained_whole_are_counted(name: str, use_dora: bool, whole: tuple[str, ...]) -> None:
     import torch
 
+    from outcore.model import LoraSettings
     from outcore.model.adapters import with_adapters
     from outcore.model.facts import model_class_of
-    from outcore.model.settings import LoraSettings
 
     words = {"tiny": ("input_layernorm", "embed_tokens,lm_head"), "gpt2": ("ln_1", "wte,lm_head")}[name]
     names = tuple(",".join(words[w == "EMBED"] for w in whole).split(",")) if whole else ()

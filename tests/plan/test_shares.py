@@ -17,11 +17,10 @@ from outcore.engine.deepspeed.staged.optimizer import StagedOptimizer
 from outcore.engine.deepspeed.staged.params import StagedParams
 from outcore.engine.deepspeed.staged.plan import StagedPlan, make_plan
 from outcore.engine.deepspeed.staged.shares import Share
+from outcore.model import LoraSettings, preset_shape
 from outcore.model.adapters import with_adapters
 from outcore.model.facts import model_class_of, skeleton_and_tied
 from outcore.model.presets import preset_config
-from outcore.model.settings import LoraSettings
-from outcore.model.shape import preset_shape
 from outcore.optim import state_format
 from outcore.plan.record import Plan
 from outcore.sizing.ring import NEVER, worth_keeping

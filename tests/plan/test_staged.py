@@ -10,7 +10,7 @@ import pytest
 from outcore.common.quantities import GIB
 from outcore.engine.deepspeed.config.builder import build_config
 from outcore.engine.deepspeed.staged.plan import make_plan
-from outcore.model.shape import preset_shape
+from outcore.model import preset_shape
 from outcore.plan.choose import best_stage
 from outcore.plan.deepspeed.forecast import plan_deepspeed
 from outcore.plan.profile import load_hardware

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.common.quantities import GIB, MIB
-from outcore.model.shape import preset_shape
+from outcore.model import preset_shape
 from outcore.optim import FORMATS
 from outcore.plan import constants as k
 from outcore.plan.choose import choose

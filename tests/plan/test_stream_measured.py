@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outcore.common.quantities import GIB
-from outcore.model.shape import preset_shape
+from outcore.model import preset_shape
 from outcore.plan import constants as k
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.forecast import plan_stream

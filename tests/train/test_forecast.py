@@ -14,8 +14,7 @@ from outcore.config import DeepSpeedFile, ProcessFacts, TrainConfig, resolve
 from outcore.engine.deepspeed.settings import ChosenOffload
 from outcore.engine.stream import StreamDecision, StreamSettings
 from outcore.machine import LinkRates
-from outcore.model.settings import LoraSettings, ModelSettings
-from outcore.model.shape import preset_shape
+from outcore.model import LoraSettings, ModelSettings, preset_shape
 from outcore.plan.run import Forecast, Forecaster
 from outcore.plan.run import forecast as forecast_module
 from outcore.plan.run.forecast import run_hardware, run_shape

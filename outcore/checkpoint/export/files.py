@@ -26,8 +26,7 @@ from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import CheckpointError, ShardReader, TensorPlan, write_shard
 from outcore.common import file_errors, make_folder, publish_folder, remove_tree
 from outcore.common.listing import write_checksums
-from outcore.model.facts import model_class_of
-from outcore.model.names import adapter_name
+from outcore.model.facts import adapter_name, model_class_of
 
 logger = logging.getLogger(__name__)
 

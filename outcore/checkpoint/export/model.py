@@ -21,7 +21,7 @@ from outcore.checkpoint.shards import MAX_SHARD_BYTES, TensorPlan, plan_shards, 
 from outcore.common import file_errors, finish_publishing, make_folder, publish_folder, remove_tree, write_json
 from outcore.common.listing import write_checksums
 from outcore.model.adapters import adapted_layers, row_lengths, tied_apart
-from outcore.model.names import adapter_name, checkpoint_name
+from outcore.model.facts import adapter_name, checkpoint_name
 from outcore.model.weights import full_shape
 
 WeightOf = Callable[[nn.Parameter], torch.Tensor]

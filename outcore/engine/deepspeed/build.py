@@ -29,14 +29,11 @@ from outcore.engine.deepspeed.staged.binding import check_version
 from outcore.engine.deepspeed.staged.plan import make_plan
 from outcore.flow import let_segments_grow
 from outcore.machine.offload import validate_nvme_path
+from outcore.model import LoadedModel, ModelSettings, load_model, resolve_source
 from outcore.model.adapters import with_adapters
 from outcore.model.facts import model_class_of, model_facts, skeleton_and_tied
-from outcore.model.head import unwrap
-from outcore.model.inputs import attention_of
-from outcore.model.load import LoadedModel, load_model
+from outcore.model.forward import attention_of, unwrap
 from outcore.model.packed import PACKED_ATTENTION
-from outcore.model.settings import ModelSettings
-from outcore.model.source import resolve_source
 from outcore.model.weights import full_numel
 from outcore.sizing.swapping import WeightCounts
 from outcore.staging import whole_device

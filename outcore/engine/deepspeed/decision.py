@@ -16,8 +16,7 @@ from outcore.engine.base import Engine, Host
 from outcore.engine.deepspeed.build import Resolved, build_engine, init_process_group, resolve
 from outcore.engine.deepspeed.settings import ChosenOffload, RunFacts
 from outcore.flow.weights import choose_verification
-from outcore.model.load import LoadedModel
-from outcore.model.settings import ModelSettings
+from outcore.model import LoadedModel, ModelSettings
 from outcore.sizing.layouts import DeepSpeedLayout, Staged
 
 STAGE_NAMES = ("none", "zero1", "zero2", "zero3")

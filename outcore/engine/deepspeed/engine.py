@@ -32,9 +32,9 @@ from outcore.engine.base import (
 from outcore.engine.deepspeed.state import FAMILIES, open_state
 from outcore.flow.parts import DeviceBatch, packing_known
 from outcore.flow.trace import wait_for
-from outcore.model.inputs import count_target_tokens
-from outcore.model.load import LoadedModel
-from outcore.model.names import named_checkpoint_parameters
+from outcore.model import LoadedModel
+from outcore.model.facts import named_checkpoint_parameters
+from outcore.model.forward import count_target_tokens
 from outcore.model.weights import settle
 
 
@@ -163,7 +163,7 @@ class DeepSpeedEngine:
     @torch.no_grad()
     def sample(self, prompt_ids: list[int], max_new_tokens: int, eos_token_id: int | None) -> list[int]:
         """Greedy continuation; every rank computes the same."""
-        from outcore.model.generate import generate_tokens
+        from outcore.model import generate_tokens
 
         ids = torch.tensor([prompt_ids], dtype=torch.long)
         tokens = generate_tokens(self.ds, ids, max_new_tokens, eos_token_id=eos_token_id)

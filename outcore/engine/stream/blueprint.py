@@ -19,8 +19,8 @@ from outcore.flow.layers import CompiledLayers, LayerGraphs, draws_random_number
 from outcore.flow.parts import ModelParts, discover_units
 from outcore.flow.tiles import TilePlan, free_device_bytes, plan_tiles
 from outcore.flow.weights import plan_cuts
+from outcore.model import LoadedModel
 from outcore.model.adapters import multiply_dora
-from outcore.model.load import LoadedModel
 from outcore.optim import StateFormat, state_format
 from outcore.states import StateChunk, cut_states, spill
 

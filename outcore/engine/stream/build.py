@@ -38,8 +38,8 @@ from outcore.flow.layers import Head, PartRunner, RouterTaps
 from outcore.flow.tiles import TiledParts, open_tiles
 from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPrefetcher
+from outcore.model import LoadedModel
 from outcore.model.adapters import dora_lengths
-from outcore.model.load import LoadedModel
 from outcore.optim import Backend, OptimizerPool, default_num_threads, open_backend
 from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane, whole_device
 from outcore.staging.pool import HomeMemory, HostMemory, PinnedGrant

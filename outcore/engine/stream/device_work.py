@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from outcore.engine.stream.settings import StreamSettings
-from outcore.model.load import LoadedModel
-from outcore.model.shape import shape_from_config
+from outcore.model import LoadedModel, shape_from_config
 from outcore.sizing.activations import has_masks
 from outcore.sizing.tiles import TilingWork
 from outcore.sizing.work import step_work

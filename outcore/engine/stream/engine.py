@@ -43,11 +43,9 @@ from outcore.engine.stream.updates import is_usable
 from outcore.flow import Call
 from outcore.flow.parts import DeviceBatch, Part
 from outcore.flow.trace import PhaseClock, moment, wait_for
-from outcore.model.generate import context_length_of
-from outcore.model.head import unwrap
-from outcore.model.inputs import count_target_tokens
-from outcore.model.load import LoadedModel
-from outcore.model.names import checkpoint_name
+from outcore.model import LoadedModel, context_length_of
+from outcore.model.facts import checkpoint_name
+from outcore.model.forward import count_target_tokens, unwrap
 from outcore.optim import AdamWHyper
 from outcore.staging import LaneTransfer
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 from outcore.checkpoint import MAX_SHARD_BYTES, CheckpointError, ShardReader, TensorPlan, plan_shards, write_shard
-from outcore.model.head import unwrap
-from outcore.model.load import LoadedModel
-from outcore.model.names import checkpoint_name
+from outcore.model import LoadedModel
+from outcore.model.facts import checkpoint_name
+from outcore.model.forward import unwrap
 from outcore.optim import STATE_NAMES
 from outcore.optim.formats import StateName
 from outcore.staging.shared import Alone, Ranks

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from outcore.flow.parts import ModelParts, tensors_in
-from outcore.model.inputs import Batch, forward_inputs
+from outcore.model.forward import Batch, forward_inputs
 
 
 @torch.no_grad()

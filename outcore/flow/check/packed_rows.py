@@ -12,9 +12,8 @@ import logging
 import torch
 
 from outcore.flow.check.trial import tiny_copy
-from outcore.model.head import unwrap
-from outcore.model.inputs import attention_of
-from outcore.model.load import LoadedModel
+from outcore.model import LoadedModel
+from outcore.model.forward import attention_of, unwrap
 from outcore.model.packed import takes_packed_attention, why_masks_differ, why_no_kernel
 from outcore.model.weights import seeded_cpu
 

@@ -30,10 +30,9 @@ from outcore.flow.parts import (
     several_types,
 )
 from outcore.formats.checkpoint import why_not_read
+from outcore.model import LoadedModel
 from outcore.model.facts import language_config, model_facts, parameter_types, quantization_of, resolve_attention
-from outcore.model.head import unwrap
-from outcore.model.inputs import IGNORE, attention_of, forward_inputs
-from outcore.model.load import LoadedModel
+from outcore.model.forward import IGNORE, attention_of, forward_inputs, unwrap
 from outcore.model.packed import PACKED_ATTENTION, takes_packed_attention
 from outcore.model.trial import (
     MAX_TRIAL_PARAMS,

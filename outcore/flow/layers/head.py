@@ -13,8 +13,8 @@ from outcore.flow.layers.runner import HeadInput, PartRunner
 from outcore.flow.layers.tiled_head import TiledHead
 from outcore.flow.layers.unit_weights import in_place
 from outcore.flow.parts import StreamUnsupported
-from outcore.model.inputs import IGNORE, shifted_targets
-from outcore.model.loss import HeadLoss, summed_loss
+from outcore.model import HeadLoss, summed_loss
+from outcore.model.forward import IGNORE, shifted_targets
 from outcore.sizing.activations import LOGITS_CHUNK_BYTES, LOSS_CHUNKS, auto_num_chunks
 
 

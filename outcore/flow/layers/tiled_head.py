@@ -18,7 +18,7 @@ import torch
 from outcore.flow.layers.runner import HeadInput
 from outcore.flow.parts import ModelParts, StreamUnsupported, bound
 from outcore.flow.tiles import TiledMatrix, TiledParts
-from outcore.model.inputs import IGNORE, shifted_targets
+from outcore.model.forward import IGNORE, shifted_targets
 
 
 @dataclass

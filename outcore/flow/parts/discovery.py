@@ -31,10 +31,9 @@ from outcore.flow.parts.shell import (
     with_memory,
 )
 from outcore.flow.parts.units import ModelParts, Part, recorders_of, run_to_layers
-from outcore.model.head import CausalParts, unwrap
-from outcore.model.inputs import Isolation, forward_inputs
-from outcore.model.load import LoadedModel
-from outcore.model.names import checkpoint_name
+from outcore.model import LoadedModel
+from outcore.model.facts import checkpoint_name
+from outcore.model.forward import CausalParts, Isolation, forward_inputs, unwrap
 
 
 def discover_units(loaded: LoadedModel) -> ModelParts:

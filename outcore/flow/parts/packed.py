@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from outcore.flow.parts.shell import Owner
 from outcore.formats import PackedSpec, packed_format
-from outcore.model.load import LoadedModel
+from outcore.model import LoadedModel
 
 Packing = Callable[[str, nn.Parameter, Sequence[Owner]], PackedSpec | None]
 """(checkpoint name, parameter, where modules hold it) -> how it is packed; None: as it is."""

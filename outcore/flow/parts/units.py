@@ -29,8 +29,7 @@ from outcore.flow.parts.shell import (
     Tape,
     shell_of,
 )
-from outcore.model.head import CausalParts
-from outcore.model.inputs import Isolation, forward_inputs
+from outcore.model.forward import CausalParts, Isolation, forward_inputs
 
 
 @dataclass

@@ -23,8 +23,8 @@ from outcore.infer.opening.arrival import ResidentWeights
 from outcore.infer.passes import PagedRunner, PassRunner, RunnerLimits, WholeRunner
 from outcore.infer.requests import Request, Sampling, TextStream
 from outcore.infer.schedule import Clock, Sequence, Work
-from outcore.model.head import unwrap
-from outcore.model.load import LoadedModel
+from outcore.model import LoadedModel
+from outcore.model.forward import unwrap
 from outcore.staging.pool import HostMemory
 
 Way = Literal["paged", "whole"]

@@ -16,11 +16,9 @@ from outcore.checkpoint import CheckpointError, ShardReader, list_checkpoints, o
 from outcore.checkpoint.export import export_checkpoint
 from outcore.data import load_tokenizer
 from outcore.formats import open_packed
-from outcore.model.head import unwrap
-from outcore.model.load import LoadedModel, load_model
-from outcore.model.names import checkpoint_name
-from outcore.model.settings import ModelSettings
-from outcore.model.source import max_positions
+from outcore.model import LoadedModel, ModelSettings, load_model, max_positions
+from outcore.model.facts import checkpoint_name
+from outcore.model.forward import unwrap
 
 ADAPTER, ADAPTER_WEIGHTS, EXPORT, MANIFEST = (
     "adapter_config.json",

@@ -17,8 +17,8 @@ from outcore.flow import Call, Flow
 from outcore.infer.passes.rows import lay_out_texts
 from outcore.infer.passes.runner import Found, RunnerLimits, TokenScore, grouped, pool, share_out
 from outcore.infer.schedule import Work
-from outcore.model.inputs import accepted_names
-from outcore.model.load import LoadedModel
+from outcore.model import LoadedModel
+from outcore.model.forward import accepted_names
 
 
 class WholeRunner:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.model.names import checkpoint_name
+from outcore.model.facts import checkpoint_name
 
 
 def check_dora(adapted: nn.Module) -> None:

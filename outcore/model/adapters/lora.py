@@ -14,10 +14,9 @@ from outcore.common.words import did_you_mean
 from outcore.model.adapters.dora import check_dora
 from outcore.model.adapters.targets import leaf_of, linear_names, names_of_experts
 from outcore.model.adapters.whole import is_called, lies_in, modules_trained_whole, train_whole
-from outcore.model.names import checkpoint_name
+from outcore.model.facts import checkpoint_name
 from outcore.model.settings import LoraSettings
-from outcore.model.weights import full_shape, seeded_cpu
-from outcore.model.weights.initialise import Gather
+from outcore.model.weights import Gather, full_shape, seeded_cpu
 
 
 def apply_lora(model: nn.Module, settings: LoraSettings, seed: int, gather: Gather | None = None) -> nn.Module:

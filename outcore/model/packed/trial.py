@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from outcore.model.packed.borders import PACKED_ATTENTION, borders_known, borders_of, mask_of
-from outcore.model.trial import VOCAB
-from outcore.model.trial.abilities import DOCUMENTS, TOLERANCE
+from outcore.model.trial import DOCUMENTS, TOLERANCE, VOCAB
 from outcore.model.weights import seeded_cpu
 
 KERNEL_TOLERANCE = 0.02

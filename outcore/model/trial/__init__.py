@@ -1,12 +1,16 @@
 """What a model can do, found out on a tiny copy of it."""
 
 from outcore.model.trial.abilities import (
+    DOCUMENTS,
     MAX_TRIAL_PARAMS,
+    TOLERANCE,
     Abilities,
     builder_of,
     check_abilities,
     on_one_thread,
     run_once,
 )
+from outcore.model.trial.loss_terms import USUAL_TERMS, LossTerms, aux_coefficient, mean_cross_entropy
 from outcore.model.trial.shrink import VOCAB, shrink_config
 from outcore.model.trial.vocabulary import check_token_ids, embedding_rows
+from outcore.model.trial.without_gradient import freeze

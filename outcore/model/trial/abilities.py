@@ -19,13 +19,11 @@ import torch
 from torch import nn
 
 from outcore.model.facts import model_class_of, resolve_attention
-from outcore.model.head import CausalParts
-from outcore.model.inputs import Isolation, forward_inputs
+from outcore.model.forward import CausalParts, Isolation, forward_inputs
 from outcore.model.trial.loss_terms import USUAL_TERMS, LossTerms, try_loss_terms
 from outcore.model.trial.shrink import VOCAB, shrink_config
 from outcore.model.trial.without_gradient import without_gradient
-from outcore.model.weights import seeded_cpu
-from outcore.model.weights.zero3 import without_partitioning
+from outcore.model.weights import seeded_cpu, without_partitioning
 
 MAX_TRIAL_PARAMS = 20_000_000
 """A shrunken config that is still larger than this is not tried (the shrinking did not understand it)."""

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from outcore.model.inputs import IGNORE, accepted_names, forward_inputs, shifted_targets
+from outcore.model.forward import IGNORE, accepted_names, forward_inputs, shifted_targets
 from outcore.model.trial.shrink import VOCAB
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.model.inputs import forward_inputs
-from outcore.model.names import checkpoint_name
+from outcore.model.facts import checkpoint_name
+from outcore.model.forward import forward_inputs
 from outcore.model.trial.shrink import VOCAB
 
 

@@ -23,7 +23,7 @@ class Said:
     @property
     def model_flags(self) -> str:
         """train_model.py's flag for the model."""
-        from outcore.model.presets import PRESETS
+        from outcore.model import PRESETS
 
         if self.model in PRESETS:
             return f"--preset {self.model}"

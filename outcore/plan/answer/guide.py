@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 
 from outcore.common.quantities import format_count, format_gb, format_gib, format_s
-from outcore.model.shape import preset_shape
+from outcore.model import preset_shape
 from outcore.plan.answer.largest import Largest, largest_models
 from outcore.plan.choose import PlanAnswer, choose_or_change
 from outcore.plan.hardware import Hardware

@@ -17,9 +17,7 @@ from outcore.common.quantities import format_gib
 from outcore.config import RunSettings
 from outcore.formats.checkpoint import usual_format
 from outcore.machine import Machine, detect_machine
-from outcore.model.settings import ModelSettings
-from outcore.model.shape import on_targets, shape_from_config
-from outcore.model.source import resolve_source
+from outcore.model import ModelSettings, on_targets, resolve_source, shape_from_config
 from outcore.plan.answer.advice import advise, packed_words
 from outcore.plan.answer.show import show
 from outcore.plan.choose import Change, PlanAnswer, best_stage, best_stream, choose_or_change, stream_refusal

@@ -12,7 +12,7 @@ import torch
 
 from outcore.common.words import names_of
 from outcore.config import ConfigError, DeepSpeedFile, Precision, TrainConfig, nearest, recomputes
-from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.model import LoraSettings, ModelSettings
 from outcore.train.configure.schedule import COSINE_FLOOR, WSD_DECAY_SHARE, LrSchedule, RunLength
 
 EMBEDDED_STEPS = 150

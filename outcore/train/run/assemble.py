@@ -14,8 +14,7 @@ from outcore.config import ConfigError, RunSettings, read_deepspeed_file, resolv
 from outcore.data import PreparedData
 from outcore.engine.base import Decision, Engine
 from outcore.engine.decide import choose_engine
-from outcore.model.settings import ModelSettings
-from outcore.model.source import resolve_source
+from outcore.model import ModelSettings, resolve_source
 from outcore.monitor.watches import hold_off_sleep
 from outcore.runs import TakenRun, default_name, take_run_together
 from outcore.train.changes import changed_by_version, settle_changes

@@ -9,9 +9,7 @@ from outcore.config import ConfigError, TrainConfig, is_tiny
 from outcore.data import PreparedData, load_or_train_tokenizer, prepare_mixture, weighted_source
 from outcore.data.chat import read_template
 from outcore.data.look import data_settings_of
-from outcore.model.load import LoadedModel
-from outcore.model.settings import ModelSettings
-from outcore.model.source import max_positions, resolve_source
+from outcore.model import LoadedModel, ModelSettings, max_positions, resolve_source
 from outcore.model.trial import check_abilities, check_token_ids, embedding_rows
 from outcore.train.configure.rooms import DEFAULT_SEQ_LENGTH, TINY_SEQ_LENGTH, model_settings_of
 

@@ -11,7 +11,7 @@ from outcore.config import ConfigError, RunSettings
 from outcore.engine.base import Decision, Engine, Host
 from outcore.engine.decide import decide, open_engine
 from outcore.machine import available_ram_bytes, detect_os
-from outcore.model.settings import ModelSettings
+from outcore.model import ModelSettings
 from outcore.plan.run import Forecast, Forecaster, drive_performance
 from outcore.train.run.data import load_tokenizer
 from outcore.train.run.job import RunJob

@@ -31,7 +31,7 @@ from outcore.engine.deepspeed.build import build_engine, init_process_group, res
 from outcore.engine.deepspeed.engine import DeepSpeedEngine
 from outcore.engine.deepspeed.staged.shares import Share
 from outcore.flow.weights import scratch as scratch_room
-from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.model import LoraSettings, ModelSettings
 from outcore.storage import Transfer, open_engine
 from outcore.train.process.determinism import fix_order
 from tests.engine.deepspeed.config_cases import run_of

@@ -13,9 +13,9 @@ from outcore.common.quantities import MIB
 from outcore.engine.base import NonFiniteLossError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.flow.parts import StreamUnsupported
+from outcore.model import LoraSettings
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
-from outcore.model.settings import LoraSettings
 from outcore.optim import ExtensionUnavailable, open_backend
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, TINY, batches_of, fixtures, plain_training, weights_of

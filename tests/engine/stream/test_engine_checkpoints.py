@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from outcore.checkpoint.manifest import crc32_of
 from outcore.checkpoint.shards import CheckpointError, TensorPlan, write_shard
-from outcore.model.names import checkpoint_name
+from outcore.model.facts import checkpoint_name
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, TINY, batches_of, fixtures, weights_of
 from tests.flow.models import tiny_loaded

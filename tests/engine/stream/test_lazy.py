@@ -19,11 +19,8 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.layers import draws_random_numbers
 from outcore.flow.parts import StreamUnsupported, discover_units
 from outcore.formats import open_packed
-from outcore.model.facts import model_class_of, model_facts
-from outcore.model.load import load_model
-from outcore.model.names import checkpoint_name
-from outcore.model.settings import LoraSettings, ModelSettings
-from outcore.model.source import resolve_source
+from outcore.model import LoraSettings, ModelSettings, load_model, resolve_source
+from outcore.model.facts import checkpoint_name, model_class_of, model_facts
 from outcore.model.trial.shrink import shrink_config
 from tests.engine.inside import parts_of
 from tests.flow.models import needs, plain_batch

@@ -14,8 +14,7 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.decision.lora_size import lora_size
 from outcore.formats import open_packed
 from outcore.formats.gguf_files import write_gguf
-from outcore.model.load import load_model
-from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.model import LoraSettings, ModelSettings, load_model
 from tests.engine.inside import parts_of
 from tests.engine.stream.test_lazy import TINY
 from tests.flow.models import padded_batch, plain_batch

@@ -12,9 +12,8 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check.gradients import run_units, why_config_not_trained, why_not_trained
 from outcore.flow.layers import CompiledLayers
 from outcore.flow.parts import discover_units
-from outcore.model.load import load_model
-from outcore.model.names import checkpoint_name
-from outcore.model.settings import ModelSettings
+from outcore.model import ModelSettings, load_model
+from outcore.model.facts import checkpoint_name
 from outcore.model.trial.abilities import check_abilities
 from outcore.model.trial.shrink import shrink_config
 from tests.engine.stream.training import LR, batches_of, plain_training

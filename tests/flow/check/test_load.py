@@ -10,8 +10,7 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check.gradients import why_not_trained
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import StreamUnsupported
-from outcore.model.load import load_model
-from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.model import LoraSettings, ModelSettings, load_model
 
 OVERRIDES = {
     "hidden_size": 64,

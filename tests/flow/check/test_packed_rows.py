@@ -16,10 +16,10 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.check import attention_to_packed_rows, packed_rows, sharing_holds
 from outcore.flow.layers import CompiledLayers, graphs
 from outcore.flow.parts import DeviceBatch, discover_units
+from outcore.model import LoraSettings
 from outcore.model.adapters import apply_lora
 from outcore.model.packed.borders import PACKED_ATTENTION, are_borders
 from outcore.model.packed.trial import takes_packed_attention
-from outcore.model.settings import LoraSettings
 from tests.engine.inside import parts_of
 from tests.flow.layers.test_graphs import CpuGraphs
 from tests.flow.models import (

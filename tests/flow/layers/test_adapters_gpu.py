@@ -10,9 +10,9 @@ import torch
 from outcore.common.quantities import MIB
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
+from outcore.model import LoraSettings
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
-from outcore.model.settings import LoraSettings
 from tests.flow.models import packed_batch, padded_batch, plain_batch, tiny_loaded
 
 pytestmark = pytest.mark.gpu

@@ -16,9 +16,9 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.check import sharing_holds
 from outcore.flow.layers import CompiledLayers, draws_random_numbers
 from outcore.flow.parts import alike, discover_units
+from outcore.model import LoraSettings
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
-from outcore.model.settings import LoraSettings
 from tests.flow.models import assert_same_grads, padded_batch, plain_batch, set_dropout, tiny_loaded
 
 

@@ -16,10 +16,10 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import StreamUnsupported
 from outcore.flow.tiles import TiledPart, TilePlan
 from outcore.flow.trace import PhaseClock
+from outcore.model import LoraSettings
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
-from outcore.model.inputs import count_target_tokens
-from outcore.model.settings import LoraSettings
+from outcore.model.forward import count_target_tokens
 from outcore.sizing.tiles import Holding
 from outcore.storage import PosixEngine
 from tests.engine.inside import parts_of

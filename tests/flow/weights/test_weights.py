@@ -18,9 +18,9 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import discover_units
 from outcore.flow.weights import plan_cuts
 from outcore.flow.weights.scratch import FOLDER
+from outcore.model import LoraSettings
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
-from outcore.model.settings import LoraSettings
 from outcore.staging.pool.allocator import ALIGNMENT_BYTES
 from outcore.storage import PosixEngine
 from tests.engine.inside import parts_of

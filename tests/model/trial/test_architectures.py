@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from outcore.model.facts import model_class_of
-from outcore.model.inputs import count_target_tokens, document_numbers, forward_inputs
+from outcore.model.forward import count_target_tokens, forward_inputs
+from outcore.model.forward.inputs import document_numbers
 from outcore.model.load import enable_activation_checkpointing
 from outcore.model.loss import TokenLoss
 from outcore.model.trial.abilities import TOLERANCE, check_abilities

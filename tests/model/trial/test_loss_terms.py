@@ -10,10 +10,9 @@ import transformers
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.check.gradients import why_config_not_trained
-from outcore.model.inputs import accepted_names, count_target_tokens
-from outcore.model.load import load_model
+from outcore.model import ModelSettings, load_model
+from outcore.model.forward import accepted_names, count_target_tokens
 from outcore.model.loss import TokenLoss
-from outcore.model.settings import ModelSettings
 from outcore.model.trial.abilities import check_abilities
 from outcore.model.trial.loss_terms import LossTerms
 from tests.flow.models import TINY_SETTINGS, plain_batch, plain_gradients, tiny_loaded

@@ -12,9 +12,9 @@ import torch
 from outcore.config import ConfigError
 from outcore.flow.parts import saved_bytes
 from outcore.formats import QUANTIZE_CHOICES, packed_format
+from outcore.model import preset_shape, resolve_shape, shape_from_config
 from outcore.model.facts import model_class_of
 from outcore.model.presets import preset_config
-from outcore.model.shape import preset_shape, resolve_shape, shape_from_config
 from outcore.model.weights import meta_skeleton
 from outcore.plan.answer.advice import packed_words
 from outcore.plan.choose import choose, choose_or_change

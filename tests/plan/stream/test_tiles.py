@@ -13,7 +13,7 @@ from outcore.engine.stream.device_work import work_of_step
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import discover_units
 from outcore.flow.tiles import plan_tiles
-from outcore.model.shape import shape_from_config
+from outcore.model import shape_from_config
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.tiles import tiling_of
 from outcore.plan.terms.case import Case

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from outcore.model.inputs import IGNORE
+from outcore.model.forward import IGNORE
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from outcore.engine.stream.backward.cross_entropy import CrossEntropy
 from outcore.engine.stream.backward.tiled_head import TiledHeadGradient
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.flow.layers import Batch, Head, HeadInput, in_place
-from outcore.model.inputs import IGNORE, shifted_targets
-from outcore.model.loss import summed_loss
+from outcore.model import summed_loss
+from outcore.model.forward import IGNORE, shifted_targets
 from outcore.sizing.activations import EAGER_CHUNKS
 
 

@@ -18,7 +18,7 @@ import torch
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.flow.layers import HeadInput, HeadRow, TiledHead
 from outcore.flow.parts import bound
-from outcore.model.inputs import IGNORE
+from outcore.model.forward import IGNORE
 
 
 @dataclass

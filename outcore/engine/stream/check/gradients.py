@@ -12,8 +12,8 @@ from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.flow.check import Batch, Trial, slab_of, why_config_not_streamed, why_not_streamed
 from outcore.flow.layers import CompiledLayers, Head, HeadInput, PartRunner, RouterTaps
 from outcore.flow.parts import discover_units
-from outcore.model.inputs import IGNORE
-from outcore.model.load import LoadedModel
+from outcore.model import LoadedModel
+from outcore.model.forward import IGNORE
 
 
 def run_units(

@@ -18,8 +18,8 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.check import TOLERANCE, tiny_copy
 from outcore.flow.parts import StreamUnsupported
 from outcore.flow.trace import PhaseClock
-from outcore.model.inputs import count_target_tokens
-from outcore.model.load import LoadedModel
+from outcore.model import LoadedModel
+from outcore.model.forward import count_target_tokens
 from outcore.model.trial import VOCAB, on_one_thread
 from outcore.model.weights import seeded_cpu
 

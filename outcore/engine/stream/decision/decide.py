@@ -15,10 +15,8 @@ from outcore.engine.stream.decision.lora_size import lora_size
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import saved_bytes
 from outcore.machine.offload import validate_nvme_path
+from outcore.model import LoadedModel, ModelSettings, resolve_source
 from outcore.model.facts import model_facts
-from outcore.model.load import LoadedModel
-from outcore.model.settings import ModelSettings
-from outcore.model.source import resolve_source
 from outcore.optim import state_format
 from outcore.sizing.residents import RESIDENT_BYTES
 from outcore.sizing.streaming import CPU_STAGING_BYTES, STAGING_BYTES

@@ -16,7 +16,7 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.tiles import free_device_bytes
 from outcore.flow.weights import choose_verification
 from outcore.formats import open_packed
-from outcore.model.load import LoadedModel, load_model
+from outcore.model import LoadedModel, load_model
 from outcore.sizing.layouts import Residency, StreamLayout
 
 CHECKPOINT_HOMES = {"device": "vram", "ram": "ram", "nvme": "nvme"}

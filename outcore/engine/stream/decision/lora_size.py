@@ -8,9 +8,8 @@ import torch
 
 from outcore.flow.parts import saved_bytes
 from outcore.formats.checkpoint import usual_format
+from outcore.model import ModelSettings, resolve_source
 from outcore.model.facts import model_class_of, model_facts, quantization_of
-from outcore.model.settings import ModelSettings
-from outcore.model.source import resolve_source
 from outcore.model.weights import meta_skeleton
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.engine.stream.backward.cross_entropy import CrossEntropy, sum_and_gradient, sum_and_gradient_eager
-from outcore.model.inputs import IGNORE
+from outcore.model.forward import IGNORE
 
 
 def by_autograd(logits: torch.Tensor, targets: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outcore.model.shape import preset_shape
+from outcore.model import preset_shape
 from outcore.plan.choose import choose
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.forecast import plan_stream

@@ -21,9 +21,9 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 from outcore.common import FileError
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.ranks import RankPlace
+from outcore.model import LoraSettings
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
-from outcore.model.settings import LoraSettings
 from outcore.staging.shared import board
 from outcore.storage import StorageError
 from tests.engine.inside import parts_of

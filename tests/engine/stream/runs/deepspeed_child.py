@@ -16,8 +16,7 @@ from outcore.engine.deepspeed.build import build_engine, init_process_group, res
 from outcore.engine.deepspeed.settings import RunFacts
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.settings import StreamSettings
-from outcore.model.load import load_model
-from outcore.model.settings import ModelSettings
+from outcore.model import ModelSettings, load_model
 from tests.engine.deepspeed.config_cases import settings_of
 from tests.flow.models import packed_batch, plain_batch
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.model.inputs import accepted_names
+from outcore.model.forward.inputs import accepted_names
 
 
 class DecoderOutput:

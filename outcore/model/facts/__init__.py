@@ -1,0 +1,13 @@
+"""What a model is, read from its config and its skeleton without weights, and what checkpoints call its parameters."""
+
+from outcore.model.facts.facts import (
+    ModelFacts,
+    language_config,
+    model_class_of,
+    model_facts,
+    parameter_types,
+    quantization_of,
+    resolve_attention,
+    skeleton_and_tied,
+)
+from outcore.model.facts.names import adapter_name, checkpoint_name, named_checkpoint_parameters

@@ -1,0 +1,14 @@
+"""A micro-batch through a model: its arguments, and the model taken apart into decoder and head."""
+
+from outcore.model.forward.head import CausalParts, unwrap
+from outcore.model.forward.head_gradient import HeadGradient, has_one_gradient
+from outcore.model.forward.inputs import (
+    IGNORE,
+    Batch,
+    Isolation,
+    accepted_names,
+    attention_of,
+    count_target_tokens,
+    forward_inputs,
+    shifted_targets,
+)
