@@ -22,12 +22,16 @@ SHAPES = {  # hidden size, layers, intermediate size, heads, key/value heads, vo
     "1.75b": (2560, 24, 6912, 20, 5, 32000),
     "2.8b": (3072, 26, 8448, 24, 6, 32000),
     "8b": (4096, 32, 14336, 32, 8, 128256),
+    "10b": (4096, 45, 14336, 32, 8, 32000),
     "30b": (6656, 56, 17920, 52, 52, 32000),
     "16k-layer": (16384, 1, 53248, 128, 8, 32000),
+    "64k-layer": (65536, 1, 4096, 512, 8, 2048),
     "tiny-layer": (256, 1, 832, 4, 1, 512),
 }
 """Llama shapes, untied. 1.2b: 24 layers of 2048; 8b: Llama 3 8B; 30b: about LLaMA 30B; 16k-layer: one of Llama 3.1
-405B's layers, 3.2 B parameters."""
+405B's layers, 3.2 B parameters; 64k-layer: two matrices of 65,536 x 65,536 and little else, 9.8 B parameters."""
+FILL_VALUES = 1 << 27
+"""Random values made at a time: a weight may be larger than the allocator's cap."""
 
 
 def config_of(shape: str, seq_length: int) -> Any:
@@ -77,7 +81,8 @@ def rss_bytes() -> dict[str, int]:
 
 
 class DeviceWatch:
-    """Samples the device's used memory every 20 ms; `peak_bytes` is above what was used when it was made."""
+    """Samples the device every 20 ms: `peak_bytes` of memory above what was used when it was made, and `use_pct`, the
+    shares of time in which kernels ran (NVML's utilisation)."""
 
     def __init__(self) -> None:
         import pynvml
@@ -87,6 +92,7 @@ class DeviceWatch:
         self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         self._before = self._used()
         self.peak_bytes = 0
+        self.use_pct: list[int] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -97,6 +103,7 @@ class DeviceWatch:
     def _run(self) -> None:
         while not self._over.wait(0.02):
             self.peak_bytes = max(self.peak_bytes, self._used() - self._before)
+            self.use_pct.append(int(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu))
 
     def restart(self) -> None:
         """Forget the peak so far."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from race_common import (
+    FILL_VALUES,
     DeviceWatch,
     cap_allocator,
     config_of,
@@ -37,7 +38,8 @@ def random_model(options: dict[str, Any], device: str) -> LoadedModel:
     with torch.no_grad():
         for name, p in real.named_parameters():
             if p.dim() > 1:
-                p.copy_(torch.randn(p.shape, device=device, dtype=torch.bfloat16) * 0.02)
+                for piece in p.view(-1).split(FILL_VALUES):
+                    piece.copy_(torch.randn(piece.shape, device=device, dtype=torch.bfloat16) * 0.02)
             else:
                 p.fill_(1.0 if "norm" in name else 0.0)
     real.train()
@@ -73,6 +75,8 @@ def main() -> None:
     losses = []
     phases = []
     before = drive_bytes(options.get("nvme"))
+    if watch is not None:
+        watch.use_pct.clear()
     for _ in range(options["repeats"]):
         start_s = time.perf_counter()
         for _ in range(options["steps"]):
@@ -83,6 +87,7 @@ def main() -> None:
         synchronize()
         repeats.append((time.perf_counter() - start_s) / options["steps"])
     after = drive_bytes(options.get("nvme"))
+    use_pct = watch.use_pct if watch is not None else []
     n_steps = options["steps"] * options["repeats"]
     result = {
         "params": sum(unit.layout.num_params for unit in parts.units.all),
@@ -92,6 +97,7 @@ def main() -> None:
         "warm_losses": warm_losses,
         "losses": losses,
         "phases": {k: sum(p.get(k, 0.0) for p in phases) / n_steps for k in phases[0]},
+        "gpu_use_pct": sum(use_pct) / len(use_pct) if use_pct else None,
         "peak_vram_bytes": watch.stop() if watch is not None else None,
         "rss_training": rss_bytes(),
         "drive_bytes_per_step": {k: (after[k] - before[k]) / n_steps for k in after} if before and after else None,

@@ -100,6 +100,10 @@ def run_rank(options: argparse.Namespace) -> None:
         step_s = (time.perf_counter() - begin_s) / options.steps
         exchange(None)  # all are there when RAM is looked at
         found = {"step_s": step_s, "losses": losses, "phases": phases, "ram_bytes": pss_bytes() - libraries_bytes}
+        if device == "cuda":
+            free_bytes, total_bytes = torch.cuda.mem_get_info()  # of the whole device: context and libraries, too
+            found["vram_bytes"] = total_bytes - free_bytes
+            found["torch_peak_bytes"] = torch.cuda.max_memory_allocated()
         exchange(None)
         Path(folder, f"{rank}.json").write_text(json.dumps({**found, "words": engine.describe()}))
     finally:
@@ -134,6 +138,8 @@ def run_ranks(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
         "ram_bytes": sum(result["ram_bytes"] for result in results),
         "losses": results[0]["losses"],
         "phases": [result["phases"] for result in results],
+        "vram_bytes": [result.get("vram_bytes") for result in results],
+        "torch_peak_bytes": [result.get("torch_peak_bytes") for result in results],
         "words": results[0]["words"],
     }
 

@@ -3,7 +3,8 @@
 `system`, all with AdamW over every parameter and layers recomputed in the backward pass:
 
     zero2        DeepSpeed ZeRO-2, 16-bit weights on the GPU, optimizer in RAM (`offload_optimizer`)
-    zero2-bf16   the same with masters and moments in bf16: not exact, the peer of our 8-bit moments
+    zero2-resident  the same with the optimizer on the GPU, too: nothing is offloaded
+    zero2-bf16   zero2 with masters and moments in bf16: not exact, the peer of our 8-bit moments
     zero3        DeepSpeed ZeRO-3, weights on the GPU, optimizer in RAM
     fsdp2        torch's fully_shard with CPUOffloadPolicy: fp32 weights, gradients and states in RAM
     torchao      CPUOffloadOptimizer over bf16 weights without masters: not exact; it cannot clip
@@ -101,13 +102,17 @@ def zero(options: dict[str, Any], device: str) -> Step:
     import deepspeed
 
     stage = 3 if options["system"] == "zero3" else 2
-    section = {
+    section: dict[str, Any] = {
         "stage": stage,
         "overlap_comm": True,
         "contiguous_gradients": True,
         "reduce_bucket_size": int(5e7),
-        "offload_optimizer": {"device": "cpu", "pin_memory": device == "cuda"},
     }
+    adam: dict[str, Any] = {"lr": 1e-4}
+    if options["system"] == "zero2-resident":
+        adam |= {"torch_adam": True, "fused": device == "cuda"}  # DeepSpeed's own would be compiled first, for a minute
+    else:
+        section["offload_optimizer"] = {"device": "cpu", "pin_memory": device == "cuda"}
     if stage == 3:
         section |= {"sub_group_size": int(3e7), "stage3_param_persistence_threshold": int(1e5)}
     bf16: dict[str, Any] = {"enabled": True}
@@ -117,7 +122,7 @@ def zero(options: dict[str, Any], device: str) -> Step:
         "train_micro_batch_size_per_gpu": options["mb"],
         "gradient_accumulation_steps": options["gas"],
         "bf16": bf16,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "optimizer": {"type": "AdamW", "params": adam},
         "gradient_clipping": float(options["clip"]),
         "zero_optimization": section,
         "steps_per_print": 10**9,
@@ -310,6 +315,7 @@ def roundpipe(options: dict[str, Any], device: str) -> Step:
 
 SYSTEMS: dict[str, Callable[[dict[str, Any], str], Step]] = {
     "zero2": zero,
+    "zero2-resident": zero,
     "zero2-bf16": zero,
     "zero3": zero,
     "fsdp2": fsdp2,
