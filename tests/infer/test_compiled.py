@@ -29,6 +29,18 @@ def test_slots_say_what_transformers_says(family):
     one.close()
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_slots_read_long_rows_in_pieces(family, monkeypatch):
+    """Rows that see more than may be read together, as at 100,000 tokens of context."""
+    monkeypatch.setattr("outcore.infer.attention.rows.GATHER_NUMEL", 512)
+    loaded = tiny_loaded(family)
+    prompts = prompts_of(2)
+    expected = [greedy_by_transformers(loaded.model.eval(), prompt, 20) for prompt in prompts]
+    one = TinyEngine(family, loaded=loaded, small=True)
+    assert one.greedy(prompts, 20) == expected and slots_used(one)
+    one.close()
+
+
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma3_text", "gpt_oss"))]
 )

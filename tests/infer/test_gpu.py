@@ -134,3 +134,27 @@ def test_guesses_go_through_graphs(wide_folder):
     (plain,) = opened.engine.generate([request])
     assert [c.token for c in plain.tokens] == [c.token for c in guessed.tokens]
     opened.close()
+
+
+def test_a_long_context_says_the_same_under_a_cap(tmp_path, monkeypatch):
+    """Weights and pages come over the link, each row's pages a few at a time; benchmarks/infer/long_context.py does the
+    same with 100,000 tokens of an 8 B shape."""
+    save_tiny_model(tmp_path, positions=4096)
+    for room in ("rows", "paged"):
+        monkeypatch.setattr(f"outcore.infer.attention.{room}.GATHER_NUMEL", 1 << 16)
+    prompt = tuple((7 * i + i // 3) % 270 for i in range(3000))
+    found = []
+    for share, kv_home in ((None, "vram"), (1, "ram")):
+        place = build.place_inference
+        if share is not None:
+            monkeypatch.setattr(build, "place_inference", lambda *args: travelling(place(*args), 1))
+        settings = InferSettings(context=4096, device="cuda", precision="fp32", kv_home=kv_home)
+        opened = open_engine(str(tmp_path), settings)
+        monkeypatch.setattr(build, "place_inference", place)
+        assert bool(opened.placement.travelling_bytes) == (share is not None)
+        (answer,) = opened.engine.generate(
+            [Request("long", prompt, Sampling(temperature=0, max_tokens=32, ignore_eos=True))]
+        )
+        found.append([chosen.token for chosen in answer.tokens])
+        opened.close()
+    assert len(found[0]) == 32 and found[0] == found[1]

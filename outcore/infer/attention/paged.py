@@ -261,7 +261,8 @@ class PagedAttention:
         firsts = [first_page(span.start, rule.window, size) for span in batch]
         lasts = [-(-span.length // size) for span in batch]
         most = max(self._pages_padded(span, store, rule) for span in batch)
-        if len(batch) == 1 and most * size * count * heads > PIECE_NUMEL:
+        width = store.shape.heads * (store.shape.key_width + store.shape.value_width)
+        if len(batch) == 1 and (most * size * count * heads > PIECE_NUMEL or most * size * width > GATHER_NUMEL):
             return _Together(batch, count)
         rows = torch.tensor([span.row + i for span in batch for i in range(count)], device=device)
         pages = [

@@ -7,9 +7,11 @@ Legend: N rows, H query heads, K key heads, D, E widths of keys and values, L ke
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from outcore.infer.attention.exact import AttentionRule, attend_at_once
+from outcore.infer.attention.exact import AttentionRule, attend_at_once, attend_in_pieces
 from outcore.infer.cache import KvStore, RowTables
 
 GATHER_NUMEL = 1 << 26
@@ -29,7 +31,14 @@ def attend_rows(
     store.write(key_KND.transpose(0, 1), value_KNE.transpose(0, 1), tables.slots[group])
     pages, seen, device = tables.pages[group], tables.seen[group], query_HND.device
     width = store.shape.heads * (store.shape.key_width + store.shape.value_width)
-    step = max(1, GATHER_NUMEL // (pages.shape[1] * store.page_tokens * width))
+    step = GATHER_NUMEL // (pages.shape[1] * store.page_tokens * width)
+    if step == 0:  # one row's keys and values are more than may lie beside the weights
+        wide = max(1, GATHER_NUMEL // (store.page_tokens * width))
+        long = [
+            attend_in_pieces(query_HND[:, at : at + 1], _pieces(store, pages[at], seen[at, 0], wide, query_HND), rule)
+            for at in range(tables.num_rows)
+        ]
+        return torch.cat(long, 1).transpose(0, 1)
     found = []
     for at in range(0, tables.num_rows, step):
         keys, values = (x.to(query_HND.dtype) for x in store.read(pages[at : at + step], device))
@@ -37,3 +46,13 @@ def attend_rows(
         part = attend_at_once(query, keys.transpose(1, 2), values.transpose(1, 2), seen[at : at + step], rule)
         found.append(part.squeeze(2))
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _pieces(
+    store: KvStore, pages: torch.Tensor, seen_1L: torch.Tensor, wide: int, query_HND: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(keys, values, which of them the row sees) of so many pages at a time."""
+    size = store.page_tokens
+    for at in range(0, len(pages), wide):
+        keys, values = store.read(pages[at : at + wide], query_HND.device)
+        yield keys.to(query_HND.dtype), values.to(query_HND.dtype), seen_1L[:, at * size : (at + wide) * size]
