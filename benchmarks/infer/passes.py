@@ -1,4 +1,4 @@
-"""Where a pass that only writes spends its time: copies of weights, the gaps between them, and small copies behind them.
+"""Where a pass that only writes spends its time: copies of weights, gaps between them, small copies behind them.
 
     python benchmarks/infer/passes.py --batches 1,64 --out passes.json
     python benchmarks/infer/passes.py --dry_run              (tiny model, CPU, seconds)
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import tempfile
 import time
@@ -57,7 +58,7 @@ def link_facts(events: list[dict[str, Any]]) -> dict[str, Any]:
         return {}
     start, end = big[0]["ts"], big[-1]["ts"] + big[-1]["dur"]
     busy_us = sum(e["dur"] for e in big)
-    gaps = [(b["ts"] - a["ts"] - a["dur"], a["ts"] + a["dur"] - start) for a, b in zip(big, big[1:], strict=False)]
+    gaps = [(b["ts"] - a["ts"] - a["dur"], a["ts"] + a["dur"] - start) for a, b in itertools.pairwise(big)]
     waits = sorted(((e["ts"] - calls.get(e["args"].get("correlation"), e["ts"])) / 1e3 for e in small), reverse=True)
     rates = sorted(e["args"]["bytes"] / e["dur"] / 1e3 for e in big)
     total = sum(e["args"]["bytes"] for e in big)

@@ -144,8 +144,8 @@ def test_a_long_context_says_the_same_under_a_cap(tmp_path, monkeypatch):
         monkeypatch.setattr(f"outcore.infer.attention.{room}.GATHER_NUMEL", 1 << 16)
     prompt = tuple((7 * i + i // 3) % 270 for i in range(3000))
     found = []
+    place = build.place_inference
     for share, kv_home in ((None, "vram"), (1, "ram")):
-        place = build.place_inference
         if share is not None:
             monkeypatch.setattr(build, "place_inference", lambda *args: travelling(place(*args), 1))
         settings = InferSettings(context=4096, device="cuda", precision="fp32", kv_home=kv_home)
