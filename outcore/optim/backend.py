@@ -15,7 +15,7 @@ from outcore.optim.formats import StateFormat
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import ChunkJob, JobBatch
 
-Work = Literal["update", "guarded_update", "sum_squares"]
+Work = Literal["update", "guarded_update", "sum_squares", "add_up"]
 Status = Literal["done", "skipped", "cancelled", "failed"]
 BackendName = Literal["auto", "extension", "torch"]
 

@@ -51,6 +51,10 @@ class ChunkJob:
 class JobBatch:
     """The chunks of one unit, all of one format, gradient type and parameter type. ValueError when something is off."""
 
+    sources: tuple[torch.Tensor, ...] = ()
+    """What is added up into the only gradient (`of_sum`)."""
+    addresses: ctypes.Array[ctypes.c_void_p]
+
     def __init__(self, state_format: StateFormat, jobs: Sequence[ChunkJob]) -> None:
         if not jobs:
             raise ValueError("a unit needs at least one chunk")
@@ -101,6 +105,23 @@ class JobBatch:
                     f"gradient {index} is {grad.dtype}, the first one {batch.grad_dtype}: one type per unit"
                 )
             batch.array[index] = CJob(0, 0, grad.data_ptr(), grad.numel(), 0, 0)
+        return batch
+
+    @classmethod
+    def of_sum(cls, sources: Sequence[torch.Tensor], into: torch.Tensor) -> JobBatch:
+        """Gradients of one size to be added up `into` memory of theirs."""
+        batch = cls.of_grads([into])
+        for source in sources:
+            check_grad(source)
+            if source.dtype != into.dtype or source.numel() != into.numel():
+                raise ValueError(
+                    f"{source.numel()} x {source.dtype} cannot be added up into {into.numel()} x {into.dtype}"
+                )
+        batch.sources = tuple(sources)
+        batch.addresses = (ctypes.c_void_p * len(sources))(*(source.data_ptr() for source in sources))
+        batch.array[0] = CJob(
+            into.data_ptr(), ctypes.addressof(batch.addresses), into.data_ptr(), into.numel(), len(sources), 0
+        )
         return batch
 
     def with_grads(self, grads: Sequence[torch.Tensor]) -> JobBatch:

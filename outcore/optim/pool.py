@@ -138,6 +138,13 @@ class OptimizerPool:
         """
         return self._submit(unit_id, priority, JobBatch.of_grads(grads), None, "sum_squares", False)
 
+    def submit_add_up(
+        self, unit_id: Hashable, priority: int, sources: Sequence[torch.Tensor], into: torch.Tensor
+    ) -> Ticket:
+        """Queue `into` <- the sum of `sources`, in fp32 in their order, rounded once to nearest as torch does. The
+        result's `stats` are of the rounded values."""
+        return self._submit(unit_id, priority, JobBatch.of_sum(sources, into), None, "add_up", False)
+
     def wait(self, ticket: Ticket, timeout_s: float = DEFAULT_TIMEOUT_S) -> UnitResult:
         """Wait for its result. TimeoutError, UpdateFailed, or PoolClosed when the pool was closed before it had
         finished."""

@@ -12,6 +12,7 @@ not.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -138,6 +139,16 @@ def sum_squares(grad: torch.Tensor) -> tuple[float, bool, float]:
         for partial in _block_sums(part):
             total += partial
     return total, True, largest
+
+
+def add_up(sources: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+    """`into` <- the sum of `sources` in fp32, in their order, rounded once."""
+    for start in range(0, len(into), SLICE_NUMEL):
+        piece = slice(start, start + SLICE_NUMEL)
+        total = sources[0][piece].to(torch.float32, copy=True)
+        for source in sources[1:]:
+            total += source[piece].float()
+        into[piece].copy_(total)
 
 
 def _block_sums(part: torch.Tensor) -> list[float]:

@@ -19,7 +19,7 @@ from outcore.optim.formats import StateFormat
 from outcore.optim.formats.compressed import compress_moments, expand_moments
 from outcore.optim.hyper import AdamWHyper
 from outcore.optim.jobs import ChunkJob, JobBatch, check_grad
-from outcore.optim.reference import LARGEST_GRAD, sum_squares, update_chunk
+from outcore.optim.reference import LARGEST_GRAD, add_up, sum_squares, update_chunk
 
 
 class TorchBackend:
@@ -103,7 +103,7 @@ class TorchQueue:
                 batch,
                 hyper,
                 work,
-                notify_chunks and work != "sum_squares",
+                notify_chunks and work in ("update", "guarded_update"),
                 work != "update",
                 chunks_left=len(batch),
                 sums=[(0.0, True)] * len(batch),
@@ -184,6 +184,8 @@ class TorchQueue:
                 if unit.error is not None:
                     pass  # the unit has failed: leave the rest as it is
                 elif unit.scanning:
+                    if unit.work == "add_up":
+                        add_up(unit.batch.sources, unit.batch.grads[index])
                     total, all_finite, largest = sum_squares(unit.batch.grads[index])
                     scanned = (total, all_finite)
                 else:

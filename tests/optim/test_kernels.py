@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outcore.optim import FORMATS, FP32, SPLIT, SPLIT8, AdamWHyper, ChunkJob, ChunkState, StateFormat
+from outcore.optim import FORMATS, FP32, SPLIT, SPLIT8, AdamWHyper, ChunkJob, ChunkState, OptimizerPool, StateFormat
 from outcore.optim.reference import adamw
 from tests.optim.cases import (
     SIZES,
@@ -355,3 +355,19 @@ def test_what_lies_behind_a_chunk_is_neither_used_nor_written(state_format, nume
         assert same_bytes(alone, beside)
         assert torch.equal(behind, torch.full((256,), 7.0).bfloat16())
         assert alone.state[-1] == 0xAA
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [1, 4095, 3 * 4096 + 77])
+def test_gradients_added_up_have_the_bits_of_torch(dtype, numel):
+    generator = torch.Generator().manual_seed(numel)
+    sources = [torch.randn(numel, generator=generator).to(dtype) * 2**-k for k in range(3)]
+    sources[0][-1] = math.nan if numel > 1 else 1.0
+    expected = sum((source.float() for source in sources[1:]), sources[0].float()).to(dtype)
+    for backend in (*all_variants(), torch_backend()):
+        into = torch.empty_like(expected)
+        with OptimizerPool(2, backend=backend) as pool:
+            stats = pool.wait(pool.submit_add_up("sum", 0, sources, into)).stats
+        assert torch.equal(into[:-1], expected[:-1]) and stats.all_finite == (numel == 1)
+        assert bool(into[-1].isnan()) == bool(expected[-1].isnan())
+        assert numel > 1 or stats.sumsq == float(expected) ** 2

@@ -104,7 +104,7 @@ def build_stream_engine(
         arena = _gradient_arena(plan, ground)
         stalls, residents = Stalls(device), open_residents(plan, homes)
         optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, residents, undo)
-        traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer.updates, stalls, residents)
+        traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer, stalls, residents)
         flow = _flow(plan, traffic)
         schedule = _schedule(plan, flow, traffic.download, _activations(plan, ground, arena))
         parts = EngineParts(
@@ -295,11 +295,12 @@ def _traffic(
     drive_lanes: dict[str, UploadLane],
     homes: Homes,
     arena: GradientArena,
-    updates: PartUpdates,
+    optimizer: _Optimizer,
     stalls: Stalls,
     residents: Residents,
 ) -> _Traffic:
     holding, skip = plan.tile_plan.holding, plan.tile_plan.indices
+    updates = optimizer.updates
     source = UpdatedWeights(homes, updates)
     prefetcher = WeightPrefetcher(
         plan.units,
@@ -313,9 +314,7 @@ def _traffic(
     )
     host, reducer = ground.host, None
     if host is not None:
-        reducer = GradientReducer(
-            host, plan.units, arena, part_numel=holding.part_numel, waits_for_norm=not plan.is_deferred
-        )
+        reducer = GradientReducer(host, arena, optimizer.pool)
     download = GradientDownload(
         plan.units,
         arena if host is None else host.slots,

@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-#define OUTCORE_ABI 4
+#define OUTCORE_ABI 5
 
 namespace outcore {
 
@@ -31,7 +31,7 @@ constexpr int64_t kSumBlock = 4096;   // elements per partial sum of squares: 64
 constexpr int64_t kRegionBytes = 64;  // alignment of each state inside a chunk
 constexpr int64_t kChunkBytes = 4096; // a chunk's size is a multiple of it: direct I/O
 
-struct Job {  // one chunk
+struct Job {  // one chunk; for add_up, `state` is where the sum goes, `param` an array of `element_offset` sources
   void* state;
   void* param;
   const void* grad;
@@ -127,6 +127,8 @@ struct Kernels {
   // partial[i] = sum of squares of the i-th kSumBlock elements from start on (start is a multiple of kSumBlock).
   // Returns the bit pattern of the largest magnitude: 0x7f800000 and above when something is not finite.
   uint32_t (*sum_squares)(int32_t dtype, const void* grad, int64_t start, int64_t stop, double* partial);
+  // The same of a sum, in fp32 in order of the job's sources, rounded once to nearest (ties to even) and written.
+  uint32_t (*add_up)(int32_t dtype, const Job& job, int64_t start, int64_t stop, double* partial);
   // Blocks of a chunk of compressed moments: to the floats of a whole chunk (null: not this moment), and from them.
   void (*expand)(int32_t format, int64_t numel, const void* state, float* exp_avg, float* exp_avg_sq);
   void (*compress)(int32_t format, int64_t numel, void* state, const float* exp_avg, const float* exp_avg_sq);

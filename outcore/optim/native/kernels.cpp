@@ -357,10 +357,50 @@ uint32_t sum_squares(int32_t dtype, const void* grad, int64_t start, int64_t sto
   return largest_of(top);
 }
 
+// As torch rounds: a gradient added up on one device and one added up over ranks have the same bits.
+INLINE void store_to_even(int32_t dtype, void* data, int64_t at, Floats x) {
+  if (dtype != kBfloat16) return store_as(dtype, data, at, x);
+  const Words bits = (Words)one_nan(x);
+  store_narrow((uint16_t*)data + at, (Ints)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16));
+}
+
+uint32_t add_up(int32_t dtype, const Job& job, int64_t start, int64_t stop, double* partial) {
+  alignas(64) float tile[kSumBlock];
+  alignas(64) char filled[4 * kSumBlock], rounded[4 * kSumBlock];
+  const void* const* sources = (const void* const*)job.param;
+  const int64_t size = size_of(dtype);
+  Words top{};
+  for (; start < stop; start += kSumBlock) {
+    const int64_t n = stop - start < kSumBlock ? stop - start : kSumBlock;
+    for (int64_t s = 0; s < job.element_offset; s++) {
+      const void* block = (const char*)sources[s] + start * size;
+      if (n < kSumBlock) {  // the last few, filled up with zeros
+        __builtin_memset(filled, 0, sizeof filled);
+        __builtin_memcpy(filled, block, n * size);
+        block = filled;
+      }
+      for (int64_t i = 0; i < kSumBlock; i += kLanes) {
+        fetch_ahead(block, i, size);
+        const Floats x = load_as_float(dtype, block, i);
+        store(tile + i, s == 0 ? x : load(tile + i) + x);
+      }
+    }
+    for (int64_t i = 0; i < kSumBlock; i += kLanes) {
+      store_to_even(dtype, rounded, i, load(tile + i));
+      const Floats x = load_as_float(dtype, rounded, i);
+      top = larger(top, (Words)magnitude(x));
+      store(tile + i, x);
+    }
+    __builtin_memcpy((char*)job.state + start * size, rounded, n * size);
+    *partial++ = sum_block(tile);
+  }
+  return largest_of(top);
+}
+
 }  // namespace
 
 #define TABLE_NAME(variant) kernels_##variant
-#define TABLE(variant) extern const Kernels TABLE_NAME(variant); const Kernels TABLE_NAME(variant) = {update, sum_squares, expand, compress};
+#define TABLE(variant) extern const Kernels TABLE_NAME(variant); const Kernels TABLE_NAME(variant) = {update, sum_squares, add_up, expand, compress};
 TABLE(OUTCORE_VARIANT)
 
 }  // namespace outcore

@@ -105,7 +105,9 @@ void Pool::work() {
     uint32_t largest = 0;
     if (unit.scanning) {
       double* partial = unit.partial.data() + unit.first_partial[chunk] + start / kSumBlock;
-      largest = kernels_.sum_squares(unit.types.grad_dtype, job.grad, start, stop, partial);
+      const int32_t dtype = unit.types.grad_dtype;
+      largest = unit.work == kAddUp ? kernels_.add_up(dtype, job, start, stop, partial)
+                                    : kernels_.sum_squares(dtype, job.grad, start, stop, partial);
     } else {
       kernels_.update(unit.types, job, unit.hyper, start, stop);
     }
@@ -136,7 +138,7 @@ void Pool::finish_phase(Unit& unit) {
   }
   unit.result.all_finite = unit.largest_bits < kInfinity;
   unit.result.sum_squares = unit.result.all_finite ? sum : std::numeric_limits<double>::quiet_NaN();
-  if (unit.work == kSumSquares) return finish(unit, kDone);
+  if (unit.work != kGuardedUpdate) return finish(unit, kDone);
   float largest;
   __builtin_memcpy(&largest, &unit.largest_bits, sizeof largest);
   if (!unit.result.all_finite || (double)largest * (double)unit.hyper.grad_scale > kLargestGrad) {
@@ -170,7 +172,7 @@ uint64_t Pool::submit(int64_t priority, const Types& types, const Job* jobs, int
   unit->types = types;
   unit->hyper = hyper;
   unit->work = work;
-  unit->notify = notify_chunks && work != kSumSquares;
+  unit->notify = notify_chunks && work <= kGuardedUpdate;
   unit->scanning = work != kUpdate;
   unit->result.all_finite = 1;
   unit->result.sum_squares = std::numeric_limits<double>::quiet_NaN();

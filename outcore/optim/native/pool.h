@@ -10,7 +10,7 @@
 
 namespace outcore {
 
-enum Work : int32_t { kUpdate = 0, kGuardedUpdate = 1, kSumSquares = 2 };
+enum Work : int32_t { kUpdate = 0, kGuardedUpdate = 1, kSumSquares = 2, kAddUp = 3 };
 enum Status : int32_t { kDone = 0, kSkipped = 1, kCancelled = 2 };
 
 struct Finished {  // one unit

@@ -18,9 +18,9 @@ from outcore.staging.pool import ALIGNMENT_BYTES, CudaRuntime, refusal_is_harmle
 from outcore.staging.shared import Exchange, RankGroup, SharedHomes, SharedSegment, shared_bytes
 from outcore.states import StateChunk
 
-ARRIVED, REDUCED, NORMED, UPDATED = range(4)
+ARRIVED, REDUCED, UPDATED = range(3)
 """Kinds of progress, each with a counter for every part."""
-NUM_KINDS = 4
+NUM_KINDS = 3
 SMALLEST_RING_BYTES = 512 << 20
 """A rank's share of the ring is not made smaller than this: several chunks of states must fit."""
 
@@ -103,8 +103,6 @@ def agreed(settings: StreamSettings, device: torch.device, place: RankPlace) -> 
     device_bytes = free_device_bytes(device) if settings.device_bytes is None else settings.device_bytes
     found = [n_bytes for n_bytes in place.exchange(device_bytes) if n_bytes is not None]
     cores = max(1, usable_cores() // place.world_size)
-    if device.type == "cuda":  # torch's threads add up gradients, beside those of the optimizer
-        torch.set_num_threads(min(torch.get_num_threads(), cores))
     ring_bytes = settings.state_ring_bytes
     return replace(
         settings,
