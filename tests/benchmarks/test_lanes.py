@@ -44,6 +44,21 @@ def test_a_dry_run_measures_and_leaves_no_file_behind(tmp_path: Path) -> None:
     assert "a dry run on the CPU" in child.stdout and "drive -> GPU / min(drive read, H2D)" in child.stdout
 
 
+def test_kinds_of_lanes_are_compared_round_by_round_and_leave_nothing_behind(lanes, tmp_path: Path, capsys) -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import lane_kinds
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    out = tmp_path / "r.json"
+    command = ["--path", str(tmp_path), "--device", "cpu", "--mib", "24", "--seconds", "0", "--rounds", "1"]
+    assert lane_kinds.main([*command, "--out", str(out)]) == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
+    result = json.loads(out.read_text())
+    assert len(result["rounds"]) == 1 and set(result["small_s"]["4096"]) == {"plain", "lane"}
+    assert "kvikio" in result["not_run"] and "posix + default slots, 2 stream(s)" in capsys.readouterr().out
+
+
 def test_verdicts(lanes) -> None:
     assert lanes.judge("x", 0.95, [0.96, 0.94, 0.97], True)["verdict"] == "PASS"
     assert lanes.judge("x", 0.95, [0.90, 0.91, 0.99], True)["verdict"] == "FAIL"  # too far below

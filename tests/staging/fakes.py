@@ -106,11 +106,11 @@ class TroubledEngine(PosixEngine):
 
     name = "troubled"
 
-    def __init__(self, *, delay_s: float = 0.0, bad_offset: int | None = None, gds: bool = False) -> None:
+    def __init__(self, *, delay_s: float = 0.0, bad_offset: int | None = None, direct: bool = False) -> None:
         super().__init__(num_threads=4)
         self.delay_s = delay_s
         self.bad_offset = bad_offset
-        self.gds = gds
+        self.moves_device_memory = direct
         self.short_by = 0
         self.refuse: Exception | None = None
         self.hold = threading.Event()

@@ -181,7 +181,7 @@ def test_a_slot_is_not_refilled_before_its_copy_has_ended(pool, tmp_path: Path) 
 
 def test_device_direct_transfers_use_no_slot_and_wait_for_the_device_first(pool, tmp_path: Path) -> None:
     content = random_bytes(1 * MIB)
-    engine, ready = TroubledEngine(gds=True), LateEvent()
+    engine, ready = TroubledEngine(direct=True), LateEvent()
     with (
         file_with(tmp_path / "f", content) as file,
         UploadLane(pool, engine, CPU, LaneSettings(SLOT_BYTES, direct=True), streams=LateStreams()) as up,

@@ -184,7 +184,7 @@ def test_unsuitable_arguments_fail_before_anything_moves(pool, engine, tmp_path:
         ({"slot_bytes": SLOT_BYTES, "num_slots": 0}, "at least one slot"),
         ({"slot_bytes": SLOT_BYTES, "timeout_s": 0}, "timeout_s"),
         ({"slot_bytes": SLOT_BYTES, "num_streams": 0}, "at least one stream"),
-        ({"slot_bytes": SLOT_BYTES, "direct": True}, "'posix' does not here"),
+        ({"slot_bytes": SLOT_BYTES, "direct": True}, "'posix' does not: open kvikio"),
         ({"slot_bytes": SLOT_BYTES, "device": "meta"}, "lanes serve CUDA devices and the CPU"),
     ):
         with pytest.raises(ValueError, match=message):

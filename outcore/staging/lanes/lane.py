@@ -3,7 +3,8 @@
 Purpose: keep the drive, the link and the device busy at the same time, and deliver failures where data is awaited.
 A lane leases its slots from the pool once, has its own CUDA streams and threads (`lane_driver` has the algorithm), and
 takes any number of transfers, which flow back to back in order of submission. Small ones share a slot; pinned RAM
-needs no slot and is copied directly; with `direct` the engine moves device memory itself (GPUDirect Storage).
+needs no slot and is copied directly; with `direct` the engine moves device memory itself
+(kvikio, by GPUDirect Storage or not).
 Fallback: on the CPU the slots are plain memory and copies are memcpy, the logic is the same.
 
 Ordering: `after` says when the device memory is ready: None for "when all the work queued so far on the caller's
@@ -73,7 +74,7 @@ class LaneSettings:
     copy_threads: int | None = None
     """Threads that copy between pageable RAM and slots. None: `sizing.copies`."""
     direct: bool = False
-    """File transfers skip the slots; the engine must have been opened with `gds` (proven by the probe)."""
+    """Transfers of files skip the slots: the engine (the store's own, for a store) moves device memory itself."""
 
     def __post_init__(self) -> None:
         if self.slot_bytes <= 0 or self.slot_bytes % ALIGNMENT_BYTES:
@@ -106,12 +107,8 @@ class Lane:
     ) -> None:
         if settings.write_combined and self.direction == "download":
             raise ValueError("a download lane cannot be write-combined: the CPU reads its slots, at about 2 GB/s then")
-        if settings.direct and not getattr(engine, "gds", False):
-            name = getattr(engine, "name", "none")
-            raise ValueError(
-                f"direct=True needs a storage engine that moves device memory, and {name!r} does not here: run "
-                "gds_optimizer.py to see whether GPUDirect Storage works on this machine, or leave direct off (staged)"
-            )
+        if settings.direct and engine is not None:
+            _check_direct(engine)
         self.device = whole_device(device)
         self.owner = owner or self.direction
         self.settings = settings
@@ -226,10 +223,12 @@ class Lane:
                 f"a store with checksums needs slots of at least {2 * home.grain_bytes} bytes, "
                 f"lane {self.owner!r} has {self.slot_bytes}: smaller pieces could not be verified"
             )
+        if self.direct:
+            _check_direct(store.engine)
         what = f"{self.direction} of {_named(label)}{format_gib(flat.numel())} ({name!r} in {store!r})"
         transfer = LaneTransfer(self, what, flat, home, self._event(after, from_drive=True), label)
         self._register(transfer)
-        self._driver.accept(transfer, direct=self.direct and getattr(store.engine, "gds", False))
+        self._driver.accept(transfer, direct=self.direct)
         return transfer
 
     def _submit_host(
@@ -349,6 +348,14 @@ class Lane:
         except (TimeoutError, RuntimeError) as error:
             if not has_been_told:
                 logger.error("at exit: %s", error)
+
+
+def _check_direct(engine: StorageEngine) -> None:
+    if not getattr(engine, "moves_device_memory", False):
+        raise ValueError(
+            f"direct=True needs a storage engine that moves device memory, and {engine.name!r} does not: open kvikio "
+            "(gds_optimizer.py tells whether that is faster here), or leave direct off (staged)"
+        )
 
 
 def _lease_slots(pool: PinnedPool, settings: LaneSettings, owner: str) -> list[Lease]:

@@ -163,6 +163,7 @@ class KvikioEngine(WorkerEngine):
     """
 
     name = "kvikio"
+    moves_device_memory = True
 
     def __init__(
         self,
