@@ -43,11 +43,11 @@ USUAL = CASES[:-1]
 
 
 def filled(model: Any, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The model with random values, memory of its own."""
+    """The model with random values of bf16, memory of its own. Its buffers stay as they are: rotary tables are fp32."""
     parameters = dict(model.named_parameters())
     for group in RandomFeed(model).groups():
         for name, value in group.items():
-            parameters[name].data = value.to(device, dtype, copy=True)
+            parameters[name].data = value.to(device, torch.bfloat16, copy=True).to(dtype)
     model.config.use_cache = True
     return model.eval()
 
@@ -79,7 +79,7 @@ def spread(preset: str, cap_gib: float, device: torch.device) -> tuple[Any, int]
     """(the model by accelerate's device_map with offload to RAM, its layers on the GPU)."""
     from accelerate import dispatch_model, infer_auto_device_map
 
-    model = filled(find(preset, "bf16").loaded.model.to(torch.bfloat16), "cpu")
+    model = filled(find(preset, "bf16").loaded.model, "cpu")
     room = int(cap_gib * GIB * 0.6)  # weights; the rest for activations and keys and values
     block = type(next(m for m in model.modules() if type(m).__name__.endswith("DecoderLayer"))).__name__
     device_map = infer_auto_device_map(model, {0: room, "cpu": 10**12}, no_split_module_classes=[block])
@@ -117,7 +117,7 @@ def zero_case(args: argparse.Namespace, device: torch.device, batches: tuple[int
         },
     }
     keep = HfDeepSpeedConfig(config)
-    model = filled(found.loaded.model.to(torch.bfloat16), "cpu")
+    model = filled(found.loaded.model, "cpu")
     engine = deepspeed.initialize(model=model, config=config)[0]
     engine.module.eval()
     rows = []
