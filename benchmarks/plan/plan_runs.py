@@ -128,7 +128,7 @@ class PlannedRun:
     @property
     def is_bound_by_launches(self) -> bool:
         """On a fast GPU: Python and launches of eager layers take longer than their kernels."""
-        return "deepspeed" in self.flags or "off" in self.flags
+        return "deepspeed" in self.flags or "off" in self.flags or "dropout" in self.shape
 
     def words(self) -> str:
         """For --list."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from outcore.engine.stream.decision import decision
-from outcore.engine.stream.settings import StreamSettings
+from outcore.config import DeepSpeedFile, ProcessFacts, TrainConfig, resolve
+from outcore.engine.stream.decision import decide
+from outcore.engine.stream.decision.homes import RunSizes
 
 
-def test_the_forecast_is_told_what_the_device_has_free(monkeypatch):
-    """A cap of the allocator or another process on the card was not known to the forecast, only to the engine."""
-    assert decision.stream_layout(StreamSettings(), 1, 1, "cpu").device_bytes is None
+def test_forecast_and_engine_are_told_once_what_the_device_had_free(monkeypatch):
+    """The forecast was made anew after the engine had taken its buffers, and planned with what they had left."""
+    free_bytes = [8 * 10**9]
+    settings = resolve(TrainConfig(), DeepSpeedFile(), ProcessFacts("bf16"))
+    sizes = RunSizes(10**6, 10**6, 2, 64, (128,), 10**11, has_cuda=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(decision, "free_device_bytes", lambda device: 8 * 10**9)
-    assert decision.stream_layout(StreamSettings(), 1, 1, "cuda").device_bytes == 8 * 10**9
-    assert decision.stream_layout(StreamSettings(device_bytes=5), 1, 1, "cuda").device_bytes == 5
+    monkeypatch.setattr(decide, "free_device_bytes", lambda device: free_bytes[0] if device.type == "cuda" else None)
+    on_the_cpu = decide.stream_decision(settings, sizes)
+    assert on_the_cpu.layout.device_bytes is None
+    decision = decide.stream_decision(settings, replace(sizes, has_cuda=True))
+    free_bytes[0] = 3 * 10**9
+    assert decision.told.device_bytes == decision.layout.device_bytes == 8 * 10**9

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from outcore.common.quantities import format_gib
 from outcore.config import ConfigError, RunSettings
 from outcore.engine.base import Host
@@ -14,6 +16,7 @@ from outcore.engine.stream.decision.homes import NvmeCheck, RunSizes, homes_of, 
 from outcore.engine.stream.decision.lora_size import lora_size
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import saved_bytes
+from outcore.flow.tiles import free_device_bytes
 from outcore.machine.offload import validate_nvme_path
 from outcore.model import LoadedModel, ModelSettings, resolve_source
 from outcore.model.facts import model_facts
@@ -91,6 +94,7 @@ def stream_decision(
         raise ConfigError("activations nvme needs a drive: give --nvme_offload_path DIR.")
     homes, shortage = homes_of(settings, sizes, wanted, nvme_check, warnings, notes)
     pinned, num_slots = _pinned(settings, sizes, homes.get("weight_ram_bytes"), notes)
+    device = "cuda" if sizes.has_cuda else "cpu"
     scaling, accumulates_as = settings.loss_scaling, settings.grad_accum_dtype
     told = StreamSettings(
         betas=(settings.adam_beta1, settings.adam_beta2),
@@ -104,6 +108,7 @@ def stream_decision(
         packed_attention=settings.packed_attention,
         tiling=settings.tiling,
         tile_bytes=settings.tile_bytes,
+        device_bytes=_device_bytes(device),
         resident_bytes=RESIDENT_BYTES if settings.resident_bytes is None else settings.resident_bytes,
         staging_bytes=pinned,
         slot_bytes=settings.lane_slot_bytes,
@@ -123,12 +128,18 @@ def stream_decision(
     return StreamDecision(
         settings,
         told,
-        "cuda" if sizes.has_cuda else "cpu",
+        device,
         notes=tuple(notes),
         warnings=(*settings.warnings, *warnings),
         shortage=shortage,
         unused=tuple(unused_keys(settings.file.blocks)),
     )
+
+
+def _device_bytes(device: str) -> int | None:
+    """What the engine will find on the device, asked once and before it takes any of it: other processes and a cap of
+    the allocator take from it. None: it is not here to be asked."""
+    return free_device_bytes(torch.device(device)) if torch.cuda.is_available() else None
 
 
 def _pinned(settings: RunSettings, sizes: RunSizes, weight_ram_bytes: int | None, notes: list[str]) -> tuple[int, int]:

@@ -13,7 +13,6 @@ from outcore.engine.base import Engine, grouped
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.ranks import ALONE, RankPlace
 from outcore.engine.stream.settings import StreamSettings
-from outcore.flow.tiles import free_device_bytes
 from outcore.flow.weights import choose_verification
 from outcore.formats import open_packed
 from outcore.model import LoadedModel, load_model
@@ -33,7 +32,7 @@ def stream_layout(told: StreamSettings, micro_batch: int, accumulation: int, dev
         cuda_graphs=told.cuda_graphs == "auto",
         tiling=told.tiling,
         tile_bytes=told.tile_bytes,
-        device_bytes=_device_bytes(told, device),
+        device_bytes=told.device_bytes,
         packed_attention=told.packed_attention,
         staging_bytes=told.staging_bytes,
         resident_bytes=told.resident_bytes,
@@ -46,14 +45,6 @@ def stream_layout(told: StreamSettings, micro_batch: int, accumulation: int, dev
             compressed=told.compress_on_nvme,
         ),
     )
-
-
-def _device_bytes(told: StreamSettings, device: str) -> int | None:
-    """What the engine will find on the device: other processes and a cap of the allocator take from it. None: it is not
-    here to be asked."""
-    if told.device_bytes is not None or not torch.cuda.is_available():
-        return told.device_bytes
-    return free_device_bytes(torch.device(device))
 
 
 @dataclass(frozen=True)
