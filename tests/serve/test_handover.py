@@ -282,3 +282,14 @@ def test_environment_is_made_once_and_again_when_half_made(tmp_path):
     made = ensure_environment(folder, said.append, requirements=requirements)
     assert subprocess.run([str(made)], capture_output=True, text=True).stdout == "here\n"
     assert ensure_environment(folder, said.append, requirements=requirements) == made and len(said) == 2
+
+
+def test_the_launch_is_told_and_evaluations_are_refused_in_words(served):
+    server = served()
+    launch = server.client.get("/v1/launch").json()
+    assert (launch["engine"], launch["world_size"], launch["tensor_parallel"]) == ("vllm", 1, 1)
+    assert launch["stages"] == [{"gpus": [0], "layers": None}] and launch["zero"]["stage"] == 0
+    (file,) = (server.model / "logs/serve").glob("requests-*.jsonl")
+    assert json.loads(file.read_text().splitlines()[0])["tensor_parallel"] == 1
+    refused = server.client.post("/v1/evaluations", json={"tasks": ["outcore_sums"]})
+    assert refused.status_code == 409 and "local-completions" in refused.json()["error"]["message"]

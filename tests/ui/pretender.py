@@ -9,6 +9,7 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, ClassVar
 
 WORDS = [f"word{number} " for number in range(200)]
 CONTEXT = 2000
@@ -22,6 +23,7 @@ outcore_kv_pages{group="all",state="used"} 2
 
 class Handler(BaseHTTPRequestHandler):
     key = ""
+    launch: ClassVar[dict[str, Any]] = {}
 
     def do_GET(self):
         if not self._allowed():
@@ -29,7 +31,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/metrics":
             self._send(200, METRICS, "text/plain")
         elif self.path == "/v1/launch":
-            self._send(200, b'{"world_size": 1}')
+            self._send(200, json.dumps({"world_size": 1, **self.launch}).encode())
         else:
             self._send(200, json.dumps({"data": [{"id": "m", "owned_by": "outcore"}]}).encode())
 
@@ -91,6 +93,10 @@ def main():
     if model == "slow":
         time.sleep(60)
     Handler.key = Path(argv[argv.index("--api_key_file") + 1]).read_text()
+    if "--engine" in argv:
+        degrees = {name: int(argv[argv.index(f"--{name}") + 1]) for name in ("tensor_parallel", "pipeline_parallel")}
+        world_size = degrees["tensor_parallel"] * degrees["pipeline_parallel"]
+        Handler.launch = {"engine": argv[argv.index("--engine") + 1], "world_size": world_size, **degrees}
     ThreadingHTTPServer(("127.0.0.1", int(argv[argv.index("--port") + 1])), Handler).serve_forever()
 
 

@@ -18,8 +18,10 @@ pytest.importorskip("gradio", reason="the panels' packages are not installed (re
 
 from starlette.testclient import TestClient
 
+from outcore.machine.topology import PlacedGpu, Topology
 from outcore.ui.api import PanelsApi, Place
 from outcore.ui.api import children as children_module
+from outcore.ui.api import model as model_module
 from outcore.ui.app import create_app
 from outcore.ui.command import main
 from outcore.ui.settings import UiSettings
@@ -73,8 +75,8 @@ def words_of(answer, status: int) -> str:
     return answer.json()["error"]["message"]
 
 
-def loaded(ask, model: str = "quick") -> None:
-    ask("POST", "/v1/model", json={"model": model})
+def loaded(ask, model: str = "quick", **settings) -> None:
+    ask("POST", "/v1/model", json={"model": model, **settings})
     until(lambda: ask("GET", "/v1/model").json()["state"] == "ready")
 
 
@@ -256,4 +258,34 @@ def test_no_run_no_conversation_no_threshold(client):
     assert "not running" in words_of(client.post("/v1/runs/x/stop"), 409)
     assert "no conversation" in words_of(client.get("/v1/conversations/chat-0"), 404)
     assert "no threshold" in words_of(client.put("/v1/machine/thresholds", json={"wind": 1}), 400)
-    assert "one GPU" in words_of(client.post("/v1/model", json={"model": "m", "tensor_parallel": 2}), 400)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"tensor_parallel": 64}, "needs 64 GPUs, and there are"),
+        ({"pipeline_parallel": 0}, "must be at least 1"),
+        ({"tensor_parallel": "two"}, "must be a whole number"),
+        ({"tensor_parallel": 2, "kv_home": "ram"}, "kv_home belongs to our own engine"),
+        ({"tensor_parallel": 2, "preset": "latency"}, "preset belongs to our own engine"),
+    ],
+)
+def test_degrees_that_cannot_be_load_nothing(client, more, words):
+    assert words in words_of(client.post("/v1/model", json={"model": "m", **more}), 400)
+    assert client.get("/v1/model").json()["state"] == "none"
+
+
+def test_degrees_are_handed_over_and_their_launch_is_kept(client, api, place, monkeypatch):
+    islands = tuple(tuple(PlacedGpu("here", index) for index in pair) for pair in ((0, 1), (2, 3)))
+    monkeypatch.setattr(model_module, "detect_topology", lambda found: Topology(islands, "this test"))
+    loaded(client.request, tensor_parallel=2, pipeline_parallel=2, preset="balanced", context=512)
+    state = client.get("/v1/model").json()
+    degrees = "--tensor_parallel 2 --pipeline_parallel 2"
+    assert state["command"] == f"outcore serve quick --engine vllm --context 512 {degrees}"
+    assert state["launch"] == {"engine": "vllm", "world_size": 4, "tensor_parallel": 2, "pipeline_parallel": 2}
+    kept = json.loads((place.own / "model" / "loaded.json").read_text())
+    assert kept["launch"] == state["launch"]
+    api.serving.look()
+    api.serving.look()
+    live = client.get("/v1/model/live").json()
+    assert live["launch"]["pipeline_parallel"] == 2 and live["samples"][-1]["kv_used_share"] == 0.25

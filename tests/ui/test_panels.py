@@ -15,11 +15,15 @@ from starlette.testclient import TestClient
 from outcore.config import FIELDS
 from outcore.ui.api import PanelsApi, Place, table
 from outcore.ui.api.form import HIDDEN, argv_of, checked, command_of, said, yaml_of
+from outcore.ui.api.model import parse_metrics
 from outcore.ui.api.paths import advice
+from outcore.ui.api.serving import alerts_of as serving_alerts
+from outcore.ui.api.serving import sample_of
 from outcore.ui.api.training import Training
 from outcore.ui.app import create_app
 from outcore.ui.panels import draw
 from outcore.ui.panels.chat import bubbles, costs_of, residency_of
+from outcore.ui.panels.machine import serving_of
 from outcore.ui.panels.runs import RunsPanel, compared_of, graphs_of, state_of
 from outcore.ui.panels.train import banner_of, forecast_of, space_of, stages_of
 from outcore.ui.settings import UiSettings
@@ -113,6 +117,10 @@ def test_runs_are_listed_drawn_compared_and_deleted(client, run, tmp_path):
     assert series["steps"] == [2, 5] and series["series"]["loss"] == [7.5, 5.0]
     assert series["phases"]["stall_ranks"] == pytest.approx([0.15, 0.4])
     assert "Of it waited for" in graphs_of(series) and "other GPUs" not in graphs_of({**series, "phases": {}})
+    phases = {"forward": [0.1, 0.2], "collective_update": [0.3, 0.4], "waited_rank_2": [0.1, 0.5]}
+    drawn = graphs_of({**series, "phases": phases})
+    assert "In collectives: 0.4 s now" in drawn and "GPU 0 waited for: 0.5 s now" in drawn
+    assert drawn.count("work: 0.2 s now") == 1  # what passes within a phase is none
     assert "one: finished" in state_of(one, series) and "validation" in graphs_of(
         client.get("/v1/runs/one/series").json()
     )
@@ -175,3 +183,33 @@ def test_what_is_drawn_is_escaped():
     assert draw.chart("empty", [1.0], {"a": [2.0]}) == ""
     over = draw.tier_bar("ram", {"<i>": 3 << 30}, 3 << 30, 2 << 30)
     assert "1.00 GiB short" in over and "&lt;i&gt;" in over
+
+
+def test_a_gpu_that_holds_up_the_others_is_an_alert(client, run, tmp_path):
+    run("two_gpus", steps=12)
+    assert client.get("/v1/runs/two_gpus").json()["alerts"] == []
+    path = tmp_path / "logs" / "two_gpus" / "metrics.jsonl"
+    head, *steps = (json.loads(line) for line in path.read_text().splitlines())
+    slow = [step | {"phase_s": {"waited_rank_1": 0.3 * step["step_s"]}} for step in steps if "step_s" in step]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (head, *slow)))
+    shown = client.get("/v1/runs/two_gpus").json()
+    assert shown["alerts"][0].startswith("GPU 1 is slow: GPU 0 waited for it through 30%")
+    assert "GPU 1 is slow" in state_of(shown, client.get("/v1/runs/two_gpus/series").json())
+
+
+def test_figures_of_the_engine_that_serves_become_graphs_and_alerts():
+    page = (
+        'vllm:num_requests_running{engine="0"} 1.0\nvllm:num_requests_waiting{engine="0"} 2.0\n'
+        'vllm:generation_tokens_total{engine="0"} %d\nvllm:kv_cache_usage_perc{engine="0"} 0.99\n'
+        "outcore_engine_restarts %d\noutcore_engine_up 1.0\n"
+    )
+    before, now = parse_metrics(page % (100, 0)), parse_metrics(page % (160, 1))
+    samples = [{"time": at, **sample_of(one, before, at, 4)} for at, one in ((0.0, before), (2.0, now))]
+    assert samples[1]["answer_tokens_per_s"] == 30 and samples[0]["answer_tokens_per_s"] is None
+    assert samples[1]["stages_idle_share"] == 0.75 and sample_of(now, before, 2, 1)["stages_idle_share"] is None
+    alerts = serving_alerts(samples)
+    assert [one["name"] for one in alerts] == ["restarts", "kv_used_share"]
+    stages = [{"gpus": [0, 1], "layers": 20}, {"gpus": [2, 3], "layers": None}]
+    drawn = serving_of({"samples": samples, "launch": {"stages": stages}, "alerts": alerts})
+    assert "Stages idle, at least: 75 % now" in drawn and "shared out evenly" in drawn
+    assert serving_of({"samples": [], "launch": {}, "alerts": []}) == ""

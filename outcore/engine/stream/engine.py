@@ -145,7 +145,7 @@ class StreamEngine:
         phase_s |= parts.stalls.seconds()
         if self.world_size > 1:
             phase_s["stall_ranks"] = self._slow_rank.step(sum(phase_s[name] for name in ("forward", "backward")))
-            phase_s |= self._slow_rank.collective_s
+            phase_s |= self._slow_rank.collective_s | self._slow_rank.waited_s
         self._tracing.step_ends()
         parts.residents.step_ended(parts.updates.drain)
         self._failed = False

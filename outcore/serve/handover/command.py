@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from outcore.infer.opening import find_place
 from outcore.machine import detect_machine
@@ -39,6 +40,28 @@ class Handover:
     start_timeout_s: float
     lines: tuple[str, ...]
     """What was chosen, for people."""
+    precision: str = "auto"
+
+    def launch(self) -> dict[str, Any]:
+        """The launch descriptor, in the terms of our own engine's: vLLM keeps everything in VRAM, without ZeRO."""
+        layers = self.stage_layers or (None,) * self.layout.pipeline_parallel
+        return {
+            "engine": "vllm",
+            "world_size": len(self.layout.gpus),
+            "tensor_parallel": self.layout.tensor_parallel,
+            "pipeline_parallel": self.layout.pipeline_parallel,
+            "stages": [
+                {"gpus": [gpu.index for gpu in gpus], "layers": count}
+                for gpus, count in zip(self.layout.stages, layers, strict=True)
+            ],
+            "zero": {"stage": 0, "offload_param": "none", "num_buffers": 0},
+            "device": ", ".join(f"cuda:{gpu.index}" for gpu in self.layout.gpus),
+            "device_name": "",
+            "precision": self.precision,
+            "kv_home": "vram",
+            "kv_format": "same",
+            "placement": list(self.lines),
+        }
 
     def command(self, executable: Path, port: int) -> list[str]:
         """The process to start."""
@@ -81,9 +104,7 @@ def handover_of(args: argparse.Namespace, defaults: argparse.Namespace, settings
     """What vLLM is to do. `defaults`: the flags as they are when nothing is said. ValueError for what cannot be."""
     if sys.platform != "linux":
         raise ValueError("engine vllm runs on Linux only (on Windows: in WSL2). Leave --engine out.")
-    said = [name for name in OURS if getattr(args, name) != getattr(defaults, name)]
-    if said:
-        raise ValueError(f"{said[0]} belongs to our own engine, vLLM does not know it. Leave out it or --engine vllm.")
+    refuse_ours(name for name in OURS if getattr(args, name) != getattr(defaults, name))
     place = find_place(args.model, args.adapter)
     if (
         not place.weights
@@ -114,8 +135,17 @@ def handover_of(args: argparse.Namespace, defaults: argparse.Namespace, settings
     arguments += ["--trust-remote-code"] * args.trust_remote_code
     return Handover(
         place.weights, layout, stages, tuple(arguments), args.vllm_executable, args.start_timeout,
-        _lines(topology, layout, stages, why),
+        _lines(topology, layout, stages, why), args.precision,
     )  # fmt: skip
+
+
+def refuse_ours(said: Iterable[str]) -> None:
+    """ValueError where one of these settings is our own engine's alone."""
+    if name := next((name for name in said if name in OURS), None):
+        raise ValueError(
+            f"{name} belongs to our own engine, which has one GPU; vLLM does not know it. Leave it out, or the other "
+            "GPUs (--engine vllm)."
+        )
 
 
 def _stages(args: argparse.Namespace, model: str) -> tuple[tuple[int, ...], str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -192,8 +192,8 @@ class Forwarder:
             return page
 
 
-def create_proxy(forwarder: Forwarder) -> FastAPI:
-    """The application; the process ends with it."""
+def create_proxy(forwarder: Forwarder, launch: Mapping[str, Any]) -> FastAPI:
+    """The application; the process ends with it. `launch`: how the model is laid out."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -217,6 +217,20 @@ def create_proxy(forwarder: Forwarder) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
         return PlainTextResponse(await forwarder.metrics_page(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/launch")
+    async def laid_out() -> JSONResponse:
+        return JSONResponse(dict(launch))
+
+    @app.post("/v1/evaluations")
+    async def evaluations() -> JSONResponse:
+        raise ApiError(
+            409,
+            "Evaluations here need our own engine's scores, and this model is served by vLLM. Load it on one GPU "
+            "(degrees of 1; what VRAM does not hold streams), or ask this address with lm_eval --model "
+            "local-completions.",
+            code="other_engine",
+        )
 
     for path in ANSWERS:
         app.post(path)(_bound(forwarder.answer, path))

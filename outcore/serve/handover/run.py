@@ -49,7 +49,7 @@ def run_handover(
         try:
             process.bring_up()
             records = Records(settings.logs, _header(handover, settings, executable), with_text=settings.record_text)
-            app = create_proxy(Forwarder(process, key, settings, RequestMetrics(), records))
+            app = create_proxy(Forwarder(process, key, settings, RequestMetrics(), records), _launch(handover))
             config = uvicorn.Config(
                 app, settings.host, settings.port, log_level="warning", timeout_graceful_shutdown=5
             )  # fmt: skip
@@ -66,14 +66,16 @@ def run_handover(
         return str(error)
 
 
+def _launch(handover: Handover) -> dict[str, object]:
+    return {"model_hash": model_hash((handover.model,)), **handover.launch()}
+
+
 def _header(handover: Handover, settings: ServeSettings, executable: Path) -> dict[str, object]:
     layout = handover.layout
     return {
         "model": settings.name,
         "found": handover.model,
-        "model_hash": model_hash((handover.model,)),
-        "placement": list(handover.lines),
         "way": f"vllm, tensor_parallel {layout.tensor_parallel}, pipeline_parallel {layout.pipeline_parallel}",
-        "device": ", ".join(f"cuda:{gpu.index}" for gpu in layout.gpus),
         "executable": str(executable),
+        **_launch(handover),
     }

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -42,10 +42,10 @@ SHOWN = (
 
 
 class MachineWatch:
-    """Watch over the machine for the panel. `begin` and `end` with the server."""
+    """Watch over the machine for the panel. `begin` and `end` with the server. `beside`: called with every sample."""
 
-    def __init__(self, place: Place, sampler: Sampler | None = None) -> None:
-        self.place = place
+    def __init__(self, place: Place, sampler: Sampler | None = None, beside: Callable[[], None] = lambda: None) -> None:
+        self.place, self._beside = place, beside
         self._sampler = sampler or Sampler(place.logs, interval_s=SAMPLE_EVERY_S)
         self._samples: deque[dict[str, Any]] = deque(maxlen=KEPT_SAMPLES)
         self._stop = threading.Event()
@@ -118,6 +118,7 @@ class MachineWatch:
                 moved = snapshot.get(name)
                 sample[name.replace("bytes", "gb_per_s")] = None if moved is None else moved / SAMPLE_EVERY_S / 1e9
             self._samples.append({"time": time.time(), **sample})
+            self._beside()
 
     def _alerts(self, sample: Mapping[str, Any], limits: Mapping[str, Any]) -> list[dict[str, Any]]:
         found = []

@@ -20,7 +20,10 @@ import httpx
 
 from outcore.common.ports import free_port
 from outcore.infer.opening import InferSettings
+from outcore.machine import detect_machine
+from outcore.machine.topology import detect_topology, lay_out
 from outcore.serve.additions import ApiError, bad
+from outcore.serve.handover import refuse_ours
 from outcore.ui.api.children import Child, complaint_of, lines_of
 from outcore.ui.api.place import Place, read_json, write_json
 
@@ -31,7 +34,9 @@ FIELDS = (
 )  # fmt: skip
 DEGREES = ("tensor_parallel", "pipeline_parallel")
 LOOK_EVERY_S = 0.3
-_METRIC = re.compile(r"^outcore_(\w+?)(?:_total)?(?:\{([^}]*)\})? ([-+.\deE]+)$")
+OWNERS = ("outcore", "vllm")
+"""Engines that answer, as /v1/models names them."""
+_METRIC = re.compile(r"^(?:outcore_|vllm:)(\w+?)(?:_total)?(?:\{([^}]*)\})? ([-+.\deE]+)$")
 
 
 class ModelHost:
@@ -196,23 +201,33 @@ def _asked(body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if model.startswith("-"):
         raise bad(f"model is {model!r}, which is a flag, not a model.", "model")
     settings = {name: body[name] for name in FIELDS if body.get(name) not in (None, "", [])}
+    degrees = {name: body[name] for name in DEGREES if body.get(name) not in (None, 1)}
     unknown = sorted(set(body) - {"model", *FIELDS, *DEGREES})
     if unknown:
         raise bad(f"{unknown[0]} is no setting of a model.", unknown[0])
-    for name in DEGREES:
-        if body.get(name) not in (None, 1):
-            raise bad(
-                f"{name} is {body[name]!r}, but this version serves a model from one GPU: weights that it does not "
-                "hold stream from RAM and NVMe. Leave it at 1.",
-                name,
-            )
     try:
         nvme = settings.get("nvme_path")
         InferSettings(**{**settings, **({"nvme_path": (nvme,)} if isinstance(nvme, str) else {})})
     except (ValueError, TypeError) as error:
         word = str(error).split(" ", 1)[0]
         raise bad(str(error), word if word in FIELDS else None) from error
-    return model.strip(), settings
+    return model.strip(), _over_gpus(settings, degrees) if degrees else settings
+
+
+def _over_gpus(settings: dict[str, Any], degrees: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as vLLM is handed them. ApiError where these GPUs have no such groups, or it lacks a setting."""
+    for name, value in degrees.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise bad(f"{name} must be a whole number, got {value!r}.", name)
+    if settings.get("preset") == InferSettings().preset:
+        settings = {name: value for name, value in settings.items() if name != "preset"}
+    try:
+        refuse_ours(settings)
+        lay_out(detect_topology(detect_machine().gpus), *(degrees.get(name, 1) for name in DEGREES))
+    except ValueError as error:
+        word = str(error).split(" ", 1)[0]
+        raise bad(str(error), word if word in (*FIELDS, *DEGREES) else None) from error
+    return {"engine": "vllm", **settings, **degrees}
 
 
 def _flags(settings: Mapping[str, Any]) -> list[str]:
@@ -222,7 +237,7 @@ def _flags(settings: Mapping[str, Any]) -> list[str]:
 def _answers(note: Mapping[str, Any]) -> bool:
     """Whether the server of this key is there (a stranger on its port does not know the key)."""
     try:
-        return _get(note, "/v1/models").json()["data"][0]["owned_by"] == "outcore"
+        return _get(note, "/v1/models").json()["data"][0]["owned_by"] in OWNERS
     except (httpx.HTTPError, LookupError, ValueError):
         return False
 

@@ -24,6 +24,7 @@ from outcore.ui.api.paths import check_path, folders_in
 from outcore.ui.api.place import Place
 from outcore.ui.api.preview import preview
 from outcore.ui.api.runs import Runs
+from outcore.ui.api.serving import ServingWatch
 from outcore.ui.api.training import Training
 
 MAX_BODY_BYTES = 4 << 20
@@ -39,7 +40,8 @@ class PanelsApi:
         self.runs = Runs(self.place, self.training)
         self.host = ModelHost(self.place)
         self.conversations = Conversations(self.place, self.host)
-        self.machine = MachineWatch(self.place)
+        self.serving = ServingWatch(self.host)
+        self.machine = MachineWatch(self.place, beside=self.serving.look)
         self.evaluations = Evaluations(lambda: None, self.place.logs / "evaluations.db")
 
     def begin(self) -> None:
@@ -191,6 +193,10 @@ def _add_model(app: FastAPI, api: PanelsApi) -> None:
     @app.delete("/v1/model")
     async def unload() -> Record:
         return await _done(api.host.unload)
+
+    @app.get("/v1/model/live")
+    async def live() -> Record:
+        return await _done(api.serving.live)
 
     @app.get("/v1/model/metrics")
     async def metrics() -> Record:

@@ -26,6 +26,8 @@ SERIES = (
 )  # fmt: skip
 """Figures of a step that are drawn."""
 RECENT_STEPS = 50
+SLOW_STEPS, SLOW_SHARE = 10, 0.2
+"""A rank that the others waited for through so many steps, for such a share of each, is told."""
 ENDED = ("stopped", "finished")
 
 
@@ -63,6 +65,7 @@ class Runs:
             "resumed_at": metrics.resumed_at if metrics else [],
             "step_s": _median(recent, "step_s"),
             "phases": _phases(recent),
+            "alerts": _alerts(recent[-SLOW_STEPS:]),
             "forecast": _forecast(metrics, recent) if metrics else [],
             "checkpoints": [self._checkpoint(path) for path in list_checkpoints(self.place.checkpoints / name)],
             "export": self._export_state(name),
@@ -235,6 +238,20 @@ def _phases(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
     names = dict.fromkeys(name for step in steps for name in _phase_s(step))
     found = {name: _mean(map(_phase_s, steps), name) for name in names}
     return {name: seconds for name, seconds in found.items() if seconds}
+
+
+def _alerts(steps: Sequence[dict[str, Any]]) -> list[str]:
+    """Words for GPUs that hold up all others."""
+    whole_s = _mean(steps, "step_s")
+    if len(steps) < SLOW_STEPS or not whole_s:
+        return []
+    shares = {n.removeprefix("waited_rank_"): s / whole_s for n, s in _phases(steps).items() if n.startswith("waited_")}
+    return [
+        f"GPU {rank} is slow: GPU 0 waited for it through {share:.0%} of the last {len(steps)} steps. Look at its "
+        "clock, temperature and link, and at what else runs there."
+        for rank, share in shares.items()
+        if share > SLOW_SHARE
+    ]
 
 
 def _forecast(metrics: Metrics, recent: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

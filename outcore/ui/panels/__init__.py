@@ -43,7 +43,7 @@ def build(client: Client, table: dict[str, Any]) -> gr.Blocks:
         panels.load(evaluate.choices, None, evaluate.tasks, **QUIET)
         panels.load(evaluate.refresh, None, evaluate.outputs, **QUIET)
         panels.load(machine.open, None, [machine.facts, machine.setup, *machine.limits.values()], **QUIET)
-        panels.load(machine.refresh, None, [machine.alerts, machine.graphs], **QUIET)
+        panels.load(machine.refresh, None, machine.live, **QUIET)
         tabs.select(chat.bar.choices, None, chat.bar.model, **QUIET)
     panels.queue(default_concurrency_limit=16, api_open=False)
     return panels

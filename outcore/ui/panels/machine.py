@@ -38,6 +38,7 @@ class MachinePanel:
         self.client = client
         self.alerts = gr.HTML(elem_id="alerts")
         self.graphs = gr.HTML(elem_id="machine_graphs")
+        self.serving = gr.HTML(elem_id="serving_graphs")
         with gr.Row():
             with gr.Column(min_width=300):
                 self.facts = gr.HTML(elem_id="machine_facts")
@@ -49,7 +50,8 @@ class MachinePanel:
             self.save = gr.Button("Keep these thresholds")
             self.said = gr.HTML()
         self.timer = gr.Timer(REFRESH_S)
-        self.timer.tick(self.refresh, None, [self.alerts, self.graphs], **QUIET)
+        self.live = [self.alerts, self.graphs, self.serving]
+        self.timer.tick(self.refresh, None, self.live, **QUIET)
         self.save.click(telling(self._save), list(self.limits.values()), self.said, **SHOWN)
 
     def open(self) -> tuple[Any, ...]:
@@ -60,13 +62,13 @@ class MachinePanel:
             return draw.page(draw.paragraph(str(error), "bad")), "", *[gr.skip()] * len(THRESHOLDS)
         return facts_of(found), setup_of(found), *(limits[name] for name, _ in THRESHOLDS)
 
-    def refresh(self) -> tuple[str, str]:
+    def refresh(self) -> tuple[str, str, str]:
         """Alerts and graphs."""
         try:
-            live = self.client.get("machine", "live")
+            live, serving = self.client.get("machine", "live"), self.client.get("model", "live")
         except ClientError as error:
-            return draw.page(draw.paragraph(str(error), "bad")), ""
-        return alerts_of(live), graphs_of(live)
+            return draw.page(draw.paragraph(str(error), "bad")), "", ""
+        return alerts_of({"alerts": live["alerts"] + serving["alerts"]}), graphs_of(live), serving_of(serving)
 
     def _save(self, *values: float) -> str:
         self.client.put("machine", "thresholds", **dict(zip(self.limits, values, strict=True)))
@@ -107,6 +109,35 @@ def graphs_of(live: dict[str, Any]) -> str:
         ),
         draw.paragraph("Seconds before now, from left to right.", "dim"),
         *missing,
+    )
+
+
+def serving_of(live: dict[str, Any]) -> str:
+    """The loaded model's server, from its own metrics; stages where a pipeline serves."""
+    samples, launch = live["samples"], live["launch"]
+    if len(samples) < 2:
+        return ""
+    xs = [round(one["time"] - samples[-1]["time"], 1) for one in samples]
+
+    def line(key: str, by: float = 1.0) -> list[float | None]:
+        return [None if one[key] is None else one[key] * by for one in samples]
+
+    tokens = {"prompts": line("prompt_tokens_per_s"), "answers": line("answer_tokens_per_s")}
+    stages = [
+        (f"stage {n}", ", ".join(map(str, stage["gpus"])), stage["layers"] or "shared out evenly")
+        for n, stage in enumerate(launch.get("stages") or ())
+    ]
+    return draw.page(
+        draw.heading("The loaded model"),
+        draw.charts(
+            draw.chart("Answers", xs, {"being written": line("running"), "waiting": line("waiting")}),
+            draw.chart("Tokens/s", xs, tokens),
+            draw.chart("A pass", xs, {"": line("pass_s")}, " s"),
+            draw.chart("Weights over the link", xs, {"": line("link_gb_per_s")}, " GB/s"),
+            draw.chart("Keys and values", xs, {"": line("kv_used_share", 100)}, " % used"),
+            draw.chart("Stages idle, at least", xs, {"": line("stages_idle_share", 100)}, " %"),
+        ),
+        draw.table(("pipeline", "GPUs", "layers"), stages) if stages else "",
     )
 
 

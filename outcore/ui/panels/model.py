@@ -14,8 +14,8 @@ from outcore.ui.panels.events import QUIET, SHOWN, number_box, number_in, tellin
 REFRESH_S = 1.5
 PRESETS = [("Balanced", "balanced"), ("Latency", "latency"), ("Throughput", "throughput")]
 NUMBERS = (
-    ("tensor_parallel", 1, "GPUs that share each layer"),
-    ("pipeline_parallel", 1, "GPUs that take turns with groups of layers"),
+    ("tensor_parallel", 1, "GPUs that share each layer; above 1 vLLM serves, all weights in VRAM"),
+    ("pipeline_parallel", 1, "stages of layers, a group of GPUs each; above 1 vLLM serves"),
     ("context", None, "tokens of prompt and answer together"),
     ("max_sequences", None, "answers written at the same time"),
     ("kv_gib", None, "room for keys and values, GiB"),
@@ -125,8 +125,9 @@ def launch_words(launch: dict[str, Any]) -> str:
     zero = launch["zero"]
     homes = {"none": "stay on the device", "cpu": "stream from RAM", "nvme": "stream from the drive"}
     return (
-        f"Launch: {launch['world_size']} process, tensor parallel {launch['tensor_parallel']}, pipeline parallel "
-        f"{launch['pipeline_parallel']}; ZeRO stage {zero['stage']}, weights {homes[zero['offload_param']]}, "
-        f"{zero['num_buffers']} buffers; {launch['precision']} on {launch['device_name'] or launch['device']}; "
+        f"Launch: {launch.get('engine', 'outcore')}, {launch['world_size']} process(es), tensor parallel "
+        f"{launch['tensor_parallel']}, pipeline parallel {launch['pipeline_parallel']}; ZeRO stage {zero['stage']}, "
+        f"weights {homes[zero['offload_param']]}, {zero['num_buffers']} buffers; {launch['precision']} on "
+        f"{launch['device_name'] or launch['device']}; "
         f"keys and values in {launch['kv_home'].upper()}, {launch['kv_format']}."
     )

@@ -21,6 +21,10 @@ STALLS = {
 }
 
 
+OVERLAPPING = ("stall_", "collective_", "waited_rank_")
+"""Phases that pass within the others."""
+
+
 class RunsPanel:
     """A list, one run in full, and what can be done with it."""
 
@@ -161,7 +165,9 @@ def state_of(run: dict[str, Any], series: dict[str, Any]) -> str:
         left = f", {draw.seconds(left_s)} left" if run["state"] == "running" and left_s else ""
         parts.append(draw.fill_bar(run["step"] / total, f"step {run['step']:,} of {total:,}{left}"))
     if last:
-        spent = ", ".join(f"{name} {draw.seconds(value)}" for name, value in run["phases"].items())
+        parts += [draw.paragraph(words, "bad") for words in run["alerts"]]
+        phases = {name: value for name, value in run["phases"].items() if not name.startswith(OVERLAPPING[1:])}
+        spent = ", ".join(f"{name} {draw.seconds(value)}" for name, value in phases.items())
         parts.append(draw.paragraph(f"A step takes {draw.seconds(run['step_s'])}: {spent}" if spent else "", "dim"))
     return draw.page(*parts, graphs_of(series), _temperatures(last))
 
@@ -179,14 +185,16 @@ def graphs_of(series: dict[str, Any]) -> str:
     loss = {"training": [at.get(x) for x in with_evals], "validation": [evals.get(x) for x in with_evals]}
     ram = {"RAM": scaled("ram_rss_bytes", GIB), "pinned": scaled("pinned_bytes", GIB)}
     drive = {"read": scaled("nvme_read_bytes", GB), "written": scaled("nvme_write_bytes", GB)}
-    work = {name: found for name, found in series["phases"].items() if not name.startswith("stall_")}
-    waits: dict[str, Any] = {
-        STALLS.get(name) or name: found for name, found in series["phases"].items() if name.startswith("stall_")
-    }
+    phases = series["phases"]
+    work = {name: values for name, values in phases.items() if not name.startswith(OVERLAPPING)}
+    waits = {STALLS.get(name) or name: values for name, values in phases.items() if name.startswith("stall_")}
+    collectives, ranks = _named_by(phases, "collective_", ""), _named_by(phases, "waited_rank_", "GPU ")
     return draw.charts(
         draw.chart("Loss", with_evals, loss),
         draw.chart("A step's work", xs, work, " s"),
         draw.chart("Of it waited for", xs, waits, " s"),
+        draw.chart("GPU 0 waited for", xs, ranks, " s"),
+        draw.chart("In collectives", xs, collectives, " s"),
         draw.chart("Tokens/s", xs, {"": scaled("tokens_per_s")}),
         draw.chart("VRAM", xs, {"": scaled("gpu_mem_bytes", GIB)}, " GiB"),
         draw.chart("RAM of the run", xs, ram, " GiB"),
@@ -196,6 +204,12 @@ def graphs_of(series: dict[str, Any]) -> str:
         draw.chart("Drive queue", xs, {"": scaled("nvme_queue_depth")}),
         draw.chart("Learning rate", xs, {"": scaled("lr")}),
     )
+
+
+def _named_by(phases: dict[str, Any], prefix: str, word: str) -> dict[str, Any]:
+    """Seconds of the phases with this prefix, named by what follows it."""
+    found = {name.removeprefix(prefix): values for name, values in phases.items() if name.startswith(prefix)}
+    return {word + name.replace("_", " "): values for name, values in found.items()}
 
 
 def _temperatures(last: dict[str, Any]) -> str:

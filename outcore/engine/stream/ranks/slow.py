@@ -23,6 +23,8 @@ class SlowRank:
         self._collectives_before: dict[str, float] = {}
         self.collective_s: dict[str, float] = {}
         """Seconds of the last step in each collective: `collective_update`, ..."""
+        self.waited_s: dict[str, float] = {}
+        """Seconds of the last step that this rank waited for each other one: `waited_rank_1`, ..."""
         self._last, self._in_a_row = -1, 0
         self._named: set[int] = set()
 
@@ -30,6 +32,7 @@ class SlowRank:
         """Seconds of this step in which this rank waited for others. Logs a rank that is slow, once."""
         waited = [now - before for now, before in zip(self._ranks.waited_s, self._before, strict=True)]
         self._before = list(self._ranks.waited_s)
+        self.waited_s = {f"waited_rank_{n}": s for n, s in enumerate(waited) if n != self._ranks.rank}
         now = dict(self._ranks.collective_s)
         spent = {kind: seconds - self._collectives_before.get(kind, 0.0) for kind, seconds in now.items()}
         self.collective_s = {f"collective_{kind.replace(' ', '_')}": seconds for kind, seconds in spent.items()}

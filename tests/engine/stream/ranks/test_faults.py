@@ -74,6 +74,7 @@ def test_a_rank_that_holds_up_every_step_is_named_once(caplog):
         Ranks.collective_s["tokens"] += 0.03
         assert slow.step(1.0) == pytest.approx(1.1 * SHARE + 0.01)
         assert slow.collective_s == pytest.approx({"collective_update": 0.2, "collective_tokens": 0.03})
+        assert slow.waited_s["waited_rank_1"] == pytest.approx(0.01 if step else 1.1 * SHARE + 0.01)
         assert len(caplog.records) == (step >= STEPS)
     assert caplog.records[0].message.startswith("rank 2 is slow: rank 0 waited for it 22 %")
     assert "mostly in: update" in caplog.records[0].message
