@@ -1,7 +1,11 @@
 """The streaming engine on one, two and more ranks of one host, the same global batch: speed, RAM, losses.
 
-    python benchmarks/race/race_ranks.py --shape 1.2b --ranks 1 2 --cap_gib 6.5 --out ranks.json        (two GPUs)
-    python benchmarks/race/race_ranks.py --shape tiny --seq 16 --ranks 1 2 4 --steps 2                  (dry run, CPU)
+    python benchmarks/race/race_ranks.py --case 1.2b --ranks 1 2 --rival --cap_gib 6.5 --out ranks.json   (two GPUs)
+    python benchmarks/race/race_ranks.py --case tiny-nvme --nvme /tmp --ranks 1 2 4 --steps 2           (dry run, CPU)
+
+`--case`: a shape, and after it `-nvme` (states on the drive --nvme), `-lora` or `-split8` (states of 8-bit moments).
+`--rival`: DeepSpeed's ZeRO-3 with parameters and states offloaded to RAM, on the largest number of ranks, each rank's
+tokens in one micro-batch with our loss in chunks: what makes it fastest (needs the package deepspeed).
 
 A rank is a process on the GPU of its number; where there are fewer GPUs, ranks share them (a rehearsal: the shared
 homes are pinned and read by every rank as on several GPUs, and only the speed means nothing). RAM is the sum of the
@@ -19,17 +23,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from race_common import cap_allocator, synchronize, token_batches
+from race_common import SHAPES, cap_allocator, synchronize, token_batches
 from race_ours import random_model
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.ranks import RankPlace
 from outcore.engine.stream.settings import StreamSettings
+from outcore.model.adapters import apply_lora
+from outcore.model.facts import model_facts
+from outcore.model.settings import LoraSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST_RAM_BYTES = 8e9
@@ -38,11 +47,13 @@ LEAST_RAM_BYTES = 8e9
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="1.2b")
+    parser.add_argument("--case", default="1.2b")
+    parser.add_argument("--nvme", help="folder on the drive of cases with -nvme")
+    parser.add_argument("--rival", action="store_true")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--micro_batches", type=int, default=4, help="of a step, over all ranks")
     parser.add_argument("--mb", type=int, default=4, help="rows of one")
-    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--seq", type=int, help="tokens of a row (default: 1,024; tiny: 16)")
     parser.add_argument("--cap_gib", type=float, default=0.0, help="of each GPU")
     parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
@@ -51,7 +62,27 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--timeout_s", type=float, default=600.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank", help="RANK/RANKS/FOLDER: one of the processes")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.shape, *ways = options.case.split("-")
+    if unknown := set(ways) - {"nvme", "lora", "split8"} or {options.shape} - set(SHAPES):
+        parser.error(f"no such case: {options.case} ({', '.join(sorted(unknown))})")
+    if "nvme" in ways and not options.nvme:
+        parser.error("a case with -nvme needs --nvme DIR")
+    options.seq = options.seq or (16 if options.shape == "tiny" else 1024)
+    options.lora = "lora" in ways
+    homes = {"states": "split8"} if "split8" in ways else {}
+    homes |= {"nvme_path": options.nvme, "state_ram_bytes": 0} if "nvme" in ways else {}
+    options.settings = {"staging_bytes": staging_bytes(options.shape), **homes, **options.settings}
+    return options
+
+
+def staging_bytes(shape: str) -> int:
+    """Pinned memory for parameters, gradients and slots, as a run takes it where the machine has it."""
+    hidden, layers, intermediate, heads, kv_heads, vocabulary = SHAPES[shape]
+    head = hidden // heads
+    layer = hidden * (2 * hidden + 2 * kv_heads * head + 3 * intermediate)
+    ends = 2 * vocabulary * hidden
+    return 4 * (layers * layer + ends) + 8 * ends + (2 << 30)
 
 
 def pss_bytes() -> int:
@@ -76,9 +107,12 @@ def run_rank(options: argparse.Namespace) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     cap_allocator(options.cap_gib)
-    told = {"shape": options.shape, "seq": options.seq, "mb": options.mb, "gas": options.micro_batches}
+    told: dict[str, Any] = {"shape": options.shape, "seq": options.seq, "mb": options.mb, "gas": options.micro_batches}
     libraries_bytes = pss_bytes()
     loaded = random_model(told, device)
+    if options.lora:
+        model = apply_lora(loaded.model, LoraSettings(r=16, alpha=32.0, dropout=0.0), seed=0)
+        loaded = replace(loaded, model=model, facts=model_facts(model))
     if device == "cuda":
         torch.cuda.empty_cache()
     batches = token_batches(told)[rank::world_size]
@@ -144,13 +178,55 @@ def run_ranks(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def run_rival(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """DeepSpeed's processes, one a GPU; RuntimeError with the output of one that failed."""
+    told = {
+        "shape": options.shape,
+        "seq": options.seq,
+        "mb": options.mb * options.micro_batches // world_size,
+        "gas": 1,
+    }
+    told |= {"where": "cpu", "clip": 1.0, "chunked_loss": True, "cap_gib": options.cap_gib}
+    told |= {"warm": options.warm, "repeats": 1, "steps": options.steps}
+    child = Path(__file__).with_name("race_stock.py")
+    children, tails = [], []
+    for rank in range(world_size):
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            **{k: str(v) for k, v in names.items()},
+            "MASTER_PORT": "29523",
+        }
+        children.append(
+            subprocess.Popen(
+                [sys.executable, str(child), json.dumps(told)],
+                env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+        )  # fmt: skip
+    with ThreadPoolExecutor(world_size) as readers:
+        try:
+            tails = list(readers.map(lambda child: child.communicate(timeout=options.timeout_s)[0], children))
+        finally:
+            for child in children:
+                child.kill()
+    results = []
+    for rank, tail in enumerate(tails):
+        found = [line[7:] for line in tail.splitlines() if line.startswith("RESULT ")]
+        if not found:
+            raise RuntimeError(f"rank {rank} of DeepSpeed's failed:\n{tail[-3000:]}")
+        results.append(json.loads(found[-1]))
+    return {"step_s": max(r["step_s"] for r in results), "ranks": results}
+
+
 def main() -> int:
     options = arguments()
     if options.rank:
         run_rank(options)
         return 0
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    table: dict[str, Any] = {"device": name, "gpus": torch.cuda.device_count(), "shape": options.shape, "runs": []}
+    table: dict[str, Any] = {"device": name, "gpus": torch.cuda.device_count(), "case": options.case}
+    table |= {"tokens": options.micro_batches * options.mb * options.seq, "runs": []}
     problems = []
     for world_size in options.ranks:
         found = run_ranks(world_size, options)
@@ -170,6 +246,15 @@ def main() -> int:
             problems.append(f"{world_size} ranks: losses differ by {found['loss_difference']:.1e}")
         if found["ram_share"] > 1.1 and one["ram_bytes"] > LEAST_RAM_BYTES:
             problems.append(f"{world_size} ranks: RAM is {found['ram_share']:.2f} of one rank's")
+        if options.out:
+            options.out.write_text(json.dumps(table, indent=1))
+    if options.rival:
+        ours = table["runs"][-1]
+        rival = table["rival"] = run_rival(ours["ranks"], options)
+        print(
+            f"DeepSpeed's ZeRO-3: {rival['step_s']:.3f} s/step, {rival['step_s'] / ours['step_s']:.2f}x ours",
+            flush=True,
+        )
         if options.out:
             options.out.write_text(json.dumps(table, indent=1))
     print("\n".join(problems) or "ok")

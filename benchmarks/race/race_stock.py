@@ -71,9 +71,8 @@ def deepspeed_config(options: dict[str, Any]) -> dict[str, Any]:
 
 def stock(options: dict[str, Any]) -> Any:
     """A function that makes one step and returns its loss."""
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ[name] = str(value)
-    os.environ["MASTER_PORT"] = "29511"
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    os.environ.update({name: os.environ.get(name, value) for name, value in one.items()})
     import deepspeed
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
@@ -138,6 +137,8 @@ def plain(options: dict[str, Any]) -> Any:
 def main() -> None:
     """Warm up, then time steps."""
     options: dict[str, Any] = json.loads(sys.argv[1])
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     watch = DeviceWatch()
     cap_allocator(options.get("cap_gib", 0))
     step = plain(options) if options["where"] == "plain" else stock(options)
