@@ -147,6 +147,8 @@ def test_more_is_pinned_where_homes_need_it_and_the_machine_has_it():
     plan = plan_of(sizes=LORA_8B, file=SHIPPED)
     assert 16e9 < plan.told.staging_bytes < 17e9 and plan.told.num_slots == 4
     assert any(note.startswith("pinned memory: 15.") and "--staging_gib sets it" in note for note in plan.notes)
+    ranks = plan_of(sizes=replace(LORA_8B, num_ranks=2), file=SHIPPED).told
+    assert plan.told.staging_bytes + plan.told.lane_bytes <= ranks.staging_bytes < 1.03 * plan.told.staging_bytes
     half = plan_of(sizes=replace(LORA_8B, ram_available_bytes=24 * GIB)).told
     assert half.staging_bytes == 12 * GIB and half.num_slots == 16
     for config, sizes in ((TrainConfig(staging_gib=8.0), LORA_8B), (None, replace(LORA_8B, is_wsl2=True))):

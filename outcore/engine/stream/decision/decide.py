@@ -12,7 +12,7 @@ from outcore.common.quantities import format_gib
 from outcore.config import ConfigError, RunSettings
 from outcore.engine.base import Host
 from outcore.engine.stream.decision.decision import StreamDecision
-from outcore.engine.stream.decision.homes import NvmeCheck, RunSizes, homes_of, wanted_homes
+from outcore.engine.stream.decision.homes import NvmeCheck, RunSizes, homes_of, rank_slot_bytes, wanted_homes
 from outcore.engine.stream.decision.lora_size import lora_size
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import saved_bytes
@@ -152,9 +152,10 @@ def _pinned(settings: RunSettings, sizes: RunSizes, weight_ram_bytes: int | None
     crossing = settings.element_bytes * sizes.trainable_params
     crossing += weights if weight_ram_bytes is None else weight_ram_bytes
     pinned = settings.staging_bytes if settings.offload.pin_memory else 2 * slots * slot_bytes
-    wanted = crossing + 2 * slots * slot_bytes
+    wanted = crossing + rank_slot_bytes(settings, sizes)
+    wanted += sizes.num_ranks * 2 * slots * slot_bytes
     is_default = settings.reasons.get("staging_gib") != "--staging_gib" and pinned == STAGING_BYTES
-    may_pin = 0 if sizes.is_wsl2 or sizes.num_ranks > 1 else sizes.ram_available_bytes // MOST_PINNED_OF_RAM
+    may_pin = 0 if sizes.is_wsl2 else sizes.ram_available_bytes // MOST_PINNED_OF_RAM
     if settings.offload.pin_memory and is_default and wanted > pinned and may_pin > pinned:
         pinned = min(wanted, may_pin)
         notes.append(

@@ -76,6 +76,12 @@ def activation_bytes(sizes: RunSizes, element_bytes: int) -> int:
     return sizes.num_ranks * sizes.num_layers * sum(sizes.step_tokens) * sizes.hidden_size * element_bytes
 
 
+def rank_slot_bytes(settings: RunSettings, sizes: RunSizes) -> int:
+    """Slots of two parts for each of several ranks, where its gradients wait until they are added up."""
+    gradients = settings.element_bytes * sizes.trainable_params
+    return 2 * sizes.num_ranks * gradients // max(1, sizes.num_layers) if sizes.num_ranks > 1 else 0
+
+
 def homes_of(
     settings: RunSettings,
     sizes: RunSizes,
@@ -92,8 +98,7 @@ def homes_of(
     in_ram = activations == "ram" or (activations == "auto" and sizes.has_cuda)
     # Checkpoints that wait in RAM borrow the gradients' homes.
     waiting = max(0, activation_bytes(sizes, element) - gradients) if in_ram else 0
-    # Ranks beside each other: their gradients wait in slots of two parts each until they are added up.
-    slots = 2 * sizes.num_ranks * gradients // max(1, sizes.num_layers) if sizes.num_ranks > 1 else 0
+    slots = rank_slot_bytes(settings, sizes)
     needed = weights + gradients + state_bytes + waiting + slots
     given = settings.offload.ram_budget_gib
     if given is None and settings.offload.everything:
