@@ -73,6 +73,8 @@ class OutputFields:
     """File for stacked bars per tier against capacity."""
     paper_png: str | None = None
     """File for the ZeRO-Infinity paper's efficiency curves."""
+    efficiency: bool = False
+    """What the ZeRO-Infinity paper's formulas give with this machine's rates, by tokens a step; no model is needed."""
     guide: str | None = setting(None, bare="docs/planning.md")
     """Write the tables of this document."""
     check: bool = False

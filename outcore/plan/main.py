@@ -3,6 +3,7 @@
     outcore plan --model llama-8b --machine rtx4070-laptop
     outcore plan --model Qwen/Qwen3-4B --lora_r 16 --json
     outcore plan --infer llama-70b --preset throughput
+    outcore plan --efficiency       (the ZeRO-Infinity paper's formulas with this machine's rates)
     outcore plan --guide            (writes the tables of docs/planning.md)
 
 Exit code: 0 the plan fits, 1 it does not, 2 wrong usage or a missing, stale or damaged profile.
@@ -49,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         args = parse_plan(argv)
         if args.guide is not None:
             return _guide(Path(args.guide), args.check)
+        if args.efficiency:
+            return _efficiency(args)
         if args.paper_png is not None:
             from outcore.plan.answer.figures import save_paper_curves
 
@@ -127,6 +130,14 @@ def _plan(args: PlanConfig) -> int:
     return 0 if asked.answer.plan.fits else 1
 
 
+def _efficiency(args: PlanConfig) -> int:
+    from outcore.plan.answer.efficiency import efficiency_json, efficiency_lines
+
+    hardware = _machine(args)
+    print(json.dumps(efficiency_json(hardware), indent=2) if args.json else "\n".join(efficiency_lines(hardware)))
+    return 0
+
+
 def _hardware(args: PlanConfig) -> Hardware:
     if _model_of(args) is None:
         from outcore.model import PRESETS
@@ -134,6 +145,10 @@ def _hardware(args: PlanConfig) -> Hardware:
         raise ValueError(
             f"Name a model: --model with a folder, a hub id, a config file or one of {', '.join(PRESETS)}."
         )
+    return _machine(args)
+
+
+def _machine(args: PlanConfig) -> Hardware:
     overrides = Overrides(
         vram_gib=args.vram_gib,
         ram_gib=args.ram_gib,

@@ -86,11 +86,13 @@ class EngineFields:
     offload_optimizer: Literal["auto", "none", "cpu", "nvme"] = setting(
         "auto", file=("zero_optimization.offload_optimizer.device",)
     )
-    """Home of optimizer states below infinity; auto: deepspeed_config.json's, RAM for zero3."""
+    """Home of optimizer states below infinity; auto: deepspeed_config.json's, RAM for zero3. cpu: up to 12 B of RAM a
+    parameter, and the CPU updates them."""
     offload_params: Literal["auto", "none", "cpu", "nvme"] = setting(
         "auto", file=("zero_optimization.offload_param.device",)
     )
-    """Home of parameters below infinity; auto: deepspeed_config.json's, RAM for zero3."""
+    """Home of parameters below infinity; auto: deepspeed_config.json's, RAM for zero3. cpu: 2 B of RAM a parameter,
+    sent to the GPU twice a step."""
     initial_scale_power: int | None = setting(None, file=("fp16.initial_scale_power",), least=0, most=64)
     """fp16: the loss scale begins at 2 to this power. Default: 16."""
     loss_scale_window: int | None = setting(None, file=("fp16.loss_scale_window",), above=0)
