@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20, help="passes that are timed")
     parser.add_argument("--traced", type=int, default=3, help="passes that are traced after them")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--queued", action="store_true", help="small copies by the copy engine, as they were")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dry_run", action="store_true")
     args = parser.parse_args()
@@ -140,6 +141,10 @@ def main() -> None:
     batches = [int(count) for count in args.batches.split(",")]
     cases = Cases(device, args.out)
     opened = opened_with(args.model, device, max_sequences=max(batches))
+    engine = opened.engine
+    for copies in (engine.runner.copies, getattr(engine.runner.small, "_copies", None)):
+        if args.queued and copies is not None:
+            copies._view = None
     for batch in batches:
         cases.note("passes", lambda b=batch: passes(opened, b, args))
     opened.close()

@@ -311,7 +311,8 @@ class InferenceEngine:
         right = dict.fromkeys((id(work) for work in works), 0)
         alive, place = found, 0
         while alive:
-            chosen = choose(torch.stack([logits[place] for _, logits in alive]), [w.sequence.row() for w, _ in alive])
+            logits_RV = torch.stack([logits[place] for _, logits in alive])
+            chosen = choose(logits_RV, [work.sequence.row() for work, _ in alive], self.runner.copies.to)
             still: list[tuple[Work, torch.Tensor]] = []
             for (work, logits), token in zip(alive, chosen, strict=True):
                 sequence = work.sequence

@@ -264,13 +264,13 @@ class PagedAttention:
         width = store.shape.heads * (store.shape.key_width + store.shape.value_width)
         if len(batch) == 1 and (most * size * count * heads > PIECE_NUMEL or most * size * width > GATHER_NUMEL):
             return _Together(batch, count)
-        rows = torch.tensor([span.row + i for span in batch for i in range(count)], device=device)
+        rows = tables.at(torch.tensor([span.row + i for span in batch for i in range(count)]), device)
         pages = [
             tables.pages_of(span, group, first, last, store.home)
             for span, first, last in zip(batch, firsts, lasts, strict=True)
         ]
-        starts = torch.tensor([span.start for span in batch], device=device)
-        begins = torch.tensor([first * size for first in firsts], device=device)
+        starts = tables.at(torch.tensor([span.start for span in batch]), device)
+        begins = tables.at(torch.tensor([first * size for first in firsts]), device)
         mask = causal_mask(starts, count, begins, most * size, rule.window)  # hides page 0, which pads short tables
         padded = nn.utils.rnn.pad_sequence(pages, batch_first=True)
         padded = nn.functional.pad(padded, (0, most - padded.shape[1]))

@@ -17,6 +17,7 @@ from outcore.infer.cache.memory import KvMemory
 from outcore.infer.cache.pages import OutOfPages, PageLedger
 from outcore.infer.cache.prefix import ROOT, PrefixIndex, PrefixPage
 from outcore.infer.cache.store import KvFormat, KvShape, KvStore
+from outcore.staging.pool import SmallCopies
 
 UNLIMITED = 2**31
 GONE = -1
@@ -304,6 +305,7 @@ class PassTables:
 
     spans: list[Span]
     page_tokens: int
+    copies: SmallCopies
     slots: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
     tables: dict[tuple[int, int, int, torch.device], torch.Tensor] = field(default_factory=dict)
     plans: dict[Any, list[Any]] = field(default_factory=dict)
@@ -317,7 +319,7 @@ class PassTables:
             for span in self.spans:
                 table = span.pages.tables[group]
                 slots += [table[p // size] * size + p % size for p in range(span.start, span.length)]
-            self.slots[key] = torch.tensor(slots, dtype=torch.long, device=home)
+            self.slots[key] = self.at(torch.tensor(slots, dtype=torch.long), home)
         return self.slots[key]
 
     def pages_of(self, span: Span, group: int, first: int, last: int, home: torch.device) -> torch.Tensor:
@@ -325,5 +327,9 @@ class PassTables:
         key = (span.row, group, first, home)
         if key not in self.tables or len(self.tables[key]) != last - first:
             pages = [max(page, 0) for page in span.pages.tables[group][first:last]]  # passed ones are masked
-            self.tables[key] = torch.tensor(pages, dtype=torch.long, device=home)
+            self.tables[key] = self.at(torch.tensor(pages, dtype=torch.long), home)
         return self.tables[key]
+
+    def at(self, values: torch.Tensor, home: torch.device) -> torch.Tensor:
+        """Numbers of the CPU's, where they are used."""
+        return values if home.type == "cpu" else self.copies.to(values)

@@ -8,7 +8,6 @@ the CPU and sent, several times slower; `note` says so.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from outcore.common.quantities import MIB, format_gib
 from outcore.infer.cache.store import KvFormat, KvShape, KvStore
-from outcore.staging.pool import ALIGNMENT_BYTES, PinnedPool, load_libcudart
+from outcore.staging.pool import ALIGNMENT_BYTES, PinnedPool, device_view
 
 SPARE_BYTES = 4 * MIB
 """Beside the pages themselves: each lease is rounded up to a page of memory."""
@@ -76,35 +75,3 @@ class MappedMemory(KvMemory):
             lease.release()
         self._leases.clear()
         self._pool.close()
-
-
-class _Address:
-    """A range of memory, told the way that torch takes from other libraries."""
-
-    def __init__(self, address: int, n_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (n_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 2,
-        }
-
-
-def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The bytes of a page-locked uint8 tensor as a tensor of the GPU's. Keep `host` alive. MemoryError where the GPU
-    has no address for them: the runtime is asked before any kernel could touch a wrong one."""
-    assert host.is_pinned() and host.dtype == torch.uint8 and host.is_contiguous()
-    return torch.as_tensor(_Address(_device_address(host.data_ptr()), host.nbytes), device=device)
-
-
-def _device_address(address: int) -> int:
-    lib = load_libcudart()
-    if lib is None:
-        raise MemoryError("the CUDA runtime library is not to be found, so pages in RAM have no address on the GPU")
-    found = ctypes.c_void_p()
-    lib.cudaHostGetDevicePointer.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint]
-    code = int(lib.cudaHostGetDevicePointer(ctypes.byref(found), ctypes.c_void_p(address), 0))
-    if code or not found.value:
-        lib.cudaGetLastError()  # or torch would report it at the next kernel
-        raise MemoryError(f"the CUDA runtime gives pages in RAM no address on the GPU (error {code})")
-    return int(found.value)

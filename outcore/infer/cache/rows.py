@@ -1,7 +1,8 @@
 """Places where the rows of a small pass are stored and what they see, at addresses that stay: a CUDA graph reads
 them there.
 
-One copy to the device fills all tables. Rows beyond those of the pass repeat its first row: they write what it writes.
+One small copy to the device fills all tables. Rows beyond those of the pass repeat its first row: they write what it
+writes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from outcore.infer.cache.kv_cache import SequencePages
+from outcore.staging.pool import SmallCopies
 
 
 class RowTables:
@@ -22,12 +24,13 @@ class RowTables:
         num_pages: Sequence[int],
         windows: Sequence[int | None],
         page_tokens: int,
-        device: torch.device,
+        copies: SmallCopies,
     ) -> None:
+        device, self._copies = copies.device, copies
         self.num_rows, self.num_pages, self._windows = num_rows, tuple(num_pages), tuple(windows)
         self._page_tokens = page_tokens
         widths = [1, 1, *(width for count in num_pages for width in (1, 1, count))]
-        self._host = torch.zeros(sum(widths) * num_rows, dtype=torch.long, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(sum(widths) * num_rows, dtype=torch.long)
         self._device = torch.zeros_like(self._host, device=device)
         self._columns = self._cut(self._host, widths)
         ids, self._places, *rest = self._cut(self._device, widths)
@@ -59,7 +62,7 @@ class RowTables:
             rest[3 * group][:, 0] = torch.tensor(slots)
             rest[3 * group + 1][:, 0] = torch.tensor(firsts)
             rest[3 * group + 2].copy_(torch.tensor(of_row))
-        self._device.copy_(self._host, non_blocking=True)
+        self._device.copy_(self._copies.to(self._host))
 
     def work_out(self) -> None:
         """Make what follows from the tables, on the device."""

@@ -25,7 +25,7 @@ from outcore.infer.requests import Request, Sampling, TextStream
 from outcore.infer.schedule import Clock, Sequence, Work
 from outcore.model import LoadedModel
 from outcore.model.forward import unwrap
-from outcore.staging.pool import HostMemory
+from outcore.staging.pool import HostMemory, SmallCopies
 
 Way = Literal["paged", "whole"]
 TOLERANCE = 2e-4
@@ -174,7 +174,7 @@ def kv_of(loaded: LoadedModel, units: ModelParts) -> dict[int | None, dict[int, 
 def _first_call(
     units: ModelParts, index: int, log: Any, watch: PagedAttention, seen: list[tuple[int | None, KvShape]]
 ) -> tuple[int | None, KvShape]:
-    watch.begin([PassTables([Span(SequencePages([]), 0, 2, 0)], 1)])
+    watch.begin([PassTables([Span(SequencePages([]), 0, 2, 0)], 1, SmallCopies(CPU))])
     seen.clear()
     call = log.call(index)
     try:

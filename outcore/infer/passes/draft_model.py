@@ -151,7 +151,9 @@ class DraftModel:
             found = self._runner.run(works)
             logits = torch.stack([rows[-1, : self._vocab_size] for _, rows in found])
             sequences = [work.sequence for work, _ in found]
-            chosen = choose(logits, [self._row(s, targets[id(s)], guesses[id(s)]) for s in sequences])
+            chosen = choose(
+                logits, [self._row(s, targets[id(s)], guesses[id(s)]) for s in sequences], self._runner.copies.to
+            )
             if step:  # the first one also reads what was said meanwhile
                 self.cost.add(len(works), self._clock() - began)
             works = []

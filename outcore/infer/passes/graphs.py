@@ -25,6 +25,7 @@ from outcore.flow import Flow, HeadInput, Part
 from outcore.infer.attention import PagedAttention
 from outcore.infer.cache import KvCache, RowTables, SequencePages, first_page
 from outcore.infer.schedule import Work
+from outcore.staging.pool import SmallCopies
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +151,7 @@ class SmallPasses:
         is_captured: bool = True,
     ) -> None:
         self.flow, self.attention, self.cache, self.device = flow, attention, cache, device
+        self._copies = SmallCopies(device)
         self.why_not = ""
         self.capture_s = 0.0
         """Seconds that captures have taken."""
@@ -203,7 +205,7 @@ class SmallPasses:
             if len(self._slots) >= MAX_SLOTS:
                 self._slots.popitem(last=False)
             settings = self.cache.settings
-            tables = RowTables(size[0], size[1:], self.cache.windows, settings.page_tokens, self.device)
+            tables = RowTables(size[0], size[1:], self.cache.windows, settings.page_tokens, self._copies)
             self._slots[size] = SlotPass(self.flow, self.attention, tables, self._parts)
         self._slots.move_to_end(size)
         return self._slots[size]

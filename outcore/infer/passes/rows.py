@@ -14,6 +14,7 @@ import torch
 
 from outcore.infer.cache import PassTables, SequencePages, Span
 from outcore.infer.schedule import Work
+from outcore.staging.pool import SmallCopies
 
 SMALL_ROWS = 32
 """Rows of a call of single tokens, where calls have fixed sizes."""
@@ -41,23 +42,22 @@ class RowCall:
         ]
         return places + [0] * max(0, self.padded_wanted - len(places)) if places else []
 
-    def batch(self, device: torch.device) -> dict[str, torch.Tensor]:
+    def batch(self, copies: SmallCopies) -> dict[str, torch.Tensor]:
         """input_ids and position_ids [1, N]."""
         ids = [token for work, _ in self.works for token in work.tokens]
         positions = [work.start + i for work, _ in self.works for i in range(work.count)]
         filling = self.padded_rows - self.num_rows
-        rows = torch.tensor([ids + [0] * filling, positions + [0] * filling], dtype=torch.long)
-        rows = rows.to(device, non_blocking=True)
+        rows = copies.to(torch.tensor([ids + [0] * filling, positions + [0] * filling], dtype=torch.long))
         return {"input_ids": rows[:1], "position_ids": rows[1:].clone()}  # its place in memory would tell its length
 
-    def tables(self, page_tokens: int) -> PassTables:
+    def tables(self, page_tokens: int, copies: SmallCopies) -> PassTables:
         """Tables of where its tokens are stored."""
         spans = []
         for work, at in self.works:
             pages = work.sequence.pages
             assert pages is not None
             spans.append(Span(pages, work.start, work.count, at))
-        return PassTables(spans, page_tokens)
+        return PassTables(spans, page_tokens, copies)
 
 
 def lay_out(works: Iterable[Work], call_tokens: int, *, fixed_sizes: bool) -> list[RowCall]:
@@ -99,21 +99,21 @@ class TextCall:
     def num_rows(self) -> int:
         return sum(len(tokens) for _, tokens in self.texts)
 
-    def batch(self, device: torch.device) -> dict[str, torch.Tensor]:
+    def batch(self, copies: SmallCopies) -> dict[str, torch.Tensor]:
         """input_ids, position_ids and labels [1, N]; a text's first token has no label."""
         ids = [token for _, tokens in self.texts for token in tokens]
         positions = [i for _, tokens in self.texts for i in range(len(tokens))]
         labels = [-100 if i == 0 else token for _, tokens in self.texts for i, token in enumerate(tokens)]
-        rows = torch.tensor([ids, positions, labels], dtype=torch.long).to(device, non_blocking=True)
+        rows = copies.to(torch.tensor([ids, positions, labels], dtype=torch.long))
         return {"input_ids": rows[:1], "position_ids": rows[1:2].clone(), "labels": rows[2:]}
 
-    def tables(self) -> PassTables:
+    def tables(self, copies: SmallCopies) -> PassTables:
         """Spans of texts that begin here; nothing is stored."""
         spans, row = [], 0
         for _, tokens in self.texts:
             spans.append(Span(SequencePages([]), 0, len(tokens), row))
             row += len(tokens)
-        return PassTables(spans, 1)
+        return PassTables(spans, 1, copies)
 
 
 def lay_out_texts(texts: Sequence[Sequence[int]], call_tokens: int) -> list[TextCall]:

@@ -13,6 +13,7 @@ from outcore.infer.attention import PagedAttention
 from outcore.infer.passes.graphs import SmallPasses
 from outcore.infer.passes.rows import TextCall, lay_out, lay_out_texts
 from outcore.infer.schedule import Work
+from outcore.staging.pool import SmallCopies
 
 Found = list[tuple[Work, torch.Tensor]]
 """For each complete work its logits [1 + guesses, V]."""
@@ -36,6 +37,8 @@ class PassRunner(Protocol):
 
     can_step_back: bool
     """Whether tokens that were computed may turn out to be wrong guesses."""
+    copies: SmallCopies
+    """Way of small tensors to where logits are."""
 
     def run(self, works: Sequence[Work]) -> Found:
         """Compute these tokens; logits of those that complete a sequence."""
@@ -80,7 +83,7 @@ class PagedRunner:
         small: SmallPasses | None = None,
     ) -> None:
         self.flow, self.attention, self.limits, self.device = flow, attention, limits, device
-        self.small = small
+        self.small, self.copies = small, SmallCopies(device)
         self._on_close = on_close
         assert attention.cache is not None
         self._page_tokens = attention.cache.settings.page_tokens
@@ -91,12 +94,12 @@ class PagedRunner:
 
     def _run_rows(self, works: Sequence[Work]) -> Found:
         rows = lay_out(works, self.limits.call_tokens, fixed_sizes=self.limits.is_deterministic)
-        self.attention.begin([row.tables(self._page_tokens) for row in rows])
+        self.attention.begin([row.tables(self._page_tokens, self.copies) for row in rows])
         calls = []
         for row in rows:
             wanted = row.wanted
-            positions = torch.tensor(wanted, dtype=torch.long, device=self.device)
-            calls.append(Call(row.batch(self.device), "logits" if wanted else "nothing", positions))
+            positions = self.copies.to(torch.tensor(wanted, dtype=torch.long))
+            calls.append(Call(row.batch(self.copies), "logits" if wanted else "nothing", positions))
         found: Found = []
         for output in self.flow.run(calls, on_part=self._moved):
             if output.logits is None:
@@ -114,8 +117,8 @@ class PagedRunner:
         cache, self.attention.cache = self.attention.cache, None
         try:
             for group in grouped(calls, self.limits.score_tokens):
-                self.attention.begin([call.tables() for call in group])
-                batches = [Call(call.batch(self.device), "logprobs", num_top=num_top) for call in group]
+                self.attention.begin([call.tables(self.copies) for call in group])
+                batches = [Call(call.batch(self.copies), "logprobs", num_top=num_top) for call in group]
                 for output in self.flow.run(batches, on_part=self._moved):
                     share_out(group[output.number].texts, output, scores)
         finally:
@@ -128,8 +131,8 @@ class PagedRunner:
         cache, self.attention.cache = self.attention.cache, None
         try:
             for group in grouped(calls, self.limits.score_tokens):
-                self.attention.begin([call.tables() for call in group])
-                batches = [Call(call.batch(self.device), "hidden") for call in group]
+                self.attention.begin([call.tables(self.copies) for call in group])
+                batches = [Call(call.batch(self.copies), "hidden") for call in group]
                 for output in self.flow.run(batches, on_part=self._moved):
                     pool(group[output.number].texts, output, found)
         finally:

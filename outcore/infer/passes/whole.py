@@ -19,6 +19,7 @@ from outcore.infer.passes.runner import Found, RunnerLimits, TokenScore, grouped
 from outcore.infer.schedule import Work
 from outcore.model import LoadedModel
 from outcore.model.forward import accepted_names
+from outcore.staging.pool import SmallCopies
 
 
 class WholeRunner:
@@ -27,7 +28,7 @@ class WholeRunner:
     can_step_back = False
 
     def __init__(self, flow: Flow, loaded: LoadedModel, limits: RunnerLimits, device: torch.device) -> None:
-        self.flow, self.limits, self.device = flow, limits, device
+        self.flow, self.limits, self.device, self.copies = flow, limits, device, SmallCopies(device)
         self._config = loaded.config
         names, takes_any = accepted_names(flow.units.parts.decoder)
         self._takes_positions = "position_ids" in names or takes_any
@@ -48,7 +49,7 @@ class WholeRunner:
         assert pages is not None
         if work.start == 0 or pages.states is None:
             pages.states = DynamicCache(config=self._config)
-        batch = {"input_ids": torch.tensor([work.tokens], device=self.device)}
+        batch = {"input_ids": self.copies.to(torch.tensor([work.tokens]))}
         if self._takes_positions:
             batch["position_ids"] = torch.arange(work.start, work.start + work.count, device=self.device)[None]
         inputs: dict[str, Any] = {self._cache_name: pages.states, "use_cache": True}
@@ -62,7 +63,7 @@ class WholeRunner:
         for group in grouped(calls, self.limits.score_tokens):
             batches = []
             for call in group:
-                batch = call.batch(self.device)
+                batch = call.batch(self.copies)
                 batch.pop("position_ids")
                 batches.append(Call(batch, "logprobs", num_top=num_top))
             for output in self.flow.run(batches):
@@ -72,7 +73,7 @@ class WholeRunner:
     def embed(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         found: list[torch.Tensor] = [torch.zeros(0) for _ in texts]
         for group in grouped(lay_out_texts(texts, 1), self.limits.score_tokens):
-            batches = [Call({"input_ids": call.batch(self.device)["input_ids"]}, "hidden") for call in group]
+            batches = [Call({"input_ids": call.batch(self.copies)["input_ids"]}, "hidden") for call in group]
             for output in self.flow.run(batches):
                 pool(group[output.number].texts, output, found)
         return found
