@@ -31,14 +31,12 @@ from offload import filled, spread
 from outcore.data import train_byte_bpe
 from outcore.evaluate import EvaluationSettings, compare
 from outcore.evaluate.harness import OutcoreLM
-from outcore.evaluate.parity import softmax_of, timed_suite
+from outcore.evaluate.parity import Answers, softmax_of, timed_suite
 from outcore.evaluate.tasks import endings
 from outcore.infer.opening import InferSettings, open_engine, open_found
 
 CONTEXT = 512
 CASES = ("fp32", "harness", "ours", "device_map")
-Result = tuple[list[dict[str, Any]], list[dict[str, Any]], float]
-"""Scores, documents, seconds."""
 
 
 class Subject:
@@ -89,13 +87,13 @@ def _unpacked(file: Path) -> str:
     return folder
 
 
-def gaps(ours: Result, theirs: Result) -> list[float]:
+def gaps(ours: Answers, theirs: Answers) -> list[float]:
     """Difference of each ending's log-likelihood, nat."""
     pairs = zip(ours[1], theirs[1], strict=True)
     return [a[0] - b[0] for x, y in pairs for a, b in zip(x["answers"], y["answers"], strict=True)]
 
 
-def against(result: Result, other: Result, words: str) -> dict[str, Any]:
+def against(result: Answers, other: Answers, words: str) -> dict[str, Any]:
     """How far one backend is from another, an ending."""
     found = gaps(result, other)
     return {
@@ -115,9 +113,9 @@ class Bench:
         self.tokenizer = self.subject.tokenizer()
         self.settings = EvaluationSettings(("outcore_endings",), limit=args.limit)
         self.cases = Cases(device, args.out)
-        self.kept: dict[str, Result] = {}
+        self.kept: dict[str, Answers] = {}
 
-    def note(self, name: str, result: Result, **more: Any) -> None:
+    def note(self, name: str, result: Answers, **more: Any) -> None:
         """Print how a backend did, and keep it for the next ones."""
 
         def figures() -> dict[str, Any]:
@@ -157,12 +155,12 @@ class Bench:
         for rows, layers, result in self._spread():
             self.note(f"harness over device_map, {rows} rows", result, layers_on_gpu=layers)
 
-    def _spread(self) -> Iterator[tuple[int, int, Result]]:
+    def _spread(self) -> Iterator[tuple[int, int, Answers]]:
         model, layers_on_gpu = spread(self.args.model, self.args.cap_gib, self.device)
         for rows in self.args.rows:
             yield rows, layers_on_gpu, self._harness(model, rows)
 
-    def _harness(self, model: Any, rows: int) -> Result:
+    def _harness(self, model: Any, rows: int) -> Answers:
         backend: Any = HFLM  # its decorator hides the class's own parameters
         lm = backend(
             pretrained=model, tokenizer=self.tokenizer, batch_size=rows, max_length=CONTEXT - 1, backend="causal",

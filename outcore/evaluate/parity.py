@@ -18,7 +18,12 @@ from outcore.infer.opening import OpenedModel
 
 MAX_POINTS = 0.1
 """Difference of a score, in points of accuracy or per cent of a perplexity, up to which two backends agree."""
+MAX_FARTHER = 1.25
+"""In 16 bits two orders of the same sums differ by rounding. Ours may be so many times as far from fp32 as the
+harness's backend is: over 160 endings its own two attention implementations are 1.25 times apart."""
 Record = dict[str, Any]
+Answers = tuple[Sequence[Record], Sequence[Record], float]
+"""Scores, documents, seconds in the model."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,30 @@ class Reference:
     uses_device_map: bool = False
     vram_gib: float | None = None
     trust_remote_code: bool = False
+    asks_fp32: bool = False
+    """Whether the harness's backend also runs on the same weights widened to fp32."""
+
+
+@dataclass(frozen=True)
+class FromExact:
+    """How far both backends are from fp32 on the same weights: one row for each metric that has log-probabilities."""
+
+    theirs: tuple[Comparison, ...]
+    ours: tuple[Comparison, ...]
+
+    def distances(self) -> list[tuple[str, str, float, float]]:
+        """(task, metric, theirs, ours), nat a document."""
+        return [
+            (a.task, a.metric, a.rms_logprob_difference, b.rms_logprob_difference)
+            for a, b in zip(self.theirs, self.ours, strict=True)
+            if a.rms_logprob_difference is not None and b.rms_logprob_difference is not None
+        ]
+
+    @property
+    def is_as_near(self) -> bool:
+        """Whether ours is as near as the harness's backend in every metric."""
+        found = self.distances()
+        return bool(found) and all(ours <= MAX_FARTHER * theirs for _, _, theirs, ours in found)
 
 
 @dataclass(frozen=True)
@@ -43,6 +72,8 @@ class Parity:
     comparisons: tuple[Comparison, ...]
     ours_s: float
     theirs_s: float
+    exact: FromExact | None = None
+    """Where fp32 was asked for."""
 
     @property
     def is_equal(self) -> bool:
@@ -56,10 +87,16 @@ class Parity:
         head = ("task", "metric", "hf", "outcore", *columns[4:])
         verdict = "equal" if self.is_equal else f"NOT within {MAX_POINTS} points"
         ratio = self.theirs_s / self.ours_s if self.ours_s else 0.0
+        exact = "" if self.exact is None else f"\n{self._exact_words(self.exact)}"
         return (
-            f"{as_table(rows, head)}\nscores {verdict}; in the model: hf {self.theirs_s:.1f} s, outcore "
+            f"{as_table(rows, head)}{exact}\nscores {verdict}; in the model: hf {self.theirs_s:.1f} s, outcore "
             f"{self.ours_s:.1f} s ({ratio:.2f}x as fast)"
         )
+
+    def _exact_words(self, exact: FromExact) -> str:
+        head = ("task", "metric", "hf from fp32, nat", "outcore from fp32, nat")
+        verdict = "as near to fp32 as hf" if exact.is_as_near else f"NOT within {MAX_FARTHER} times hf's distance"
+        return f"{as_table([list(row) for row in exact.distances()], head)}\noutcore is {verdict}"
 
 
 def reference_of(opened: OpenedModel, max_length: int, args: Any) -> Reference:
@@ -71,7 +108,13 @@ def reference_of(opened: OpenedModel, max_length: int, args: Any) -> Reference:
             "and name that folder.",
             "parity",
         )
+    if args.hf_fp32 and args.hf_device_map:
+        raise EvaluationError(
+            "--hf_fp32 widens weights that device_map has laid out for 16 bits: leave one of them out.", "hf_fp32"
+        )
     dtype = next(p.dtype for p in opened.found.loaded.model.parameters() if p.is_floating_point())
+    if args.hf_fp32 and dtype == torch.float32:
+        raise EvaluationError("--hf_fp32 compares 16 bits with fp32, and this model is in fp32 already.", "hf_fp32")
     return Reference(
         folders[0],
         folders[1] if len(folders) > 1 else None,
@@ -82,6 +125,7 @@ def reference_of(opened: OpenedModel, max_length: int, args: Any) -> Reference:
         args.hf_device_map,
         args.vram_gib,
         args.trust_remote_code,
+        args.hf_fp32,
     )
 
 
@@ -94,8 +138,8 @@ def softmax_of(device: str) -> dict[str, str]:
     return {"softmax_dtype": "float32" if device.startswith("cuda") else "float64"}
 
 
-def run_reference(reference: Reference, settings: EvaluationSettings) -> tuple[list[Record], list[Record], float]:
-    """(scores, samples, seconds in the model) of the harness's own backend."""
+def run_reference(reference: Reference, settings: EvaluationSettings, *, widened: bool = False) -> Answers:
+    """What the harness's own backend says; `widened`: in fp32, on the weights as their own precision rounds them."""
     from lm_eval.models import huggingface
 
     backend: Any = huggingface.HFLM  # its decorator hides the class's own parameters
@@ -113,6 +157,8 @@ def run_reference(reference: Reference, settings: EvaluationSettings) -> tuple[l
         trust_remote_code=reference.trust_remote_code,
         **spread,
     )
+    if widened:
+        lm.model.float()
     lm.model.eval()
     found = timed_suite(lm, settings)
     del lm
@@ -121,8 +167,8 @@ def run_reference(reference: Reference, settings: EvaluationSettings) -> tuple[l
     return found
 
 
-def timed_suite(lm: Any, settings: EvaluationSettings) -> tuple[list[Record], list[Record], float]:
-    """(scores, samples, seconds in the model) of any model of the harness."""
+def timed_suite(lm: Any, settings: EvaluationSettings) -> Answers:
+    """What any model of the harness says."""
     from outcore.evaluate.harness import run_suite
 
     clock = _Clock(lm)
@@ -140,13 +186,20 @@ def timed_suite(lm: Any, settings: EvaluationSettings) -> tuple[list[Record], li
 def compare_with_reference(
     reference: Reference,
     settings: EvaluationSettings,
-    ours: tuple[Sequence[Record], Sequence[Record], float],
+    ours: Answers,
     say: Callable[[str], None],
 ) -> Parity:
-    """Ours, (scores, samples, seconds), against the harness's own backend."""
+    """Ours against the harness's own backend."""
     say(f"the harness's own backend on {reference.pretrained} ({reference.dtype}, {reference.device}) ...")
     scores, samples, seconds = run_reference(reference, settings)
-    return Parity(tuple(compare(scores, samples, ours[0], ours[1])), ours[2], seconds)
+    exact = None
+    if reference.asks_fp32:
+        say("the same in fp32 ...")
+        true = run_reference(reference, settings, widened=True)
+        exact = FromExact(
+            tuple(compare(true[0], true[1], scores, samples)), tuple(compare(true[0], true[1], ours[0], ours[1]))
+        )
+    return Parity(tuple(compare(scores, samples, ours[0], ours[1])), ours[2], seconds, exact)
 
 
 def save_parity(parity: Parity, folder: Path) -> Path:
@@ -157,6 +210,8 @@ def save_parity(parity: Parity, folder: Path) -> Path:
         "outcore_s": parity.ours_s,
         "hf_s": parity.theirs_s,
         "is_equal": parity.is_equal,
+        "from_fp32_nat": [] if parity.exact is None else parity.exact.distances(),
+        "is_as_near_to_fp32": None if parity.exact is None else parity.exact.is_as_near,
     }
     path.write_text(json.dumps(value, indent=1), encoding="utf-8")
     return path
