@@ -16,7 +16,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8,
     "engine": "auto", "write_combined": "auto", "activations": "auto", "grad_accum_dtype": None,
-    "lane_slots": NUM_SLOTS, "storage_engine": "auto", "storage_threads": 16,
+    "lane_slots": NUM_SLOTS, "storage_engine": "auto", "storage_threads": 16, "transfer_path": "staged",
 }  # fmt: skip
 """Fields that nothing but flag, YAML and file decide -> the default."""
 LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "loss_scale_hysteresis": 2, "min_loss_scale": 1.0}
@@ -97,6 +97,7 @@ class RunSettings:
     write_combined: Literal["auto", "on", "off"]
     storage_engine: Literal["auto", "posix", "kvikio"]
     storage_threads: int
+    transfer_path: Literal["staged", "kvikio", "gds"]
     storage_block_bytes: int
     lane_slots: int
     lane_slot_bytes: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from outcore.storage.block_file import BlockFile
 from outcore.storage.engines import KvikioEngine, PosixEngine
@@ -39,11 +39,21 @@ class DriveAccess:
     """With reads and writes at the same time a drive wants more requests under way than with reads alone."""
     block_bytes: int = 8 << 20
     """Moved at a time by a thread."""
+    path: Literal["staged", "kvikio", "gds"] = "staged"
+    """How parameters come to the GPU: through pinned slots, or read by kvikio into its memory (gds: past the CPU, an
+    error where that does not work). The last two open kvikio whatever `engine` says."""
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether device memory is read without slots."""
+        return self.path != "staged"
 
     def open(self) -> StorageEngine:
         """Open as `open_engine` does."""
-        block = "task_bytes" if self.engine == "kvikio" else "block_bytes"
-        return open_engine(self.engine, num_threads=self.num_threads, **{block: self.block_bytes})
+        if self.engine == "kvikio" or self.is_direct:
+            gds = self.path == "gds"
+            return open_engine("kvikio", num_threads=self.num_threads, task_bytes=self.block_bytes, gds=gds)
+        return open_engine(self.engine, num_threads=self.num_threads, block_bytes=self.block_bytes)
 
 
 DRIVE_ACCESS = DriveAccess()

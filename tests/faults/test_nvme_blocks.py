@@ -89,6 +89,6 @@ def test_the_header_says_what_is_verified() -> None:
     sampled = choose_verification("sampled")
     assert sampled.rule is not None and sampled.rule.one_in == 8 and "GB/s a core" in sampled.words
     assert choose_verification("off").rule is None and "as it comes" in choose_verification("off").words
-    assert choose_verification("auto", gds=True).rule.one_in == 8  # type: ignore[union-attr]
+    assert choose_verification("auto", direct=True).rule.one_in == 8  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="nvme_checksums must be"):
         choose_verification("maybe")  # type: ignore[arg-type]

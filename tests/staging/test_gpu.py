@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,13 +51,16 @@ def test_both_kinds_are_pinned_write_combined_where_asked_and_aligned(pool) -> N
             assert torch.equal(lease.tensor.to(CUDA0, non_blocking=True).cpu(), values)
 
 
-def test_write_combined_memory_through_cupy_is_the_same() -> None:
-    pytest.importorskip("cupy")
+@pytest.mark.parametrize("has_cupy", [True, False])
+def test_write_combined_memory_with_cupy_and_without_is_the_same(monkeypatch, has_cupy: bool) -> None:
+    if has_cupy:
+        pytest.importorskip("cupy")
+    else:
+        monkeypatch.setitem(sys.modules, "cupy", None)
+        assert find_libcudart() is not None  # torch's own
     runtime = CudaRuntime(CUDA0)
-    assert find_libcudart() is not None  # torch's own, the way that is taken first
-    runtime._lib = None
     address = runtime.alloc_write_combined(1 * MIB)
-    assert address % 4096 == 0
+    assert address % 4096 == 0 and (address in runtime._of_cupy) is has_cupy
     runtime.free_write_combined(address)
 
 

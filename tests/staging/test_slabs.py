@@ -161,6 +161,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, code: int, lib: Any) -> CudaRunti
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(code))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(cuda_runtime, "load_libcudart", lambda: lib)
+    monkeypatch.setitem(sys.modules, "cupy", None)
     return CudaRuntime(CUDA0)
 
 
@@ -193,13 +194,14 @@ def test_refusals_of_the_runtime_carry_its_words(monkeypatch: pytest.MonkeyPatch
     assert len(cleared) == 4
 
 
-def test_write_combined_memory_through_cupy_where_no_libcudart_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = fake_cuda(monkeypatch, 3, None)
+@pytest.mark.parametrize("lib", [None, SimpleNamespace(cudaGetErrorString=lambda code: b"", cudaGetLastError=int)])
+def test_write_combined_memory_comes_from_cupy_where_it_is_installed(monkeypatch: pytest.MonkeyPatch, lib) -> None:
+    runtime = fake_cuda(monkeypatch, 3, lib)
     with pytest.raises(PinRefused, match="CUDA error 3"):
         runtime.register(0, 4096)
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(PinRefused, match="cupy-cuda12x or cupy-cuda13x"):
-        runtime.alloc_write_combined(4096)
+    if lib is None:
+        with pytest.raises(PinRefused, match="cupy-cuda12x or cupy-cuda13x"):
+            runtime.alloc_write_combined(4096)
     freed: list[int] = []
     calls = SimpleNamespace(hostAlloc=lambda n_bytes, flags: n_bytes + flags, freeHost=freed.append)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=calls)))

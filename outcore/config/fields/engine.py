@@ -47,6 +47,9 @@ class EngineFields:
     """Threads of the storage engine. Default: 16, or what gds_optimizer.py --apply found."""
     storage_block_bytes: int | None = setting(None, file=("outcore.storage.block_bytes",), above=0)
     """Bytes that a thread moves at a time, a multiple of 4096. Default: 8 MiB, or what --apply found."""
+    transfer_path: Literal["staged", "kvikio", "gds"] | None = setting(None, file=("outcore.transfer_path",))
+    """Engine stream: how parameters on the NVMe drive come to the GPU: through pinned slots (staged), or read by kvikio
+    into the GPU's memory without (gds: past the CPU, too). Default: staged, or what --apply measured fastest."""
     lane_slots: int | None = setting(None, file=("outcore.lanes.num_slots",), above=0)
     """Engine stream: slots of a transfer lane. Default: 4."""
     lane_slot_bytes: int | None = setting(None, file=("outcore.lanes.slot_bytes",), above=0)

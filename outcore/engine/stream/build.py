@@ -212,13 +212,14 @@ def _open_drive_lanes(plan: Blueprint, ground: _Ground, undo: ExitStack) -> dict
     lanes = {"weights": bool(plan.on_nvme - tiled), "tiles": bool(plan.on_nvme & tiled)}
     ahead = read_ahead_bytes(plan.units, plan.cuts, settings, ground.staging.free_bytes)
     num_slots = max(2, ahead // max(1, sum(lanes.values())) // settings.slot_bytes)
+    direct = settings.storage.is_direct
     return {
         what: undo.enter_context(
             UploadLane(
                 ground.staging,
                 None,
                 plan.device,
-                LaneSettings(settings.slot_bytes, num_slots),
+                LaneSettings(settings.slot_bytes, 1 if direct else num_slots, direct=direct),
                 owner=f"{what} from NVMe",
             )
         )

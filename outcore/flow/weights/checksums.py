@@ -25,18 +25,18 @@ class Verification:
     words: str
 
 
-def choose_verification(mode: Mode = "auto", *, gds: bool = False) -> Verification:
-    """Measure the digest and decide. `gds`: bytes go past the CPU, which would have to fetch them back."""
+def choose_verification(mode: Mode = "auto", *, direct: bool = False) -> Verification:
+    """Measure the digest and decide. `direct`: bytes go past the CPU, which would have to fetch them back."""
     if mode not in MODES:
         raise ValueError(f"nvme_checksums must be {', '.join(MODES)}, got {mode!r}")
     if mode == "off":
         return Verification(None, "nvme_checksums off: what the drive gives back is taken as it comes")
     found = _found()
     rate = f"{found.name}, {found.gb_per_s:.0f} GB/s a core"
-    if mode == "on" or (mode == "auto" and not gds and found.gb_per_s >= ENOUGH_GB_PER_S):
+    if mode == "on" or (mode == "auto" and not direct and found.gb_per_s >= ENOUGH_GB_PER_S):
         words = f"nvme_checksums {mode}: every block of 64 KiB is verified on its way back ({rate})"
         return Verification(DigestRule(found.digest), words)
-    why = "" if mode == "sampled" else "GPUDirect reads go past the CPU; " if gds else "slow here; "
+    why = "" if mode == "sampled" else "reads into GPU memory go past the CPU; " if direct else "slow here; "
     return Verification(
         DigestRule(found.digest, ONE_IN),
         f"nvme_checksums {mode}: one section of 8 MiB in {ONE_IN} is verified on its way back ({why}{rate}); "

@@ -30,7 +30,9 @@ def _opened(how: DriveAccess) -> StorageEngine:
     try:
         return how.open()
     except RuntimeError as error:
-        raise EngineError(f"storage_engine {how.engine}: {error}. Leave it out, or --storage_engine posix.") from error
+        asked = f"transfer_path {how.path}" if how.is_direct else f"storage_engine {how.engine}"
+        sure = "--transfer_path staged" if how.is_direct else "--storage_engine posix"
+        raise EngineError(f"{asked}: {error}. Leave it out, or {sure}.") from error
 
 
 class Scratch:
@@ -83,7 +85,7 @@ class Scratch:
             for lock in self._locks:
                 lock.release()
             raise
-        self.verification = choose_verification(checksums, gds=bool(getattr(self.engine, "gds", False)))
+        self.verification = choose_verification(checksums, direct=storage.is_direct)
 
     def store(self, kind: str, specs: Sequence[TensorSpec]) -> TensorStore:
         """A new store called `kind` for these tensors, zeros at first; one of that name from before is removed.

@@ -21,7 +21,8 @@ from outcore.install.requirement_set import RequirementSet, normalise
 from outcore.install.verify.host_checks import extension_fix
 from outcore.install.verify.rows import DEGRADED, MISSING, OK, ReportRow
 
-# part -> (package whose pin it must have, required). cupy and kvikio serve GPUDirect Storage: staging works without.
+# part -> (package whose pin it must have, required). cupy allocates the write-combined half of the staging pool,
+# kvikio reads into GPU memory: training stages without either.
 PACKAGE_PARTS = {
     "torch": ("torch", True),
     "transformers": ("transformers", True),

@@ -16,6 +16,8 @@ from outcore.probe.gds.verdict import PathVerdict
 
 AIO_MAX_THREADS = 8
 AIO_MIN_QUEUE_DEPTH = 8
+DIRECT_GAIN = 1.05
+"""Rate of a path without slots against the staged lanes' from which it is chosen."""
 
 
 @dataclass
@@ -44,12 +46,13 @@ def recommend(
     nvme_path: written only when the user named the directory.
     """
     found = Recommendation()
-    use_gds, gds_reason = _use_gds(verdict, staging, direct_gb_per_s)
     if drive is not None and (setting := recommended(drive)) is not None:
         _recommend_io(found, setting)
-        found.why["aio.use_gds"] = f"{gds_reason}; never through DeepSpeed, which does not check its transfers"
+        found.why["aio.use_gds"] = (
+            "never through DeepSpeed, which does not check its transfers; outcore.transfer_path is ours"
+        )
     if staging is not None and staging.granted_bytes:
-        _recommend_staging(found, staging, verdict, use_gds, direct_gb_per_s)
+        _recommend_staging(found, staging, verdict, direct_gb_per_s)
     if nvme_path is not None:
         found.outcore["nvme_path"] = nvme_path
         found.why["outcore.nvme_path"] = "the directory you named with --path"
@@ -83,20 +86,8 @@ def _recommend_io(found: Recommendation, setting: Measurement) -> None:
     found.why["outcore.storage"] = f"fastest engine measured: {setting.engine}; {rate}"
 
 
-def _use_gds(verdict: PathVerdict, staging: StagingTest | None, rates: dict[str, float]) -> tuple[bool, str]:
-    if not verdict.is_direct:
-        return False, f"GPUDirect Storage does not work here (path: {verdict.path})"
-    staged = staging.up_gb_per_s if staging else 0.0
-    direct = rates.get("gds", 0.0)
-    if direct <= 0.0:
-        return False, "GPUDirect Storage works but its rate was not measured, so the staged lanes stay"
-    if direct < staged:
-        return False, f"GPUDirect Storage works but is slower here: {direct:.2f} against {staged:.2f} GB/s staged"
-    return True, f"GPUDirect Storage works and is faster: {direct:.2f} against {staged:.2f} GB/s staged"
-
-
 def _recommend_staging(
-    found: Recommendation, staging: StagingTest, verdict: PathVerdict, use_gds: bool, rates: dict[str, float]
+    found: Recommendation, staging: StagingTest, verdict: PathVerdict, rates: dict[str, float]
 ) -> None:
     if staging.granted_bytes < staging.asked_bytes:
         found.outcore["staging_bytes"] = staging.granted_bytes
@@ -112,8 +103,14 @@ def _recommend_staging(
         )
     if staging.up_gb_per_s <= 0.0:
         return
-    candidates = {"staged": staging.up_gb_per_s, **{k: v for k, v in rates.items() if k != "gds" or verdict.is_direct}}
-    path = "gds" if use_gds else "staged"
-    found.outcore["transfer_path"] = path
-    listed = ", ".join(f"{name} {rate:.2f}" for name, rate in sorted(candidates.items(), key=lambda item: -item[1]))
-    found.why["outcore.transfer_path"] = f"drive to GPU in GB/s: {listed}"
+    staged = staging.up_gb_per_s
+    candidates = {k: v for k, v in rates.items() if k != "gds" or verdict.is_direct}
+    fastest = max(candidates, key=lambda name: candidates[name], default="staged")
+    is_faster = candidates.get(fastest, 0.0) >= DIRECT_GAIN * staged
+    found.outcore["transfer_path"] = fastest if is_faster else "staged"
+    rated = sorted({"staged": staged, **candidates}.items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{name} {rate:.2f}" for name, rate in rated)
+    found.why["outcore.transfer_path"] = (
+        f"drive to GPU in GB/s: {listed} (without slots nothing is read ahead, so that must be "
+        f"{100 * (DIRECT_GAIN - 1):.0f} % faster)"
+    )

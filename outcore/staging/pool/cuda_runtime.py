@@ -1,9 +1,9 @@
 """The four CUDA runtime calls that pinned memory needs, through whatever is at hand.
 
 Registering goes through `torch.cuda.cudart()`. Write-combined memory needs `cudaHostAlloc`, which torch does not offer:
-it is called by ctypes in the libcudart that torch has already loaded (same runtime, same context, nothing to import),
-or through cupy where that library is not to be found (statically linked builds). Every result is checked; the sticky
-"last error" is cleared after a refusal, because torch would otherwise report it at an unrelated kernel launch.
+cupy's runtime has it; where cupy is not installed it is called by ctypes in the libcudart that torch has loaded. Every
+result is checked; the sticky "last error" is cleared after a refusal, because torch would otherwise report it at an
+unrelated kernel launch.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class CudaRuntime:
         with torch.cuda.device(device):
             torch.cuda.current_stream().query()  # the primary context exists from here on
         self._lib = load_libcudart()
+        self._of_cupy: set[int] = set()
 
     def register(self, address: int, n_bytes: int) -> None:
         """Pins `n_bytes` of mapped memory at `address` for DMA by every device; PinRefused with the reason."""
@@ -84,8 +85,19 @@ class CudaRuntime:
         """Address of `n_bytes` of write-combined pinned memory; PinRefused when refused or when no way to ask."""
         flags = HOST_ALLOC_PORTABLE | HOST_ALLOC_WRITE_COMBINED
         with torch.cuda.device(self.device):
-            if self._lib is None:
-                return self._alloc_through_cupy(n_bytes, flags)
+            try:
+                address = int(_cupy_runtime().hostAlloc(n_bytes, flags))
+            except ImportError as error:
+                if self._lib is None:
+                    raise PinRefused(
+                        "write-combined memory needs cupy or libcudart; no libcudart.so is mapped, cupy is missing "
+                        f"({error}): install cupy-cuda12x or cupy-cuda13x to match torch's CUDA"
+                    ) from error
+            except Exception as error:  # cupy's CUDARuntimeError has no importable base without cupy
+                raise PinRefused(f"cupy hostAlloc of {n_bytes} bytes, write-combined: {error}") from error
+            else:
+                self._of_cupy.add(address)
+                return address
             pointer = ctypes.c_void_p()
             code = self._lib.cudaHostAlloc(ctypes.byref(pointer), n_bytes, flags)
             if code or not pointer.value:
@@ -95,9 +107,11 @@ class CudaRuntime:
     def free_write_combined(self, address: int) -> None:
         """Frees what `alloc_write_combined` returned."""
         with torch.cuda.device(self.device):
-            if self._lib is None:
+            if address in self._of_cupy:
+                self._of_cupy.remove(address)
                 _cupy_runtime().freeHost(address)
                 return
+            assert self._lib is not None, "it allocated this"
             code = self._lib.cudaFreeHost(address)
             if code:
                 raise PinRefused(f"cudaFreeHost: {self._explain(code)}")
@@ -105,17 +119,6 @@ class CudaRuntime:
     def synchronize(self) -> None:
         """Waits until the device has finished everything queued (before pinned memory is taken away)."""
         torch.cuda.synchronize(self.device)
-
-    def _alloc_through_cupy(self, n_bytes: int, flags: int) -> int:
-        try:
-            return int(_cupy_runtime().hostAlloc(n_bytes, flags))
-        except ImportError as error:
-            raise PinRefused(
-                f"write-combined memory needs libcudart or cupy; no libcudart.so is mapped, cupy is missing ({error}): "
-                "install cupy-cuda12x or cupy-cuda13x to match torch's CUDA"
-            ) from error
-        except Exception as error:  # cupy's CUDARuntimeError has no importable base without cupy
-            raise PinRefused(f"cupy hostAlloc of {n_bytes} bytes, write-combined: {error}") from error
 
     def _explain(self, code: int) -> str:
         if self._lib is not None:

@@ -108,6 +108,11 @@ def build_config(
         nvme_checksums=settings.nvme_checksums,
         storage=DriveAccess(settings.storage_engine, settings.storage_threads, settings.storage_block_bytes),
     )
+    if settings.transfer_path != "staged" and placement.params == "nvme":
+        notes.lines.append(
+            f"transfer_path {settings.transfer_path}: of the streaming engine; DeepSpeed gathers shares from RAM, so "
+            "they come through pinned memory"
+        )
     return BuiltConfig(config, tuple(notes.lines), offload, tuple(notes.warnings))
 
 

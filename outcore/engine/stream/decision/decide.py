@@ -122,7 +122,9 @@ def stream_decision(
         min_loss_scale=float(scaling.minimum),
         seed=settings.seed,
         nvme_checksums=settings.nvme_checksums,
-        storage=DriveAccess(settings.storage_engine, settings.storage_threads, settings.storage_block_bytes),
+        storage=DriveAccess(
+            settings.storage_engine, settings.storage_threads, settings.storage_block_bytes, settings.transfer_path
+        ),
         **homes,
     )
     return StreamDecision(
@@ -179,7 +181,8 @@ USED_KEYS = {
     "zero_optimization.offload_param": "device nvme_path pin_memory",
     "activation_checkpointing": "cpu_checkpointing",
     "data_types": "grad_accum_dtype",
-    "outcore": "staging_bytes write_combined engine nvme_path residency state_format ram_budget_gib storage lanes",
+    "outcore": "staging_bytes write_combined engine nvme_path residency state_format ram_budget_gib storage lanes "
+    "transfer_path",
 }
 """What of deepspeed_config.json the streaming engine goes by."""
 
