@@ -20,7 +20,7 @@ from outcore.checkpoint.published import Tensors, published
 from outcore.checkpoint.shards import MAX_SHARD_BYTES, TensorPlan, plan_shards, write_shard
 from outcore.common import file_errors, finish_publishing, make_folder, publish_folder, remove_tree, write_json
 from outcore.common.listing import write_checksums
-from outcore.model.adapters import adapted_layers, row_lengths, tied_apart
+from outcore.model.adapters import adapted_layers, merge_stack, row_lengths, tied_apart
 from outcore.model.facts import adapter_name, checkpoint_name
 from outcore.model.weights import full_shape
 
@@ -113,6 +113,8 @@ def _merge(layer: Any, base: nn.Parameter, weight_of: WeightOf) -> torch.Tensor:
     weight = weight_of(base)
     if adapter in layer.lora_A:
         a, b = weight_of(layer.lora_A[adapter].weight), weight_of(layer.lora_B[adapter].weight)
+        if hasattr(layer, "parameter_name"):
+            return merge_stack(layer, weight, a, b)
         delta = b.float() @ a.float()
     else:
         a, b = weight_of(layer.lora_embedding_A[adapter]), weight_of(layer.lora_embedding_B[adapter])

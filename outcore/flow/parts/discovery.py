@@ -227,10 +227,7 @@ class _Discovery:
         names = sorted(self.names.values())
         for name, following in pairwise(names):
             if name == following:
-                raise StreamUnsupported(
-                    f"two of its parameters would both be saved as {name} (adapters on experts that are one weight: "
-                    "set lora target_modules to the attention's)"
-                )
+                raise StreamUnsupported(f"two of its parameters would both be saved as {name}")
         ends = {id(p) for p in (*embed, *head)}
         lists = module_lists(self.parts.decoder)
         run = [path for path in lists if path == self.stack or any(id(p) in ends for p in lists[path].parameters())]

@@ -17,6 +17,7 @@ from outcore.checkpoint.export import export_checkpoint
 from outcore.data import load_tokenizer
 from outcore.formats import open_packed
 from outcore.model import LoadedModel, ModelSettings, load_model, max_positions
+from outcore.model.adapters import add_to_products
 from outcore.model.facts import checkpoint_name
 from outcore.model.forward import unwrap
 
@@ -216,6 +217,7 @@ def _with_adapter(model: Any, folder: Path) -> Any:
         adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=False)
     except (ValueError, RuntimeError, OSError) as error:
         raise ValueError(f"the adapter {folder} does not fit the model: {error}") from error
+    add_to_products(adapted)
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.to(dtype)

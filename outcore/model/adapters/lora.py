@@ -12,6 +12,7 @@ from torch import nn
 
 from outcore.common.words import did_you_mean
 from outcore.model.adapters.dora import check_dora
+from outcore.model.adapters.experts import add_to_products, stacked_names
 from outcore.model.adapters.targets import leaf_of, linear_names, names_of_experts
 from outcore.model.adapters.whole import is_called, lies_in, modules_trained_whole, train_whole
 from outcore.model.facts import checkpoint_name
@@ -19,8 +20,12 @@ from outcore.model.settings import LoraSettings
 from outcore.model.weights import Gather, full_shape, seeded_cpu
 
 
+EXPERTS = "experts"
+"""Target that stands for every weight of all experts."""
+
+
 def apply_lora(model: nn.Module, settings: LoraSettings, seed: int, gather: Gather | None = None) -> nn.Module:
-    """The model with adapters on its linear layers (a PeftModel); every other parameter is frozen.
+    """The model with adapters on its linear layers or experts (a PeftModel); every other parameter is frozen.
 
     A ~ uniform as peft draws it (kaiming, a = sqrt 5) but by (seed, name); B = 0, so training starts at the base
     model. ValueError when no module matches `target_modules` or `modules_to_save`. DoRA's lengths are those of the
@@ -38,18 +43,19 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
 
     encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     whole = modules_trained_whole(model, settings.modules_to_save)
+    parameters: list[str] = []
     if settings.target_modules == "auto":
         targets = [name for name in linear_names(model) if not lies_in(name, whole)]
     else:
-        targets = list(settings.target_modules)
+        parameters, targets = _parameters_among(model, settings)
         if experts := sorted(names_of_experts(model, targets)):
             raise ValueError(
                 f"lora target_modules: peft takes {', '.join(experts)} for parts of this model's experts or its "
-                "router, which transformers holds as one weight for all experts; adapters on those are not supported. "
-                "Adapt the attention: leave target_modules out, or name its layers."
+                "router, which transformers holds as one weight for all experts. Name that weight, or write experts for "
+                "all of them; leave target_modules out to adapt the attention."
             )
         leaves = sorted({name.split(".")[-1] for name, m in model.named_modules() if not list(m.children())})
-        for target in settings.target_modules:
+        for target in targets:
             if not any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules()):
                 raise ValueError(
                     f"lora target_modules: the model has no module {target!r}.{did_you_mean(target, leaves)} "
@@ -65,6 +71,7 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=settings.dropout,
         target_modules=targets,
+        target_parameters=parameters or None,
         bias=settings.bias,  # pyright: ignore[reportArgumentType]
         task_type=TaskType.SEQ_2_SEQ_LM if encoder_decoder else TaskType.CAUSAL_LM,
         init_lora_weights="gaussian" if settings.init == "gaussian" else True,
@@ -81,16 +88,35 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
     if settings.use_dora:
         check_dora(adapted)
     train_whole(adapted, whole, settings.modules_to_save)
+    add_to_products(adapted)
     return adapted
+
+
+def _parameters_among(model: nn.Module, settings: LoraSettings) -> tuple[list[str], list[str]]:
+    """(what peft is told of targets that are weights of all experts, the other targets)."""
+    stacked = sorted({".".join(name.split(".")[-2:]) for name in stacked_names(model)})
+    of = {target: [n for n in stacked if target == EXPERTS or is_called(n, target)] for target in settings.target_modules}
+    if EXPERTS in of and not stacked:
+        raise ValueError("lora target_modules: experts, but the model has no weight that holds all experts of a layer.")
+    parameters = list(dict.fromkeys(name for names in of.values() for name in names))
+    if parameters and (settings.dropout or settings.use_dora):
+        what = "dropout" if settings.dropout else "use_dora"
+        raise ValueError(
+            f"lora target_modules: {', '.join(parameters)} holds all experts of a layer, and peft has no {what} on such "
+            f"a weight. Leave lora {what} out."
+        )
+    return parameters, [target for target, names in of.items() if not names]
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """peft's layer around each adapted weight, by every name of that weight."""
-    return {
-        f"{name}.base_layer.weight": module
-        for name, module in model.named_modules(remove_duplicate=False)
-        if hasattr(module, "lora_A") and hasattr(module, "base_layer")
-    }
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if hasattr(module, "lora_A") and (base := getattr(module, "base_layer", None)) is not None:
+            while hasattr(base, "base_layer"):  # of one module, several parameters may be adapted
+                name, base = f"{name}.base_layer", base.base_layer
+            found[f"{name}.base_layer.{getattr(module, 'parameter_name', 'weight')}"] = module
+    return found
 
 
 def tied_apart(model: nn.Module) -> list[list[str]]:

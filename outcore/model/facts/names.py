@@ -13,6 +13,7 @@ def checkpoint_name(name: str) -> str:
 
     `network.base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight` (LoRA in a loss module) becomes
     `model.layers.0.self_attn.q_proj.weight`; the adapter beside it `model.layers.0.self_attn.q_proj.lora_A.weight`.
+    Of adapters on several parameters of one module, which peft nests, the inner ones keep their `base_layer`.
     """
     stripped = True
     while stripped:
@@ -22,12 +23,17 @@ def checkpoint_name(name: str) -> str:
                 name, stripped = name[len(prefix) :], True
     if name.startswith("base_model.model."):
         name = name[len("base_model.model.") :]
-    parts = [part for part in name.split(".") if part not in ("_orig_mod", "base_layer")]
+    parts = [part for part in name.split(".") if part != "_orig_mod"]
+    parts = [p for p, after in zip(parts, [*parts[1:], ""], strict=True) if p != "base_layer" or _is_adapter(after)]
     for index, part in enumerate(parts):
-        if part.startswith("lora_") and index + 1 < len(parts) and parts[index + 1] == "default":
+        if _is_adapter(part) and index + 1 < len(parts) and parts[index + 1] == "default":
             del parts[index + 1]
             break
     return ".".join(parts)
+
+
+def _is_adapter(part: str) -> bool:
+    return part.startswith("lora_")
 
 
 def adapter_name(name: str) -> str:
