@@ -7,6 +7,7 @@ are *resident*: they come up together, in a slab with a layout of its own. Pure 
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,12 @@ def _length_of(weight: str) -> str:
     return f"{weight.removesuffix('.weight')}.lora_magnitude_vector.weight"
 
 
+def _is_of_stack(name: str, names: Container[str]) -> bool:
+    """Whether this is an adapter of all experts at once, of which each takes its columns."""
+    stem, found, _ = name.partition(".lora_")
+    return bool(found) and f"{stem}.weight" not in names
+
+
 class TiledPart:
     """A unit and how it is cut; see the module docstring. StreamUnsupported for a large weight that has no rows."""
 
@@ -76,7 +83,7 @@ class TiledPart:
         itemsize, names = unit.layout.dtype.itemsize, {slot.name for slot in unit.layout.slots}
         small: list[tuple[str, torch.nn.Parameter]] = []
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-            if not is_large(slot, itemsize, tile_bytes):
+            if not is_large(slot, itemsize, tile_bytes) or _is_of_stack(slot.name, names):
                 small.append((slot.name, parameter))
             elif _length_of(slot.name) in names:
                 raise StreamUnsupported(

@@ -68,9 +68,7 @@ class AdaptedWeight:
     """Stands for a frozen weight and its adapter: [out, in], or [in, out] where `outputs_first` is false, perhaps with
     the experts before. `down`: A [.., rank, in]; `up`: B [.., out, rank]."""
 
-    def __init__(
-        self, weight: Any, down: torch.Tensor, up: torch.Tensor, scale: float, *, outputs_first: bool
-    ) -> None:
+    def __init__(self, weight: Any, down: torch.Tensor, up: torch.Tensor, scale: float, *, outputs_first: bool) -> None:
         self.weight, self.down, self.up, self.scale, self.outputs_first = weight, down, up, scale, outputs_first
         self.shape, self.dtype, self.device, self.ndim = weight.shape, weight.dtype, weight.device, len(weight.shape)
         self._each: list[tuple[torch.Tensor, torch.Tensor]] | None = None

@@ -19,7 +19,6 @@ from outcore.model.facts import checkpoint_name
 from outcore.model.settings import LoraSettings
 from outcore.model.weights import Gather, full_shape, seeded_cpu
 
-
 EXPERTS = "experts"
 """Target that stands for every weight of all experts."""
 
@@ -51,8 +50,8 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
         if experts := sorted(names_of_experts(model, targets)):
             raise ValueError(
                 f"lora target_modules: peft takes {', '.join(experts)} for parts of this model's experts or its "
-                "router, which transformers holds as one weight for all experts. Name that weight, or write experts for "
-                "all of them; leave target_modules out to adapt the attention."
+                "router, which transformers holds as one weight for all experts. Name that weight, or write experts "
+                "for all of them; leave target_modules out to adapt the attention."
             )
         leaves = sorted({name.split(".")[-1] for name, m in model.named_modules() if not list(m.children())})
         for target in targets:
@@ -95,15 +94,17 @@ def with_adapters(model: nn.Module, settings: LoraSettings) -> nn.Module:
 def _parameters_among(model: nn.Module, settings: LoraSettings) -> tuple[list[str], list[str]]:
     """(what peft is told of targets that are weights of all experts, the other targets)."""
     stacked = sorted({".".join(name.split(".")[-2:]) for name in stacked_names(model)})
-    of = {target: [n for n in stacked if target == EXPERTS or is_called(n, target)] for target in settings.target_modules}
+    of = {
+        target: [n for n in stacked if target == EXPERTS or is_called(n, target)] for target in settings.target_modules
+    }
     if EXPERTS in of and not stacked:
         raise ValueError("lora target_modules: experts, but the model has no weight that holds all experts of a layer.")
     parameters = list(dict.fromkeys(name for names in of.values() for name in names))
     if parameters and (settings.dropout or settings.use_dora):
         what = "dropout" if settings.dropout else "use_dora"
         raise ValueError(
-            f"lora target_modules: {', '.join(parameters)} holds all experts of a layer, and peft has no {what} on such "
-            f"a weight. Leave lora {what} out."
+            f"lora target_modules: {', '.join(parameters)} holds all experts of a layer, and peft has no {what} on "
+            f"such a weight. Leave lora {what} out."
         )
     return parameters, [target for target, names in of.items() if not names]
 
