@@ -262,7 +262,7 @@ CASES: list[Case] = [
          ("no module 'q_prj'", "Did you mean 'q_proj'"), "empty folders"),
     Case("lora-experts", "LoRA on the experts of a mixture",
          "--preset tiny-moe --lora_r 4 --lora_target_modules q_proj,gate_proj,up_proj", 2,
-         ("gate_proj, up_proj for parts of this model's experts", "Adapt the attention"), "empty folders"),
+         ("gate_proj, up_proj for parts of this model's experts", "write experts for all of them"), "empty folders"),
     Case("lora-tied-head", "LoRA on a tied head of an encoder-decoder",
          "--preset tiny-t5 --lora_r 4 --lora_target_modules q,lm_head", 2,
          ("lm_head.weight shares its weights", "Leave out 'lm_head'"), "empty folders"),

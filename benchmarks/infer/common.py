@@ -23,6 +23,7 @@ from outcore.formats import PackedSpec, PackedTensor, packed_format
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import FoundModel, InferSettings, OpenedModel, open_found
 from outcore.model import ModelSettings, load_model
+from outcore.model.facts import checkpoint_name
 
 BLOCK_NUMEL = 1 << 22
 
@@ -38,14 +39,15 @@ class Numbers:
 
 
 class RandomFeed:
-    """Values for every parameter, fast: one random block again and again."""
+    """Values for every parameter but adapters', fast: one random block again and again, packed once."""
 
     def __init__(self, model: Any, quantize: str | None = None) -> None:
         self._format = None if quantize is None else packed_format(quantize)
-        parameters = dict(model.named_parameters())
-        self._shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        named = {checkpoint_name(name): p for name, p in model.named_parameters() if "lora_" not in name}
+        self._shapes = {name: tuple(p.shape) for name, p in named.items()}
         block = torch.randn(BLOCK_NUMEL, generator=torch.Generator().manual_seed(0)).mul_(0.02)
-        self._block = block.to(next(iter(parameters.values())).dtype)
+        self._planes = () if self._format is None else self._format.pack_blocks(block.view(-1, self._format.block))
+        self._block = block.to(next(iter(named.values())).dtype)
 
     @property
     def names(self) -> frozenset[str]:
@@ -54,20 +56,21 @@ class RandomFeed:
     def groups(self) -> Iterator[dict[str, Any]]:
         made: dict[tuple[int, ...], PackedTensor] = {}
         for name, shape in self._shapes.items():
-            numel = torch.Size(shape).numel()
             if len(shape) < 2:
                 yield {name: torch.ones(shape, dtype=self._block.dtype)}
-                continue
-            if shape in made and ".layers." in name:
+            elif self._format is not None and ".layers." in name and shape[-1] % self._format.block == 0:
+                if shape not in made:
+                    spec = PackedSpec(self._format, shape)
+                    planes = [_repeated(plane, spec.num_blocks) for plane in self._planes]
+                    made[shape] = PackedTensor(spec, spec.assemble(planes))
                 yield {name: made[shape]}
-                continue
-            value = self._block.repeat(-(-numel // BLOCK_NUMEL))[:numel].view(shape)
-            if self._format is not None and ".layers." in name and shape[-1] % self._format.block == 0:
-                spec = PackedSpec(self._format, shape)
-                made[shape] = PackedTensor(spec, spec.pack(value))
-                yield {name: made[shape]}
-                continue
-            yield {name: value}
+            else:
+                yield {name: _repeated(self._block, torch.Size(shape).numel()).view(shape)}
+
+
+def _repeated(value: torch.Tensor, length: int) -> torch.Tensor:
+    """[length, ...]: the rows of `value` again and again."""
+    return value.repeat(-(-length // len(value)), *(1 for _ in value.shape[1:]))[:length]
 
 
 def find(model: str, precision: str, quantize: str | None = None) -> FoundModel:

@@ -1,10 +1,10 @@
 """LoRA on a base that does not fit in RAM: step time of the streaming engine, and what the drive did meanwhile.
 
-The base is one random layer, handed out again for every layer, so that filling 60 GB takes a minute and not ten; step
-time does not depend on values. Prints one JSON line: seconds per step and per wait, bytes read from NVMe per step and
-the rate that makes, the raw read rate of the same store in the same run, peaks of RAM, of GPU memory as the driver sees
-it and of tensors there. `--ram_gib` is the parameters' homes; pinned slots and the process itself come on top
-("rss_training_gib").
+The base is one random block again and again, packed once, so that filling 60 GB takes as long as copying them; step
+time does not depend on dense values, and routers choose evenly. Prints one JSON line: seconds per step and per wait,
+bytes read from NVMe per step and the rate that makes, the raw read rate of the same store in the same run, peaks of
+RAM, of GPU memory as the driver sees it and of tensors there. `--ram_gib` is the parameters' homes; pinned slots and
+the process itself come on top ("rss_training_gib").
 
     python benchmarks/race/stream_lora.py --preset qwen3-32b --ram_gib 46 --nvme /drive/folder --steps 4
     python benchmarks/race/stream_lora.py --preset llama-70b --quantize nf4 --seq_length 1024 --rows 1 --micro_batches 1
@@ -18,13 +18,14 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from infer.common import RandomFeed
 from race_common import DeviceWatch, cap_allocator, rss_bytes
 
 from outcore.common.quantities import GIB, MIB
@@ -32,48 +33,13 @@ from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.decision.homes import RunSizes, activation_bytes
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.settings import StreamSettings
-from outcore.formats import QUANTIZE_CHOICES, PackedSpec, PackedTensor, packed_format
+from outcore.formats import QUANTIZE_CHOICES
 from outcore.model import LoadedModel, LoraSettings, ModelSettings, load_model
 from outcore.optim import state_format
 from outcore.storage import aligned_bytes
 
 PROBE_BYTES = 4 * GIB
 PIECE_BYTES = 32 * MIB
-
-
-class RepeatedLayer:
-    """A `WeightFeed` of random values, the same for all parameters of one shape."""
-
-    def __init__(self, loaded: LoadedModel) -> None:
-        assert loaded.feed is not None
-        self.names = loaded.feed.names
-        self._shapes = {name: p.shape for name, p in loaded.model.named_parameters() if "lora_" not in name}
-        self._dtype = next(loaded.model.parameters()).dtype
-        self._format = None if loaded.quantize is None else packed_format(loaded.quantize)
-
-    def groups(self) -> Iterator[dict[str, torch.Tensor | PackedTensor]]:
-        from outcore.model.facts import checkpoint_name
-
-        made: dict[torch.Size, torch.Tensor | PackedTensor] = {}
-        ends: dict[torch.Size, torch.Tensor] = {}
-        for full_name, shape in self._shapes.items():
-            if len(shape) == 1:
-                value = torch.ones(shape, dtype=self._dtype)
-            elif ".layers." in full_name:
-                if shape not in made:
-                    made[shape] = self._packed(torch.empty(shape, dtype=self._dtype).normal_(0, 0.02))
-                value = made[shape]
-            else:
-                if shape not in ends:
-                    ends[shape] = torch.empty(shape, dtype=self._dtype).normal_(0, 0.02)
-                value = ends[shape]
-            yield {checkpoint_name(full_name): value}
-
-    def _packed(self, value: torch.Tensor) -> torch.Tensor | PackedTensor:
-        if self._format is None or value.shape[-1] % self._format.block:
-            return value
-        spec = PackedSpec(self._format, tuple(value.shape))
-        return PackedTensor(spec, spec.pack(value))
 
 
 def raw_read_rate(engine: StreamEngine, n_bytes: int) -> float:
@@ -130,6 +96,7 @@ def main() -> None:
     parser.add_argument("--micro_batches", type=int, default=4)
     parser.add_argument("--seq_length", type=int, default=2048)
     parser.add_argument("--lora_r", type=int, default=16)
+    parser.add_argument("--lora_target_modules", default="auto")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--vram_gib", type=float, help="cap of the allocator")
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
@@ -143,13 +110,13 @@ def main() -> None:
         preset=arguments.preset,
         precision="bf16",
         seq_length=arguments.seq_length,
-        lora=LoraSettings(r=arguments.lora_r),
+        lora=LoraSettings(r=arguments.lora_r, target_modules=arguments.lora_target_modules),
         config_overrides=overrides,
         quantize=arguments.quantize,
     )
     begin_s = time.perf_counter()
     loaded = load_model(model, lazy=True)
-    loaded = replace(loaded, feed=RepeatedLayer(loaded))
+    loaded = replace(loaded, feed=RandomFeed(loaded.model, loaded.quantize))
     settings = StreamSettings(
         nvme_path=arguments.nvme,
         activations=arguments.activations,

@@ -19,7 +19,7 @@ class LoraFields:
     lora_dropout: float = setting(0.0, least=0, below=1)
     """Dropout on the adapters' input."""
     lora_target_modules: str = setting("auto", aliases=("lora_target", "target_modules"))
-    """Comma-separated module names; auto or all-linear: every linear layer but the head."""
+    """Comma-separated module names; auto or all-linear: every linear layer but the head; experts: a mixture's."""
     lora_modules_to_save: str | None = setting(None, aliases=("modules_to_save", "additional_target"))
     """Comma-separated modules that are trained whole beside the adapters, such as embed_tokens,lm_head."""
     use_dora: bool = setting(False, aliases=("peft_use_dora",))

@@ -7,7 +7,7 @@ are *resident*: they come up together, in a slab with a layout of its own. Pure 
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,10 +67,11 @@ def _length_of(weight: str) -> str:
     return f"{weight.removesuffix('.weight')}.lora_magnitude_vector.weight"
 
 
-def _is_of_stack(name: str, names: Container[str]) -> bool:
+def _is_of_stack(name: str, slots: Sequence[Slot]) -> bool:
     """Whether this is an adapter of all experts at once, of which each takes its columns."""
     stem, found, _ = name.partition(".lora_")
-    return bool(found) and f"{stem}.weight" not in names
+    stacked = {slot.name.rpartition(".")[0] for slot in slots if len(slot.shape) == 3}
+    return bool(found) and stem.removesuffix(".base_layer") in stacked
 
 
 class TiledPart:
@@ -83,7 +84,7 @@ class TiledPart:
         itemsize, names = unit.layout.dtype.itemsize, {slot.name for slot in unit.layout.slots}
         small: list[tuple[str, torch.nn.Parameter]] = []
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-            if not is_large(slot, itemsize, tile_bytes) or _is_of_stack(slot.name, names):
+            if not is_large(slot, itemsize, tile_bytes) or _is_of_stack(slot.name, unit.layout.slots):
                 small.append((slot.name, parameter))
             elif _length_of(slot.name) in names:
                 raise StreamUnsupported(

@@ -19,6 +19,7 @@ from outcore.model.facts import checkpoint_name
 from outcore.model.settings import LoraSettings
 from outcore.model.weights import Gather, full_shape, seeded_cpu
 
+ALL_LINEAR = ("auto", "all-linear")
 EXPERTS = "experts"
 """Target that stands for every weight of all experts."""
 
@@ -30,7 +31,12 @@ def apply_lora(model: nn.Module, settings: LoraSettings, seed: int, gather: Gath
     model. ValueError when no module matches `target_modules` or `modules_to_save`. DoRA's lengths are those of the
     weights that the model holds: of one loaded lazily they are set with its weights (`dora_lengths`).
     """
-    peft_model = with_adapters(model, settings)
+    peft_model: Any = with_adapters(model, settings)
+    if gather is not None and peft_model.peft_config["default"].target_parameters:
+        raise ValueError(
+            "lora target_modules: DeepSpeed's ZeRO-3 takes the weights of adapters on experts away before the experts "
+            "run. Use --engine stream, or --zero_stage zero2."
+        )
     _initialise_adapters(peft_model, settings, seed, gather)
     return peft_model
 
@@ -106,7 +112,10 @@ def _parameters_among(model: nn.Module, settings: LoraSettings) -> tuple[list[st
             f"lora target_modules: {', '.join(parameters)} holds all experts of a layer, and peft has no {what} on "
             f"such a weight. Leave lora {what} out."
         )
-    return parameters, [target for target, names in of.items() if not names]
+    others = [target for target, names in of.items() if not names]
+    if linear := [target for target in others if target in ALL_LINEAR]:
+        others = [*(name for name in others if name not in linear), *linear_names(model)]
+    return parameters, others
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:

@@ -15,11 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from outcore.checkpoint.export import export_model
 from outcore.engine.stream.build import build_stream_engine
+from outcore.model import LoraSettings, ModelSettings, load_model
 from outcore.model.adapters import apply_lora
-from outcore.model.facts import model_facts
-from outcore.model.load import load_model
-from outcore.model.names import checkpoint_name
-from outcore.model.settings import LoraSettings, ModelSettings
+from outcore.model.facts import checkpoint_name, model_facts
 from tests.engine.inside import parts_of
 from tests.engine.stream.training import LR, batches_of, plain_training
 from tests.flow.models import TINY_SETTINGS, needs, plain_batch, tiny_loaded
@@ -166,3 +164,15 @@ def test_routers_are_frozen_unless_they_are_named():
 def test_what_peft_does_not_do_on_experts_is_refused(name, lora, words):
     with pytest.raises(ValueError, match=words):
         apply_lora(tiny_loaded(name).model, replace(LORA, **lora), 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", ["off", "auto"])
+def test_on_a_gpu_training_is_that_of_peft(compiled, engines):
+    reference = adapted("qwen3_moe")
+    as_peft_computes(reference.model)
+    expected, _ = plain_training(reference, 3, max_norm=1.0)
+    settings = replace(TINY_SETTINGS, compile=compiled)
+    engines.append(build_stream_engine(adapted("qwen3_moe"), settings, device="cuda", trial=False))
+    losses = [engines[-1].train_step(batches_of(step), LR).loss for step in range(3)]
+    assert losses == pytest.approx(expected, rel=2e-3)
