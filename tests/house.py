@@ -23,9 +23,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("flow", "runs"),
     ("states",),
-    ("engine.base", "engine.stream", "engine.deepspeed", "engine.decide", "infer"),
+    ("engine.base", "engine.stream", "engine.deepspeed", "engine.decide"),
     ("plan", "monitor"),
-    ("train", "performance", "serve"),
+    ("train", "performance", "infer", "serve"),
     ("evaluate", "ui"),
     ("cli",),
 )
@@ -42,6 +42,7 @@ ARROWS = frozenset(
         ("engine.decide", "engine.stream"),
         ("engine.decide", "engine.deepspeed"),
         ("performance", "train"),
+        ("serve", "infer"),
         ("ui", "evaluate"),
     }
 )

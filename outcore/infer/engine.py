@@ -93,6 +93,8 @@ class InferenceEngine:
         self.speculates = speculates and runner.can_step_back
         self.drafts = drafts
         self.counts = EngineCounts()
+        self.on_pass: Callable[[Sequence[Work], float], None] = lambda works, seconds: None
+        """Hears of each pass when it has run: what was in it, its seconds."""
         self._clock = clock
         self._lock = threading.Lock()
         self._notes: deque[Callable[[], None]] = deque()
@@ -195,11 +197,11 @@ class InferenceEngine:
             for name in {work.sequence.request.name for work in works}:
                 self._end_all(name, "error", f"{type(error).__name__}: {error}")
             raise
-        seconds = self._clock() - now_s
-        self.scheduler.cost.add(rows_of(works), seconds)
-        counts = self.counts
-        counts.passes, counts.pass_s = counts.passes + 1, counts.pass_s + seconds
+        seconds, counts = self._clock() - now_s, self.counts
         counts.last_pass_s, counts.last_pass_rows = seconds, rows_of(works)
+        counts.passes, counts.pass_s = counts.passes + 1, counts.pass_s + seconds
+        self.scheduler.cost.add(counts.last_pass_rows, seconds)
+        self.on_pass(works, seconds)
         return True
 
     def generate(self, requests: Iterable[Request], on_piece: OnPiece | None = None) -> Iterator[Answer]:

@@ -32,8 +32,11 @@ from outcore.sizing.states import QUANTIZED
 STREAMS = (1, 8, 64, 256)
 CONTEXTS = (1024, 32768)
 PROMPT_TOKENS = 512
-FORWARD_SHARE = 1 / 3
-"""Share of `host_layer_s`, which is forward, recomputation and backward: what an eager forward takes."""
+COMPILED_SHARE = 0.1
+"""Share of `host_layer_s`, which is an eager layer's forward, recomputation and backward: what launching a compiled
+forward takes (assumed; benchmarks/infer/forecast.py tells)."""
+GRAPH_ROWS = 128
+"""Tokens of a pass that runs as CUDA graphs at most, which cost the host next to nothing."""
 SERIAL_S = 0.002
 """Between passes: choosing tokens and laying out the next pass."""
 RAM_LEFT_BYTES = 2 * GIB
@@ -96,11 +99,12 @@ class InferencePlan:
         shape, placement, is_cpu = self.shape, self.placement, self.hardware.is_cpu
         kv_bytes = kv_tokens * self.kv_token_bytes
         kv_travels = placement.kv_home != "vram"
+        calls = 0 if rows <= GRAPH_ROWS and placement.kv_home != "nvme" else math.ceil(rows / placement.chunk_tokens)
         resident_bytes = placement.bytes_at("vram") + (0 if kv_travels else kv_bytes)
         return Pass(
             flops=2.0 * rows * shape.active_layer_params + 2.0 * answers * shape.head_weight_numel,
             device_bytes=resident_bytes + placement.travelling_bytes + self._expanded_bytes(),
-            launched_layers=shape.num_layers * FORWARD_SHARE,
+            launched_layers=shape.num_layers * calls * COMPILED_SHARE,
             h2d_bytes=placement.travelling_bytes + (kv_bytes if kv_travels else 0),
             read_bytes=placement.bytes_at("nvme") + (kv_bytes if placement.kv_home == "nvme" else 0),
             ram_bytes=placement.bytes_at("ram") + kv_bytes if is_cpu else 0.0,

@@ -23,10 +23,9 @@ class EngineThread:
     def __init__(
         self,
         engine: InferenceEngine,
-        after_pass: Callable[[], None] = lambda: None,
         on_failure: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        self.engine, self._after_pass, self._on_failure = engine, after_pass, on_failure
+        self.engine, self._on_failure = engine, on_failure
         self.failures = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -51,7 +50,6 @@ class EngineThread:
             try:
                 while not self._stopping.is_set() and self.engine.step():
                     self.failures = 0
-                    self._after_pass()
             except Exception as error:
                 self.failures += 1
                 self._on_failure(error)

@@ -32,7 +32,7 @@ class Service:
         self.metrics = ServeMetrics(opened)
         self.records = Records(settings.logs, header_of(opened, self.name), with_text=settings.record_text)
         self.events = DiagnosticLog(settings.logs.parent / "diagnostics")
-        self.thread = EngineThread(opened.engine, self.metrics.passed, self._failed)
+        self.thread = EngineThread(opened.engine, self._failed)
         self.started_s = int(time.time())
         self._numbers = itertools.count(1)
         self._stamp = f"{time.time_ns():x}"

@@ -41,6 +41,24 @@ def test_one_prompt(tiny_folder, capsys):
     assert "tokens/s" in said.err
 
 
+def test_a_measured_machine_tells_forecast_and_run(tiny_folder, tmp_path, capsys, monkeypatch):
+    from outcore.infer.opening import forecast
+    from outcore.plan import load_hardware
+
+    measured = load_hardware("rtx4070-laptop")
+    monkeypatch.setattr(forecast, "load_hardware", lambda: measured)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.txt").write_text("The quick brown fox\n")
+    common = [str(tiny_folder[0]), *SMALL]
+    assert cli.main(["generate", *common, "--prompt", "The", "--max_tokens", "4", "--temperature", "0"]) == 0
+    assert cli.main(["score", *common, "--input", "in.txt"]) == 0
+    assert capsys.readouterr().err.count("times the forecast of") == 2
+    events = [json.loads(line) for line in (tmp_path / "logs/diagnostics/events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["generate ended", "score ended"]
+    assert all(event["measured_over_forecast"] > 0 and event["passes"] for event in events)
+    assert events[0]["answer_tokens"] == 4 and events[0]["placement"]
+
+
 def test_a_job_keeps_order_shapes_and_errors(tiny_folder, tmp_path, capsys):
     folder = str(tiny_folder[0])
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "n": 2, "seed": 3}

@@ -277,13 +277,19 @@ def test_board_and_alerts_name_metrics_that_exist(server):
 
 
 def test_a_measured_machine_has_a_forecast(server, monkeypatch):
+    from outcore.infer.opening import forecast
     from outcore.plan import load_hardware
-    from outcore.serve.watch import metrics
+    from outcore.serve.watch import ServeMetrics
 
-    monkeypatch.setattr(metrics, "load_hardware", lambda: load_hardware("rtx4070-laptop"))
-    made = metrics.ServeMetrics(server.service.opened)
-    (line,) = re.findall(r"^outcore_forecast_pass_seconds (\S+)", made.page().decode(), re.M)
-    assert float(line) > 0 and not made.why_no_forecast
+    monkeypatch.setattr(forecast, "load_hardware", lambda: load_hardware("rtx4070-laptop"))
+    opened = server.service.opened
+    heard = opened.engine.on_pass
+    made = ServeMetrics(opened)
+    made.against_plan.last_forecast_s = 0.25
+    page = made.page().decode()
+    opened.engine.on_pass = heard
+    assert "outcore_forecast_pass_seconds 0.25" in page and not made.against_plan.why_not
+    assert re.search(r'^outcore_kv_pages{group="all",home="ram",state="free"} [1-9]', page, re.M)
 
 
 def test_tokens(server):
@@ -299,6 +305,7 @@ def test_tokens(server):
 
 
 def test_events_tell_failures_and_the_forecast(start, monkeypatch, tmp_path):
+    from outcore.infer.opening import AgainstPlan
     from outcore.serve.watch import metrics
 
     class Plan:
@@ -306,7 +313,7 @@ def test_events_tell_failures_and_the_forecast(start, monkeypatch, tmp_path):
             assert rows > 0
             return type("Time", (), {"seconds": 0.5})
 
-    monkeypatch.setattr(metrics, "forecast_of", lambda opened: (Plan(), ""))
+    monkeypatch.setattr(metrics, "against_plan", lambda opened: AgainstPlan(opened, Plan()))
     server = start(max_sequences=2)
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60)
     client.completions.create(model="tiny", prompt="The", max_tokens=5, extra_body={"ignore_eos": True})

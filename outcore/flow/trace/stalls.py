@@ -70,11 +70,13 @@ class Stalls:
         self.trace: Trace = NO_TRACE
         self._device = device
         self._stalls: list[_Stall] = []
+        self._before: list[_Stall] = []
+        """Those of the pass before, whose end may lie behind the next one's beginning."""
         self._open: _Stall | None = None
 
     def begin(self) -> None:
         """A pass begins: nothing has been waited for."""
-        self._stalls.clear()
+        self._before, self._stalls = self._stalls, []
 
     @contextmanager
     def until(self, what: str, reason: Reason) -> Iterator[None]:
@@ -107,10 +109,11 @@ class Stalls:
         if self._open is not None:
             self._open.host_s[reason] = max(0.0, self._open.host_s.get(reason, 0.0) + seconds)
 
-    def seconds(self) -> dict[str, float]:
-        """stall_<reason> -> seconds since `begin`. The device must have passed the last of them."""
+    def seconds(self, *, before: bool = False) -> dict[str, float]:
+        """stall_<reason> -> seconds since `begin`; `before`: between the two last ones. The device must have passed the
+        last of them."""
         total = dict.fromkeys(get_args(Reason), 0.0)
-        for stall in self._stalls:
+        for stall in self._before if before else self._stalls:
             assert stall.end is not None
             left_s = elapsed_s(stall.begin, stall.end)
             blocked_s = sum(stall.host_s.values())

@@ -16,8 +16,9 @@ from outcore.infer.commands.options import (
     sampling_fields,
     sampling_from,
     settings_of,
+    tell_plan,
 )
-from outcore.infer.opening import OpenedModel, open_engine
+from outcore.infer.opening import OpenedModel, against_plan, open_engine
 from outcore.infer.requests import Answer, Prompts, Request
 
 HELP = """/reset            forget the conversation
@@ -46,7 +47,9 @@ def main(argv: list[str] | None = None) -> int:
         opened = open_engine(args.model, settings_of(args), lambda line: print(line, file=sys.stderr, flush=True))
         try:
             fields = {"max_tokens": 1024} | sampling_fields(args)
-            Conversation(opened, fields, args.system).run()
+            talk = Conversation(opened, fields, args.system)
+            talk.run()
+            tell_plan(talk.told, "chat", lambda line: print(line, file=sys.stderr))
         finally:
             opened.close()
     except (ValueError, RuntimeError, OSError) as error:
@@ -59,7 +62,7 @@ class Conversation:
     """One conversation; `run` reads and answers until the end."""
 
     def __init__(self, opened: OpenedModel, fields: dict[str, Any], system: str | None) -> None:
-        self.opened, self.system = opened, system
+        self.opened, self.system, self.told = opened, system, against_plan(opened)
         self.prompts = Prompts(opened.found.tokenizer)
         self.sampling = sampling_from(opened, fields)
         self.messages: list[dict[str, str]] = []
@@ -134,8 +137,8 @@ class Conversation:
         guesses = f", {times.accepted} of {times.drafted} guesses right" if times.drafted else ""
         return (
             f"first word after {times.first_token_s:.2f} s ({times.cached_tokens} tokens known from before), "
-            f"{written} tokens at {rate:.1f} tokens/s{guesses}"
-        )
+            f"{written} tokens at {rate:.1f} tokens/s{guesses}\n{self.told.words()}"
+        ).rstrip()
 
     def _fitting(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
         """Tokens of the conversation; its oldest turns are left out when it outgrows the context, and that is said."""

@@ -14,9 +14,10 @@ from outcore.infer.commands.options import (
     sampling_fields,
     sampling_from,
     settings_of,
+    tell_plan,
 )
 from outcore.infer.commands.over_gpus import check_gpus, gather, run_over_gpus
-from outcore.infer.opening import InferSettings, open_engine
+from outcore.infer.opening import InferSettings, against_plan, open_engine
 from outcore.infer.requests import Prompts, Request
 
 
@@ -64,6 +65,7 @@ def _one(args: argparse.Namespace) -> int:
     if args.output is not None:
         raise ValueError("--output goes with --input; an answer to --prompt is printed.")
     opened = open_engine(args.model, settings_of(args), _say)
+    told = against_plan(opened)
     try:
         prompts = Prompts(opened.found.tokenizer)
         if args.chat:
@@ -81,6 +83,7 @@ def _one(args: argparse.Namespace) -> int:
                 f"{len(ids)} tokens read, first word after {times.first_token_s:.2f} s, {len(answer.tokens)} tokens "
                 f"written at {max(0, len(answer.tokens) - 1) / writing_s:.1f} tokens/s, ended by {answer.finish}"
             )
+        tell_plan(told, "generate", _say)
     finally:
         opened.close()
     return 0
@@ -121,8 +124,11 @@ def _job(args: argparse.Namespace) -> int:
 
 def _on_one(args: argparse.Namespace, settings: InferSettings, journal: Journal) -> JobCounts:
     opened = open_engine(args.model, settings, _say)
+    told = against_plan(opened)
     try:
         defaults = sampling_from(opened, sampling_fields(args))
-        return run_job(opened, args.input, journal, defaults, args.model, _say)
+        counts = run_job(opened, args.input, journal, defaults, args.model, _say)
+        tell_plan(told, "job", _say)
+        return counts
     finally:
         opened.close()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from outcore.common.diagnostics import DiagnosticLog
 from outcore.formats import QUANTIZE_CHOICES
-from outcore.infer.opening import InferSettings, OpenedModel
+from outcore.infer.opening import AgainstPlan, InferSettings, OpenedModel
 from outcore.infer.requests import Sampling, own_defaults, sampling_of
 from outcore.sizing.inference import PRESETS
 
@@ -109,3 +110,10 @@ def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
 def sampling_from(opened: OpenedModel, given: Mapping[str, Any], base: Sampling | None = None) -> Sampling:
     """The model's own defaults, `base`, then what was said."""
     return sampling_of(given, base or own_defaults(opened.found.loaded.model, Sampling()))
+
+
+def tell_plan(told: AgainstPlan, command: str, say: Callable[[str], None]) -> None:
+    """Compare what the passes took with the plan: in words, and as an event in logs/diagnostics."""
+    if words := told.words():
+        say(words)
+    DiagnosticLog(Path("logs/diagnostics")).note(f"{command} ended", **told.facts())

@@ -7,12 +7,13 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from outcore.infer.commands.options import add_model_flags, settings_of
-from outcore.infer.opening import open_engine
+from outcore.infer.commands.options import add_model_flags, settings_of, tell_plan
+from outcore.infer.opening import against_plan, open_engine
 from outcore.infer.requests import Prompts
 
 GROUP_TOKENS = 1 << 18
@@ -41,6 +42,10 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def _score(args: argparse.Namespace) -> int:
     if args.token_logprobs and args.output is None:
         raise ValueError("--token_logprobs does nothing without --output FILE.")
@@ -49,7 +54,8 @@ def _score(args: argparse.Namespace) -> int:
     texts = list(_texts(args.input))
     if not texts:
         raise ValueError(f"--input {args.input} has no texts.")
-    opened = open_engine(args.model, settings_of(args), lambda line: print(line, file=sys.stderr, flush=True))
+    opened = open_engine(args.model, settings_of(args), _say)
+    told = against_plan(opened)
     total, count = 0.0, 0
     aside = None if args.output is None else args.output.with_name(f".{args.output.name}.part")
     try:
@@ -58,13 +64,17 @@ def _score(args: argparse.Namespace) -> int:
         file = None if aside is None else open(aside, "w", encoding="utf-8")  # noqa: SIM115
         try:
             for group in _groups(ids):
-                for logprobs in opened.engine.score(group):
+                began = time.perf_counter()
+                scores = opened.engine.score(group)
+                told.scored(sum(map(len, group)), time.perf_counter() - began)
+                for logprobs in scores:
                     total, count = total + sum(logprobs), count + len(logprobs)
                     if file is not None:
                         file.write(json.dumps(_line(logprobs, with_tokens=args.token_logprobs)) + "\n")
         finally:
             if file is not None:
                 file.close()
+        tell_plan(told, "score", _say)
     finally:
         opened.close()
     if aside is not None and args.output is not None:

@@ -1,7 +1,6 @@
 """What a server tells of itself: numbers for Prometheus, a record of each answer, the plan beside what passes took."""
 
-from outcore.serve.watch.against_plan import AgainstPlan
 from outcore.serve.watch.metrics import RequestMetrics, ServeMetrics
 from outcore.serve.watch.records import Records, header_of
 
-__all__ = ["AgainstPlan", "Records", "RequestMetrics", "ServeMetrics", "header_of"]
+__all__ = ["Records", "RequestMetrics", "ServeMetrics", "header_of"]

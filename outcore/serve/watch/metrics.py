@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from outcore.infer import Answer, InferenceEngine
-from outcore.infer.opening import OpenedModel
-from outcore.plan import InferencePlan, load_hardware, plan_of
-from outcore.serve.watch.against_plan import AgainstPlan
+from outcore.infer.opening import OpenedModel, against_plan
+from outcore.infer.schedule import Work, rows_of
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-
-
-def forecast_of(opened: OpenedModel) -> tuple[InferencePlan | None, str]:
-    """(the plan's view of this model as it is placed on this machine, why there is none)."""
-    loaded = opened.found.loaded
-    try:
-        hardware = load_hardware()
-        dtype = next(p.dtype for p in loaded.model.parameters())
-        return plan_of(opened.found.words, loaded.config, hardware, opened.placement, dtype.itemsize), ""
-    except (ValueError, RuntimeError, OSError) as error:  # ProfileError is one: nothing was measured here
-        return None, str(error)
 
 
 class RequestMetrics:
@@ -70,28 +58,40 @@ class ServeMetrics(RequestMetrics):
     def __init__(self, opened: OpenedModel) -> None:
         super().__init__()
         self._opened, engine = opened, opened.engine
-        self.forecast, self.why_no_forecast = forecast_of(opened)
-        self.against_plan = AgainstPlan(opened, self.forecast)
+        self.against_plan = against_plan(opened)
         self.pass_time = self._histogram("pass_seconds", "One pass over all layers")
         sizes = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096, 16384)
         self.pass_rows = self._histogram("pass_tokens", "Tokens of a pass", sizes)
+        self.stalls = self._counter(
+            "stall_seconds", "Time in which the device waited for weights, by what they waited for", ("reason",)
+        )
         self.drafted = self._counter("draft_tokens", "Tokens that were guessed")
         self.accepted = self._counter("accepted_draft_tokens", "Guessed tokens that were right")
         self._gauges(engine)
+        engine.on_pass = self.passed
 
     def _gauges(self, engine: InferenceEngine) -> None:
         gauge, placement, cache = self.gauge, self._opened.placement, engine.scheduler.cache
         gauge("running_answers", "Answers being written", lambda: engine.num_running)
         gauge("waiting_answers", "Answers that wait for room", lambda: engine.num_waiting)
         gauge("preempted_answers", "Answers that lost their pages and began again", self._preempted)
-        pages = Gauge("outcore_kv_pages", "Pages of keys and values", ("group", "state"), registry=self.registry)
+        pages = Gauge(
+            "outcore_kv_pages", "Pages of keys and values", ("group", "home", "state"), registry=self.registry
+        )
         for group, ledger in enumerate(cache.ledgers):
             window = cache.windows[group]
             name = "all" if window is None else f"window {window}"
-            pages.labels(name, "free").set_function(lambda ledger=ledger: ledger.num_free)
-            pages.labels(name, "used").set_function(lambda ledger=ledger: ledger.num_pages - ledger.num_free)
+            pages.labels(name, placement.kv_home, "free").set_function(lambda ledger=ledger: ledger.num_free)
+            pages.labels(name, placement.kv_home, "used").set_function(
+                lambda ledger=ledger: ledger.num_pages - ledger.num_free
+            )
         gauge("kv_bytes", "Bytes of keys and values", lambda: cache.size_bytes)
         gauge("prefix_pages", "Pages kept for prompts that begin alike", lambda: len(cache.index or ()))
+        gauge("kept_prefix_pages", "Such pages on the drive", lambda: 0 if cache.kept is None else len(cache.kept))
+        drive = self._opened.weights.lanes.get("drive")
+        if drive is not None:
+            gauge("drive_queue_depth", "Reads of weights under way", lambda: drive.clock.io_under_way)
+            gauge("drive_bytes", "Bytes of weights read from the drives so far", lambda: drive.stats().n_bytes)
         weights = Gauge(
             "outcore_weight_bytes", "Bytes of weights, by where they live", ("home",), registry=self.registry
         )
@@ -101,12 +101,14 @@ class ServeMetrics(RequestMetrics):
             "travelling_bytes", "Bytes of weights that cross the link in each pass", lambda: placement.travelling_bytes
         )
         gauge("link_bytes_per_second", "Bytes that crossed the link in the last pass, per second", self._link_rate)
+        told = self.against_plan
+        if told.plan is not None:
+            gauge("forecast_pass_seconds", "What the plan says of the last pass", lambda: told.last_forecast_s)
+            gauge("measured_over_forecast", "Seconds of all passes over what the plan says of them", self._ratio)
 
-        if self.forecast is not None:
-            gauge("forecast_pass_seconds", "What the plan says of the last pass", self._forecast_s)
-
-    def _forecast_s(self) -> float:
-        return AgainstPlan(self._opened, self.forecast).forecast_s()
+    def _ratio(self) -> float:
+        told = self.against_plan
+        return told.measured_s / told.forecast_s if told.forecast_s else float("nan")
 
     def _preempted(self) -> float:
         return self._opened.engine.scheduler.num_preempted
@@ -115,12 +117,13 @@ class ServeMetrics(RequestMetrics):
         seconds = self._opened.engine.counts.last_pass_s
         return self._opened.placement.travelling_bytes / seconds if seconds else 0.0
 
-    def passed(self) -> None:
+    def passed(self, works: Sequence[Work], seconds: float) -> None:
         """Note the pass that has just run."""
-        counts = self._opened.engine.counts
-        self.pass_time.observe(counts.last_pass_s)
-        self.against_plan.passed()
-        self.pass_rows.observe(counts.last_pass_rows)
+        self.pass_time.observe(seconds)
+        self.against_plan.passed(works, seconds)
+        self.pass_rows.observe(rows_of(works))
+        for name, waited_s in self._opened.weights.arrival.stalls.seconds(before=True).items():
+            self.stalls.labels(name.removeprefix("stall_")).inc(waited_s)
 
     def answered(self, answer: Answer, prompt_tokens: int) -> None:
         """Note an answer that has ended."""

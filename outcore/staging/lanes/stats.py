@@ -59,6 +59,11 @@ class LaneClock:
         if self.on_copy is not None:
             self.on_copy(label, n_bytes, copy)
 
+    @property
+    def io_under_way(self) -> int:
+        """Reads and writes (or copies between RAM and a slot) that have begun and not ended."""
+        return self._io_count
+
     def io_begins(self) -> None:
         with self._lock:
             self._io_count += 1

@@ -1,0 +1,101 @@
+"""What the plan said of passes, beside what they took: summed up while a model runs, told and kept when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from outcore.common.quantities import format_gib, format_s
+from outcore.infer.opening.build import OpenedModel
+from outcore.infer.schedule import Work, rows_of
+from outcore.plan import InferencePlan, load_hardware, plan_of
+
+
+class AgainstPlan:
+    """Hears of every pass of the engine from its making on. `plan` None: this machine was not measured, or `why_not`.
+
+    Seconds in which graphs were captured count for neither side: each size is captured once.
+    """
+
+    def __init__(self, opened: OpenedModel, plan: InferencePlan | None, why_not: str = "") -> None:
+        self._opened, self.plan, self.why_not = opened, plan, why_not
+        self.passes, self.measured_s, self.forecast_s, self.last_forecast_s = 0, 0.0, 0.0, 0.0
+        self._small = getattr(opened.engine.runner, "small", None)
+        self._captured_s = self._capture_s()
+        self._tokens_before = opened.engine.counts.answer_tokens
+        opened.engine.on_pass = self.passed
+        if opened.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(opened.device)
+
+    def passed(self, works: Sequence[Work], seconds: float) -> None:
+        """Count the pass that has just run."""
+        captured_s = self._capture_s()
+        self.passes += 1
+        self.measured_s += max(0.0, seconds - (captured_s - self._captured_s))
+        self._captured_s = captured_s
+        if self.plan is not None:
+            kv_tokens = sum(work.start + work.count for work in works)
+            answers = sum(work.num_drafts + 1 for work in works if work.is_last)
+            self.last_forecast_s = self.plan.pass_time(rows_of(works), kv_tokens, answers).seconds
+            self.forecast_s += self.last_forecast_s
+
+    def scored(self, tokens: int, seconds: float) -> None:
+        """Count texts of so many tokens that were scored together."""
+        most = getattr(getattr(self._opened.engine.runner, "limits", None), "score_tokens", tokens)
+        passes = -(-tokens // max(1, most))
+        self.passes, self.measured_s = self.passes + passes, self.measured_s + seconds
+        if self.plan is not None and passes:
+            each = tokens / passes
+            self.forecast_s += passes * self.plan.pass_time(each, 0, round(each)).seconds
+
+    def facts(self) -> dict[str, Any]:
+        """Seconds and tokens a second of all passes, measured and forecast; bytes of VRAM, placed and taken."""
+        opened, tokens = self._opened, self._opened.engine.counts.answer_tokens - self._tokens_before
+        found: dict[str, Any] = {
+            "model": opened.found.words,
+            "placement": opened.placement.lines(),
+            "passes": self.passes,
+            "answer_tokens": tokens,
+            "measured_s": self.measured_s,
+            "measured_tokens_per_s": tokens / self.measured_s if self.measured_s else None,
+        }
+        if self.plan is None:
+            found["why_no_forecast"] = self.why_not
+        if self.forecast_s:
+            found["forecast_s"] = self.forecast_s
+            found["forecast_tokens_per_s"] = tokens / self.forecast_s
+            found["measured_over_forecast"] = self.measured_s / self.forecast_s
+        if opened.device.type == "cuda":
+            found["vram_placed_bytes"] = sum(opened.placement.vram_bytes.values())
+            found["vram_peak_bytes"] = torch.cuda.max_memory_allocated(opened.device)
+        return found
+
+    def words(self) -> str:
+        """Forecast and run in a line; '' where there is nothing to compare."""
+        facts = self.facts()
+        if not self.forecast_s:
+            return ""
+        said = (
+            f"{self.passes:,} passes took {format_s(self.measured_s)}, {facts['measured_over_forecast']:.2f} times the "
+            f"forecast of {format_s(self.forecast_s)}"
+        )
+        if "vram_peak_bytes" in facts:
+            placed, taken = facts["vram_placed_bytes"], facts["vram_peak_bytes"]
+            said += f"; VRAM: {format_gib(placed)} placed, {format_gib(taken)} taken"
+        return said
+
+    def _capture_s(self) -> float:
+        return 0.0 if self._small is None else self._small.capture_s
+
+
+def against_plan(opened: OpenedModel) -> AgainstPlan:
+    """The plan's view of this model as it is placed on this machine, if that was measured."""
+    loaded = opened.found.loaded
+    try:
+        dtype = next(p.dtype for p in loaded.model.parameters())
+        plan = plan_of(opened.found.words, loaded.config, load_hardware(), opened.placement, dtype.itemsize)
+    except (ValueError, RuntimeError, OSError) as error:  # ProfileError is one: nothing was measured here
+        return AgainstPlan(opened, None, str(error))
+    return AgainstPlan(opened, plan)
