@@ -13,7 +13,9 @@ from outcore.engine.stream import build as build_module
 from outcore.engine.stream.build import build_stream_engine
 from tests.flow.models import TINY_SETTINGS, plain_batch, tiny_loaded
 
-TINY = replace(TINY_SETTINGS, slot_bytes=8192, chunk_numel=512, weight_read_ahead_bytes=64 * 1024)
+TINY = replace(TINY_SETTINGS, slot_bytes=8192, chunk_numel=4096, weight_read_ahead_bytes=64 * 1024)
+EVERYTHING = {"max_grad_norm": 0.0, "state_ram_bytes": 0, "weight_ram_bytes": 0, "activations": "nvme"}
+"""On a drive."""
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 
 
@@ -33,8 +35,7 @@ STEPS = [
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_that_fails_leaves_nothing_open(tmp_path, monkeypatch, step):
     tiling = "on" if step == "open_tiles" else "off"
-    settings = replace(TINY, max_grad_norm=0.0, tiling=tiling, tile_bytes=2500, nvme_path=str(tmp_path))
-    settings = replace(settings, state_ram_bytes=0, weight_ram_bytes=0, activations="nvme")
+    settings = replace(TINY, **EVERYTHING, tiling=tiling, tile_bytes=2500, nvme_path=str(tmp_path))
     staging, optimizers = _watched(monkeypatch)
     name, _, from_drive = step.partition(" ")
     original = getattr(build_module, name)
@@ -56,10 +57,21 @@ def test_a_step_that_fails_leaves_nothing_open(tmp_path, monkeypatch, step):
     assert not list(tmp_path.iterdir())
     assert [pool.capacity_bytes for pool in staging] == [0] * (step != "PinnedPool")
     assert [pool._closed for pool in optimizers] == [True] * (STEPS.index(step) > STEPS.index("OptimizerPool"))
+
+
+def test_after_a_step_that_failed_the_same_drive_and_settings_train(tmp_path, monkeypatch):
+    settings = replace(TINY, **EVERYTHING, nvme_path=str(tmp_path))
+    with monkeypatch.context() as patch, pytest.raises(Broken):
+        patch.setattr(build_module, "StreamEngine", _broken)
+        build(settings)
     engine = build(settings)
     assert engine.train_step([plain_batch()], 1e-3).loss > 0
     engine.close()
     assert not list(tmp_path.iterdir())
+
+
+def _broken(*_args, **_kwargs):
+    raise Broken
 
 
 def test_settings_that_cannot_be_release_the_staging_memory(monkeypatch):
