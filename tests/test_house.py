@@ -108,3 +108,14 @@ def test_contributing_and_architecture_name_files_that_are_there():
     tops = (house.ROOT, house.PACKAGE, house.PACKAGE / "engine/stream", house.PACKAGE / "flow/layers")
     assert len(named) > 40
     assert not [name for name in named if not any((top / name).exists() for top in tops)]
+
+
+def test_contributing_and_architecture_name_functions_that_are_there():
+    text = "".join(
+        (house.ROOT / page).read_text(encoding="utf-8") for page in ("CONTRIBUTING.md", "docs/architecture.md")
+    )
+    named = re.findall(r"`([a-z_/0-9]+\.py):(\w+)`", text)
+    assert {"_issue", "_settle", "_clip_factor", "packed_format"} <= {name for _, name in named}
+    for file, name in named:
+        source = (house.PACKAGE / file).read_text(encoding="utf-8")
+        assert re.search(rf"^\s*(def|class) {name}\b|^{name}\b.*=", source, re.MULTILINE), (file, name)

@@ -35,11 +35,6 @@ def format_gb(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B"
 
 
-def format_rate(bytes_per_s: float) -> str:
-    """Bandwidth in decimal units: 4.6e9 -> '4.60 GB/s'."""
-    return f"{format_gb(bytes_per_s)}/s"
-
-
 def format_s(seconds: float) -> str:
     """Durations: '812 ms', '4.2 s', '3 min 20 s', '2 h 05 min', '3 d 04 h'."""
     if not math.isfinite(seconds):

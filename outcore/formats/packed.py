@@ -80,11 +80,6 @@ class PackedFormat(ABC):
         """Planes [n, per_block] of fp32 values [n, block]. NotImplementedError where the format is only read."""
         raise NotImplementedError(f"weights can be read in {self.name}, but not packed into it")
 
-    @property
-    def can_pack(self) -> bool:
-        """Whether `pack_blocks` exists."""
-        return type(self).pack_blocks is not PackedFormat.pack_blocks
-
     def __repr__(self) -> str:
         return self.name
 

@@ -50,11 +50,6 @@ class Gpu:
     uuid: str | None = None
 
     @property
-    def is_geforce(self) -> bool:
-        """GeForce cards have no GPUDirect RDMA, hence no GPUDirect Storage."""
-        return "geforce" in self.name.lower()
-
-    @property
     def pcie_max_gb_per_s(self) -> float | None:
         """Line rate of the link in one direction at its best; about 85-90 % of it is reached by copies."""
         return pcie_gb_per_s(self.pcie_gen_max, self.pcie_width_max)

@@ -40,7 +40,6 @@ from outcore.model.weights import (
     check_weight_files,
     gathered,
     initialise_weights,
-    is_partitioned,
     meta_skeleton,
     partition_while_loading,
     shard_files,
@@ -379,8 +378,3 @@ def _attention_error(error: ValueError | ImportError, source: ModelSource, setti
     if source.path is None or Path(source.path).is_file():
         return error
     return hub_error(source.path, error, settings.trust_remote_code)
-
-
-def partitioned(model: nn.Module) -> bool:
-    """True when ZeRO-3 holds any of the model's parameters."""
-    return any(is_partitioned(p) for p in model.parameters())

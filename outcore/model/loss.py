@@ -282,11 +282,6 @@ def _with_some_target(batch: Batch) -> Batch:
     }
 
 
-def compute_loss(model: nn.Module, batch: Batch, **settings: Any) -> LossSum:
-    """One-off `TokenLoss(model, **settings)(model, batch)`; make a TokenLoss once where it is called often."""
-    return TokenLoss(model, **settings)(model, batch)
-
-
 class LossModule(nn.Module):
     """Model and loss as one module, for engines that wrap a module's forward (DeepSpeed): hooks see every call."""
 

@@ -13,7 +13,6 @@ from outcore.monitor.metrics import (
     MetricsLog,
     MetricsLogError,
     MetricsServer,
-    NullLogger,
     check_report_to,
     make_loggers,
     plot_loss,

@@ -46,11 +46,6 @@ class CompletionCall:
         if self.is_stream and self.echo:
             raise bad("echo does not go with stream: true.", "echo")
 
-    @property
-    def num_places(self) -> int:
-        """Requests that it counts for."""
-        return len(self.requests)
-
 
 def texts_of(given: Any, field: str, service: Service) -> list[tuple[int, ...]]:
     """A text, token ids, or a list of these, as lists of ids. ApiError naming `field`."""

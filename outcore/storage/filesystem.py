@@ -19,7 +19,6 @@ FALLBACK_BLOCK_BYTES = 4096
 # Filesystems that live in RAM: they accept O_DIRECT since Linux 6.6 but there is no drive to be direct with.
 RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
-_AT_FDCWD = -100
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000  # linux/stat.h
 _STATX_BYTES = 256

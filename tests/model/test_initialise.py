@@ -11,7 +11,7 @@ from torch import nn
 from outcore.model.facts import model_class_of
 from outcore.model.trial.shrink import shrink_config
 from outcore.model.weights import initialise
-from outcore.model.weights.initialise import iter_initial_weights, meta_skeleton
+from outcore.model.weights.initialise import InitPlan, meta_skeleton
 from outcore.model.weights.random_stream import RandomStream, SharedStreamNeeded
 
 transformers = pytest.importorskip("transformers")
@@ -41,7 +41,7 @@ def made(
     with monkeypatch.context() as patch:
         patch.setattr(initialise.torch, "get_num_threads", lambda: threads)
         patch.setattr(initialise.InitRegion, "_generate", watched)
-        values = {name: v for region in iter_initial_weights(skeleton, seed=11) for name, v in region.items()}
+        values = {name: v for region in InitPlan(skeleton).values(11) for name, v in region.items()}
     return values, seen
 
 

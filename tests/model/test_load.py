@@ -22,7 +22,7 @@ from outcore.model.facts import (
 )
 from outcore.model.load import enable_activation_checkpointing
 from outcore.model.trial.shrink import shrink_config
-from outcore.model.weights.initialise import init_regions, initialise_weights, iter_initial_weights, meta_skeleton
+from outcore.model.weights.initialise import InitPlan, init_regions, initialise_weights, meta_skeleton
 from outcore.model.weights.zero3 import partition_while_loading
 from tests.model.cases import batch_of, tiny_settings
 
@@ -85,7 +85,7 @@ def test_streamed_initial_weights_equal_those_of_the_model():
     assert all(p.is_meta for p in skeleton.parameters())
     streamed: dict[str, torch.Tensor] = {}
     largest = 0
-    for region in iter_initial_weights(skeleton, seed=42):
+    for region in InitPlan(skeleton).values(42):
         streamed.update(region)
         largest = max(largest, sum(value.numel() for value in region.values()))
     assert all(p.is_meta for p in skeleton.parameters()), "the skeleton must be left as it was"

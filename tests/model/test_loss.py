@@ -9,7 +9,7 @@ from torch import nn
 from outcore.model import load_model
 from outcore.model.forward import CausalParts, unwrap
 from outcore.model.forward.head import find_decoder
-from outcore.model.loss import LossModule, TokenLoss, compute_loss
+from outcore.model.loss import LossModule, TokenLoss
 from outcore.sizing.activations import auto_num_chunks
 from tests.model.cases import batch_of, tiny_settings
 
@@ -100,7 +100,7 @@ def test_a_users_mean_is_weighted_by_tokens_and_survives_an_empty_micro_batch():
 def test_a_users_loss_that_breaks_the_contract(returned, words):
     loaded = load_model(tiny_settings())
     with pytest.raises(RuntimeError, match=words):
-        compute_loss(loaded.model, batch_of(), loss_fn=lambda model, batch: returned)
+        TokenLoss(loaded.model, loss_fn=lambda model, batch: returned)(loaded.model, batch_of())
 
 
 def test_a_model_without_logits_is_refused():
@@ -109,7 +109,7 @@ def test_a_model_without_logits_is_refused():
             return {"x": input_ids}
 
     with pytest.raises(RuntimeError, match="without logits"):
-        compute_loss(NoLogits(2, 2), batch_of())
+        TokenLoss(NoLogits(2, 2))(NoLogits(2, 2), batch_of())
 
 
 def test_the_number_of_chunks_follows_the_vocabulary():

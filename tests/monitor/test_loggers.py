@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outcore.monitor import LoggerGroup, MetricsServer, NullLogger, check_report_to, make_loggers
+from outcore.monitor import Logger, LoggerGroup, MetricsServer, check_report_to, make_loggers
 from outcore.monitor.metrics.loggers import scalars
 
 RECORD = {"step": 1, "loss": 2.5, "phase_s": {"forward": 0.3}, "throttle": ["power cap"], "skipped": False, "x": None}
@@ -117,13 +117,13 @@ def test_trackio_without_a_header_starts_at_the_first_step(monkeypatch: pytest.M
 
 
 def test_a_logger_that_fails_is_off_and_said_once() -> None:
-    class Failing(NullLogger):
+    class Failing(Logger):
         def log_step(self, record: dict) -> None:
             raise ConnectionError("no network")
 
     seen: list[dict] = []
 
-    class Keeping(NullLogger):
+    class Keeping(Logger):
         def log_step(self, record: dict) -> None:
             seen.append(record)
 

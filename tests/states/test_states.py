@@ -22,8 +22,9 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.no_cover]
 @pytest.mark.parametrize(
     ("states", "settings"),
     [
-        *((states, TINY) for states in ("fp32", "split", "fp32_m8", "split8", "fp24_m8")),
+        *((states, TINY) for states in ("fp32", "split8", "fp24_m8")),
         ("split8", IMMEDIATE),
+        *(pytest.param(states, TINY, marks=pytest.mark.slow) for states in ("split", "fp32_m8")),
         *(pytest.param(s, IMMEDIATE, marks=pytest.mark.slow) for s in ("fp32", "split", "fp32_m8", "fp24_m8")),
     ],
 )
@@ -45,7 +46,7 @@ def test_residency_changes_no_bit(build, states, settings):
         assert max(len(parts_of(engine).homes.flowing(unit)) for unit in parts_of(engine).units.all) > ring.num_slots
 
 
-@pytest.mark.parametrize("states", ["fp32", "split"])
+@pytest.mark.parametrize("states", ["fp32", pytest.param("split", marks=pytest.mark.slow)])
 def test_several_threads_of_the_extension_compress(build, states):
     extension()
     settings = replace(TINY, states=states, optimizer_backend="extension", optimizer_threads=3)
@@ -103,7 +104,7 @@ def test_checkpoints_resume_in_another_residency(build, tmp_path, before, after,
     assert_same(([], everything(other)), ([], everything(engine)))
 
 
-@pytest.mark.parametrize("states", ["fp32", "split8"])
+@pytest.mark.parametrize("states", ["split8", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_a_load_writes_nothing_twice(build, tmp_path, faulty, states):
     """Parameters are of several chunks here; both moments of a chunk lie together on the drive. What two parameters
     share of a chunk may come twice."""

@@ -119,7 +119,7 @@ def test_a_skipped_step_leaves_states_on_nvme_alone(build):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("states", ["fp32", "fp32_m8"])
+@pytest.mark.parametrize("states", ["fp32_m8", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_fp16_overflows_leave_states_on_nvme_as_those_in_ram(build, states):
     """Real ones: the scale is far too high at first, falls, rises again and overflows again."""
     settings = replace(TINY, states=states, initial_loss_scale=2.0**24, loss_scale_hysteresis=1, loss_scale_window=2)

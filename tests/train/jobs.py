@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outcore.train.loop import Trainer
 from outcore.train.run import main
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the {} {} bears\n"
@@ -19,9 +20,14 @@ FAST += ["--sample_steps", "0", "--sample_tokens", "4", "--report_to", "none", "
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
+PLOT = Trainer.plot
+
+
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the runs of `straight_by` draw loss.png: it takes longer than their steps."""
     monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(Trainer, "plot", lambda trainer: None)
 
 
 def fresh_env(**more: str) -> dict[str, str]:
@@ -86,7 +92,9 @@ def straight_by(shared: Path, corpus: Path) -> Callable[[str], Path]:
         if not root.exists():
             os.chdir(REPOSITORY)
             argv = flags(root, corpus, "--run_name", "r", "--max_steps", "6", "--save_steps", "2", *ENGINES[engine])
-            assert main([*argv, "--precision", "bf16", "--save_total_limit", "9", "--eval_steps", "3"]) == 0
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Trainer, "plot", PLOT)
+                assert main([*argv, "--precision", "bf16", "--save_total_limit", "9", "--eval_steps", "3"]) == 0
         return root
 
     return run

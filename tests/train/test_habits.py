@@ -258,7 +258,7 @@ def _rows(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("several", [False, True], ids=["one source", "two"])
+@pytest.mark.parametrize("several", [pytest.param(False, marks=pytest.mark.slow), True], ids=["one source", "two"])
 def test_rows_of_one_length_together_are_transformers_own(
     tmp_path: Path, corpus: Path, straight: Path, seen: list, monkeypatch: pytest.MonkeyPatch, several: bool
 ) -> None:

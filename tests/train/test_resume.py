@@ -277,7 +277,8 @@ def test_auto_goes_on_from_where_a_run_went_back_to(
     assert [line["step"] for line in metrics(tmp_path) if "event" not in line] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("engine", DEEPSPEED_SLOWLY)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
 def test_kill_at_random_moments_then_resume(
     tmp_path: Path, corpus: Path, straight_by: Callable[[str], Path], engine: str
 ) -> None:

@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,14 +36,6 @@ MAX_SLOTS = 48
 ROW_KEYS, SPAN_KEYS = 1 << 18, 1 << 15
 """Keys that all rows may see together: of rows by themselves, and where a sequence has several, each of which reads its
 own copy of the same pages."""
-
-
-class Arrival(Protocol):
-    """What is asked of weights, beside that they arrive."""
-
-    def stays(self, part: Part) -> bool:
-        """Whether the part's slab has one address for good."""
-        ...
 
 
 @dataclass

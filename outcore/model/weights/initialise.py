@@ -252,14 +252,6 @@ def _are_apart(regions: list[InitRegion]) -> bool:
     return True
 
 
-def iter_initial_weights(skeleton: nn.Module, seed: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Initial weights of a skeleton, a region (one layer, the embedding, the head, ...) at a time, fp32 on the CPU.
-
-    Every parameter comes once, a shared one under its first name. For engines that put weights away as they come.
-    """
-    return InitPlan(skeleton).values(seed)
-
-
 @torch.no_grad()
 def initialise_weights(model: nn.Module, skeleton: nn.Module, seed: int, gather: Gather | None = None) -> list[str]:
     """Fill `model` with the initial weights of `skeleton` (same architecture), rounding to the model's dtype.

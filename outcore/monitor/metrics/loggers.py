@@ -1,6 +1,6 @@
 """Loggers: where a run reports beside metrics.jsonl - TensorBoard, and trackio or wandb where they are installed.
 
-Every logger has log_header, log_step, log_eval and close; NullLogger does nothing, so callers never test for None. A
+Every logger has log_header, log_step, log_eval and close; LoggerGroup may be empty, so callers never test for None. A
 logger that fails (full disk, no network) is switched off with one sentence and the run goes on: metrics.jsonl is the
 record. Nothing is sent anywhere unless the user names the service in report_to.
 """
@@ -32,18 +32,6 @@ MLFLOW_VALUE_CHARS = 500
 
 class Logger(Protocol):
     """What the loop calls; records are metrics.jsonl lines."""
-
-    def log_header(self, header: dict[str, Any]) -> None: ...
-
-    def log_step(self, record: dict[str, Any]) -> None: ...
-
-    def log_eval(self, record: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class NullLogger:
-    """Reports nowhere."""
 
     def log_header(self, header: dict[str, Any]) -> None: ...
 

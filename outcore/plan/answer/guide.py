@@ -48,10 +48,6 @@ def guide_text() -> str:
         "",
         *_table([_answer(name, RunRequest(), hardware, 16) for name in MODELS]),
         "",
-        "With DeepSpeed's engine and outcore's staged offload (`--engine deepspeed`), full training:",
-        "",
-        *_table([_answer(name, RunRequest(engine="deepspeed"), hardware, 0) for name in MODELS]),
-        "",
         "Largest model of a Llama-like family that fits, checkpoints on another drive. Beyond 70 B this rests on "
         "layers computed in tiles and is arithmetic, not experience: nothing of that size was run.",
         "",

@@ -27,7 +27,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize(
     ("model", "max_norm"),
-    [("llama", 0.5), ("llama", 0.0), ("gpt2", 0.5), ("gemma3_text", 0.5), ("mixtral", 0.5), ("mixtral", 0.0)],
+    [
+        *(("llama", 0.5), ("llama", 0.0), ("gpt2", 0.5), ("mixtral", 0.5)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gemma3_text", 0.5), ("mixtral", 0.0))),
+    ],
 )
 def test_twenty_steps_equal_plain_adamw(build, model, max_norm):
     reference = tiny_loaded(model)

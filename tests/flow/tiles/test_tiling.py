@@ -90,7 +90,8 @@ def weights_of(engine) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("model", "count"),
     [
-        *((model, 3) for model in FAMILIES),
+        *((model, 3) for model in FAMILIES if model != "qwen3"),
+        pytest.param("qwen3", 3, marks=pytest.mark.slow),
         ("llama", 1),
         ("llama", 2),
         *(pytest.param(model, count, marks=pytest.mark.slow) for model in FAMILIES[1:] for count in (1, 2)),
@@ -111,7 +112,14 @@ def test_gradients_in_tiles_equal_those_of_whole_units(build, model, count):
     assert again[:2] == tiled[:2] and all(torch.equal(again[2][n], tiled[2][n]) for n in tiled[2])
 
 
-@pytest.mark.parametrize("model", ["ernie4_5_moe", "afmoe", pytest.param("laguna", marks=needs("laguna")), "jetmoe"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("ernie4_5_moe", "jetmoe"),
+        pytest.param("afmoe", marks=pytest.mark.slow),
+        pytest.param("laguna", marks=[needs("laguna"), pytest.mark.slow]),
+    ],
+)
 def test_frozen_weights_of_a_model_and_experts_without_a_token_in_tiles(build, model):
     few = [plain_batch(1, 5), plain_batch(1, 4, seed=1)]
     whole = gradients_of(build(model, TINY), few)
@@ -145,7 +153,7 @@ def test_bf16_gradients_in_tiles_are_as_close_to_fp32_as_whole_ones(build, model
 )
 def test_training_in_tiles_ends_in_the_same_states(build, model, changes):
     engines = [build(model, replace(settings, **changes)) for settings in (TINY, TILED)]
-    runs = [[e.train_step(batches_of(s % 2, 1 + s % 3), LR) for s in range(4)] for e in engines]
+    runs = [[e.train_step(batches_of(s % 2, 1 + s % 3), LR) for s in range(3)] for e in engines]
     assert [r.loss for r in runs[1]] == pytest.approx([r.loss for r in runs[0]], rel=1e-4)
     assert [r.grad_norm for r in runs[1]] == pytest.approx([r.grad_norm for r in runs[0]], rel=1e-3)
     start = dict(tiny_loaded(model).model.named_parameters())
@@ -178,14 +186,14 @@ def test_results_in_tiles_do_not_depend_on_lanes_or_residency(build):
 def test_tiles_come_from_the_drive_with_the_same_bits(build, tmp_path, model, max_grad_norm):
     """Layers' parameters and their states on NVMe, some or all; embedding and head stay in RAM."""
     settings = replace(TINY, tiling="on", tile_bytes=5000, weight_read_ahead_bytes=1)  # the last tile is smaller
-    settings = replace(settings, max_grad_norm=max_grad_norm, chunk_numel=2048, states="split")
+    settings = replace(settings, max_grad_norm=max_grad_norm, chunk_numel=8192, states="split")
     expected = None
     for number, ram_bytes in enumerate((None, 150_000, 0)):
         spilled = {} if ram_bytes is None else {"nvme_path": str(tmp_path / str(number)), "weight_ram_bytes": ram_bytes}
         if ram_bytes == 0:
             spilled["state_ram_bytes"] = 0
         engine = build(model, replace(settings, **spilled), dtype=torch.bfloat16, dropout=0.1, num_hidden_layers=3)
-        losses = [engine.train_step(batches_of(s, 1 + s), LR).loss for s in range(3)]
+        losses = [engine.train_step(batches_of(s, 1 + s), LR).loss for s in range(2)]
         parts = parts_of(engine)
         parts.updates.drain()
         found = {name: parts.homes.weights.read(name).clone() for name in parts.homes.weights.names()}
@@ -193,7 +201,8 @@ def test_tiles_come_from_the_drive_with_the_same_bits(build, tmp_path, model, ma
         ends = sum(unit.layout.size_bytes for unit in parts.units.all) - layers
         if ram_bytes is not None:
             assert [lane.owner for lane in parts.drive_lanes] == ["tiles from NVMe"]
-            assert parts.homes.weights.nvme_bytes == pytest.approx(min(layers, layers + ends - ram_bytes), abs=4096)
+            spilled_bytes = min(layers, layers + ends - ram_bytes)  # in whole chunks
+            assert parts.homes.weights.nvme_bytes == pytest.approx(spilled_bytes, abs=2 * settings.chunk_numel)
         expected = expected or (losses, found)
         assert losses == expected[0], ram_bytes
         assert all(torch.equal(found[n], expected[1][n]) for n in found), ram_bytes
@@ -201,7 +210,7 @@ def test_tiles_come_from_the_drive_with_the_same_bits(build, tmp_path, model, ma
 
 def test_whole_and_tiled_layers_share_a_drive(build, tmp_path):
     """Reads of whole units are queued far ahead, and must not stand before the tiles that these wait for."""
-    settings = replace(TINY, tile_bytes=2500, max_grad_norm=0.5, chunk_numel=512, num_layer_buffers=1)
+    settings = replace(TINY, tile_bytes=2500, max_grad_norm=0.5, chunk_numel=4096, num_layer_buffers=1)
     settings = replace(settings, slot_bytes=4096, weight_read_ahead_bytes=16384)
     results = []
     for spilled in ({}, {"nvme_path": str(tmp_path), "weight_ram_bytes": 0}):
@@ -214,7 +223,7 @@ def test_whole_and_tiled_layers_share_a_drive(build, tmp_path):
             )
         try:
             assert len(parts_of(engine).drive_lanes) == (2 if spilled else 0)
-            results.append([engine.train_step(batches_of(s), LR).loss for s in range(3)])
+            results.append([engine.train_step(batches_of(s), LR).loss for s in range(2)])
         finally:
             engine.close()
     assert results[0] == results[1]

@@ -128,12 +128,14 @@ DRIVE_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", DRIVE_FAULTS)
+@pytest.mark.parametrize(
+    "name", ["write error", "read error", "full", pytest.param("short read", marks=pytest.mark.slow)]
+)
 def test_a_drive_that_fails_in_mid_step(job: Job, name: str) -> None:
     plan, words = DRIVE_FAULTS[name]
     job.faulty_drive(plan)
     job.fails(*words, "resume from the last checkpoint", **job.on_nvme())
-    if name in ("write error", "full"):
+    if name == "write error":
         job.resumes(**job.on_nvme())
 
 
@@ -144,7 +146,7 @@ STATE_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", STATE_FAULTS)
+@pytest.mark.parametrize("name", ["write error", "short read", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_drive_that_fails_under_the_optimizer(job: Job, name: str) -> None:
     plan, word = STATE_FAULTS[name]
     job.faulty_drive(plan)
