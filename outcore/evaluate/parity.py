@@ -73,7 +73,7 @@ class Parity:
     ours_s: float
     theirs_s: float
     exact: FromExact | None = None
-    """Where fp32 was asked for."""
+    """Distance of each from fp32, if that was asked for."""
 
     @property
     def is_equal(self) -> bool:

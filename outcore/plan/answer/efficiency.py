@@ -155,7 +155,7 @@ def efficiency_lines(hardware: Hardware) -> list[str]:
 
 
 def efficiency_json(hardware: Hardware) -> dict[str, Any]:
-    """The same as plain values."""
+    """Plain values, as JSON takes them."""
     rows = [
         {**vars(row), "shares": {str(size): share for size, share in row.shares.items()}} for row in rows_on(hardware)
     ]
