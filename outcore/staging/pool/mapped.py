@@ -41,7 +41,7 @@ class SmallCopies:
                 logger.warning("small copies wait behind large ones: %s", error)
 
     def to(self, values: torch.Tensor) -> torch.Tensor:
-        """Copy these values of the CPU's to the device; the CPU's tensor may be changed at once on a GPU, not on a CPU."""
+        """Copy a CPU's tensor to the device; on a GPU it may be changed at once, on a CPU it may not."""
         if self._view is None or not 0 < values.nbytes <= HALF_BYTES:
             return values.to(self.device)
         flat = values.contiguous().view(-1).view(torch.uint8)
