@@ -54,6 +54,8 @@ def detect_machine(
         swap_total_bytes=ram.swap_total_bytes,
         memlock_limit_bytes=memlock_limit_bytes(),
         gpus=report.gpus,
+        nvlink_domains=report.nvlink_domains,
+        other_gpus=report.other_gpus,
         driver_version=report.driver_version,
         cuda_driver_version=report.cuda_driver_version,
         drives=local_drives(sys_root=root, usage=usage),

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outcore.common.quantities import MIB
 from outcore.machine.records import Gpu
+from outcore.machine.topology import detect_topology
 
 Runner = Callable[[Sequence[str]], tuple[int, str]]
 """command -> (exit code, stdout and stderr as text). OSError when the command does not exist."""
@@ -22,6 +23,8 @@ QUERY_FIELDS = (
     "index", "name", "memory.total", "compute_cap", "driver_version", "pcie.link.gen.current", "pcie.link.gen.max",
     "pcie.link.width.current", "pcie.link.width.max", "pci.bus_id", "uuid",
 )  # fmt: skip
+OTHER_MAKERS = {"0x8086": "Intel", "0x1002": "AMD"}
+"""PCI vendor -> maker of display adapters."""
 # Drivers before 510 do not know compute_cap and refuse the whole query.
 OLD_QUERY_FIELDS = tuple(name for name in QUERY_FIELDS if name != "compute_cap")
 # WSL2 mounts the Windows driver's tool outside of PATH of some shells.
@@ -41,6 +44,9 @@ class GpuReport:
     driver_version: str | None = None
     cuda_driver_version: str | None = None
     notes: tuple[str, ...] = ()
+    nvlink_domains: tuple[tuple[int, ...], ...] = ()
+    other_gpus: tuple[str, ...] = ()
+    """As `Machine` has them."""
 
 
 def run_command(command: Sequence[str], timeout_s: float = 30.0) -> tuple[int, str]:
@@ -55,7 +61,13 @@ def run_command(command: Sequence[str], timeout_s: float = 30.0) -> tuple[int, s
 
 
 def detect_gpus(runner: Runner = run_command, sys_root: str | Path = "/") -> GpuReport:
-    """Ask nvidia-smi; an empty report when there is no NVIDIA driver."""
+    """Ask nvidia-smi, NVML and the PCI bus; no `gpus` when there is no NVIDIA driver."""
+    report = _nvidia_gpus(runner, sys_root)
+    domains = detect_topology(report.gpus, sys_root=sys_root).nvlink_domains if len(report.gpus) > 1 else ()
+    return replace(report, nvlink_domains=domains, other_gpus=other_display_adapters(sys_root))
+
+
+def _nvidia_gpus(runner: Runner, sys_root: str | Path) -> GpuReport:
     tool, listing = _query(runner)
     if tool is None:
         return _without_tool(Path(sys_root))
@@ -100,9 +112,24 @@ def parse_listing(text: str) -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
                 pcie_width_max=_integer(row["pcie.link.width.max"]),
                 pci_bus_id=_known(row["pci.bus_id"]),
                 uuid=_known(row["uuid"]),
+                is_integrated=vram_mib is None and _integer(row["pcie.link.width.max"]) is None,
             )
         )
     return tuple(gpus), tuple(notes)
+
+
+def other_display_adapters(sys_root: str | Path = "/") -> tuple[str, ...]:
+    """Display adapters of other makers on the PCI bus; one on the CPU's own bus (00) is integrated."""
+    found = []
+    for device in sorted((Path(sys_root) / "sys/bus/pci/devices").glob("*")):
+        try:
+            kind, vendor = (device / "class").read_text().strip(), (device / "vendor").read_text().strip()
+        except OSError:
+            continue
+        if kind.startswith("0x03") and vendor in OTHER_MAKERS:
+            on_cpu = device.name.split(":")[1] == "00"
+            found.append(f"{OTHER_MAKERS[vendor]} at {device.name}" + ", integrated" * on_cpu)
+    return tuple(found)
 
 
 def cuda_of_driver(driver_version: str | None) -> str | None:

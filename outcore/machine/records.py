@@ -48,6 +48,8 @@ class Gpu:
     pcie_width_max: int | None = None
     pci_bus_id: str | None = None
     uuid: str | None = None
+    is_integrated: bool = False
+    """It has no memory of its own and shares the RAM: what is kept there is not kept twice."""
 
     @property
     def pcie_max_gb_per_s(self) -> float | None:
@@ -147,6 +149,10 @@ class Machine:
     memlock_limit_bytes: int | None = None
     """RLIMIT_MEMLOCK; None = unlimited or not known. It binds mlock (DeepSpeed), not cudaHostAlloc."""
     gpus: tuple[Gpu, ...] = ()
+    nvlink_domains: tuple[tuple[int, ...], ...] = ()
+    """Numbers of GPUs whose every pair NVLink joins, group by group."""
+    other_gpus: tuple[str, ...] = ()
+    """Display adapters beside NVIDIA's ('Intel at 0000:00:02.0, integrated'), which nothing here computes on."""
     driver_version: str | None = None
     cuda_driver_version: str | None = None
     """The newest CUDA that the driver can run: '12.8'."""

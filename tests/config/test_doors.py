@@ -224,7 +224,7 @@ def test_each_setting_of_the_streaming_engine_is_set_by_its_decision() -> None:
     homes = homes_of(
         resolve(TrainConfig(zero_stage="infinity", activations="nvme"), DeepSpeedFile(), ProcessFacts("bf16")),
         RunSizes(10**9, 10**9, 10, 100, (64,), 0, has_cuda=True),
-        Wanted(states=True, params=True, is_explicit=True, folder="/x"),
+        Wanted(states=True, params=True, is_explicit=True, folders=("/x",)),
         lambda path, gb: (True, path),
         [],
         [],

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from outcore.cli import main
+from outcore.machine import Machine, detect_machine
 from outcore.machine.records import Gpu
 from outcore.machine.topology import balanced_stages, detect_topology, lay_out, read_cluster
-from tests.machine.fakes import link, write
+from tests.machine.fakes import RTX4070_CSV, link, linux_root, smi, write
 
 
 def gpus(count: int) -> list[Gpu]:
@@ -47,7 +49,7 @@ def test_two_cards_without_nvlink_are_one_island_over_the_cpu(tmp_path):
     root = tree(tmp_path, "pci0000:00/0000:00:01.0", "pci0000:00/0000:00:01.1", nodes=(-1, -1))
     topology = detect_topology(gpus(2), sys_root=root, host="desk", nvml=nvml())
     assert numbers(topology) == [[0, 1]]
-    assert topology.between(*topology.gpus) == "CPU's PCIe"
+    assert topology.between(*topology.gpus) == "CPU's PCIe" and topology.nvlink_domains == ()
     assert list(topology.lines())[1] == "  island 0: desk, GPU 0, 1; over CPU's PCIe"
 
 
@@ -191,3 +193,12 @@ def test_machine_command_shows_islands_and_groups(cluster, capsys):
     assert "would cross" in capsys.readouterr().err
     assert main(["machine", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["machine"]["cpu_cores"] >= 1
+
+
+def test_the_profile_names_nvlink_domains(tmp_path, monkeypatch):
+    root = linux_root(tmp_path)
+    rows = "\n".join(RTX4070_CSV.strip().replace("0, ", f"{n}, ", 1) for n in range(4))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml((0, 1), (2, 3)))
+    machine = detect_machine(sys_root=root, runner=smi(rows), system="Linux")
+    assert machine.nvlink_domains == ((0, 1), (2, 3))
+    assert Machine.from_json(machine.to_json()) == machine

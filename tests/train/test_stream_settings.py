@@ -164,6 +164,18 @@ def test_pageable_homes_get_lanes_with_more_slots(staging_gib, slots):
     assert plan_of(TrainConfig(staging_gib=staging_gib, lane_slots=2), sizes=LORA_8B).told.num_slots == 2
 
 
+def test_two_drives_take_halves_of_one_process_and_a_rank_each_of_several():
+    needed: list[tuple[str, float]] = []
+    check = lambda path, gb: (needed.append((path, gb)) or True, "")  # noqa: E731
+    asked = TrainConfig(zero_stage="infinity", nvme_offload_path="/a,/b", ram_budget_gib=0.0)
+    assert plan_of(asked, check=check).told.nvme_path == ("/a", "/b")
+    assert [path for path, _ in needed] == ["/a", "/b"] and needed[0][1] == needed[1][1]
+    halves = needed[0][1]
+    needed.clear()
+    assert plan_of(replace(asked, nvme_offload_path="/a"), check=check).told.nvme_path == "/a"
+    assert needed[0][1] == pytest.approx(2 * halves, rel=1e-6)
+
+
 def test_storage_as_the_probe_found_it_is_what_scratch_opens(tmp_path):
     """`--apply` wrote outcore.storage and nobody read it."""
     found = {"outcore": {"storage": {"engine": "posix", "threads": 3, "block_bytes": 65536}}}

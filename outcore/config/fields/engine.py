@@ -75,7 +75,7 @@ class EngineFields:
     """none, zero1, zero2, zero3 or infinity (0/1/2/3 accepted). Default: deepspeed_config.json's (3)."""
     nvme_offload_path: str | None = setting(None, file=NVME_PATHS, common=True)
     """Folder on an NVMe drive for what RAM does not hold: up to 9 times the 16-bit model is written there, and half as
-    much again must be free. Windows: not C:, the system's drive."""
+    much again must be free. A,B: a drive a rank (one process spreads over both). Windows: not C:, the system's."""
     nvme_offload_optimizer: bool = True
     """With infinity: optimizer states on NVMe: 8 to 12 B a parameter, read and written each step."""
     nvme_offload_params: bool = True

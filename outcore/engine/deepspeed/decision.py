@@ -130,5 +130,5 @@ def decide_deepspeed(
     if run.world_size > 1:
         shared = [resolved.built]
         torch.distributed.broadcast_object_list(shared, src=0)
-        resolved = replace(resolved, built=shared[0])
+        resolved = replace(resolved, built=shared[0].of_rank(max(0, host.local_rank)))
     return DeepSpeedDecision(resolved, loaded=loaded)

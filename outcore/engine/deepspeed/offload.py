@@ -19,7 +19,7 @@ from outcore.machine.offload import (
     NvmePathError,
     check_direct_io,
     describe_folder,
-    resolve_nvme_path,
+    resolve_nvme_paths,
     validate_nvme_path,
 )
 from outcore.sizing.deepspeed import NVME_RAM_BYTES_PER_PARAM, RAM_BYTES_PER_PARAM, RAM_OVERHEAD_BYTES
@@ -78,6 +78,7 @@ class OffloadPlacement:
     ram_budget_bytes: int | None = None
     """Per rank; see `ChosenOffload`."""
     gradients_on_nvme: bool = False
+    drives: tuple[str, ...] = ()
 
 
 def place(
@@ -126,10 +127,10 @@ def place(
         on_drive = budgeted_drive_bytes(placement) * run.world_size
     required_gb = SPACE_SAFETY * on_drive / GB
     required_gb *= run.local_ranks / run.world_size
-    usable, message, folder = _check_path(wanted.nvme_path, required_gb, run, nvme_check)
+    usable, message, folders = _check_path(wanted.nvme_path, required_gb, run, nvme_check)
     if usable:
         notes.lines.append(f"NVMe: {message}")
-        return replace(placement, nvme_path=str(folder))
+        return replace(placement, nvme_path=str(folders[0]), drives=tuple(map(str, folders)))
     return fall_back(
         OffloadPlacement(stage, optimizer, params, None, gradients_on_nvme=gradients_on_nvme), message, wanted, notes
     )
@@ -218,21 +219,26 @@ def _gradients_may_go(name: str, optimizer: Device, costs: OffloadCosts, notes: 
 
 def _check_path(
     path: str | None, required_gb: float, run: RunFacts, nvme_check: NvmeCheck
-) -> tuple[bool, str, Path | None]:
+) -> tuple[bool, str, tuple[Path, ...]]:
+    """(usable, message, a folder on each drive that a rank of this host takes)."""
     if not path:
         return (
             False,
             "No NVMe path is given (--nvme_offload_path, or outcore.nvme_path in deepspeed_config.json).",
-            None,
+            (),
         )
     try:
-        folder = resolve_nvme_path(path)
+        folders = resolve_nvme_paths(path)[: run.local_ranks]
     except NvmePathError as error:
-        return False, str(error), None
+        return False, str(error), ()
+    said = [f"{path}: one drive a rank, so one is used."] if len(folders) < path.count(",") + 1 else []
+    required_gb *= -(-run.local_ranks // len(folders)) / run.local_ranks
     if run.run_name:
-        folder = folder / run.run_name
-    usable, message = nvme_check(str(folder), required_gb)
-    if usable:
+        folders = tuple(folder / run.run_name for folder in folders)
+    for folder in folders:
+        usable, message = nvme_check(str(folder), required_gb)
+        if not usable:
+            return False, message, folders
         needs = f"DeepSpeed needs about {format_gb(required_gb * GB)} there, a margin of half included."
-        message = " ".join(part for part in (describe_folder(folder), needs, message) if part)
-    return usable, message, folder
+        said += [part for part in (describe_folder(folder), needs, message) if part]
+    return True, " ".join(said), folders

@@ -6,7 +6,7 @@ note per decision.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from outcore.config import Device
@@ -69,7 +69,8 @@ class ChosenOffload:
     """Staged: gradients live on the drive as well."""
     live_numel: int = 0
     """With parameters on the drive: elements that DeepSpeed keeps on the GPU or fetches ahead, at most."""
-
+    drives: tuple[str, ...] = ()
+    """Folders as `nvme_path`, one for each drive that this host's ranks take in turn."""
     storage: DriveAccess = DRIVE_ACCESS
     """Name, threads and block of what moves bytes to and from the drive (`outcore.storage`)."""
     nvme_checksums: Literal["auto", "on", "off", "sampled"] = "auto"
@@ -90,3 +91,16 @@ class BuiltConfig:
     offload: ChosenOffload
     warnings: tuple[str, ...] = field(default=())
     """The notes that must be shown loudly: fallbacks, changed user values, settings that cost much."""
+
+    def of_rank(self, local_rank: int) -> BuiltConfig:
+        """The same with the drive of that rank of the host, in turn."""
+        drives = self.offload.drives
+        if len(drives) < 2:
+            return self
+        path = drives[local_rank % len(drives)]
+        zero = {
+            name: {**block, "nvme_path": path} if isinstance(block, dict) and "nvme_path" in block else block
+            for name, block in self.config["zero_optimization"].items()
+        }
+        config = {**self.config, "zero_optimization": zero}
+        return replace(self, config=config, offload=replace(self.offload, nvme_path=path))

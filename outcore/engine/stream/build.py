@@ -175,10 +175,10 @@ def _open_ground(
         )
     staging = undo.enter_context(pool)
     scratch = None
-    if settings.nvme_paths:
+    if paths := settings.nvme_paths:
         scratch = undo.enter_context(
             Scratch(
-                settings.nvme_paths,
+                paths if plan.place.is_alone else [paths[plan.place.rank % len(paths)]],
                 storage,
                 settings.nvme_checksums,
                 rank=plan.place.rank,

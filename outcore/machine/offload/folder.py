@@ -22,6 +22,7 @@ from pathlib import Path
 
 from outcore.common.quantities import GB, MIB, format_gb
 from outcore.machine.drives import drive_of
+from outcore.machine.mounts import read_mounts
 from outcore.machine.records import Drive
 
 FREE_RESERVE = 0.20
@@ -54,7 +55,8 @@ def resolve_nvme_path(path: str | os.PathLike[str]) -> Path:
     """The absolute folder that `path` means (`~` expanded, relative to the current folder).
 
     Raises:
-        NvmePathError: empty text, a NUL byte, or a Windows or UNC spelling on another system.
+        NvmePathError: empty text, a NUL byte, or a Windows spelling on another system; but a UNC path means the folder
+            where this system has that share mounted, if it has.
     """
     text = os.fspath(path)
     if not text or not text.strip():
@@ -63,12 +65,37 @@ def resolve_nvme_path(path: str | os.PathLike[str]) -> Path:
         raise NvmePathError(f"The NVMe path {text!r} contains a NUL character, which no file system takes.")
     if os.name != "nt" and _WINDOWS_PATH.match(text):
         tail = re.sub(r"^[A-Za-z]:[\\/]", "", text).replace("\\", "/")
+        if (mounted := _mounted_share(tail)) is not None:
+            return mounted
         where = f"/mnt/{text[0].lower()}/{tail}" if text[1:2] == ":" else "the folder where that share is mounted"
         raise NvmePathError(
             f"{text!r} is a Windows spelling, but this is {os.uname().sysname}. Under WSL2 the same folder is {where}; "
             "a folder of the Linux file system itself (for instance ~/outcore-nvme) is several times faster."
         )
     return Path(os.path.abspath(os.path.expanduser(text)))
+
+
+def resolve_nvme_paths(text: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """The folders of 'A,B', one for each drive; a folder that exists by that name, comma and all, is one.
+
+    NvmePathError as `resolve_nvme_path`, and for the same folder twice.
+    """
+    whole = os.fspath(text)
+    parts = [whole] if "," not in whole or os.path.isdir(os.path.expanduser(whole)) else whole.split(",")
+    folders = tuple(resolve_nvme_path(part.strip()) for part in parts)
+    if len(set(folders)) < len(folders):
+        raise NvmePathError(f"{whole!r} names a folder twice: give one folder of each drive, with commas between.")
+    return folders
+
+
+def _mounted_share(text: str, root: Path = Path("/")) -> Path | None:
+    """'//server/share/x' -> '/mnt/nas/x' where the mount table has that share; names of hosts know no case."""
+    for mount in reversed(read_mounts(root)):  # the latest mount is the one that is seen
+        source = mount.source.replace("\\", "/").rstrip("/")
+        below = text[len(source) :]
+        if source.startswith("//") and text.lower().startswith(source.lower()) and below[:1] in ("", "/"):
+            return Path(os.path.abspath(mount.mount_point + below))
+    return None
 
 
 def validate_nvme_path(path: str | os.PathLike[str], required_space_gb: float) -> tuple[bool, str]:

@@ -45,6 +45,16 @@ class Topology:
     def hosts(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(gpu.host for gpu in self.gpus))
 
+    @property
+    def nvlink_domains(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of the GPUs of each island whose every pair NVLink joins."""
+        return tuple(
+            tuple(gpu.index for gpu in island)
+            for island in self.islands
+            if len(island) > 1
+            and all(self.between(a, b) == "NVLink" for a in island for b in island if a.index < b.index)
+        )
+
     def between(self, one: PlacedGpu, other: PlacedGpu) -> str:
         """The nearest thing that joins two GPUs, in words."""
         if one.host != other.host:

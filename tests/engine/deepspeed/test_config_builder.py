@@ -248,6 +248,26 @@ def test_the_real_check_is_used_by_default(tmp_path: Path) -> None:
     assert built.offload.uses_nvme == usable, message
 
 
+def test_each_rank_takes_a_drive_in_turn() -> None:
+    asked: list[tuple[str, float]] = []
+    check = lambda path, gb: (asked.append((path, gb)) or path != "/full", "")  # noqa: E731
+
+    def built(drives: str, ranks: int):
+        asked.clear()
+        settings = settings_of({}, {**INFINITY, "nvme_offload_path": drives})
+        return build_config(settings, TINY, RunFacts(world_size=ranks), nvme_check=check, staged=True)
+
+    alone = built("/a", 1)
+    whole_gb = asked[0][1]
+    both = built("/a,/b", 3)
+    assert [path for path, _ in asked] == ["/a", "/b"] and asked[0][1] == pytest.approx(whole_gb * 2 / 3, rel=0.2)
+    assert [both.of_rank(rank).offload.nvme_path for rank in range(3)] == ["/a", "/b", "/a"]
+    zero = both.of_rank(1).config["zero_optimization"]
+    assert {zero[block]["nvme_path"] for block in ("offload_optimizer", "offload_param")} == {"/b"}
+    assert alone.of_rank(1) is alone and built("/a,/full", 2).offload.nvme_path is None
+    assert any("one drive a rank" in note for note in built("/a,/b", 1).notes)
+
+
 def test_a_memlock_limit_falls_back_before_deepspeed_aborts() -> None:
     built = build(flags=INFINITY, run={"memlock_limit_bytes": 8 << 20})
     assert not built.offload.uses_nvme and "ulimit -l" in built.warnings[-1] + built.warnings[0]

@@ -64,6 +64,25 @@ def test_spellings_that_are_no_path_here(path: str, said: str) -> None:
         nvme.resolve_nvme_path(path)
 
 
+def test_a_share_that_is_mounted_here_is_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    line = "36 35 0:40 / /mnt/nas rw - cifs //Server/share rw\n"
+    (tmp_path / "proc/self/mountinfo").write_text("30 1 259:2 / / rw - ext4 /dev/nvme0n1p2 rw\n" + line)
+    found = [
+        nvme._mounted_share(text, tmp_path) for text in ("//server/share/a/b", "//server/share", "//server/shares/a")
+    ]
+    assert found == [Path("/mnt/nas/a/b"), Path("/mnt/nas"), None]
+
+
+def test_several_drives_with_commas_between(tmp_path: Path) -> None:
+    assert nvme.resolve_nvme_paths("/a, /b/c") == (Path("/a"), Path("/b/c"))
+    (tmp_path / "x,y").mkdir()
+    assert nvme.resolve_nvme_paths(tmp_path / "x,y") == (tmp_path / "x,y",)
+    for wrong, said in (("/a,/a/", "twice"), ("/a,", "empty")):
+        with pytest.raises(nvme.NvmePathError, match=said):
+            nvme.resolve_nvme_paths(wrong)
+
+
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")

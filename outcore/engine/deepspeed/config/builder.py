@@ -124,6 +124,7 @@ def _chosen(
     return ChosenOffload(
         placement.stage, placement.optimizer, placement.params, placement.nvme_path, locked_bytes,
         staged, states, placement.ram_budget_bytes, staged and placement.gradients_on_nvme, live,
+        placement.drives,
     )  # fmt: skip
 
 

@@ -90,7 +90,7 @@ def stream_decision(
     for what, device in (("optimizer states", settings.offload.optimizer), ("parameters", settings.offload.params)):
         if device == "none":
             notes.append(f"{what}: in RAM (offload none keeps them on the GPU with DeepSpeed only)")
-    if settings.activations == "nvme" and wanted.folder is None:
+    if settings.activations == "nvme" and not wanted.folders:
         raise ConfigError("activations nvme needs a drive: give --nvme_offload_path DIR.")
     homes, shortage = homes_of(settings, sizes, wanted, nvme_check, warnings, notes)
     pinned, num_slots = _pinned(settings, sizes, homes.get("weight_ram_bytes"), notes)

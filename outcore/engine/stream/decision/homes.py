@@ -14,7 +14,7 @@ from typing import Any
 from outcore.common.quantities import GB, GIB, format_gb, format_gib
 from outcore.config import ConfigError, RunSettings
 from outcore.engine.stream.settings import StreamSettings
-from outcore.machine.offload import SPACE_SAFETY, describe_folder, resolve_nvme_path
+from outcore.machine.offload import SPACE_SAFETY, describe_folder, resolve_nvme_paths
 from outcore.optim import state_format
 from outcore.sizing.streaming import CPU_PROCESS_BYTES, PROCESS_BYTES, ring_of_states_bytes
 
@@ -55,9 +55,9 @@ class Wanted:
     params: bool
     is_explicit: bool
     """NVMe was asked for by name, so a drive that cannot be used is worth a loud line."""
-    folder: str | None
-    """The folder on the drive; None when no drive is named. The engine makes one of its own in it, and removes what a
-    killed run left there."""
+    folders: tuple[str, ...]
+    """A folder on each drive, none when no drive is named. The engine makes one of its own in it, and removes what a
+    killed run left there. One process spreads its data over all; of several ranks each takes one, in turn."""
 
 
 def wanted_homes(settings: RunSettings) -> Wanted:
@@ -67,7 +67,7 @@ def wanted_homes(settings: RunSettings) -> Wanted:
         states=offload.optimizer == "nvme" or offload.optimizer_may_spill,
         params=offload.params == "nvme" or offload.params_may_spill,
         is_explicit="nvme" in (offload.optimizer, offload.params),
-        folder=str(resolve_nvme_path(offload.nvme_path)) if offload.nvme_path is not None else None,
+        folders=() if offload.nvme_path is None else tuple(str(f) for f in resolve_nvme_paths(offload.nvme_path)),
     )
 
 
@@ -122,10 +122,12 @@ def homes_of(
     spilled = (state_bytes - state_ram) / form.bytes_per_param  # parameters
     on_drive = weights - weight_ram + int(spilled * form.on_drive.stored_bytes(chunk_numel) / chunk_numel)
     drive_needed = on_drive + (activation_bytes(sizes, settings.element_bytes) if activations == "nvme" else 0)
-    folder = None
+    folders = ()
     if wanted.is_explicit or drive_needed:
-        folder = _drive(wanted, settings.offload.strict, drive_needed, nvme_check, warnings, notes)
-    if folder is None:
+        used = len(wanted.folders) or 1
+        share = 1 / used if sizes.num_ranks == 1 else -(-sizes.num_ranks // used) / sizes.num_ranks
+        folders = _drives(wanted, settings.offload.strict, int(share * drive_needed), nvme_check, warnings, notes)
+    if not folders:
         if activations == "nvme":
             raise ConfigError("activations nvme: the drive cannot be used (see above). Use --activations ram.")
         shortage = _check_ram(needed, settings, sizes, given, words, wanted, warnings, beside)
@@ -143,7 +145,7 @@ def homes_of(
             f"gradients and what waits there, {format_gib(beside + flowing)} of Python, libraries and what flows from "
             "the drive cannot leave RAM. Raise --ram_budget_gib, or train adapters (--lora_r 16)."
         )
-    homes: dict[str, Any] = {"nvme_path": folder}
+    homes: dict[str, Any] = {"nvme_path": folders[0] if len(folders) == 1 else folders}
     if state_ram < state_bytes:
         homes["state_ram_bytes"] = state_ram
     if weight_ram < weights:
@@ -169,35 +171,36 @@ def _flowing_bytes(settings: RunSettings, states_bytes: int, weights_bytes: int)
     return ring + (told.weight_read_ahead_bytes if weights_bytes > 0 else 0)
 
 
-def _drive(
+def _drives(
     wanted: Wanted,
     strict: bool,
     drive_needed: int,
     nvme_check: NvmeCheck,
     warnings: list[str],
     notes: list[str],
-) -> str | None:
-    """The folder to use, after it was tried; None when RAM has to do, said loudly (an error under strict_offload)."""
-    if wanted.folder is None:
-        if not wanted.is_explicit:
-            return None
-        usable, message = (
-            False,
-            ("No NVMe path is given (--nvme_offload_path, or outcore.nvme_path in deepspeed_config.json)."),
-        )
-    else:
-        required_gb = SPACE_SAFETY * drive_needed / GB
-        usable, message = nvme_check(wanted.folder, required_gb)
-        if usable:
-            needs = f"This run needs {format_gb(required_gb * GB)} there, a margin of half included."
-            message = " ".join(part for part in (describe_folder(wanted.folder), needs, message) if part)
+) -> tuple[str, ...]:
+    """The folders to use, after they were tried; none when RAM has to do, said loudly (an error under strict_offload).
+    `drive_needed`: bytes on each."""
+    if not wanted.folders and not wanted.is_explicit:
+        return ()
+    usable = bool(wanted.folders)
+    message = "No NVMe path is given (--nvme_offload_path, or outcore.nvme_path in deepspeed_config.json)."
+    said: list[str] = []
+    required_gb = SPACE_SAFETY * drive_needed / GB
+    for folder in wanted.folders:
+        usable, message = nvme_check(folder, required_gb)
+        if not usable:
+            break
+        needs = f"This run needs {format_gb(required_gb * GB)} there, a margin of half included."
+        said.append(" ".join(part for part in (describe_folder(folder), needs, message) if part))
     if usable:
-        (warnings if "Warning:" in message else notes).append(f"NVMe: {message}")
-        return wanted.folder
+        for line in said:
+            (warnings if "Warning:" in line else notes).append(f"NVMe: {line}")
+        return wanted.folders
     if strict:
         raise ConfigError(f"strict_offload: offloading to NVMe is not possible. {message}")
     warnings.append(f"{NOT_USED}{message} Falling back to RAM for everything; --strict_offload makes this an error.")
-    return None
+    return ()
 
 
 def _check_ram(
@@ -216,10 +219,10 @@ def _check_ram(
         not state_format(settings.state_format).moments8
     )
     way = f"Give a drive (--nvme_offload_path DIR), {smaller}or train adapters (--lora_r 16)."
-    if wanted.folder is not None and not (wanted.states and wanted.params):
+    if wanted.folders and not (wanted.states and wanted.params):
         way = "Let states and parameters go to the drive: --zero_stage infinity, or leave offload_* and residency out."
     refused = next((warning for warning in warnings if warning.startswith(NOT_USED)), None)
-    if wanted.folder is not None and refused is not None:
+    if wanted.folders and refused is not None:
         why = refused.removeprefix(NOT_USED).partition(" Falling back")[0]
         way = f"The drive was not taken: {why} Without it: {smaller}adapters (--lora_r 16)."
     if needed > sizes.ram_available_bytes:

@@ -58,14 +58,14 @@ def test_where_sums_come_in_another_order_results_agree(tmp_path, case):
 
 
 def test_states_on_nvme_are_each_ranks_own(tmp_path):
-    drive = tmp_path / "drive"
-    settings = replace(SETTINGS, nvme_path=str(drive), state_ram_bytes=0)
+    drives = tmp_path / "drive", tmp_path / "other"
+    settings = replace(SETTINGS, nvme_path=tuple(map(str, drives)), state_ram_bytes=0)
     alone = train_alone(dtype="bfloat16")
     found = run_ranks(2, tmp_path / "ranks", train, settings=settings, dtype="bfloat16")
     for rank in found:
         assert rank["losses"] == alone["losses"] and same_weights(rank, alone) == []
         assert "NVMe" in rank["words"] and "share" in rank["words"]
-    assert not list(drive.iterdir())  # both have cleaned up
+    assert [list(drive.iterdir()) for drive in drives] == [[], []]  # each rank had one, and has cleaned up
 
 
 def test_two_ranks_one_rank_two_ranks_go_on_from_each_others_checkpoints(tmp_path):
