@@ -5,6 +5,7 @@ With OUTCORE_PICTURES=1 every panel is photographed at 1280 and 390 pixels into 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+Image = pytest.importorskip("PIL.Image", reason="the panels' packages are not installed (requirements/ui.txt)")
 
 from tests.ui.conftest import ROOT, until
 
@@ -67,7 +70,8 @@ class Visit:
 
     def picture(self, name: str, folder: Path) -> None:
         self.page.wait_for_timeout(700)
-        self.page.screenshot(path=folder / f"panel_{name}.png")
+        whole = Image.open(io.BytesIO(self.page.screenshot())).convert("RGB")
+        whole.quantize(64, dither=Image.Dither.NONE).save(folder / f"panel_{name}.png", optimize=True)
 
     @property
     def outside(self) -> list[str]:
@@ -137,7 +141,10 @@ def export(visit: Visit, folder: Path) -> None:
 def chat(visit: Visit, folder: Path) -> None:
     """An answer, one that is stopped, a question that is changed, and the conversation as a file."""
     page = visit.page
-    visit.tab("Chat")
+    page.get_by_role("tab", name="Train", exact=True).first.focus()  # from here without the mouse
+    page.keyboard.press("Tab")
+    page.get_by_role("tab", name="Chat", exact=True).first.focus()
+    page.keyboard.press("Enter")
     visit.pick("#model", "final_model/tiny-embedded")
     page.locator("#load_model").click()
     visit.waits("#model_state", r"tiny-embedded is loaded.*tensor parallel 1.*ZeRO stage 0", 180)
@@ -145,7 +152,7 @@ def chat(visit: Visit, folder: Path) -> None:
     page.get_by_label("max_tokens").first.fill("1900")
     page.get_by_label("temperature").first.fill("0")
     page.locator("#message textarea").fill("def add(a, b):")
-    page.locator("#send").click()
+    page.keyboard.press("Enter")
     page.locator("#chat .bot").first.wait_for(timeout=PATIENCE * 60_000)
     page.locator("#stop_answer").click()
     visit.waits("#timings", r"stopped", 60)

@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from outcore.config import FIELDS
 from outcore.ui.api import PanelsApi, Place, table
 from outcore.ui.api.form import HIDDEN, argv_of, checked, command_of, said, yaml_of
+from outcore.ui.api.machine import MachineWatch
 from outcore.ui.api.model import parse_metrics
 from outcore.ui.api.paths import advice
 from outcore.ui.api.serving import alerts_of as serving_alerts
@@ -23,9 +24,9 @@ from outcore.ui.api.training import Training
 from outcore.ui.app import create_app
 from outcore.ui.panels import draw
 from outcore.ui.panels.chat import bubbles, costs_of, residency_of
-from outcore.ui.panels.machine import serving_of
+from outcore.ui.panels.machine import alerts_of, probe_of, serving_of, setup_of
 from outcore.ui.panels.runs import RunsPanel, compared_of, graphs_of, state_of
-from outcore.ui.panels.train import banner_of, forecast_of, space_of, stages_of
+from outcore.ui.panels.train import banner_of, forecast_of, rows_of, space_of, stages_of
 from outcore.ui.settings import UiSettings
 
 
@@ -77,6 +78,14 @@ def test_the_page_asks_nobody_else_and_tells_nobody(tmp_path, monkeypatch):
     assert config["analytics_enabled"] is False
     labels = {part["props"].get("label") for part in config["components"]}
     assert not set(FIELDS) - HIDDEN - labels  # every setting of a run is in the form
+    shown = {part["props"].get("elem_id"): part["props"] for part in config["components"]}
+    assert all(shown[f"field_{name}"]["info"] for name in FIELDS if f"field_{name}" in shown)  # and says what it is
+    sizes, depths = (shown[f"field_{name}"]["choices"] for name in ("aio_block_size", "aio_queue_depth"))
+    assert [value for _, value in sizes[1:]] == [512 << 10, 1 << 20, 2 << 20, 4 << 20]
+    assert [value for _, value in depths[1:]] == [4, 8, 16, 32]
+    drawer = {part["props"]["label"]: part["props"] for part in config["components"] if "label" in part["props"]}
+    assert {"tensor_parallel", "pipeline_parallel", "num_layer_buffers", "nvme_path", "vram_gib"} <= set(drawer)
+    assert [value for _, value in drawer["kv_home"]["choices"]] == ["auto", "vram", "ram", "nvme"]
     tabs = [part["props"]["label"] for part in config["components"] if part["type"] == "tabitem"]
     assert tabs == ["Train", "Runs", "Chat", "Evaluate", "Machine"]
 
@@ -101,6 +110,9 @@ def test_the_forecast_is_drawn_against_what_is_there(client):
     small["offloaded"] |= {"needed_bytes": 3 * 10**12, "free_bytes": 10**12}
     assert "Space needed, with reserve: 3.00 TB; free: 1.00 TB" in space_of(small)
     assert all(stage in stages_of(small) for stage in ("none", "zero1", "zero2", "zero3", "infinity"))
+    small["plan"]["tiers"]["nvme"]["used_bytes"], small["life_steps"], small["life_days"] = 1, 2e6, 30
+    assert "rating lasts 2,000,000 steps (30 days of training)" in forecast_of(small)
+    assert small["command"] == "python train_model.py --preset tiny" and small["yaml"] == "preset: tiny\n"
     large = client.post("/v1/estimate", json={"fields": {"preset": "llama-70b"}}).json()
     assert not large["fits"] and "Does not fit this machine" in banner_of(large) and "short" in forecast_of(large)
     none = client.post("/v1/estimate", json={"fields": {"model_name_or_path": "/no/such"}}).json()
@@ -180,6 +192,7 @@ def test_guidance_follows_the_drive_and_the_ram(kind, ram_gb, words):
 
 def test_what_is_drawn_is_escaped():
     assert "<b>" not in draw.table(("a",), [("<b>x</b>",)]) and "&lt;b&gt;" in draw.paragraph("<b>")
+    assert [draw.number(x) for x in (1218.4, 0.12345, None)] == ["1,218", "0.123", "-"]
     assert draw.chart("empty", [1.0], {"a": [2.0]}) == ""
     over = draw.tier_bar("ram", {"<i>": 3 << 30}, 3 << 30, 2 << 30)
     assert "1.00 GiB short" in over and "&lt;i&gt;" in over
@@ -213,3 +226,39 @@ def test_figures_of_the_engine_that_serves_become_graphs_and_alerts():
     drawn = serving_of({"samples": samples, "launch": {"stages": stages}, "alerts": alerts})
     assert "Stages idle, at least: 75 % now" in drawn and "shared out evenly" in drawn
     assert serving_of({"samples": [], "launch": {}, "alerts": []}) == ""
+
+
+def test_rows_are_shown_with_their_loss_mask(client, tmp_path):
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    body = {"fields": {"preset": "tiny", "dataset": ["d.jsonl"]}, "rows": 1}
+    drawn = rows_of(client.post("/v1/data/preview", json=body).json())
+    marked = "".join(re.findall(r"<mark>(.*?)</mark>", drawn.partition("it.</p>")[2], re.S))
+    plain = re.sub(r"<[^>]+>", "", drawn)
+    assert "four" in marked and "2 + 2?" in plain and "2 + 2?" not in marked
+
+
+def test_thresholds_turn_into_alerts_and_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    watch = MachineWatch(Place())
+    watch._samples.append({"time": 1.0, "gpu_temp_c": 80.0, "throttle": ["power"]})
+    assert [one["name"] for one in watch.live()["alerts"]] == ["throttle"]
+    watch.set_thresholds({"gpu_temp_c": 75})
+    live = MachineWatch(Place())  # panels that start next
+    live._samples.extend(watch._samples)
+    assert "The GPU has 80 °C (limit 75)" in alerts_of(live.live())
+
+
+def test_reports_of_setup_and_probe_are_told(client, tmp_path):
+    assert "never probed" in probe_of(client.get("/v1/machine").json()["probe"])
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    report = {
+        "verdict": "pinned", "headline": "Data goes through pinned RAM.", "why_not": ["No nvidia-fs here."],
+        "settings": {"aio": {"block_size": 1048576}, "outcore": {"why": {}}},
+    }  # fmt: skip
+    (tmp_path / "logs" / "gds_report.json").write_text(json.dumps(report))
+    setup = {"rows": [{"part": "kvikio", "status": "ok", "found": "26.2", "fix": ""}]}
+    (tmp_path / "logs" / "setup_report.json").write_text(json.dumps(setup))
+    found = client.get("/v1/machine").json()
+    drawn = setup_of(found) + probe_of(found["probe"])
+    assert all(words in drawn for words in ("kvikio", "pinned: Data goes", "No nvidia-fs", "aio.block_size", "1048576"))

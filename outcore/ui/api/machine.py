@@ -62,7 +62,7 @@ class MachineWatch:
         self._sampler.close()
 
     def facts(self) -> dict[str, Any]:
-        """What the machine is, the links as measured, the reports of set-up and probe with when they were written."""
+        """What the machine is, the links as measured, the reports of set-up and probe."""
         profile, why = None, "This machine was never measured: python gds_optimizer.py does, in a few minutes."
         path = self.place.logs / "machine_profile.json"
         if path.is_file():
@@ -76,6 +76,7 @@ class MachineWatch:
             "profile": profile,
             "why_no_profile": why,
             "setup": read_json(setup) or None,
+            "probe": read_json(self.place.logs / "gds_report.json") or None,
             "setup_at": setup.stat().st_mtime if setup.is_file() else None,
         }
 

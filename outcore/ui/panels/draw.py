@@ -62,7 +62,7 @@ def number(value: Any, digits: int = 3) -> str:
     """A figure, '-' for none."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "-"
-    return f"{value:.{digits}g}" if isinstance(value, float) and abs(value) < 1e4 else f"{value:,.0f}"
+    return f"{value:.{digits}g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}"
 
 
 def seconds(value: float | None) -> str:

@@ -60,7 +60,7 @@ class MachinePanel:
             found, limits = self.client.get("machine"), self.client.get("machine", "thresholds")
         except ClientError as error:
             return draw.page(draw.paragraph(str(error), "bad")), "", *[gr.skip()] * len(THRESHOLDS)
-        return facts_of(found), setup_of(found), *(limits[name] for name, _ in THRESHOLDS)
+        return facts_of(found), setup_of(found) + probe_of(found["probe"]), *(limits[name] for name, _ in THRESHOLDS)
 
     def refresh(self) -> tuple[str, str, str]:
         """Alerts and graphs."""
@@ -123,6 +123,7 @@ def serving_of(live: dict[str, Any]) -> str:
         return [None if one[key] is None else one[key] * by for one in samples]
 
     tokens = {"prompts": line("prompt_tokens_per_s"), "answers": line("answer_tokens_per_s")}
+    has_link = launch.get("device") != "cpu"
     stages = [
         (f"stage {n}", ", ".join(map(str, stage["gpus"])), stage["layers"] or "shared out evenly")
         for n, stage in enumerate(launch.get("stages") or ())
@@ -133,7 +134,7 @@ def serving_of(live: dict[str, Any]) -> str:
             draw.chart("Answers", xs, {"being written": line("running"), "waiting": line("waiting")}),
             draw.chart("Tokens/s", xs, tokens),
             draw.chart("A pass", xs, {"": line("pass_s")}, " s"),
-            draw.chart("Weights over the link", xs, {"": line("link_gb_per_s")}, " GB/s"),
+            draw.chart("Weights over the link", xs, {"": line("link_gb_per_s")}, " GB/s") if has_link else "",
             draw.chart("Keys and values", xs, {"": line("kv_used_share", 100)}, " % used"),
             draw.chart("Stages idle, at least", xs, {"": line("stages_idle_share", 100)}, " %"),
         ),
@@ -172,6 +173,27 @@ def facts_of(found: dict[str, Any]) -> str:
         draw.heading("Links as measured"),
         draw.table((), measured, (1,)) if measured else draw.paragraph(found["why_no_profile"], "note"),
         *(draw.paragraph(note, "dim") for note in machine["notes"][:4]),
+    )
+
+
+def probe_of(probe: dict[str, Any] | None) -> str:
+    """Which path data takes between drive and GPU, why, and what was recommended, as gds_optimizer.py found it."""
+    if not probe:
+        words = "GPUDirect Storage was never probed here: python gds_optimizer.py does."
+        return draw.page(draw.heading("Drive to GPU, as probed"), draw.paragraph(words, "dim"))
+    settings = probe.get("settings") or {}
+    rows = [
+        (f"{section}.{key}", value)
+        for section in ("aio", "outcore")
+        for key, value in (settings.get(section) or {}).items()
+        if not isinstance(value, dict)
+    ]
+    notes = [*(probe.get("why_not") or []), *(probe.get("would_change") or []), *(probe.get("warnings") or [])]
+    return draw.page(
+        draw.heading("Drive to GPU, as probed"),
+        draw.paragraph(f"{probe.get('verdict')}: {probe.get('headline')}"),
+        *(draw.paragraph(words, "dim") for words in notes[:6]),
+        draw.table(("recommended", ""), rows, (1,)) if rows else "",
     )
 
 

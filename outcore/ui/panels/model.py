@@ -26,7 +26,7 @@ NUMBERS = (
 )
 CHOICES = (
     ("precision", ("auto", "bf16", "fp16", "fp32")),
-    ("kv_home", ("auto", "vram", "ram")),
+    ("kv_home", ("auto", "vram", "ram", "nvme")),
     ("kv_format", ("same", "int8")),
     ("compile", ("auto", "on", "off")),
 )

@@ -167,7 +167,8 @@ def state_of(run: dict[str, Any], series: dict[str, Any]) -> str:
     if last:
         parts += [draw.paragraph(words, "bad") for words in run["alerts"]]
         phases = {name: value for name, value in run["phases"].items() if not name.startswith(OVERLAPPING[1:])}
-        spent = ", ".join(f"{name} {draw.seconds(value)}" for name, value in phases.items())
+        words = {name: f"waiting for {what}" for name, what in STALLS.items()}
+        spent = ", ".join(f"{words.get(name, name)} {draw.seconds(value)}" for name, value in phases.items())
         parts.append(draw.paragraph(f"A step takes {draw.seconds(run['step_s'])}: {spent}" if spent else "", "dim"))
     return draw.page(*parts, graphs_of(series), _temperatures(last))
 
