@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-Image = pytest.importorskip("PIL.Image", reason="the panels' packages are not installed (requirements/ui.txt)")
-
 from tests.ui.conftest import ROOT, until
 
 WIDTHS = {1280: 860, 390: 844}
@@ -70,6 +68,8 @@ class Visit:
 
     def picture(self, name: str, folder: Path) -> None:
         self.page.wait_for_timeout(700)
+        from PIL import Image
+
         whole = Image.open(io.BytesIO(self.page.screenshot())).convert("RGB")
         whole.quantize(64, dither=Image.Dither.NONE).save(folder / f"panel_{name}.png", optimize=True)
 
