@@ -84,13 +84,17 @@ def global_batches(step: int, count: int) -> list[dict[str, torch.Tensor]]:
     return [KINDS[(step + m) % 3](2 - m % 2, 12 + 3 * m, seed=100 * step + m) for m in range(count)]
 
 
-def open_engine(place: RankPlace, model: str, settings, *, dtype="float32", dropout=0.0, lora=0, **fields):
-    """A tiny model's engine on this rank."""
+def open_engine(
+    place: RankPlace, model: str, settings, *, device="cpu", dtype="float32", dropout=0.0, lora=0, **fields
+):
+    """A tiny model's engine on this rank; `device` cuda: the GPU of its number."""
+    if device == "cuda":
+        torch.cuda.set_device(place.rank)
     loaded = tiny_loaded(model, seed=0, dtype=getattr(torch, dtype), **fields)
     set_dropout(loaded.model, dropout)
     if lora:
         loaded = with_lora(loaded, lora)
-    return build_stream_engine(loaded, settings, device="cpu", pinned_grant=False, trial=False, place=place)
+    return build_stream_engine(loaded, settings, device=device, pinned_grant=False, trial=False, place=place)
 
 
 def with_lora(loaded, r: int):
