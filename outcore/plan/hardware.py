@@ -180,6 +180,8 @@ class Overrides:
     nvme_free_gb: float | None = None
     tflops: float | None = None
     num_gpus: int = 1
+    may_add_gpus: bool = False
+    """Plan for more GPUs than the machine has, each like its first and on a link of its own."""
 
 
 def hardware_of(
@@ -196,11 +198,12 @@ def hardware_of(
     is_cpu = not machine.gpus and overrides.vram_gib is None
     if is_cpu and overrides.num_gpus > 1:
         raise ProfileError(f"{overrides.num_gpus} GPUs were asked for, {name} has none. Leave --num_gpus out.")
-    if machine.gpus and overrides.num_gpus > len(machine.gpus):
-        raise ProfileError(
-            f"{overrides.num_gpus} GPUs were asked for, the machine {name} has {len(machine.gpus)}. Lower --num_gpus."
-        )
     notes: list[str] = list(machine.notes)
+    if machine.gpus and overrides.num_gpus > len(machine.gpus):
+        words = f"{overrides.num_gpus} GPUs were asked for, the machine {name} has {len(machine.gpus)}"
+        if not overrides.may_add_gpus:
+            raise ProfileError(f"{words}. Lower --num_gpus, or plan as if it had them with --nominal.")
+        notes.append(f"{words}: planned as if it had them, each on a link of its own, with the RAM it has")
     if is_cpu:
         notes.append(
             f"{name} has no GPU: planned for training on the CPU. Another machine: outcore plan --machine "

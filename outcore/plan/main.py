@@ -156,6 +156,7 @@ def _machine(args: PlanConfig) -> Hardware:
         nvme_free_gb=args.nvme_free_gb,
         tflops=args.tflops,
         num_gpus=args.num_gpus,
+        may_add_gpus=args.nominal,
     )
     return load_hardware(args.machine, overrides, allow_nominal=args.nominal)
 

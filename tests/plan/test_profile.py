@@ -95,6 +95,8 @@ def test_no_gpu_and_too_many_gpus():
     assert given.vram_bytes == 24 * GIB and given.compute_tflops == 50
     with pytest.raises(ProfileError, match="has 1"):
         hardware_of(machine(), "desktop", Overrides(num_gpus=4))
+    four = hardware_of(machine(), "desktop", Overrides(num_gpus=4, may_add_gpus=True))
+    assert four.num_gpus == 4 and any("has 1: planned as if it had them" in note for note in four.notes)
 
 
 def test_measured_compute_wins_over_the_name_and_loses_to_the_user():
