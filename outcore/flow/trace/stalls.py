@@ -71,7 +71,7 @@ class Stalls:
         self._device = device
         self._stalls: list[_Stall] = []
         self._before: list[_Stall] = []
-        """Those of the pass before, whose end may lie behind the next one's beginning."""
+        """Waits of the pass before, whose end may lie behind the next one's beginning."""
         self._open: _Stall | None = None
 
     def begin(self) -> None:
