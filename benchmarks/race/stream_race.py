@@ -46,7 +46,7 @@ TOKENS = {
     "13.5k": {"mb": 9, "seq": 512, "gas": 3},
     "13.5k-one": {"mb": 27, "seq": 512, "gas": 1},
     "256k": {"mb": 16, "seq": 1024, "gas": 16},
-    "1k": {"mb": 1, "seq": 512, "gas": 2},
+    "half-k": {"mb": 1, "seq": 512, "gas": 1},
     "1k-one": {"mb": 1, "seq": 1024, "gas": 1},
     "4k": {"mb": 4, "seq": 1024, "gas": 1},
     "tiny": {"mb": 2, "seq": 16, "gas": 2},
@@ -273,7 +273,8 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         }.items()
     }
     expectations |= {
-        "ours-10b-2gb": ours(own("10b"), tokens or "1k", 0, "split8", **in_ram) | {"cap_gib": 0.95},
+        "ours-10b-2gb": ours(own("10b"), tokens or "half-k", 0, "split8", **in_ram, tile_bytes=32 << 20)
+        | {"cap_gib": 0.95},
         "ours-64k-layer": ours(own("64k-layer"), tokens or "1k-one", 0, "fp24_m8", **in_ram) | {"cap_gib": 6.5},
     }
     cut_16k = ("16k", "16k-mb16") if tokens is None else (tokens, tokens)

@@ -80,6 +80,8 @@ def test_readme_names_the_commands_and_what_reaches_100_b() -> None:
         "C: is the",
         "deepspeed --include localhost:0,1 train_model.py",
         "libaio-dev",
+        "`pip install -r requirements.txt` (the pins for CUDA 12)",
+        "both leave out driver, compiler, libaio\n  and test tools",
         "with 6 GB",
         "16 GB of RAM",
         "an SSD",
