@@ -121,6 +121,8 @@ class LinkRates:
     """Format of the states -> 10^9 parameters per second that the CPU optimizer updates, all cores but two at work."""
     host_layer_s: float | None = None
     """Seconds in which one core launches an eager decoder layer on the first GPU: forward, recomputation, backward."""
+    pageable_to_gpu_gb_per_s: float | None = None
+    """RAM that is not pinned, copied into a lane's slots by its threads."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Hardware:
     """There is no GPU: the run trains on the CPU, and what would be in VRAM is in RAM."""
     num_gpus: int = 1
     copies_gb_per_s: float | None = None
-    """What a lane takes from pageable RAM (`sizing.copies`). None: not known, as fast as the link."""
+    """What a lane takes from pageable RAM: measured, or by its threads (`sizing.copies`). None: not known, as fast as the link."""
     identity: str = ""
     """What tells this machine from others (`learned`)."""
     sources: dict[str, str] = field(default_factory=dict)
@@ -247,7 +247,7 @@ def hardware_of(
         host_layer_s=host_layer_s,
         is_cpu=is_cpu,
         num_gpus=overrides.num_gpus,
-        copies_gb_per_s=round(copies_gb_per_s(machine.cpu_cores, rates["ram_gb_per_s"]), 2),
+        copies_gb_per_s=_copies(machine, rates["ram_gb_per_s"]),
         identity=_identity(machine),
         sources=sources,
         notes=tuple(notes),
@@ -327,6 +327,12 @@ def _updates(machine: Machine, notes: list[str]) -> tuple[dict[str, float], str]
             "steps up to 50 % too long; python gds_optimizer.py measures it"
         )
     return {}, f"the memory's: bytes of an update at {k.DRAM_SHARE:g} of ram_gb_per_s"
+
+
+def _copies(machine: Machine, ram_gb_per_s: float) -> float:
+    if machine.links is not None and machine.links.pageable_to_gpu_gb_per_s is not None:
+        return machine.links.pageable_to_gpu_gb_per_s
+    return round(copies_gb_per_s(machine.cpu_cores, ram_gb_per_s), 2)
 
 
 def _host(machine: Machine) -> tuple[float, str]:

@@ -24,7 +24,14 @@ from outcore.probe.bench.drive import DriveResult, drive_rate, measure_drive, re
 from outcore.probe.bench.drive_cell import batch_limit_bytes
 from outcore.probe.bench.drive_file import TestFile
 from outcore.probe.bench.host import measure_host
-from outcore.probe.bench.lanes import ProbeStaging, StagingTest, build_pool, choose_write_combined, run_staging_test
+from outcore.probe.bench.lanes import (
+    ProbeStaging,
+    StagingTest,
+    build_pool,
+    choose_write_combined,
+    measure_pageable,
+    run_staging_test,
+)
 from outcore.probe.bench.latency import SIZES_BYTES, measure_latency
 from outcore.probe.bench.load_sampler import LoadSampler
 from outcore.probe.bench.memory import measure_ram, thread_counts
@@ -241,8 +248,9 @@ class ProbeRun:
             found.skipped.append("copies between RAM and GPU: no GPU")
         else:
             stage_s = self.budget.begin("copies")
+            home = torch.zeros(COPY_MEMORY_BYTES, dtype=torch.uint8)
             with ExitStack() as leases, LoadSampler(self._gpu_id()) as sampler:
-                host = {"pageable": torch.zeros(COPY_MEMORY_BYTES, dtype=torch.uint8)}
+                host = {"pageable": home}
                 for kind, combined in (("default", False), ("write-combined", True)):
                     n_bytes = min(COPY_MEMORY_BYTES, pool.largest_free_bytes(combined) // 2)
                     if n_bytes and not (combined and not pool.write_combined_bytes):
@@ -252,6 +260,8 @@ class ProbeRun:
                     self.device, host, self.effort.chunks_bytes, stage_s, self.effort.cell_s, self.progress.tick
                 )
             found.pcie = sampler.seen
+            self.progress.tick("pageable homes through a lane")
+            found.measurements.append(measure_pageable(pool, self.device, home, self.effort.cell_s))
         asked = self.options.config.staging
         found.staging.write_combined, found.staging.write_combined_reason = choose_write_combined(
             asked, found.measurements, self.device

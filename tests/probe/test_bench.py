@@ -25,6 +25,7 @@ from outcore.probe.bench.lanes import (
     StagingTest,
     build_pool,
     choose_write_combined,
+    measure_pageable,
     run_staging_test,
     slot_plan,
 )
@@ -375,3 +376,12 @@ def test_copies_on_a_gpu() -> None:
         pool.close()
     assert {m.link for m in found} == {"h2d", "d2h", "both_ways"}
     assert all(m.gb_per_s > 0 for m in found)
+
+
+def test_pageable_homes_are_measured_through_the_slots_of_a_lane():
+    home = torch.arange(8 * MIB, dtype=torch.int64).to(torch.uint8)
+    with PinnedPool(3 * MIB, device=CPU) as pool:  # less than two of the usual slots
+        found = measure_pageable(pool, CPU, home, 0.01)
+        assert pool.largest_free_bytes(False) == 3 * MIB
+    assert found.link == "pageable_to_gpu" and found.gb_per_s > 0
+    assert found.block_bytes * found.depth <= 3 * MIB and found.moved_bytes % home.nbytes == 0

@@ -28,6 +28,8 @@ from outcore.storage import BlockFile, StorageEngine
 
 TRANSFER_BYTES = 64 * MIB
 ROUNDS = 3
+PAGEABLE_SLOT_BYTES, PAGEABLE_SLOTS = 16 * MIB, 16
+"""Of the lane that takes pageable homes, as a run opens it."""
 SLOT_CANDIDATES_BYTES = (8 * MIB, 32 * MIB, 64 * MIB)
 
 
@@ -262,3 +264,19 @@ def measure_lane(
         elapsed_s = time.perf_counter() - start_s
     link = "drive_to_gpu" if direction == "up" else "gpu_to_drive"
     return Measurement(link, target, "lanes", slot_bytes, num_slots, moved_bytes, elapsed_s)
+
+
+def measure_pageable(pool: PinnedPool, device: torch.device, home: torch.Tensor, limit_s: float) -> Measurement:
+    """pageable_to_gpu: `home` (1-D uint8 in ordinary RAM) through the slots of an upload lane, with a run's threads."""
+    free_slots = pool.largest_free_bytes(False) // PAGEABLE_SLOT_BYTES
+    slot_bytes = PAGEABLE_SLOT_BYTES if free_slots > 1 else pool.largest_free_bytes(False) // 2 // 4096 * 4096
+    num_slots = max(2, min(PAGEABLE_SLOTS, free_slots))
+    targets = [torch.empty_like(home, device=device) for _ in range(2)]
+    with UploadLane(pool, None, device, LaneSettings(slot_bytes, num_slots), "probe-pageable") as lane:
+
+        def step() -> int:
+            return sum(transfer.wait() for transfer in [lane.submit_host(home, target) for target in targets])
+
+        step()  # the first one faults pages in
+        moved_bytes, elapsed_s = timed(step, limit_s)
+    return Measurement("pageable_to_gpu", str(device), "lanes", slot_bytes, num_slots, moved_bytes, elapsed_s)

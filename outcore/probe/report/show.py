@@ -18,6 +18,7 @@ LINK_NAMES = {
     "h2d": "RAM to GPU, pinned",
     "d2h": "GPU to RAM, pinned",
     "both_ways": "RAM and GPU both ways (sum)",
+    "pageable_to_gpu": "RAM to GPU, pageable, by threads",
     "drive_to_gpu": "drive to {device}",
     "gpu_to_drive": "{device} to drive",
     "ram": "CPU memory (triad)",
