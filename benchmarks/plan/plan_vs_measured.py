@@ -64,10 +64,15 @@ def child(cap_bytes: int, report: Path, argv: list[str]) -> int:
 
 
 class Watch(threading.Thread):
-    """Highest resident memory of one process, highest use of the GPU and of `drive`, looked at every POLL_S."""
+    """Highest resident memory of one process, highest use of the GPU and of `drive`, looked at every POLL_S.
 
-    def __init__(self, pid: int, gpu: GpuMemory, gpu_before_bytes: int | None, drive: Path) -> None:
+    Until `metrics` has a step, resident memory counts as loading's: random weights are made in fp32, a layer or an
+    embedding at a time, which no run over weights from files does and no forecast counts.
+    """
+
+    def __init__(self, pid: int, gpu: GpuMemory, gpu_before_bytes: int | None, drive: Path, metrics: Path) -> None:
         super().__init__(daemon=True)
+        self.metrics, self.loading_rss_bytes = metrics, 0
         self.pid, self.gpu, self.before, self.drive = pid, gpu, gpu_before_bytes, drive
         self.free_before_bytes = shutil.disk_usage(drive).free
         self.drive_bytes = 0
@@ -79,13 +84,21 @@ class Watch(threading.Thread):
         while not self.over.wait(POLL_S):
             try:
                 pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-                self.rss_bytes = max(self.rss_bytes, pages * os.sysconf("SC_PAGE_SIZE"))
+                rss_bytes = pages * os.sysconf("SC_PAGE_SIZE")
+                if self.rss_bytes or _has_stepped(self.metrics):
+                    self.rss_bytes = max(self.rss_bytes, rss_bytes)
+                else:
+                    self.loading_rss_bytes = max(self.loading_rss_bytes, rss_bytes)
             except (OSError, IndexError):
                 pass
             self.drive_bytes = max(self.drive_bytes, self.free_before_bytes - shutil.disk_usage(self.drive).free)
             used = self.gpu.used_bytes()
             if used is not None and self.before is not None:
                 self.gpu_bytes = max(self.gpu_bytes, used - self.before)
+
+
+def _has_stepped(metrics: Path) -> bool:
+    return metrics.exists() and any('"event"' not in line for line in metrics.read_text().splitlines())
 
 
 class GpuMemory:
@@ -139,7 +152,7 @@ def measure(run: PlannedRun, args: argparse.Namespace, folder: Path) -> dict[str
             stdout=sink,
             stderr=subprocess.STDOUT,
         )
-        watch = Watch(process.pid, gpu, before, args.nvme)
+        watch = Watch(process.pid, gpu, before, args.nvme, folder / "log" / run.name / "metrics.jsonl")
         watch.start()
         try:
             code = process.wait(timeout=args.run_limit_s)
@@ -172,6 +185,7 @@ def measure(run: PlannedRun, args: argparse.Namespace, folder: Path) -> dict[str
         "allocator_peak_bytes": max((line["gpu_mem_peak_bytes"] or 0 for line in taken), default=0) or None,
         "reserved_bytes": json.loads(report.read_text())["reserved_bytes"] or None,
         "rss_bytes": watch.rss_bytes,
+        "loading_rss_bytes": watch.loading_rss_bytes,
         "drive_peak_bytes": watch.drive_bytes,
         "rss_with_children_bytes": median("ram_rss_bytes"),
         "step_s": median("step_s"),

@@ -63,7 +63,7 @@ class Hardware:
     """There is no GPU: the run trains on the CPU, and what would be in VRAM is in RAM."""
     num_gpus: int = 1
     copies_gb_per_s: float | None = None
-    """What a lane takes from pageable RAM: measured, or by its threads (`sizing.copies`). None: not known, as fast as the link."""
+    """What a lane takes from pageable RAM: measured, or by its threads (`sizing.copies`). None: as fast as the link."""
     identity: str = ""
     """What tells this machine from others (`learned`)."""
     sources: dict[str, str] = field(default_factory=dict)

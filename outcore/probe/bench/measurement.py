@@ -19,7 +19,7 @@ class Measurement:
     """A link at one setting."""
 
     link: str
-    """drive_read, drive_write, drive_mixed, h2d, d2h, both_ways, pageable_to_gpu, drive_to_gpu, gpu_to_drive, ram, peer."""
+    """One of `report.record.LINKS`."""
     target: str
     """The directory or the device: '/data', 'cuda:0', 'cuda:0 -> cuda:1', 'cpu'."""
     engine: str
