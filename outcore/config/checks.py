@@ -144,6 +144,7 @@ def _check_best(config: TrainConfig) -> None:
 
 def _check_engine(config: TrainConfig) -> None:
     check_stage_of_stream(config.engine, config.zero_stage)
+    _check_muon(config)
     if config.engine == "deepspeed":
         only_stream = [n for n in ("activations", "compile", "tiling") if getattr(config, n) != "auto"]
         only_stream += ["quantize"] if config.quantize != "none" else []
@@ -152,6 +153,17 @@ def _check_engine(config: TrainConfig) -> None:
             raise ConfigError(
                 f"{only_stream[0]} is a setting of the streaming engine: leave it out, or leave out --engine deepspeed."
             )
+
+
+def _check_muon(config: TrainConfig) -> None:
+    why = {
+        "is the streaming engine's: leave --engine deepspeed out": config.engine == "deepspeed",
+        "trains whole matrices, not adapters: leave --lora_r out": config.lora_r > 0,
+        "keeps its momentum in fp32: use --state_format auto, fp32 or split": "8" in (config.state_format or ""),
+    }
+    for words, applies in why.items():
+        if config.optimizer == "muon" and applies:
+            raise ConfigError(f"optimizer muon {words}, or leave --optimizer muon out.")
 
 
 def _check_offload(config: TrainConfig) -> None:

@@ -20,7 +20,7 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 """Fields that nothing but flag, YAML and file decide -> the default."""
 LOSS_SCALING = {"initial_scale_power": 16, "loss_scale_window": 1000, "loss_scale_hysteresis": 2, "min_loss_scale": 1.0}
-AS_SAID = ("seed", "compile", "tiling", "tile_bytes", "nvme_checksums")
+AS_SAID = ("optimizer", "seed", "compile", "tiling", "tile_bytes", "nvme_checksums")
 """Fields that the file cannot give."""
 
 
@@ -78,6 +78,7 @@ class RunSettings:
     gradient_accumulation_steps: int
     world_size: int
     ranks_per_host: int
+    optimizer: Literal["adamw", "muon"]
     learning_rate: float
     weight_decay: float
     adam_beta1: float

@@ -22,7 +22,6 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     "load_in_8bit": "--quantize int8, with --lora_r 16",
     "quantization_bit": "--quantize nf4 or int8, with --lora_r 16",
     "qlora": "--lora_r 16 --quantize nf4",
-    **dict.fromkeys(("optim", "optimizer"), "leave it out: AdamW; moments in 8 bits: --state_format split8"),
     # LoRA
     **dict.fromkeys(("use_peft", "use_lora"), "--lora_r 16"),
     "finetuning_type": "--lora_r 16 for adapters; without it all weights are trained",

@@ -32,6 +32,7 @@ class RunRequest:
     state_format: str | None = None
     """Format of optimizer states that outcore moves, streaming or with staged offload
     (`sizing.states.STATE_FORMATS`). None: lossless, as small as possible."""
+    optimizer: str = "adamw"
     precision: str = "bf16"
     activation_checkpointing: bool = True
     max_grad_norm: float = 1.0

@@ -82,6 +82,16 @@ class ModelShape:
         return len(self.layer_params)
 
     @property
+    def layer_matrices(self) -> list[tuple[int, int]]:
+        """(in, out) of each weight of the layers that Muon updates: linear layers, experts in one tensor apart."""
+        return [
+            pair
+            for times, block in self.adapters
+            for pair in zip(block[::2], block[1::2], strict=True)
+            for _ in range(times)
+        ]
+
+    @property
     def base_params(self) -> int:
         """Parameters of the model without adapters."""
         return self.embedding_params + sum(self.layer_params) + self.head_params

@@ -25,6 +25,10 @@ STATE_FORMATS: Mapping[str, tuple[int, float]] = MappingProxyType(
 (lossless), one of 24 bits an 8-bit one; 8-bit moments carry two fp32 scales per block."""
 SPLIT_FORMATS = tuple(name for name, (master, _) in STATE_FORMATS.items() if master < 4)
 """Formats whose master is whole only together with the bf16 parameter."""
+MOMENT_BYTES = 4
+"""One of fp32: what a matrix that Muon updates has less than AdamW's states."""
+NEWTON_SCHULZ_STEPS = 5
+"""`torch.optim.Muon`'s; each is three products, with the shorter side m and the longer n: 4 m^2 n + 2 m^3 operations."""
 PLANES_BYTES, BLOCK_HEAD_BYTES = BLOCK_NUMEL * 7 // 2, 8
 """One compressed moment of a block, and the head of both (outcore/optim/formats/compressed.py)."""
 COMPRESSED_MOMENTS = (2 * PLANES_BYTES + BLOCK_HEAD_BYTES) / BLOCK_NUMEL
@@ -33,6 +37,18 @@ bytes per parameter and transfer for random gradients, measured. The CPU's rate 
 times what a drive of 7 GB/s brings and takes."""
 COMPRESSION_ROOM = 1
 """Bytes per parameter kept free for it on the drive, and twice in a slot of the ring."""
+
+
+def muon_flops(rows: int, columns: int) -> int:
+    """Operations of Newton-Schulz on one matrix."""
+    short, long = sorted((rows, columns))
+    return NEWTON_SCHULZ_STEPS * (4 * short**2 * long + 2 * short**3)
+
+
+def muon_device_bytes(rows: int, columns: int) -> int:
+    """Device memory of one matrix's update, at its peak: states 8, parameter and gradient 2 each; in fp32 master,
+    gradient and what is made orthogonal; this twice in bf16, and its products with itself."""
+    return (8 + 2 + 2 + 3 * 4 + 2 * 2) * rows * columns + 3 * 2 * min(rows, columns) ** 2
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from outcore.flow.weights import Scratch
-from outcore.optim import Backend, ChunkState, StateFormat
+from outcore.optim import Backend, ChunkState
 from outcore.optim.formats import StateName
 from outcore.staging.pool import HostMemory
 from outcore.states.placement import StateChunk
@@ -33,20 +33,20 @@ def open_store(chunks: Iterable[StateChunk], scratch: Scratch | None) -> TensorS
 class StateBuffers:
     """States of placed chunks. `store`: from `open_store`; `backend`: of the optimizer."""
 
-    def __init__(self, state_format: StateFormat, store: TensorStore | None, backend: Backend) -> None:
-        self.state_format, self.store = state_format, store
+    def __init__(self, store: TensorStore | None, backend: Backend) -> None:
         self._window = StateWindow(store, backend) if store is not None else None
 
     def initialise(self, chunk: StateChunk, memory: HostMemory, param: torch.Tensor) -> None:
         """Give the chunk a buffer in RAM with the states that training starts from."""
         # `initialise` zeroes the whole buffer, with all of torch's threads: that makes its pages real
-        chunk.buffer = memory.take(chunk.n_bytes, f"states of {chunk.unit.name}", pinned=False, touch=False)
-        ChunkState(self.state_format, chunk.buffer, chunk.numel, param).initialise()
+        pinned = chunk.matrix is not None  # it crosses to the device and back
+        chunk.buffer = memory.take(chunk.n_bytes, f"states of {chunk.unit.name}", pinned=pinned, touch=False)
+        ChunkState(chunk.state_format, chunk.buffer, chunk.numel, param).initialise()
 
     def open(self, chunk: StateChunk, family: StateName, param: torch.Tensor, *, to_write: bool = False) -> ChunkState:
         """The chunk, with the states of `family` in place where it lives on NVMe. `param`: its parameters."""
         if chunk.buffer is not None:
-            return ChunkState(self.state_format, chunk.buffer, chunk.numel, param)
+            return ChunkState(chunk.state_format, chunk.buffer, chunk.numel, param)
         assert self._window is not None
         return self._window.open(chunk, family, param, to_write=to_write)
 

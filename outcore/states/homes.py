@@ -21,7 +21,7 @@ import torch
 from outcore.common.quantities import round_up
 from outcore.flow.parts import ALIGN_NUMEL, Part
 from outcore.flow.weights import WeightHomes
-from outcore.optim import Backend, ChunkJob, ChunkState, JobBatch, StateFormat, open_backend
+from outcore.optim import STATE_NAMES, Backend, ChunkJob, ChunkState, JobBatch, MatrixJob, StateFormat, open_backend
 from outcore.optim.formats import StateName
 from outcore.staging.pool import HostMemory
 from outcore.states.buffers import StateBuffers
@@ -64,7 +64,7 @@ class Homes:
         self.units = tuple(units)
         self._parts = {unit.index: unit for unit in units}
         self.weights = weights
-        self._buffers = StateBuffers(state_format, store, backend or open_backend())
+        self._buffers = StateBuffers(store, backend or open_backend())
         weights.adopt()
         adopted()
         self._homes: dict[int, HousedPart] = {}
@@ -102,7 +102,7 @@ class Homes:
         jobs: list[ChunkJob] = []
         for chunk in home.chunks:
             param = self.param_piece(chunk)
-            if chunk.buffer is not None and param is not None:
+            if chunk.buffer is not None and param is not None and chunk.matrix is None:
                 jobs.append(ChunkJob(grad[chunk.start : chunk.stop], chunk.buffer, param, chunk.element_offset))
         if not jobs:
             return None
@@ -111,6 +111,23 @@ class Homes:
         elif home.jobs.grads[0].data_ptr() != jobs[0].grad.data_ptr():
             home.jobs = home.jobs.with_grads([job.grad for job in jobs])
         return home.jobs
+
+    def matrices(self, unit: Part, grad: torch.Tensor) -> list[MatrixJob]:
+        """The unit's chunks that Muon updates."""
+        jobs: list[MatrixJob] = []
+        for chunk in self[unit].chunks:
+            if chunk.matrix is not None:
+                param = self.param_piece(chunk)
+                assert chunk.buffer is not None and param is not None, "a matrix of Muon's lives in RAM"
+                job = ChunkJob(grad[chunk.start : chunk.stop], chunk.buffer, param, chunk.element_offset)
+                jobs.append(MatrixJob(chunk.state_format, job, chunk.matrix))
+        return jobs
+
+    def families(self, name: str) -> tuple[StateName, ...]:
+        """Names of a trainable parameter's states; a matrix that Muon updates has no exp_avg_sq."""
+        _, slot = self.weights.slot(name)
+        is_matrix = any(chunk.matrix is not None for chunk, *_ in self._pieces(name, slot.end))
+        return STATE_NAMES[:2] if is_matrix else STATE_NAMES
 
     def read_state(self, name: str, family: StateName, into: torch.Tensor | None = None) -> torch.Tensor:
         """master, exp_avg or exp_avg_sq of a trainable parameter as a new fp32 tensor of its shape, or in `into` (fp32

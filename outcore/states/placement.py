@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from outcore.common.errors import EngineError
+from outcore.common.quantities import round_up
 from outcore.flow.parts import ALIGN_NUMEL, Part
 from outcore.optim import StateFormat
 from outcore.optim.formats import Tail, tail_of
@@ -54,6 +55,8 @@ class StateChunk:
     on_nvme: bool = False
     buffer: torch.Tensor | None = None
     """uint8 [n_bytes] when it lives in RAM."""
+    matrix: tuple[int, int] | None = None
+    """Shape of the parameter that Muon updates here; None: AdamW updates what is here, of whatever shape."""
     tail: Tail | None = None
     """Tail of compressed states: the part of the tail that the drive has, and where it belongs in memory."""
 
@@ -121,18 +124,29 @@ def check_tail(chunk: StateChunk, states: torch.Tensor) -> None:
         )
 
 
-def cut_states(units: Sequence[Part], state_format: StateFormat, chunk_numel: int) -> dict[int, list[StateChunk]]:
-    """Unit index -> its chunks, none of which has a home yet. ValueError for a size that cuts blocks in two."""
+def cut_states(
+    units: Sequence[Part], state_format: StateFormat, chunk_numel: int, *, muon: frozenset[int] = frozenset()
+) -> dict[int, list[StateChunk]]:
+    """Unit index -> its chunks, none of which has a home yet. `muon`: indices of units whose matrices have a momentum
+    alone, each in a chunk of its own. ValueError for a size that cuts blocks in two."""
     if chunk_numel <= 0 or chunk_numel % ALIGN_NUMEL:
         raise ValueError(f"chunk_numel must be a positive multiple of {ALIGN_NUMEL}, got {chunk_numel}")
     chunks: dict[int, list[StateChunk]] = {}
     element_offset = 0
     for unit in units:
-        numel = unit.layout.trainable_numel
-        chunks[unit.index] = []
-        for start in range(0, numel, chunk_numel):
-            stop = min(start + chunk_numel, numel)
-            chunks[unit.index].append(StateChunk(unit, start, stop, element_offset + start, state_format))
+        chunks[unit.index] = cut = []
+        at, numel = 0, unit.layout.trainable_numel
+        matrices = [slot for slot in unit.layout.trainable_slots if unit.index in muon and len(slot.shape) == 2]
+        for slot in [*matrices, None]:
+            upto = numel if slot is None else slot.offset
+            for start in range(at, upto, chunk_numel):
+                stop = min(start + chunk_numel, upto)
+                cut.append(StateChunk(unit, start, stop, element_offset + start, state_format))
+            if slot is not None:
+                at = round_up(slot.end, ALIGN_NUMEL)
+                rows, columns = slot.shape
+                own = state_format.without_squares
+                cut.append(StateChunk(unit, slot.offset, at, element_offset + slot.offset, own, matrix=(rows, columns)))
         element_offset += numel
     return chunks
 

@@ -100,7 +100,11 @@ def draw_blueprint(
     states = state_format(settings.states)
     states.check_param_dtype(dtype)
     is_deferred = settings.is_deferred(dtype)
-    chunks = cut_states(units.all, states, settings.chunk_numel)
+    uses_muon = settings.optimizer == "muon"
+    if uses_muon:
+        _check_muon(units, bool(tile_plan.tiled), place)
+    layers = frozenset(unit.index for unit in units.layer_units if uses_muon)
+    chunks = cut_states(units.all, states, settings.chunk_numel, muon=layers)
     in_order = [chunk for unit in units.all for chunk in chunks[unit.index]]
     spill(in_order, settings.state_ram_bytes, compress=settings.compress_on_nvme)
     cuts = plan_cuts(
@@ -130,6 +134,19 @@ def draw_blueprint(
         is_deferred,
         place,
     )
+
+
+def _check_muon(units: ModelParts, tiled: bool, place: RankPlace) -> None:
+    """ValueError for what Muon does not do."""
+    frozen = any(slot.trainable is False for unit in units.layer_units for slot in unit.layout.slots)
+    why = {
+        "updates matrices in RAM of one rank; train on one": not place.is_alone,
+        "trains whole layers, and some of this model's parameters are frozen": frozen,
+        "takes a layer's gradient whole, and memory for layers in one piece is short; lower the micro-batch": tiled,
+    }
+    for words, applies in why.items():
+        if applies:
+            raise ValueError(f"optimizer muon {words}, or leave --optimizer muon out")
 
 
 def prepare_model(units: ModelParts, device: torch.device, *, expert_by_expert: bool) -> None:

@@ -40,7 +40,7 @@ from outcore.flow.trace import Stalls
 from outcore.flow.weights import Scratch, WeightArrival, WeightHomes, WeightPrefetcher
 from outcore.model import LoadedModel
 from outcore.model.adapters import dora_lengths
-from outcore.optim import Backend, OptimizerPool, default_num_threads, open_backend
+from outcore.optim import Backend, MatrixUpdates, OptimizerPool, default_num_threads, open_backend
 from outcore.staging import DownloadLane, LaneSettings, PinnedPool, UploadLane, whole_device
 from outcore.staging.pool import HomeMemory, HostMemory, PinnedGrant
 from outcore.staging.shared import Alone, Ranks
@@ -275,7 +275,8 @@ def _open_optimizer(
         )
         undo.callback(ring.close)
     published = None if ground.host is None else PublishedUpdates(ground.host)
-    updates = PartUpdates(homes, arena, pool, ring, stalls=stalls, published=published, residents=residents)
+    muon = MatrixUpdates(plan.device) if settings.optimizer == "muon" else None
+    updates = PartUpdates(homes, arena, pool, ring, stalls=stalls, published=published, residents=residents, muon=muon)
     return _Optimizer(pool, ring, updates, [] if published is None else [published.close])
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from outcore.checkpoint import CheckpointError
 from outcore.checkpoint.export import export_model
 from outcore.engine.base import (
     LOWER_RATE,
@@ -301,6 +302,7 @@ class StreamEngine:
         return {
             "engine": self.name,
             "updates": self.updates,
+            "optimizer": self.settings.optimizer,
             "optimizer_state": True,
             "loss_scaler": self._scaler.state(),
             "attempts": self._attempts,
@@ -308,6 +310,12 @@ class StreamEngine:
 
     def load(self, folder: Path, state: dict) -> None:
         """Restore what `save` of this engine or of DeepSpeed's wrote; see `Engine`."""
+        saved = state.get("optimizer", "adamw")
+        if saved != self.settings.optimizer:
+            raise CheckpointError(
+                f"{folder}: holds the states of {saved}, and this run's optimizer is {self.settings.optimizer}. Resume "
+                f"with --optimizer {saved}, or start a new run from its exported model."
+            )
         self._ranks.doing("loading a checkpoint")
         with self._ranks.failing():
             self._drain()

@@ -10,6 +10,7 @@ from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import ModelParts
 from outcore.machine import available_ram_bytes
+from outcore.optim import state_format
 from outcore.staging.pool import ALIGNMENT_BYTES
 
 FREE_RAM_BYTES = 2 * GIB
@@ -19,11 +20,16 @@ SMALLEST_READ_AHEAD_SLOTS = 4
 
 
 def home_bytes(units: ModelParts, cuts: dict[int, int], settings: StreamSettings) -> int:
-    """Homes in RAM that cross to the device: parameters before their unit's cut (`plan_cuts`), and gradients."""
+    """Homes in RAM that cross to the device: parameters before their unit's cut (`plan_cuts`), gradients, and states of
+    matrices that Muon updates."""
     gradients = homes = 0
     for unit in units.all:
         homes += round_up(cuts[unit.index] * unit.layout.dtype.itemsize, ALIGNMENT_BYTES)
         gradients += round_up(gradient_bytes_of(unit), ALIGNMENT_BYTES)
+    if settings.optimizer == "muon":
+        states = state_format(settings.states).without_squares
+        matrices = [s for unit in units.layer_units for s in unit.layout.trainable_slots if len(s.shape) == 2]
+        homes += sum(round_up(states.chunk_bytes(slot.numel), ALIGNMENT_BYTES) for slot in matrices)
     limit = settings.gradient_bytes
     return homes + (gradients if limit is None else min(gradients, limit))
 

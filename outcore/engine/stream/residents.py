@@ -223,7 +223,13 @@ def open_residents(plan: Blueprint, homes: Homes) -> Residents:
     """The residents of an engine that is being built: none where it has tiles, other ranks or anything on a drive."""
     settings, device = plan.settings, plan.device
     on_drive = plan.on_nvme or any(chunk.on_nvme for chunks in plan.chunks.values() for chunk in chunks)
-    fits_none = plan.tile_plan.tiled or on_drive or not plan.place.is_alone or not updates_on_device(plan.states)
+    fits_none = (
+        plan.tile_plan.tiled
+        or on_drive
+        or settings.optimizer == "muon"
+        or not plan.place.is_alone
+        or not updates_on_device(plan.states)
+    )
     work = work_of_step(plan.loaded, settings, device, plan.tile_plan.tile_bytes, 0, compiled=True)
     return Residents(
         [] if fits_none else plan.units.layer_units,

@@ -64,6 +64,8 @@ class StreamSizes:
 class StreamSettings(StreamSizes):
     """What a run's decision sets. ValueError for what cannot work."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for matrices of layers, which then have a momentum alone; AdamW for all else."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -145,6 +147,13 @@ class StreamSettings(StreamSizes):
                 "raise it, or lower slot_bytes or num_slots"
             )
         self._check_residency()
+        if self.optimizer == "muon" and (self.state_ram_bytes is not None or self.weight_ram_bytes is not None):
+            raise ValueError(
+                "optimizer muon keeps states and parameters in RAM, and some would go to the drive: leave --optimizer "
+                "muon out, or train a smaller model"
+            )
+        if self.optimizer == "muon" and state_format(self.states).moments8:
+            raise ValueError(f"optimizer muon keeps its momentum in fp32, not in the 8 bits of {self.states}")
         if self.update == "immediate" and self.max_grad_norm:
             raise ValueError(
                 "update: immediate cannot clip the global norm, which is known only when every gradient is there. Set "
@@ -197,6 +206,7 @@ class StreamSettings(StreamSizes):
 
 
 _CHOICES = {
+    "optimizer": ("adamw", "muon"),
     "update": ("auto", "deferred", "immediate"),
     "accumulate": ("fp32", "weights"),
     "compile": ("auto", "on", "off"),

@@ -51,7 +51,8 @@ class StreamState:
         """Bytes of tensors that `save` writes."""
         numel = {name: torch.Size(shape).numel() for name, shape in self._trainable.items()}
         weights = sum(numel[name] * self._homes.weights.dtype(name).itemsize for name in numel)
-        return weights + 12 * sum(numel.values()) + sum(t.nbytes for t in self._buffers().values())
+        states = sum(4 * numel[name] * len(self._homes.families(name)) for name in numel)
+        return weights + states + sum(t.nbytes for t in self._buffers().values())
 
     def save(self, folder: Path, on_file: OnFile, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write every family into `folder`; `on_file(path, crc32)` for each finished file."""
@@ -66,7 +67,7 @@ class StreamState:
             for file_name, group in plan_shards(plans, "model", max_shard_bytes):
                 on_file(folder / file_name, write_shard(folder / file_name, group, weight))
         for family in STATE_NAMES:
-            plans = [TensorPlan(n, torch.float32, shape) for n, shape in self._trainable.items()]
+            plans = [TensorPlan(n, torch.float32, self._trainable[n]) for n in self._with(family)]
             for file_name, group in plan_shards(plans, family, max_shard_bytes):
                 if self._ranks.rank == 0:
                     crc = write_shard(folder / file_name, group, lambda n, f=family: self._whole_state(n, f))
@@ -97,11 +98,14 @@ class StreamState:
             )
         weights = ShardReader(folder, "model")
         readers = {family: ShardReader(folder, family) for family in STATE_NAMES}
-        for reader in (weights, *readers.values()):
-            self._check_fit(folder, reader)
+        self._check_fit(folder, weights, list(self._trainable))
+        for family, reader in readers.items():
+            self._check_fit(folder, reader, self._with(family))
         for name in filter(self._homes.has_states, self._trainable):
             for families in MASTER_AND_MOMENTS:
-                values: dict[StateName, torch.Tensor] = {f: readers[f].read(name).to(torch.float32) for f in families}
+                values: dict[StateName, torch.Tensor] = {
+                    f: readers[f].read(name).to(torch.float32) for f in families if f in self._homes.families(name)
+                }
                 if "exp_avg_sq" in values:
                     _check_mean_of_squares(folder, name, values["exp_avg_sq"])
                 self._homes.write_states(name, values)
@@ -116,16 +120,20 @@ class StreamState:
             if name in weights:
                 buffer.copy_(weights.read(name))
 
-    def _check_fit(self, folder: Path, reader: ShardReader) -> None:
-        missing = [name for name in self._trainable if name not in reader]
+    def _with(self, family: StateName) -> list[str]:
+        """Names of parameters with these states."""
+        return [name for name in self._trainable if family in self._homes.families(name)]
+
+    def _check_fit(self, folder: Path, reader: ShardReader, names: list[str]) -> None:
+        missing = [name for name in names if name not in reader]
         if missing:
             raise CheckpointError(
                 f"{folder}: is of another model, or not whole: it holds no {missing[0]}"
                 + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else "")
                 + ". Resume with the model, preset and LoRA settings that it was made with."
             )
-        for name, shape in self._trainable.items():
-            if reader.shapes[name] != shape:
+        for name in names:
+            if reader.shapes[name] != (shape := self._trainable[name]):
                 raise CheckpointError(
                     f"{folder}: is of another model: {name} has shape {list(reader.shapes[name])} there and "
                     f"{list(shape)} here."

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -23,7 +23,7 @@ from outcore.engine.stream.ranks.published import PublishedUpdates
 from outcore.engine.stream.residents import Residents
 from outcore.flow.parts import Part
 from outcore.flow.trace import Stalls
-from outcore.optim import LARGEST_GRAD, AdamWHyper, OptimizerPool, Ticket
+from outcore.optim import LARGEST_GRAD, AdamWHyper, MatrixUpdates, OptimizerPool, Ticket
 from outcore.staging import LaneTransfer
 from outcore.states import BEFORE_ALL_UNITS, Homes, RingTicket, StateRing
 from outcore.storage import TensorStore
@@ -39,13 +39,15 @@ class _Pending:
         self.handed_over = threading.Event()
         self.ticket: Ticket | None = None
         self.ring_ticket: RingTicket | None = None
+        self.matrices: Future[None] | None = None
         self.skipped = False
         self.error: BaseException | None = None
 
 
 class PartUpdates:
     """Updates of all parts. Called from one thread (the lanes' callbacks apart). `ring` None: all is in RAM;
-    `published`: where other ranks update the rest of each part. `residents` update their parts themselves."""
+    `published`: where other ranks update the rest of each part. `residents` update their parts themselves, `muon`
+    matrices."""
 
     def __init__(
         self,
@@ -58,7 +60,9 @@ class PartUpdates:
         stalls: Stalls | None = None,
         published: PublishedUpdates | None = None,
         residents: Residents,
+        muon: MatrixUpdates | None = None,
     ) -> None:
+        self._muon = muon
         self._published, self._residents = published, residents
         self._homes, self._arena, self._pool, self._ring, self._timeout_s = homes, arena, pool, ring, timeout_s
         self._pending: dict[int, _Pending] = {}
@@ -115,6 +119,9 @@ class PartUpdates:
 
     def _begin(self, pending: _Pending, grad: torch.Tensor, hyper: AdamWHyper, *, guard: bool) -> None:
         unit = pending.unit
+        if self._muon is not None and (matrices := self._homes.matrices(unit, grad)):
+            assert not guard, "layers come down whole, with their norms"
+            pending.matrices = self._muon.submit(matrices, hyper)
         if self._ring is not None and (flowing := self._homes.flowing(unit)):
             pending.ring_ticket = self._ring.submit(unit, flowing, grad, hyper)
         jobs = self._homes.jobs(unit, grad)
@@ -153,12 +160,16 @@ class PartUpdates:
             raise pending.error
         if pending.ticket is not None:
             self._pool.wait(pending.ticket, self._timeout_s)
+        if pending.matrices is not None:
+            pending.matrices.result(self._timeout_s)
         return True
 
     def _has_ended(self, pending: _Pending) -> bool:
         if not pending.handed_over.is_set():
             return False
         if pending.ticket is not None and not self._pool.done(pending.ticket):
+            return False
+        if pending.matrices is not None and not pending.matrices.done():
             return False
         return pending.ring_ticket is None or pending.ring_ticket.done.is_set()
 
@@ -173,11 +184,15 @@ class PartUpdates:
             arrived = pending.handed_over.wait(self._timeout_s)
         if not arrived:
             raise TimeoutError(f"the gradient of {unit.name} did not arrive in RAM within {format_s(self._timeout_s)}")
-        if pending.error is not None:
+        failed = pending.error
+        if failed is None and pending.matrices is not None:
+            with self._stalls.because("optimizer", f"update of {unit.name}"):
+                failed = pending.matrices.exception(self._timeout_s)
+        if failed is not None:
             raise EngineError(
-                f"the update of {unit.name} could not be made: {pending.error}. Its states are those of the step "
+                f"the update of {unit.name} could not be made: {failed}. Its states are those of the step "
                 "before, those of other layers may be newer: resume from the last checkpoint."
-            ) from pending.error
+            ) from failed
         skipped = pending.skipped
         if pending.ticket is not None:
             with self._stalls.because("optimizer", f"update of {unit.name}"):
@@ -222,6 +237,8 @@ class PartUpdates:
         """Start nothing more on NVMe and wait for its transfers. TimeoutError when they did not end."""
         if self._guards is not None:
             self._guards.shutdown(wait=False, cancel_futures=True)
+        if self._muon is not None:
+            self._muon.close()
         if self._ring is not None and not self._ring.close(timeout_s):
             raise TimeoutError("optimizer states are still being moved from or to NVMe")
 

@@ -60,6 +60,8 @@ class StateFormat:
     """A split whose residual has 8 bits instead of 16: the master loses its lowest 8."""
     compressed: bool = False
     """fp32 moments in 28 bits, without loss; see `outcore.optim.formats.compressed`."""
+    only_momentum: bool = False
+    """Has no exp_avg_sq: of a matrix that Muon updates."""
 
     @property
     def code(self) -> int:
@@ -73,6 +75,12 @@ class StateFormat:
         if self.moments8 or self.compressed:
             return self
         return replace(self, name=f"{self.name}_compressed", compressed=True)
+
+    @property
+    def without_squares(self) -> StateFormat:
+        """The same master beside a momentum alone, in fp32."""
+        assert not self.moments8
+        return replace(self, name=f"{self.name}_momentum", only_momentum=True)
 
     @property
     def plain(self) -> StateFormat:
@@ -122,6 +130,7 @@ class StateFormat:
             ]
         else:
             moments = [("exp_avg", torch.float32, numel), ("exp_avg_sq", torch.float32, numel)]
+            moments = moments[:1] if self.only_momentum else moments
         regions: dict[str, Region] = {}
         end_bytes = 0
         for name, dtype, count in (master, *moments):

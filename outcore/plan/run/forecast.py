@@ -76,6 +76,7 @@ def run_request(settings: RunSettings, layout: Layout, seq_length: int, kept: in
         micro_batch=settings.per_device_train_batch_size,
         accumulation=settings.gradient_accumulation_steps,
         state_format=settings.state_format if isinstance(layout, StreamLayout) else None,
+        optimizer=settings.optimizer,
         precision=settings.precision,
         activation_checkpointing=settings.activation_checkpointing,
         max_grad_norm=settings.max_grad_norm,

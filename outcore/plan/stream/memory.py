@@ -21,7 +21,7 @@ from outcore.sizing.activations import compiled_activation_bytes, forward_bytes,
 from outcore.sizing.layouts import Residency, StoredStates, StreamLayout
 from outcore.sizing.residents import DeviceUse, num_resident, resident_bytes
 from outcore.sizing.shape import ModelShape
-from outcore.sizing.states import STATE_FORMATS
+from outcore.sizing.states import MOMENT_BYTES, STATE_FORMATS, muon_device_bytes
 from outcore.sizing.streaming import (
     CHUNK_NUMEL,
     CPU_STAGING_BYTES,
@@ -41,6 +41,7 @@ STATES = ("master", "moments")
 TILES = "tiles and their gradients"
 GRAPHS = "CUDA graphs of layers"
 STAYING = "layers that stay, with their states"
+ONE_MATRIX = "Muon's update of one matrix"
 RANK_SLOTS = "gradients of ranks on their way into the sum"
 SLOTS, RING = "lanes' slots", "ring of states on their way"
 TILED_SUMS_FROM = 3
@@ -90,6 +91,7 @@ def vram_parts(case: Case[StreamLayout], tiling: Tiling) -> list[Item]:
         Item("vram", name, work),
         Item("vram", MASKS if case.masks else BORDERS, needs.masks),
         Item("vram", EVALUATION, beyond),
+        Item("vram", ONE_MATRIX, max((muon_device_bytes(*sides) for sides in case.muon), default=0)),
         Item("vram", OVERHEAD, case.hardware.gpu_context_bytes),
         Item("vram", SPARE, k.GPU_SPARE_BYTES),
         Item("vram", "desktop reserve", k.VRAM_RESERVE_BYTES),
@@ -142,7 +144,7 @@ def staying(case: Case[StreamLayout], tiling: Tiling, spill: Spill, vram: list[I
     """What the engine will keep on the GPU beside `vram` (`sizing.residents`)."""
     shape, layout, hardware, e = case.shape, case.layout, case.hardware, case.element_bytes
     device_bytes, (master, moments) = device_bytes_of(hardware, layout), STATE_FORMATS[case.request.format]
-    is_out = tiling.any or spill != Spill() or hardware.num_gpus > 1 or hardware.is_cpu or moments < 8
+    is_out = tiling.any or spill != Spill() or hardware.num_gpus > 1 or hardware.is_cpu or moments < 8 or case.muon
     if is_out or device_bytes is None or layout.resident_bytes == 0:
         return Staying()
     tensors = {p.name: p.size_bytes for p in vram if p.name not in NOT_TENSORS}
@@ -166,10 +168,11 @@ def ram_parts(case: Case[StreamLayout], all_checkpoints: int, tiling: Tiling) ->
     """RAM with everything in it, and the sizes of what may spill or shrink."""
     shape, layout, e, trained = case.shape, case.layout, case.element_bytes, case.shape.trainable_params
     master, moments = STATE_FORMATS[case.request.format]
+    lone = sum(inner * outer for inner, outer in case.muon)
     sizes = {
         PARAMETERS: e * shape.total_params - shape.saved_bytes(e),
         "master": int(master * trained),
-        "moments": int(moments * trained),
+        "moments": int(moments * trained) - MOMENT_BYTES * lone,
         GRADIENTS: e * trained,
     }
     ranks = case.hardware.num_gpus

@@ -20,6 +20,7 @@ from outcore.plan.terms.spill import Spill
 from outcore.plan.terms.traffic import Pass, Traffic
 from outcore.sizing.activations import mlp_activation_bytes
 from outcore.sizing.layouts import StreamLayout
+from outcore.sizing.states import MOMENT_BYTES, STATE_FORMATS, muon_flops
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
         updated_params=shape.trainable_params - placed.stay.trained,
         awaited_read_bytes=spilled * links.up_forward if waits else None,
     )
+    forward = _with_muon(case, forward)
     back = links.up_backward + links.moved + links.down + links.tiles_backward + links.tiles.gradients
     backward = Pass(
         flops=case.flops.backward + again,  # logits of tiles
@@ -137,6 +139,21 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     )
     between = k.STREAM_HOST_LAYERS_PER_UNIT * (shape.num_layers + (1 if shape.tied else 2))
     return Traffic((forward, backward), are_apart=case.request.clips, between_layers=between)
+
+
+def _with_muon(case: Case[StreamLayout], forward: Pass) -> Pass:
+    """The pass with Muon's updates beside it: states, gradients and parameters cross, up and down."""
+    numel = sum(inner * outer for inner, outer in case.muon)
+    master, moments = STATE_FORMATS[case.request.format]
+    states = int((master + moments - MOMENT_BYTES) * numel)
+    read_too = case.element_bytes * numel * (2 if master < 4 else 1)
+    return replace(
+        forward,
+        flops=forward.flops + sum(muon_flops(*sides) for sides in case.muon),
+        h2d_bytes=forward.h2d_bytes + states + read_too,
+        d2h_bytes=forward.d2h_bytes + states + case.element_bytes * numel,
+        updated_params=forward.updated_params - numel,
+    )
 
 
 @dataclass(frozen=True)

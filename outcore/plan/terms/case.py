@@ -37,6 +37,11 @@ class Case(Generic[Layout]):
         """Tokens of a micro-batch."""
         return self.seq_length * self.layout.micro_batch
 
+    @cached_property
+    def muon(self) -> list[tuple[int, int]]:
+        """Sides of each matrix that Muon updates; none with AdamW."""
+        return self.shape.layer_matrices if self.request.optimizer == "muon" else []
+
     @property
     def masks(self) -> bool:
         """Whether packed rows are attended to through masks."""

@@ -22,6 +22,7 @@ from outcore.model import LoadedModel, ModelSettings, resolve_source
 from outcore.model.facts import model_facts
 from outcore.optim import state_format
 from outcore.sizing.residents import RESIDENT_BYTES
+from outcore.sizing.states import MOMENT_BYTES
 from outcore.sizing.streaming import CPU_STAGING_BYTES, STAGING_BYTES
 from outcore.storage import DriveAccess
 
@@ -99,6 +100,7 @@ def stream_decision(
     told = StreamSettings(
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_epsilon,
+        optimizer=settings.optimizer,
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         states=settings.state_format,
@@ -154,6 +156,8 @@ def _pinned(settings: RunSettings, sizes: RunSizes, weight_ram_bytes: int | None
     crossing = settings.element_bytes * sizes.trainable_params
     crossing += weights if weight_ram_bytes is None else weight_ram_bytes
     pinned = settings.staging_bytes if settings.offload.pin_memory else 2 * slots * slot_bytes
+    if settings.optimizer == "muon":
+        crossing += int((state_format(settings.state_format).bytes_per_param - MOMENT_BYTES) * sizes.trainable_params)
     wanted = crossing + rank_slot_bytes(settings, sizes)
     wanted += sizes.num_ranks * 2 * slots * slot_bytes
     is_default = settings.reasons.get("staging_gib") != "--staging_gib" and pinned == STAGING_BYTES
