@@ -84,6 +84,8 @@ CASES: list[Case] = [
          ("add --lora_r 16",)),
     Case("quantize-deepspeed", "a packed base with DeepSpeed", "--quantize nf4 --lora_r 4", 2,
          ("quantize is a setting of the streaming engine",)),
+    Case("muon-lora", "Muon for adapters", "--optimizer muon --lora_r 4", 2, ("trains whole matrices",)),
+    Case("muon-8-bit", "Muon with 8-bit moments", "--optimizer muon --state_format split8", 2, ("momentum in fp32",)),
     Case("run-name-path", "a path as the run's name", "--run_name a/b", 2, ("run_name", "without slashes")),
     Case("aio-block", "gigabytes in one drive request", "--aio_block_size 1e18", 2, ("aio_block_size", "1048576")),
     Case("report-to-typo", "a misspelt tracker", "--report_to tensorbord", 2, ("Did you mean 'tensorboard'?",)),

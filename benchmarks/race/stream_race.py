@@ -277,6 +277,12 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         | {"cap_gib": 0.95},
         "ours-64k-layer": ours(own("64k-layer"), tokens or "1k-one", 0, "fp24_m8", **in_ram) | {"cap_gib": 6.5},
     }
+    muon = {
+        f"ours-{states}-{optimizer}{suffix}": ours(shape, t16, clip, states, optimizer=optimizer)
+        for clip, suffix in ((1, "-clip"), (0, ""))
+        for states in ("split", "fp32")
+        for optimizer in ("adamw", "muon")
+    }
     cut_16k = ("16k", "16k-mb16") if tokens is None else (tokens, tokens)
     cut_13k = ("13.5k", "13.5k-one") if tokens is None else (tokens, tokens)
     return {
@@ -292,6 +298,7 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "8b": full8b,
         "residents": residents,
         "expectations": expectations,
+        "muon": muon,
     }
 
 

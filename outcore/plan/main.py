@@ -205,6 +205,7 @@ def _request(config: PlanConfig) -> RunRequest:
         engine=config.engine or "auto",
         zero_stage=config.zero_stage,
         state_format=None if config.state_format == "auto" else config.state_format,
+        optimizer=config.optimizer,
         precision="bf16" if config.precision == "auto" else config.precision,
         activation_checkpointing=config.activation_checkpointing is not False,
         max_grad_norm=1.0 if config.max_grad_norm is None else config.max_grad_norm,

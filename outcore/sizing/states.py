@@ -28,7 +28,7 @@ SPLIT_FORMATS = tuple(name for name, (master, _) in STATE_FORMATS.items() if mas
 MOMENT_BYTES = 4
 """One of fp32: what a matrix that Muon updates has less than AdamW's states."""
 NEWTON_SCHULZ_STEPS = 5
-"""`torch.optim.Muon`'s; each is three products, with the shorter side m and the longer n: 4 m^2 n + 2 m^3 operations."""
+"""`torch.optim.Muon`'s; each is three products: 4 m^2 n + 2 m^3 operations with the shorter side m, the longer n."""
 PLANES_BYTES, BLOCK_HEAD_BYTES = BLOCK_NUMEL * 7 // 2, 8
 """One compressed moment of a block, and the head of both (outcore/optim/formats/compressed.py)."""
 COMPRESSED_MOMENTS = (2 * PLANES_BYTES + BLOCK_HEAD_BYTES) / BLOCK_NUMEL

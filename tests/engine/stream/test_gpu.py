@@ -175,3 +175,13 @@ def test_fp16_with_loss_scaling():
         assert results[0].skipped and done[-1] < done[0]
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.0])
+def test_muon_follows_the_cpu_and_repeats_its_bits(fixed_order, engines, max_norm):
+    settings = replace(SETTINGS, optimizer="muon", max_grad_norm=max_norm)
+    engines.append(build_stream_engine(tiny_loaded("llama"), settings, device="cpu", pinned_grant=False))
+    expected = [engines[-1].train_step(batches_of(step), LR).loss for step in range(6)]
+    found = train("llama", settings, 6)
+    assert found[0] == pytest.approx(expected, rel=5e-3)
+    assert same(train("llama", settings, 6), found)
