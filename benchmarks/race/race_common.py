@@ -21,6 +21,7 @@ SHAPES = {  # hidden size, layers, intermediate size, heads, key/value heads, vo
     "1.2b": (2048, 24, 5632, 16, 4, 32000),
     "1.75b": (2560, 24, 6912, 20, 5, 32000),
     "2.8b": (3072, 26, 8448, 24, 6, 32000),
+    "7b": (3584, 28, 18944, 28, 4, 152064),
     "8b": (4096, 32, 14336, 32, 8, 128256),
     "10b": (4096, 45, 14336, 32, 8, 32000),
     "30b": (6656, 56, 17920, 52, 52, 32000),
@@ -28,8 +29,9 @@ SHAPES = {  # hidden size, layers, intermediate size, heads, key/value heads, vo
     "64k-layer": (65536, 1, 4096, 512, 8, 2048),
     "tiny-layer": (256, 1, 832, 4, 1, 512),
 }
-"""Llama shapes, untied. 1.2b: 24 layers of 2048; 8b: Llama 3 8B; 30b: about LLaMA 30B; 16k-layer: one of Llama 3.1
-405B's layers, 3.2 B parameters; 64k-layer: two matrices of 65,536 x 65,536 and little else, 9.8 B parameters."""
+"""Llama shapes, untied. 1.2b: 24 layers of 2048; 7b: Qwen2.5 7B's; 8b: Llama 3 8B; 30b: about LLaMA 30B; 16k-layer: one
+of Llama 3.1 405B's layers, 3.2 B parameters; 64k-layer: two matrices of 65,536 x 65,536 and little else, 9.8 B
+parameters."""
 FILL_VALUES = 1 << 27
 """Random values made at a time: a weight may be larger than the allocator's cap."""
 

@@ -17,10 +17,12 @@ with something on NVMe have `--nvme_steps`: at the beginning of one the drive is
 
 Groups: ram (16,384 tokens), ram4k (4,096), sweep (stock's settings), cuts (stock, the same tokens in four, two and one
 micro-batches), best-cuts (stock, ours and the prototype; `-one`: in one micro-batch), nvme, big (2.8 B), 8b, residents
-(ours with layers that stay on the GPU and, `-streamed`, without; 16,384 and 4,096 tokens); expectations
-(docs/expectations.md: --shape 0.6b, 262,144 and 16,384 tokens, beside ZeRO-2 that offloads nothing; 10 B under 2 GB; a
-layer of hidden size 65,536); rivals and
-rivals4k (16,384 and 4,096 tokens, --shape 1.2b, 1.75b or 2.8b: ours and the systems of `race_rivals.py`). Exit code 1
+(ours with layers that stay on the GPU and, `-streamed`, without; 16,384 and 4,096 tokens), muon (ours with either
+optimizer), mfu (Qwen2.5 7B's shape, 158 rows of 1,024 tokens, --cap_gib 0: how much arithmetic a large GPU gives),
+expectations (docs/expectations.md: --shape 0.6b, 262,144 and 16,384 tokens, beside ZeRO-2 that offloads nothing; 10 B
+under 2 GB; a layer of hidden size 65,536), rivals and
+rivals4k (16,384 and 4,096 tokens, --shape 1.2b, 1.75b or 2.8b: ours and the systems of `race_rivals.py`). TFLOPS are 6
+operations for each parameter and token, recomputation not counted. Exit code 1
 when a variant failed.
 """
 
@@ -49,6 +51,7 @@ TOKENS = {
     "half-k": {"mb": 1, "seq": 512, "gas": 1},
     "1k-one": {"mb": 1, "seq": 1024, "gas": 1},
     "4k": {"mb": 4, "seq": 1024, "gas": 1},
+    "158k": {"mb": 79, "seq": 1024, "gas": 2},
     "tiny": {"mb": 2, "seq": 16, "gas": 2},
 }
 
@@ -283,6 +286,14 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         for states in ("split", "fp32")
         for optimizer in ("adamw", "muon")
     }
+    mfu = {
+        f"ours-7b-{states}{suffix}": ours(
+            "tiny" if shape == "tiny" else "7b", tokens or "158k", clip, states, activations="device",
+            staging_bytes=(1 if shape == "tiny" else 36) << 30,
+        )
+        for states in ("split", "split8")
+        for clip, suffix in ((1, "-clip"), (0, ""))
+    }  # fmt: skip
     cut_16k = ("16k", "16k-mb16") if tokens is None else (tokens, tokens)
     cut_13k = ("13.5k", "13.5k-one") if tokens is None else (tokens, tokens)
     return {
@@ -299,6 +310,7 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "residents": residents,
         "expectations": expectations,
         "muon": muon,
+        "mfu": mfu,
     }
 
 
@@ -341,6 +353,9 @@ def run(name: str, variant: dict[str, Any], args: argparse.Namespace) -> dict[st
             "rss": {"VmRSS": result["rss"] * 2**30},
             "raw": result,
         }
+    if "params" in result:
+        tokens = variant["mb"] * variant["seq"] * variant["gas"]
+        result["tflops_6n"] = 6 * result["params"] * tokens / result["step_s"] / 1e12
     result["child_s"] = time.perf_counter() - begin_s
     result["said"] = text_out[:1500] if variant["child"] == "race_ours.py" else ""
     return result
@@ -363,6 +378,7 @@ def row(name: str, result: dict[str, Any], best: float | None) -> str:
         share = drive_seconds(drive, rates) / result["step_s"]
         traffic += f" = {share:.2f} of the step at {rates[0] / 1e9:.2f}, {rates[1] / 1e9:.2f} GB/s;"
         traffic += f" {sum(drive.values()) / result['params']:.1f} B/param" if "params" in result else ""
+    traffic += f" {result['tflops_6n']:.0f} TFLOPS" if "tflops_6n" in result else ""
     phases = " ".join(f"{k} {v:.3f}" for k, v in result.get("phases", {}).items())
     return (
         f"{name:24}{result['step_s']:8.3f} s {ratio} VRAM{gib(result.get('peak_vram_bytes'))} torch"
