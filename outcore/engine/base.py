@@ -6,13 +6,14 @@ tokens of the global batch (all micro-batches of all ranks). The loop owns the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from outcore.checkpoint import CheckpointError
 from outcore.common.errors import EngineError
 from outcore.config import RunSettings
 from outcore.sizing.layouts import DeepSpeedLayout, StreamLayout
@@ -260,3 +261,13 @@ def grouped(keys: Sequence[str], most: int | None = None) -> str:
         for block, rest in blocks.items()
     }
     return ", ".join(f"{block} ({inside})" if inside else block for block, inside in words.items())
+
+
+def check_optimizer(folder: Path, state: Mapping[str, Any], optimizer: str) -> None:
+    """CheckpointError for the states of another optimizer. `state`: what the engine's `save` gave."""
+    saved = state.get("optimizer", "adamw")
+    if saved != optimizer:
+        raise CheckpointError(
+            f"{folder}: holds the states of {saved}, and this run's optimizer is {optimizer}. Resume with --optimizer "
+            f"{saved}, or start a new run from its exported model."
+        )

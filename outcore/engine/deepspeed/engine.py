@@ -28,6 +28,7 @@ from outcore.engine.base import (
     NonFiniteLossError,
     StepResult,
     TracePlan,
+    check_optimizer,
 )
 from outcore.engine.deepspeed.state import FAMILIES, open_state
 from outcore.flow.parts import DeviceBatch, packing_known
@@ -251,6 +252,7 @@ class DeepSpeedEngine:
                 f"{folder}: cannot be resumed with optimizer states on NVMe: stock DeepSpeed loses them on load. "
                 "Resume with --zero_stage zero3 (RAM offload)."
             )
+        check_optimizer(folder, state, "adamw")
         trainable = dict(self._trainable())
         weights = ShardReader(folder, "model")
         self._check_fit(folder, trainable, weights)

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from outcore.checkpoint import CheckpointError
 from outcore.checkpoint.export import export_model
 from outcore.engine.base import (
     LOWER_RATE,
@@ -31,6 +30,7 @@ from outcore.engine.base import (
     NonFiniteLossError,
     StepResult,
     TracePlan,
+    check_optimizer,
 )
 from outcore.engine.stream.loss_scale import LossScaler
 from outcore.engine.stream.parts import EngineParts
@@ -310,12 +310,7 @@ class StreamEngine:
 
     def load(self, folder: Path, state: dict) -> None:
         """Restore what `save` of this engine or of DeepSpeed's wrote; see `Engine`."""
-        saved = state.get("optimizer", "adamw")
-        if saved != self.settings.optimizer:
-            raise CheckpointError(
-                f"{folder}: holds the states of {saved}, and this run's optimizer is {self.settings.optimizer}. Resume "
-                f"with --optimizer {saved}, or start a new run from its exported model."
-            )
+        check_optimizer(folder, state, self.settings.optimizer)
         self._ranks.doing("loading a checkpoint")
         with self._ranks.failing():
             self._drain()

@@ -72,7 +72,7 @@ class ShareStates:
         everything = [chunk for chunks in self._chunks.values() for chunk in chunks]
         spill(everything, state_ram_bytes)
         self.state_store = open_store(everything, scratch)
-        self._buffers = StateBuffers(state_format, self.state_store, optimizer.backend)
+        self._buffers = StateBuffers(self.state_store, optimizer.backend)
         for chunk in everything:
             if not chunk.on_nvme:
                 self._buffers.initialise(chunk, memory, self._read_param(chunk))
