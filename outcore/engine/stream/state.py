@@ -99,8 +99,8 @@ class StreamState:
         weights = ShardReader(folder, "model")
         readers = {family: ShardReader(folder, family) for family in STATE_NAMES}
         self._check_fit(folder, weights, list(self._trainable))
-        for family, reader in readers.items():
-            self._check_fit(folder, reader, self._with(family))
+        for family in STATE_NAMES:
+            self._check_fit(folder, readers[family], self._with(family))
         for name in filter(self._homes.has_states, self._trainable):
             for families in MASTER_AND_MOMENTS:
                 values: dict[StateName, torch.Tensor] = {
