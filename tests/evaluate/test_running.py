@@ -35,7 +35,7 @@ def test_parity_on_the_offline_tasks(evaluation):
 
 
 def test_in_16_bits_both_are_measured_against_fp32(evaluation):
-    """Rounding is the same size on both sides; what asks for no fp32, or has it already, is refused in words."""
+    """Rounding is the same size on both sides, also compiled; where it says nothing it is refused in words."""
     argv = [*evaluation.argv("outcore_endings", "--parity", "--hf_fp32", limit=6), "--precision", "bf16"]
     assert "outcore is as near to fp32 as hf" in evaluation.call(argv)
     (kept,) = evaluation.database.with_suffix("").glob("*/parity.json")
@@ -192,3 +192,21 @@ def test_a_killed_evaluation_goes_on(evaluation, tmp_path):
 @pytest.mark.slow
 def test_killed_at_ten_points(evaluation, tmp_path):
     kill_and_go_on(evaluation, tmp_path, kills=10, limit=80)
+
+
+@pytest.mark.parametrize(
+    ("flags", "compiles"), [((), "auto"), (("--parity",), "off"), (("--parity", "--compile", "on"), "on")]
+)
+def test_parity_runs_the_other_backends_operations(evaluation, monkeypatch, flags, compiles):
+    """Uncompiled layers, unless compiled ones were asked for."""
+    from outcore.evaluate.commands import evaluate
+
+    asked = []
+
+    def refused(model, settings, say):
+        asked.append(settings.compile)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(evaluate, "open_engine", refused)
+    evaluation.call(evaluation.argv("outcore_sums", *flags), 1)
+    assert asked == [compiles]

@@ -101,6 +101,8 @@ def evaluation_settings(args: argparse.Namespace) -> EvaluationSettings:
 def _local(args: argparse.Namespace, settings: EvaluationSettings) -> int:
     history = History(args.database)
     history.check_writable()
+    if args.parity and args.compile == "auto":
+        args.compile = "off"  # the operations that the other backend runs; fused ones keep more digits between them
     opened = open_engine(args.model, settings_of(args, deterministic=True), say)
     try:
         subject = subject_of(opened, args.model)
