@@ -166,7 +166,7 @@ def _add_answers(
     async def post(http: HttpRequest) -> Response:
         body = await read_body(http, service.settings.max_body_bytes)
         call = await asyncio.to_thread(understand, service, body)  # templates and tokenizers take their time
-        places = getattr(call, "num_places", 1)
+        places = len(call.requests) if isinstance(call, completions.CompletionCall) else 1
         service.take_place(places)
         headers = {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}
         if call.is_stream and events is not None:
