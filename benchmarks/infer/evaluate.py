@@ -139,7 +139,9 @@ class Bench:
 
     def ours(self, compiled: str) -> None:
         """Our engine; the second of two runs, the first of which compiles."""
-        settings = InferSettings(context=CONTEXT, preset="throughput", deterministic=True, compile=compiled)
+        settings = InferSettings(
+            context=CONTEXT, preset="throughput", max_sequences=4, deterministic=True, compile=compiled
+        )
         opened = self.subject.open(settings, self.tokenizer, self.device)
         try:
             first = timed_suite(OutcoreLM(opened=opened), self.settings)
