@@ -13,7 +13,7 @@ from tests.docs.parsers import parse_command
 from tests.forked import ROOT
 
 HELP = {
-    "nvme_offload_path": ("up to 9 times the 16-bit model", "Windows: not C:, the system's drive"),
+    "nvme_offload_path": ("up to 9 times the 16-bit model", "Windows: not C:"),
     "nvme_offload_optimizer": ("8 to 12 B a parameter", "read and written each step"),
     "nvme_offload_params": ("2 B a parameter", "read twice a step"),
     "nvme_offload_gradients": ("Slower", "saves 2 B of RAM per parameter"),
