@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from outcore.checkpoint.export import export_model
 from outcore.engine.stream.build import build_stream_engine
+from outcore.infer.opening.model import _with_adapter
 from outcore.model import LoraSettings, ModelSettings, load_model
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import checkpoint_name, model_facts
@@ -140,8 +141,10 @@ def test_exports_are_what_peft_and_transformers_read(name, tmp_path):
     assert {"mlp.experts.base_layer.lora_A.weight", "mlp.experts.lora_B.weight"} <= kinds, "as vLLM looks for them"
     theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    answering = _with_adapter(tiny_loaded(name).model, tmp_path / "adapter").eval()
+    assert not any(type(module) is ParamWrapper for module in answering.modules()), "no merged stack at inference"
     with torch.no_grad():
-        for read in (theirs, merged):
+        for read in (theirs, merged, answering):
             torch.testing.assert_close(read(input_ids=ids).logits, expected, rtol=1e-3, atol=2e-4)
 
 
