@@ -100,8 +100,8 @@ def _serve(
 
     opened = open_engine(args.model, settings_of(args, deterministic=args.deterministic), _say)
     service = Service(opened, settings)
-    if service.metrics.why_no_forecast:
-        _say(f"no forecast beside the measured passes: {service.metrics.why_no_forecast}")
+    if why := service.metrics.against_plan.why_not:
+        _say(f"no forecast beside the measured passes: {why}")
     _say(f"records: {service.records.path}")
     _say(f"listening on http://{settings.host}:{settings.port}/v1 as {service.name!r}")
     app = create_app(service, additions(service))
