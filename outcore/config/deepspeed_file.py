@@ -122,7 +122,7 @@ def _current(config: Mapping[str, Any]) -> dict[str, Any]:
     if value_at(blocks, "bf16.enabled") and value_at(blocks, "fp16.enabled"):
         raise ValueError(f"{NAME}: bf16.enabled and fp16.enabled contradict each other; enable one of them.")
     if "outcore" in blocks:
-        blocks["outcore"] = keys.check_block("outcore", blocks["outcore"], keys.OUTCORE)
+        blocks["outcore"] = keys.check_block("outcore", blocks["outcore"], keys.OUTCORE, keys.OUTCORE_IGNORED)
         if "lanes" in blocks["outcore"]:
             known = frozenset({"slot_bytes", "num_slots"})
             blocks["outcore"]["lanes"] = keys.check_block("outcore.lanes", blocks["outcore"]["lanes"], known)

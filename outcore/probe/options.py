@@ -68,7 +68,7 @@ def parse_options(argv: Sequence[str], root: Path) -> ProbeOptions:
             raise UsageError(str(error)) from error
     staging = config.staging
     if args.staging_gib is not None:
-        staging = ProbeStaging(int(args.staging_gib * GIB), staging.write_combined, staging.streams)
+        staging = ProbeStaging(int(args.staging_gib * GIB), staging.write_combined)
     return ProbeOptions(
         paths=tuple(paths),
         paths_named=named,

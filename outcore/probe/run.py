@@ -233,7 +233,7 @@ class ProbeRun:
             found.skipped.append(f"no GPU: {built} of plain memory stand in for {configured} of pinned staging memory")
         test = StagingTest(wanted_bytes)
         try:
-            pool = build_pool(ProbeStaging(wanted_bytes, asked.write_combined, asked.streams), self.device, test)
+            pool = build_pool(ProbeStaging(wanted_bytes, asked.write_combined), self.device, test)
         except RuntimeError as error:
             found.warnings.append(str(error))
             return None
@@ -282,7 +282,6 @@ class ProbeRun:
                 found.staging,
                 block_bytes=block_bytes,
                 depth=depth,
-                streams=self.options.config.staging.streams,
                 stage_s=stage_s,
                 most_s=self.effort.cell_s,
                 max_write_bytes=self.effort.write_cell_bytes,

@@ -135,7 +135,20 @@ def test_fields_the_driver_does_not_tell() -> None:
     row = "0, NVIDIA GB10, [N/A], 12.1, 580.95.05, [N/A], [Not Supported], [N/A], [N/A], 0000:01:00.0, GPU-9\nrubbish\n"
     gpus, notes = parse_listing(row)
     assert gpus[0].vram_bytes == 0 and gpus[0].pcie_gen_max is None and gpus[0].pcie_max_gb_per_s is None
-    assert len(notes) == 2 and "rubbish" in notes[1]
+    assert len(notes) == 2 and "rubbish" in notes[1] and gpus[0].is_integrated
+
+
+def test_display_adapters_of_other_makers_are_named(tmp_path: Path) -> None:
+    for name, kind, vendor in (
+        ("0000:00:02.0", "0x030000", "0x8086"),
+        ("0000:03:00.0", "0x030200", "0x1002"),
+        ("0000:01:00.0", "0x030000", "0x10de"),
+        ("0000:00:1f.0", "0x060100", "0x8086"),
+    ):
+        write(tmp_path / f"sys/bus/pci/devices/{name}/class", f"{kind}\n")
+        write(tmp_path / f"sys/bus/pci/devices/{name}/vendor", f"{vendor}\n")
+    found = detect_gpus(no_tools, tmp_path).other_gpus
+    assert found == ("Intel at 0000:00:02.0, integrated", "AMD at 0000:03:00.0")
 
 
 def test_old_driver_without_compute_cap() -> None:

@@ -21,9 +21,9 @@ def test_missing_configuration_means_defaults_and_says_so(tmp_path: Path) -> Non
 
 def test_configuration_is_read(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
-    path.write_text('{"outcore": {"staging_bytes": 4096, "write_combined": "off", "streams": 2, "nvme_path": "/a"}}')
+    path.write_text('{"outcore": {"staging_bytes": 4096, "write_combined": "off", "nvme_path": "/a"}}')
     config = read_config(path)
-    assert (config.staging.staging_bytes, config.staging.write_combined, config.staging.streams) == (4096, "off", 2)
+    assert (config.staging.staging_bytes, config.staging.write_combined) == (4096, "off")
     assert config.nvme_path == "/a" and config.exists
     path.write_text('{"zero_optimization": {"offload_optimizer": {"nvme_path": "/b"}}}')
     assert read_config(path).nvme_path == "/b"
@@ -36,7 +36,7 @@ def test_configuration_is_read(tmp_path: Path) -> None:
         ("[]", "must hold a JSON object"),
         ('{"outcore": 3}', '"outcore" must be an object'),
         ('{"outcore": {"staging_bytes": "8GB"}}', "must be a positive whole number, got '8GB'"),
-        ('{"outcore": {"streams": true}}', "must be a positive whole number"),
+        ('{"outcore": {"staging_bytes": true}}', "must be a positive whole number"),
         ('{"outcore": {"write_combined": "maybe"}}', "one of auto, on, off"),
     ],
 )

@@ -318,7 +318,7 @@ def test_the_text() -> None:
         "- a warning",
         "links between GPUs: one GPU",
         "8.00 GB written to the drive(s)",
-        "below 1 MiB seen",
+        "seen through the staged lanes",
     ):
         assert words in " ".join(text.split())
     assert "run it again" not in " ".join(text.split())

@@ -40,8 +40,6 @@ class ProbeStaging:
     staging_bytes: int
     write_combined: str
     """'auto' (measured), 'on' or 'off'."""
-    streams: int = 4
-    """Half of them up, half down."""
 
 
 @dataclass
@@ -122,7 +120,6 @@ def run_staging_test(
     *,
     block_bytes: int,
     depth: int,
-    streams: int,
     stage_s: float,
     most_s: float,
     max_write_bytes: int,
@@ -150,7 +147,6 @@ def run_staging_test(
             direction,
             slot_bytes,
             slots,
-            max(1, streams // 2),
             combined,
             cell_s,
             max_bytes,
@@ -214,7 +210,6 @@ def measure_lane(
     direction: str,
     slot_bytes: int,
     num_slots: int,
-    num_streams: int,
     write_combined: bool,
     limit_s: float,
     max_bytes: int | None,
@@ -234,7 +229,7 @@ def measure_lane(
         pool,
         engine,
         device,
-        LaneSettings(slot_bytes, num_slots, write_combined, num_streams=num_streams),
+        LaneSettings(slot_bytes, num_slots, write_combined),
         f"probe-{direction}",
     )
     last_offset = file.size_bytes - transfer_bytes

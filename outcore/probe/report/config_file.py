@@ -20,7 +20,6 @@ from outcore.common.quantities import GIB
 from outcore.probe.bench.lanes import ProbeStaging
 
 DEFAULT_STAGING_BYTES = 8 * GIB
-DEFAULT_STREAMS = 4
 WRITE_COMBINED = ("auto", "on", "off")
 
 
@@ -42,20 +41,19 @@ class ProbeConfig:
 def read_config(path: Path) -> ProbeConfig:
     """The settings in `path`, or defaults with a note when it is missing. `ConfigFileError` when it is not usable."""
     if not path.exists():
-        note = f"{path} does not exist: using the defaults (8 GiB of staging memory, write-combined auto, 4 streams)"
-        return ProbeConfig(ProbeStaging(DEFAULT_STAGING_BYTES, "auto", DEFAULT_STREAMS), note=note)
+        note = f"{path} does not exist: using the defaults (8 GiB of staging memory, write-combined auto)"
+        return ProbeConfig(ProbeStaging(DEFAULT_STAGING_BYTES, "auto"), note=note)
     config = _load(path)
     block = config.get("outcore", {})
     if not isinstance(block, dict):
         raise ConfigFileError(f'{path}: "outcore" must be an object, got {type(block).__name__}')
     staging_bytes = _positive(path, block, "staging_bytes", DEFAULT_STAGING_BYTES)
-    streams = _positive(path, block, "streams", DEFAULT_STREAMS)
     combined = block.get("write_combined", "auto")
     if combined not in WRITE_COMBINED:
         raise ConfigFileError(
             f'{path}: "outcore.write_combined" must be one of {", ".join(WRITE_COMBINED)}, got {combined!r}'
         )
-    return ProbeConfig(ProbeStaging(staging_bytes, combined, streams), _nvme_path(config, block), exists=True)
+    return ProbeConfig(ProbeStaging(staging_bytes, combined), _nvme_path(config, block), exists=True)
 
 
 def apply_changes(path: Path, changes: dict[str, dict[str, Any]], create: bool = False) -> list[str]:

@@ -153,6 +153,9 @@ def _latency(found: Measured) -> list[str]:
         row = f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
         row = f"{row:>10}"
         for path, times in result.median_s.items():
+            if size not in times:
+                row += f"{'-':>18}"
+                continue
             change = "" if path == "plain" else f" {100 * (times[size] / plain_s - 1):+5.0f} %"
             row += f"{_microseconds(times[size]) + change:>18}"
         lines.append(row)

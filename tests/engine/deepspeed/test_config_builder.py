@@ -326,7 +326,7 @@ def test_shipped_files_build() -> None:
     assert not build(ram).offload.uses_nvme
     root = json.loads((ROOT / "deepspeed_config.json").read_text())
     assert root["outcore"] == {
-        "staging_bytes": 8589934592, "write_combined": "auto", "streams": 4, "engine": "auto", "nvme_path": "",
+        "staging_bytes": 8589934592, "write_combined": "auto", "engine": "auto", "nvme_path": "",
         "residency": "auto", "state_format": "auto", "ram_budget_gib": None,
     }  # fmt: skip
     built = build(root, {"zero_stage": "zero2"})
