@@ -20,7 +20,7 @@ from outcore.flow.parts import ModelParts, discover_units
 from outcore.flow.tiles import TilePlan, free_device_bytes, plan_tiles
 from outcore.flow.weights import plan_cuts
 from outcore.model import LoadedModel
-from outcore.model.adapters import multiply_dora
+from outcore.model.adapters import add_to_products, multiply_dora
 from outcore.optim import StateFormat, state_format
 from outcore.states import StateChunk, cut_states, spill
 
@@ -81,6 +81,7 @@ def draw_blueprint(
     StreamUnsupported (a ValueError) naming why this model cannot be streamed; ValueError for settings; EngineError for
     a compilation that was asked for and cannot be.
     """
+    add_to_products(loaded.model)  # of adapters that the caller made, too
     units = discover_units(loaded)
     if trial:
         try_tiny_copy(loaded, GRADIENTS)

@@ -156,7 +156,9 @@ def _added_wrapper() -> type[nn.Module]:
                 return super().forward(x, *args, **kwargs)
             held: dict[str, Any] = self.get_base_layer()._parameters
             weight = held[self.parameter_name]
-            factors = thin_factors(self, self.lora_A[names[0]].weight, self.lora_B[names[0]].weight)
+            down: Any = self.lora_A[names[0]]
+            up: Any = self.lora_B[names[0]]
+            factors = thin_factors(self, down.weight, up.weight)
             if weight.ndim == 2:
                 factors = factors[0][0], factors[1][0]
             adapted = AdaptedWeight(
