@@ -149,7 +149,7 @@ def test_lengths_and_modules_trained_whole_are_counted(name: str, use_dora: bool
 
 def test_adapters_on_experts_are_refused():
     for targets in ("gate,o_proj", "gate_proj,up_proj,down_proj", "down_proj"):
-        with pytest.raises(ValueError, match=r"for parts of this model's experts or its router.*Adapt the attention"):
+        with pytest.raises(ValueError, match=r"for parts of this model.s experts or its router.*write experts for all of them"):
             resolve_shape("tiny-moe", lora_target_modules=targets)
 
 
