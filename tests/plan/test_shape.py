@@ -147,10 +147,13 @@ def test_lengths_and_modules_trained_whole_are_counted(name: str, use_dora: bool
         assert shape.whole_in_ends == (sum(ends) if "EMBED" in whole else 0)
 
 
-def test_adapters_on_experts_are_refused():
-    for targets in ("gate,o_proj", "gate_proj,up_proj,down_proj", "down_proj"):
-        with pytest.raises(ValueError, match=r"for parts of this model.s experts or its router.*write experts for all of them"):
+def test_adapters_on_experts_are_named_by_the_weight_that_holds_them_all():
+    for targets in ("gate,o_proj", "gate_proj,up_proj,down_proj"):
+        with pytest.raises(ValueError, match=r"for parts of this model's experts or its router.*write experts for all"):
             resolve_shape("tiny-moe", lora_target_modules=targets)
+    names = ("experts", "gate_up_proj", "down_proj")
+    counted = [resolve_shape("tiny-moe", lora_target_modules=one).with_lora(4).adapter_params for one in names]
+    assert counted[0] == counted[1] + counted[2] > counted[1] > counted[2] > 0
 
 
 def test_a_smaller_model_has_its_adapters_on_the_same_modules():
