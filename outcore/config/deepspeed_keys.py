@@ -100,7 +100,7 @@ OUTCORE = _words(
     "transfer_path offload nvme_offload_gradients"
 )
 OUTCORE_IGNORED = frozenset({"streams"})
-"""Of earlier files: a lane has one stream, two moved no more."""
+"""Keys of earlier files: a lane has one stream, two moved no more."""
 
 
 def is_comment(key: str) -> bool:

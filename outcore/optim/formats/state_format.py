@@ -78,7 +78,7 @@ class StateFormat:
 
     @property
     def without_squares(self) -> StateFormat:
-        """The same master beside a momentum alone, in fp32."""
+        """This format with a momentum alone, in fp32, beside its master."""
         assert not self.moments8
         return replace(self, name=f"{self.name}_momentum", only_momentum=True)
 

@@ -29,7 +29,7 @@ from outcore.storage import BlockFile, StorageEngine
 TRANSFER_BYTES = 64 * MIB
 ROUNDS = 3
 PAGEABLE_SLOT_BYTES, PAGEABLE_SLOTS = 16 * MIB, 16
-"""Of the lane that takes pageable homes, as a run opens it."""
+"""Slots of the lane that takes pageable homes, as a run opens it."""
 SLOT_CANDIDATES_BYTES = (8 * MIB, 32 * MIB, 64 * MIB)
 
 
