@@ -46,7 +46,7 @@ class GpuReport:
     notes: tuple[str, ...] = ()
     nvlink_domains: tuple[tuple[int, ...], ...] = ()
     other_gpus: tuple[str, ...] = ()
-    """Domains as `Machine` has them."""
+    """Domains and other adapters, as `Machine` has them."""
 
 
 def run_command(command: Sequence[str], timeout_s: float = 30.0) -> tuple[int, str]:

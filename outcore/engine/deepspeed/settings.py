@@ -93,7 +93,7 @@ class BuiltConfig:
     """The notes that must be shown loudly: fallbacks, changed user values, settings that cost much."""
 
     def of_rank(self, local_rank: int) -> BuiltConfig:
-        """These settings with the drive of that rank of the host, in turn."""
+        """Settings with the drive of that rank of the host, in turn."""
         drives = self.offload.drives
         if len(drives) < 2:
             return self
