@@ -24,8 +24,8 @@ BLOCKS = [("default", ""), *[(f"{kib // 1024} MiB" if kib >= 1024 else f"{kib} K
                                for kib in (512, 1024, 2048, 4096)]]  # fmt: skip
 DEPTHS = [("default", ""), *[(str(depth), depth) for depth in (4, 8, 16, 32)]]
 GUIDE = """**Path**: a folder on the fastest drive. Linux: `/mnt/nvme/outcore`; WSL2: a folder of Linux itself such as
-`~/outcore-nvme` (`/mnt/c/...` is several times slower). Optimizer states go there first (12 bytes a parameter,
-10 with `split`), then parameters (2 bytes), then gradients."""
+`~/outcore-nvme` (`/mnt/c/...` is several times slower); Windows: `D:/outcore-nvme` (C: is the system's drive).
+Optimizer states go there first (12 bytes a parameter, 10 with `split`), then parameters (2 bytes), then gradients."""
 GUIDE_ADVANCED = """Block size, queue depth and pinned memory are for DeepSpeed's own engine; what suits the drive
 is said under its path. The streaming engine chooses by measurement."""
 TIERS = ("vram", "ram", "nvme")
