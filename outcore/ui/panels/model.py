@@ -123,11 +123,12 @@ def launch_words(launch: dict[str, Any]) -> str:
     if "zero" not in launch:
         return launch.get("problem", "")
     zero = launch["zero"]
+    kept_as = "in the weights' type" if launch["kv_format"] == "same" else launch["kv_format"]
     homes = {"none": "stay on the device", "cpu": "stream from RAM", "nvme": "stream from the drive"}
     return (
         f"Launch: {launch.get('engine', 'outcore')}, {launch['world_size']} process(es), tensor parallel "
         f"{launch['tensor_parallel']}, pipeline parallel {launch['pipeline_parallel']}; ZeRO stage {zero['stage']}, "
         f"weights {homes[zero['offload_param']]}, {zero['num_buffers']} buffers; {launch['precision']} on "
         f"{launch['device_name'] or launch['device']}; "
-        f"keys and values in {launch['kv_home'].upper()}, {launch['kv_format']}."
+        f"keys and values in {launch['kv_home'].upper()}, {kept_as}."
     )
