@@ -181,6 +181,8 @@ def test_storage_as_the_probe_found_it_is_what_scratch_opens(tmp_path):
     found = {"outcore": {"storage": {"engine": "posix", "threads": 3, "block_bytes": 65536}}}
     plan = plan_of(file=found)
     assert plan.told.storage == DriveAccess("posix", 3, 65536) and not plan.unused
+    assert any("storage_engine posix, storage_threads 3, storage_block_bytes 65536" in note for note in plan.notes)
+    assert not any("--apply" in note for note in plan_of().notes)
     scratch = Scratch([tmp_path], storage=plan.told.storage)
     assert isinstance(scratch.engine, PosixEngine) and scratch.engine.block_bytes == 65536
     scratch.close()

@@ -29,6 +29,11 @@ from outcore.storage import DriveAccess
 MOST_PINNED_OF_RAM = 2
 """Divisor: of available RAM at most one in so many bytes is pinned without being asked for: the system cannot take
 them back."""
+PROBED = (
+    "storage_engine", "storage_threads", "storage_block_bytes", "write_combined", "lane_slots", "lane_slot_bytes",
+    "transfer_path",
+)  # fmt: skip
+"""Settings that `gds_optimizer.py --apply` writes as it measured them; a run says which it took."""
 PAGEABLE_SLOTS = 16
 """Slots of each lane where homes are pageable: with the usual four, 64 MiB, the copies of LoRA's base of 8 B came at
 10 GB/s beside a run whatever the threads; with 64 slots a lane on an H100 reached 30.5 GB/s, measured by itself
@@ -95,6 +100,9 @@ def stream_decision(
         raise ConfigError("activations nvme needs a drive: give --nvme_offload_path DIR.")
     homes, shortage = homes_of(settings, sizes, wanted, nvme_check, warnings, notes)
     pinned, num_slots = _pinned(settings, sizes, homes.get("weight_ram_bytes"), notes)
+    probed = [f"{name} {getattr(settings, name)}" for name in PROBED if _is_of_file(settings, name)]
+    if probed:
+        notes.append(f"as {settings.file.path} has it, where gds_optimizer.py --apply writes: {', '.join(probed)}")
     device = "cuda" if sizes.has_cuda else "cpu"
     scaling, accumulates_as = settings.loss_scaling, settings.grad_accum_dtype
     told = StreamSettings(
@@ -138,6 +146,10 @@ def stream_decision(
         shortage=shortage,
         unused=tuple(unused_keys(settings.file.blocks)),
     )
+
+
+def _is_of_file(settings: RunSettings, name: str) -> bool:
+    return settings.reasons.get(name, "").startswith(f"{settings.file.path}: ")
 
 
 def _device_bytes(device: str) -> int | None:
