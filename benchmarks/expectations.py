@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from outcore.common.quantities import GIB, format_count
+from outcore.common.quantities import GB, GIB, format_count
 from outcore.machine.offload import FREE_RESERVE, SPACE_SAFETY
 from outcore.plan import RunRequest, choose_or_change, load_hardware
 from outcore.plan.answer.efficiency import ait_optimizer, ait_parameters, efficiency, efficiency_lines
@@ -36,7 +36,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "expectations.md"
 LAPTOP = "rtx4070-laptop"
 HOLDS, FAILS, FORECAST = "holds", "does not hold", "forecast"
-GB = 1e9
 WITHIN = 1.2
 """What "within 20 %" allows of the other's seconds."""
 

@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import stream_race
+from race_variants import variants
 
 ORDER = ("new", "old", "old", "new")
 
@@ -51,7 +52,7 @@ def main() -> int:
     args = parser.parse_args()
     trees = {"new": Path(__file__).resolve().parents[2], "old": args.old.resolve()}
     tokens = "tiny" if args.shape == "tiny" else None
-    chosen = stream_race.variants(args.shape, tokens)[args.group]
+    chosen = variants(args.shape, tokens)[args.group]
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
     is_fine = True
     for name in args.only.split(","):
