@@ -37,7 +37,7 @@ PROBED = (
 PAGEABLE_SLOTS = 16
 """Slots of each lane where homes are pageable: with the usual four, 64 MiB, the copies of LoRA's base of 8 B came at
 10 GB/s beside a run whatever the threads; with 64 slots a lane on an H100 reached 30.5 GB/s, measured by itself
-(benchmarks/race/pageable.py)."""
+(benchmarks/drives/pageable.py)."""
 
 
 def decide_stream(

@@ -1,7 +1,7 @@
 """Does the pageable path feed the link? One upload lane with a small pinned pool, beside homes that are all pinned.
 
-    python benchmarks/race/pageable.py --out benchmarks/results/pageable-NAME.json     # one GPU, 3 minutes
-    python benchmarks/race/pageable.py --small --out /tmp/pageable.json                # a dry run on the CPU
+    python benchmarks/drives/pageable.py --out benchmarks/results/pageable-NAME.json     # one GPU, 3 minutes
+    python benchmarks/drives/pageable.py --small --out /tmp/pageable.json                # a dry run on the CPU
 
 For every number of copying threads and every slot size the same homes in ordinary RAM go up through the slots of a
 pinned pool (--pinned_gib, 1 by default), back to back, as a forward pass takes a frozen base. Beside it in one call:
