@@ -2,11 +2,12 @@
 
     git archive e9a12d0 outcore benchmarks/race_ours.py benchmarks/race_common.py | tar -x -C old   (a folder `old`)
     python benchmarks/race/against.py --old old --only ours-fp32-clip,ours-fp32 --out against.json
-    python benchmarks/race/against.py --old old --group nvme --nvme FOLDER --only ours-split-nvme,ours-fp32-half
+    python benchmarks/race/against.py --old old --group nvme --nvme FOLDER --only ours-split-nvme --eager --rounds 2
     python benchmarks/race/against.py --old old --shape tiny --only ours-fp32 --steps 1 --repeats 1   (dry run, CPU)
 
 Variants are those of `stream_race.py`. Each runs as a process of its own, old and new in turn (new, old, old, new), so
-that a machine that warms up or slows down does so for both. A ratio is of the medians over all windows. Exit code 1
+that a machine that warms up or slows down does so for both. A ratio is of the medians over all windows. With states on
+a drive the bytes that it moved a step are told as well: they do not depend on how fast it is just then. Exit code 1
 when one failed, or is more than --limit (1.03) times as long as before.
 """
 
@@ -31,6 +32,12 @@ def run_in(tree: Path, name: str, variant: dict[str, Any], args: argparse.Namesp
     return stream_race.run(name, variant, args)
 
 
+def drive_gb(runs: list[dict[str, Any]]) -> str:
+    """GB a step that the drive read and wrote, median of the runs; empty where nothing lies on a drive."""
+    moved = [sum(one["drive_bytes_per_step"].values()) for one in runs if one.get("drive_bytes_per_step")]
+    return f" ({median(moved) / 1e9:.2f} GB of the drive)" if moved else ""
+
+
 def main() -> int:
     """Run the variants in both trees and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -46,6 +53,7 @@ def main() -> int:
     parser.add_argument("--cap_gib", type=float, default=6.5)
     parser.add_argument("--half_bytes", type=int, default=7_300_000_000)
     parser.add_argument("--nvme", type=Path)
+    parser.add_argument("--eager", action="store_true", help="compile nothing: a start takes seconds, not a minute")
     parser.add_argument("--limit_s", type=float, default=240)
     parser.add_argument("--limit", type=float, default=1.03)
     parser.add_argument("--out", type=Path)
@@ -53,10 +61,14 @@ def main() -> int:
     trees = {"new": Path(__file__).resolve().parents[2], "old": args.old.resolve()}
     tokens = "tiny" if args.shape == "tiny" else None
     chosen = variants(args.shape, tokens)[args.group]
+    if args.nvme:
+        args.nvme.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, list[dict[str, Any]]]] = {}
     is_fine = True
     for name in args.only.split(","):
         found = results[name] = {"new": [], "old": []}
+        if args.eager:
+            chosen[name]["settings"]["compile"] = "off"
         for number in range(args.rounds):
             tree = ORDER[number % len(ORDER)]
             found[tree].append(run_in(trees[tree], name, chosen[name], args))
@@ -68,8 +80,8 @@ def main() -> int:
         ratio = step_s["new"] / step_s["old"]
         same = found["new"][0]["losses"] == found["old"][0]["losses"]
         print(
-            f"{name:24} new {step_s['new']:.3f} s  old {step_s['old']:.3f} s  ratio {ratio:.3f}  losses "
-            f"{'the same' if same else 'differ'}",
+            f"{name:24} new {step_s['new']:.3f} s{drive_gb(found['new'])}  old {step_s['old']:.3f} s"
+            f"{drive_gb(found['old'])}  ratio {ratio:.3f}  losses {'the same' if same else 'differ'}",
             flush=True,
         )
         is_fine &= ratio <= args.limit
