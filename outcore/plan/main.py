@@ -23,6 +23,7 @@ from outcore.machine.offload import slow_drive_warning
 from outcore.model import resolve_shape
 from outcore.plan.answer.advice import Advice, advise
 from outcore.plan.answer.command import Said, command, notes
+from outcore.plan.answer.gpus import beside_one
 from outcore.plan.choose import PlanAnswer, choose_or_change
 from outcore.plan.fields import NAMED_ELSEWHERE, PlanConfig, parse_plan
 from outcore.plan.hardware import Hardware, Overrides
@@ -103,6 +104,8 @@ def answer_to(args: PlanConfig) -> Asked:
         hardware = replace(hardware, notes=(*hardware.notes, slow))
     if taught := last_time(answer.plan, hardware):
         hardware = replace(hardware, notes=(*hardware.notes, taught))
+    if beside := beside_one(shape, request, hardware, answer.plan):
+        hardware = replace(hardware, notes=(*hardware.notes, beside.words()))
     dataset = args.dataset if args.dataset != PlanConfig.dataset else ()
     said = Said(_name(_model_of(args) or ""), dataset, args.nvme_offload_path, args.trust_remote_code)
     return Asked(answer, advice, hardware, request, command(answer.plan, request, said))

@@ -1,3 +1,3 @@
 """What finished runs taught about forecasts on this machine."""
 
-from outcore.plan.learned.ratios import LEAST_STEPS, kind_of, last_time, remember
+from outcore.plan.learned.ratios import LEARNED, LEAST_STEPS, expected_s, kind_of, last_time, remember

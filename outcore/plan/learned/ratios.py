@@ -28,7 +28,8 @@ def kind_of(plan: Plan) -> str:
     """The kind of run whose forecasts err alike."""
     trained = f"LoRA r={plan.lora_r}" if plan.lora_r else "all weights"
     trained += f" over {plan.quantize}" if plan.quantize else ""
-    return f"{plan.engine} engine, {plan.offload}, {plan.state_format}, {plan.precision}, {trained}"
+    gpus = f"{plan.num_gpus} GPUs, " if plan.num_gpus > 1 else ""
+    return f"{gpus}{plan.engine} engine, {plan.offload}, {plan.state_format}, {plan.precision}, {trained}"
 
 
 def remember(plan: Plan, step_s: float, run: str, hardware: Hardware, path: Path = LEARNED) -> str:
@@ -60,8 +61,7 @@ def remember(plan: Plan, step_s: float, run: str, hardware: Hardware, path: Path
 
 def last_time(plan: Plan, hardware: Hardware, path: Path = LEARNED) -> str:
     """In words, how the last run of this kind on this machine went against its forecast; '' where that was right."""
-    known = _read(path)
-    found: Any = known.get("ratios", {}).get(kind_of(plan)) if known.get("machine") == hardware.identity else None
+    found = _found(plan, hardware, path)
     if not found or abs(found["ratio"] - 1) <= WORTH_SAYING:
         return ""
     return (
@@ -69,6 +69,17 @@ def last_time(plan: Plan, hardware: Hardware, path: Path = LEARNED) -> str:
         f"{format_s(found['step_s'])} a step, forecast {format_s(found['forecast_s'])}); by that a step takes "
         f"{format_s(found['ratio'] * plan.time.step_s)}"
     )
+
+
+def expected_s(plan: Plan, hardware: Hardware, path: Path = LEARNED) -> tuple[float, bool]:
+    """Seconds of a step by the forecast and by what the last run of this kind took; whether there was one."""
+    found = _found(plan, hardware, path)
+    return (found["ratio"] * plan.time.step_s, True) if found else (plan.time.step_s, False)
+
+
+def _found(plan: Plan, hardware: Hardware, path: Path) -> dict[str, Any] | None:
+    known = _read(path)
+    return known.get("ratios", {}).get(kind_of(plan)) if known.get("machine") == hardware.identity else None
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from outcore.formats.checkpoint import usual_format
 from outcore.machine import Machine, detect_machine
 from outcore.model import ModelSettings, on_targets, resolve_source, shape_from_config
 from outcore.plan.answer.advice import advise, packed_words
+from outcore.plan.answer.gpus import BesideOne, beside_one
 from outcore.plan.answer.show import show
 from outcore.plan.choose import Change, PlanAnswer, best_stage, best_stream, choose_or_change, stream_refusal
 from outcore.plan.deepspeed.forecast import plan_deepspeed
@@ -116,6 +117,8 @@ class Forecast:
     problem: str = ""
     asked: Mapping[str, Any] | None = None
     """What `plan_layout` was given, as plain values: enough to ask a later planner the same."""
+    beside: BesideOne | None = None
+    """Of several GPUs: the same tokens on one."""
 
     def to_dict(self) -> dict[str, Any] | None:
         """For plan.json; None without a plan."""
@@ -197,8 +200,10 @@ class Forecaster:
             plan = plan_layout(shape, request, hardware, layout)
             if taught := last_time(plan, hardware):
                 plan = replace(plan, notes=(*plan.notes, taught))
+            if beside := beside_one(shape, request, hardware, plan):
+                plan = replace(plan, notes=(*plan.notes, beside.words()))
             asked = {"shape": shape, "request": request, "layout": layout, "hardware": hardware}
-            return Forecast(plan, hardware, asked={name: asdict(value) for name, value in asked.items()})
+            return Forecast(plan, hardware, asked={name: asdict(value) for name, value in asked.items()}, beside=beside)
         except Exception as error:
             return Forecast(None, None, _words(error))
 

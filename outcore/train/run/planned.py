@@ -59,6 +59,8 @@ class Planned:
         """
         say, forecast = self.job.say, self.forecast(decision)
         why = forecast.why_not(decision.shortage)
+        if forecast.beside is not None and forecast.beside.is_slower:
+            say(f"WARNING: {forecast.beside.words()}")
         if proposal := self.forecaster.packed_base(forecast):
             say(proposal)
         if why and forecast.plan is not None:

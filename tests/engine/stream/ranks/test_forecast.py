@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outcore.model import preset_shape
+from outcore.plan.answer.gpus import beside_one
 from outcore.plan.choose import choose
+from outcore.plan.learned import remember
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.forecast import plan_stream
 from outcore.plan.stream.memory import RANK_SLOTS
@@ -53,3 +55,17 @@ def test_auto_streams_on_several_gpus_and_parameters_stay_in_ram():
         preset_shape("llama-8b"), RunRequest(), server(num_gpus=2, ram_bytes=60 << 30), 1024, StreamLayout(2, 4)
     )
     assert tight.homes["parameters"] == "RAM" and "NVMe" in tight.homes["optimizer states"]
+
+
+def test_the_plan_says_whether_one_gpu_is_faster(tmp_path):
+    shape, hardware = preset_shape("llama-1b"), server(num_gpus=2, identity="two GPUs")
+    request = RunRequest(micro_batch=4, accumulation=8)
+    plan, path = choose(shape, request, hardware).plan, tmp_path / "forecasts.json"
+    beside = beside_one(shape, request, hardware, plan, path)
+    assert beside is not None and not beside.is_slower and beside.tokens == plan.tokens_per_step
+    assert beside.words().startswith("by forecast 2 GPUs take ") and beside.words().endswith(" x")
+    assert beside_one(shape, request, server(), choose(shape, request, server()).plan, path) is None
+    remember(plan, 8 * beside.one_s, "slow", hardware, path)  # what two GPUs took is not what one would
+    beside = beside_one(shape, request, hardware, plan, path)
+    assert beside is not None and beside.step_s == pytest.approx(8 * beside.one_s)
+    assert "by what runs on this machine took" in beside.words() and "--num_gpus=1" in beside.words()
