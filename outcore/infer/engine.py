@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from outcore.infer.passes import DraftModel, PassRunner, TokenScore
+from outcore.infer.passes import DraftModel, OnScores, OnVectors, PassRunner, Texts, WaitingTexts
 from outcore.infer.requests import (
     Answer,
     Chosen,
@@ -61,11 +61,6 @@ class EngineCounts:
     last_pass_rows: int = 0
 
 
-Texts = Sequence[Sequence[int]]
-OnScores = Callable[[list[list[TokenScore]] | Exception], None]
-OnVectors = Callable[[list[torch.Tensor] | Exception], None]
-
-
 @dataclass(eq=False)
 class _Talk:
     """One request: its answers under way, who listens."""
@@ -100,8 +95,7 @@ class InferenceEngine:
         self._notes: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition(self._lock)
         self._talks: dict[str, _Talk] = {}
-        self._to_score: list[tuple[Texts, int, OnScores]] = []
-        self._to_embed: list[tuple[Texts, OnVectors]] = []
+        self._texts = WaitingTexts()
         self._running: dict[str, list[Running]] = {}
 
     # --- from any thread
@@ -134,12 +128,12 @@ class InferenceEngine:
         """Have texts scored before the next pass; the callback runs on the engine's thread. ValueError for texts that
         cannot be."""
         self.check_texts(texts)
-        self.call_soon(lambda: self._to_score.append((texts, num_top, on_scores)))
+        self.call_soon(lambda: self._texts.to_score.append((texts, num_top, on_scores)))
 
     def submit_embeddings(self, texts: Texts, on_vectors: OnVectors) -> None:
         """Have texts turned into vectors before the next pass; as `submit_texts`."""
         self.check_texts(texts)
-        self.call_soon(lambda: self._to_embed.append((texts, on_vectors)))
+        self.call_soon(lambda: self._texts.to_embed.append((texts, on_vectors)))
 
     def check_texts(self, texts: Texts) -> None:
         """ValueError for texts that cannot be scored."""
@@ -182,7 +176,7 @@ class InferenceEngine:
         What goes wrong in a pass ends the answers in it with "error" and is raised.
         """
         had_notes = self._take_notes()
-        self._score_pending()
+        self._texts.run(self.runner)
         self._end_late(self._clock())
         if self.drafts is not None:
             self.drafts.prepare(self.scheduler)
@@ -190,6 +184,8 @@ class InferenceEngine:
         works = self.scheduler.next_pass(now_s)
         if not works:
             return had_notes
+        for work in works:
+            work.begin_masks()
         try:
             found = self.runner.run(works)
             self._accept(works, found)
@@ -259,28 +255,6 @@ class InferenceEngine:
             note()
         return bool(notes)
 
-    def _score_pending(self) -> None:
-        """Score all texts that wait, in passes they share where they want the same."""
-        pending, self._to_score = self._to_score, []
-        for num_top in sorted({top for _, top, _ in pending}):
-            same = [(texts, told) for texts, top, told in pending if top == num_top]
-            found: list[list[TokenScore]] | Exception
-            try:
-                found = self.runner.score([text for texts, _ in same for text in texts], num_top)
-            except Exception as error:  # whoever asked is told, and the engine goes on
-                found = error
-            at = 0
-            for texts, told in same:
-                told(found if isinstance(found, Exception) else found[at : at + len(texts)])
-                at += len(texts)
-        to_embed, self._to_embed = self._to_embed, []
-        for texts, tell in to_embed:
-            try:
-                vectors: list[torch.Tensor] | Exception = self.runner.embed(texts)
-            except Exception as error:
-                vectors = error
-            tell(vectors)
-
     def _admit(self, talk: _Talk, arrived_s: float) -> None:
         request, sampling = talk.request, talk.request.sampling
         ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else self.speech.end_tokens)
@@ -314,14 +288,13 @@ class InferenceEngine:
         alive, place = found, 0
         while alive:
             logits_RV = torch.stack([logits[place] for _, logits in alive])
-            chosen = choose(logits_RV, [work.sequence.row() for work, _ in alive], self.runner.copies.to)
+            chosen = choose(logits_RV, [work.sequence.row(place) for work, _ in alive], self.runner.copies.to)
             still: list[tuple[Work, torch.Tensor]] = []
             for (work, logits), token in zip(alive, chosen, strict=True):
                 sequence = work.sequence
                 text, tokens = said.setdefault(sequence, ("", []))
                 said[sequence] = (text + sequence.take(token, now_s), [*tokens, token])
-                guesses = work.tokens[work.count - work.num_drafts :]
-                if place < len(guesses) and guesses[place] == token.token:
+                if place < work.num_drafts and work.guesses[place] == token.token:
                     right[id(work)] += 1
                     if sequence.finish is None:
                         still.append((work, logits))

@@ -27,7 +27,7 @@ class Service:
         self.name = settings.name or opened.found.words
         self.prompts = Prompts(opened.found.tokenizer)
         engine = opened.engine
-        self.grammars = Grammars(opened.found.tokenizer, engine.speech.vocab_size, engine.speech.end_tokens)
+        self.grammars = Grammars(opened.found.tokenizer, engine.speech.end_tokens)
         self.defaults = own_defaults(opened.found.loaded.model, Sampling())
         self.metrics = ServeMetrics(opened)
         self.records = Records(settings.logs, header_of(opened, self.name), with_text=settings.record_text)

@@ -43,7 +43,7 @@ def run_job(
     began_s = last_s = time.monotonic()
     created = int(source.stat().st_mtime)
     prompts, engine = Prompts(opened.found.tokenizer), opened.engine
-    grammars = Grammars(opened.found.tokenizer, engine.speech.vocab_size, engine.speech.end_tokens)
+    grammars = Grammars(opened.found.tokenizer, engine.speech.end_tokens)
     counts = JobCounts(from_journal=len(journal.done))
     under_way: dict[str, tuple[Line, list[Answer]]] = {}
     most = AHEAD * opened.placement.max_sequences

@@ -4,18 +4,23 @@ from outcore.infer.passes.draft_model import DraftModel
 from outcore.infer.passes.graphs import SmallPasses
 from outcore.infer.passes.rows import RowCall, TextCall, lay_out, lay_out_texts
 from outcore.infer.passes.runner import Found, PagedRunner, PassRunner, RunnerLimits, TokenScore
+from outcore.infer.passes.texts import OnScores, OnVectors, Texts, WaitingTexts
 from outcore.infer.passes.whole import WholeRunner
 
 __all__ = [
     "DraftModel",
     "Found",
+    "OnScores",
+    "OnVectors",
     "PagedRunner",
     "PassRunner",
     "RowCall",
     "RunnerLimits",
     "SmallPasses",
+    "Texts",
     "TextCall",
     "TokenScore",
+    "WaitingTexts",
     "WholeRunner",
     "lay_out",
     "lay_out_texts",

@@ -33,7 +33,7 @@ class Row:
     forbidden: Sequence[int] = ()
     """Tokens that may not come now: ends, while `min_tokens` is not reached."""
     mask: torch.Tensor | None = None
-    """Bool [V]: tokens that a grammar allows; None: all."""
+    """uint8 [V / 8]: a bit for each token that a grammar allows, the lowest first; tokens beyond are not. None: all."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,11 @@ def _adjust(logits_V: torch.Tensor, row: Row, send: Send) -> None:
         ids = send(torch.tensor(list(sampling.logit_bias)))
         logits_V[ids] += send(torch.tensor(list(sampling.logit_bias.values())))
     if row.mask is not None:
-        logits_V.masked_fill_(~send(row.mask), float("-inf"))
+        bits = send(row.mask)
+        allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1).bool().flatten()
+        allowed = allowed[: len(logits_V)]
+        logits_V[: len(allowed)].masked_fill_(~allowed, float("-inf"))
+        logits_V[len(allowed) :] = float("-inf")
     if row.forbidden:
         logits_V[send(torch.tensor(list(row.forbidden)))] = float("-inf")
 

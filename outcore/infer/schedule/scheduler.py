@@ -49,6 +49,15 @@ class Work:
     def count(self) -> int:
         return len(self.tokens)
 
+    @property
+    def guesses(self) -> tuple[int, ...]:
+        return self.tokens[self.count - self.num_drafts :]
+
+    def begin_masks(self) -> None:
+        """Have what a grammar allows worked out beside the pass, for every token that it may choose."""
+        if self.is_last and self.sequence.matcher is not None:
+            self.sequence.matcher.begin(self.guesses)
+
 
 class Scheduler:
     """Scheduler of passes. `waiting` and `running` are in order of priority and arrival."""
@@ -138,7 +147,8 @@ class Scheduler:
         if not self.limits.is_deterministic and sequence.drafted >= 8:
             acceptance = (sequence.accepted + 1) / (sequence.drafted + 2)
             most = self.cost.longest_draft(acceptance, most)
-        return sequence.drafter.propose(sequence.tokens, most) if most > 0 else []
+        drafts = sequence.drafter.propose(sequence.tokens, most) if most > 0 else []
+        return drafts if sequence.matcher is None else drafts[: sequence.matcher.count_allowed(drafts)]
 
     def _reading(self, sequence: Sequence, left: int, works: list[Work]) -> int:
         """Chunks of a prompt (or of a sequence that lost its pages); returns how many tokens."""

@@ -84,8 +84,8 @@ class Sequence:
         """Whether only its last token is to be computed: prompts are through."""
         return self.computed == len(self.tokens) - 1 and self.num_answer > 0
 
-    def row(self) -> Row:
-        """What the next token's choice depends on."""
+    def row(self, place: int) -> Row:
+        """What the next token's choice depends on; it stands behind `place` guesses of this pass, all of them right."""
         sampling = self.request.sampling
         needs_history = not sampling.is_plain
         return Row(
@@ -95,7 +95,7 @@ class Sequence:
             self.request.prompt if needs_history else (),
             self.answer if needs_history else (),
             tuple(self.end_tokens) if self.num_answer < sampling.min_tokens else (),
-            None if self.matcher is None else self.matcher.mask(),
+            None if self.matcher is None else self.matcher.mask(place),
         )
 
     def take(self, chosen: Chosen, now_s: float) -> str:

@@ -77,7 +77,7 @@ def test_penalties_biases_masks():
     assert greedy(repetition_penalty=2.0, prompt=[2]) == 1
     assert greedy(logit_bias={3: 5.0}) == 3
     assert greedy(forbidden=[2]) == 1
-    assert greedy(mask=torch.tensor([True, False, False, True])) == 0
+    assert greedy(mask=torch.tensor([0b1001], dtype=torch.uint8)) == 0
 
 
 def test_logprobs_are_the_models_own():

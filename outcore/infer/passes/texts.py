@@ -1,0 +1,44 @@
+"""Texts that wait to be scored or turned into vectors before the next pass: those that want the same share passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from outcore.infer.passes.runner import PassRunner, TokenScore
+
+Texts = Sequence[Sequence[int]]
+OnScores = Callable[[list[list[TokenScore]] | Exception], None]
+OnVectors = Callable[[list[torch.Tensor] | Exception], None]
+
+
+class WaitingTexts:
+    """Texts with whom to tell. What goes wrong is told to who asked, and the engine goes on."""
+
+    def __init__(self) -> None:
+        self.to_score: list[tuple[Texts, int, OnScores]] = []
+        """With how many likeliest tokens of each place are wanted."""
+        self.to_embed: list[tuple[Texts, OnVectors]] = []
+
+    def run(self, runner: PassRunner) -> None:
+        """Have all of them done."""
+        pending, self.to_score = self.to_score, []
+        for num_top in sorted({top for _, top, _ in pending}):
+            same = [(texts, told) for texts, top, told in pending if top == num_top]
+            found: list[list[TokenScore]] | Exception
+            try:
+                found = runner.score([text for texts, _ in same for text in texts], num_top)
+            except Exception as error:
+                found = error
+            at = 0
+            for texts, told in same:
+                told(found if isinstance(found, Exception) else found[at : at + len(texts)])
+                at += len(texts)
+        to_embed, self.to_embed = self.to_embed, []
+        for texts, tell in to_embed:
+            try:
+                vectors: list[torch.Tensor] | Exception = runner.embed(texts)
+            except Exception as error:
+                vectors = error
+            tell(vectors)

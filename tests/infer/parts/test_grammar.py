@@ -1,0 +1,71 @@
+"""Forms that answers must have: masks for every place of a pass, worked out while its layers run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outcore.infer.requests import Grammars, Request, Sampling
+from tests.infer.models import TinyEngine
+
+pytest.importorskip("llguidance")
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    from outcore.data import train_byte_bpe
+
+    tokenizer = train_byte_bpe(["The quick brown fox jumps over the lazy dog. " * 40], 512)
+    return tokenizer, Grammars(tokenizer, frozenset({tokenizer.eos_token_id}))
+
+
+def allowed(bits: torch.Tensor) -> set[int]:
+    flags = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return set(flags.flatten().nonzero()[:, 0].tolist())
+
+
+def test_masks_of_guesses_are_those_after_taking_them(grammars):
+    tokenizer, compiler = grammars
+    form = compiler.of({"type": "regex", "pattern": "(yes|no)!"})
+    guesses = [*tokenizer("no!", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    ahead, behind = form.matcher(), form.matcher()
+    assert ahead.count_allowed([*guesses, guesses[0]]) == len(guesses)
+    assert ahead.count_allowed([guesses[-2]]) == 0
+    for _ in range(2):  # what was looked at ahead is not taken
+        ahead.begin(guesses)
+        found = [allowed(ahead.mask(place)) for place in range(len(guesses))]
+    for place, token in enumerate(guesses):
+        behind.begin()
+        assert found[place] == allowed(behind.mask(0)) and token in found[place]
+        behind.take(token)
+    assert behind.is_complete and not ahead.is_complete
+
+
+def test_masks_are_worked_out_during_the_pass_and_guesses_change_no_text(grammars, monkeypatch):
+    form = grammars[1].of({"type": "regex", "pattern": "(abc|abd){8}"})
+    seen: list[int] = []
+
+    def answers(speculates: bool) -> list[list[int]]:
+        tiny = TinyEngine("llama", vocab_size=len(grammars[0]), speculates=speculates)
+        run = tiny.runner.run
+
+        def watched(works):
+            for work in works:
+                if work.is_last:  # begun already: asked for in here they would otherwise never come
+                    seen.extend(len(work.sequence.matcher.mask(place)) for place in range(work.num_drafts + 1))
+            return run(works)
+
+        monkeypatch.setattr(tiny.runner, "run", watched)
+        try:
+            requests = [
+                Request(f"r{i}", (5, 6, 7), Sampling(temperature=i, max_tokens=40), grammar=form) for i in range(2)
+            ]
+            found = list(tiny.engine.generate(requests))
+            assert tiny.engine.counts.drafted > 0 if speculates else not tiny.engine.counts.drafted
+            assert all(answer.finish == "stop" for answer in found)
+            return [[c.token for c in a.tokens] for a in sorted(found, key=lambda a: a.request)]
+        finally:
+            tiny.close()
+
+    assert answers(True) == answers(False)
+    assert seen
