@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,26 +14,27 @@ from outcore.flow import CompiledLayers, Flow, Head, ModelParts, PartRunner, dis
 from outcore.flow.tiles import free_device_bytes
 from outcore.flow.weights import Scratch
 from outcore.infer.attention import PagedAttention
-from outcore.infer.cache import (
-    CacheSettings,
-    GroupPlan,
-    KeptPrefixes,
-    KvCache,
-    KvFormat,
-    KvMemory,
-    KvShape,
-    open_memory,
-)
+from outcore.infer.cache import KvCache, KvFormat, open_memory
 from outcore.infer.engine import InferenceEngine, Speech
 from outcore.infer.opening.check import Way, kv_of, use_attention, way_of
-from outcore.infer.opening.identity import bytes_of
 from outcore.infer.opening.model import FoundModel, open_model
+from outcore.infer.opening.pages import Shapes, cache_of, kept_of
 from outcore.infer.opening.settings import InferSettings
 from outcore.infer.opening.weights import HostShare, OpenedWeights, StagingSettings, open_weights, shared_limits
 from outcore.infer.passes import DraftModel, PagedRunner, PassRunner, RunnerLimits, SmallPasses, WholeRunner
 from outcore.infer.schedule import ScheduleLimits, Scheduler
 from outcore.machine import available_ram_bytes
-from outcore.sizing.inference import InferenceLimits, InferenceNeeds, KvSize, PartSize, Placement, place_inference
+from outcore.model import shape_from_config
+from outcore.sizing.inference import (
+    InferenceLimits,
+    InferenceNeeds,
+    KvSize,
+    PartSize,
+    Placement,
+    RowCost,
+    place_inference,
+    row_cost_of,
+)
 
 RAM_LEFT_BYTES = 2 * GIB
 """RAM that stays free for everything else, unless told."""
@@ -41,12 +42,8 @@ DRAFT_TOKENS, DRAFT_ANSWERS = 64, 4
 """Guessed tokens of a pass; answers at a time that a draft model guesses for."""
 DRAFT_SHARES = ("device", "precision", "context", "page_tokens", "vram_gib", "ram_gib", "compile", "deterministic")
 """Settings that a draft model has from the large one."""
-PREFIX_GIB = 8.0
-"""On the drive for beginnings of prompts, unless told."""
 MAX_KINDS = 8
 """Kinds of layers that are compiled, two functions each: about 10 s a function where nothing is cached."""
-Shapes = Mapping[int | None, Mapping[int, KvShape]]
-"""window -> layer -> widths."""
 
 
 @dataclass
@@ -193,7 +190,7 @@ def open_found(
             cache.kept = kept_of(found, settings, shapes, dtype, way, device, progress)
             undo.callback(cache.close_kept)
         passes = _runner(found, flow, cache, placement, settings, way, device)
-        scheduler = Scheduler(cache, schedule_limits(placement, settings, way))
+        scheduler = Scheduler(cache, schedule_limits(placement, settings, way, _row_cost(found, needs)))
         context = min(n for n in (found.max_context, placement.context_tokens) if n is not None)
         speech = Speech(found.tokenizer, found.end_tokens, loaded.facts.vocab_size, context)
         drafts = None if draft is None else _draft_model(draft, found, settings, way)
@@ -303,75 +300,22 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
     )
 
 
-def cache_of(
-    placement: Placement,
-    needs: InferenceNeeds,
-    settings: InferSettings,
-    dtype: torch.dtype,
-    way: Way,
-    memory: KvMemory,
-) -> KvCache:
-    """Pages for as many tokens as the placement's bytes hold, the same for every group without a window."""
-    size, chunk = settings.page_tokens, placement.chunk_tokens
-    sequences = placement.max_sequences
-
-    def pages(tokens: int, window: int | None) -> int:
-        kept = tokens if window is None else min(tokens, sequences * (window + chunk + 2 * size))
-        return max(1, -(-kept // size))
-
-    def total_bytes(tokens: int) -> int:
-        return sum(pages(tokens, window) * size * of_token for window, of_token in needs.kv.bytes_by_window)
-
-    low, high = 1, max(2, placement.kv_bytes // max(1, min(b for _, b in needs.kv.bytes_by_window)))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if total_bytes(middle * size) <= placement.kv_bytes else (low, middle - 1)
-    most = sequences * (placement.context_tokens + size)
-    groups = tuple(GroupPlan(window, pages(min(low * size, most), window)) for window, _ in needs.kv.bytes_by_window)
-    shares = settings.share_prefixes and way == "paged"
-    return KvCache(CacheSettings(groups, size, dtype, settings.kv_format, shares), memory)
+def _row_cost(found: FoundModel, needs: InferenceNeeds) -> RowCost:
+    """What attention adds to a token; nothing where the model's layers cannot be counted."""
+    try:
+        return row_cost_of(shape_from_config(found.words, found.loaded.config), needs.kv)
+    except (ValueError, RuntimeError):
+        return RowCost()
 
 
-def kept_of(
-    found: FoundModel,
-    settings: InferSettings,
-    shapes: Shapes,
-    dtype: torch.dtype,
-    way: Way,
-    device: torch.device,
-    progress: Callable[[str], None],
-) -> KeptPrefixes | None:
-    """Beginnings of prompts on the drive. ValueError where the folder cannot be used, or nothing names the weights."""
-    assert settings.prefix_path is not None
-    if way == "whole":
-        raise ValueError("prefix_path: this model's sequences run by themselves and share nothing. Leave it out.")
-    identity = {
-        "weights": bytes_of(found),
-        "config": found.loaded.config.to_json_string(use_diff=False),
-        "dtype": str(dtype),
-        "kv_format": settings.kv_format,
-        "page_tokens": settings.page_tokens,
-        "windows": [str(window) for window in shapes],
-        "deterministic": settings.deterministic,
-        "device": device.type,
-    }
-    page_bytes = settings.page_tokens * sum(
-        shape.token_bytes(dtype, settings.kv_format) for of_layers in shapes.values() for shape in of_layers.values()
-    )
-    budget = int((settings.prefix_gib or PREFIX_GIB) * GIB)
-    kept = KeptPrefixes(settings.prefix_path, budget, identity, settings.page_tokens, page_bytes)
-    progress(f"beginnings of prompts: {len(kept):,} pages in {kept.folder}, {format_gib(kept.size_bytes)} reserved")
-    return kept
-
-
-def schedule_limits(placement: Placement, settings: InferSettings, way: Way) -> ScheduleLimits:
+def schedule_limits(placement: Placement, settings: InferSettings, way: Way, row_cost: RowCost) -> ScheduleLimits:
     """How passes are filled."""
     drafts = DRAFT_TOKENS if settings.draft_tokens is None else settings.draft_tokens
     if way == "whole":
         context = placement.context_tokens
         return ScheduleLimits(placement.max_sequences, context, context, 0, whole_chunks=True)
     sizes, fixed = (placement.max_sequences, placement.pass_tokens, placement.chunk_tokens), settings.deterministic
-    return ScheduleLimits(*sizes, drafts, whole_chunks=fixed, is_deterministic=fixed)
+    return ScheduleLimits(*sizes, drafts, whole_chunks=fixed, is_deterministic=fixed, row_cost=row_cost)
 
 
 def _runner(

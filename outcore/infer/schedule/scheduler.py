@@ -1,18 +1,23 @@
 """Which tokens of which sequences go through the next pass.
 
 Answers that are being written come first, one token each (and their guesses); what is left of the pass goes to prompts
-in chunks, in the order of priority and arrival. A sequence that finds no page waits, or takes those of the one that
-arrived last, which computes its tokens again later.
+in chunks, in the order of priority and arrival. While answers wait for the pass's end, passes cost the same: attention
+counts, so chunks get shorter the more stands before them. A prompt that runs alone fills passes, which are fewer then.
+A sequence that finds no page waits, or takes those of the one that arrived last, which computes its tokens again later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outcore.infer.cache import KvCache, OutOfPages
 from outcore.infer.schedule.drafts import PassCost
 from outcore.infer.schedule.sequence import Sequence
+from outcore.sizing.inference import RowCost
+
+LEAST_READ = 0.25
+"""Share of a pass that prompts get at least, whatever the attention of the answers beside them costs."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class ScheduleLimits:
     """Chunks end at multiples of `chunk_tokens`, never where a pass happens to be full."""
     is_deterministic: bool = False
     """Nothing that is measured decides: guesses depend on their own text alone."""
+    row_cost: RowCost = field(default_factory=RowCost)
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,22 @@ class Work:
         """Have what a grammar allows worked out beside the pass, for every token that it may choose."""
         if self.is_last and self.sequence.matcher is not None:
             self.sequence.matcher.begin(self.guesses)
+
+
+@dataclass
+class _Left:
+    """What a pass still has room for."""
+
+    tokens: int
+    cost: float
+    """In tokens without context; the tokens alone where no answer waits for the end of the pass."""
+
+    def chunk(self, start: int, most: int, row_cost: RowCost) -> int:
+        """Tokens of the next chunk of a prompt; 0: there is no room."""
+        return row_cost.most(start, self.cost, min(most, self.tokens))
+
+    def take(self, start: int, count: int, row_cost: RowCost) -> None:
+        self.tokens, self.cost = self.tokens - count, self.cost - row_cost.of(start, count)
 
 
 class Scheduler:
@@ -99,27 +121,29 @@ class Scheduler:
     def next_pass(self, now_s: float) -> list[Work]:
         """Work for the next pass, pages ready; empty when nothing is to do."""
         works: list[Work] = []
-        left = self.limits.pass_tokens
-        drafts = self.limits.draft_tokens
+        limits, row_cost = self.limits, self.limits.row_cost
+        left, drafts = _Left(limits.pass_tokens, limits.pass_tokens), limits.draft_tokens
         for sequence in list(self.running):
-            if sequence.is_writing and sequence.pages is not None and left > 0:
-                work = self._writing(sequence, min(drafts, left - 1), works)
+            if sequence.is_writing and sequence.pages is not None and left.tokens > 0:
+                work = self._writing(sequence, min(drafts, left.tokens - 1), works)
                 if work is not None:
                     works.append(work)
-                    left -= work.count
+                    left.take(work.start, work.count, row_cost)
                     drafts -= work.num_drafts
+        if works:
+            left.cost = max(left.cost, LEAST_READ * limits.pass_tokens)
+        else:
+            row_cost = RowCost()
         for sequence in list(self.running):
-            if not sequence.is_writing and sequence.pages is not None and left > 0:
-                left -= self._reading(sequence, left, works)
-        while self.waiting and left > 0 and len(self.running) < self.limits.max_sequences:
+            if not sequence.is_writing and sequence.pages is not None and left.tokens > 0:
+                self._reading(sequence, left, row_cost, works)
+        while self.waiting and left.tokens > 0 and left.cost > 0 and len(self.running) < limits.max_sequences:
             sequence = self.waiting[0]
             self._admit(sequence, now_s)
-            used = self._reading(sequence, left, works)
-            if not used:
+            if not self._reading(sequence, left, row_cost, works):
                 if sequence in self.running:  # no page for it now: back, with what it holds given up
                     self._send_back(sequence)
                 break
-            left -= used
         assert works or self.is_idle, "sequences wait and nothing can run"
         return works
 
@@ -150,21 +174,23 @@ class Scheduler:
         drafts = sequence.drafter.propose(sequence.tokens, most) if most > 0 else []
         return drafts if sequence.matcher is None else drafts[: sequence.matcher.count_allowed(drafts)]
 
-    def _reading(self, sequence: Sequence, left: int, works: list[Work]) -> int:
-        """Chunks of a prompt (or of a sequence that lost its pages); returns how many tokens."""
-        used, start, end = 0, sequence.computed, len(sequence.tokens)
-        while start < end and left > used:
-            count = min(end - start, left - used, self.limits.chunk_tokens)
-            if self.limits.whole_chunks:
-                count = min(end - start, self.limits.chunk_tokens - start % self.limits.chunk_tokens)
-                if count > left - used and (used or works):
-                    break  # only whole chunks; one always goes
-            if not self._room(sequence, start + count, works, may_preempt=start + used > 0 or not works):
+    def _reading(self, sequence: Sequence, left: _Left, row_cost: RowCost, works: list[Work]) -> bool:
+        """Add chunks of a prompt (or of a sequence that lost its pages); whether there were any."""
+        begin = start = sequence.computed
+        end, size = len(sequence.tokens), self.limits.chunk_tokens
+        while start < end:
+            count = left.chunk(start, min(end - start, size), row_cost)
+            least = min(end - start, size - start % size) if self.limits.whole_chunks else 1
+            if self.limits.whole_chunks or not count:
+                is_first = all(work.sequence.is_writing for work in works)
+                count = least if count >= least or is_first else 0  # one always goes
+            if not count or not self._room(sequence, start + count, works, may_preempt=start > 0 or not works):
                 break
             tokens = tuple(sequence.tokens[start : start + count])
             works.append(Work(sequence, start, tokens, is_last=start + count == end))
-            start, used = start + count, used + count
-        return used
+            left.take(start, count, row_cost)
+            start += count
+        return start > begin
 
     def _admit(self, sequence: Sequence, now_s: float) -> None:
         self.waiting.remove(sequence)

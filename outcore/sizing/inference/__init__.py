@@ -12,6 +12,7 @@ from outcore.sizing.inference.placement import (
     PresetRule,
     place_inference,
 )
+from outcore.sizing.inference.row_cost import RowCost, pairs, row_cost_of
 
 __all__ = [
     "PRESETS",
@@ -23,5 +24,8 @@ __all__ = [
     "PartSize",
     "Placement",
     "PresetRule",
+    "RowCost",
+    "pairs",
     "place_inference",
+    "row_cost_of",
 ]

@@ -1,0 +1,81 @@
+"""Pages of a model that is being opened: as many as its placement has room for, and those that wait on a drive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from outcore.common.quantities import GIB, format_gib
+from outcore.infer.cache import CacheSettings, GroupPlan, KeptPrefixes, KvCache, KvMemory, KvShape
+from outcore.infer.opening.check import Way
+from outcore.infer.opening.identity import bytes_of
+from outcore.infer.opening.model import FoundModel
+from outcore.infer.opening.settings import InferSettings
+from outcore.sizing.inference import InferenceNeeds, Placement
+
+PREFIX_GIB = 8.0
+"""On the drive for beginnings of prompts, unless told."""
+Shapes = Mapping[int | None, Mapping[int, KvShape]]
+"""window -> layer -> widths."""
+
+
+def cache_of(
+    placement: Placement,
+    needs: InferenceNeeds,
+    settings: InferSettings,
+    dtype: torch.dtype,
+    way: Way,
+    memory: KvMemory,
+) -> KvCache:
+    """Pages for as many tokens as the placement's bytes hold, the same for every group without a window."""
+    size, chunk = settings.page_tokens, placement.chunk_tokens
+    sequences = placement.max_sequences
+
+    def pages(tokens: int, window: int | None) -> int:
+        kept = tokens if window is None else min(tokens, sequences * (window + chunk + 2 * size))
+        return max(1, -(-kept // size))
+
+    def total_bytes(tokens: int) -> int:
+        return sum(pages(tokens, window) * size * of_token for window, of_token in needs.kv.bytes_by_window)
+
+    low, high = 1, max(2, placement.kv_bytes // max(1, min(b for _, b in needs.kv.bytes_by_window)))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if total_bytes(middle * size) <= placement.kv_bytes else (low, middle - 1)
+    most = sequences * (placement.context_tokens + size)
+    groups = tuple(GroupPlan(window, pages(min(low * size, most), window)) for window, _ in needs.kv.bytes_by_window)
+    shares = settings.share_prefixes and way == "paged"
+    return KvCache(CacheSettings(groups, size, dtype, settings.kv_format, shares), memory)
+
+
+def kept_of(
+    found: FoundModel,
+    settings: InferSettings,
+    shapes: Shapes,
+    dtype: torch.dtype,
+    way: Way,
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> KeptPrefixes | None:
+    """Beginnings of prompts on the drive. ValueError where the folder cannot be used, or nothing names the weights."""
+    assert settings.prefix_path is not None
+    if way == "whole":
+        raise ValueError("prefix_path: this model's sequences run by themselves and share nothing. Leave it out.")
+    identity = {
+        "weights": bytes_of(found),
+        "config": found.loaded.config.to_json_string(use_diff=False),
+        "dtype": str(dtype),
+        "kv_format": settings.kv_format,
+        "page_tokens": settings.page_tokens,
+        "windows": [str(window) for window in shapes],
+        "deterministic": settings.deterministic,
+        "device": device.type,
+    }
+    page_bytes = settings.page_tokens * sum(
+        shape.token_bytes(dtype, settings.kv_format) for of_layers in shapes.values() for shape in of_layers.values()
+    )
+    budget = int((settings.prefix_gib or PREFIX_GIB) * GIB)
+    kept = KeptPrefixes(settings.prefix_path, budget, identity, settings.page_tokens, page_bytes)
+    progress(f"beginnings of prompts: {len(kept):,} pages in {kept.folder}, {format_gib(kept.size_bytes)} reserved")
+    return kept

@@ -1,0 +1,70 @@
+"""What passes are filled with: prompts beside answers in chunks of even cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from outcore.infer.requests import Request, Sampling
+from outcore.infer.schedule import ScheduleLimits
+from outcore.sizing.inference import RowCost, pairs
+from tests.flow.models import tiny_loaded
+from tests.infer.models import TinyEngine, greedy_by_transformers
+
+COST = RowCost(context_tokens=64.0)
+
+
+@pytest.mark.parametrize("start, count, window", [(0, 1, None), (5, 7, None), (0, 9, 4), (2, 9, 4), (30, 3, 4)])
+def test_pairs_are_counted_as_one_by_one(start, count, window):
+    one_by_one = sum(min(start + i + 1, window or 10**9) for i in range(count))
+    assert pairs(start, count, window) == one_by_one
+
+
+def test_the_longest_chunk_within_a_cost():
+    cost = RowCost(10.0, ((None, 0.5), (4, 0.5)))
+    for start in (0, 3, 50):
+        most = cost.most(start, 20.0, 100)
+        assert cost.of(start, most) <= 20 < cost.of(start, most + 1)
+    assert cost.most(10**6, 20.0, 100) == 0
+    assert RowCost().most(10**6, 20.0, 100) == 20
+
+
+@pytest.mark.parametrize("whole_chunks", [False, True])
+def test_passes_cost_the_same_while_an_answer_waits_for_them(whole_chunks):
+    limits = ScheduleLimits(4, 48, 16, 0, whole_chunks=whole_chunks, row_cost=COST)
+    long, short = list(range(2, 127)) + list(range(2, 77)), [5, 6, 7]
+    loaded = tiny_loaded("llama", max_position_embeddings=512)
+    expected = greedy_by_transformers(loaded.model.eval(), long, 4)
+    tiny = TinyEngine("llama", limits=limits, speculates=False, loaded=loaded)
+    sizes: list[tuple[int, int, float]] = []
+
+    def passed(works, seconds):
+        read = [work for work in works if work.sequence.request.name == "long" and work.start < len(long)]
+        if read:
+            sizes.append(
+                (len(works) - len(read), sum(w.count for w in read), sum(COST.of(w.start, w.count) for w in works))
+            )
+
+    tiny.engine.on_pass = passed
+    try:
+        requests = [
+            Request(name, tuple(prompt), Sampling(temperature=0, max_tokens=count), priority=priority)
+            for name, prompt, count, priority in (("short", short, 24, 1), ("long", long, 4, 0))
+        ]
+        tiny.engine.submit(requests[0])
+        tiny.engine.step()
+        found = {answer.request: answer for answer in tiny.engine.generate(requests[1:])}
+        beside = [(tokens, cost) for others, tokens, cost in sizes if others]
+        assert sum(tokens for tokens, _ in beside) == len(long)
+        if whole_chunks:
+            assert all(tokens % 16 == 0 or tokens == len(long) % 16 for tokens, _ in beside)
+        else:
+            full = beside[:-1]
+            assert all(44 <= cost <= 48 for _, cost in full)
+            assert [t for t, _ in full] == sorted((t for t, _ in full), reverse=True) and full[0][0] > 2 * full[-1][0]
+        assert [chosen.token for chosen in found["long"].tokens] == expected
+        sizes.clear()
+        tiny.cache.clear_prefixes()
+        list(tiny.engine.generate(requests[1:]))
+        assert [tokens for _, tokens, _ in sizes] == [48] * 4 + [8]  # alone: as few passes as there can be
+    finally:
+        tiny.close()
