@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from outcore import cli
 from outcore.common.quantities import GIB, MIB
+from outcore.model import resolve_shape
+from outcore.plan import load_hardware
+from outcore.plan.constants import ATTENTION_SHARE
+from outcore.plan.inference import CPU_LAYER_S, CPU_SPAN_S, plan_inference, words_of
 from outcore.sizing.inference import (
     PRESETS,
     DoesNotFit,
@@ -15,7 +20,9 @@ from outcore.sizing.inference import (
     InferenceNeeds,
     KvSize,
     PartSize,
+    pairs,
     place_inference,
+    row_cost_of,
 )
 
 
@@ -106,3 +113,22 @@ def test_the_command_refuses(capsys):
     assert "131072 positions" in capsys.readouterr().err
     assert cli.main([*asked, "--vram_gib", "1.5"]) == 1
     assert "does not fit" in capsys.readouterr().out
+
+
+def test_attention_is_counted_where_contexts_are_long():
+    shape = resolve_shape("llama-8b")
+    plan = plan_inference(shape, load_hardware("rtx4070-laptop"), context=100_000)
+    short, long = (plan.pass_time(2048, 2048 + start, 0, pairs(start, 2048)).terms["GPU"] for start in (0, 98_000))
+    rate = plan.hardware.compute_tflops * 1e12 * ATTENTION_SHARE
+    assert long - short == pytest.approx(4 * 32 * 4096 * 2048 * 98_000 / rate, rel=0.02)
+    assert plan.first_token_s(98_304) > 12 * plan.first_token_s(8192)
+    assert "100,000 tokens" in "\n".join(words_of(plan))
+    assert row_cost_of(shape, needs().kv).context_tokens == pytest.approx(shape.layer_params[0] / (2 * 4096))
+
+
+def test_python_is_counted_where_the_cpu_computes():
+    shape = resolve_shape("llama-8b")
+    tiny = dataclasses.replace(shape, layer_params=(1000,) * 4, active_layer_params=4000, vocab_size=256, hidden_size=8)
+    cpu = dataclasses.replace(load_hardware("rtx4070-laptop"), is_cpu=True)
+    one, two = (plan_inference(dataclasses.replace(tiny, layer_params=(1000,) * n), cpu).decode(1, 10) for n in (4, 8))
+    assert two.seconds - one.seconds == pytest.approx(4 * (CPU_LAYER_S + CPU_SPAN_S), rel=0.1)

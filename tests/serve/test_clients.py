@@ -309,8 +309,8 @@ def test_events_tell_failures_and_the_forecast(start, monkeypatch, tmp_path):
     from outcore.serve.watch import metrics
 
     class Plan:
-        def pass_time(self, rows, kv_tokens, answers):
-            assert rows > 0
+        def pass_time(self, rows, kv_tokens, answers, seen):
+            assert seen >= rows > 0
             return type("Time", (), {"seconds": 0.5})
 
     monkeypatch.setattr(metrics, "against_plan", lambda opened: AgainstPlan(opened, Plan()))

@@ -73,7 +73,7 @@ def _score(args: argparse.Namespace) -> int:
             for group in _groups(ids):
                 began = time.perf_counter()
                 scores = opened.engine.score(group)
-                told.scored(sum(map(len, group)), time.perf_counter() - began)
+                told.scored([len(ids) for ids in group], time.perf_counter() - began)
                 for logprobs in scores:
                     total, count = total + sum(logprobs), count + len(logprobs)
                     if file is not None:

@@ -11,6 +11,7 @@ from outcore.common.quantities import format_gib, format_s
 from outcore.infer.opening.build import OpenedModel
 from outcore.infer.schedule import Work, rows_of
 from outcore.plan import InferencePlan, load_hardware, plan_of
+from outcore.sizing.inference import pairs
 
 
 class AgainstPlan:
@@ -38,17 +39,19 @@ class AgainstPlan:
         if self.plan is not None:
             kv_tokens = sum(work.start + work.count for work in works)
             answers = sum(work.num_drafts + 1 for work in works if work.is_last)
-            self.last_forecast_s = self.plan.pass_time(rows_of(works), kv_tokens, answers).seconds
+            seen = sum(pairs(work.start, work.count) for work in works)
+            self.last_forecast_s = self.plan.pass_time(rows_of(works), kv_tokens, answers, seen).seconds
             self.forecast_s += self.last_forecast_s
 
-    def scored(self, tokens: int, seconds: float) -> None:
-        """Count texts of so many tokens that were scored together."""
+    def scored(self, lengths: Sequence[int], seconds: float) -> None:
+        """Count texts of so many tokens each that were scored together."""
+        tokens = sum(lengths)
         most = getattr(getattr(self._opened.engine.runner, "limits", None), "score_tokens", tokens)
         passes = -(-tokens // max(1, most))
         self.passes, self.measured_s = self.passes + passes, self.measured_s + seconds
         if self.plan is not None and passes:
-            each = tokens / passes
-            self.forecast_s += passes * self.plan.pass_time(each, 0, round(each)).seconds
+            each, seen = tokens / passes, sum(pairs(0, length) for length in lengths) / passes
+            self.forecast_s += passes * self.plan.pass_time(each, 0, round(each), seen).seconds
 
     def facts(self) -> dict[str, Any]:
         """Seconds and tokens a second of all passes, measured and forecast; bytes of VRAM, placed and taken."""

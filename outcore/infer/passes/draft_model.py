@@ -184,7 +184,7 @@ class DraftModel:
         return [Work(sequence, start, tuple(tokens[start:]))]
 
     def _row(self, shadow: Running, target: Running, guessed: list[int]) -> Row:
-        row = replace(target.row(), sampling=replace(target.request.sampling, logprobs=None), mask=None)
+        row = replace(target.row(None), sampling=replace(target.request.sampling, logprobs=None))
         return replace(
             row, position=len(shadow.tokens) + len(guessed), answer=[*row.answer, *guessed] if row.prompt else ()
         )

@@ -84,8 +84,9 @@ class Sequence:
         """Whether only its last token is to be computed: prompts are through."""
         return self.computed == len(self.tokens) - 1 and self.num_answer > 0
 
-    def row(self, place: int) -> Row:
-        """What the next token's choice depends on; it stands behind `place` guesses of this pass, all of them right."""
+    def row(self, place: int | None) -> Row:
+        """What the next token's choice depends on. `place`: it stands behind so many guesses of this pass, all right;
+        None: it is a guess itself, and forms do not count."""
         sampling = self.request.sampling
         needs_history = not sampling.is_plain
         return Row(
@@ -95,7 +96,7 @@ class Sequence:
             self.request.prompt if needs_history else (),
             self.answer if needs_history else (),
             tuple(self.end_tokens) if self.num_answer < sampling.min_tokens else (),
-            None if self.matcher is None else self.matcher.mask(place),
+            None if self.matcher is None or place is None else self.matcher.mask(place),
         )
 
     def take(self, chosen: Chosen, now_s: float) -> str:
