@@ -89,6 +89,15 @@ def test_many_answers_have_room_at_once_in_ram_as_far_as_its_share_goes():
     assert short.kv_bytes <= 0.4 * 30 * GIB and short.bytes_at("nvme") == 0
 
 
+@pytest.mark.parametrize("vram_gib", [None, 6.5])
+def test_scoring_keeps_no_keys_and_values(vram_gib):
+    limits = InferenceLimits(None if vram_gib is None else int(vram_gib * GIB), 24 * GIB, context_tokens=8192)
+    whole = place_inference(needs(), limits, "throughput")
+    placed = place_inference(needs(), dataclasses.replace(limits, scores_only=True), "throughput")
+    assert placed.kv_bytes < 64 * MIB < whole.kv_bytes and placed.context_tokens == whole.context_tokens == 8192
+    assert placed.bytes_at("vram") >= whole.bytes_at("vram") and any("scored only" in line for line in placed.lines())
+
+
 def test_windows_take_no_more_than_they_show():
     kv = KvSize(((None, 1000), (512, 9000)))
     assert kv.sequence_bytes(100_000, 1024) == 100_000 * 1000 + 1536 * 9000

@@ -103,12 +103,16 @@ def _local(args: argparse.Namespace, settings: EvaluationSettings) -> int:
     history.check_writable()
     if args.parity and args.compile == "auto":
         args.compile = "off"  # the operations that the other backend runs; fused ones keep more digits between them
-    opened = open_engine(args.model, settings_of(args, deterministic=True), say)
+    from outcore.evaluate.harness import load_tasks, only_score  # imports the harness
+
+    tasks = load_tasks(settings)  # before the weights: a wrong name is told at once
+    infer = settings_of(args, deterministic=True)
+    opened = open_engine(args.model, infer.for_scoring() if only_score(tasks) else infer, say)
     try:
         subject = subject_of(opened, args.model)
         record = unfinished_or_new(history, subject, settings, resume=not args.new)
         say(f"evaluation {record['id']} in {args.database}")
-        job = Job(history, record, subject, _listener(args))
+        job = Job(history, record, subject, _listener(args), tasks)
         reference = None
         if args.parity:
             from outcore.evaluate.parity import reference_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from outcore.common.errors import line_of
@@ -21,6 +21,15 @@ def load_tasks(settings: EvaluationSettings) -> dict[str, Any]:
     needs_index = any(name not in OWN_NAMES for name in settings.tasks)
     manager = TaskManager(include_path=settings.include_path, include_defaults=needs_index)
     return {name: manager.load([_own(name)]) if name in OWN_NAMES else _known(name, manager) for name in settings.tasks}
+
+
+def only_score(loaded: Mapping[str, Any]) -> bool:
+    """Whether none of these tasks has answers written."""
+    return not any(
+        task.get_config("output_type") == "generate_until"
+        for tasks in loaded.values()
+        for task in tasks["tasks"].values()
+    )
 
 
 def _known(name: str, manager: Any) -> Any:

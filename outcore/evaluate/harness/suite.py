@@ -25,10 +25,11 @@ def run_suite(
     settings: EvaluationSettings,
     started: Callable[[str, int], None],
     scored: Callable[[str, list[Record], list[Record]], None],
+    loaded: Mapping[str, Any] | None = None,
 ) -> None:
     """Run every task of the settings. `started` is told a task and its number, `scored` its scores and documents.
-    EvaluationError for what a task needs and does not have."""
-    loaded = load_tasks(settings)
+    `loaded`: the tasks, where they are already. EvaluationError for what a task needs and does not have."""
+    loaded = load_tasks(settings) if loaded is None else loaded
     for number, (name, tasks) in enumerate(loaded.items()):
         started(name, number)
         for task in tasks["tasks"].values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,8 @@ def unfinished_or_new(
 
 
 class Job:
-    """One evaluation from its tasks to its record. `run` once; `cancel` from any thread."""
+    """One evaluation from its tasks to its record. `run` once; `cancel` from any thread. `tasks`: what `load_tasks`
+    gave, where it was called already."""
 
     def __init__(
         self,
@@ -63,7 +64,9 @@ class Job:
         record: Record,
         subject: Subject,
         listener: Callable[[Event], None] = lambda event: None,
+        tasks: Mapping[str, Any] | None = None,
     ) -> None:
+        self._tasks = tasks
         self.history, self.record, self.subject = history, dict(record), subject
         self.settings = EvaluationSettings.from_fields(record["settings"])
         self.folder: Path = history.folder_of(record["id"])
@@ -125,7 +128,7 @@ class Job:
             for score in scores:
                 events.tell("score", **score)
 
-        run_suite(lm, self.settings, events.start_task, scored)
+        run_suite(lm, self.settings, events.start_task, scored, self._tasks)
 
     def _check(self) -> None:
         if self._cancelled.is_set():

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,6 @@ from outcore.infer.requests import Prompts
 
 GROUP_TOKENS = 1 << 18
 """Tokens that are read before they are scored: several passes' worth."""
-
-SEQUENCES = 4
-"""Answers at once that pages are kept for."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,10 +54,7 @@ def _score(args: argparse.Namespace) -> int:
     texts = list(_texts(args.input))
     if not texts:
         raise ValueError(f"--input {args.input} has no texts.")
-    settings = settings_of(args)
-    if settings.max_sequences is None:  # scoring keeps no keys and values: room for a few answers, not for hundreds
-        settings = replace(settings, max_sequences=SEQUENCES)
-    opened = open_engine(args.model, settings, _say)
+    opened = open_engine(args.model, settings_of(args).for_scoring(), _say)
     told = against_plan(opened)
     total, count = 0.0, 0
     aside = None if args.output is None else args.output.with_name(f".{args.output.name}.part")

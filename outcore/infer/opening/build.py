@@ -297,6 +297,7 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
         kv_home,
         settings.kv_bytes,
         settings.num_layer_buffers,
+        settings.scores_only,
     )
 
 

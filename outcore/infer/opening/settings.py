@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -61,6 +61,8 @@ class InferSettings:
     deterministic: bool = False
     """Give the same text whatever else runs: fixed shapes, guesses by the text alone. Slower."""
     trust_remote_code: bool = False
+    scores_only: bool = False
+    """Make room for scoring texts, not for answers."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nvme_path", tuple(Path(path).expanduser() for path in self.nvme_path))
@@ -115,6 +117,11 @@ class InferSettings:
         for name, idle in (("vram_gib", None), ("pin_gib", None), ("kv_home", "auto")):
             if getattr(self, name) != idle and (name, self.kv_home) != ("kv_home", "nvme"):
                 raise ValueError(f"{name} does nothing on a CPU, where everything lives in RAM. Leave it out.")
+
+    def for_scoring(self) -> InferSettings:
+        """These settings without room for answers, unless it was asked for."""
+        asks = self.max_sequences is not None or self.kv_gib is not None
+        return self if asks else replace(self, scores_only=True)
 
     @property
     def kv_bytes(self) -> int | None:

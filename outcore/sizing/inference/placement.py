@@ -10,7 +10,7 @@ hold lives in RAM, what RAM does not hold on NVMe. On a CPU the device is RAM.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from outcore.common.quantities import format_gib
@@ -27,6 +27,8 @@ RAM_TOKENS = 1024
 round of all the weights (256 requests of 536 tokens ran in three rounds where there was room for 256 tokens each)."""
 OPEN_TOKENS = 64
 """Tokens of each answer whose keys and values are in RAM until their page is full."""
+SCORING_TOKENS = 256
+"""Tokens that pages are kept for where texts are scored only: enough to try the engine out."""
 DRAWN_ROWS, DRAWN_BYTES = 32, 44
 """Rows of logits that are sorted together to draw tokens, and bytes for every token of the vocabulary in each."""
 HIDDEN_COPIES = 14
@@ -121,6 +123,8 @@ class InferenceLimits:
     kv_home: Home | None = None
     kv_bytes: int | None = None
     num_buffers: int = 3
+    scores_only: bool = False
+    """Texts are scored, which keeps no keys and values."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,11 @@ def place_inference(needs: InferenceNeeds, limits: InferenceLimits, preset: str 
     chunk = limits.chunk_tokens or rule.chunk_tokens
     pass_tokens = limits.pass_tokens or max(rule.pass_tokens, chunk)
     context = limits.context_tokens or rule.context_tokens
+    if limits.scores_only:
+        kept = replace(limits, scores_only=False, context_tokens=min(context, SCORING_TOKENS), max_sequences=1)
+        placed = place_inference(needs, kept, preset)
+        reason = "texts are scored only: no room is made for keys and values of answers"
+        return replace(placed, context_tokens=context, reasons=(*placed.reasons, reason))
     if limits.vram_bytes is None:
         return _on_cpu(needs, limits, rule, (sequences, chunk, pass_tokens, context))
     return _on_gpu(needs, limits, rule, (sequences, chunk, pass_tokens, context))
