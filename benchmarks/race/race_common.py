@@ -32,8 +32,8 @@ SHAPES = {  # hidden size, layers, intermediate size, heads, key/value heads, vo
 """Llama shapes, untied. 1.2b: 24 layers of 2048; 7b: Qwen2.5 7B's; 8b: Llama 3 8B; 30b: about LLaMA 30B; 16k-layer: one
 of Llama 3.1 405B's layers, 3.2 B parameters; 64k-layer: two matrices of 65,536 x 65,536 and little else, 9.8 B
 parameters."""
-FILL_VALUES = 1 << 27
-"""Random values made at a time: a weight may be larger than the allocator's cap."""
+FILL_VALUES, FILL_STEP = 1 << 27, 15_485_863
+"""Random values in all, as a weight may be larger than the allocator's cap; how much further each matrix begins."""
 
 
 def config_of(shape: str, seq_length: int) -> Any:

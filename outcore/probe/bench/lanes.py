@@ -23,13 +23,12 @@ from outcore.probe.bench.budget import cell_time_s
 from outcore.probe.bench.device import measure_copies
 from outcore.probe.bench.drive_cell import bench_memory, measure_cell
 from outcore.probe.bench.measurement import Measurement, timed
+from outcore.sizing.streaming import PAGEABLE_SLOTS, SLOT_BYTES
 from outcore.staging import AT_ONCE, DownloadLane, LaneSettings, PinnedPool, UploadLane
 from outcore.storage import BlockFile, StorageEngine
 
 TRANSFER_BYTES = 64 * MIB
 ROUNDS = 3
-PAGEABLE_SLOT_BYTES, PAGEABLE_SLOTS = 16 * MIB, 16
-"""Slots of the lane that takes pageable homes, as a run opens it."""
 SLOT_CANDIDATES_BYTES = (8 * MIB, 32 * MIB, 64 * MIB)
 
 
@@ -263,8 +262,8 @@ def measure_lane(
 
 def measure_pageable(pool: PinnedPool, device: torch.device, home: torch.Tensor, limit_s: float) -> Measurement:
     """pageable_to_gpu: `home` (1-D uint8 in ordinary RAM) through the slots of an upload lane, with a run's threads."""
-    free_slots = pool.largest_free_bytes(False) // PAGEABLE_SLOT_BYTES
-    slot_bytes = PAGEABLE_SLOT_BYTES if free_slots > 1 else pool.largest_free_bytes(False) // 2 // 4096 * 4096
+    free_slots = pool.largest_free_bytes(False) // SLOT_BYTES
+    slot_bytes = SLOT_BYTES if free_slots > 1 else pool.largest_free_bytes(False) // 2 // 4096 * 4096
     num_slots = max(2, min(PAGEABLE_SLOTS, free_slots))
     targets = [torch.empty_like(home, device=device) for _ in range(2)]
     with UploadLane(pool, None, device, LaneSettings(slot_bytes, num_slots), "probe-pageable") as lane:

@@ -23,7 +23,7 @@ from outcore.model.facts import model_facts
 from outcore.optim import state_format
 from outcore.sizing.residents import RESIDENT_BYTES
 from outcore.sizing.states import MOMENT_BYTES
-from outcore.sizing.streaming import CPU_STAGING_BYTES, STAGING_BYTES
+from outcore.sizing.streaming import CPU_STAGING_BYTES, PAGEABLE_SLOTS, STAGING_BYTES
 from outcore.storage import DriveAccess
 
 MOST_PINNED_OF_RAM = 2
@@ -34,10 +34,6 @@ PROBED = (
     "transfer_path",
 )  # fmt: skip
 """Settings that `gds_optimizer.py --apply` writes as it measured them; a run says which it took."""
-PAGEABLE_SLOTS = 16
-"""Slots of each lane where homes are pageable: with the usual four, 64 MiB, the copies of LoRA's base of 8 B came at
-10 GB/s beside a run whatever the threads; with 64 slots a lane on an H100 reached 30.5 GB/s, measured by itself
-(benchmarks/drives/pageable.py)."""
 
 
 def decide_stream(
