@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,8 @@ class InferenceEngine:
         self.counts = EngineCounts()
         self.on_pass: Callable[[Sequence[Work], float], None] = lambda works, seconds: None
         """Hears of each pass when it has run: what was in it, its seconds."""
+        self.waited_s: Callable[[], Mapping[str, float]] = dict
+        """Tells how long the device waited in the last pass, by what for; asked when its logits have been read."""
         self._clock = clock
         self._lock = threading.Lock()
         self._notes: deque[Callable[[], None]] = deque()
@@ -299,6 +301,9 @@ class InferenceEngine:
                     if sequence.finish is None:
                         still.append((work, logits))
             alive, place = still, place + 1
+        waited_s = self.waited_s()
+        for sequence in {work.sequence for work in works}:
+            sequence.passed(waited_s)
         for work in works:
             self._settle(work, right[id(work)])
         for sequence, (text, tokens) in said.items():

@@ -81,6 +81,17 @@ def test_how_answers_end(tiny):
     assert ended.timings.total_s >= ended.timings.first_token_s > 0
 
 
+def test_an_answer_knows_its_passes_waits_and_pages(tiny):
+    one = tiny(speculates=False)
+    one.engine.waited_s = lambda: {"nvme": 0.5, "pcie": 0.25}
+    requests = [Request(n, (9, 8, 7), Sampling(temperature=0, max_tokens=m)) for n, m in (("short", 2), ("long", 6))]
+    times = {answer.request: answer.timings for answer in one.engine.generate(requests)}
+    for name, passes in (("short", 2), ("long", 6)):
+        assert times[name].passes == passes
+        assert times[name].waited_s == {"nvme": 0.5 * passes, "pcie": 0.25 * passes}
+    assert times["long"].pages == 2 and times["short"].pages == 1  # of four tokens; the last one is never stored
+
+
 def test_what_is_cancelled_or_late_ends(tiny):
     one = tiny()
     ended = {}

@@ -15,13 +15,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = prompts_of(4, vocab=280)
 
 
-def answers(name, count: int = 10, check=lambda opened: None, **settings) -> list[list[int]]:
+def answers(name, count: int = 10, check=lambda opened: None, after=lambda opened: None, **settings) -> list[list[int]]:
     opened = open_engine(str(name), InferSettings(**{"context": 128, "ram_gib": 1, **settings}))
     try:
         check(opened)
         sampling = Sampling(temperature=0, max_tokens=count, ignore_eos=True)
         requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
         found = {answer.request: [c.token for c in answer.tokens] for answer in opened.engine.generate(requests)}
+        after(opened)
         return [found[str(i)] for i in range(len(PROMPTS))]
     finally:
         opened.close()
@@ -47,8 +48,12 @@ def test_weights_on_a_drive(tiny_folder, expected, tmp_path):
     def check(opened):
         assert opened.placement.bytes_at("nvme") > 0 and opened.weights.homes.nvme_bytes > 0
 
+    def waited(opened):
+        waited_s = opened.engine.waited_s()
+        assert set(waited_s) == {"pcie", "nvme"} and sum(waited_s.values()) > 0
+
     small = {"ram_gib": 0.0006, "kv_gib": 0.0002, "max_sequences": 2}
-    assert answers(tiny_folder[0], check=check, nvme_path=(tmp_path,), **small) == expected
+    assert answers(tiny_folder[0], check=check, after=waited, nvme_path=(tmp_path,), **small) == expected
 
 
 def test_keys_and_values_in_8_bits_are_close(tiny_folder, expected):

@@ -263,7 +263,9 @@ def test_metrics_and_records(client, server):
     assert lines[0]["model_hash"] and lines[0]["placement"]
     last = lines[-1]
     assert last["endpoint"] == "/v1/completions" and last["answer_tokens"] == 3 and "text" not in last
-    assert isinstance(last["seed"], int) and last["timings"]["total_s"] > 0
+    times = last["timings"]
+    assert isinstance(last["seed"], int) and times["total_s"] > 0 and set(times["waited_s"]) == {"pcie", "nvme"}
+    assert times["pages"] == {"ram": 1} and 1 <= times["passes"] <= 3 and times["read_tokens"] == 0
 
 
 def test_board_and_alerts_name_metrics_that_exist(server):

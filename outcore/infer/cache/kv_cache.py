@@ -46,6 +46,13 @@ class SequencePages:
     num_offered: int = 0
     states: Any = None
     """What the model itself keeps of the sequence, where it is not pages."""
+    num_read: int = 0
+    """Pages that came from the drive when it was opened."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it holds, of all groups."""
+        return sum(len(table) - table.count(GONE) for table in self.tables)
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,7 @@ class KvCache:
                 self._keep(page)  # a beginning that came twice may come again
         while self.kept is not None and (page := self._brought(sequence, tokens)) is not None:
             self._use(sequence, page)
+            sequence.num_read += 1
             self.counts.read_pages += 1
         sequence.num_cached = sequence.num_offered * self.settings.page_tokens
         self.counts.asked_tokens += len(tokens)

@@ -33,6 +33,14 @@ class ResidentWeights:
         held = sum(slab.nbytes for slab in self._slabs.values() if slab.device.type != "cpu")
         return held + self._expansion.device_bytes + (0 if self._travelling is None else self._travelling.device_bytes)
 
+    def waited_s(self) -> dict[str, float]:
+        """How long the device waited in the pass that has run: for copies ("pcie") and for the drive ("nvme")."""
+        return {
+            name: seconds
+            for told, seconds in self.stalls.seconds(before=True).items()
+            if (name := told.removeprefix("stall_")) != "optimizer"
+        }
+
     def begin(self, sequence: Sequence[Part]) -> None:
         moving = [part for part in sequence if part.index not in self._slabs]
         numbers = iter(range(len(moving)))

@@ -196,6 +196,7 @@ def open_found(
         drafts = None if draft is None else _draft_model(draft, found, settings, way)
         engine = InferenceEngine(passes, scheduler, speech, speculates=settings.draft_tokens != 0, drafts=drafts)
         _warm_up(engine, runner, progress)
+        engine.waited_s = weights.arrival.waited_s
         return OpenedModel(engine, found, placement, way, weights, device, undo.pop_all())
 
 

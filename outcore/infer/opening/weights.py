@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from outcore.common.quantities import MIB, format_gib
-from outcore.flow import FixedWeights, ModelParts, Part, WeightArrival
+from outcore.flow import FixedWeights, ModelParts, Part
 from outcore.flow.weights import Scratch, WeightHomes, WeightPrefetcher
 from outcore.infer.opening.arrival import ResidentWeights
 from outcore.model.weights import WeightFeed
@@ -84,7 +84,7 @@ def shared_limits(limits: InferenceLimits, needs: InferenceNeeds, share: HostSha
 class OpenedWeights:
     """What a model's weights became."""
 
-    arrival: WeightArrival
+    arrival: ResidentWeights
     homes: WeightHomes
     pool: PinnedPool | None
     lanes: dict[str, UploadLane]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -56,7 +56,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of one request, by phase."""
+    """What one answer took: seconds by phase, waits by what they were for, tokens and pages by where they came from."""
 
     queued_s: float = 0.0
     """From its arrival until its prompt began."""
@@ -64,8 +64,15 @@ class Timings:
     """From its arrival to its first token."""
     total_s: float = 0.0
     """From its arrival to its end."""
+    passes: int = 0
+    waited_s: Mapping[str, float] = field(default_factory=dict)
+    """In its passes, which it shares with others, the device waited so long for weights: pcie (the link), nvme."""
     cached_tokens: int = 0
     """Tokens of the prompt that were taken from the prefix cache."""
+    read_tokens: int = 0
+    """Those of them whose keys and values came from the drive."""
+    pages: int = 0
+    """Pages of keys and values that it held at most."""
     drafted: int = 0
     accepted: int = 0
     """Tokens that speculation proposed, and those of them that were right."""

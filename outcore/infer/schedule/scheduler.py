@@ -200,6 +200,7 @@ class Scheduler:
         if sequence.clock.began_s is None:
             sequence.clock.began_s = now_s
             sequence.cached_tokens = sequence.computed
+            sequence.read_tokens = sequence.pages.num_read * self.cache.settings.page_tokens
 
     def _room(self, sequence: Sequence, length: int, works: list[Work], *, may_preempt: bool = False) -> bool:
         """Have pages for so many tokens, if need be those of sequences that came later and are in no work yet."""

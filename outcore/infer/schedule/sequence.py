@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from outcore.infer.cache import SequencePages
@@ -18,15 +20,9 @@ class Clock:
     first_token_s: float | None = None
     ended_s: float | None = None
 
-    def timings(self, cached_tokens: int, drafted: int, accepted: int) -> Timings:
-        """Seconds since the arrival."""
-
-        def since(moment: float | None) -> float:
-            return 0.0 if moment is None else moment - self.arrived_s
-
-        return Timings(
-            since(self.began_s), since(self.first_token_s), since(self.ended_s), cached_tokens, drafted, accepted
-        )
+    def since(self, moment_s: float | None) -> float:
+        """Seconds from the arrival."""
+        return 0.0 if moment_s is None else moment_s - self.arrived_s
 
 
 @dataclass(eq=False)
@@ -48,7 +44,11 @@ class Sequence:
     pages: SequencePages | None = None
     """Pages that it holds; None: it waits."""
     chosen: list[Chosen] = field(default_factory=list)
+    passes: int = 0
+    waited_s: Counter[str] = field(default_factory=Counter)
+    most_pages: int = 0
     cached_tokens: int = 0
+    read_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
     finish: FinishReason | None = None
@@ -122,6 +122,23 @@ class Sequence:
             said += self.text.finish()
         return said
 
+    def passed(self, waited_s: Mapping[str, float]) -> None:
+        """A pass with tokens of this sequence has run, in which the device waited so long."""
+        self.passes += 1
+        self.waited_s.update(waited_s)
+        if self.pages is not None:
+            self.most_pages = max(self.most_pages, self.pages.num_pages)
+
     def timings(self) -> Timings:
-        """How long its phases took."""
-        return self.clock.timings(self.cached_tokens, self.drafted, self.accepted)
+        """What it took."""
+        clock = self.clock
+        return Timings(
+            *(clock.since(moment) for moment in (clock.began_s, clock.first_token_s, clock.ended_s)),
+            self.passes,
+            dict(self.waited_s),
+            self.cached_tokens,
+            self.read_tokens,
+            self.most_pages,
+            self.drafted,
+            self.accepted,
+        )

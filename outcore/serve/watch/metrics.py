@@ -122,8 +122,8 @@ class ServeMetrics(RequestMetrics):
         self.pass_time.observe(seconds)
         self.against_plan.passed(works, seconds)
         self.pass_rows.observe(rows_of(works))
-        for name, waited_s in self._opened.weights.arrival.stalls.seconds(before=True).items():
-            self.stalls.labels(name.removeprefix("stall_")).inc(waited_s)
+        for name, waited_s in self._opened.weights.arrival.waited_s().items():
+            self.stalls.labels(name).inc(waited_s)
 
     def answered(self, answer: Answer, prompt_tokens: int) -> None:
         """Note an answer that has ended."""

@@ -1,4 +1,4 @@
-"""A line for each answered request: exact settings, seed, model, placement, timings; texts only when asked for."""
+"""A line for each answered request: exact settings, seed, model, placement, timings by tier; texts only when asked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Records:
         self.path = folder / f"requests-{stamp}.jsonl"
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
         self._lock, self.with_text, self._is_broken = threading.Lock(), with_text, False
-        self.model_hash = str(header["model_hash"])
+        self.model_hash, self._kv_home = str(header["model_hash"]), header.get("kv_home", "")
         self.write({"header": True, **header})
 
     def add(self, request: Request, answer: Answer, endpoint: str) -> None:
@@ -44,7 +44,7 @@ class Records:
             "answer_tokens": len(answer.tokens),
             "finish": answer.finish,
             "error": answer.error,
-            "timings": dataclasses.asdict(answer.timings),
+            "timings": dataclasses.asdict(answer.timings) | {"pages": {self._kv_home: answer.timings.pages}},
         }
         if self.with_text:
             entry |= {"prompt": list(request.prompt), "answer": [c.token for c in answer.tokens], "text": answer.text}
@@ -74,6 +74,7 @@ def header_of(opened: OpenedModel, name: str) -> dict[str, Any]:
         "found": opened.found.words,
         "model_hash": model_hash(opened.found.folders),
         "placement": opened.placement.lines(),
+        "kv_home": opened.placement.kv_home,
         "way": opened.way,
         "device": str(opened.device),
     }
