@@ -233,6 +233,49 @@ def test_errors_have_classes(client, start, tiny_folder):
     assert json.loads(get(guarded, "/health"))["status"] == "ok"
 
 
+def test_every_other_class_of_error(client, start, monkeypatch):
+    from outcore.serve import ServeSettings
+
+    one = start(ServeSettings(max_queue=1, max_body_bytes=4000), max_sequences=2)
+    narrow = openai.OpenAI(base_url=f"{one.url}/v1", api_key="unused", max_retries=0, timeout=30)
+    asked = {"model": "tiny", "prompt": "The", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    stream = narrow.completions.create(**asked, stream=True)
+    next(iter(stream))
+    with pytest.raises(openai.RateLimitError) as error:
+        narrow.completions.create(**asked)
+    assert error.value.code == "queue_full" and int(error.value.response.headers["retry-after"]) >= 1
+    stream.close()
+    with pytest.raises(openai.APIStatusError) as error:
+        narrow.completions.create(model="tiny", prompt="x" * 5000)
+    assert error.value.status_code == 413
+    with pytest.raises(openai.NotFoundError):
+        narrow.batches.cancel("batch-nobody")
+    with pytest.raises(openai.APIConnectionError):
+        openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="unused", max_retries=0).models.list()
+    monkeypatch.setattr(one.service.thread, "failures", 3)
+    with pytest.raises(openai.InternalServerError) as error:
+        narrow.completions.create(**asked)
+    assert error.value.status_code == 503 and error.value.code == "engine_failed"
+
+
+def test_calls_of_tools(start):
+    server = start(context=512, max_sequences=2)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60)
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {"town": {"type": "string"}}}}
+    tools = [{"type": "function", "function": function}]
+    call = r'<tool_call>\n\{"name": "weather", "arguments": \{"town": "(Oslo|Bern)"\}\}\n</tool_call>'
+    asked = {"model": "tiny", "messages": HELLO, "tools": tools, "max_tokens": 120, "seed": 1, "temperature": 0.5}
+    asked["extra_body"] = {"response_format": {"type": "regex", "pattern": call}}
+    whole = client.chat.completions.create(**asked).choices[0]
+    (made,) = whole.message.tool_calls
+    assert whole.finish_reason == "tool_calls" and made.function.name == "weather"
+    assert json.loads(made.function.arguments)["town"] in ("Oslo", "Bern")
+    pieces = [p.choices[0] for p in client.chat.completions.create(**asked, stream=True) if p.choices]
+    told = [piece for p in pieces for piece in p.delta.tool_calls or ()]
+    assert "".join(piece.function.arguments or "" for piece in told) == made.function.arguments
+    assert pieces[-1].finish_reason == "tool_calls"
+
+
 def test_a_client_that_goes_away_frees_its_place(client, server):
     stream = client.completions.create(
         model="tiny", prompt="The", max_tokens=64, stream=True, extra_body={"ignore_eos": True}

@@ -1,0 +1,23 @@
+"""Two hundred streams at once: no error, no leak, none starves, no place is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.forked import ROOT
+
+
+@pytest.mark.slow
+def test_two_hundred_streams():
+    script = ROOT / "benchmarks/infer/serve_load.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--streams", "200", "--seconds", "60"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["errors"] == 0 and found["places_not_given_back"] == 0 and found["left_in_the_middle"] > 0
+    assert found["answers_of_the_stream_with_fewest"] > 0 and found["rss_growth"] < 0.05
