@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where outcore is
 from outcore.common.quantities import GIB, MIB
 from outcore.formats import PackedSpec, PackedTensor, packed_format
 from outcore.infer import Request, Sampling
-from outcore.infer.opening import FoundModel, InferSettings, OpenedModel, open_found
+from outcore.infer.opening import FoundModel, HostShare, InferSettings, OpenedModel, open_found
 from outcore.model import ModelSettings, load_model
 from outcore.model.facts import checkpoint_name
 
@@ -83,11 +83,15 @@ def find(model: str, precision: str, quantize: str | None = None) -> FoundModel:
     return FoundModel(loaded, Numbers(), model, frozenset(), None)
 
 
-def opened_with(model: str, device: torch.device, **settings: Any) -> OpenedModel:
-    """Our engine with these settings; what it says goes to stderr."""
+def opened_with(model: str, device: torch.device, share: HostShare | None = None, **settings: Any) -> OpenedModel:
+    """Our engine with these settings, of one process of several with `share`; what it says goes to stderr."""
     found = find(model, "bf16" if device.type == "cuda" else "fp32", settings.get("quantize"))
     more: dict[str, Any] = {"context": 1024, **settings}
-    return open_found(found, InferSettings(**more), device, lambda line: print(line, file=sys.stderr, flush=True))
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    return open_found(found, InferSettings(**more), device, say, share=share)
 
 
 def prompts(count: int, length: int, vocab: int) -> list[tuple[int, ...]]:
@@ -182,11 +186,11 @@ def synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def device_of(cap_gib: float, *, dry_run: bool) -> torch.device:
-    """The GPU, capped; the CPU for a dry run."""
+def device_of(cap_gib: float, *, dry_run: bool, index: int = 0) -> torch.device:
+    """The GPU of that number, capped; the CPU for a dry run."""
     if dry_run or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda", index)
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * GIB / total), device)
     return device
