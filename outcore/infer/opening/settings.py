@@ -119,7 +119,7 @@ class InferSettings:
                 raise ValueError(f"{name} does nothing on a CPU, where everything lives in RAM. Leave it out.")
 
     def for_scoring(self) -> InferSettings:
-        """These settings without room for answers, unless it was asked for."""
+        """Copy of the settings without room for answers, unless room was asked for."""
         asks = self.max_sequences is not None or self.kv_gib is not None
         return self if asks else replace(self, scores_only=True)
 

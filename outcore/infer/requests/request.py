@@ -70,7 +70,7 @@ class Timings:
     cached_tokens: int = 0
     """Tokens of the prompt that were taken from the prefix cache."""
     read_tokens: int = 0
-    """Those of them whose keys and values came from the drive."""
+    """Cached tokens whose keys and values came from the drive."""
     pages: int = 0
     """Pages of keys and values that it held at most."""
     drafted: int = 0

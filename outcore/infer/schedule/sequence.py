@@ -133,12 +133,14 @@ class Sequence:
         """What it took."""
         clock = self.clock
         return Timings(
-            *(clock.since(moment) for moment in (clock.began_s, clock.first_token_s, clock.ended_s)),
-            self.passes,
-            dict(self.waited_s),
-            self.cached_tokens,
-            self.read_tokens,
-            self.most_pages,
-            self.drafted,
-            self.accepted,
+            queued_s=clock.since(clock.began_s),
+            first_token_s=clock.since(clock.first_token_s),
+            total_s=clock.since(clock.ended_s),
+            passes=self.passes,
+            waited_s=dict(self.waited_s),
+            cached_tokens=self.cached_tokens,
+            read_tokens=self.read_tokens,
+            pages=self.most_pages,
+            drafted=self.drafted,
+            accepted=self.accepted,
         )
