@@ -56,13 +56,14 @@ def attend_at_once(
     mask: torch.Tensor | None,
     rule: AttentionRule,
 ) -> torch.Tensor:
-    """[B, H, N, E]. `mask` None: N = L, each token sees itself and those before it."""
+    """[B, H, N, E]. `mask` None: N = L, each token sees itself and those before it. A mask [B, 1, N, L] may come with
+    its rows repeated for the query heads that share a key head, and, where the rule is plain, as a bias."""
     batch, heads, count, _ = query_BHND.shape
     num_kv = keys_BKLD.shape[1]
     shares = heads != num_kv
     if rule.is_plain and shares and mask is not None:  # fused kernels with a mask know no shared heads: as more tokens
         grouped = query_BHND.reshape(batch, num_kv, heads // num_kv * count, -1)
-        repeated = mask.repeat(1, 1, heads // num_kv, 1)
+        repeated = mask if mask.shape[2] == grouped.shape[2] else mask.repeat(1, 1, heads // num_kv, 1)
         found = scaled_dot_product_attention(grouped, keys_BKLD, values_BKLE, attn_mask=repeated, scale=rule.scaling)
         return found.reshape(batch, heads, count, -1)
     if rule.is_plain:

@@ -39,11 +39,14 @@ def attend_rows(
             for at in range(tables.num_rows)
         ]
         return torch.cat(long, 1).transpose(0, 1)
+    mask = seen
+    if rule.is_plain:
+        mask = tables.bias(group, query_HND.shape[0] // store.shape.heads, query_HND.dtype)
     found = []
     for at in range(0, tables.num_rows, step):
         keys, values = (x.to(query_HND.dtype) for x in store.read(pages[at : at + step], device))
         query = query_HND[:, at : at + step].transpose(0, 1).unsqueeze(2)
-        part = attend_at_once(query, keys.transpose(1, 2), values.transpose(1, 2), seen[at : at + step], rule)
+        part = attend_at_once(query, keys.transpose(1, 2), values.transpose(1, 2), mask[at : at + step], rule)
         found.append(part.squeeze(2))
     return found[0] if len(found) == 1 else torch.cat(found)
 

@@ -42,6 +42,7 @@ class RowTables:
             torch.zeros((num_rows, 1, 1, count * page_tokens), dtype=torch.bool, device=device) for count in num_pages
         ]
         """For each group, which keys of its pages each row sees; made, like `positions`, by `work_out`."""
+        self._biases: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def fill(self, rows: Sequence[tuple[SequencePages, int, int]]) -> None:
         """Put rows (pages, position, token) into the tables: on a GPU queued on the current stream."""
@@ -74,6 +75,21 @@ class RowTables:
             if window is not None:
                 visible &= keys > at - window
             seen.copy_(visible.view(seen.shape))
+        for (group, _, _), bias in self._biases.items():
+            self._fill(bias, group)
+
+    def bias(self, group: int, shares: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, 1, shares, keys]: 0 where a row sees a key, else -inf, the same for the `shares` query heads of a key
+        head. Made once a pass: torch's attention would make it of a bool mask again in every layer."""
+        key = group, shares, dtype
+        if key not in self._biases:  # by the slot's first pass, which no graph captures: the address stays
+            seen = self.seen[group]
+            self._biases[key] = seen.new_empty((self.num_rows, 1, shares, seen.shape[-1]), dtype=dtype)
+            self._fill(self._biases[key], group)
+        return self._biases[key]
+
+    def _fill(self, bias: torch.Tensor, group: int) -> None:
+        bias.zero_().masked_fill_(~self.seen[group], float("-inf"))
 
     def _cut(self, flat: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
         parts = flat.split([width * self.num_rows for width in widths])

@@ -7,7 +7,18 @@ import random
 import pytest
 import torch
 
-from outcore.infer.cache import CacheSettings, GroupPlan, KvCache, KvMemory, KvShape, KvStore, OutOfPages, PageLedger
+from outcore.infer.cache import (
+    CacheSettings,
+    GroupPlan,
+    KvCache,
+    KvMemory,
+    KvShape,
+    KvStore,
+    OutOfPages,
+    PageLedger,
+    RowTables,
+)
+from outcore.staging.pool import SmallCopies
 
 CPU = torch.device("cpu")
 
@@ -90,3 +101,18 @@ def test_what_is_written_is_read(kv_format, error):
     found = store.read(torch.tensor([3, 1]), CPU)
     assert (found[0][:6] - keys).abs().max() <= error and (found[1][:6] - values).abs().max() <= error
     assert store.size_bytes == 5 * 4 * KvShape(2, 8, 6).token_bytes(torch.float32, kv_format)
+
+
+def test_a_bias_follows_the_tables_at_the_same_address():
+    cache = cache_of((None, 8), (3, 8))
+    tables = RowTables(2, (2, 2), cache.windows, 4, SmallCopies(CPU))
+    pages = cache.open(range(6))
+    cache.extend(pages, 6)
+    kept = [tables.bias(group, 3, torch.bfloat16) for group in (0, 1)]
+    for position in (2, 5):
+        tables.fill([(pages, position, 7)])
+        tables.work_out()
+        for group, (bias, seen) in enumerate(zip(kept, tables.seen, strict=True)):
+            assert tables.bias(group, 3, torch.bfloat16) is bias
+            assert seen.any() and torch.equal(bias == 0, seen.expand(-1, -1, 3, -1))
+            assert bias[bias != 0].isneginf().all()
