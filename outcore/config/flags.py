@@ -37,14 +37,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(
-    rows: Mapping[str, Field], prog: str, description: str, *, everything: bool = True, epilog: str = ""
+    rows: Mapping[str, Field], prog: str, description: str, *, everything: bool = True
 ) -> argparse.ArgumentParser:
     """A parser with one flag per row, grouped as the table is. `everything`: whether all of them are in its help."""
-    few = "" if everything else f"The settings that matter most; {prog} --help all lists every one. "
+    few = "" if everything else f"The settings that matter most; {prog} --help all lists every one."
     parser = _Parser(
         prog=prog,
         description=description,
-        epilog=f"{few}{epilog}".strip() or None,
+        epilog=few or None,
         usage=f"{prog} [--config FILE] [--name VALUE ...]",
         allow_abbrev=False,
         add_help=False,

@@ -100,7 +100,6 @@ def load_model(
     tokenizer: Any | None = None,
     zero3_config: dict[str, Any] | None = None,
     device: torch.device | str = "cpu",
-    progress: Callable[[str], None] = lambda line: None,
     lazy: bool = False,
     packed_feed: OpenPacked | None = None,
 ) -> LoadedModel:
@@ -123,7 +122,6 @@ def load_model(
     model_class = model_class_of(source.config) if source.path is None else None
     attention, notes = resolve_attention(source.config, settings.attn_implementation)
     abilities = _abilities(check_abilities(source.config, attention, settings.trust_remote_code), settings)
-    progress(f"model: {source.words}")
     lazy = lazy and not source.is_encoder_decoder
     feed: WeightFeed | None = None
     with partition_while_loading(zero3_config):

@@ -16,12 +16,12 @@ import copy
 import json
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from outcore.common.files import write_atomic
 from outcore.common.quantities import GB
 from outcore.config import ProcessFacts, TrainConfig, resolve, understand
 from outcore.engine.deepspeed.config.builder import build_config
@@ -147,11 +147,7 @@ def build_infinity_config(
         config["outcore"] = {**config.get("outcore", {}), "nvme_offload_gradients": True}
     params = (config.get("optimizer") or {}).get("params")
     if params and built.offload.optimizer != "none":
-        for key in (
-            "torch_adam",
-            "fused",
-            "foreach",
-        ):  # torch's own AdamW; offloaded states need DeepSpeed's for the CPU
+        for key in ("torch_adam", "fused", "foreach"):  # torch's own; offloaded states need DeepSpeed's for the CPU
             params.pop(key, None)
     return config
 
@@ -173,21 +169,7 @@ def save_infinity_config(config: Mapping[str, Any], path: str | os.PathLike[str]
     except (TypeError, ValueError) as error:
         raise ValueError(f"The configuration cannot be saved as JSON: {error}") from error
     target.parent.mkdir(parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as handle:
-            handle.write(text)
-            handle.flush()
-            os.fsync(handle.fileno())
-        mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
-        os.chmod(name, mode)
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    folder_fd = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder_fd)
-    finally:
-        os.close(folder_fd)
+    mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
+    write_atomic(target, text)
+    os.chmod(target, mode)
     return target

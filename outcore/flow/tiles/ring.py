@@ -43,16 +43,13 @@ class TileRing:
         ranges: SlabRanges,
         tile_numel: int,
         dtype: torch.dtype,
-        num_buffers: int = NUM_BUFFERS,
         *,
         stalls: Stalls | None = None,
     ) -> None:
-        if num_buffers < 1:
-            raise ValueError(f"tiles need at least one device buffer, got {num_buffers}")
         self._ranges, lane = ranges, ranges.lane
         self._lane = lane
-        self._buffers = [torch.zeros(tile_numel, dtype=dtype, device=lane.device) for _ in range(num_buffers)]
-        self._over: list[Any] = [lane.streams.now()] * num_buffers
+        self._buffers = [torch.zeros(tile_numel, dtype=dtype, device=lane.device) for _ in range(NUM_BUFFERS)]
+        self._over: list[Any] = [lane.streams.now()] * NUM_BUFFERS
         """Events after the last use of each; at first after its allocation, which is work of that stream."""
         self._turn = 0
         self._coming: deque[_Coming] = deque()

@@ -7,11 +7,12 @@ the slices of a row as nested, and would draw overlapping ones wrongly. Times ar
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from outcore.common import write_atomic
 
 TRACKS = (
     *("steps", "compute", "device waits", "host waits", "optimizer", "upload", "download", "drive read"),
@@ -74,12 +75,7 @@ def write_trace(path: Path, slices: Sequence[Slice], about: dict[str, Any]) -> N
     """Write `path`, replacing it whole. `about`: what was traced, for people and for the picture. OSError."""
     text = json.dumps({"traceEvents": trace_events(slices), "displayTimeUnit": "ms", "otherData": about})
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.tmp")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_atomic(path, text)
 
 
 def read_trace(path: Path) -> tuple[list[Slice], dict[str, Any]]:

@@ -9,7 +9,7 @@ was waited for. Layers are numbered where there is room for it. Drawn with matpl
 from __future__ import annotations
 
 import argparse
-import os
+import io
 import re
 import sys
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from outcore.common import write_atomic
 from outcore.common.quantities import format_s
 from outcore.flow.trace.file import Slice, read_trace, rows_of
 
@@ -75,12 +76,9 @@ def draw_schedule(trace_path: Path, png_path: Path, *, step: int | None = None) 
     slices, about = read_trace(trace_path)
     figure = _draw(*step_slices(slices, step), about)
     png_path.parent.mkdir(parents=True, exist_ok=True)
-    aside = png_path.with_name(f".{png_path.name}.tmp")
-    try:
-        figure.savefig(aside, format="png", dpi=130)
-        os.replace(aside, png_path)
-    finally:
-        aside.unlink(missing_ok=True)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=130)
+    write_atomic(png_path, drawn.getvalue())
 
 
 def short_name(one: Slice) -> str:

@@ -8,12 +8,13 @@ picture. Cost: about 0.5 s; long runs are thinned to 4,000 points (lowest and hi
 
 from __future__ import annotations
 
+import io
 import math
-import os
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from outcore.common import write_atomic
 from outcore.monitor.metrics.reader import Metrics, read_metrics
 
 MAX_POINTS = 4000
@@ -42,12 +43,9 @@ def plot_loss(metrics_path: Path | str, png_path: Path | str, *, title: str | No
     figure = _draw(metrics, points, title or _title(metrics))
     png_path = Path(png_path)
     png_path.parent.mkdir(parents=True, exist_ok=True)
-    aside = png_path.with_name(f".{png_path.name}.tmp")
-    try:
-        figure.savefig(aside, format="png", dpi=110)
-        os.replace(aside, png_path)
-    finally:
-        aside.unlink(missing_ok=True)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=110)
+    write_atomic(png_path, drawn.getvalue())
     return True
 
 

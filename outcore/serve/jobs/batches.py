@@ -17,10 +17,11 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+from outcore.common import write_json
 from outcore.infer import Answer
 from outcore.infer.commands import Journal, Line, read_line, result_of
 from outcore.serve.errors import ApiError, bad
-from outcore.serve.jobs.files import Files, write_json
+from outcore.serve.jobs.files import Files
 from outcore.serve.service import Service
 
 logger = logging.getLogger(__name__)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from outcore.common import write_atomic, write_json
 from outcore.serve.errors import ApiError, bad
 
 _BOUNDARY = re.compile(r'boundary="?([^";,]+)"?', re.IGNORECASE)
@@ -41,9 +40,7 @@ class Files:
     def add(self, data: bytes, filename: str, purpose: str) -> StoredFile:
         """Keep these bytes."""
         name = f"file-{uuid.uuid4().hex}"
-        aside = self.folder / f".{name}.part"
-        aside.write_bytes(data)
-        os.replace(aside, self.folder / name)
+        write_atomic(self.folder / name, data)
         return self.describe(name, filename, purpose)
 
     def describe(self, name: str, filename: str, purpose: str) -> StoredFile:
@@ -73,13 +70,6 @@ class Files:
         path = self.path(name)
         path.with_name(f"{name}.json").unlink()
         path.unlink(missing_ok=True)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace a small file whole."""
-    aside = path.with_name(f".{path.name}.part")
-    aside.write_text(json.dumps(value), encoding="utf-8")
-    os.replace(aside, path)
 
 
 def parts_of(content_type: str, body: bytes) -> dict[str, tuple[str, bytes]]:

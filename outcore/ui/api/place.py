@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from outcore.common import write_atomic
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, value: Any) -> None:
     """Replace a small file whole. OSError when the drive does not take it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.part")
-    aside.write_text(json.dumps(value, ensure_ascii=False, indent=1, default=str), encoding="utf-8")
-    os.replace(aside, path)
+    write_atomic(path, json.dumps(value, ensure_ascii=False, indent=1, default=str))
 
 
 def tail_of(path: Path, num_bytes: int = 32 << 10) -> str:

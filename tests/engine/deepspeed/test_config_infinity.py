@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import math
 import os
@@ -85,7 +86,7 @@ def test_save_is_atomic_and_readable(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert json.loads(target.read_text()) == {"a": 2} and target.stat().st_mode & 0o777 == 0o600
 
     def fail(source: str, destination: str) -> None:
-        raise OSError("power lost")
+        raise OSError(errno.EIO, "power lost")
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="power lost"):

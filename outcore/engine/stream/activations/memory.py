@@ -85,7 +85,7 @@ Lend = Callable[[int], torch.Tensor | None]
 class RamActivations:
     """Down to RAM and back, a layer's micro-batches as one transfer: each takes the host time that launches need.
 
-    `num_layers`: of the model; `stay`: how many of the last ones stay on the device. The others pass through
+    `num_layers`: of the model; the last `STAY_LAYERS` stay on the device. The others pass through
     `DEVICE_STACKS` buffers there, so that a host that runs far ahead of the device takes no more of its memory.
 
     `lend`: a layer's gradient home. Its old gradient is used up before the layer's forward (the update was waited for)
@@ -99,14 +99,13 @@ class RamActivations:
         upload: UploadLane,
         download: DownloadLane,
         num_layers: int,
-        stay: int = STAY_LAYERS,
         lend: Lend = lambda layer: None,
     ) -> None:
         self._memory, self._upload, self._download, self._lend = memory, upload, download, lend
         self._sizes: list[int] = []
         self._offsets: list[int] = [0]
         """Offset of each micro-batch within a layer's checkpoints, and their sum."""
-        self._first_staying = num_layers - stay
+        self._first_staying = num_layers - STAY_LAYERS
         self._device = DeviceActivations()
         self._homes: dict[int, torch.Tensor] = {}
         """RAM by layer, of our own for what is not lent."""

@@ -30,11 +30,9 @@ BEHIND_LAYERS = 2
 class NvmeActivations:
     """Checkpoints that wait on a drive."""
 
-    def __init__(
-        self, scratch: Scratch, upload: UploadLane, download: DownloadLane, num_layers: int, stay: int = STAY_LAYERS
-    ) -> None:
+    def __init__(self, scratch: Scratch, upload: UploadLane, download: DownloadLane, num_layers: int) -> None:
         self._scratch, self._upload, self._download = scratch, upload, download
-        self._first_staying = max(0, num_layers - stay)
+        self._first_staying = max(0, num_layers - STAY_LAYERS)
         self._device = DeviceActivations()
         self._store: TensorStore | None = None
         self._size_bytes = 0
