@@ -18,7 +18,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 from outcore.common.quantities import GB, MIB, format_gb
 from outcore.machine.drives import drive_of
@@ -137,7 +137,20 @@ def validate_nvme_path(path: str | os.PathLike[str], required_space_gb: float) -
             f"{format_gb(required_bytes / (1 - FREE_RESERVE))} "
             "must be free. Free some space, choose another drive with --nvme_offload_path, or offload less."
         )
-    return True, WARNINGS.get(drive_of(folder).kind, "")
+    warnings = (WARNINGS.get(drive_of(folder).kind, ""), system_drive_warning(folder))
+    return True, " ".join(filter(None, warnings))
+
+
+def system_drive_warning(folder: str | os.PathLike[str], system_drive: str | None = None) -> str:
+    """Warning when a Windows folder lies on the drive that Windows runs from (None: SYSTEMDRIVE, which only Windows
+    sets); '' anywhere else."""
+    system = system_drive or os.environ.get("SYSTEMDRIVE", "")
+    if not system or PureWindowsPath(folder).drive.lower() != system.lower():
+        return ""
+    return (
+        f"Warning: {system.upper()} is the system drive: Windows writes there too and stops when it is full. Use "
+        "another with --nvme_offload_path."
+    )
 
 
 def describe_folder(path: str | os.PathLike[str]) -> str:

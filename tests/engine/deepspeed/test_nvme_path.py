@@ -41,6 +41,22 @@ def test_good_folders_are_created_tested_and_left_clean(tmp_path: Path, name: st
     assert "free" in nvme.describe_folder(tmp_path)
 
 
+@pytest.mark.parametrize("folder, warned", [("C:\\nvme", True), ("c:/a", True), ("D:\\nvme", False), ("/mnt/c", False)])
+def test_the_system_drive_is_warned_of(folder: str, warned: bool) -> None:
+    said = nvme.system_drive_warning(folder, "C:")
+    assert ("C: is the system drive" in said) == warned and (said == "") != warned
+    assert nvme.system_drive_warning(folder, None) == "", "only Windows names a system drive"
+
+
+def test_a_run_on_the_system_drive_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme, "resolve_nvme_path", lambda path: Path(path))
+    monkeypatch.setattr(nvme, "PureWindowsPath", lambda path: SimpleNamespace(drive="C:"))
+    monkeypatch.setattr(nvme, "drive_of", lambda path: drive("nvme"))
+    monkeypatch.setenv("SYSTEMDRIVE", "C:")
+    ok, message = validate_nvme_path(tmp_path / "x", 0.001)
+    assert ok and message.startswith("Warning: C: is the system drive"), message
+
+
 def test_home_and_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
