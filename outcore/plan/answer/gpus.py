@@ -44,7 +44,7 @@ class BesideOne:
 def beside_one(
     shape: ModelShape, request: RunRequest, hardware: Hardware, plan: Plan, path: Path = LEARNED
 ) -> BesideOne | None:
-    """None for a plan of one GPU, and where its model does not fit one or rates are not known."""
+    """Give nothing for a plan of one GPU, and where its model does not fit one or rates are not known."""
     if plan.num_gpus == 1 or not plan.compute_known:
         return None
     same = replace(request, micro_batch=plan.micro_batch, accumulation=plan.accumulation * plan.num_gpus)

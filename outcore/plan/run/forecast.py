@@ -118,7 +118,7 @@ class Forecast:
     asked: Mapping[str, Any] | None = None
     """What `plan_layout` was given, as plain values: enough to ask a later planner the same."""
     beside: BesideOne | None = None
-    """Of several GPUs: the same tokens on one."""
+    """Forecast of the same tokens on one GPU, where the plan is of several."""
 
     def to_dict(self) -> dict[str, Any] | None:
         """For plan.json; None without a plan."""
