@@ -86,7 +86,8 @@ class _Resolver:
             state_format=states,
             offload=self._offload(precision),
             staging_bytes=int(self._pick("staging_gib", STAGING_BYTES / GIB) * GIB),
-            resident_bytes=None if (gib := self.said.resident_gib) is None else int(gib * GIB),
+            resident_bytes=_bytes_of(self.said.resident_gib),
+            saved_bytes=_bytes_of(self.said.saved_gib),
             storage_block_bytes=self._in_sectors("storage_block_bytes", 8 << 20),
             lane_slot_bytes=self._in_sectors("lane_slot_bytes", SLOT_BYTES),
             packed_attention="auto" if self.said.attn_implementation == "auto" else "masks",
@@ -307,3 +308,7 @@ def _default_rate(config: TrainConfig) -> tuple[float, str]:
     if config.model_name_or_path:
         return FINE_TUNE_LR, "usual for fine-tuning"
     return (TINY_LR, "a tiny preset's") if is_tiny(config) else (SCRATCH_LR, "usual from scratch")
+
+
+def _bytes_of(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)

@@ -108,6 +108,8 @@ class RunSettings:
     tile_bytes: int | None
     resident_bytes: int | None
     """Idle GPU memory for layers that stay there, at most. None: the engine's default."""
+    saved_bytes: int | None
+    """Likewise for what layers save of their forward."""
     nvme_checksums: Literal["auto", "on", "off", "sampled"]
     packed_attention: Literal["auto", "masks"]
     grad_accum_dtype: Precision | None

@@ -17,6 +17,8 @@ RESIDENT_BYTES: int | None = 0
 """Memory for layers that stay, at most, where nobody says; None: all that is idle. Measured (H100, cap 6.5 GiB, 1.2 B,
 16,384 tokens, clipping, fp32 states, one run each): 0.521 s a step without, 0.460 with all that is idle. Nothing until
 every GPU test has ended well with None."""
+SAVED_BYTES: int | None = 0
+"""Likewise for what the last layers keep of their forward (`num_saved`), of what layers that stay leave."""
 MOVING_PERCENT = 110
 """Memory that comes and goes within a step counts so much: the allocator does not fit all of it without gaps."""
 SPARE_BYTES = 256 * MIB
@@ -48,3 +50,8 @@ def resident_bytes(home_bytes: int, gradient_bytes: int, state_bytes: int, hidde
 def num_resident(layers_bytes: Sequence[int], idle_bytes: int) -> int:
     """How many of these layers stay, from the first one on."""
     return sum(total <= idle_bytes for total in accumulate(layers_bytes))
+
+
+def num_saved(layer_bytes: int, idle_bytes: int, num_layers: int) -> int:
+    """How many of the last `num_layers` layers keep what their backward reads of their forward, `layer_bytes` each."""
+    return max(0, min(num_layers, idle_bytes * 100 // MOVING_PERCENT // max(1, layer_bytes)))

@@ -69,6 +69,9 @@ class EngineFields:
     resident_gib: float | None = setting(None, least=0)
     """Engine stream: of the GPU's idle memory at most so many GiB for layers that stay there with their optimizer
     states, which the GPU then updates. Default: 0."""
+    saved_gib: float | None = setting(None, least=0)
+    """Engine stream: of the GPU's idle memory at most so many GiB for what the last layers' backward needs of their
+    forward, instead of a second forward. Default: 0."""
     deepspeed_config: str = setting("deepspeed_config.json", common=True)
     """The DeepSpeed configuration file."""
     zero_stage: ZeroStage | None = setting(None, file=("zero_optimization.stage",), words=STAGE_WORDS, common=True)

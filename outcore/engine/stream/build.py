@@ -18,6 +18,7 @@ from outcore.engine.stream.activations.memory import Activations, DeviceActivati
 from outcore.engine.stream.activations.nvme import NvmeActivations
 from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
+from outcore.engine.stream.backward.saved import SavedForwards
 from outcore.engine.stream.blueprint import Blueprint, draw_blueprint, prepare_model
 from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.gradients.arena import GradientArena
@@ -29,7 +30,7 @@ from outcore.engine.stream.parts import EngineParts
 from outcore.engine.stream.ranks import ALONE, RankHost, RankPlace, agreed, open_host
 from outcore.engine.stream.ranks.published import PublishedUpdates
 from outcore.engine.stream.ranks.reduce import GradientReducer, ReducedDownload
-from outcore.engine.stream.residents import ResidentDownload, Residents, open_residents
+from outcore.engine.stream.residents import ResidentDownload, Residents, open_residents, open_saved
 from outcore.engine.stream.schedule import VerticalSchedule
 from outcore.engine.stream.settings import StreamSettings
 from outcore.engine.stream.updates import TIMEOUT_S, PartUpdates, UpdatedWeights
@@ -102,11 +103,12 @@ def build_stream_engine(
             adopted=lambda: ground.ranks.barrier("parameters loaded by rank 0", timeout_s=math.inf),
         )
         arena = _gradient_arena(plan, ground)
-        stalls, residents = Stalls(device), open_residents(plan, homes)
+        stalls, saved = Stalls(device), open_saved(plan)
+        residents = open_residents(plan, homes, saved)
         optimizer = _open_optimizer(plan, ground, homes, arena, stalls, backend, residents, undo)
         traffic = _traffic(plan, ground, drive_lanes, homes, arena, optimizer, stalls, residents)
         flow = _flow(plan, traffic)
-        schedule = _schedule(plan, flow, traffic.download, _activations(plan, ground, arena))
+        schedule = _schedule(plan, flow, traffic.download, _activations(plan, ground, arena), saved)
         parts = EngineParts(
             units=plan.units,
             device=device,
@@ -356,7 +358,9 @@ def _flow(plan: Blueprint, traffic: _Traffic) -> Flow:
     return Flow(runner, head, traffic.arrival, plan.device)
 
 
-def _schedule(plan: Blueprint, flow: Flow, download: GradientShipping, activations: Activations) -> VerticalSchedule:
+def _schedule(
+    plan: Blueprint, flow: Flow, download: GradientShipping, activations: Activations, saved: SavedForwards
+) -> VerticalSchedule:
     head = StreamedHeadGradient(
         flow.head,
         aux_coefficient=plan.aux_coefficient,
@@ -369,6 +373,7 @@ def _schedule(plan: Blueprint, flow: Flow, download: GradientShipping, activatio
         head,
         download,
         activations,
+        saved,
         plan.settings.seed,
         plan.place.rank,
         plan.place.world_size,

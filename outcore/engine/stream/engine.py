@@ -153,15 +153,16 @@ class StreamEngine:
         return StepResult(ce_sum / total, aux_sum / total, norm, total, skipped, phase_s)
 
     def _with_room(self, run: Callable[[], _Result]) -> _Result:
-        """What `run` gives, which changes no state; once more without residents where they left it no memory."""
-        try:
-            return run()
-        except torch.OutOfMemoryError:
-            if not self._parts.residents.num_held:
-                raise
-        # Outside of the handler: the failed pass, whose tensors the error's traceback holds, must be gone.
-        self._parts.residents.go_home("memory was short beside them")
-        return run()
+        """What `run` gives, which changes no state; once more with fewer idle bytes used where they left it no memory."""
+        while True:
+            short: torch.OutOfMemoryError
+            try:
+                return run()
+            except torch.OutOfMemoryError as error:
+                short = error.with_traceback(None)
+            # Outside of the handler: the failed pass, whose tensors the error's traceback holds, must be gone.
+            if not self._parts.residents.give_way("memory was short beside them"):
+                raise short
 
     def _settle(self, shipped: list[tuple[Part, LaneTransfer]], norm: float, scale: float, lr: float) -> bool:
         """Deferred: hand every unit to the optimizer, first needed first, or none of them. True when skipped."""

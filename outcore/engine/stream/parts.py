@@ -93,6 +93,7 @@ class EngineParts:
                 *self._nvme_in_words(),
                 f"  layers: {self._layers_in_words()}",
                 *([f"  residents: {words}"] if (words := self.residents.words()) else []),
+                *([f"  saved: {words}"] if (words := self.schedule.saved.words()) else []),
                 *([f"  to fit the device: {less}"] if (less := self.tile_plan.holding.words()) else []),
                 *([f"  packed rows: {self.packed_rows}"] if self.packed_rows else []),
                 *([f"  tiles: {self.tile_plan.reason}"] if self.tile_plan.tiled else []),

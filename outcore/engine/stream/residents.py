@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from outcore.common.quantities import format_gib
+from outcore.engine.stream.backward.saved import SavedForwards
 from outcore.engine.stream.blueprint import Blueprint
 from outcore.engine.stream.device_work import work_of_step
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
@@ -53,7 +54,8 @@ class Resident:
 
 class Residents:
     """Layers on the device. `candidates`: parts that may stay, first needed first; `limit_bytes`: for all of them, None
-    for what is idle; `evaluation_bytes`: what an evaluation takes of the device, as far as it is known.
+    for what is idle; `evaluation_bytes`: what an evaluation takes of the device, as far as it is known. What they leave of
+    the idle memory is offered to `saved`.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class Residents:
         is_deferred: bool,
         hidden_row_bytes: int,
         evaluation_bytes: int,
+        saved: SavedForwards,
     ) -> None:
         self._candidates, self._homes, self._device = list(candidates), homes, device
         self._limit_bytes, self._is_deferred = limit_bytes, is_deferred
         self._hidden_row_bytes, self._evaluation_bytes = hidden_row_bytes, evaluation_bytes
         self._held: dict[int, Resident] = {}
         self._parts: list[Part] = []
+        self._saved = saved
         self._largest = (0, 0)
         self._steps = 0
         self._moving_bytes = 0
@@ -149,8 +153,17 @@ class Residents:
         """The homes were written to: what is here is out of date. Layers come again after the next steps."""
         self._held, self._parts, self._steps = {}, [], 0
 
+    def give_way(self, why: str) -> bool:
+        """Give memory back: what is used for saved layers first, then all. False when there is none."""
+        if not self._saved.num_layers:
+            return self.go_home(why)
+        logger.warning("layers are computed again in backward, instead of kept: %s", why)
+        self._saved.offer(0)
+        self._saved.step_begins(0)
+        return True
+
     def go_home(self, why: str) -> bool:
-        """Give the memory back; False when nothing is held."""
+        """Have no layer stay; False when none does."""
         if not self._held:
             return False
         logger.warning(
@@ -164,7 +177,10 @@ class Residents:
 
     def step_begins(self, tokens: Sequence[int]) -> None:
         """Before a step of micro-batches of so many `tokens`: make room where it is larger than any before."""
-        size = (max(tokens), sum(tokens))
+        self._make_room((max(tokens), sum(tokens)))
+        self._saved.step_begins(sum(tokens))
+
+    def _make_room(self, size: tuple[int, int]) -> None:
         if size[0] <= self._largest[0] and size[1] <= self._largest[1]:
             self._steps += 1
             return
@@ -174,24 +190,29 @@ class Residents:
             self.go_home(f"a step of {size[1]} tokens, up to {size[0]} at a time, needs more memory than any before")
         self._largest = (max(size[0], self._largest[0]), max(size[1], self._largest[1]))
         self._steps = 1
+        self._saved.offer(0)
 
     def step_ended(self, settle: Callable[[], None]) -> None:
         """After a step: decide, once there were enough of one size. `settle` waits for updates under way."""
-        if self._held or self._steps != STEPS_BEFORE or not self._candidates or self._limit_bytes == 0:
+        self._saved.step_ended()
+        takes = bool(self._candidates) and self._limit_bytes != 0 and not self._held
+        if self._steps != STEPS_BEFORE or not (takes or self._saved.wants_memory):
             return
-        self._moving_bytes = self._evaluation_bytes
+        if not self._held:
+            self._moving_bytes = self._evaluation_bytes
         idle_bytes = self._use().idle
-        if self._limit_bytes is not None:
-            idle_bytes = min(idle_bytes, self._limit_bytes)
-        count = num_resident([self._bytes_of(part) for part in self._candidates], idle_bytes)
+        may_take = idle_bytes if self._limit_bytes is None else min(idle_bytes, self._limit_bytes)
+        count = num_resident([self._bytes_of(part) for part in self._candidates], may_take) if takes else 0
         if count:
             settle()
             self._take(self._candidates[:count])
             logger.info("%s", self.words())
+            idle_bytes -= sum(map(self._bytes_of, self._parts))
+        self._saved.offer(idle_bytes)
 
     def _use(self) -> DeviceUse:
         now = self.measure()
-        self._moving_bytes = max(now.moving, self._moving_bytes)
+        self._moving_bytes = max(now.moving - self._saved.peak_bytes, self._moving_bytes)
         return DeviceUse(now.limit, now.reserved, self._moving_bytes)
 
     def _bytes_of(self, part: Part) -> int:
@@ -219,7 +240,21 @@ class Residents:
         self._parts = list(parts)
 
 
-def open_residents(plan: Blueprint, homes: Homes) -> Residents:
+def open_saved(plan: Blueprint) -> SavedForwards:
+    """The saved layers of an engine that is being built: none in tiles, none on the CPU unless told, none where no
+    configuration says what a layer computes."""
+    settings, device = plan.settings, plan.device
+    work = work_of_step(plan.loaded, settings, device, plan.tile_plan.tile_bytes, 0, compiled=False)
+    limit_bytes = settings.saved_bytes if device.type == "cuda" else settings.saved_bytes or 0
+    return SavedForwards(
+        plan.units,
+        plan.compiled,
+        limit_bytes=0 if plan.tile_plan.tiled else limit_bytes,
+        planned_bytes_per_token=None if work is None else work.layer // max(settings.step_tokens or (1,)),
+    )
+
+
+def open_residents(plan: Blueprint, homes: Homes, saved: SavedForwards) -> Residents:
     """The residents of an engine that is being built: none where it has tiles, other ranks or anything on a drive."""
     settings, device = plan.settings, plan.device
     on_drive = plan.on_nvme or any(chunk.on_nvme for chunks in plan.chunks.values() for chunk in chunks)
@@ -239,6 +274,7 @@ def open_residents(plan: Blueprint, homes: Homes) -> Residents:
         is_deferred=plan.is_deferred,
         hidden_row_bytes=plan.loaded.facts.hidden_size * plan.dtype.itemsize,
         evaluation_bytes=0 if work is None else work.evaluation,
+        saved=saved,
     )
 
 

@@ -1,7 +1,7 @@
 """The vertical schedule: each unit runs all micro-batches before the next one, so weights cross the link twice a step.
 
-Forward is flow's; only each layer's input is kept (activation checkpoint). The head gives loss and gradient chunk by
-chunk; backward goes down the layers, each recomputed from its checkpoint, gradients of all micro-batches added up on
+Forward is flow's; only each layer's input is kept (activation checkpoint), but of layers that are `saved`. The head
+gives loss and gradient chunk by chunk; backward goes down the layers, each recomputed from its checkpoint, gradients of all micro-batches added up on
 the device and sent down as soon as a unit's are complete (tied weights: once, after the embedding's backward). Weights
 arrive ahead of their use (`prefetch`), checkpoints wait where `activations` puts them,
 what happens to gradients is the caller's (`on_gradient`). Bytes over the link per step: twice the 16-bit parameters up,
@@ -20,12 +20,13 @@ from outcore.common.deadline import after
 from outcore.engine.stream.activations.memory import Activations
 from outcore.engine.stream.backward.head import StreamedHeadGradient
 from outcore.engine.stream.backward.layer import BackwardRunner
+from outcore.engine.stream.backward.saved import SavedForwards
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
 from outcore.engine.stream.gradients.download import GradientShipping
 from outcore.engine.stream.rng import PartRandom, generators_kept
 from outcore.flow import Flow, Passage, PassWatch
-from outcore.flow.layers import Batch, HeadInput
-from outcore.flow.parts import Part
+from outcore.flow.layers import Batch, HeadInput, PartRunner
+from outcore.flow.parts import LayerCall, Part
 from outcore.flow.trace import PhaseClock
 from outcore.staging import LaneTransfer
 
@@ -88,13 +89,21 @@ class _Keeping(PassWatch):
         if len(self._sizes_bytes) == len(self._micro) and self._schedule.lowest is not None:
             self._schedule.activations.reserve(self._sizes_bytes)
 
+    def layer(
+        self, runner: PartRunner, layer: int, number: int, slab: torch.Tensor, given: torch.Tensor, call: LayerCall
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        saved = self._schedule.saved
+        if saved.saves(layer):
+            return saved.forward(runner, layer, number, slab, given, call)
+        return super().layer(runner, layer, number, slab, given, call)
+
     def passed(
         self, layer: int, number: int, given: torch.Tensor, hidden: torch.Tensor, routers: list[torch.Tensor]
     ) -> None:
         item, schedule = self._micro[number], self._schedule
         item.routers += routers
         item.router_counts.append(len(routers))
-        if schedule.lowest is not None and layer >= schedule.lowest:
+        if schedule.lowest is not None and layer >= schedule.lowest and not schedule.saved.holds(layer, number):
             with schedule.waiting_for_kept(layer, number):
                 schedule.activations.keep(layer, number, given)
 
@@ -109,17 +118,16 @@ class VerticalSchedule:
         head: StreamedHeadGradient,
         download: GradientShipping,
         activations: Activations,
+        saved: SavedForwards,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         self.flow, self.backward, self.head, self.units = flow, backward, head, flow.units
-        self.download, self.activations, self.seed = download, activations, seed
+        self.download, self.activations, self.saved, self.seed = download, activations, saved, seed
         self.rank, self.world_size = rank, world_size
         self._tied: GradAccumulator | None = None
-        trainable = [unit.is_trainable for unit in self.units.layer_units]
-        self.lowest = 0 if self.units.embed.is_trainable else (trainable.index(True) if any(trainable) else None)
-        """Backward ends at this layer: below it nothing is trained. None: only the head is."""
+        self.lowest = self.units.lowest_trained
 
     def train(
         self,
@@ -148,6 +156,7 @@ class VerticalSchedule:
             except BaseException as error:
                 self.flow.arrival.abort(after(error))
                 self.activations.clear(after(error))
+                self.saved.clear()
                 self._tied = None
                 raise
 
@@ -204,6 +213,12 @@ class VerticalSchedule:
             self._prefetch_kept(index - 1)
             into = self.download.accumulator(unit, only_once=len(micro) == 1) if unit.is_trainable else None
             for m, item in enumerate(micro):
+                if self.saved.holds(index, m):
+                    with self.flow.trace.compute("backward", unit.name, m):
+                        kept = self.saved.take(index, m, slab)
+                        item.grad = self.backward.through(kept, item.take_grad(), item.take_router_grads(), into)
+                        del kept
+                    continue
                 hidden = self._take_kept(index, m)
                 random.at(m, unit.index)
                 with self.flow.trace.compute("backward", unit.name, m):

@@ -9,7 +9,7 @@ import torch
 
 from outcore.optim import BackendName, check_eps, state_format
 from outcore.sizing.activations import LOGITS_CHUNK_BYTES
-from outcore.sizing.residents import RESIDENT_BYTES
+from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
 from outcore.sizing.streaming import (
     CHUNK_NUMEL,
     EVAL_GROUP,
@@ -108,6 +108,9 @@ class StreamSettings(StreamSizes):
     resident_bytes: int | None = RESIDENT_BYTES
     """Idle device memory for layers that stay there with their states, at most. None: all of it on a GPU, nothing on
     the CPU; 0: none stays."""
+    saved_bytes: int | None = SAVED_BYTES
+    """Idle device memory, likewise, for what the last layers' backward needs of their forward, which is then not made
+    again."""
     staging_bytes: int = STAGING_BYTES
     """Pinned memory: the lanes' slots first, then homes of parameters and gradients as far as it reaches."""
     slot_bytes: int = SLOT_BYTES
@@ -163,7 +166,7 @@ class StreamSettings(StreamSizes):
     def _check_residency(self) -> None:
         names = (
             "state_ram_bytes", "weight_ram_bytes", "weight_read_ahead_bytes", "gradient_bytes", "state_ring_bytes",
-            "resident_bytes",
+            "resident_bytes", "saved_bytes",
         )  # fmt: skip
         for name in names:
             value = getattr(self, name)

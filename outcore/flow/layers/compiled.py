@@ -123,9 +123,17 @@ class CompiledLayers:
             self.give_up(reason)
 
     def run(
-        self, role: str, layer: int, tensors: Sequence[torch.Tensor], hidden: torch.Tensor, call: LayerCall, *more: Any
+        self,
+        role: str,
+        layer: int,
+        tensors: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        call: LayerCall,
+        *more: Any,
+        under_grad: bool = False,
     ) -> torch.Tensor | None:
-        """What the role's function gives; None when it could not be compiled (then nothing has happened)."""
+        """What the role's function gives; None when it could not be compiled (then nothing has happened). `under_grad`:
+        autograd may go back through it, so it is no CUDA graph."""
         for value in (*call.args, *call.kwargs.values()):
             if are_borders(value):  # one code for any number of documents
                 torch._dynamo.maybe_mark_dynamic(value, 0)
@@ -138,9 +146,10 @@ class CompiledLayers:
         if (role, kind, usual) not in self._functions:
             self._functions[role, kind, usual] = self._compile(role, kind, usual=usual)
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(under_grad):
                 function = self._functions[role, kind, usual]
-                return function(*args) if self.graphs is None else self.graphs.run((kind, role), function, *args)
+                is_graph = self.graphs is not None and not under_grad
+                return self.graphs.run((kind, role), function, *args) if is_graph else function(*args)
         except compiler_errors() as error:
             text = str(error).strip().splitlines()
             self.give_up(f"torch.compile failed ({type(error).__name__}: {text[0][:300] if text else ''}).")

@@ -88,6 +88,12 @@ class ModelParts:
         """Every unit once, in order of need."""
         return [self.embed, *self.layer_units, *([] if self.tied else [self.head])]
 
+    @property
+    def lowest_trained(self) -> int | None:
+        """The layer at which a backward pass ends: below it nothing is trained. None: only the head is."""
+        trained = [part.is_trainable for part in self.layer_units]
+        return 0 if self.embed.is_trainable else (trained.index(True) if any(trained) else None)
+
     def buffers_to(self, device: torch.device) -> None:
         """Have the model's buffers (rotary frequencies and the like) on the device for good."""
         for module in self.parts.causal.modules():

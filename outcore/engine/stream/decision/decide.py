@@ -21,7 +21,7 @@ from outcore.machine.offload import validate_nvme_path
 from outcore.model import LoadedModel, ModelSettings, resolve_source
 from outcore.model.facts import model_facts
 from outcore.optim import state_format
-from outcore.sizing.residents import RESIDENT_BYTES
+from outcore.sizing.residents import RESIDENT_BYTES, SAVED_BYTES
 from outcore.sizing.states import MOMENT_BYTES
 from outcore.sizing.streaming import CPU_STAGING_BYTES, PAGEABLE_SLOTS, STAGING_BYTES
 from outcore.storage import DriveAccess
@@ -116,6 +116,7 @@ def stream_decision(
         tile_bytes=settings.tile_bytes,
         device_bytes=_device_bytes(device),
         resident_bytes=RESIDENT_BYTES if settings.resident_bytes is None else settings.resident_bytes,
+        saved_bytes=SAVED_BYTES if settings.saved_bytes is None else settings.saved_bytes,
         staging_bytes=pinned,
         slot_bytes=settings.lane_slot_bytes,
         num_slots=num_slots,

@@ -36,6 +36,7 @@ def stream_layout(told: StreamSettings, micro_batch: int, accumulation: int, dev
         packed_attention=told.packed_attention,
         staging_bytes=told.staging_bytes,
         resident_bytes=told.resident_bytes,
+        saved_bytes=told.saved_bytes,
         residency=Residency(
             told.state_ram_bytes,
             told.weight_ram_bytes,
