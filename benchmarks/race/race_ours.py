@@ -22,6 +22,7 @@ from race_common import (
 )
 
 from outcore.engine.stream.build import build_stream_engine
+from outcore.engine.stream.engine import StreamEngine
 from outcore.engine.stream.settings import StreamSettings
 from outcore.model import LoadedModel
 from outcore.model.facts import model_class_of, model_facts
@@ -76,6 +77,40 @@ def main() -> None:
     engine = build_stream_engine(loaded, settings, device=device)
     init_s = time.perf_counter() - begin_s
     print(f"engine ready after {init_s:.1f} s\n{engine.describe()}", flush=True)
+    result = {
+        "params": sum(unit.layout.num_params for unit in engine._parts.units.all),
+        "fill_s": fill_s,
+        "init_s": init_s,
+        **measured(engine, batches, options, watch),
+    }
+    turns = {}
+    for name, turn in options.get("turns", {}).items():
+        use_idle_memory(engine, turn)
+        turns[name] = measured(engine, batches[: turn.get("gas")], options | {"warm": options["turn_warm"]}, watch)
+        print(name, json.dumps(turns[name]), flush=True)  # what was measured stays where time ends
+    result |= {"turns": turns} if turns else {}
+    if watch is not None:
+        watch.stop()
+    engine.close()
+    finish(result)
+
+
+def use_idle_memory(engine: StreamEngine, turn: dict[str, Any]) -> None:
+    """From the next step on; what stayed on the device goes home, and it is decided anew after two steps."""
+    residents = engine._parts.residents
+    engine._drain()
+    residents.forget()
+    residents._limit_bytes, residents._saved._limit_bytes = turn["resident_bytes"], turn["saved_bytes"]
+    residents._saved.offer(0)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def measured(
+    engine: StreamEngine, batches: list[dict[str, torch.Tensor]], options: dict[str, Any], watch: DeviceWatch | None
+) -> dict[str, Any]:
+    """Seconds of a step after `warm` steps, losses, memory and traffic."""
     parts = engine._parts
     if watch is not None:
         watch.restart()
@@ -83,9 +118,7 @@ def main() -> None:
     warm_losses = [engine.train_step(batches, learning_rate).loss for _ in range(options["warm"])]
     parts.updates.drain()
     synchronize()
-    repeats = []
-    losses = []
-    phases = []
+    repeats, losses, phases = [], [], []
     before = drive_bytes(options.get("nvme"))
     if watch is not None:
         watch.use_pct.clear()
@@ -101,25 +134,22 @@ def main() -> None:
     after = drive_bytes(options.get("nvme"))
     use_pct = watch.use_pct if watch is not None else []
     n_steps = options["steps"] * options["repeats"]
-    result = {
-        "params": sum(unit.layout.num_params for unit in parts.units.all),
-        "fill_s": fill_s,
-        "init_s": init_s,
+    words = (parts.residents.words(), parts.schedule.saved.words())
+    print(f"residents: {words[0]}; saved: {words[1]}", flush=True)
+    return {
         "step_s": sorted(repeats)[len(repeats) // 2],
         "repeats_s": repeats,
         "warm_losses": warm_losses,
         "losses": losses,
         "phases": {k: sum(p.get(k, 0.0) for p in phases) / n_steps for k in phases[0]},
         "gpu_use_pct": sum(use_pct) / len(use_pct) if use_pct else None,
-        "peak_vram_bytes": watch.stop() if watch is not None else None,
+        "peak_vram_bytes": None if watch is None else watch.peak_bytes,
+        "torch_peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         "rss_training": rss_bytes(),
         "drive_bytes_per_step": {k: (after[k] - before[k]) / n_steps for k in after} if before and after else None,
+        "residents": {"layers": parts.residents.num_held, "bytes": parts.residents.device_bytes},
+        "saved": {"layers": parts.schedule.saved.num_layers, "bytes": parts.schedule.saved.peak_bytes},
     }
-    if words := parts.residents.words():
-        print(f"residents: {words}", flush=True)
-        result["residents"] = {"layers": parts.residents.num_held, "bytes": parts.residents.device_bytes}
-    engine.close()
-    finish(result)
 
 
 if __name__ == "__main__":

@@ -216,12 +216,18 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         f"ours-8b-{name.replace('_', '')}": ours("8b", t16, 0, name, activations="ram", gradient_bytes=2 << 30)
         for name in ("split8", "fp24_m8")
     }
-    residents = {
-        f"ours-{states}-{cut}{suffix}{'-streamed' * (limit == 0)}": ours(shape, cut, clip, states, resident_bytes=limit)
-        for cut in dict.fromkeys((t16, t4))
-        for clip, suffix in ((1, "-clip"), (0, ""))
+    uses = {"off": (0, 0), "saved": (0, None), "stay": (None, 0), "stay-saved": (None, None)}
+    turns = {
+        f"{name}{cut}": {"resident_bytes": stay, "saved_bytes": saved, "gas": gas}
+        for cut, gas in (("", None), ("-4k", 1))
+        for name, (stay, saved) in uses.items()
+        if cut or name != "off"
+    }
+    idle = {
+        f"ours-{states}{suffix}": ours(shape, t16, clip, states, resident_bytes=0, saved_bytes=0)
+        | {"turns": turns, "turn_warm": 5}
         for states in ("fp32", "split")
-        for limit in (0, None)
+        for clip, suffix in ((1, "-clip"), (0, ""))
     }
     eager = {"compile": "off"}  # on both sides: compiling takes a minute and is not what is asked here
     in_ram = {"activations": "ram", "tiling": "auto", "cuda_graphs": "off", **eager}
@@ -270,7 +276,7 @@ def variants(shape: str, tokens: str | None) -> dict[str, dict[str, dict[str, An
         "nvme": nvme,
         "big": big,
         "8b": full8b,
-        "residents": residents,
+        "idle": idle,
         "expectations": expectations,
         "muon": muon,
         "mfu": mfu,

@@ -16,8 +16,9 @@ right after (`drive_rate.py`), and with the share of the step that their drive b
 with something on NVMe have `--nvme_steps`: at the beginning of one the drive is idle until the first updates.
 
 Groups: ram (16,384 tokens), ram4k (4,096), sweep (stock's settings), cuts (stock, the same tokens in four, two and one
-micro-batches), best-cuts (stock, ours and the prototype; `-one`: in one micro-batch), nvme, big (2.8 B), 8b, residents
-(ours with layers that stay on the GPU and, `-streamed`, without; 16,384 and 4,096 tokens), muon (ours with either
+micro-batches), best-cuts (stock, ours and the prototype; `-one`: in one micro-batch), nvme, big (2.8 B), 8b, idle
+(ours without and with uses of the GPU's idle memory, one engine after one compilation: layers that stay, saved
+forwards, both; `-4k`: in steps of one micro-batch), muon (ours with either
 optimizer), mfu (Qwen2.5 7B's shape, 158 rows of 1,024 tokens, --cap_gib 0: how much arithmetic a large GPU gives),
 expectations (docs/expectations.md: --shape 0.6b, 262,144 and 16,384 tokens, beside ZeRO-2 that offloads nothing; 10 B
 under 2 GB; a layer of hidden size 65,536), rivals and
@@ -108,7 +109,7 @@ def row(name: str, result: dict[str, Any], best: float | None) -> str:
         share = drive_seconds(drive, rates) / result["step_s"]
         traffic += f" = {share:.2f} of the step at {rates[0] / 1e9:.2f}, {rates[1] / 1e9:.2f} GB/s;"
         traffic += f" {sum(drive.values()) / result['params']:.1f} B/param" if "params" in result else ""
-    traffic += f" {result['tflops_6n']:.0f} TFLOPS" if "tflops_6n" in result else ""
+    traffic += f" {result['tflops_6n']:.0f} TFLOPS" if result.get("tflops_6n") else ""
     phases = " ".join(f"{k} {v:.3f}" for k, v in result.get("phases", {}).items())
     return (
         f"{name:24}{result['step_s']:8.3f} s {ratio} VRAM{gib(result.get('peak_vram_bytes'))} torch"
@@ -160,6 +161,8 @@ def main() -> int:
             results[name]["drive_rates_bytes_per_s"] = rates.after()
         bases = [r["step_s"] for n, r in results.items() if is_base(n, name) and "error" not in r]
         print(row(name, results[name], min(bases) if bases else None), flush=True)
+        for turn, found in results[name].get("turns", {}).items():
+            print(row(f"  {turn}", results[name] | found | {"tflops_6n": None}, None), flush=True)
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             record = {"arguments": {k: str(v) for k, v in vars(args).items()}, "variants": chosen, "results": results}
