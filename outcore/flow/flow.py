@@ -41,8 +41,8 @@ class Passage:
 
 
 class PassWatch:
-    """Sees each part run on each call, may run a layer itself and put another tensor in place of what a part gave; this one
-    does neither."""
+    """Sees each part run on each call, may run a layer itself and put another tensor in place of what a part gave;
+    this one does neither."""
 
     def before(self, part: Part, number: int) -> None:
         """The part is about to run on this call."""

@@ -17,7 +17,7 @@ from outcore.plan.profile import load_hardware
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.forecast import plan_stream
 from outcore.plan.stream.memory import STAYING
-from outcore.sizing.activations import checkpoint_bytes, layer_activation_bytes
+from outcore.sizing.activations import checkpoint_bytes, compiled_activation_bytes, layer_activation_bytes
 from outcore.sizing.layouts import Residency, StreamLayout
 from outcore.sizing.shape import shape_from_fields
 from outcore.sizing.states import COMPRESSED_MOMENTS, COMPRESSION_ROOM, SPLIT_FORMATS, STATE_FORMATS
@@ -357,6 +357,23 @@ def test_graphs_hold_the_forward_alone_where_the_backward_takes_long():
     assert p.part_bytes("vram", "CUDA graphs of layers") == 2 * 4096 * (2 * 4096 + 3 * 14336 + 4 * 4096)
     short = plan_stream(shape, RunRequest(), server(), 1024, layout)
     assert short.part_bytes("vram", "CUDA graphs of layers") > 0.6 * p.part_bytes("vram", "CUDA graphs of layers")
+
+
+@pytest.mark.parametrize("lora", [0, 16])
+def test_saved_forwards_take_idle_memory_and_spare_computing(lora):
+    shape = prototype_shape().with_lora(lora) if lora else prototype_shape()
+    layout, gpu = StreamLayout(4, 4, checkpoints_home="ram"), server(vram_bytes=8 * GIB)
+    plain = plan_stream(shape, RunRequest(), gpu, 1024, layout)
+    found = plan_stream(shape, RunRequest(), gpu, 1024, dataclasses.replace(layout, saved_bytes=None))
+    taken = found.part_bytes("vram", "what the last layers keep for their backward")
+    one = 4 * compiled_activation_bytes(shape, 2, 1024, 4096)
+    count = taken // one
+    assert taken == count * one and 0 < count < shape.num_layers and found.fits
+    share = 1 - found.time.compute_s / plain.time.compute_s
+    most = count / shape.num_layers * (1 / 3 if lora else 1 / 4)  # forward, again, and once or twice as much back
+    assert 0.7 * most < share < 1.05 * most and found.time.h2d_s == plain.time.h2d_s
+    limited = plan_stream(shape, RunRequest(), gpu, 1024, dataclasses.replace(layout, saved_bytes=one * 3 // 2))
+    assert limited.part_bytes("vram", "what the last layers keep for their backward") == one
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.0])

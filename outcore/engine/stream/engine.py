@@ -153,7 +153,7 @@ class StreamEngine:
         return StepResult(ce_sum / total, aux_sum / total, norm, total, skipped, phase_s)
 
     def _with_room(self, run: Callable[[], _Result]) -> _Result:
-        """What `run` gives, which changes no state; once more with fewer idle bytes used where they left it no memory."""
+        """What `run` gives, which changes no state; once more with less memory kept where that left it none."""
         while True:
             short: torch.OutOfMemoryError
             try:

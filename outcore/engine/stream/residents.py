@@ -54,8 +54,8 @@ class Resident:
 
 class Residents:
     """Layers on the device. `candidates`: parts that may stay, first needed first; `limit_bytes`: for all of them, None
-    for what is idle; `evaluation_bytes`: what an evaluation takes of the device, as far as it is known. What they leave of
-    the idle memory is offered to `saved`.
+    for what is idle; `evaluation_bytes`: what an evaluation takes of the device, as far as it is known. What they
+    leave of the idle memory is offered to `saved`.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The vertical schedule: each unit runs all micro-batches before the next one, so weights cross the link twice a step.
 
-Forward is flow's; only each layer's input is kept (activation checkpoint), but of layers that are `saved`. The head
-gives loss and gradient chunk by chunk; backward goes down the layers, each recomputed from its checkpoint, gradients of all micro-batches added up on
-the device and sent down as soon as a unit's are complete (tied weights: once, after the embedding's backward). Weights
-arrive ahead of their use (`prefetch`), checkpoints wait where `activations` puts them,
+Forward is flow's; of each layer only its input is kept (activation checkpoint), unless the layer is `saved`. The head
+gives loss and gradient chunk by chunk; backward goes down the layers, each recomputed from its checkpoint, gradients of
+all micro-batches added up on the device and sent down as soon as a unit's are complete (tied weights: once, after the
+embedding's backward). Weights arrive ahead of their use (`prefetch`), checkpoints wait where `activations` puts them,
 what happens to gradients is the caller's (`on_gradient`). Bytes over the link per step: twice the 16-bit parameters up,
 the gradients down, independent of the number of micro-batches.
 """

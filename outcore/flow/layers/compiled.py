@@ -148,8 +148,9 @@ class CompiledLayers:
         try:
             with torch.set_grad_enabled(under_grad):
                 function = self._functions[role, kind, usual]
-                is_graph = self.graphs is not None and not under_grad
-                return self.graphs.run((kind, role), function, *args) if is_graph else function(*args)
+                if self.graphs is None or under_grad:
+                    return function(*args)
+                return self.graphs.run((kind, role), function, *args)
         except compiler_errors() as error:
             text = str(error).strip().splitlines()
             self.give_up(f"torch.compile failed ({type(error).__name__}: {text[0][:300] if text else ''}).")

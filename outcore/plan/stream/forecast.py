@@ -16,12 +16,14 @@ from outcore.plan.record import SPARE, Item, Plan, TierUse
 from outcore.plan.request import RunRequest
 from outcore.plan.stream.memory import (
     GRAPHS,
+    SAVED,
     STAYING,
     Staying,
     drive_states,
     graph_bytes,
     pinned_and_rest,
     ram_parts,
+    saved_layers,
     spilled,
     staying,
     vram_parts,
@@ -58,6 +60,8 @@ def plan_stream(
         vram = [replace(p, size_bytes=p.size_bytes + spare) if p.name == SPARE else p for p in vram]
     stay = staying(case, tiling, spill, vram)
     vram.append(Item("vram", STAYING, stay.size_bytes))
+    saved, kept_bytes = saved_layers(case, tiling, vram)
+    vram.append(Item("vram", SAVED, kept_bytes))
     drive = drive_states(shape, sizes, spill, layout.stored_states(request.format))
     if layout.checkpoints_home == "nvme":
         drive.append(Item("nvme", "activation checkpoints", hardware.num_gpus * checkpoints))
@@ -65,7 +69,7 @@ def plan_stream(
     if not request.checkpoints_elsewhere:
         drive.append(Item("nvme", CHECKPOINTS, saved_bytes * (request.save_total_limit + 1)))
     parts = [p for p in (*vram, *pinned, *ram, *drive) if p.size_bytes > 0]
-    placed = Placed(spill, pageable, checkpoints, tiling, graphs is not None, stay)
+    placed = Placed(spill, pageable, checkpoints, tiling, graphs is not None, stay, saved)
     traffic = stream_traffic(case, placed)
     ram_used = sum(p.size_bytes for p in parts if p.tier in ("ram", "pinned"))
     plan = Plan(

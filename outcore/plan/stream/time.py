@@ -36,6 +36,8 @@ class Placed:
     graphs: bool
     """Whether layers are CUDA graphs."""
     stay: Staying
+    saved: int = 0
+    """Layers whose forward is not made again."""
 
 
 def stream_rates(case: Case[StreamLayout], placed: Placed) -> StreamRates:
@@ -96,8 +98,9 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     if _is_compiled(case, placed) or placed.graphs:
         per_call = k.STREAM_HOST_LAYERS_PER_CALL
     calls = shape.num_layers * layout.accumulation
-    again = 2.0 * case.micro_tokens * layout.accumulation * shape.head_weight_numel if tiling.ends else 0.0
     links = _Links(case, placed)
+    head = 2.0 * case.micro_tokens * layout.accumulation * shape.head_weight_numel
+    again, spared = head if tiling.ends else 0.0, placed.saved / shape.num_layers
     waits = (
         tiling.holding.layer_buffers == 1 and len(tiling.layers) < shape.num_layers
     )  # a layer comes when one has gone
@@ -127,8 +130,8 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     forward = _with_muon(case, forward)
     back = links.up_backward + links.moved + links.down + links.tiles_backward + links.tiles.gradients
     backward = Pass(
-        flops=case.flops.backward + again,  # logits of tiles
-        attention_flops=case.flops.attention_backward,
+        flops=case.flops.backward + again - spared * (case.flops.forward - head),  # again: logits of tiles
+        attention_flops=case.flops.attention_backward - spared * case.flops.attention_forward,
         device_bytes=case.device_bytes[1] + links.expanded,
         launched_layers=calls * per_call[1],
         h2d_bytes=links.up_backward + links.moved + links.tiles_backward,

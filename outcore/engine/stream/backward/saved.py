@@ -116,7 +116,7 @@ class SavedForwards:
             storage = tensor.untyped_storage()
             if storage.data_ptr() == slab.untyped_storage().data_ptr():
                 assert tensor.dtype == slab.dtype, "weights are saved in the slab's type"
-                return tensor.storage_offset() - slab.storage_offset(), tensor.shape, tensor.stride()
+                return int(tensor.storage_offset() - slab.storage_offset()), tensor.shape, tensor.stride()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 kept.n_bytes += storage.nbytes()
