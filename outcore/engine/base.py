@@ -118,6 +118,8 @@ class Host:
     local_rank: int = -1
     is_wsl2: bool = False
     """Processes may pin little memory there."""
+    write_combined: bool | None = None
+    """Whether a fresh machine profile measured write-combined memory no slower. None: not measured."""
 
 
 class Engine(Protocol):

@@ -123,6 +123,8 @@ class LinkRates:
     """Seconds in which one core launches an eager decoder layer on the first GPU: forward, recomputation, backward."""
     pageable_to_gpu_gb_per_s: float | None = None
     """RAM that is not pinned, copied into a lane's slots by its threads."""
+    write_combined_share: float | None = None
+    """Rate from write-combined pinned memory to the GPU over the rate from default pinned memory."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ COPY_THREAD_GB_PER_S = 2.5
 with one H100 and one H200 (half of LoRA's base of 8 B pageable: 16 GB in 1.6 of 1.9 to 2.3 s, November 2026)."""
 MAX_COPY_THREADS = 12
 """30 GB/s and more than a PCIe 4.0 x16 link takes; a PCIe 5.0 link meets the bound of DRAM first."""
+NOT_SLOWER_SHARE = 0.97
+"""Share of default memory's rate from which write-combined memory counts as not slower: two measurements of one kind
+differ by as much."""
 DRAM_PASSES = 3
 """A copied byte is read, written, and read again by the device."""
 

@@ -275,6 +275,7 @@ def test_the_planner_can_load_the_profile(tmp_path: Path) -> None:
     assert machine.links.optimizer_gparams_per_s == {"fp32": 4.125, "split8": 5.25}
     assert measured_machine(findings(updates=None)).links.optimizer_gparams_per_s is None  # pyright: ignore
     assert machine.links.host_layer_s is None
+    assert machine.links.write_combined_share == 1.008, "write-combined over default, both to the GPU"
     assert os.listdir(tmp_path) == ["machine_profile.json"]
     launched = findings(host_layer_s=0.00412345678)
     links = measured_machine(launched).links

@@ -308,3 +308,15 @@ def test_keys_without_effect_are_listed_once():
 
 def test_activations_are_counted_layer_by_layer():
     assert activation_bytes(SIZES, 2) == 10 * 128 * 100 * 2
+
+
+def test_write_combined_auto_is_as_this_machine_measured_it():
+    for measured, wanted in ((True, True), (False, False), (None, False)):
+        plan = plan_of(sizes=replace(SIZES, write_combined=measured))
+        assert plan.told.write_combined is wanted
+        assert any("write_combined auto" in note for note in plan.notes) is (measured is not None)
+    fast = replace(SIZES, write_combined=True)
+    assert not plan_of(TrainConfig(write_combined="off"), sizes=fast).told.write_combined
+    assert not plan_of(sizes=replace(fast, has_cuda=False)).told.write_combined
+    drive = plan_of(sizes=fast, file={"outcore": {"residency": "nvme", "nvme_path": "/drive"}}).told
+    assert drive.nvme_paths and not drive.write_combined, "the CPU reads slots of a store with checksums"

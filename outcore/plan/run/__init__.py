@@ -1,6 +1,6 @@
 """The forecast of a run as it was decided."""
 
-from outcore.plan.run.drive import drive_performance
+from outcore.plan.run.drive import drive_performance, write_combined_measured
 from outcore.plan.run.forecast import Forecast, Forecaster
 
-__all__ = ["Forecast", "Forecaster", "drive_performance"]
+__all__ = ["Forecast", "Forecaster", "drive_performance", "write_combined_measured"]

@@ -23,6 +23,7 @@ from outcore.probe.bench.budget import cell_time_s
 from outcore.probe.bench.device import measure_copies
 from outcore.probe.bench.drive_cell import bench_memory, measure_cell
 from outcore.probe.bench.measurement import Measurement, timed
+from outcore.sizing.copies import NOT_SLOWER_SHARE
 from outcore.sizing.streaming import PAGEABLE_SLOTS, SLOT_BYTES
 from outcore.staging import AT_ONCE, DownloadLane, LaneSettings, PinnedPool, UploadLane
 from outcore.storage import BlockFile, StorageEngine
@@ -88,14 +89,22 @@ def choose_write_combined(settings: ProbeStaging, copies: list[Measurement], dev
         return False, "no GPU: write-combined memory is a kind of pinned memory"
     if settings.write_combined in ("on", "off"):
         return settings.write_combined == "on", f"the configuration says {settings.write_combined}"
-    default = max((m.gb_per_s for m in copies if m.link == "h2d" and m.engine == "default"), default=0.0)
-    combined = max((m.gb_per_s for m in copies if m.link == "h2d" and m.engine == "write-combined"), default=0.0)
+    default, combined = upload_rates(copies)
     if combined == 0.0:
         return False, "the machine gave no write-combined memory"
     figures = f"write-combined {combined:.1f} GB/s, default {default:.1f} GB/s to the GPU"
-    if combined < 0.97 * default:
+    if combined < NOT_SLOWER_SHARE * default:
         return False, f"measured slower: {figures}"
     return True, f"measured not slower: {figures}; it also spares the CPU's caches"
+
+
+def upload_rates(copies: list[Measurement]) -> tuple[float, float]:
+    """GB/s to the GPU from (default, write-combined) pinned memory, the best of all sizes; 0 where not measured."""
+    rates = [
+        max((m.gb_per_s for m in copies if m.link == "h2d" and m.engine == kind), default=0.0)
+        for kind in ("default", "write-combined")
+    ]
+    return rates[0], rates[1]
 
 
 def slot_plan(pool_bytes: int, block_bytes: int, depth: int, quick: bool) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ import outcore
 from outcore.machine import Drive, LinkRates, Machine, drive_of, pcie_gb_per_s
 from outcore.probe.bench.compute import ComputeRates
 from outcore.probe.bench.drive import DriveResult, drive_rate
-from outcore.probe.bench.lanes import StagingTest
+from outcore.probe.bench.lanes import StagingTest, upload_rates
 from outcore.probe.bench.latency import LatencyResult
 from outcore.probe.bench.load_sampler import LinkUnderLoad
 from outcore.probe.bench.measurement import Measurement, best
@@ -127,11 +127,13 @@ def build_report(findings: Measured) -> dict[str, Any]:
 def measured_machine(findings: Measured) -> Machine:
     """The machine with its measured links, as the planner loads it. A link that was not measured stays None."""
     rates, compute, updates = findings.link_rates(), findings.compute, findings.updates
+    default, combined = upload_rates(findings.all_measurements())
     links = LinkRates(
         source="measured",
         h2d_gb_per_s=rates["h2d"],
         d2h_gb_per_s=rates["d2h"],
         both_ways_gb_per_s=rates["both_ways"],
+        write_combined_share=round(combined / default, 3) if default and combined else None,
         pageable_to_gpu_gb_per_s=rates["pageable_to_gpu"],
         drive_read_gb_per_s=rates["drive_read"],
         drive_write_gb_per_s=rates["drive_write"],

@@ -12,7 +12,7 @@ from outcore.engine.base import Decision, Engine, Host
 from outcore.engine.decide import decide, open_engine
 from outcore.machine import available_ram_bytes, detect_os
 from outcore.model import ModelSettings
-from outcore.plan.run import Forecast, Forecaster, drive_performance
+from outcore.plan.run import Forecast, Forecaster, drive_performance, write_combined_measured
 from outcore.train.run.data import load_tokenizer
 from outcore.train.run.job import RunJob
 from outcore.train.run.space import kept_on_drive
@@ -25,7 +25,12 @@ class Planned:
     def __init__(self, job: RunJob, settings: RunSettings, model: ModelSettings, name: str) -> None:
         self.job, self.settings, self.model = job, settings, model
         self.host = Host(
-            job.device.has_cuda, available_ram_bytes(), name, job.config.local_rank, detect_os(Path("/")).is_wsl2
+            job.device.has_cuda,
+            available_ram_bytes(),
+            name,
+            job.config.local_rank,
+            detect_os(Path("/")).is_wsl2,
+            write_combined_measured() if job.device.has_cuda else None,
         )
         with file_errors("preparing the tokenizer", job.config.data_cache_dir):
             self.tokenizer = load_tokenizer(job.config, model, job.say)

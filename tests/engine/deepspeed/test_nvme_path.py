@@ -16,9 +16,9 @@ import pytest
 from outcore.common.quantities import MIB
 from outcore.engine.deepspeed import offload
 from outcore.engine.deepspeed.infinity import check_nvme_performance, validate_nvme_path
-from outcore.machine import detect_machine, drive_of, memlock_limit_bytes
+from outcore.machine import LinkRates, detect_machine, drive_of, memlock_limit_bytes
 from outcore.machine.offload import folder as nvme
-from outcore.plan.run import drive_performance
+from outcore.plan.run import drive_performance, write_combined_measured
 from outcore.staging import drive_speed
 
 Usage = namedtuple("Usage", "total used free")
@@ -284,3 +284,17 @@ def test_memlock_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memlock_limit_bytes() is None
     monkeypatch.setattr(Path, "read_text", lambda self, **_: "nothing")
     assert memlock_limit_bytes() == 8 * MIB
+
+
+def test_write_combined_memory_is_judged_by_a_fresh_profile_of_this_machine(tmp_path: Path) -> None:
+    here, path = detect_machine(), tmp_path / "machine_profile.json"
+
+    def judged(share: float | None, here=here, **more: float) -> bool | None:
+        links = LinkRates("measured", write_combined_share=share)
+        path.write_text(dataclasses.replace(detect_machine(), links=links).to_json())
+        return write_combined_measured(measured=path, here=here, **more)
+
+    assert judged(1.04) is True and judged(0.8) is False and judged(None) is None
+    assert judged(1.04, now_s=path.stat().st_mtime + 40 * 86400.0) is None, "too old"
+    assert judged(1.04, here=dataclasses.replace(here, cpu_name="another")) is None
+    assert write_combined_measured(measured=tmp_path / "none", here=here) is None

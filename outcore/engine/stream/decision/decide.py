@@ -61,6 +61,7 @@ def decide_stream(
         saved_bytes=saved,
         num_ranks=settings.ranks_per_host,
         is_wsl2=host.is_wsl2,
+        write_combined=host.write_combined,
     )
     return replace(stream_decision(settings, sizes), loaded=loaded)
 
@@ -120,7 +121,7 @@ def stream_decision(
         staging_bytes=pinned,
         slot_bytes=settings.lane_slot_bytes,
         num_slots=num_slots,
-        write_combined=settings.write_combined == "on" and not homes,
+        write_combined=_write_combined(settings, sizes, notes) and not homes,
         step_tokens=sizes.step_tokens,
         row_tokens=sizes.row_tokens,
         initial_loss_scale=2.0**scaling.initial_power,
@@ -143,6 +144,15 @@ def stream_decision(
         shortage=shortage,
         unused=tuple(unused_keys(settings.file.blocks)),
     )
+
+
+def _write_combined(settings: RunSettings, sizes: RunSizes, notes: list[str]) -> bool:
+    """Whether upload slots lie in write-combined memory: as set, else as this machine measured it."""
+    if settings.write_combined != "auto" or not sizes.has_cuda or sizes.write_combined is None:
+        return settings.write_combined == "on"
+    said = "not slower, upload slots lie there where no drive is used" if sizes.write_combined else "slower, it is off"
+    notes.append(f"write_combined auto: the machine profile measured it {said}")
+    return sizes.write_combined
 
 
 def _is_of_file(settings: RunSettings, name: str) -> bool:

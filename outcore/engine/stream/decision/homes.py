@@ -41,6 +41,8 @@ class RunSizes:
     """Tokens of a row."""
     is_wsl2: bool = False
     """Little can be pinned there."""
+    write_combined: bool | None = None
+    """Whether write-combined memory measured no slower here. None: not measured."""
     saved_bytes: int = 0
     """Bytes less that the parameters take at home because frozen ones are packed."""
     num_ranks: int = 1
