@@ -21,7 +21,7 @@ MAX_ROWS = 16
 STEP = 64
 """Columns that a kernel takes together."""
 VARIANT_NAMES = ("baseline", "avx2", "avxvnni", "avx512vnni")
-_CODES = {"nf4": 0, "int8": 1, "mxfp4": 3, "q4_0": 4, "q8_0": 5, "q4_k": 6, "q5_k": 7}
+_CODES = {"nf4": 0, "int8": 1, "mxfp4": 3, "q4_0": 4, "q8_0": 5, "q4_k": 6, "q5_k": 7, "q4_1": 8, "q6_k": 9}
 """products.h: Packed."""
 _INT4_CODE = 2
 _SCALE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

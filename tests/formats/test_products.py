@@ -10,7 +10,7 @@ from outcore.formats.products import VARIANT_NAMES, PackedProducts, available_va
 from tests.formats.test_formats import random_planes
 
 FORMATS = ("nf4", "int8", "int4_128_fp16", "int4_64_bf16_zero", "int4_32_fp32_zero", "mxfp4")
-FORMATS += ("q4_0", "q8_0", "q4_k", "q5_k")
+FORMATS += ("q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k")
 ROWS, COLUMNS = 37, 768
 
 
@@ -39,7 +39,7 @@ def test_rounded_activations_are_the_only_difference() -> None:
     """With activations that int8 holds exactly, formats of integer codes give the exact product."""
     x = torch.randint(-127, 128, (2, COLUMNS)).float()
     x[:, ::256] = 127
-    for name in ("int8", "int4_128_fp16", "mxfp4", "q4_0", "q8_0", "q4_k", "q5_k"):
+    for name in ("int8", "int4_128_fp16", "mxfp4", "q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k"):
         spec, data = case(name)
         with PackedProducts(1) as products:
             found = products.product(spec, data, x)
@@ -61,7 +61,7 @@ def test_threads_change_no_bit_and_variants_little() -> None:
 
 
 def test_what_has_no_kernel_is_told() -> None:
-    assert not PackedProducts.can(PackedSpec(packed_format("q6_k"), (4, 256)))
+    assert not PackedProducts.can(PackedSpec(packed_format("fp8_128"), (4, 256)))
     assert not PackedProducts.can(PackedSpec(packed_format("q8_0"), (4, 96)))  # not whole steps of 64
     assert not PackedProducts.can(PackedSpec(packed_format("nf4"), (2, 4, 64)))
     with pytest.raises(ValueError, match="this processor has no avx9"):

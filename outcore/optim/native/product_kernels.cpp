@@ -110,6 +110,22 @@ struct Q4_0 {
   static inline Scales spread(const float* scale) { return two_scales(scale[0], scale[1]); }
 };
 
+struct Q4_1 {
+  static constexpr bool kWide = false;
+  static constexpr int kRuns = 2;
+  static inline Codes codes(const Product& p, int64_t at) {
+    const uint8_t* block = p.codes + at / 32 * 20;
+    return halves_of_two(block + 4, block + 24);
+  }
+  static inline void scales(const Product& p, int64_t at, int steps, float* scale, float* taken) {
+    for (int i = 0; i < 2 * steps; i++) {
+      scale[i] = read_half(p.codes + (at / 32 + i) * 20);
+      taken[i] = -read_half(p.codes + (at / 32 + i) * 20 + 2);
+    }
+  }
+  static inline Scales spread(const float* scale) { return two_scales(scale[0], scale[1]); }
+};
+
 struct Q8_0 {
   static constexpr bool kWide = true;
   static constexpr int kRuns = 2;
@@ -135,7 +151,7 @@ struct QK {
     const uint8_t* block = p.codes + at / 256 * kBytes;
     const int quarter = (int)(at % 256 / kStep);
     const Codes low = halves(block + 16 + (kFive ? 32 : 0) + 32 * quarter, false);
-    return kFive ? fifth_bit(low, block + 16, 2 * quarter) : low;
+    return kFive ? upper_bits<1>(low, block + 16, 2 * quarter) : low;
   }
   // Of a whole block: 8 scales and 8 minima of 6 bits in 12 bytes, four at a time.
   static inline void scales(const Product& p, int64_t at, int, float* scale, float* taken) {
@@ -153,6 +169,25 @@ struct QK {
     for (int i = 0; i < 8; i++) taken[i] = least * (float)fields[8 + i];
   }
   static inline Scales spread(const float* scale) { return two_scales(scale[0], scale[1]); }
+};
+
+struct Q6_K {
+  static constexpr bool kWide = false;
+  static constexpr int kRuns = 4;
+  static constexpr int64_t kBytes = 210;
+  static inline Codes codes(const Product& p, int64_t at) {
+    const uint8_t* block = p.codes + at / 256 * kBytes;
+    const int64_t half = at % 256 / 128;
+    const bool high = at % 128 != 0;
+    return upper_bits<2>(half_of_each(block + 64 * half, high), block + 128 + 32 * half, high ? 4 : 0);
+  }
+  static inline void scales(const Product& p, int64_t at, int, float* scale, float* taken) {  // of a whole block: 16
+    const uint8_t* block = p.codes + at / 256 * kBytes;
+    const float unit = read_half(block + 208);
+    for (int i = 0; i < 16; i++) scale[i] = unit * (float)(int8_t)block[192 + i];
+    for (int i = 0; i < 16; i++) taken[i] = scale[i] * 32.0f;
+  }
+  static inline Scales spread(const float* scale) { return four_scales(scale); }
 };
 
 // Sixteen sums at a time: the compiler may not reorder one.
@@ -225,6 +260,8 @@ void product_rows(const Product& p, int64_t start, int64_t stop) {
     case kQ8_0: return format_rows<Q8_0>(p, start, stop);
     case kQ4_K: return format_rows<QK<false>>(p, start, stop);
     case kQ5_K: return format_rows<QK<true>>(p, start, stop);
+    case kQ4_1: return format_rows<Q4_1>(p, start, stop);
+    case kQ6_K: return format_rows<Q6_K>(p, start, stop);
     default: return;
   }
 }
@@ -242,7 +279,8 @@ inline int32_t largest_bits(const float* x) {
 
 // Loops of a length that the compiler knows and without branches, so that it makes vectors of them.
 void round_row(const float* x, int64_t columns, int32_t format, int8_t* rounded, float* scale, float* sum) {
-  const bool even_odd = order_of(format) == kEvenOdd, two_runs = run_of(format) < kStep;
+  const bool even_odd = order_of(format) == kEvenOdd;
+  const int64_t runs = kStep / run_of(format);
   float unit = 0, by = 0;
   for (int64_t at = 0; at < columns; at += kStep) {
     if (at % kGroup == 0) {
@@ -256,21 +294,24 @@ void round_row(const float* x, int64_t columns, int32_t format, int8_t* rounded,
       by = largest > 0 ? 127.0f / largest : 0.0f;
       scale[at / kGroup] = unit;
     }
-    int32_t codes[kStep], sums[2] = {0, 0};
+    int32_t codes[kStep], sums[4] = {0, 0, 0, 0};
     for (int i = 0; i < kStep; i++) codes[i] = (int32_t)lrintf(x[at + i] * by);
-    for (int i = 0; i < kStep / 2; i++) sums[0] += codes[i];
-    for (int i = 0; i < kStep / 2; i++) sums[1] += codes[kStep / 2 + i];
+    for (int quarter = 0; quarter < 4; quarter++)
+      for (int i = 0; i < kStep / 4; i++) sums[quarter] += codes[kStep / 4 * quarter + i];
     if (even_odd) {
       for (int i = 0; i < kStep / 2; i++) rounded[at + i] = (int8_t)codes[2 * i];
       for (int i = 0; i < kStep / 2; i++) rounded[at + kStep / 2 + i] = (int8_t)codes[2 * i + 1];
     } else {
       for (int i = 0; i < kStep; i++) rounded[at + i] = (int8_t)codes[i];
     }
-    if (two_runs) {
-      sum[at / kStep * 2] = unit * (float)sums[0];
-      sum[at / kStep * 2 + 1] = unit * (float)sums[1];
+    float* totals = sum + at / kStep * runs;
+    if (runs == 4) {
+      for (int i = 0; i < 4; i++) totals[i] = unit * (float)sums[i];
+    } else if (runs == 2) {
+      totals[0] = unit * (float)(sums[0] + sums[1]);
+      totals[1] = unit * (float)(sums[2] + sums[3]);
     } else {
-      sum[at / kStep] = unit * (float)(sums[0] + sums[1]);
+      totals[0] = unit * (float)(sums[0] + sums[1] + sums[2] + sums[3]);
     }
   }
 }

@@ -42,11 +42,18 @@ inline Codes signed_bytes(const uint8_t* p, const uint8_t* q) {  // 32 and 32 by
 inline Codes look_up(Codes codes, const uint8_t* table) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), codes);
 }
-// Adds 16 to the codes whose bit of the 32 bytes is set: `bit` for the first 32 codes, the next one for the others.
-inline Codes fifth_bit(Codes codes, const uint8_t* p, int bit) {
-  const __m256i raw = _mm256_loadu_si256((const __m256i*)p), one = _mm256_set1_epi8(1);
-  const __m128i by = _mm_cvtsi32_si128(bit), next = _mm_cvtsi32_si128(bit + 1);
-  const Codes bits = join(_mm256_and_si256(_mm256_srl_epi16(raw, by), one), _mm256_and_si256(_mm256_srl_epi16(raw, next), one));
+// Low or high halves of 64 bytes.
+inline Codes half_of_each(const uint8_t* p, bool high) {
+  const Codes raw = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
+  return _mm512_and_si512(high ? _mm512_srli_epi16(raw, 4) : raw, mask);
+}
+// Puts kBits bits above the four of each code: of 32 bytes those from `bit` on for the first 32 codes, the next ones for
+// the others.
+template <int kBits>
+inline Codes upper_bits(Codes codes, const uint8_t* p, int bit) {
+  const __m256i raw = _mm256_loadu_si256((const __m256i*)p), mask = _mm256_set1_epi8((1 << kBits) - 1);
+  const __m128i by = _mm_cvtsi32_si128(bit), next = _mm_cvtsi32_si128(bit + kBits);
+  const Codes bits = join(_mm256_and_si256(_mm256_srl_epi16(raw, by), mask), _mm256_and_si256(_mm256_srl_epi16(raw, next), mask));
   return _mm512_or_si512(codes, _mm512_slli_epi16(bits, 4));
 }
 inline Scales one_scale(float s) { return _mm512_set1_ps(s); }
@@ -55,6 +62,10 @@ inline Scales two_scales(float s, float t) {  // of the first and the second 32 
 }
 inline Scales inner_scales(float s, float t) {  // of the first and the second 16 codes of each 32
   return _mm512_broadcast_f32x8(_mm256_insertf128_ps(_mm256_set1_ps(s), _mm_set1_ps(t), 1));
+}
+inline Scales four_scales(const float* s) {  // of 16 codes each
+  return _mm512_permutexvar_ps(_mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0),
+                               _mm512_castps128_ps512(_mm_loadu_ps(s)));
 }
 template <bool kWide>
 inline Sum add(Sum sum, Codes codes, const int8_t* x, Scales scales) {
@@ -101,10 +112,16 @@ inline Codes look_up(Codes codes, const uint8_t* table) {
   const __m256i wide = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
   return {_mm256_shuffle_epi8(wide, codes.first), _mm256_shuffle_epi8(wide, codes.second)};
 }
-inline Codes fifth_bit(Codes codes, const uint8_t* p, int bit) {
-  const __m256i raw = _mm256_loadu_si256((const __m256i*)p), one = _mm256_set1_epi8(1);
-  const __m256i a = _mm256_and_si256(_mm256_srl_epi16(raw, _mm_cvtsi32_si128(bit)), one);
-  const __m256i b = _mm256_and_si256(_mm256_srl_epi16(raw, _mm_cvtsi32_si128(bit + 1)), one);
+inline Codes half_of_each(const uint8_t* p, bool high) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  const __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 32));
+  return {_mm256_and_si256(high ? _mm256_srli_epi16(a, 4) : a, mask), _mm256_and_si256(high ? _mm256_srli_epi16(b, 4) : b, mask)};
+}
+template <int kBits>
+inline Codes upper_bits(Codes codes, const uint8_t* p, int bit) {
+  const __m256i raw = _mm256_loadu_si256((const __m256i*)p), mask = _mm256_set1_epi8((1 << kBits) - 1);
+  const __m256i a = _mm256_and_si256(_mm256_srl_epi16(raw, _mm_cvtsi32_si128(bit)), mask);
+  const __m256i b = _mm256_and_si256(_mm256_srl_epi16(raw, _mm_cvtsi32_si128(bit + kBits)), mask);
   return {_mm256_or_si256(codes.first, _mm256_slli_epi16(a, 4)), _mm256_or_si256(codes.second, _mm256_slli_epi16(b, 4))};
 }
 inline Scales one_scale(float s) { return {_mm256_set1_ps(s), _mm256_set1_ps(s)}; }
@@ -112,6 +129,10 @@ inline Scales two_scales(float s, float t) { return {_mm256_set1_ps(s), _mm256_s
 inline Scales inner_scales(float s, float t) {
   const __m256 both = _mm256_insertf128_ps(_mm256_set1_ps(s), _mm_set1_ps(t), 1);
   return {both, both};
+}
+inline Scales four_scales(const float* s) {
+  return {_mm256_insertf128_ps(_mm256_set1_ps(s[0]), _mm_set1_ps(s[1]), 1),
+          _mm256_insertf128_ps(_mm256_set1_ps(s[2]), _mm_set1_ps(s[3]), 1)};
 }
 template <bool kWide>
 inline __m256i dot32(__m256i codes, __m256i x) {
@@ -179,13 +200,20 @@ inline Codes look_up(Codes codes, const uint8_t* table) {
   for (int i = 0; i < 64; i++) codes.at[i] = (int8_t)table[codes.at[i]];
   return codes;
 }
-inline Codes fifth_bit(Codes codes, const uint8_t* p, int bit) {
-  for (int i = 0; i < 64; i++) codes.at[i] |= (int16_t)(((p[i & 31] >> (bit + i / 32)) & 1) << 4);
+inline Codes half_of_each(const uint8_t* p, bool high) {
+  Codes codes;
+  for (int i = 0; i < 64; i++) codes.at[i] = high ? p[i] >> 4 : p[i] & 15;
+  return codes;
+}
+template <int kBits>
+inline Codes upper_bits(Codes codes, const uint8_t* p, int bit) {
+  for (int i = 0; i < 64; i++) codes.at[i] |= (int16_t)(((p[i & 31] >> (bit + i / 32 * kBits)) & ((1 << kBits) - 1)) << 4);
   return codes;
 }
 inline Scales one_scale(float s) { return {{s, s, s, s}}; }
 inline Scales two_scales(float s, float t) { return {{s, s, t, t}}; }
 inline Scales inner_scales(float s, float t) { return {{s, t, s, t}}; }
+inline Scales four_scales(const float* s) { return {{s[0], s[1], s[2], s[3]}}; }
 template <bool kWide>
 inline Sum add(Sum sum, const Codes& codes, const int8_t* x, const Scales& scales) {
   for (int quarter = 0; quarter < 4; quarter++) {

@@ -7,7 +7,8 @@
 
 namespace outcore {
 
-enum Packed : int32_t { kNf4 = 0, kInt8 = 1, kInt4 = 2, kMxfp4 = 3, kQ4_0 = 4, kQ8_0 = 5, kQ4_K = 6, kQ5_K = 7 };
+enum Packed : int32_t { kNf4 = 0, kInt8 = 1, kInt4 = 2, kMxfp4 = 3, kQ4_0 = 4, kQ8_0 = 5, kQ4_K = 6, kQ5_K = 7,
+                        kQ4_1 = 8, kQ6_K = 9 };
 enum ScaleType : int32_t { kScaleF32 = 0, kScaleF16 = 1, kScaleBf16 = 2 };
 enum Order : int32_t { kNatural = 0, kEvenOdd = 1 };  // of activations within 64: as they are; even ones, then odd ones
 
@@ -37,8 +38,10 @@ struct ProductKernels {
   void (*round_row)(const float* x, int64_t columns, int32_t format, int8_t* rounded, float* scale, float* sum);
 };
 
-// Columns that share a scale of weights: 64 or 32.
-static inline int64_t run_of(int32_t format) { return format == kNf4 || format == kInt8 ? kStep : kStep / 2; }
+// Columns that share a scale of weights: 64, 32 or 16.
+static inline int64_t run_of(int32_t format) {
+  return format == kNf4 || format == kInt8 ? kStep : format == kQ6_K ? kStep / 4 : kStep / 2;
+}
 
 static inline int32_t order_of(int32_t format) {
   return format == kNf4 || format == kInt4 || format == kMxfp4 ? kEvenOdd : kNatural;
