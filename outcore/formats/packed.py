@@ -145,8 +145,11 @@ class PackedSpec:
     def expand(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Write the values of the packed bytes to `out` (of `value_shape`, contiguous, on the same device), rounded to
         its type. On a GPU the work is queued on the current stream."""
+        self.expand_planes(self.planes(data), out)
+
+    def expand_planes(self, planes: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """`expand` from planes [blocks, per_block] that may be anywhere on the device of `out`."""
         assert tuple(out.shape) == self.value_shape and out.is_contiguous()
-        planes = self.planes(data)
         if not self.is_transposed:
             _expand_blocks(self.format, planes, out.view(-1, self.format.block))
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Sequence
 
 import torch
 
@@ -45,6 +46,7 @@ class CProduct(ctypes.Structure):
         ("scale_type", ctypes.c_int32),
         ("block_shift", ctypes.c_int32),
         ("m", ctypes.c_int32),
+        ("twice", ctypes.c_int32),
     )
 
 
@@ -83,28 +85,26 @@ class PackedProducts:
         return known and len(spec.shape) == 2 and spec.shape[1] % max(STEP, spec.format.block) == 0
 
     def product(self, spec: PackedSpec, data: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """x [m, columns] times the packed weight [rows, columns]: [m, rows] in fp32, m at most 16."""
-        assert self.can(spec) and len(x) <= MAX_ROWS and x.shape[1] == spec.shape[1]
+        """x [m, columns] times the packed weight [rows, columns]: [m, rows] in fp32."""
+        return self.multiply(call_of(spec, spec.planes(data)), x)
+
+    def multiply(self, call: CProduct, x: torch.Tensor, *, twice: bool = False) -> torch.Tensor:
+        """x [m, columns] times the weight of `call_of`, whose planes must still be there: [m, rows] in fp32.
+
+        `twice`: what rounding to 8 bits took off the activations is multiplied as well, which leaves an error of 1e-4
+        in formats of integer codes and costs arithmetic, but no byte of the weight."""
+        assert x.shape[1] == call.columns
         x = x.float().contiguous()
-        out = torch.empty(len(x), spec.shape[0], dtype=torch.float32)
-        planes = [*spec.planes(data), None, None]
-        is_int4 = isinstance(spec.format, Int4)
-        call = CProduct(
-            codes=_address(planes[0]),
-            scale=_address(planes[1]),
-            zero=_address(planes[2]),
-            out=out.data_ptr(),
-            rows=spec.shape[0],
-            columns=spec.shape[1],
-            format=_INT4_CODE if is_int4 else _CODES[spec.format.name],
-            scale_type=_SCALE_CODES[spec.format.planes[1].dtype] if is_int4 else 0,
-            block_shift=spec.format.block.bit_length() - 1,
-            m=len(x),
-        )
+        out = torch.empty(len(x), call.rows, dtype=torch.float32)
+        at_once = MAX_ROWS // 2 if twice else MAX_ROWS
         with self._lock:
-            code = self._library.outcore_product_run(self._team, ctypes.byref(call), x.data_ptr())
-        if code:
-            raise MemoryError(os.strerror(code))
+            call.twice = twice
+            for start in range(0, len(x), at_once):
+                call.m = min(at_once, len(x) - start)
+                call.out = out[start:].data_ptr()
+                code = self._library.outcore_product_run(self._team, ctypes.byref(call), x[start:].data_ptr())
+                if code:
+                    raise MemoryError(os.strerror(code))
         return out
 
     def close(self) -> None:
@@ -118,6 +118,23 @@ class PackedProducts:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def call_of(spec: PackedSpec, planes: Sequence[torch.Tensor]) -> CProduct:
+    """The part of a product that is the same for all activations: a weight [rows, columns] for which there is a
+    kernel (`PackedProducts.can`), by its planes on the CPU."""
+    assert PackedProducts.can(spec)
+    is_int4, (codes, scale, zero) = isinstance(spec.format, Int4), [*planes, None, None][:3]
+    return CProduct(
+        codes=_address(codes),
+        scale=_address(scale),
+        zero=_address(zero),
+        rows=spec.shape[0],
+        columns=spec.shape[1],
+        format=_INT4_CODE if is_int4 else _CODES[spec.format.name],
+        scale_type=_SCALE_CODES[spec.format.planes[1].dtype] if is_int4 else 0,
+        block_shift=spec.format.block.bit_length() - 1,
+    )
 
 
 def available_variants() -> tuple[str, ...]:

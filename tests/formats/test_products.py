@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outcore.formats import PackedSpec, packed_format
+from outcore.formats import PackedSpec, call_of, packed_format
 from outcore.formats.products import VARIANT_NAMES, PackedProducts, available_variants, reference_product
 from tests.formats.test_formats import random_planes
 
@@ -46,6 +46,20 @@ def test_rounded_activations_are_the_only_difference() -> None:
         torch.testing.assert_close(
             found, reference_product(spec, data, x), rtol=1e-4, atol=1e-3 * float(found.abs().max())
         )
+
+
+@pytest.mark.parametrize("variant", VARIANT_NAMES)
+def test_what_rounding_took_off_may_be_multiplied_too(variant: str) -> None:
+    if variant not in available_variants():
+        pytest.skip(f"this processor has no {variant}")
+    for name in ("int8", "int4_64_bf16_zero", "mxfp4", "q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k"):
+        spec, data = case(name)
+        x = torch.randn(19, COLUMNS)
+        exact = reference_product(spec, data, x)
+        with PackedProducts(2, variant) as products:
+            found = products.multiply(call_of(spec, spec.planes(data)), x, twice=True)
+        size = (spec.unpack(data).square() @ x.square().t()).sqrt().t()
+        assert ((found - exact).abs() / size).max() < 3e-4, name
 
 
 def test_threads_change_no_bit_and_variants_little() -> None:

@@ -15,9 +15,10 @@ import torch
 
 from outcore.flow.layers.compiled import CompiledLayers
 from outcore.flow.layers.routers import RouterTaps
-from outcore.flow.layers.unit_weights import PartWeights, in_place
+from outcore.flow.layers.unit_weights import PartWeights, in_place, is_in_place
 from outcore.flow.parts import CallLog, LayerCall, ModelParts
 from outcore.flow.tiles import TiledParts
+from outcore.flow.weights import InPlaceProducts
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -32,7 +33,8 @@ class HeadInput:
 
 
 class PartRunner:
-    """Forward of a model's parts. `tiles`: parts in tiles; `taps`: see the routers' logits as layers run."""
+    """Forward of a model's parts. `tiles`: parts in tiles; `taps`: see the routers' logits as layers run;
+    `in_place`: computes with packed parts that are not expanded."""
 
     def __init__(
         self,
@@ -41,9 +43,10 @@ class PartRunner:
         compiled: CompiledLayers | None = None,
         tiles: TiledParts | None = None,
         taps: RouterTaps | None = None,
+        in_place: InPlaceProducts | None = None,
     ) -> None:
         self.units, self.compiled, self.tiles, self.taps = units, compiled, tiles, taps
-        self.weights = PartWeights(tiles)
+        self.weights = PartWeights(tiles, in_place)
 
     @torch.no_grad()
     def embed(self, slab: torch.Tensor, batch: Batch, inputs: Mapping[str, Any] | None = None) -> CallLog:
@@ -62,6 +65,8 @@ class PartRunner:
         tensors = self.weights.tensors(unit, slab)
         if (tiles := self.weights.tiles_of(unit)) is not None:
             tiles.begin_forward(unit)
+        elif is_in_place(unit, slab):  # neither compiled nor captured: the CPU computes
+            pass
         elif self.compiled is not None and self.compiled.is_active(index):
             output = self.compiled.run("forward", index, tensors, hidden, call)
             if output is not None:

@@ -9,13 +9,15 @@ import torch
 
 from outcore.flow.parts import Part, bound
 from outcore.flow.tiles import TiledParts
+from outcore.flow.weights import InPlaceProducts
 
 
 class PartWeights:
-    """`tiles`: the units in tiles; None: all come in whole."""
+    """`tiles`: the units in tiles; None: all come in whole. `in_place`: computes with units that come as the bytes of
+    their home, not expanded; None: none does."""
 
-    def __init__(self, tiles: TiledParts | None = None) -> None:
-        self._tiles = tiles
+    def __init__(self, tiles: TiledParts | None = None, in_place: InPlaceProducts | None = None) -> None:
+        self._tiles, self._in_place = tiles, in_place
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         """Views of the few slabs there are, by (unit, address): made once, not for every call."""
         self._leaves: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -31,7 +33,11 @@ class PartWeights:
             return tiles.tensors(unit, slab)
         key = (unit.index, slab.data_ptr())
         if key not in self._views:
-            self._views[key] = unit.layout.views(slab)
+            if is_in_place(unit, slab):
+                assert self._in_place is not None
+                self._views[key] = self._in_place.tensors(unit.layout, slab)
+            else:
+                self._views[key] = unit.layout.views(slab)
         return self._views[key]
 
     def leaves(self, unit: Part, slab: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
@@ -46,6 +52,11 @@ class PartWeights:
             ]
             self._leaves[key] = leaves, [leaf for leaf in leaves if leaf.requires_grad]
         return self._leaves[key]
+
+
+def is_in_place(unit: Part, slab: torch.Tensor) -> bool:
+    """Whether this is the home of a packed unit, whose weights are computed where they are."""
+    return slab.dtype == torch.uint8 and bool(unit.layout.packed_slots)
 
 
 def in_place(unit: Part, tensors: Any) -> AbstractContextManager[Any]:

@@ -17,6 +17,8 @@ class Expansion:
     """
 
     def __init__(self, parts: Iterable[Part], device: torch.device) -> None:
+        parts = list(parts)
+        self._indices = {part.index for part in parts}
         size_bytes = max((part.layout.size_bytes for part in parts if part.layout.packed_slots), default=0)
         self._buffer = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
 
@@ -25,9 +27,12 @@ class Expansion:
         return self._buffer.nbytes
 
     def slab(self, part: Part, home: torch.Tensor) -> torch.Tensor:
-        """The part's slab from the bytes of its home, on the device; good until the next call."""
+        """The part's slab from the bytes of its home, on the device; good until the next call. Of a packed part that is
+        none of these the bytes themselves (uint8)."""
         if not part.layout.packed_slots:
             return home.view(part.layout.dtype)
+        if part.index not in self._indices:
+            return home.view(torch.uint8)
         slab = self._buffer[: part.layout.size_bytes].view(part.layout.dtype)
         part.layout.expand(home.view(torch.uint8), slab)
         return slab

@@ -51,6 +51,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pin_gib", type=float, help="page-locked memory at most")
     group.add_argument("--num_layer_buffers", type=int, default=3, help="travelling layers on the device at a time")
     group.add_argument("--compile", choices=("auto", "on", "off"), default="auto", help="layers through torch.compile")
+    group.add_argument(
+        "--cpu_tokens", type=int, help="tokens up to which the CPU multiplies packed weights as they are"
+    )
     group.add_argument("--draft_model", help="small model with the same tokenizer that guesses tokens, whole in VRAM")
     group.add_argument("--draft_tokens", type=int, help="guessed tokens of a pass; 0: none")
     group.add_argument("--no_prefix_sharing", action="store_true", help="compute every prompt from its beginning")
@@ -89,6 +92,7 @@ def settings_of(args: argparse.Namespace, *, deterministic: bool = False) -> Inf
         pin_gib=args.pin_gib,
         num_layer_buffers=args.num_layer_buffers,
         compile=args.compile,
+        cpu_tokens=args.cpu_tokens,
         draft_model=args.draft_model,
         draft_tokens=args.draft_tokens,
         share_prefixes=not args.no_prefix_sharing,

@@ -9,18 +9,29 @@ import torch
 from outcore.common.deadline import Deadline
 from outcore.flow import Part, WeightArrival
 from outcore.flow.trace import Stalls
-from outcore.flow.weights import Expansion, WeightHomes
+from outcore.flow.weights import Expansion, InPlaceProducts, WeightHomes
 
 
 class ResidentWeights:
     """The `WeightArrival` of a model of which some parts stay. `parts`: those; `travelling`: who brings the
-    others; None: none travels."""
+    others; None: none travels. `in_place`: computes with packed parts where they are, those that stay on a CPU, and in
+    passes of up to `cpu_tokens` tokens those of `on_cpu` (whole in RAM) that travel otherwise."""
 
     def __init__(
-        self, parts: Sequence[Part], homes: WeightHomes, travelling: WeightArrival | None, device: torch.device
+        self,
+        parts: Sequence[Part],
+        homes: WeightHomes,
+        travelling: WeightArrival | None,
+        device: torch.device,
+        in_place: InPlaceProducts | None = None,
+        on_cpu: Sequence[Part] = (),
+        cpu_tokens: int = 0,
     ) -> None:
         self._slabs, self._travelling = {part.index: homes.ram(part) for part in parts}, travelling
-        self._expansion = Expansion(parts, device)
+        is_expanded = in_place is None or device.type != "cpu"
+        self._expansion = Expansion(parts if is_expanded else (), device)
+        self._in_place, self._cpu_tokens, self._is_small = in_place, cpu_tokens, False
+        self._homes = {part.index: homes.ram(part).view(torch.uint8) for part in on_cpu}
         self.stalls = travelling.stalls if travelling is not None else Stalls(device)
         self._uses: list[tuple[Part, int]] = []
         """Each use of the pass, with its number among those that travel (-1: it stays)."""
@@ -41,10 +52,20 @@ class ResidentWeights:
             if (name := told.removeprefix("stall_")) != "optimizer"
         }
 
+    def expect(self, tokens: int | None) -> None:
+        """The next pass has so many tokens; None: its results may not depend on their number."""
+        self._is_small = tokens is not None and tokens <= self._cpu_tokens
+        if self._in_place is not None:
+            self._in_place.is_exact = tokens is None
+
+    def is_on_cpu(self, part: Part) -> bool:
+        """Whether the CPU computes a part of the next pass for the GPU."""
+        return self._is_small and part.index in self._homes
+
     def begin(self, sequence: Sequence[Part]) -> None:
-        moving = [part for part in sequence if part.index not in self._slabs]
-        numbers = iter(range(len(moving)))
-        self._uses = [(part, -1 if part.index in self._slabs else next(numbers)) for part in sequence]
+        moving = [part for part in sequence if part.index not in self._slabs and not self.is_on_cpu(part)]
+        travels, numbers = {part.index for part in moving}, iter(range(len(moving)))
+        self._uses = [(part, next(numbers) if part.index in travels else -1) for part in sequence]
         ahead, self._ahead = self._ahead, None
         if self._travelling is None or not moving:
             return
@@ -56,6 +77,8 @@ class ResidentWeights:
 
     def acquire(self, at: int) -> torch.Tensor:
         part, number = self._uses[at]
+        if number < 0 and part.index in self._homes:
+            return self._homes[part.index]
         if number < 0:
             return self._expansion.slab(part, self._slabs[part.index])
         assert self._travelling is not None

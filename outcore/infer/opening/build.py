@@ -16,7 +16,9 @@ from outcore.flow.weights import Scratch
 from outcore.infer.attention import PagedAttention
 from outcore.infer.cache import KvCache, KvFormat, open_memory
 from outcore.infer.engine import InferenceEngine, Speech
+from outcore.infer.opening.arrival import ResidentWeights
 from outcore.infer.opening.check import Way, kv_of, use_attention, way_of
+from outcore.infer.opening.in_place import open_in_place
 from outcore.infer.opening.model import FoundModel, open_model
 from outcore.infer.opening.pages import Shapes, cache_of, kept_of
 from outcore.infer.opening.settings import InferSettings
@@ -165,9 +167,12 @@ def open_found(
     if share is not None:
         limits = shared_limits(limits, needs, share)
     placement = place_inference(needs, limits, settings.preset)
-    for line in placement.lines():
-        progress(line)
     with ExitStack() as undo:
+        in_place, placement = open_in_place(units, settings, placement, device)
+        if in_place is not None:
+            undo.callback(in_place.close)
+        for line in placement.lines():
+            progress(line)
         units.buffers_to(device)
         uses_drive = placement.kv_home == "nvme" or any(home.home == "nvme" for home in placement.parts)
         scratch = undo.enter_context(Scratch(settings.nvme_path)) if uses_drive else None
@@ -175,9 +180,10 @@ def open_found(
             None if settings.pin_gib is None else int(settings.pin_gib * GIB),
             num_buffers=placement.num_buffers,
         )
-        weights = open_weights(units, placement, device, staging, loaded.feed, undo, scratch, share)
+        weights = open_weights(units, placement, device, staging, loaded.feed, undo, scratch, share, in_place)
         undo.callback(weights.arrival.abort)
-        runner = PartRunner(units, compiled=layers_of(units, settings, way, device, progress))
+        compiled = layers_of(units, settings, way, device, progress)
+        runner = PartRunner(units, compiled=compiled, in_place=in_place)
         flow = Flow(runner, Head(runner, vocab_size=loaded.facts.vocab_size), weights.arrival, device)
         open_pages = placement.max_sequences + 2 * -(-placement.chunk_tokens // settings.page_tokens)
         memory = open_memory(device, placement.kv_home, placement.kv_bytes, scratch, open_pages)
@@ -189,7 +195,7 @@ def open_found(
         if settings.prefix_path is not None:
             cache.kept = kept_of(found, settings, shapes, dtype, way, device, progress)
             undo.callback(cache.close_kept)
-        passes = _runner(found, flow, cache, placement, settings, way, device)
+        passes = _runner(found, flow, cache, placement, settings, way, weights.arrival)
         scheduler = Scheduler(cache, schedule_limits(placement, settings, way, _row_cost(found, needs)))
         context = min(n for n in (found.max_context, placement.context_tokens) if n is not None)
         speech = Speech(found.tokenizer, found.end_tokens, loaded.facts.vocab_size, context)
@@ -327,8 +333,9 @@ def _runner(
     placement: Placement,
     settings: InferSettings,
     way: Way,
-    device: torch.device,
+    arrival: ResidentWeights,
 ) -> PassRunner:
+    device = flow.device
     limits = RunnerLimits(placement.chunk_tokens, is_deterministic=settings.deterministic)
     if way == "whole":
         return WholeRunner(flow, found.loaded, limits, device)
@@ -338,5 +345,5 @@ def _runner(
     small = None
     # Where results may not depend on company, products keep one size; padding to slots would change it.
     if device.type == "cuda" and settings.compile != "off" and not settings.deterministic:
-        small = SmallPasses(flow, attention, cache, device)
-    return PagedRunner(flow, attention, limits, device, small=small)
+        small = SmallPasses(flow, attention, cache, device, is_on_cpu=arrival.is_on_cpu)
+    return PagedRunner(flow, attention, limits, device, small=small, expect=arrival.expect)

@@ -58,6 +58,8 @@ class InferSettings:
     """Room there for each model; None: 8."""
     compile: CompileChoice = "auto"
     """Layers through torch.compile, small passes as CUDA graphs. auto: on a GPU, where it works."""
+    cpu_tokens: int | None = None
+    """Tokens up to which packed weights in RAM are multiplied by the CPU as they are; 0: never. None: measured."""
     deterministic: bool = False
     """Give the same text whatever else runs: fixed shapes, guesses by the text alone. Slower."""
     trust_remote_code: bool = False
@@ -86,6 +88,8 @@ class InferSettings:
             raise ValueError(f"compile is {self.compile!r}, but must be auto, on or off.")
         if self.draft_model is not None and self.draft_tokens == 0:
             raise ValueError("draft_model does nothing with draft_tokens 0. Leave one of them out.")
+        if self.cpu_tokens and self.deterministic:
+            raise ValueError("cpu_tokens does nothing where results may not depend on company (deterministic).")
         if self.quantize is not None and self.quantize not in QUANTIZE_CHOICES:
             raise ValueError(f"quantize is {self.quantize!r}, but must be one of {', '.join(QUANTIZE_CHOICES)}.")
         for name, least in (
@@ -96,6 +100,7 @@ class InferSettings:
             ("page_tokens", 1),
             ("num_layer_buffers", 1),
             ("draft_tokens", 0),
+            ("cpu_tokens", 0),
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):

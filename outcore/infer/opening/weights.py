@@ -10,7 +10,7 @@ import torch
 
 from outcore.common.quantities import MIB, format_gib
 from outcore.flow import FixedWeights, ModelParts, Part
-from outcore.flow.weights import Scratch, WeightHomes, WeightPrefetcher
+from outcore.flow.weights import InPlaceProducts, Scratch, WeightHomes, WeightPrefetcher
 from outcore.infer.opening.arrival import ResidentWeights
 from outcore.model.weights import WeightFeed
 from outcore.sizing.inference import InferenceLimits, InferenceNeeds, Placement
@@ -99,10 +99,11 @@ def open_weights(
     undo: ExitStack,
     scratch: Scratch | None = None,
     share: HostShare | None = None,
+    in_place: InPlaceProducts | None = None,
 ) -> OpenedWeights:
     """Give every part its home; `undo` closes what was opened. `scratch`: on the drives, where weights spill to them.
-    `share`: homes in RAM are one copy for all its processes, which call this at once. EngineError where a drive has no
-    room."""
+    `in_place`: computes with packed parts where they are. `share`: homes in RAM are one copy for all its processes,
+    which call this at once. EngineError where a drive has no room."""
     home_of = {home.part: home for home in placement.parts}
     stays = [part for part in units.all if home_of[part.name].home == "vram" or _in_place(home_of, part, device)]
     travels = [part for part in units.all if part not in stays]
@@ -137,8 +138,11 @@ def open_weights(
             settings.num_buffers,
             frozenset(part.index for part in stays),
             drive_lane=lanes.get("drive"),
+            in_place=frozenset(part.index for part in travels if in_place is not None and device.type == "cpu"),
         )
-    return OpenedWeights(ResidentWeights(stays, homes, travelling, device), homes, pool, lanes)
+    on_cpu = [part for part in travels if part.name in placement.cpu_parts]
+    arrival = ResidentWeights(stays, homes, travelling, device, in_place, on_cpu, placement.cpu_tokens)
+    return OpenedWeights(arrival, homes, pool, lanes)
 
 
 def _in_place(home_of: dict, part: Part, device: torch.device) -> bool:

@@ -43,6 +43,8 @@ class _Segment:
     """Parts of the pass that run as one."""
 
     uses: range
+    is_on_cpu: bool = False
+    """Whether the CPU computes it, which no graph can hold."""
     addresses: tuple[int, ...] = ()
     graph: torch.cuda.CUDAGraph | None = None
     hidden: torch.Tensor | None = None
@@ -52,10 +54,17 @@ class _Segment:
 class SlotPass:
     """A pass of one slot."""
 
-    def __init__(self, flow: Flow, attention: PagedAttention, tables: RowTables, parts: Sequence[Part]) -> None:
+    def __init__(
+        self,
+        flow: Flow,
+        attention: PagedAttention,
+        tables: RowTables,
+        parts: Sequence[Part],
+        is_on_cpu: Callable[[Part], bool] = lambda part: False,
+    ) -> None:
         self.flow, self.attention, self.tables = flow, attention, tables
         self._parts = list(parts)
-        self.segments = self._cut(flow.arrival)
+        self.segments = self._cut(flow.arrival, is_on_cpu)
         self._batch = {"input_ids": tables.ids, "position_ids": tables.positions}
         self._places = torch.arange(tables.num_rows, device=flow.device)
         self._log: Any = None
@@ -66,7 +75,7 @@ class SlotPass:
     @property
     def is_captured(self) -> bool:
         """Whether graphs run all of it."""
-        return all(segment.graph is not None for segment in self.segments)
+        return all(segment.graph is not None or segment.is_on_cpu for segment in self.segments)
 
     def run(self, capture: Callable[[Callable[[], None]], torch.cuda.CUDAGraph] | None) -> torch.Tensor:
         """fp32 [rows, V], good until the next pass. `capture`: makes a graph of a function without running it; None:
@@ -82,7 +91,7 @@ class SlotPass:
                 replays = replays and addresses == segment.addresses
                 if not replays:
                     segment.graph, segment.addresses = None, addresses
-                if capture is not None and segment.graph is None:
+                if capture is not None and segment.graph is None and not segment.is_on_cpu:
                     segment.graph = capture(lambda s=segment, w=slabs: self._compute(s, w))
                     segment.hidden = self._hidden
                 if segment.graph is not None:
@@ -90,6 +99,7 @@ class SlotPass:
                     self._hidden = segment.hidden
                 else:
                     self._compute(segment, slabs)
+                    self._keep(segment)
                 for at in segment.uses:
                     arrival.release(at)
         except BaseException as error:
@@ -98,6 +108,14 @@ class SlotPass:
         self.runs += 1
         assert self._logits is not None
         return self._logits
+
+    def _keep(self, segment: _Segment) -> None:
+        """Put what the CPU gave where the graph of the next segment looks for it."""
+        if not segment.is_on_cpu:
+            return
+        assert self._hidden is not None
+        segment.hidden = self._hidden if segment.hidden is None else segment.hidden.copy_(self._hidden)
+        self._hidden = segment.hidden
 
     def _compute(self, segment: _Segment, slabs: Sequence[torch.Tensor]) -> None:
         runner = self.flow.runner
@@ -116,7 +134,7 @@ class SlotPass:
                 item = HeadInput(self._hidden, self._batch, self._log)
                 self._logits = self.flow.head.logits(slab, item, self._places)
 
-    def _cut(self, arrival: Any) -> list[_Segment]:
+    def _cut(self, arrival: Any, is_on_cpu: Callable[[Part], bool]) -> list[_Segment]:
         """Neighbours that stay go together."""
         segments: list[_Segment] = []
         joins = False
@@ -125,7 +143,7 @@ class SlotPass:
             if joins and stays:
                 segments[-1].uses = range(segments[-1].uses.start, at + 1)
             else:
-                segments.append(_Segment(range(at, at + 1)))
+                segments.append(_Segment(range(at, at + 1), is_on_cpu(part)))
             joins = stays
         return segments
 
@@ -141,13 +159,14 @@ class SmallPasses:
         device: torch.device,
         *,
         is_captured: bool = True,
+        is_on_cpu: Callable[[Part], bool] = lambda part: False,
     ) -> None:
         self.flow, self.attention, self.cache, self.device = flow, attention, cache, device
         self._copies = SmallCopies(device)
         self.why_not = ""
         self.capture_s = 0.0
         """Seconds that captures have taken."""
-        self._is_captured = is_captured
+        self._is_captured, self._is_on_cpu = is_captured, is_on_cpu
         self._slots: OrderedDict[tuple[int, ...], SlotPass] = OrderedDict()
         self._pool: Any = None
         units = flow.units
@@ -193,14 +212,15 @@ class SmallPasses:
         return (num_rows, *pages) if num_rows * max(pages) * page_tokens <= limit else None
 
     def _slot(self, size: tuple[int, ...]) -> SlotPass:
-        if size not in self._slots:
+        key = (*size, any(map(self._is_on_cpu, self._parts)))
+        if key not in self._slots:
             if len(self._slots) >= MAX_SLOTS:
                 self._slots.popitem(last=False)
             settings = self.cache.settings
             tables = RowTables(size[0], size[1:], self.cache.windows, settings.page_tokens, self._copies)
-            self._slots[size] = SlotPass(self.flow, self.attention, tables, self._parts)
-        self._slots.move_to_end(size)
-        return self._slots[size]
+            self._slots[key] = SlotPass(self.flow, self.attention, tables, self._parts, self._is_on_cpu)
+        self._slots.move_to_end(key)
+        return self._slots[key]
 
     def _capture(self, function: Callable[[], None]) -> torch.cuda.CUDAGraph:
         began = time.perf_counter()

@@ -69,7 +69,8 @@ class RunnerLimits:
 
 
 class PagedRunner:
-    """All sequences in shared rows, where tokens meet in attention only. `small`: runs passes of few tokens."""
+    """All sequences in shared rows, where tokens meet in attention only. `small`: runs passes of few tokens; `expect`:
+    hears before each pass how many tokens it has (None: of scores, which may not depend on that)."""
 
     can_step_back = True
 
@@ -81,14 +82,16 @@ class PagedRunner:
         device: torch.device,
         on_close: Callable[[], None] = lambda: None,
         small: SmallPasses | None = None,
+        expect: Callable[[int | None], None] = lambda tokens: None,
     ) -> None:
         self.flow, self.attention, self.limits, self.device = flow, attention, limits, device
         self.small, self.copies = small, SmallCopies(device)
-        self._on_close = on_close
+        self._on_close, self._expect = on_close, expect
         assert attention.cache is not None
         self._page_tokens = attention.cache.settings.page_tokens
 
     def run(self, works: Sequence[Work]) -> Found:
+        self._expect(sum(work.count for work in works))
         found = None if self.small is None else self.small.run(works)
         return self._run_rows(works) if found is None else found
 
@@ -115,6 +118,7 @@ class PagedRunner:
         scores: list[list[TokenScore]] = [[] for _ in texts]
         calls = lay_out_texts(texts, self.limits.call_tokens)
         cache, self.attention.cache = self.attention.cache, None
+        self._expect(None)
         try:
             for group in grouped(calls, self.limits.score_tokens):
                 self.attention.begin([call.tables(self.copies) for call in group])
@@ -129,6 +133,7 @@ class PagedRunner:
         found: list[torch.Tensor] = [torch.zeros(0) for _ in texts]
         calls = lay_out_texts(texts, self.limits.call_tokens)
         cache, self.attention.cache = self.attention.cache, None
+        self._expect(None)
         try:
             for group in grouped(calls, self.limits.score_tokens):
                 self.attention.begin([call.tables(self.copies) for call in group])

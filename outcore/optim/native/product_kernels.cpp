@@ -278,7 +278,7 @@ inline int32_t largest_bits(const float* x) {
 }
 
 // Loops of a length that the compiler knows and without branches, so that it makes vectors of them.
-void round_row(const float* x, int64_t columns, int32_t format, int8_t* rounded, float* scale, float* sum) {
+void round_row(const float* x, int64_t columns, int32_t format, int8_t* rounded, float* scale, float* sum, float* rest) {
   const bool even_odd = order_of(format) == kEvenOdd;
   const int64_t runs = kStep / run_of(format);
   float unit = 0, by = 0;
@@ -296,6 +296,8 @@ void round_row(const float* x, int64_t columns, int32_t format, int8_t* rounded,
     }
     int32_t codes[kStep], sums[4] = {0, 0, 0, 0};
     for (int i = 0; i < kStep; i++) codes[i] = (int32_t)lrintf(x[at + i] * by);
+    if (rest != nullptr)
+      for (int i = 0; i < kStep; i++) rest[at + i] = x[at + i] - unit * (float)codes[i];
     for (int quarter = 0; quarter < 4; quarter++)
       for (int i = 0; i < kStep / 4; i++) sums[quarter] += codes[kStep / 4 * quarter + i];
     if (even_odd) {

@@ -85,16 +85,27 @@ class Team {
   // x [m][columns] in fp32. 0, or ENOMEM.
   int run(Product product, const float* x) {
     const int64_t groups = (product.columns + kGroup - 1) / kGroup, runs = product.columns / run_of(product.format);
+    const int wanted = product.m, count = product.twice ? 2 * wanted : wanted;
+    float* const out = product.out;
     try {
-      rounded_.resize((size_t)(product.m * product.columns));
-      scales_.resize((size_t)(product.m * groups));
-      sums_.resize((size_t)(product.m * runs));
+      rounded_.resize((size_t)(count * product.columns));
+      scales_.resize((size_t)(count * groups));
+      sums_.resize((size_t)(count * runs));
+      if (product.twice) {
+        rest_.resize((size_t)(wanted * product.columns));
+        parts_.resize((size_t)(count * product.rows));
+        product.out = parts_.data();
+      }
     } catch (const std::bad_alloc&) {
       return ENOMEM;
     }
-    for (int m = 0; m < product.m; m++)
-      kernels_.round_row(x + m * product.columns, product.columns, product.format,
-                         rounded_.data() + m * product.columns, scales_.data() + m * groups, sums_.data() + m * runs);
+    for (int m = 0; m < count; m++) {
+      const float* row = m < wanted ? x + m * product.columns : rest_.data() + (m - wanted) * product.columns;
+      float* rest = product.twice && m < wanted ? rest_.data() + m * product.columns : nullptr;
+      kernels_.round_row(row, product.columns, product.format, rounded_.data() + m * product.columns,
+                         scales_.data() + m * groups, sums_.data() + m * runs, rest);
+    }
+    product.m = count;
     product.x = rounded_.data();
     product.x_scale = scales_.data();
     product.x_sum = sums_.data();
@@ -107,7 +118,15 @@ class Team {
     }
     if (asleep_.load() != 0) has_work_.wake_all();
     work();
-    while (busy_.load(std::memory_order_acquire) != 0) pause();
+    for (int spins = 0; busy_.load(std::memory_order_acquire) != 0;) {
+      if (spins++ < kSpins) {
+        pause();
+      } else {
+        sched_yield();  // a thread of ours may wait for this very core
+      }
+    }
+    if (product.twice)
+      for (int64_t i = 0; i < wanted * product.rows; i++) out[i] = parts_[i] + parts_[i + wanted * product.rows];
     return 0;
   }
 
@@ -161,7 +180,7 @@ class Team {
   const ProductKernels& kernels_;
   Product product_{};
   std::vector<int8_t> rounded_;
-  std::vector<float> scales_, sums_;
+  std::vector<float> scales_, sums_, rest_, parts_;
   std::atomic<int64_t> next_{0};
   std::atomic<uint64_t> turn_{0};
   std::atomic<int> busy_{0}, asleep_{0};

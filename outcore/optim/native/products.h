@@ -29,13 +29,16 @@ struct Product {
   int32_t format, scale_type;
   int32_t block_shift;    // columns that share a scale, as a power of two (int8 and int4)
   int32_t m;
+  int32_t twice;          // also what rounding took off the activations: m is at most half of kMaxRows then
 };
 
 struct ProductKernels {
   // Rows [start, stop) of the weights.
   void (*rows)(const Product&, int64_t start, int64_t stop);
-  // One row of activations to int8 in the order of the format, with a scale for each group and a sum for each run.
-  void (*round_row)(const float* x, int64_t columns, int32_t format, int8_t* rounded, float* scale, float* sum);
+  // One row of activations to int8 in the order of the format, with a scale for each group and a sum for each run. What
+  // rounding takes off goes to `rest`, which may be null.
+  void (*round_row)(const float* x, int64_t columns, int32_t format, int8_t* rounded, float* scale, float* sum,
+                    float* rest);
 };
 
 // Columns that share a scale of weights: 64, 32 or 16.

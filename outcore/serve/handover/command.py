@@ -18,7 +18,17 @@ from outcore.serve.settings import ServeSettings
 
 OURS = (
     *("preset", "device", "quantize", "pass_tokens", "chunk_tokens", "page_tokens", "kv_format", "kv_home", "kv_gib"),
-    *("vram_gib", "ram_gib", "nvme_path", "pin_gib", "num_layer_buffers", "compile", "draft_model", "draft_tokens"),
+    *(
+        "vram_gib",
+        "ram_gib",
+        "nvme_path",
+        "pin_gib",
+        "num_layer_buffers",
+        "compile",
+        "draft_model",
+        "draft_tokens",
+        "cpu_tokens",
+    ),
     *("no_prefix_sharing", "prefix_path", "prefix_gib", "deterministic"),
 )
 """Flags that only our own engine knows."""

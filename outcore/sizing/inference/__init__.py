@@ -1,5 +1,6 @@
 """Sizes and decisions of inference: where everything lives, by preset and machine."""
 
+from outcore.sizing.inference.in_place import InPlaceRates, compute_in_place
 from outcore.sizing.inference.placement import (
     PRESETS,
     DoesNotFit,
@@ -17,6 +18,7 @@ from outcore.sizing.inference.row_cost import RowCost, pairs, row_cost_of
 __all__ = [
     "PRESETS",
     "DoesNotFit",
+    "InPlaceRates",
     "InferenceLimits",
     "InferenceNeeds",
     "KvSize",
@@ -25,6 +27,7 @@ __all__ = [
     "Placement",
     "PresetRule",
     "RowCost",
+    "compute_in_place",
     "pairs",
     "place_inference",
     "row_cost_of",

@@ -154,6 +154,9 @@ class Placement:
     vram_bytes: dict[str, int] = field(default_factory=dict)
     """What the device holds, by item; empty without one."""
     reasons: tuple[str, ...] = ()
+    cpu_parts: tuple[str, ...] = ()
+    """Parts that travel, but are computed by the CPU where they are in passes of up to `cpu_tokens` tokens."""
+    cpu_tokens: int = 0
 
     def bytes_at(self, home: Home) -> int:
         """Bytes of weights that live there."""

@@ -30,7 +30,7 @@ from outcore.ui.api.place import Place, read_json, write_json
 FIELDS = (
     "preset", "device", "precision", "adapter", "context", "max_sequences", "pass_tokens", "chunk_tokens",
     "page_tokens", "kv_format", "kv_home", "kv_gib", "vram_gib", "ram_gib", "nvme_path", "pin_gib", "num_layer_buffers",
-    "compile", "draft_tokens",
+    "compile", "cpu_tokens", "draft_tokens",
 )  # fmt: skip
 DEGREES = ("tensor_parallel", "pipeline_parallel")
 LOOK_EVERY_S = 0.3

@@ -22,6 +22,7 @@ NUMBERS = (
     ("vram_gib", None, "device memory to stay within, GiB"),
     ("ram_gib", None, "RAM for weights, keys and values, GiB"),
     ("num_layer_buffers", 3, "travelling layers on the device at a time"),
+    ("cpu_tokens", None, "tokens up to which the CPU multiplies packed weights as they are; 0: never"),
     ("draft_tokens", None, "guessed tokens of a pass; 0: none"),
 )
 CHOICES = (

@@ -1,0 +1,167 @@
+"""Packed weights in the place of a module's parameters: few rows are multiplied by the bytes, where they are.
+
+The model's own code calls `F.linear` with such a weight, picks one expert of a stack, or (gpt-oss) multiplies by a
+transposed one; torch hands these calls over. Up to as many rows as were measured to pay, the CPU's kernels read the
+packed bytes; above that, and for whatever else is done with a weight, its values are expanded for the call, which then
+gives what a layer that was expanded whole would give, bit for bit. Activations of a GPU come to the CPU and go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map
+
+from outcore.flow.parts import SlabLayout, Slot
+from outcore.formats import PackedProducts, PackedSpec, call_of
+
+
+class InPlaceProducts:
+    """What computes with packed weights where they are. `most_rows`: rows up to which the kernels are taken, by name of
+    the format (none: never); `device`: where the layers' activations are."""
+
+    def __init__(self, products: PackedProducts | None, most_rows: Mapping[str, int], device: torch.device) -> None:
+        self.most_rows, self.device = dict(most_rows), device
+        self.is_exact = False
+        """Whether values are expanded for every product: where results must not depend on the number of rows."""
+        self._products = products
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def takes(self, weight: PackedWeight, num_rows: int) -> bool:
+        """Whether the kernels multiply so many rows."""
+        return not self.is_exact and weight.call is not None and num_rows <= self.most_rows[weight.spec.format.name]
+
+    def product(self, weight: PackedWeight, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [..., columns] times the packed rows, plus bias [rows]: [..., rows] in the type of x, where x is."""
+        rows = x.reshape(-1, x.shape[-1])
+        if not len(rows):
+            return x.new_empty((*x.shape[:-1], weight.spec.shape[0]))
+        if not self.takes(weight, len(rows)):
+            value = weight.expanded(self._room(weight))
+            return F.linear(x, value.t() if weight.spec.is_transposed else value, bias)
+        assert self._products is not None and weight.call is not None
+        out = self._products.multiply(weight.call, rows.to("cpu", torch.float32), twice=True)
+        found = out.to(x.device, x.dtype)
+        return (found if bias is None else found.add_(bias)).view(*x.shape[:-1], -1)
+
+    def tensors(self, layout: SlabLayout, home: torch.Tensor) -> list[torch.Tensor]:
+        """What stands for a part's parameters, in slot order, from the bytes of its home in RAM: views of those that
+        are not packed (copies where the device is another), packed weights for the rest."""
+        plain = home.view(layout.dtype)[: layout.plain_numel].to(self.device)
+        found: list[torch.Tensor] = []
+        for slot in layout.slots:
+            if slot.packed is None:
+                found.append(plain[slot.offset : slot.end].view(slot.shape))
+            else:
+                found.append(self._weight(slot, slot.packed, layout.dtype, home))
+        return found
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._products is not None:
+            self._products.close()
+
+    def _weight(self, slot: Slot, spec: PackedSpec, dtype: torch.dtype, home: torch.Tensor) -> PackedWeight:
+        start = slot.home_offset * dtype.itemsize
+        planes = spec.planes(home[start : start + spec.size_bytes])
+        return PackedWeight(spec, planes, dtype, self)
+
+    def _room(self, weight: PackedWeight) -> torch.Tensor:
+        """Memory for the values of one weight at a time, which every product of many rows uses again."""
+        n_bytes = weight.numel() * weight.dtype.itemsize
+        if self._scratch.nbytes < n_bytes:
+            self._scratch = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+        return self._scratch[:n_bytes].view(weight.dtype).view(weight.spec.value_shape)
+
+
+class PackedWeight(torch.Tensor):
+    """A parameter of which only the packed bytes exist."""
+
+    spec: PackedSpec
+    planes: list[torch.Tensor]
+    products: InPlaceProducts
+    call: Any
+    """What the kernels need to know of it; None: there is no kernel for it."""
+
+    @staticmethod
+    def __new__(
+        cls, spec: PackedSpec, planes: list[torch.Tensor], dtype: torch.dtype, products: InPlaceProducts
+    ) -> PackedWeight:
+        made = torch.Tensor._make_wrapper_subclass(cls, spec.value_shape, dtype=dtype, device=products.device)
+        made.spec, made.planes, made.products = spec, planes, products
+        has_kernel = spec.format.name in products.most_rows and PackedProducts.can(spec)
+        made.call = call_of(spec, planes) if has_kernel else None
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def expanded(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The values, in memory of their own or in `out`."""
+        device = self.products.device
+        if out is None:
+            out = torch.empty(self.spec.value_shape, dtype=self.dtype, device=device)
+        self.spec.expand_planes([plane.to(device) for plane in self.planes], out)
+        return out
+
+    def one(self, index: int) -> PackedWeight:
+        """One matrix of a stack."""
+        spec = PackedSpec(self.spec.format, self.spec.shape[1:], self.spec.is_transposed)
+        start, count = range(self.spec.shape[0])[index] * spec.num_blocks, spec.num_blocks
+        return PackedWeight(spec, [plane[start : start + count] for plane in self.planes], self.dtype, self.products)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ASKS or getattr(getattr(func, "__self__", None), "__name__", "") in _PROPERTIES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        handler = _HANDLERS.get(func)
+        found = NotImplemented if handler is None else handler(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
+        args, kwargs = tree_map(lambda value: value.expanded() if isinstance(value, cls) else value, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} reached a packed weight, which has no values")
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    if not isinstance(weight, PackedWeight) or weight.spec.is_transposed or len(weight.shape) != 2:
+        return NotImplemented
+    return weight.products.product(weight, x, bias)
+
+
+def _matmul(x: Any, weight: Any) -> Any:
+    if not isinstance(weight, PackedWeight) or not weight.spec.is_transposed or len(weight.shape) != 2:
+        return NotImplemented
+    return weight.products.product(weight, x, None)
+
+
+def _item(weight: PackedWeight, index: Any) -> Any:
+    is_number = isinstance(index, int) or (isinstance(index, torch.Tensor) and not index.ndim)
+    return weight.one(int(index)) if is_number and len(weight.shape) == 3 else NotImplemented
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    torch.Tensor.__getitem__: _item,
+}
+_ASKS = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.__len__,
+}
+_PROPERTIES = {"shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "itemsize", "nbytes"}

@@ -1,0 +1,173 @@
+"""Packed weights computed by the CPU where they are: a short trial of its kernels decides for how many rows, and
+beside a GPU for which layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch.nn.functional import linear
+
+from outcore.common.quantities import MIB, format_s
+from outcore.flow import ModelParts
+from outcore.flow.weights import InPlaceProducts, PackedWeight
+from outcore.formats import PackedProducts, PackedSpec
+from outcore.infer.opening.settings import InferSettings
+from outcore.optim import ExtensionUnavailable, default_num_threads
+from outcore.sizing.inference import InPlaceRates, Placement, compute_in_place
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+TRIAL_NUMEL = 1 << 22
+"""Values of the matrix that a format is tried on."""
+TRIAL_COPIES_BYTES = 64 * MIB
+"""Copies of it together, so that they come from memory and not from a cache."""
+LINK_BYTES = 64 * MIB
+LAUNCH_S = 0.0005
+"""Of a layer's eager launches, which graphs spare the others (assumed; benchmarks/infer/passes.py tells)."""
+
+
+def open_in_place(
+    units: ModelParts, settings: InferSettings, placement: Placement, device: torch.device
+) -> tuple[InPlaceProducts | None, Placement]:
+    """(what computes with packed weights where they are, None where nothing does; the placement with that decision)."""
+    specs = _specs(units)
+    if (
+        not specs
+        or settings.cpu_tokens == 0
+        or settings.deterministic
+        or (device.type == "cpu" and settings.compile == "on")
+    ):
+        return None, placement
+    threads = torch.get_num_threads() if device.type == "cpu" else default_num_threads()
+    try:
+        products = PackedProducts(threads)
+    except (ExtensionUnavailable, TimeoutError) as error:
+        return None, replace(placement, reasons=(*placement.reasons, f"packed weights are expanded: {error}"))
+    with_kernel = {name: spec for name, spec in specs.items() if PackedProducts.can(spec)}
+    if device.type == "cpu":
+        return _on_cpu(products, with_kernel, units, settings, placement)
+    candidates = _candidates(units, placement)
+    if not candidates or not with_kernel:
+        products.close()
+        return None, placement
+    trial = InPlaceProducts(products, dict.fromkeys(with_kernel, ROWS[-1]), device)
+    spec = max(with_kernel.values(), key=lambda s: s.size_bytes)
+    rates = InPlaceRates(_rates(products, spec), _link_gb_per_s(device), _hand_over_s(trial, units, spec))
+    placement = compute_in_place(placement, candidates, rates, settings.cpu_tokens)
+    if not placement.cpu_parts:
+        trial.close()
+        return None, placement
+    return trial, placement
+
+
+def _on_cpu(
+    products: PackedProducts,
+    specs: Mapping[str, PackedSpec],
+    units: ModelParts,
+    settings: InferSettings,
+    placement: Placement,
+) -> tuple[InPlaceProducts, Placement]:
+    dtype, most, words = units.embed.layout.dtype, {}, []
+    for name, spec in specs.items():
+        if settings.cpu_tokens is not None:
+            most[name] = settings.cpu_tokens
+            continue
+        most[name], kernel_s, dense_s = _most_rows(products, spec, dtype)
+        words.append(f"{name} up to {most[name]} tokens ({format_s(kernel_s)} instead of {format_s(dense_s)} for one)")
+    reasons = placement.reasons
+    if words:
+        reasons += (f"packed weights are multiplied as they are: {', '.join(words)}, measured on one matrix",)
+    made = InPlaceProducts(products, most, torch.device("cpu"))
+    return made, replace(placement, cpu_tokens=max(most.values(), default=0), reasons=reasons)
+
+
+def _specs(units: ModelParts) -> dict[str, PackedSpec]:
+    """The largest matrix of each format, of a stack one."""
+    found: dict[str, PackedSpec] = {}
+    for part in units.all:
+        for slot in part.layout.packed_slots:
+            assert slot.packed is not None
+            spec = PackedSpec(slot.packed.format, slot.packed.shape[-2:])
+            known = found.get(spec.format.name)
+            if known is None or spec.size_bytes > known.size_bytes:
+                found[spec.format.name] = spec
+    return found
+
+
+def _candidates(units: ModelParts, placement: Placement) -> dict[str, int]:
+    travels = {home.part for home in placement.parts if home.home == "ram"}
+    return {p.name: p.layout.home_bytes for p in units.layer_units if p.name in travels and p.layout.packed_slots}
+
+
+def _most_rows(products: PackedProducts, spec: PackedSpec, dtype: torch.dtype) -> tuple[int, float, float]:
+    """(rows up to which the kernel beats expanding and multiplying, seconds of either for one row)."""
+    spec, copies = _copies(spec)
+    trial = InPlaceProducts(products, {spec.format.name: ROWS[-1]}, torch.device("cpu"))
+    weights = [PackedWeight(spec, spec.planes(data), dtype, trial) for data in copies]
+    values = weights[0].expanded()
+    expand_s = _least_s(lambda number: weights[number % len(weights)].expanded(values), 2)
+    best, firsts = 0, (0.0, 0.0)
+    for rows in ROWS:
+        x = torch.randn(rows, spec.shape[1]).to(dtype)
+        kernel_s = _least_s(lambda number, x=x: trial.product(weights[number % len(weights)], x, None), 4)
+        dense_s = expand_s + _least_s(lambda number, x=x: linear(x, values), 2)
+        firsts = firsts if rows > 1 else (kernel_s, dense_s)
+        if kernel_s >= dense_s:
+            break
+        best = rows
+    return best, *firsts
+
+
+def _rates(products: PackedProducts, spec: PackedSpec) -> dict[int, float]:
+    spec, copies = _copies(spec)
+    trial = InPlaceProducts(products, {spec.format.name: ROWS[-1]}, torch.device("cpu"))
+    weights = [PackedWeight(spec, spec.planes(data), torch.float32, trial) for data in copies]
+    found = {}
+    for rows in ROWS:
+        x = torch.randn(rows, spec.shape[1])
+        seconds = _least_s(lambda number, x=x: trial.product(weights[number % len(weights)], x, None), 4)
+        found[rows] = spec.size_bytes / seconds / 1e9
+    return found
+
+
+def _copies(spec: PackedSpec) -> tuple[PackedSpec, list[torch.Tensor]]:
+    rows = min(spec.shape[0], max(1, TRIAL_NUMEL // spec.shape[1]))
+    spec = PackedSpec(spec.format, (rows, spec.shape[1]))
+    count = max(1, min(16, TRIAL_COPIES_BYTES // spec.size_bytes))
+    data = torch.arange(spec.size_bytes, dtype=torch.int32).remainder_(97).to(torch.uint8)
+    return spec, [data.clone() for _ in range(count)]
+
+
+def _least_s(call: Callable[[int], object], count: int) -> float:
+    """Seconds of the fastest call but the first."""
+    times = []
+    for number in range(count + 1):
+        began = time.perf_counter()
+        call(number)
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
+
+
+def _link_gb_per_s(device: torch.device) -> float:
+    source = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
+
+    def copy(number: int) -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    return LINK_BYTES / _least_s(copy, 3) / 1e9
+
+
+def _hand_over_s(trial: InPlaceProducts, units: ModelParts, spec: PackedSpec) -> float:
+    """Seconds a layer beside its products: activations to the CPU and back for each matrix, launches."""
+    x = torch.zeros(1, spec.shape[1], dtype=units.embed.layout.dtype, device=trial.device)
+
+    def there_and_back(number: int) -> None:
+        x.to("cpu", torch.float32).to(trial.device, x.dtype)
+        torch.cuda.synchronize(trial.device)
+
+    matrices = max(len(part.layout.packed_slots) for part in units.layer_units)
+    return matrices * _least_s(there_and_back, 8) + LAUNCH_S

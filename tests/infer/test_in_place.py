@@ -1,0 +1,119 @@
+"""Packed weights multiplied where they are: near the expanded ones for few rows, their bits for many, the same answers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from outcore.flow.weights import InPlaceProducts, PackedWeight
+from outcore.formats import PackedProducts, PackedSpec, packed_format
+from outcore.infer import Request, Sampling
+from outcore.infer.opening import InferSettings, build, in_place, open_engine
+from outcore.sizing.inference import InferenceLimits, InferenceNeeds, InPlaceRates, KvSize, PartSize
+from outcore.sizing.inference import compute_in_place, place_inference
+from tests.infer.models import prompts_of
+
+CPU = torch.device("cpu")
+PROMPTS = prompts_of(4, vocab=280)
+GB = 10**9
+
+
+@pytest.fixture
+def weight_of():
+    with PackedProducts(2) as products:
+
+        def made(shape, name="q8_0", is_transposed=False):
+            spec = PackedSpec(packed_format(name), shape, is_transposed)
+            data = PackedSpec(spec.format, shape).pack(torch.randn(shape))
+            return PackedWeight(spec, spec.planes(data), torch.float32, InPlaceProducts(products, {"q8_0": 8}, CPU))
+
+        yield made
+
+
+def test_few_rows_are_near_and_many_have_the_same_bits(weight_of):
+    weight, bias = weight_of((40, 128)), torch.randn(40)
+    for x in (torch.randn(3, 128), torch.randn(1, 2, 128), torch.randn(0, 128)):
+        torch.testing.assert_close(linear(x, weight, bias), linear(x, weight.expanded(), bias), rtol=1e-3, atol=1e-2)
+        assert not x.numel() or not torch.equal(linear(x, weight, bias), linear(x, weight.expanded(), bias))
+    x = torch.randn(9, 128)
+    assert torch.equal(linear(x, weight, bias), linear(x, weight.expanded(), bias))
+    weight.products.is_exact = True
+    assert torch.equal(linear(x[:2], weight), linear(x[:2], weight.expanded()))
+
+
+def test_experts_transposed_stacks_and_anything_else(weight_of):
+    x = torch.randn(2, 128)
+    stack, turned = weight_of((3, 40, 128)), weight_of((3, 40, 128), is_transposed=True)
+    values = stack.expanded()
+    assert stack.shape == (3, 40, 128) and turned.shape == (3, 128, 40) and len(stack) == 3
+    torch.testing.assert_close(linear(x, stack[torch.tensor(1)]), linear(x, values[1]), rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(x @ turned[2], x @ turned.expanded()[2], rtol=1e-3, atol=1e-2)
+    assert torch.equal(torch.bmm(x.expand(3, 2, 128), stack.mT), torch.bmm(x.expand(3, 2, 128), values.mT))
+    no_kernel = weight_of((8, 32))  # not a step of 64
+    assert no_kernel.call is None
+    assert torch.equal(linear(x[:, :32], no_kernel), linear(x[:, :32], no_kernel.expanded()))
+
+
+def answers(folder, count=10, **settings):
+    opened = open_engine(str(folder), InferSettings(context=128, **{"ram_gib": 1, "device": "cpu", **settings}))
+    try:
+        sampling = Sampling(temperature=0, max_tokens=count, ignore_eos=True)
+        requests = [Request(str(i), tuple(prompt), sampling) for i, prompt in enumerate(PROMPTS)]
+        found = {a.request: [c.token for c in a.tokens] for a in opened.engine.generate(requests)}
+        return [found[str(i)] for i in range(len(PROMPTS))], opened.engine.score(PROMPTS), opened.placement
+    finally:
+        opened.close()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_answers_and_scores_are_those_of_expanded_weights(tiny_folder, tmp_path):
+    tokens, scores, placement = answers(tiny_folder[0], quantize="int8", cpu_tokens=64)
+    plain = answers(tiny_folder[0], quantize="int8", cpu_tokens=0)
+    assert placement.cpu_tokens == 64 and plain[2].cpu_tokens == 0
+    assert (tokens, scores) == plain[:2]
+    drive = {"nvme_path": (tmp_path,), "ram_gib": 0.0006, "kv_gib": 0.0002, "max_sequences": 2}
+    assert answers(tiny_folder[0], quantize="int8", cpu_tokens=64, **drive)[0] == tokens
+    measured = answers(tiny_folder[0], quantize="int8")
+    assert measured[0] == tokens and "multiplied as they are: int8" in " ".join(measured[2].lines())
+
+
+def test_the_cpu_takes_its_share_of_what_travels():
+    layers = tuple(PartSize(f"layer {n}", GB, True, 4 * GB) for n in range(12))
+    needs = InferenceNeeds((*layers, PartSize("head", GB, False)), KvSize(((None, 1000),)), 1000, 1000, 2)
+    placement = place_inference(needs, InferenceLimits(12 * GB, 64 * GB), "latency")
+    travel = {home.part: home.size_bytes for home in placement.parts if home.home == "ram"}
+    rates = InPlaceRates({1: 40.0, 2: 40.0, 4: 20.0, 8: 4.0}, 20.0, 0.0)
+    found = compute_in_place(placement, travel, rates)
+    assert len(found.cpu_parts) == round(len(travel) * 2 / 3) and found.cpu_tokens == 4
+    assert set(found.cpu_parts) <= set(travel) and "where they are" in found.lines()[-1]
+    assert compute_in_place(placement, travel, rates, 0) is placement
+    assert compute_in_place(placement, travel, rates, 8).cpu_tokens == 8
+    slow = compute_in_place(placement, travel, dataclasses.replace(rates, part_s=60.0))
+    assert not slow.cpu_parts and "computed on the GPU" in slow.lines()[-1]
+
+
+def test_what_does_nothing_is_refused():
+    with pytest.raises(ValueError, match="cpu_tokens does nothing"):
+        InferSettings(cpu_tokens=4, deterministic=True)
+    with pytest.raises(ValueError, match="cpu_tokens is -1"):
+        InferSettings(cpu_tokens=-1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile_choice", ["auto", "off"])
+def test_the_cpu_computes_layers_for_the_gpu(tiny_folder, monkeypatch, compile_choice):
+    from tests.infer.test_gpu import travelling
+
+    place = build.place_inference
+    monkeypatch.setattr(build, "place_inference", lambda *args: travelling(place(*args), 1))
+    monkeypatch.setattr(in_place, "InPlaceRates", lambda rates, link, part: InPlaceRates(rates, 1e-3, 0.0))
+    common = {"device": "cuda", "quantize": "int8", "precision": "fp32", "ram_gib": 1, "compile": compile_choice}
+    tokens, scores, placement = answers(tiny_folder[0], cpu_tokens=16, **common)
+    assert placement.cpu_parts and placement.cpu_tokens == 16
+    expected = answers(tiny_folder[0], cpu_tokens=0, **common)
+    assert tokens == expected[0]
+    for mine, theirs in zip(scores, expected[1], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-3)
