@@ -1,4 +1,4 @@
-"""Packed weights multiplied where they are: near the expanded ones for few rows, their bits for many, the same answers."""
+"""Packed weights multiplied where they are: near the expanded ones for few rows, their bits for many."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from torch.nn.functional import linear
 
 from outcore.flow.weights import InPlaceProducts, PackedWeight
 from outcore.formats import PackedProducts, PackedSpec, packed_format
+from outcore.formats.gguf_files import write_gguf
 from outcore.infer import Request, Sampling
 from outcore.infer.opening import InferSettings, build, in_place, open_engine
-from outcore.sizing.inference import InferenceLimits, InferenceNeeds, InPlaceRates, KvSize, PartSize
-from outcore.sizing.inference import compute_in_place, place_inference
+from outcore.sizing.inference import (
+    InferenceLimits,
+    InferenceNeeds,
+    InPlaceRates,
+    KvSize,
+    PartSize,
+    compute_in_place,
+    place_inference,
+)
 from tests.infer.models import prompts_of
 
 CPU = torch.device("cpu")
@@ -57,6 +65,12 @@ def test_experts_transposed_stacks_and_anything_else(weight_of):
     assert torch.equal(linear(x[:, :32], no_kernel), linear(x[:, :32], no_kernel.expanded()))
 
 
+@pytest.fixture(scope="module")
+def tiny_file(tiny_folder, tmp_path_factory):
+    pytest.importorskip("gguf")
+    return write_gguf(tiny_folder[0], tmp_path_factory.mktemp("gguf") / "model.gguf", "q8_0")
+
+
 def answers(folder, count=10, **settings):
     opened = open_engine(str(folder), InferSettings(context=128, **{"ram_gib": 1, "device": "cpu", **settings}))
     try:
@@ -69,15 +83,15 @@ def answers(folder, count=10, **settings):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_answers_and_scores_are_those_of_expanded_weights(tiny_folder, tmp_path):
-    tokens, scores, placement = answers(tiny_folder[0], quantize="int8", cpu_tokens=64)
-    plain = answers(tiny_folder[0], quantize="int8", cpu_tokens=0)
+def test_answers_and_scores_are_those_of_expanded_weights(tiny_file, tmp_path):
+    tokens, scores, placement = answers(tiny_file, cpu_tokens=64)
+    plain = answers(tiny_file, cpu_tokens=0)
     assert placement.cpu_tokens == 64 and plain[2].cpu_tokens == 0
     assert (tokens, scores) == plain[:2]
     drive = {"nvme_path": (tmp_path,), "ram_gib": 0.0006, "kv_gib": 0.0002, "max_sequences": 2}
-    assert answers(tiny_folder[0], quantize="int8", cpu_tokens=64, **drive)[0] == tokens
-    measured = answers(tiny_folder[0], quantize="int8")
-    assert measured[0] == tokens and "multiplied as they are: int8" in " ".join(measured[2].lines())
+    assert answers(tiny_file, cpu_tokens=64, **drive)[0] == tokens
+    measured = answers(tiny_file)
+    assert measured[0] == tokens and "multiplied as they are: q8_0" in " ".join(measured[2].lines())
 
 
 def test_the_cpu_takes_its_share_of_what_travels():
@@ -104,16 +118,16 @@ def test_what_does_nothing_is_refused():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile_choice", ["auto", "off"])
-def test_the_cpu_computes_layers_for_the_gpu(tiny_folder, monkeypatch, compile_choice):
+def test_the_cpu_computes_layers_for_the_gpu(tiny_file, monkeypatch, compile_choice):
     from tests.infer.test_gpu import travelling
 
     place = build.place_inference
     monkeypatch.setattr(build, "place_inference", lambda *args: travelling(place(*args), 1))
     monkeypatch.setattr(in_place, "InPlaceRates", lambda rates, link, part: InPlaceRates(rates, 1e-3, 0.0))
-    common = {"device": "cuda", "quantize": "int8", "precision": "fp32", "ram_gib": 1, "compile": compile_choice}
-    tokens, scores, placement = answers(tiny_folder[0], cpu_tokens=16, **common)
+    common = {"device": "cuda", "precision": "fp32", "ram_gib": 1, "compile": compile_choice}
+    tokens, scores, placement = answers(tiny_file, cpu_tokens=16, **common)
     assert placement.cpu_parts and placement.cpu_tokens == 16
-    expected = answers(tiny_folder[0], cpu_tokens=0, **common)
+    expected = answers(tiny_file, cpu_tokens=0, **common)
     assert tokens == expected[0]
     for mine, theirs in zip(scores, expected[1], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-3)

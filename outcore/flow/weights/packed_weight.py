@@ -59,11 +59,6 @@ class InPlaceProducts:
                 found.append(self._weight(slot, slot.packed, layout.dtype, home))
         return found
 
-    def close(self) -> None:
-        """End the threads."""
-        if self._products is not None:
-            self._products.close()
-
     def _weight(self, slot: Slot, spec: PackedSpec, dtype: torch.dtype, home: torch.Tensor) -> PackedWeight:
         start = slot.home_offset * dtype.itemsize
         planes = spec.planes(home[start : start + spec.size_bytes])

@@ -168,9 +168,7 @@ def open_found(
         limits = shared_limits(limits, needs, share)
     placement = place_inference(needs, limits, settings.preset)
     with ExitStack() as undo:
-        in_place, placement = open_in_place(units, settings, placement, device)
-        if in_place is not None:
-            undo.callback(in_place.close)
+        in_place, placement = open_in_place(units, settings, placement, device, undo)
         for line in placement.lines():
             progress(line)
         units.buffers_to(device)
@@ -227,8 +225,7 @@ def _warm_up(engine: InferenceEngine, runner: PartRunner, progress: Callable[[st
     layers = runner.compiled
     if layers is None or layers.why_not:
         return
-    seconds = engine.warm_up()
-    small = getattr(engine.runner, "small", None)
+    seconds, small = engine.warm_up(), getattr(engine.runner, "small", None)
     graphs = "" if small is None else f", CUDA graphs: {small.why_not or 'yes'}"
     ways = f"eagerly: {layers.why_not}" if layers.why_not else f"compiled, {layers.num_kinds} kind(s)"
     progress(f"layers run {ways}{graphs}; making them took {seconds:.0f} s")
@@ -335,8 +332,7 @@ def _runner(
     way: Way,
     arrival: ResidentWeights,
 ) -> PassRunner:
-    device = flow.device
-    limits = RunnerLimits(placement.chunk_tokens, is_deterministic=settings.deterministic)
+    limits, device = RunnerLimits(placement.chunk_tokens, is_deterministic=settings.deterministic), flow.device
     if way == "whole":
         return WholeRunner(flow, found.loaded, limits, device)
     attention = PagedAttention(cache, is_deterministic=settings.deterministic)

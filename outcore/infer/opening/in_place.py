@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -25,13 +26,14 @@ TRIAL_COPIES_BYTES = 64 * MIB
 """Copies of it together, so that they come from memory and not from a cache."""
 LINK_BYTES = 64 * MIB
 LAUNCH_S = 0.0005
-"""Of a layer's eager launches, which graphs spare the others (assumed; benchmarks/infer/passes.py tells)."""
+"""Seconds of a layer's eager launches, which graphs spare the others (assumed; benchmarks/infer/passes.py tells)."""
 
 
 def open_in_place(
-    units: ModelParts, settings: InferSettings, placement: Placement, device: torch.device
+    units: ModelParts, settings: InferSettings, placement: Placement, device: torch.device, undo: ExitStack
 ) -> tuple[InPlaceProducts | None, Placement]:
-    """(what computes with packed weights where they are, None where nothing does; the placement with that decision)."""
+    """(what computes with packed weights where they are, None where nothing does; the placement with that decision). `undo`
+    ends its threads."""
     specs = _specs(units)
     if (
         not specs
@@ -42,7 +44,7 @@ def open_in_place(
         return None, placement
     threads = torch.get_num_threads() if device.type == "cpu" else default_num_threads()
     try:
-        products = PackedProducts(threads)
+        products = undo.enter_context(PackedProducts(threads))
     except (ExtensionUnavailable, TimeoutError) as error:
         return None, replace(placement, reasons=(*placement.reasons, f"packed weights are expanded: {error}"))
     with_kernel = {name: spec for name, spec in specs.items() if PackedProducts.can(spec)}
@@ -50,16 +52,12 @@ def open_in_place(
         return _on_cpu(products, with_kernel, units, settings, placement)
     candidates = _candidates(units, placement)
     if not candidates or not with_kernel:
-        products.close()
         return None, placement
     trial = InPlaceProducts(products, dict.fromkeys(with_kernel, ROWS[-1]), device)
     spec = max(with_kernel.values(), key=lambda s: s.size_bytes)
     rates = InPlaceRates(_rates(products, spec), _link_gb_per_s(device), _hand_over_s(trial, units, spec))
     placement = compute_in_place(placement, candidates, rates, settings.cpu_tokens)
-    if not placement.cpu_parts:
-        trial.close()
-        return None, placement
-    return trial, placement
+    return (trial if placement.cpu_parts else None), placement
 
 
 def _on_cpu(
