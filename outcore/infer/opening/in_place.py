@@ -33,8 +33,7 @@ def open_in_place(
     units: ModelParts, settings: InferSettings, placement: Placement, device: torch.device, undo: ExitStack
 ) -> tuple[InPlaceProducts | None, Placement]:
     """(what computes with packed weights where they are, None where nothing does; the placement with that decision).
-    `undo`
-    ends its threads."""
+    `undo` ends its threads."""
     specs = _specs(units)
     if (
         not specs
