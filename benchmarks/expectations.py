@@ -5,7 +5,7 @@
 
 A row is judged by what its file under benchmarks/results/ says; where nothing was run, by a forecast, and then it says
 so. A test fails when the page is not what this writes. `stream_race.py --group expectations` and
-`race_ranks.py --shape 10b` make the runs of November 2026 that are named `expectations-*`.
+`race_ranks.py --case 10b-split8` make the runs of November 2026 that are named `expectations-*`.
 """
 
 from __future__ import annotations
