@@ -120,8 +120,8 @@ class PackedWeight(torch.Tensor):
         found = NotImplemented if handler is None else handler(*args, **kwargs)
         if found is not NotImplemented:
             return found
-        args, kwargs = tree_map(lambda value: value.expanded() if isinstance(value, cls) else value, (args, kwargs))
-        return func(*args, **kwargs)
+        given: Any = tree_map(lambda value: value.expanded() if isinstance(value, cls) else value, (args, kwargs))
+        return func(*given[0], **given[1])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
