@@ -16,12 +16,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.forked import fork_server
+from tests.train.jobs import SMALL_MODEL
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the {} {} bears\n"
 FAST = "--seq_length 32 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --precision bf16 --run_name r"
 FAST += " --engine stream --sample_steps 0 --sample_tokens 0 --eval_steps 0 --report_to none --logging_steps 100"
-SMALL: dict[str, Any] = {"optimizer_backend": "torch", "optimizer_threads": 2, "chunk_numel": 1 << 14, "states": "fp32"}
+FAST += f" --config_overrides {SMALL_MODEL}"
+SMALL: dict[str, Any] = {"optimizer_backend": "torch", "optimizer_threads": 2, "chunk_numel": 1 << 12, "states": "fp32"}
 """Python threads, so that a kill can be placed within an update; several chunks to a layer."""
 OUR_ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")
 
