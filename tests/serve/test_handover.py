@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
 
 import httpx
@@ -266,14 +267,14 @@ def test_groups_over_several_hosts_are_refused(tmp_path, executable):
 
 
 def test_environment_is_made_once_and_again_when_half_made(tmp_path):
-    """A package of our own stands in for vllm's wheel."""
-    source = tmp_path / "vllm"
-    source.mkdir()
-    (source / "pyproject.toml").write_text(
-        '[build-system]\nrequires=["setuptools"]\nbuild-backend="setuptools.build_meta"\n[project]\nname="vllm"\n'
-        'version="1"\n[project.scripts]\nvllm="vllm_stand_in:main"\n[tool.setuptools]\npy-modules=["vllm_stand_in"]\n'
-    )
-    (source / "vllm_stand_in.py").write_text("def main(): print('here')\n")
+    """A wheel of our own stands in for vllm's."""
+    source = tmp_path / "vllm-1-py3-none-any.whl"
+    with zipfile.ZipFile(source, "w") as wheel:
+        wheel.writestr("vllm_stand_in.py", "def main(): print('here')\n")
+        wheel.writestr("vllm-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: vllm\nVersion: 1\n")
+        wheel.writestr("vllm-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("vllm-1.dist-info/entry_points.txt", "[console_scripts]\nvllm=vllm_stand_in:main\n")
+        wheel.writestr("vllm-1.dist-info/RECORD", "")
     requirements, folder, said = tmp_path / "requirements.txt", tmp_path / "env", []
     requirements.write_text("nothing-of-this-name-anywhere @ file:///nowhere/at-all\n")
     with pytest.raises(RuntimeError, match="could not install vLLM"):

@@ -15,13 +15,8 @@ from outcore.train.loop import Trainer
 from outcore.train.run import main
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the {} {} bears\n"
-SMALL_MODEL = (
-    '{"num_hidden_layers":3,"hidden_size":64,"intermediate_size":160,"num_attention_heads":4,"num_key_value_heads":2}'
-)
-"""What makes the preset `tiny` a tenth of its size: with states on a drive a run then costs an eighth."""
 FAST = ["--seq_length", "32", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
 FAST += ["--sample_steps", "0", "--sample_tokens", "4", "--report_to", "none", "--logging_steps", "100"]
-FAST += ["--config_overrides", SMALL_MODEL]
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
