@@ -25,7 +25,6 @@ SMALL_MODEL = (
 """What makes the preset `tiny` a tenth of its size: with states on a drive a run then costs an eighth."""
 FAST = "--seq_length 32 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --precision bf16 --run_name r"
 FAST += " --engine stream --sample_steps 0 --sample_tokens 0 --eval_steps 0 --report_to none --logging_steps 100"
-FAST += f" --config_overrides {SMALL_MODEL}"
 SMALL: dict[str, Any] = {"optimizer_backend": "torch", "optimizer_threads": 2, "chunk_numel": 1 << 12, "states": "fp32"}
 """Python threads, so that a kill can be placed within an update; several chunks to a layer."""
 OUR_ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")
@@ -39,7 +38,8 @@ def write_corpus(folder: Path) -> Path:
 
 def flags(root: Path, corpus: Path, *extra: str) -> list[str]:
     folders = [f"--{name}_dir={root / name}" for name in ("checkpoint", "log", "export")]
-    return [*FAST.split(), "--dataset", str(corpus), *folders, f"--data_cache_dir={corpus.parent / 'cache'}", *extra]
+    cache = f"--data_cache_dir={corpus.parent / 'cache'}"
+    return [*FAST.split(), "--config_overrides", SMALL_MODEL, "--dataset", str(corpus), *folders, cache, *extra]
 
 
 def states(folder: Path) -> dict[str, torch.Tensor]:
