@@ -109,7 +109,7 @@ class RunSettings:
     resident_bytes: int | None
     """Idle GPU memory for layers that stay there, at most. None: the engine's default."""
     saved_bytes: int | None
-    """Likewise for what layers save of their forward."""
+    """Idle GPU memory for what layers save of their forward, at most. None: the engine's default."""
     nvme_checksums: Literal["auto", "on", "off", "sampled"]
     packed_attention: Literal["auto", "masks"]
     grad_accum_dtype: Precision | None

@@ -69,7 +69,7 @@ class StreamLayout:
     resident_bytes: int | None = 0
     """Idle GPU memory for layers that stay there, at most. None: all of it."""
     saved_bytes: int | None = 0
-    """Likewise for what the last layers keep of their forward."""
+    """Room for what the last layers keep of their forward."""
 
     def stored_states(self, state_format: str) -> StoredStates:
         """How states of this format lie on the drive."""

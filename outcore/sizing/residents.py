@@ -18,7 +18,7 @@ RESIDENT_BYTES: int | None = 0
 16,384 tokens, clipping, fp32 states, one run each): 0.521 s a step without, 0.460 with all that is idle. Nothing until
 every GPU test has ended well with None."""
 SAVED_BYTES: int | None = 0
-"""Likewise for what the last layers keep of their forward (`num_saved`), of what layers that stay leave."""
+"""Idle GPU memory for what the last layers keep of their forward (`num_saved`), of what layers that stay leave."""
 MOVING_PERCENT = 110
 """Memory that comes and goes within a step counts so much: the allocator does not fit all of it without gaps."""
 SPARE_BYTES = 256 * MIB

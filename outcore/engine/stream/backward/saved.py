@@ -32,7 +32,7 @@ class Saved:
     routers: list[torch.Tensor]
     trainable: list[torch.Tensor]
     slab: torch.Tensor
-    """Where views of the weights are taken from: the forward's slab, then the backward's."""
+    """Memory that views of the weights are taken from: the forward's slab, then the backward's."""
     n_bytes: int = 0
     """Device memory that is held for it."""
 
