@@ -1,8 +1,9 @@
 // Threads that work on one product at a time, and what Python calls.
 //
 // A team waits for work spinning for a little while and then asleep: products follow each other closely while a token
-// is made, and a wake-up costs more than the smallest of them. Rows are taken in tasks of kTaskRows from a counter, so
-// a slow core (or one that others use) takes fewer.
+// is made, and a wake-up costs more than the smallest of them. Whoever spins offers its core to others (torch has
+// threads of its own). Rows are taken in tasks of kTaskRows from a counter, so a slow core takes fewer, and a product is
+// over when its rows are: a thread that found no core meanwhile is not waited for, the door is closed behind the others.
 #include <atomic>
 #include <new>
 #include <vector>
@@ -111,34 +112,30 @@ class Team {
     product.x_sum = sums_.data();
     product_ = product;
     next_.store(0, std::memory_order_relaxed);
-    busy_.store((int)threads_.size(), std::memory_order_relaxed);
+    inside_.fetch_and(~kClosed, std::memory_order_release);  // publishes the product
     {
       Guard guard(mutex_);
-      turn_.fetch_add(1);  // publishes the product
+      turn_.fetch_add(1);
     }
     if (asleep_.load() != 0) has_work_.wake_all();
     work();
-    for (int spins = 0; busy_.load(std::memory_order_acquire) != 0;) {
-      if (spins++ < kSpins) {
-        pause();
-      } else {
-        sched_yield();  // a thread of ours may wait for this very core
-      }
-    }
+    inside_.fetch_or(kClosed, std::memory_order_relaxed);
+    while (inside_.load(std::memory_order_acquire) != kClosed) spin();
     if (product.twice)
       for (int64_t i = 0; i < wanted * product.rows; i++) out[i] = parts_[i] + parts_[i + wanted * product.rows];
     return 0;
   }
 
  private:
-  static constexpr int kSpins = 20000;  // some 100 us
+  static constexpr double kSpinS = 500e-6;
+  static constexpr int kPauses = 16, kClosed = 1 << 30;
 
-  static void pause() {
+  // A fraction of a microsecond, or as long as others want this very core.
+  static void spin() {
 #if defined(__x86_64__)
-    __builtin_ia32_pause();
-#else
-    sched_yield();
+    for (int i = 0; i < kPauses; i++) __builtin_ia32_pause();
 #endif
+    sched_yield();
   }
 
   static void* body(void* team) {
@@ -149,10 +146,10 @@ class Team {
   void loop() {
     uint64_t seen = 0;
     while (true) {
-      int spins = 0;
+      const double until_s = monotonic_s() + kSpinS;
       while (turn_.load(std::memory_order_acquire) == seen && !stopping_.load(std::memory_order_relaxed)) {
-        if (spins++ < kSpins) {
-          pause();
+        if (monotonic_s() < until_s) {
+          spin();
           continue;
         }
         Guard guard(mutex_);
@@ -162,8 +159,8 @@ class Team {
       }
       if (stopping_.load()) return;
       seen = turn_.load();
-      work();
-      busy_.fetch_sub(1, std::memory_order_release);
+      if (!(inside_.fetch_add(1, std::memory_order_acquire) & kClosed)) work();
+      inside_.fetch_sub(1, std::memory_order_release);
     }
   }
 
@@ -183,7 +180,7 @@ class Team {
   std::vector<float> scales_, sums_, rest_, parts_;
   std::atomic<int64_t> next_{0};
   std::atomic<uint64_t> turn_{0};
-  std::atomic<int> busy_{0}, asleep_{0};
+  std::atomic<int> inside_{kClosed}, asleep_{0};  // threads that may look at the product, and whether more may come
   std::atomic<bool> stopping_{false};
   Mutex mutex_;
   Condition has_work_;
