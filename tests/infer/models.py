@@ -87,7 +87,7 @@ class TinyEngine:
         self._undo.close()
 
 
-def save_tiny_model(folder, *, family: str = "llama", seed: int = 0, vocab: int = 512, positions: int = 512):
+def save_tiny_model(folder, *, family: str = "llama", seed: int = 0, vocab: int = 512, positions: int = 512, **fields):
     """A tiny model with a tokenizer and a chat template, as a folder that `from_pretrained` loads."""
     import transformers
 
@@ -99,7 +99,7 @@ def save_tiny_model(folder, *, family: str = "llama", seed: int = 0, vocab: int 
         family,
         vocab_size=len(tokenizer),
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=fields.pop("intermediate_size", 96),
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -107,6 +107,7 @@ def save_tiny_model(folder, *, family: str = "llama", seed: int = 0, vocab: int 
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=tokenizer.eos_token_id,
         tie_word_embeddings=False,
+        **fields,
     )
     torch.manual_seed(seed)
     model = model_class_of(config)._from_config(config, dtype=torch.float32)

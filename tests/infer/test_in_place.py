@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from outcore.sizing.inference import (
     compute_in_place,
     place_inference,
 )
-from tests.infer.models import prompts_of
+from tests.infer.models import prompts_of, save_tiny_model
 
 CPU = torch.device("cpu")
 PROMPTS = prompts_of(4, vocab=280)
@@ -92,6 +93,48 @@ def test_answers_and_scores_are_those_of_expanded_weights(tiny_file, tmp_path):
     assert answers(tiny_file, cpu_tokens=64, **drive)[0] == tokens
     measured = answers(tiny_file)
     assert measured[0] == tokens and "multiplied as they are: q8_0" in " ".join(measured[2].lines())
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_are_multiplied_one_by_one(family, tmp_path, monkeypatch):
+    fields = {"intermediate_size": 128, "moe_intermediate_size": 128, "num_local_experts": 4, "num_experts": 4}
+    save_tiny_model(tmp_path, family=family, num_experts_per_tok=2, **fields)
+    plain = answers(tmp_path, quantize="nf4", cpu_tokens=0)
+    taken, product = [], PackedProducts.multiply
+
+    def exact(self, call, x, *, twice=False):  # NF4's code values as bytes would change near ties
+        weight = next(w for w in known if w.call is call)
+        taken.append(tuple(weight.shape))
+        near, value = product(self, call, x, twice=twice), x @ weight.expanded().t()
+        torch.testing.assert_close(near, value, rtol=0.02, atol=0.1)
+        return value
+
+    known, made = [], PackedWeight.__new__
+
+    def remembered(*args):
+        known.append(made(*args))
+        return known[-1]
+
+    monkeypatch.setattr(PackedProducts, "multiply", exact)
+    monkeypatch.setattr(PackedWeight, "__new__", remembered)
+    found = answers(tmp_path, quantize="nf4", cpu_tokens=64)
+    assert found[0] == plain[0]
+    for mine, theirs in zip(found[1], plain[1], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
+    assert {(256, 64), (64, 128)} <= set(taken)  # experts: up and down
+
+
+def test_stacks_that_are_multiplied_together_stay_with_the_gpu():
+    def part(name, *shapes):
+        slots = [SimpleNamespace(packed=SimpleNamespace(shape=shape)) for shape in shapes]
+        return SimpleNamespace(name=name, layout=SimpleNamespace(packed_slots=slots, home_bytes=8))
+
+    parts = [part("dense", (8, 64)), part("mixture", (8, 64), (4, 8, 64)), part("plain"), part("stays", (8, 64))]
+    placement = SimpleNamespace(parts=[SimpleNamespace(part=p.name, home="ram") for p in parts[:3]])
+    for grouping, expected in (["config"], {"dense": 8}), ([], {"dense": 8, "mixture": 8}):
+        units = SimpleNamespace(layer_units=parts, grouping_configs=lambda found=grouping: found)
+        assert in_place._candidates(units, placement) == expected
 
 
 def test_the_cpu_takes_its_share_of_what_travels():

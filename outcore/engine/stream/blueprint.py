@@ -157,10 +157,9 @@ def prepare_model(units: ModelParts, device: torch.device, *, expert_by_expert: 
     """
     units.buffers_to(device)
     multiply_dora(units.parts.causal)
+    for config in units.grouping_configs() if expert_by_expert else ():
+        config._experts_implementation = "eager"
     for module in units.parts.causal.modules():
-        config = getattr(module, "config", None)
-        if expert_by_expert and getattr(config, "_experts_implementation", None) is not None:
-            config._experts_implementation = "eager"  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
         if getattr(module, "gradient_checkpointing", False):
             module.__dict__["gradient_checkpointing"] = False
 

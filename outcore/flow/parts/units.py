@@ -101,6 +101,12 @@ class ModelParts:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
 
+    def grouping_configs(self) -> list[Any]:
+        """Configs by which a mixture's experts are multiplied together, from the whole stack of their weights; with
+        `_experts_implementation` "eager" each is multiplied by itself."""
+        configs = {id(c): c for m in self.parts.causal.modules() if (c := getattr(m, "config", None)) is not None}
+        return [c for c in configs.values() if getattr(c, "_experts_implementation", None) not in (None, "eager")]
+
     def record(
         self,
         batch: Mapping[str, torch.Tensor],

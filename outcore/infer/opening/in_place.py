@@ -77,6 +77,8 @@ def _on_cpu(
     reasons = placement.reasons
     if words:
         reasons += (f"packed weights are multiplied as they are: {', '.join(words)}, measured on one matrix",)
+    for config in units.grouping_configs():
+        config._experts_implementation = "eager"  # otherwise the whole stack would be expanded for every pass
     made = InPlaceProducts(products, most, torch.device("cpu"))
     return made, replace(placement, cpu_tokens=max(most.values(), default=0), reasons=reasons)
 
@@ -95,8 +97,15 @@ def _specs(units: ModelParts) -> dict[str, PackedSpec]:
 
 
 def _candidates(units: ModelParts, placement: Placement) -> dict[str, int]:
+    """Bytes of layers that the CPU may take, by name: none whose experts are multiplied together."""
     travels = {home.part for home in placement.parts if home.home == "ram"}
-    return {p.name: p.layout.home_bytes for p in units.layer_units if p.name in travels and p.layout.packed_slots}
+    deepest = 2 if units.grouping_configs() else 3
+    shapes = {p.name: [len(s.packed.shape) for s in p.layout.packed_slots if s.packed] for p in units.layer_units}
+    return {
+        p.name: p.layout.home_bytes
+        for p in units.layer_units
+        if p.name in travels and 0 < max(shapes[p.name], default=0) <= deepest
+    }
 
 
 def _most_rows(products: PackedProducts, spec: PackedSpec, dtype: torch.dtype) -> tuple[int, float, float]:
