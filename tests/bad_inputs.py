@@ -393,6 +393,8 @@ CASES: list[Case] = [
          program="gds_optimizer.py"),
     Case("gds-config", "a damaged configuration", "--config {here}/ds.json", 2, ("not valid JSON", "line 2"),
          setup=file("ds.json", '{"outcore":\n'), program="gds_optimizer.py"),
+    Case("cpu-tokens", "a number below zero", "generate gpt2 --prompt Hi --cpu_tokens -1", 1,
+         ("cpu_tokens is -1", "at least 0"), program="outcore"),
     Case("setup-flag", "two flags that contradict each other", "--check --run", 2, ("--check only verifies",),
          program="setup.py"),
     Case("setup-set", "a set of packages that does not exist", "--set cuda11", 2, ("cuda11", "cuda12"),

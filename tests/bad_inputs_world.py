@@ -205,6 +205,10 @@ def _entry(program: str, argv: list[str]) -> int:
         from outcore.probe.main import main as optimize
 
         return optimize(argv, REPOSITORY)
+    if program == "outcore":
+        from outcore.cli import main as command
+
+        return command(argv)
     from outcore.install.job import InstallJob
 
     with InstallJob(argv, REPOSITORY) as job:
