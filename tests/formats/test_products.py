@@ -74,6 +74,21 @@ def test_threads_change_no_bit_and_variants_little() -> None:
     assert torch.equal(torch.cat(alone), results[0])
 
 
+def test_threads_that_come_late_see_whole_products() -> None:
+    """More threads than cores: some find a core only when the next product, of other rows and columns, is under way."""
+    shapes = [(rows, columns) for rows in (16, 100, 600) for columns in (64, 768)]
+    cases = []
+    with PackedProducts(1) as alone:
+        for shape in shapes:
+            spec, x = PackedSpec(packed_format("q8_0"), shape), torch.randn(2, shape[1])
+            data = spec.assemble(random_planes("q8_0", spec.num_blocks))
+            cases.append((spec, data, x, alone.product(spec, data, x)))
+    with PackedProducts(9) as products:
+        for number in range(600):
+            spec, data, x, expected = cases[number * 5 % len(cases)]
+            assert torch.equal(products.product(spec, data, x), expected), number
+
+
 def test_what_has_no_kernel_is_told() -> None:
     assert not PackedProducts.can(PackedSpec(packed_format("fp8_128"), (4, 256)))
     assert not PackedProducts.can(PackedSpec(packed_format("q8_0"), (4, 96)))  # not whole steps of 64
