@@ -110,7 +110,8 @@ class GpuMemory:
             import pynvml
 
             pynvml.nvmlInit()
-            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]  # NVML numbers the hidden ones too
+            handle = pynvml.nvmlDeviceGetHandleByIndex(int(first or 0))
             self._read = lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
         except Exception:  # no library, no driver, no GPU: each has an error of its own
             return

@@ -8,6 +8,7 @@ it (used minus what was used before the child touched the device), so it must be
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -91,7 +92,8 @@ class DeviceWatch:
 
         pynvml.nvmlInit()
         self._nvml = pynvml
-        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]  # NVML numbers the hidden ones too
+        self._handle = pynvml.nvmlDeviceGetHandleByIndex(int(first or 0))
         self._before = self._used()
         self.peak_bytes = 0
         self.use_pct: list[int] = []

@@ -101,8 +101,8 @@ def test_homes_do_not_change_answers(wide_folder, monkeypatch, tmp_path, precisi
     for share, more in ((1, {}), (0.5, {"nvme_path": (tmp_path,)})):
         found, again, other = answers(folder, monkeypatch, share, precision=precision, **more)
         assert other.travelling_bytes > 0 and found == whole
-        # cuBLAS may choose another sum beside other streams' work, which 16 bits show here and there.
-        close = 0 if precision == "fp32" else 0.05
+        # cuBLAS may choose another sum beside other streams' work: 16 bits show it often, 32 now and then.
+        close = 1e-4 if precision == "fp32" else 0.05
         assert all(one == pytest.approx(two, abs=close, rel=0) for one, two in zip(again, scores, strict=True))
     model = model.to("cuda")
     tolerance = 1e-3 if precision == "fp32" else 0.05

@@ -160,10 +160,11 @@ class ModelHost:
     def _await(self, child: Child, note: dict[str, Any]) -> None:
         while child.exit_code is None and self._note is note:
             if _answers(note):
-                note |= {"state": "ready", "ready_at": time.time(), "launch": _launch(note)}
+                ready = {"state": "ready", "ready_at": time.time(), "launch": _launch(note)}
                 with contextlib.suppress(OSError):  # then panels that start next do not find it
-                    write_json(self._file, note)
+                    write_json(self._file, note | ready)
                     self._file.chmod(0o600)
+                note |= ready
                 break
             time.sleep(LOOK_EVERY_S)
         while child.exit_code is None and self._note is note:
