@@ -174,9 +174,10 @@ def under_2_gb() -> Verdict:
     plan = plan_of(TEN_B, request, vram_bytes=2 * 10**9 + VRAM_RESERVE_BYTES, ram_bytes=120 * GIB)
     taken = plan.used_bytes("vram") - VRAM_RESERVE_BYTES
     found = (
-        f"{format_count(run['params'])}, 8-bit moments, layers in tiles, 512 tokens a step: {run['step_s']:.1f} s, torch "
-        f"held {run['torch_reserved_bytes'] / GB:.2f} GB of VRAM, {run['rss_training']['VmHWM'] / GIB:.0f} GiB of RAM. "
-        f"With what CUDA takes for itself {taken / GB:.2f} GB by forecast (not read in this run)"
+        f"{format_count(run['params'])}, 8-bit moments, layers in tiles, 512 tokens a step: {run['step_s']:.1f} s, "
+        f"torch held {run['torch_reserved_bytes'] / GB:.2f} GB of VRAM, "
+        f"{run['rss_training']['VmHWM'] / GIB:.0f} GiB of RAM. With what CUDA takes for "
+        f"itself {taken / GB:.2f} GB by forecast (not read in this run)"
     )
     holds = run["losses"][-1] < run["losses"][0] and run["torch_reserved_bytes"] < 0.95 * GIB and taken < 2 * GB
     return Verdict("Less than 2 GB of VRAM for a model of 10 B", judged(holds), found, (name,))
