@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from outcore.infer import Request, Sampling
-from outcore.infer.opening import InferSettings, open_engine
+from outcore.infer.opening import InferSettings, build, open_engine
 from outcore.infer.opening.model import find_place
 from outcore.sizing.inference import DoesNotFit
 from tests.infer.models import greedy_by_transformers, prompts_of
@@ -156,13 +158,30 @@ def test_a_base_is_packed_as_the_adapter_was_trained_over_it(lora_run):
         open_engine(str(checkpoint), InferSettings(quantize="int8"))
 
 
-def test_weights_packed_as_they_come(tiny_folder):
+def test_weights_packed_as_they_come(tiny_folder, tmp_path, monkeypatch):
     def size(opened):
         sizes.append(opened.placement.bytes_at("ram"))
 
     sizes: list[int] = []
     found = {kind: answers(tiny_folder[0], quantize=kind, check=size) for kind in (None, "nf4")}
+    found["exact"] = answers(tiny_folder[0], quantize="nf4", cpu_tokens=0)
     assert sizes[1] < 0.6 * sizes[0] and found["nf4"] != found[None]
+
+    def shares(opened):
+        arrival = opened.engine.runner.flow.arrival
+        assert arrival._expansion is arrival._travelling._expansion, "one buffer, as the placement counts"
+
+    def spilled(*args):
+        made = place(*args)
+        last = made.parts[-2]
+        parts = [dataclasses.replace(p, home="nvme", ram_bytes=0) if p is last else p for p in made.parts]
+        return dataclasses.replace(made, parts=tuple(parts))
+
+    place = build.place_inference
+    monkeypatch.setattr(build, "place_inference", spilled)
+    spill = {"quantize": "nf4", "cpu_tokens": 0, "nvme_path": (tmp_path,)}
+    assert answers(tiny_folder[0], check=shares, **spill) == found["exact"]
+    monkeypatch.undo()
     with pytest.raises(ValueError, match="no matrix of this model divides"):
         answers(tiny_folder[0], quantize="int8")
     with pytest.raises(ValueError, match="must be one of nf4, int8"):

@@ -39,7 +39,8 @@ class WeightPrefetcher:
 
     `skip`: indices of units that never come in whole (they are computed in tiles); no buffer has room for them.
     `drive_lane`: for what lives on NVMe; this prefetcher's alone. `resident`: the bytes of a part's home where they are
-    on the device already, asked when a pass begins. `in_place`: indices of packed units that are not expanded.
+    on the device already, asked when a pass begins. `expansion`: shared with whoever keeps other parts, of which
+    one is used at a time.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class WeightPrefetcher:
         stalls: Stalls | None = None,
         drive_lane: UploadLane | None = None,
         resident: Callable[[Part], torch.Tensor | None] = lambda part: None,
-        in_place: frozenset[int] = frozenset(),
+        expansion: Expansion | None = None,
     ) -> None:
         whole = {unit.index: unit for unit in units.all if unit.index not in skip}
         layers = [unit.layout.home_bytes for unit in units.layer_units if unit.index in whole]
@@ -64,7 +65,7 @@ class WeightPrefetcher:
             [torch.zeros(size, dtype=torch.uint8, device=lane.device) for _ in range(count)]
             for size, count in zip([layer_bytes, ends_bytes], counts, strict=True)
         ]
-        self._expansion = Expansion((u for u in whole.values() if u.index not in in_place), lane.device)
+        self._expansion = Expansion(whole.values(), lane.device) if expansion is None else expansion
         self._ends = {id(units.embed), id(units.head)}
         self._source, self._lane, self._drive_lane, self._resident = source, lane, drive_lane, resident
         self._stays: dict[int, torch.Tensor] = {}

@@ -15,7 +15,8 @@ from outcore.flow.weights import Expansion, InPlaceProducts, WeightHomes
 class ResidentWeights:
     """The `WeightArrival` of a model of which some parts stay. `parts`: those; `travelling`: who brings the
     others; None: none travels. `in_place`: computes with packed parts where they are, those that stay on a CPU, and in
-    passes of up to `cpu_tokens` tokens those of `on_cpu` (whole in RAM) that travel otherwise."""
+    passes of up to `cpu_tokens` tokens those of `on_cpu` (whole in RAM) that travel otherwise. `expansion`: the one
+    that `travelling` uses."""
 
     def __init__(
         self,
@@ -26,10 +27,10 @@ class ResidentWeights:
         in_place: InPlaceProducts | None = None,
         on_cpu: Sequence[Part] = (),
         cpu_tokens: int = 0,
+        expansion: Expansion | None = None,
     ) -> None:
         self._slabs, self._travelling = {part.index: homes.ram(part) for part in parts}, travelling
-        is_expanded = in_place is None or device.type != "cpu"
-        self._expansion = Expansion(parts if is_expanded else (), device)
+        self._expansion = Expansion(parts, device) if expansion is None else expansion
         self._in_place, self._cpu_tokens, self._is_small = in_place, cpu_tokens, False
         self._homes = {part.index: homes.ram(part).view(torch.uint8) for part in on_cpu}
         self.stalls = travelling.stalls if travelling is not None else Stalls(device)
@@ -42,7 +43,7 @@ class ResidentWeights:
     @property
     def device_bytes(self) -> int:
         held = sum(slab.nbytes for slab in self._slabs.values() if slab.device.type != "cpu")
-        return held + self._expansion.device_bytes + (0 if self._travelling is None else self._travelling.device_bytes)
+        return held + (self._expansion if self._travelling is None else self._travelling).device_bytes
 
     def waited_s(self) -> dict[str, float]:
         """How long the device waited in the pass that has run: for copies ("pcie") and for the drive ("nvme")."""

@@ -10,7 +10,7 @@ import torch
 
 from outcore.common.quantities import MIB, format_gib
 from outcore.flow import FixedWeights, ModelParts, Part
-from outcore.flow.weights import InPlaceProducts, Scratch, WeightHomes, WeightPrefetcher
+from outcore.flow.weights import Expansion, InPlaceProducts, Scratch, WeightHomes, WeightPrefetcher
 from outcore.infer.opening.arrival import ResidentWeights
 from outcore.model.weights import WeightFeed
 from outcore.sizing.inference import InferenceLimits, InferenceNeeds, Placement
@@ -130,6 +130,8 @@ def open_weights(
     if share is not None:
         share.exchange(None)  # the values of all parts are there
     travelling = None
+    is_expanded = in_place is None or device.type != "cpu"
+    expansion = Expansion(units.all if is_expanded else (), device)
     if travels:
         travelling = WeightPrefetcher(
             units,
@@ -138,10 +140,10 @@ def open_weights(
             settings.num_buffers,
             frozenset(part.index for part in stays),
             drive_lane=lanes.get("drive"),
-            in_place=frozenset(part.index for part in travels if in_place is not None and device.type == "cpu"),
+            expansion=expansion,
         )
     on_cpu = [part for part in travels if part.name in placement.cpu_parts]
-    arrival = ResidentWeights(stays, homes, travelling, device, in_place, on_cpu, placement.cpu_tokens)
+    arrival = ResidentWeights(stays, homes, travelling, device, in_place, on_cpu, placement.cpu_tokens, expansion)
     return OpenedWeights(arrival, homes, pool, lanes)
 
 
