@@ -97,7 +97,7 @@ def test_killed_at_more_places(tmp_path: Path, corpus: Path, straight: Path, kil
 @pytest.mark.timeout(1800)
 def test_twenty_random_kills(tmp_path: Path, corpus: Path) -> None:
     """One run, killed twenty times at any time, each time resumed with states elsewhere, ends like one left alone."""
-    steps, kills = 60, 20
+    steps, kills = 160, 20
     run = ["--max_steps", str(steps), "--save_steps", "1", "--save_total_limit", "2"]
     assert train(flags(tmp_path / "whole", corpus, *run)) == 0
     root = tmp_path / "killed"
