@@ -1,7 +1,7 @@
 """What the cases of inference share: a shape with random values, requests, a pass's time, one JSON line a case.
 
-Weights are random: their values do not change the speed of a dense model. Guesses from random text are never right, so
-nothing is won by them.
+Weights are random: their values do not change the speed of a dense model, but guesses from random text are never
+right (guesses.py has a real model for them).
 """
 
 from __future__ import annotations
@@ -86,12 +86,18 @@ def find(model: str, precision: str, quantize: str | None = None) -> FoundModel:
 def opened_with(model: str, device: torch.device, share: HostShare | None = None, **settings: Any) -> OpenedModel:
     """Our engine with these settings, of one process of several with `share`; what it says goes to stderr."""
     found = find(model, "bf16" if device.type == "cuda" else "fp32", settings.get("quantize"))
-    more: dict[str, Any] = {"context": 1024, **settings}
+    return open_found_with(found, device, share, **{"context": 1024, **settings})
+
+
+def open_found_with(
+    found: FoundModel, device: torch.device, share: HostShare | None = None, **settings: Any
+) -> OpenedModel:
+    """A model found before, opened with these settings."""
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    return open_found(found, InferSettings(**more), device, say, share=share)
+    return open_found(found, InferSettings(**settings), device, say, share=share)
 
 
 def prompts(count: int, length: int, vocab: int) -> list[tuple[int, ...]]:

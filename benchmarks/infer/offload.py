@@ -1,13 +1,13 @@
 """Generating and scoring beyond VRAM: ours beside accelerate and ZeRO-Inference, on one GPU under one cap.
 
-    python benchmarks/infer/offload.py --model llama-8b --cap_gib 6.5 --cases decode,repeat --out offload.json
+    python benchmarks/infer/offload.py --model llama-8b --cap_gib 6.5 --cases decode,score --out offload.json
     python benchmarks/infer/offload.py --dry_run            (tiny model, CPU, seconds)
 
-Cases: decode (passes that only write, at 1, 8 and 64 answers), repeat (a text that repeats, with and without guesses),
-many (256 requests of 512 + 128 tokens, keys and values where the rule puts them), score (4K documents), accelerate,
-zero (DeepSpeed's ZeRO-Inference: stage 3, parameters in pinned RAM; start it with `deepspeed`'s variables unset), once
-(decode and many by one engine, answers of --once_answer tokens: first pass and seconds a token, from which the rate of
-whole answers follows for ours as it does for the rivals; for when a GPU is lent for minutes).
+Cases: decode (passes that only write, at 1, 8 and 64 answers), many (256 requests of 512 + 128 tokens, keys and values
+where the rule puts them), score (4K documents), accelerate, zero (DeepSpeed's ZeRO-Inference: stage 3, parameters in
+pinned RAM; start it with `deepspeed`'s variables unset), once (decode and many by one engine, answers of --once_answer
+tokens: first pass and seconds a token, from which the rate of whole answers follows for ours as it does for the rivals;
+for when a GPU is lent for minutes).
 Each prints one JSON line as it ends. `link_share`: bytes of weights that crossed the link per second of a pass, over
 the link's rate measured in the same run.
 """
@@ -38,7 +38,7 @@ from outcore.common.quantities import GIB
 from outcore.infer import Request, Sampling
 
 PROMPT, ANSWER = 512, 128
-CASES = ("decode", "repeat", "many", "score", "accelerate", "zero", "once")
+CASES = ("decode", "many", "score", "accelerate", "zero", "once")
 USUAL = CASES[:-1]
 
 
@@ -200,21 +200,10 @@ def main() -> None:
         opened.close()
         del opened
         cases.free()
-    if {"decode", "repeat"} & set(wanted):
+    if "decode" in wanted:
         opened = opened_with(args.model, device, max_sequences=64, **more)
-        for batch in map(int, args.batches.split(",")) if "decode" in wanted else ():
+        for batch in map(int, args.batches.split(",")):
             cases.note("decode", lambda b=batch: decode_passes(opened, b, 28, args.prompt, args.vocab))
-        if "repeat" in wanted:
-            repeated = tuple(prompts(1, 32, args.vocab)[0] * (args.prompt // 32 or 1))
-            other = prompts(1, args.prompt, args.vocab)[0]
-            run_requests(opened, [repeated], 8)  # captures
-            for words, ids, temperature in (("text that repeats", repeated, 0.0), ("other text", other, 1.0)):
-                for guesses in (True, False):
-                    opened.engine.speculates = guesses
-                    cases.note(
-                        f"{words}, guesses {'on' if guesses else 'off'}",
-                        lambda i=ids, t=temperature: run_requests(opened, [i], args.answer, t),
-                    )
         opened.close()
         cases.free()
     if {"many", "score"} & set(wanted):
