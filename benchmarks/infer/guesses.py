@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--model", default="llama-8b", help="the preset whose shape it gets")
     parser.add_argument("--narrow", action="store_true", help="the small model's own shape, on the CPU")
     parser.add_argument("--tokens", type=int, default=192, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=2, help="each text is answered twice a round; the best counts")
     parser.add_argument("--cap_gib", type=float, default=6.5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -132,7 +133,7 @@ def main() -> None:
     run_requests(opened, [asked["story"]], 8)  # compiles and captures
     for name, ids in asked.items():
         seconds = {}
-        for guesses in (False, True, False, True):
+        for guesses in (False, True) * args.rounds:
             opened.engine.speculates = guesses
             word = "with" if guesses else "without"
             row = cases.note(f"{name}, {word} guesses", lambda i=ids: run_requests(opened, [i], args.tokens))
