@@ -12,6 +12,6 @@ ensure_environment(__file__)
 
 if __name__ == "__main__":
     began_s = time.perf_counter()
-    from outcore.train.run import main
+    from outcore.train.command import main
 
     sys.exit(main(began_s=began_s))

@@ -9,10 +9,11 @@ from types import MappingProxyType
 
 from outcore.common.output import watch_reader
 from outcore.common.words import nearest
+from outcore.config.commands import check_flags
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "train": ("outcore.train.run", "train a model: the same as python train_model.py"),
+        "train": ("outcore.train.command", "train a model: the same as python train_model.py"),
         "runs": ("outcore.runs.listing", "the runs here with state, step, loss and size; delete one"),
         "plan": ("outcore.plan.main", "will a model fit this machine, how fast, what to change"),
         "machine": ("outcore.machine.command", "this computer, its GPUs and what joins them"),
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"outcore: unknown command {name!r}.{hint} Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
     watch_reader(ends=name not in GO_ON)
+    check_flags(name, args[1:])  # before the room is opened: its imports take seconds
     code = int(importlib.import_module(COMMANDS[name][0]).main(args[1:]))
     sys.stdout.flush()
     return code

@@ -9,7 +9,6 @@ interrupted.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from outcore.checkpoint.export import export_checkpoint, has_adapter, how_to_loa
 from outcore.checkpoint.folders import Checkpoint, list_checkpoints, open_checkpoint, step_folder
 from outcore.checkpoint.shards import CheckpointError
 from outcore.common.quantities import format_gb
-from outcore.formats.gguf_files import GGUF_KINDS, default_file, write_gguf
+from outcore.config.commands import export_flags
+from outcore.formats.gguf_files import default_file, write_gguf
 
 
 def find_checkpoint(path: Path, root: Path, *, last: bool = False) -> Checkpoint:
@@ -39,21 +39,7 @@ def find_checkpoint(path: Path, root: Path, *, last: bool = False) -> Checkpoint
 
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="outcore export",
-        description="Write a run's 16-bit model (of LoRA its adapter) for from_pretrained.",
-    )
-    parser.add_argument("run", type=Path, help="name or folder of a run, or one of its checkpoints")
-    parser.add_argument("--checkpoint_dir", type=Path, default=Path("checkpoints"), help="where runs are looked for")
-    parser.add_argument("--last", action="store_true", help="the newest checkpoint, though another was better")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--merge", action="store_true", help="LoRA: the base model with the adapter merged in")
-    how.add_argument("--adapter", action="store_true", help="LoRA: the adapter alone (what is done anyway)")
-    parser.add_argument("--out", type=Path, help="new folder (default: final_model/RUN-STEP); with --gguf the file")
-    parser.add_argument(
-        "--gguf", choices=GGUF_KINDS, help="instead: the folder of an exported (merged) model as one file for llama.cpp"
-    )
-    args = parser.parse_args(argv)
+    args = export_flags().parse_args(argv)
     try:
         if args.gguf is not None:
             file = write_gguf(args.run, args.out or default_file(args.run, args.gguf), args.gguf)

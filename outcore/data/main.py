@@ -1,11 +1,4 @@
-"""`outcore data`: how rows are read, and which of their tokens bear loss, before a run is spent on them.
-
-    outcore data rows.jsonl --model ./Qwen3-4B
-    outcore data rows.jsonl --model ./Qwen3-4B --rows 20 --html rows.html
-
-Tokens between brackets (green in a terminal) bear loss. The same page of rows is written as HTML. Settings have the
-names that train_model.py gives them. Exit code: 0 shown, 2 wrong usage or data that cannot be read.
-"""
+"""`outcore data`: how rows are read, and which of their tokens bear loss, before a run is spent on them."""
 
 from __future__ import annotations
 
@@ -16,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from outcore.data.basis import FORMATS, LONG_ROWS, DataError, DataSettings
+from outcore.config.commands import data_flags
+from outcore.data.basis import DataError, DataSettings
 from outcore.data.chat import read_template
 from outcore.data.look import Look, look_at
 from outcore.data.show import render_sample, write_page
@@ -26,33 +20,9 @@ GREEN = ("\x1b[32m⟦", "⟧\x1b[0m")
 PLAIN = ("⟦", "⟧")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The subcommand's arguments; names are train_model.py's where it has them."""
-    p = argparse.ArgumentParser(prog="outcore data", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("dataset", metavar="PATH", help="a file, a folder, a hub id, or `embedded`")
-    p.add_argument("--model", help="folder or hub id of the model (its tokenizer and chat template only)")
-    p.add_argument("--chat_template", help="file of a chat template to use instead of the tokenizer's")
-    p.add_argument("--rows", type=int, default=5, help="how many rows to show, one of each shape first (5)")
-    p.add_argument("--html", default="outcore_data.html", help="page to write, or none (outcore_data.html)")
-    p.add_argument("--seq_length", type=int, default=1024)
-    p.add_argument("--data_format", choices=FORMATS, default="auto")
-    for column in ("text_column", "prompt_column", "completion_column", "messages_column"):
-        p.add_argument(f"--{column}")
-    p.add_argument("--dataset_config", help="configuration of a hub data set")
-    p.add_argument("--dataset_split", default="train")
-    p.add_argument("--long_rows", choices=LONG_ROWS, default="keep_start")
-    p.add_argument("--on_bad_row", choices=("error", "skip"), default="skip", help="skip counts them (skip)")
-    p.add_argument("--train_on_prompt", choices=("true", "false"), default="false")
-    p.add_argument("--train_on_last_turn", choices=("true", "false"), default="false")
-    p.add_argument("--max_rows", type=int, help="read no more than about this many rows")
-    p.add_argument("--data_cache_dir", default=".cache/data")
-    p.add_argument("--trust_remote_code", action="store_true")
-    return p
-
-
 def main(argv: list[str] | None = None) -> int:
     """Show one data set and return the exit code."""
-    args = parser().parse_args(argv)
+    args = data_flags().parse_args(argv)
     try:
         if args.rows < 1:
             raise DataError(f"--rows must be 1 or more, got {args.rows}")

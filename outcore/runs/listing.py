@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outcore.common.quantities import format_gb
+from outcore.config.commands import runs_flags
 from outcore.runs.folder import RunFolder
 from outcore.runs.lock import RunInUse, RunLock, holder_of, lock_path
 
@@ -113,13 +113,7 @@ def delete(run: RunState) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="outcore runs", description="Runs with their state, step, loss and size.")
-    parser.add_argument("what", nargs="?", choices=("list", "delete"), default="list")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="runs to delete")
-    parser.add_argument("--yes", action="store_true", help="delete without asking")
-    for name, default in (("checkpoint", "checkpoints"), ("log", "logs"), ("export", "final_model")):
-        parser.add_argument(f"--{name}_dir", type=Path, default=Path(default), metavar="DIR")
-    args = parser.parse_args(argv)
+    args = runs_flags().parse_args(argv)
     runs = list_runs(args.checkpoint_dir, args.log_dir, args.export_dir)
     if args.what == "list":
         _show(runs, args.checkpoint_dir)

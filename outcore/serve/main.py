@@ -6,12 +6,12 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outcore.infer.commands import add_model_flags, settings_of
+from outcore.config.commands import serve_flags
+from outcore.infer.commands import settings_of
 from outcore.infer.opening import open_engine
-from outcore.serve.handover import add_handover_flags, handover_of, run_handover
+from outcore.serve.handover import handover_of, run_handover
 from outcore.serve.settings import ServeSettings, read_keys
 
 if TYPE_CHECKING:
@@ -21,32 +21,9 @@ if TYPE_CHECKING:
 NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client")
 
 
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    found = argparse.ArgumentParser(
-        prog="outcore serve", description="Serve a model of any size under OpenAI's API, on this machine's address."
-    )
-    add_model_flags(found)
-    add_handover_flags(found)
-    group = found.add_argument_group("how it is reached")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    group.add_argument("--port", type=int, default=8000)
-    group.add_argument("--api_key_file", type=Path, help="file with keys, one a line; clients send one as bearer token")
-    group.add_argument("--insecure", action="store_true", help="listen on other addresses without a key")
-    group.add_argument("--served_name", default="", help="what the model is called over HTTP (default: MODEL)")
-    group.add_argument("--max_queue", type=int, default=512, help="requests under way; more get 429")
-    group.add_argument("--max_body_mib", type=int, default=16, help="longest body of a request")
-    group.add_argument("--max_answer_tokens", type=int, default=4096, help="longest answer")
-    group.add_argument("--request_timeout", type=float, default=600.0, help="seconds after which an answer is given up")
-    group.add_argument("--log_dir", type=Path, default=Path("logs/serve"), help="folder for a line for each request")
-    group.add_argument("--record_text", action="store_true", help="with prompts and answers in those lines")
-    group.add_argument("--deterministic", action="store_true", help="same seed, same text, whatever else runs; slower")
-    return found
-
-
 def main(argv: list[str] | None = None, additions: Callable[[Service], Sequence[Addition]] = lambda service: ()) -> int:
     """The subcommand; returns its exit code. `additions`: routes of rooms above."""
-    args = parser().parse_args(argv)
+    args = serve_flags().parse_args(argv)
     try:
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if missing:
@@ -84,7 +61,7 @@ def _hand_over(args: argparse.Namespace, settings: ServeSettings) -> bool:
     """Serve through vLLM; whether our own engine has to go on because vLLM failed."""
     if importlib.util.find_spec("httpx") is None:
         raise RuntimeError("--engine vllm needs httpx: pip install -r requirements/serve.txt")
-    why = run_handover(handover_of(args, parser().parse_args([args.model]), settings), settings, _say)
+    why = run_handover(handover_of(args, serve_flags().parse_args([args.model]), settings), settings, _say)
     if why:
         _say(f"warning: vLLM cannot serve this: {why}\nwarning: going on with our own engine on one GPU")
     return bool(why)

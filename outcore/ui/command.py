@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import socket
 import sys
 import threading
 import time
-from pathlib import Path
 
+from outcore.config.commands import ui_flags
 from outcore.serve import read_keys
-from outcore.ui.settings import DEFAULT_PORT, UiSettings
+from outcore.ui.settings import UiSettings
 
 NEEDED = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "gradio", "httpx")
 
 
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    found = argparse.ArgumentParser(
-        prog="outcore ui",
-        description="Panels in the browser for the runs, models and data of this folder. Runs that were started from "
-        "them go on when they end.",
-    )
-    found.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
-    found.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"default: {DEFAULT_PORT}; 0: any free one")
-    found.add_argument("--token_file", type=Path, help="file with tokens, one a line; needed for other addresses")
-    return found
-
-
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
-    args = parser().parse_args(argv)
+    args = ui_flags().parse_args(argv)
     try:
         missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if missing:

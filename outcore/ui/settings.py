@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outcore.config.commands import DEFAULT_UI_PORT
 from outcore.serve import is_loopback
-
-DEFAULT_PORT = 7860
 
 
 @dataclass(frozen=True)
@@ -14,7 +13,7 @@ class UiSettings:
     """ValueError for what is not safe or cannot be."""
 
     host: str = "127.0.0.1"
-    port: int = DEFAULT_PORT
+    port: int = DEFAULT_UI_PORT
     tokens: tuple[str, ...] = ()
     """Whoever has one of them may do everything."""
 

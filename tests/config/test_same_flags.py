@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 
 from outcore.config import FIELDS, Field
+from outcore.config.commands import chat_flags, evaluate_flags, generate_flags, score_flags
 from outcore.config.spec import fields_of
-from outcore.evaluate.commands.evaluate import parser as evaluate_parser
-from outcore.infer.commands.chat import parser as chat_parser
-from outcore.infer.commands.generate import parser as generate_parser
-from outcore.infer.commands.score import parser as score_parser
 from outcore.performance.main import parser as performance_parser
 from outcore.plan.fields import PlanConfig, parse_plan
+from tests.forked import ROOT
 
 BY_NAME = {name: row for row in FIELDS.values() for name in (row.name, *row.spec.aliases)}
 """Every spelling of a flag of training."""
@@ -27,7 +27,7 @@ SAME_BY_OTHER_NAME = {"nvme_path": "nvme_offload_path", "compile": "compile", "p
 """Destination in inference -> the flag of training that means it."""
 
 
-@pytest.mark.parametrize("parser", [generate_parser, evaluate_parser, score_parser, chat_parser])
+@pytest.mark.parametrize("parser", [generate_flags, evaluate_flags, score_flags, chat_flags])
 def test_inference_takes_the_flags_of_training(parser: Callable[[], argparse.ArgumentParser]) -> None:
     flags = {name.removeprefix("--"): action for action in parser()._actions for name in action.option_strings}
     for ours, theirs in SAME_BY_OTHER_NAME.items():
@@ -58,3 +58,34 @@ def test_the_performance_test_hands_on_what_is_not_its_own() -> None:
     argv = ["--quick", *(f"--{name}=1" for name in BY_NAME)]
     _, rest = performance_parser().parse_known_args(argv)
     assert rest == argv[1:], "no flag of its own has the name of one of training"
+
+
+REFUSED = """
+import sys
+from outcore.cli import COMMANDS, main
+
+for name in COMMANDS:
+    try:
+        code = main([name, "--no_such_flag"])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2, (name, code)
+    assert not {"torch", "transformers", "numpy"} & sys.modules.keys(), name
+"""
+
+SCRIPT = """
+import runpy, sys
+sys.argv = ["train_model.py", "--no_such_flag"]
+try:
+    runpy.run_path("train_model.py", run_name="__main__")
+except SystemExit as left:
+    print(left.code, "torch" in sys.modules)
+"""
+
+
+def test_a_mistyped_flag_is_refused_before_torch_is_imported() -> None:
+    """Its import takes seconds, and would stand between a typing error and the line that tells it."""
+    done = subprocess.run([sys.executable, "-c", REFUSED], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert "error: unknown flag --no_such_flag" in done.stderr and done.stdout == "2 False\n", done.stderr

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outcore.checkpoint.main import main
+from outcore.config.commands import GGUF_KINDS
 from outcore.formats import PackedTensor
 from outcore.formats.checkpoint import PackedEntry
-from outcore.formats.gguf_files import GGUF_KINDS, GgufRefused, open_gguf, write_gguf
+from outcore.formats.gguf_files import GgufRefused, open_gguf, write_gguf
 
 gguf = pytest.importorskip("gguf")
 SIZES = {

@@ -17,12 +17,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from outcore.config.commands import serve_flags
 from outcore.serve import ServeSettings
 from outcore.serve.handover import handover_of
 from outcore.serve.handover.environment import ensure_environment
 from outcore.serve.handover.process import Care
 from outcore.serve.handover.run import run_handover
-from outcore.serve.main import main, parser
+from outcore.serve.main import main
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 QUICK = Care(30, look_every_s=0.05, answer_within_s=2, max_failed_looks=2, max_restarts=2)
@@ -56,7 +57,7 @@ def flags_of(model: Path, executable: Path, *more: str, islands: str = "[[0, 1],
 
 
 def handover(argv: list[str], settings: ServeSettings):
-    return handover_of(parser().parse_args(argv), parser().parse_args([argv[0]]), settings)
+    return handover_of(serve_flags().parse_args(argv), serve_flags().parse_args([argv[0]]), settings)
 
 
 class Served:

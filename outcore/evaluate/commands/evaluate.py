@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from outcore.config.commands import DATABASE, evaluate_flags, lists_tasks
 from outcore.evaluate.asking import Cancelled
 from outcore.evaluate.commands.remote import evaluate_remotely
 from outcore.evaluate.commands.say import say, say_event, table_of
@@ -15,51 +16,16 @@ from outcore.evaluate.history import History
 from outcore.evaluate.jobs import Event, Job, subject_of, unfinished_or_new
 from outcore.evaluate.settings import EvaluationError, EvaluationSettings
 from outcore.evaluate.tasks import OWN_TASKS, TaskNames, check_harness, stay_offline
-from outcore.infer.commands import add_model_flags, settings_of
+from outcore.infer.commands import settings_of
 from outcore.infer.opening import open_engine
-
-DATABASE = Path("logs/evaluations.db")
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    found = argparse.ArgumentParser(
-        prog="outcore evaluate",
-        description="Scores of a model of any size by lm-evaluation-harness. One that was killed goes on when the same "
-        "command is given again, with the same scores in the end.",
-    )
-    add_model_flags(found)
-    group = found.add_argument_group("what is asked")
-    group.add_argument("--tasks", default="", help="names with commas: own tasks (outcore_...) and the harness's")
-    group.add_argument("--limit", type=float, help="documents of each task; below 1: a share of them")
-    group.add_argument("--num_fewshot", type=int, help="examples before each question (default: as the task says)")
-    group.add_argument("--apply_chat_template", action="store_true", help="questions as a user's messages")
-    group.add_argument("--system_instruction", help="who the model is told to be, with --apply_chat_template")
-    group.add_argument("--gen_kwargs", default="{}", help="JSON: changes to the tasks' generation settings")
-    group.add_argument("--seed", type=int, default=1234, help="key of few-shot examples and of drawn answers")
-    group.add_argument("--include_path", help="folder with further tasks in the harness's YAML")
-    group.add_argument("--offline", action="store_true", help="use only data sets that lie in the hub's cache")
-    group.add_argument("--list_tasks", nargs="?", const="", metavar="PART", help="list names of tasks and end")
-    group = found.add_argument_group("how it is kept and told")
-    group.add_argument("--database", type=Path, default=DATABASE, help="the history (default: logs/evaluations.db)")
-    group.add_argument("--new", action="store_true", help="begin anew, though an unfinished one could be gone on with")
-    group.add_argument("--note_tokens", type=int, help="tokens of questions asked before their answers are noted")
-    group.add_argument("--json", action="store_true", help="events as JSON lines on stdout, the record as the last one")
-    group.add_argument("--api_key_file", type=Path, help="file with the server's key, where MODEL is a URL")
-    group = found.add_argument_group("against Hugging Face")
-    group.add_argument("--parity", action="store_true", help="run the harness's own backend too and compare documents")
-    group.add_argument("--hf_batch_size", type=int, default=8, help="rows of the harness's backend (default: 8)")
-    group.add_argument("--hf_fp32", action="store_true", help="and its backend in fp32, to compare both with")
-    group.add_argument("--hf_device_map", action="store_true", help="let accelerate spread it over GPU, RAM and drive")
-    return found
 
 
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
     args_list = sys.argv[1:] if argv is None else argv
-    if "--list_tasks" in args_list or any(one.startswith("--list_tasks=") for one in args_list):
+    if lists_tasks(args_list):
         return _list_tasks(args_list)
-    args = parser().parse_args(args_list)
+    args = evaluate_flags().parse_args(args_list)
     try:
         settings = evaluation_settings(args)
         if args.model.startswith(("http://", "https://")):

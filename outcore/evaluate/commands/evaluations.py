@@ -5,50 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from outcore.common.journal import is_held
+from outcore.config.commands import evaluations_flags
 from outcore.evaluate.commands.say import table_of
 from outcore.evaluate.history import History, as_csv, as_table, diff_of, when
 from outcore.evaluate.jobs import JOURNAL
 
-DATABASE = Path("logs/evaluations.db")
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    found = argparse.ArgumentParser(prog="outcore evaluations", description="What was evaluated, with which settings.")
-    verbs = found.add_subparsers(dest="verb", required=True)
-
-    def add(name: str, words: str) -> argparse.ArgumentParser:
-        verb = verbs.add_parser(name, help=words, description=words)
-        verb.add_argument("--database", type=Path, default=DATABASE, help="the history")
-        return verb
-
-    add("list", "all evaluations, newest first").add_argument("--json", action="store_true")
-    show = add("show", "one evaluation: scores, settings, layout")
-    show.add_argument("id", help="its id, or the beginning of it")
-    show.add_argument("--json", action="store_true")
-    show.add_argument("--samples", type=int, default=0, metavar="N", help="with the first N documents of each task")
-    diff = add("diff", "two evaluations: settings that differ, scores, changed answers, paired test")
-    diff.add_argument("a")
-    diff.add_argument("b")
-    diff.add_argument("--json", action="store_true")
-    export = add("export", "evaluations as JSON or CSV on stdout, or in a file")
-    export.add_argument("id", nargs="*", help="ids (default: all)")
-    form = export.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="with every document (the default)")
-    form.add_argument("--csv", action="store_true", help="a line for each score")
-    export.add_argument("--output", type=Path)
-    add("delete", "forget an evaluation").add_argument("id")
-    add("rebuild", "put a damaged database aside and make it again from the results beside it")
-    return found
-
 
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
-    args = parser().parse_args(argv)
+    args = evaluations_flags().parse_args(argv)
     history = History(args.database)
     try:
         return VERBS[args.verb](args, history)

@@ -8,7 +8,6 @@ was waited for. Layers are numbered where there is room for it. Drawn with matpl
 
 from __future__ import annotations
 
-import argparse
 import io
 import re
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 from outcore.common import write_atomic
 from outcore.common.quantities import format_s
+from outcore.config.commands import trace_flags
 from outcore.flow.trace.file import Slice, read_trace, rows_of
 
 BANDS = (
@@ -160,12 +160,7 @@ def _title(step: Slice, inside: list[Slice], about: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code: 2 for a run or step that is not there, 1 for a file that cannot be."""
-    parser = argparse.ArgumentParser(prog="outcore trace", description="One step of a traced run as a picture.")
-    parser.add_argument("run", help="name or folder of a run that was trained with --trace, or its trace.json")
-    parser.add_argument("png", type=Path, nargs="?", help="the picture to write (default: schedule.png beside it)")
-    parser.add_argument("--log_dir", type=Path, default=Path("logs"), help="where runs are looked for (default: logs)")
-    parser.add_argument("--step", type=int, help="which of the traced steps; default: the last")
-    args = parser.parse_args(argv)
+    args = trace_flags().parse_args(argv)
     try:
         trace = find_trace(args.run, args.log_dir)
         png = args.png or trace.with_name("schedule.png")

@@ -16,7 +16,6 @@ from outcore.formats.gguf_files.tokens import add_tokenizer
 from outcore.formats.packed import PackedSpec
 from outcore.formats.registry import packed_format
 
-GGUF_KINDS = ("f16", "q8_0", "q4_k")
 ENDS = ("token_embd.weight", "output.weight")
 """Kept in more bits in a q4_k file: errors in them reach every token."""
 FILE_TYPES = {"f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_k": "MOSTLY_Q4_K_M"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import sys
@@ -10,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from outcore.config.commands import chat_flags
 from outcore.infer.commands.options import (
-    add_model_flags,
-    add_sampling_flags,
     sampling_fields,
     sampling_from,
     settings_of,
@@ -28,21 +26,9 @@ HELP = """/reset            forget the conversation
 /quit             end (or Ctrl-D)"""
 
 
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    found = argparse.ArgumentParser(
-        prog="outcore chat",
-        description="Talk with a model of any size. Ctrl-C stops an answer; /help lists commands.",
-    )
-    add_model_flags(found)
-    found.add_argument("--system", help="who the model is told to be")
-    add_sampling_flags(found)
-    return found
-
-
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
-    args = parser().parse_args(argv)
+    args = chat_flags().parse_args(argv)
     try:
         opened = open_engine(args.model, settings_of(args), lambda line: print(line, file=sys.stderr, flush=True))
         try:

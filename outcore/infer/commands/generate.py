@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
+from outcore.config.commands import generate_flags
 from outcore.infer.commands.job import JobCounts, job_of, run_job
 from outcore.infer.commands.journal import Journal, digest_of
 from outcore.infer.commands.options import (
-    add_model_flags,
-    add_sampling_flags,
     sampling_fields,
     sampling_from,
     settings_of,
@@ -21,29 +19,9 @@ from outcore.infer.opening import InferSettings, against_plan, open_engine
 from outcore.infer.requests import Prompts, Request
 
 
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    found = argparse.ArgumentParser(
-        prog="outcore generate",
-        description="Text by a model of any size. A job (--input, --output) that was killed goes on when the same "
-        "command is given again, with the same bytes in the end.",
-    )
-    add_model_flags(found)
-    found.add_argument("--prompt", help="text to go on from")
-    found.add_argument("--chat", action="store_true", help="put --prompt through the chat template as a user's message")
-    found.add_argument("--input", type=Path, help="JSON lines: prompt or messages, or OpenAI's batch shape")
-    found.add_argument("--output", type=Path, help="file for the answers, in the input's order")
-    found.add_argument("--overwrite", action="store_true", help="answer again although --output is there")
-    found.add_argument(
-        "--num_gpus", type=int, default=1, help="GPUs that share a job's lines; weights in RAM are there once"
-    )
-    add_sampling_flags(found)
-    return found
-
-
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
-    args = parser().parse_args(argv)
+    args = generate_flags().parse_args(argv)
     try:
         if (args.prompt is None) == (args.input is None):
             raise ValueError("give either --prompt TEXT, or --input FILE with --output FILE.")

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from outcore.infer.commands.options import add_model_flags, settings_of, tell_plan
+from outcore.config.commands import score_flags
+from outcore.infer.commands.options import settings_of, tell_plan
 from outcore.infer.opening import against_plan, open_engine
 from outcore.infer.requests import Prompts
 
@@ -20,21 +21,9 @@ GROUP_TOKENS = 1 << 18
 """Tokens that are read before they are scored: several passes' worth."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """All flags."""
-    found = argparse.ArgumentParser(
-        prog="outcore score", description="Log-probabilities of texts, and perplexity, by a model of any size."
-    )
-    add_model_flags(found)
-    found.add_argument("--input", type=Path, required=True, help='JSON lines with "text" (or "prompt"), or plain lines')
-    found.add_argument("--output", type=Path, help="a JSON line for each text (default: only the summary)")
-    found.add_argument("--token_logprobs", action="store_true", help="with each token's log-probability in --output")
-    return found
-
-
 def main(argv: list[str] | None = None) -> int:
     """The subcommand; returns its exit code."""
-    args = parser().parse_args(argv)
+    args = score_flags().parse_args(argv)
     try:
         return _score(args)
     except (ValueError, RuntimeError, OSError) as error:

@@ -8,7 +8,7 @@ records and metrics in front of it.
 Where vLLM does not come up, or stops coming up, `run_handover` says why, and the caller serves on one GPU instead.
 """
 
-from outcore.serve.handover.command import Handover, add_handover_flags, handover_of, refuse_ours
+from outcore.serve.handover.command import Handover, handover_of, refuse_ours
 from outcore.serve.handover.run import run_handover
 
-__all__ = ["Handover", "add_handover_flags", "handover_of", "refuse_ours", "run_handover"]
+__all__ = ["Handover", "handover_of", "refuse_ours", "run_handover"]

@@ -95,21 +95,6 @@ class Handover:
         return found
 
 
-def add_handover_flags(parser: argparse.ArgumentParser) -> None:
-    """Which engine answers, and how vLLM is laid out."""
-    group = parser.add_argument_group("several GPUs, for a model that fits them together (--engine vllm)")
-    group.add_argument(
-        "--engine", choices=("outcore", "vllm"), default="outcore", help="who answers (default: outcore)"
-    )
-    group.add_argument("--tensor_parallel", type=int, default=1, help="GPUs that share each layer, inside an island")
-    group.add_argument("--pipeline_parallel", type=int, default=1, help="stages of layers, across islands")
-    group.add_argument("--stage_layers", help="layers of each stage, as 20,20,24 (default: balanced by their sizes)")
-    group.add_argument("--layer_costs", type=Path, help="JSON with measured costs to balance by: layers, first, last")
-    group.add_argument("--cluster", type=Path, help="file of islands, where this machine's are not as NVML tells")
-    group.add_argument("--vllm_executable", type=Path, help="an installed vllm (default: one is put into .venv-vllm)")
-    group.add_argument("--start_timeout", type=float, default=1800.0, help="seconds until vLLM must answer")
-
-
 def handover_of(args: argparse.Namespace, defaults: argparse.Namespace, settings: ServeSettings) -> Handover:
     """What vLLM is to do. `defaults`: the flags as they are when nothing is said. ValueError for what cannot be."""
     if sys.platform != "linux":

@@ -7,12 +7,12 @@ run that is ready: train it to its end, or, for a performance test, only try it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from outcore.common import explain_error
 from outcore.common.hub import stay_offline
 from outcore.common.output import watch_reader
-from outcore.config import TrainConfig
+from outcore.config import ConfigError, TrainConfig
 from outcore.engine.deepspeed import watch_launcher
 from outcore.monitor.metrics import StartupClock
 from outcore.train.configure import parse_config
@@ -33,8 +33,18 @@ def run(job: RunJob, goal: Goal) -> int:
         return goal(assemble(job, settings, model))
 
 
-def main(argv: list[str] | None = None, goal: Goal = train_to_end, *, began_s: float | None = None) -> int:
-    """Entry of train_model.py: parse, run, and turn failures into one clear paragraph and an exit code.
+def main(argv: Sequence[str] | None = None, goal: Goal = train_to_end) -> int:
+    """Parse a command line and run; `run_config` says what the exit code means."""
+    try:
+        config = parse_config(argv)
+    except ConfigError as error:
+        tell(error, None)
+        return 2
+    return run_config(config, goal)
+
+
+def run_config(config: TrainConfig, goal: Goal = train_to_end, *, began_s: float | None = None) -> int:
+    """Run what the settings say, and turn failures into one clear paragraph and an exit code.
 
     `began_s`: time.perf_counter before this module was imported; without it imports are not among the start's parts.
 
@@ -44,7 +54,6 @@ def main(argv: list[str] | None = None, goal: Goal = train_to_end, *, began_s: f
     watch_reader(ends=False)  # a run must not end because nobody reads along
     try:
         clock = StartupClock(began_s)
-        config: TrainConfig = parse_config(argv)
         watch_launcher(config.local_rank)
         named = (config.model_name_or_path, config.tokenizer_name_or_path, config.eval_dataset, *config.dataset)
         stay_offline(named, print)

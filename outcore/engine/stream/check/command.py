@@ -6,13 +6,13 @@ causal architecture of transformers.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from outcore.common.words import did_you_mean
+from outcore.config.commands import models_flags
 
 TABLE = Path(__file__).with_name("architectures.json")
 COLUMNS = ("streams", "types", "packing", "lora", "tiles")
@@ -30,10 +30,7 @@ LABELS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table, or what is known of the architectures named; 2 for one that is not known."""
-    parser = argparse.ArgumentParser(prog="outcore models", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="model_type, as in a model's config.json")
-    parser.add_argument("--try", action="store_true", dest="try_now", help="try a tiny copy now, some seconds each")
-    args = parser.parse_args(argv)
+    args = models_flags().parse_args(argv)
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     known: dict[str, dict[str, str]] = table["architectures"]
     if not args.names:

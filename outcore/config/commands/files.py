@@ -1,0 +1,94 @@
+"""Flags of the commands about files: data, runs, export, trace, models."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from outcore.config.fields import FIELDS
+
+GGUF_KINDS = ("f16", "q8_0", "q4_k")
+"""Weight types of files for llama.cpp."""
+ABOUT_DATA = """How rows are read, and which of their tokens bear loss, before a run is spent on them.
+
+    outcore data rows.jsonl --model ./Qwen3-4B
+    outcore data rows.jsonl --model ./Qwen3-4B --rows 20 --html rows.html
+
+Tokens between brackets (green in a terminal) bear loss. The same page of rows is written as HTML. Settings have the
+names that train_model.py gives them. Exit code: 0 shown, 2 wrong usage or data that cannot be read."""
+
+
+def data_flags() -> argparse.ArgumentParser:
+    """The subcommand's arguments; names are train_model.py's where it has them."""
+    p = argparse.ArgumentParser(
+        prog="outcore data", description=ABOUT_DATA, formatter_class=argparse.RawTextHelpFormatter
+    )
+    p.add_argument("dataset", metavar="PATH", help="a file, a folder, a hub id, or `embedded`")
+    p.add_argument("--model", help="folder or hub id of the model (its tokenizer and chat template only)")
+    p.add_argument("--chat_template", help="file of a chat template to use instead of the tokenizer's")
+    p.add_argument("--rows", type=int, default=5, help="how many rows to show, one of each shape first (5)")
+    p.add_argument("--html", default="outcore_data.html", help="page to write, or none (outcore_data.html)")
+    p.add_argument("--seq_length", type=int, default=1024)
+    p.add_argument("--data_format", choices=FIELDS["data_format"].choices, default="auto")
+    for column in ("text_column", "prompt_column", "completion_column", "messages_column"):
+        p.add_argument(f"--{column}")
+    p.add_argument("--dataset_config", help="configuration of a hub data set")
+    p.add_argument("--dataset_split", default="train")
+    p.add_argument("--long_rows", choices=FIELDS["long_rows"].choices, default="keep_start")
+    p.add_argument("--on_bad_row", choices=("error", "skip"), default="skip", help="skip counts them (skip)")
+    p.add_argument("--train_on_prompt", choices=("true", "false"), default="false")
+    p.add_argument("--train_on_last_turn", choices=("true", "false"), default="false")
+    p.add_argument("--max_rows", type=int, help="read no more than about this many rows")
+    p.add_argument("--data_cache_dir", default=".cache/data")
+    p.add_argument("--trust_remote_code", action="store_true")
+    return p
+
+
+def runs_flags() -> argparse.ArgumentParser:
+    """All flags of `outcore runs`."""
+    parser = argparse.ArgumentParser(prog="outcore runs", description="Runs with their state, step, loss and size.")
+    parser.add_argument("what", nargs="?", choices=("list", "delete"), default="list")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="runs to delete")
+    parser.add_argument("--yes", action="store_true", help="delete without asking")
+    for name, default in (("checkpoint", "checkpoints"), ("log", "logs"), ("export", "final_model")):
+        parser.add_argument(f"--{name}_dir", type=Path, default=Path(default), metavar="DIR")
+    return parser
+
+
+def export_flags() -> argparse.ArgumentParser:
+    """All flags of `outcore export`."""
+    parser = argparse.ArgumentParser(
+        prog="outcore export",
+        description="Write a run's 16-bit model (of LoRA its adapter) for from_pretrained.",
+    )
+    parser.add_argument("run", type=Path, help="name or folder of a run, or one of its checkpoints")
+    parser.add_argument("--checkpoint_dir", type=Path, default=Path("checkpoints"), help="where runs are looked for")
+    parser.add_argument("--last", action="store_true", help="the newest checkpoint, though another was better")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--merge", action="store_true", help="LoRA: the base model with the adapter merged in")
+    how.add_argument("--adapter", action="store_true", help="LoRA: the adapter alone (what is done anyway)")
+    parser.add_argument("--out", type=Path, help="new folder (default: final_model/RUN-STEP); with --gguf the file")
+    parser.add_argument(
+        "--gguf", choices=GGUF_KINDS, help="instead: the folder of an exported (merged) model as one file for llama.cpp"
+    )
+    return parser
+
+
+def trace_flags() -> argparse.ArgumentParser:
+    """All flags of `outcore trace`."""
+    parser = argparse.ArgumentParser(prog="outcore trace", description="One step of a traced run as a picture.")
+    parser.add_argument("run", help="name or folder of a run that was trained with --trace, or its trace.json")
+    parser.add_argument("png", type=Path, nargs="?", help="the picture to write (default: schedule.png beside it)")
+    parser.add_argument("--log_dir", type=Path, default=Path("logs"), help="where runs are looked for (default: logs)")
+    parser.add_argument("--step", type=int, help="which of the traced steps; default: the last")
+    return parser
+
+
+def models_flags() -> argparse.ArgumentParser:
+    """All flags of `outcore models`."""
+    parser = argparse.ArgumentParser(
+        prog="outcore models", description="What each architecture can do, as it was tried; with --try it is tried now."
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="model_type, as in a model's config.json")
+    parser.add_argument("--try", action="store_true", dest="try_now", help="try a tiny copy now, some seconds each")
+    return parser

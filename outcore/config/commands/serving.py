@@ -1,0 +1,61 @@
+"""Flags of the commands that answer over HTTP: serve, ui."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from outcore.config.commands.running import add_model_flags
+
+DEFAULT_UI_PORT = 7860
+
+
+def serve_flags() -> argparse.ArgumentParser:
+    """All flags."""
+    found = argparse.ArgumentParser(
+        prog="outcore serve", description="Serve a model of any size under OpenAI's API, on this machine's address."
+    )
+    add_model_flags(found)
+    _add_handover_flags(found)
+    group = found.add_argument_group("how it is reached")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    group.add_argument("--port", type=int, default=8000)
+    group.add_argument("--api_key_file", type=Path, help="file with keys, one a line; clients send one as bearer token")
+    group.add_argument("--insecure", action="store_true", help="listen on other addresses without a key")
+    group.add_argument("--served_name", default="", help="what the model is called over HTTP (default: MODEL)")
+    group.add_argument("--max_queue", type=int, default=512, help="requests under way; more get 429")
+    group.add_argument("--max_body_mib", type=int, default=16, help="longest body of a request")
+    group.add_argument("--max_answer_tokens", type=int, default=4096, help="longest answer")
+    group.add_argument("--request_timeout", type=float, default=600.0, help="seconds after which an answer is given up")
+    group.add_argument("--log_dir", type=Path, default=Path("logs/serve"), help="folder for a line for each request")
+    group.add_argument("--record_text", action="store_true", help="with prompts and answers in those lines")
+    group.add_argument("--deterministic", action="store_true", help="same seed, same text, whatever else runs; slower")
+    return found
+
+
+def _add_handover_flags(parser: argparse.ArgumentParser) -> None:
+    """Which engine answers, and how vLLM is laid out."""
+    group = parser.add_argument_group("several GPUs, for a model that fits them together (--engine vllm)")
+    group.add_argument(
+        "--engine", choices=("outcore", "vllm"), default="outcore", help="who answers (default: outcore)"
+    )
+    group.add_argument("--tensor_parallel", type=int, default=1, help="GPUs that share each layer, inside an island")
+    group.add_argument("--pipeline_parallel", type=int, default=1, help="stages of layers, across islands")
+    group.add_argument("--stage_layers", help="layers of each stage, as 20,20,24 (default: balanced by their sizes)")
+    group.add_argument("--layer_costs", type=Path, help="JSON with measured costs to balance by: layers, first, last")
+    group.add_argument("--cluster", type=Path, help="file of islands, where this machine's are not as NVML tells")
+    group.add_argument("--vllm_executable", type=Path, help="an installed vllm (default: one is put into .venv-vllm)")
+    group.add_argument("--start_timeout", type=float, default=1800.0, help="seconds until vLLM must answer")
+
+
+def ui_flags() -> argparse.ArgumentParser:
+    """All flags."""
+    found = argparse.ArgumentParser(
+        prog="outcore ui",
+        description="Panels in the browser for the runs, models and data of this folder. Runs that were started from "
+        "them go on when they end.",
+    )
+    found.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    found.add_argument("--port", type=int, default=DEFAULT_UI_PORT, help=f"default: {DEFAULT_UI_PORT}; 0: any free one")
+    found.add_argument("--token_file", type=Path, help="file with tokens, one a line; needed for other addresses")
+    return found
