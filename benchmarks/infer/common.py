@@ -39,7 +39,7 @@ class Numbers:
 
 
 class RandomFeed:
-    """Values for every parameter but adapters', fast: one random block again and again, packed once."""
+    """Values for every parameter but adapters', fast: one random block again and again, made and packed once."""
 
     def __init__(self, model: Any, quantize: str | None = None) -> None:
         self._format = None if quantize is None else packed_format(quantize)
@@ -55,6 +55,7 @@ class RandomFeed:
 
     def groups(self) -> Iterator[dict[str, Any]]:
         made: dict[tuple[int, ...], PackedTensor] = {}
+        values = _repeated(self._block, max(torch.Size(shape).numel() for shape in self._shapes.values()))
         for name, shape in self._shapes.items():
             if len(shape) < 2:
                 yield {name: torch.ones(shape, dtype=self._block.dtype)}
@@ -65,7 +66,7 @@ class RandomFeed:
                     made[shape] = PackedTensor(spec, spec.assemble(planes))
                 yield {name: made[shape]}
             else:
-                yield {name: _repeated(self._block, torch.Size(shape).numel()).view(shape)}
+                yield {name: values[: torch.Size(shape).numel()].view(shape)}
 
 
 def _repeated(value: torch.Tensor, length: int) -> torch.Tensor:

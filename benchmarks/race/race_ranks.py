@@ -8,9 +8,10 @@
 tokens in one micro-batch with our loss in chunks: what makes it fastest (needs the package deepspeed).
 
 A rank is a process on the GPU of its number; where there are fewer GPUs, ranks share them (a rehearsal: the shared
-homes are pinned and read by every rank as on several GPUs, and only the speed means nothing). RAM is the sum of the
-processes' PSS, in which shared pages count once. Exit code 1 when a rank failed, when a loss is not within --tolerance
-of one rank's, or when RAM is above 1.1 times that of one rank (of models that take more than Python and libraries).
+homes are pinned and read by every rank as on several GPUs, and only the speed means nothing). Seconds are from step to
+step, with the update of the one before under way. With --out, a trace of rank 0's next step lies beside it. RAM is the
+sum of the processes' PSS, in which shared pages count once. Exit code 1 when a rank failed, when a loss is not within
+--tolerance of one rank's, or when RAM is above 1.1 times that of one rank (of models that take more than libraries).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from race_common import SHAPES, cap_allocator, synchronize, token_batches
 from race_ours import random_model
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
+from outcore.engine.base import TracePlan
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.ranks import RankPlace
 from outcore.engine.stream.settings import StreamSettings
@@ -121,7 +123,6 @@ def run_rank(options: argparse.Namespace) -> None:
     engine = build_stream_engine(loaded, settings, device=device, place=RankPlace(rank, world_size, exchange))
     try:
         losses = [engine.train_step(batches, 1e-4).loss for _ in range(options.warm)]
-        engine._parts.updates.drain()
         synchronize()
         begin_s, phases = time.perf_counter(), {}
         for _ in range(options.steps):
@@ -129,9 +130,12 @@ def run_rank(options: argparse.Namespace) -> None:
             losses.append(step.loss)
             for name, seconds in step.phase_s.items():
                 phases[name] = phases.get(name, 0.0) + seconds / options.steps
-        engine._parts.updates.drain()
         synchronize()
         step_s = (time.perf_counter() - begin_s) / options.steps
+        if options.out:
+            path = options.out.with_name(f"{options.out.stem}-trace-{world_size}.json").absolute()
+            engine.trace(TracePlan(path, skip_steps=0, num_steps=1, first_step=options.warm + options.steps), print)
+            engine.train_step(batches, 1e-4)
         exchange(None)  # all are there when RAM is looked at
         found = {"step_s": step_s, "losses": losses, "phases": phases, "ram_bytes": pss_bytes() - libraries_bytes}
         if device == "cuda":
