@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outcore.common.quantities import GIB, MIB
 
 STAGING_BYTES = 8 * GIB
@@ -24,6 +26,10 @@ directions, and something to read ahead while a backward pass has no gradients f
 of fp32 states, 63 of `split8`."""
 CHUNK_NUMEL = 1 << 22
 """Parameters per chunk of states: 48 MiB of fp32 states, large enough for a drive, many to a layer."""
+RANK_SLOTS_BYTES = 256 * MIB
+"""Memory for a rank's gradients on their way into the sum: all of them where they take no more (LoRA)."""
+SUM_GROUP_BYTES = 32 * MIB
+"""Smaller gradients of several parts are added up together: a wait for the other ranks costs up to a millisecond."""
 STAY_LAYERS = 2
 """The last layers' activation checkpoints stay on the device: their backward comes before anything could be fetched."""
 EVAL_GROUP = 8
@@ -39,6 +45,12 @@ in nine kinds of runs (R, S, T of `plan.constants`), each the same to 0.4 GB fro
 with states on the drive that held 3.2-3.4 GB, because up to 2 GB of initial values were made ahead; now 1 GB are."""
 CPU_PROCESS_BYTES = int(0.5 * GIB)
 """Process without a GPU's libraries. Measured on two cores: 0.83 GB resident, 0.3 of them of a tiny model."""
+
+
+def rank_slots_bytes(sizes: Sequence[int]) -> int:
+    """A rank's slots for gradients of these sizes: all, or room for the two largest, so that one arrives while the
+    other is added up."""
+    return max(sum(sorted(sizes)[-2:]), min(sum(sizes), RANK_SLOTS_BYTES))
 
 
 def ring_of_states_bytes(

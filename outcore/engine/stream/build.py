@@ -25,9 +25,17 @@ from outcore.engine.stream.gradients.arena import GradientArena
 from outcore.engine.stream.gradients.download import GradientDownload, GradientShipping
 from outcore.engine.stream.gradients.tiled_download import TiledDownload
 from outcore.engine.stream.gradients.tiles import TileGradients
-from outcore.engine.stream.host_sizes import arena_bytes, lender, pool_bytes, read_ahead_bytes
+from outcore.engine.stream.host_sizes import (
+    arena_bytes,
+    checkpoint_bytes,
+    home_bytes,
+    lender,
+    pool_bytes,
+    rank_pool_bytes,
+    read_ahead_bytes,
+)
 from outcore.engine.stream.parts import EngineParts
-from outcore.engine.stream.ranks import ALONE, RankHost, RankPlace, agreed, open_host
+from outcore.engine.stream.ranks import ALONE, RankHost, RankPlace, agreed, open_host, slots_bytes
 from outcore.engine.stream.ranks.published import PublishedUpdates
 from outcore.engine.stream.ranks.reduce import GradientReducer, ReducedDownload
 from outcore.engine.stream.residents import ResidentDownload, Residents, open_residents, open_saved
@@ -167,10 +175,16 @@ def _open_ground(
     plan: Blueprint, pinned_grant: PinnedGrant | bool, storage: StorageEngine | None, undo: ExitStack
 ) -> _Ground:
     settings, device = plan.settings, plan.device
+    place, kept_bytes = plan.place, checkpoint_bytes(plan)
+    if place.is_alone:
+        own_bytes = pool_bytes(plan.units, plan.cuts, settings, kept_bytes)
+    else:
+        shared_bytes = home_bytes(plan.units, plan.cuts, settings) + place.world_size * slots_bytes(plan.units.all)
+        own_bytes = rank_pool_bytes(shared_bytes, settings, kept_bytes, place.world_size)
     combined_bytes = settings.lane_bytes // 2 if settings.write_combined else 0
     with plan.compiled.loading_compiler():  # pinning waits for the kernel meanwhile
         pool = PinnedPool(
-            pool_bytes(plan.units, plan.cuts, settings) if plan.place.is_alone else settings.lane_bytes,
+            own_bytes,
             device=device,
             write_combined_bytes=combined_bytes,
             probe=pinned_grant,
@@ -180,11 +194,11 @@ def _open_ground(
     if paths := settings.nvme_paths:
         scratch = undo.enter_context(
             Scratch(
-                paths if plan.place.is_alone else [paths[plan.place.rank % len(paths)]],
+                paths if place.is_alone else [paths[place.rank % len(paths)]],
                 storage,
                 settings.nvme_checksums,
-                rank=plan.place.rank,
-                num_ranks=plan.place.world_size,
+                rank=place.rank,
+                num_ranks=place.world_size,
                 storage=settings.storage,
             )
         )
@@ -202,9 +216,10 @@ def _open_ground(
     memory = HostMemory(staging)
     undo.callback(memory.close)
     host = None
-    if not plan.place.is_alone:
+    if not place.is_alone:
         weight_bytes = [plan.cuts[unit.index] * unit.layout.dtype.itemsize for unit in plan.units.all]
-        host = undo.enter_context(open_host(plan.place, plan.units, weight_bytes, settings, device))
+        pin_bytes = settings.staging_bytes - place.world_size * own_bytes
+        host = undo.enter_context(open_host(place, plan.units, weight_bytes, pin_bytes, device))
     return _Ground(staging, memory, scratch, upload, download, host)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 
 from outcore.common.quantities import GIB, round_up
-from outcore.engine.stream.activations.memory import Lend
+from outcore.engine.stream.activations.memory import Lend, lent_bytes
+from outcore.engine.stream.blueprint import Blueprint
 from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of, smallest_arena_bytes
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import ModelParts
 from outcore.machine import available_ram_bytes
 from outcore.optim import state_format
+from outcore.sizing.streaming import STAY_LAYERS
 from outcore.staging.pool import ALIGNMENT_BYTES
 
 FREE_RAM_BYTES = 2 * GIB
@@ -34,12 +38,37 @@ def home_bytes(units: ModelParts, cuts: dict[int, int], settings: StreamSettings
     return homes + (gradients if limit is None else min(gradients, limit))
 
 
-def pool_bytes(units: ModelParts, cuts: dict[int, int], settings: StreamSettings) -> int:
-    """Pinned memory to ask for: what may be taken, but no more than lanes, homes and weights read ahead can use."""
+def pool_bytes(units: ModelParts, cuts: dict[int, int], settings: StreamSettings, kept_bytes: int) -> int:
+    """Pinned memory to ask for: what may be taken, but no more than lanes, homes, weights read ahead and activation
+    checkpoints (`kept_bytes`) can use."""
     ahead = 0
     if any(cuts[unit.index] < unit.layout.home_numel for unit in units.all):
         ahead = max(settings.weight_read_ahead_bytes, SMALLEST_READ_AHEAD_SLOTS * settings.slot_bytes)
-    return min(settings.staging_bytes, settings.lane_bytes + home_bytes(units, cuts, settings) + ahead)
+    return min(settings.staging_bytes, settings.lane_bytes + home_bytes(units, cuts, settings) + ahead + kept_bytes)
+
+
+def rank_pool_bytes(shared_bytes: int, settings: StreamSettings, kept_bytes: int, world_size: int) -> int:
+    """Pinned memory of one rank's own: its lanes' slots, and activation checkpoints as far as `staging_bytes` reaches
+    beyond the lanes of all ranks and what they share."""
+    left = settings.staging_bytes - world_size * settings.lane_bytes - shared_bytes
+    return settings.lane_bytes + min(kept_bytes, max(0, left) // world_size)
+
+
+def checkpoint_bytes(plan: Blueprint) -> int:
+    """RAM for activation checkpoints beyond what layers' gradients lend; 0 where they wait elsewhere, or a step's
+    tokens are not known."""
+    settings, place = plan.settings, plan.place
+    if plan.settings.activations_on(plan.device) != "ram" or not settings.step_tokens:
+        return 0
+    row_bytes = plan.loaded.facts.hidden_size * plan.dtype.itemsize
+    ends = list(accumulate(round_up(tokens * row_bytes, ALIGNMENT_BYTES) for tokens in settings.step_tokens))
+    has_homes = plan.is_deferred or not place.is_alone or arena_bytes(plan.units, settings) is None
+    leaving = plan.units.layer_units[: max(0, len(plan.units.layer_units) - STAY_LAYERS)]
+    room = [
+        gradient_bytes_of(unit) // place.world_size if has_homes and unit.index not in plan.tile_plan.indices else 0
+        for unit in leaving
+    ]
+    return sum(ends[-1] - lent_bytes(ends, of_layer) for of_layer in room)
 
 
 def read_ahead_bytes(units: ModelParts, cuts: dict[int, int], settings: StreamSettings, free_bytes: int) -> int:

@@ -391,9 +391,10 @@ uint32_t add_up(int32_t dtype, const Job& job, int64_t start, int64_t stop, doub
       top = larger(top, (Words)magnitude(x));
       store(tile + i, x);
     }
-    __builtin_memcpy((char*)job.state + start * size, rounded, n * size);
+    stream_bytes((char*)job.state + start * size, rounded, n * size);
     *partial++ = sum_block(tile);
   }
+  end_streams();
   return largest_of(top);
 }
 

@@ -259,6 +259,18 @@ INLINE void stream_as(int32_t dtype, void* data, int64_t at, Floats x) {
 #endif
 }
 
+// The same for `size` bytes as they are.
+INLINE void stream_bytes(void* to, const void* from, int64_t size) {
+#if defined(__AVX2__)
+  if ((uintptr_t)to % kStreamBytes == 0 && size % kStreamBytes == 0) {
+    for (int64_t at = 0; at < size; at += kStreamBytes)
+      _mm256_stream_si256((__m256i*)((char*)to + at), _mm256_loadu_si256((const __m256i*)((const char*)from + at)));
+    return;
+  }
+#endif
+  __builtin_memcpy(to, from, size);
+}
+
 INLINE void end_streams() {
 #if defined(__AVX2__)
   _mm_sfence();

@@ -32,6 +32,7 @@ from outcore.sizing.streaming import (
     STAGING_BYTES,
     STAY_LAYERS,
     WEIGHT_READ_AHEAD_BYTES,
+    rank_slots_bytes,
     ring_of_states_bytes,
 )
 from outcore.sizing.work import step_work
@@ -44,6 +45,7 @@ STAYING = "layers that stay, with their states"
 SAVED = "what the last layers keep for their backward"
 ONE_MATRIX = "Muon's update of one matrix"
 RANK_SLOTS = "gradients of ranks on their way into the sum"
+BEYOND = "activation checkpoints beyond gradients' homes"
 SLOTS, RING = "lanes' slots", "ring of states on their way"
 TILED_SUMS_FROM = 3
 """Micro-batches from which a tiled layer's gradients have an fp32 home."""
@@ -195,23 +197,21 @@ def ram_parts(case: Case[StreamLayout], all_checkpoints: int, tiling: Tiling) ->
         Item("ram", "page cache reserve", k.PAGE_CACHE_RESERVE_BYTES),
     ]
     if ranks > 1:
-        fixed.append(Item("ram", RANK_SLOTS, ranks * e * _two_largest(shape)))
+        fixed.append(Item("ram", RANK_SLOTS, ranks * rank_slots_bytes([e * n for n in _gradients(shape)])))
     if tiling.layers and layout.accumulation >= TILED_SUMS_FROM and not shape.lora_r:
         largest = max(shape.layer_params[i] for i in tiling.layers)
         fixed.append(Item("ram", "sums of tiled gradients", 4 * largest))
     if layout.checkpoints_home == "ram":
-        fixed.append(
-            Item("ram", "activation checkpoints beyond gradients' homes", _beyond(shape, e, all_checkpoints, ranks))
-        )
+        fixed.append(Item("ram", BEYOND, _beyond(shape, e, all_checkpoints, ranks)))
     return [Item("ram", name, size) for name, size in sizes.items()] + fixed, sizes
 
 
-def _two_largest(shape: ModelShape) -> int:
-    """Trained parameters of the two largest parts: what a rank's slots hold."""
+def _gradients(shape: ModelShape) -> list[int]:
+    """Trained parameters of each part."""
     if shape.lora_r:
-        return 2 * -(-shape.adapter_params // shape.num_layers)
+        return [-(-shape.adapter_params // shape.num_layers)] * shape.num_layers
     ends = [shape.ends_params] if shape.tied else [shape.embedding_params, shape.head_params]
-    return sum(sorted((*shape.layer_params, *ends))[-2:])
+    return [*shape.layer_params, *ends]
 
 
 def _beyond(shape: ModelShape, element_bytes: int, all_checkpoints: int, ranks: int) -> int:
@@ -287,7 +287,7 @@ def _over(size: int, budget: int | None) -> float:
 def pinned_and_rest(case: Case[StreamLayout], ram: list[Item]) -> tuple[list[Item], list[Item], float]:
     """RAM without what the staging pool takes, the pool's parts, and the share of homes that stays pageable.
 
-    The pool is as large as parameters and gradients need, up to what it may take.
+    The pool is as large as parameters, gradients and activation checkpoints need, up to what it may take.
     """
     pool = case.layout.staging_bytes or case.request.staging_bytes
     if pool is None:
@@ -296,7 +296,7 @@ def pinned_and_rest(case: Case[StreamLayout], ram: list[Item]) -> tuple[list[Ite
     lanes_bytes = case.hardware.num_gpus * LANE_BYTES
     left = max(0, pool - lanes_bytes)
     pinned = [Item("pinned", SLOTS, lanes_bytes)]
-    movable = (RANK_SLOTS, PARAMETERS, GRADIENTS)
+    movable = (RANK_SLOTS, PARAMETERS, GRADIENTS, BEYOND)
     homes = sum(p.size_bytes for p in ram if p.name in movable)
     rest: list[Item] = []
     for part in ram:

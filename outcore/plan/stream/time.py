@@ -111,7 +111,7 @@ def stream_traffic(case: Case[StreamLayout], placed: Placed) -> Traffic:
     through_drive = links.forward_read + links.forward_written
     # Each rank's copies pass over its own link and through the RAM of all; then the ranks' gradients are added up.
     ranks = case.hardware.num_gpus
-    added_up = (ranks + 2) * links.down if ranks > 1 else 0
+    added_up = (ranks + 1) * links.down if ranks > 1 else 0
     forward = Pass(
         flops=case.flops.forward,
         attention_flops=case.flops.attention_forward,

@@ -96,7 +96,7 @@ class RankGroup:
         self.waited_s = [0.0] * n
         """Seconds that this rank's main thread has waited for each rank."""
         self.collective_s: dict[str, float] = {}
-        """Seconds that any of this rank's threads has waited for others, by what for (without the part's name)."""
+        """Seconds of any of this rank's threads, by what they waited for (without the part's name) or did."""
         self._gone: RankEnded | None = None
         self._closed = threading.Event()
         self._states[rank] = _RUNNING
@@ -115,6 +115,11 @@ class RankGroup:
         """Whether every rank (of `ranks`) has reached `count`."""
         counts = self._counts
         return all(counts[r, counter] >= count for r in (ranks if ranks is not None else range(self.world_size)))
+
+    def late(self, counter: int, count: int) -> int | None:
+        """Another rank that has not reached `count`, if there is one."""
+        counts = self._counts[:, counter]
+        return next((r for r in range(self.world_size) if r != self.rank and counts[r] < count), None)
 
     def value(self, counter: int, rank: int) -> float:
         """What a rank gave with its last `post`."""
@@ -159,6 +164,15 @@ class RankGroup:
                     logger.warning("waiting for %s since %s: %s", self._who(missing), format_s(now_s - begin_s), what)
                 if now_s - begin_s > timeout_s:
                     raise TimeoutError(f"{what}: {self._who(missing)} did not come within {format_s(timeout_s)}")
+
+    @contextmanager
+    def spending(self, kind: str) -> Iterator[None]:
+        """Count the seconds within as `kind`: work for all ranks, or a wait for this rank's own threads."""
+        begin_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.collective_s[kind] = self.collective_s.get(kind, 0.0) + time.monotonic() - begin_s
 
     def _who(self, ranks: Sequence[int]) -> str:
         return ", ".join(f"rank {r} (process {self.peers[r].pid}, at: {_text(self._doings[r]) or '?'})" for r in ranks)

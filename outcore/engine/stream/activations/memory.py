@@ -78,6 +78,12 @@ class DeviceActivations:
         self._kept.clear()
 
 
+def lent_bytes(ends_bytes: Sequence[int], lent: int) -> int:
+    """Bytes of a layer's checkpoints that lie in `lent` bytes: of as many micro-batches as fit, which end at
+    `ends_bytes`."""
+    return max((end for end in ends_bytes if end <= lent), default=0)
+
+
 Lend = Callable[[int], torch.Tensor | None]
 """RAM (uint8, 1-D) of a layer that nobody needs between its forward and the end of its backward."""
 
@@ -205,7 +211,7 @@ class RamActivations:
     def _pieces(self, layer: int) -> list[tuple[int, int, torch.Tensor]]:
         """(begin, end, RAM) of a layer's checkpoints: as many micro-batches as fit lie in what is lent."""
         lent, total = self._lend(layer), self._offsets[-1]
-        fits = max((end for end in self._offsets if lent is not None and end <= lent.nbytes), default=0)
+        fits = 0 if lent is None else lent_bytes(self._offsets, lent.nbytes)
         pieces = [] if lent is None or not fits else [(0, fits, lent[:fits])]
         if fits < total:
             home = self._homes.get(layer)

@@ -14,6 +14,7 @@ from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import ModelParts, Part
 from outcore.flow.tiles import free_device_bytes
 from outcore.machine import usable_cores
+from outcore.sizing.streaming import rank_slots_bytes
 from outcore.staging.pool import ALIGNMENT_BYTES, CudaRuntime, refusal_is_harmless
 from outcore.staging.shared import Exchange, RankGroup, SharedHomes, SharedSegment, shared_bytes
 from outcore.states import StateChunk
@@ -90,10 +91,10 @@ class RankHost:
         return kind + NUM_KINDS * part.index
 
 
-def slot_bytes_of(parts: Sequence[Part]) -> int:
-    """A rank's slots: room for the two largest gradients, so that one arrives while the other is added up."""
-    sizes = sorted((round_up(gradient_bytes_of(part), ALIGNMENT_BYTES) for part in parts), reverse=True)
-    return sum(sizes[:2])
+def slots_bytes(parts: Sequence[Part]) -> int:
+    """Memory of one rank's slots."""
+    found = rank_slots_bytes([round_up(gradient_bytes_of(part), ALIGNMENT_BYTES) for part in parts])
+    return max(ALIGNMENT_BYTES, found)
 
 
 def agreed(settings: StreamSettings, device: torch.device, place: RankPlace) -> StreamSettings:
@@ -112,19 +113,14 @@ def agreed(settings: StreamSettings, device: torch.device, place: RankPlace) -> 
     )
 
 
-def pin_bytes_of(settings: StreamSettings, place: RankPlace) -> int:
-    """Bytes to pin of what ranks share: what the lanes of all ranks leave of `staging_bytes`. None where a refusal
-    does harm."""
-    return max(0, settings.staging_bytes - place.world_size * settings.lane_bytes) if refusal_is_harmless() else 0
-
-
 def open_host(
-    place: RankPlace, units: ModelParts, weight_bytes: Sequence[int], settings: StreamSettings, device: torch.device
+    place: RankPlace, units: ModelParts, weight_bytes: Sequence[int], pin_bytes: int, device: torch.device
 ) -> RankHost:
-    """`weight_bytes`: of each part's home of weights. RuntimeError where ranks cannot share memory."""
-    parts, pin_bytes = units.all, pin_bytes_of(settings, place)
+    """`weight_bytes`: of each part's home of weights; `pin_bytes`: how much of all may be pinned, where a refusal does
+    no harm. RuntimeError where ranks cannot share memory."""
+    parts, pin_bytes = units.all, pin_bytes if refusal_is_harmless() else 0
     group = RankGroup(place.rank, place.world_size, place.exchange, NUM_KINDS * (max(p.index for p in parts) + 1))
-    own_bytes = max(ALIGNMENT_BYTES, slot_bytes_of(parts))
+    own_bytes = slots_bytes(parts)
     sizes = [*weight_bytes, *(gradient_bytes_of(part) for part in parts), place.world_size * own_bytes]
     segment = SharedSegment(shared_bytes(sizes), place.rank, place.exchange)
     homes = SharedHomes(segment, pin_bytes, CudaRuntime(device) if device.type == "cuda" else None)

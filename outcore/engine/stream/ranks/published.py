@@ -55,14 +55,16 @@ class PublishedUpdates:
                 self._changed.wait_for(lambda: self._open or self._closing, None if not self._open else POLL_S)
                 if self._closing:
                     return
-                looked_at = list(self._open)
+                looked_at = sorted(self._open, key=lambda entry: entry[0].index)
             over = []
             try:
+                # In the order of the next forward, which is the optimizer's, so the first tells of all behind it.
                 for entry in looked_at:
                     part, count, has_ended = entry
-                    if has_ended():
-                        self._group.post(self._host.counter(UPDATED, part), count)
-                        over.append(entry)
+                    if not has_ended():
+                        break
+                    self._group.post(self._host.counter(UPDATED, part), count)
+                    over.append(entry)
             except BaseException as error:  # the thread that waits here raises it too
                 self._group.fail(error)
                 return

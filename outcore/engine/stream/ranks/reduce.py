@@ -3,10 +3,11 @@
 When a rank's gradient of a part has arrived in its slot, the rank says where it lies. Once all have, the optimizer's
 threads of each rank add up its own share of the values, in fp32 and in order of rank, round once, write the part's
 home and count the squares for the norm. So the sum does not depend on timing, and equals what one rank adds up over as
-many micro-batches in the same order.
+many micro-batches in the same order. Small gradients are added up several parts at a time: a rank goes on alone
+meanwhile, and LoRA's ranks wait for each other once a step.
 
-Cost: each gradient is read once per rank and its sum written once: (N + 2) x 2 B of DRAM traffic per parameter and host
-(a line is fetched before it is written), beside the update's 28 B.
+Cost: each gradient is read once per rank and its sum written once, past the caches: (N + 1) x 2 B of DRAM traffic per
+parameter and host, beside the update's 28 B.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import torch
 
 from outcore.common.deadline import CLOSE_TIMEOUT_S
 from outcore.engine.stream.gradients.accumulator import GradAccumulator
-from outcore.engine.stream.gradients.arena import GradientArena
+from outcore.engine.stream.gradients.arena import GradientArena, gradient_bytes_of
 from outcore.engine.stream.gradients.download import GradientShipping
 from outcore.engine.stream.ranks.host import ARRIVED, REDUCED, RankHost
 from outcore.flow.parts import Part
-from outcore.optim import OptimizerPool
+from outcore.optim import OptimizerPool, Ticket
+from outcore.sizing.streaming import SUM_GROUP_BYTES
 from outcore.states import BEFORE_ALL_UNITS
 
 
@@ -40,8 +42,8 @@ class ReducedGradient:
         self._done = threading.Event()
         self._callbacks: list[Callable[[Any], object]] = []
 
-    def done(self) -> bool:
-        return self._done.is_set()
+    def done(self, within_s: float = 0.0) -> bool:
+        return self._done.wait(within_s)
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Until it is at home; its bytes. Raises what went wrong, TimeoutError."""
@@ -68,8 +70,14 @@ class ReducedGradient:
             fn(self)
 
 
-class _Items(SimpleQueue["ReducedGradient | None"]):
-    """Gradients in order; None ends them."""
+LOOK_S = 2e-3
+"""How often the training thread, while it waits, looks which rank is late."""
+_TOGETHER = object()
+"""In a queue: add up what has come so far."""
+
+
+class _Items(SimpleQueue[Any]):
+    """Gradients in order, and `_TOGETHER`; None ends them."""
 
 
 class GradientReducer:
@@ -83,6 +91,8 @@ class GradientReducer:
         self._shipped: list[ReducedGradient] = []
         """Gradients of this step, in order."""
         self._queue, summed = _Items(), _Items()
+        self._group_items: list[ReducedGradient] = []
+        """Gradients that have arrived and are not added up yet."""
         # Two threads: the next part is added up here while other ranks are still at this one.
         self._threads = [
             threading.Thread(target=self._run, args=args, name=f"gradient-{name}", daemon=True)
@@ -111,8 +121,9 @@ class GradientReducer:
         """Wait until one slot more is free; raises what went wrong with its gradient."""
         if not self._give_back():
             assert self._held, "slots are full of gradients that nobody adds up"
-            first = self._held[0]
-            first.wait(self._group.timeout_s)
+            self._queue.put(_TOGETHER)
+            with self._group.spending("slot"):
+                self._wait(self._held[0])
             self._give_back()
 
     def _give_back(self) -> bool:
@@ -129,10 +140,22 @@ class GradientReducer:
     def norm(self) -> torch.Tensor:
         """fp64 scalar: L2 norm of all sums of this step, once they are there. Raises what went wrong with one."""
         total = 0.0
-        for item in self._shipped:
-            item.wait(self._group.timeout_s)
-            total += self._sumsq(item.part)
+        self._queue.put(_TOGETHER)
+        with self._group.spending("norm"):
+            for item in self._shipped:
+                self._wait(item)
+                total += self._sumsq(item.part)
         return torch.tensor(total, dtype=torch.float64).sqrt()
+
+    def _wait(self, item: ReducedGradient) -> None:
+        """Until it is at home, on the training thread; counts which rank was late."""
+        end_s = time.monotonic() + self._group.timeout_s
+        while not item.done() and time.monotonic() < end_s:
+            late, begin_s = self._group.late(self._host.counter(ARRIVED, item.part), item.count), time.monotonic()
+            item.done(LOOK_S)
+            if late is not None:
+                self._group.waited_s[late] += time.monotonic() - begin_s
+        item.wait(0.0)
 
     def _sumsq(self, part: Part) -> float:
         """NaN where a value is not finite."""
@@ -150,49 +173,67 @@ class GradientReducer:
 
     # --- on the threads
 
-    def _run(self, work: Callable[[ReducedGradient], None], given: _Items, then: _Items | None) -> None:
-        """Do `work` on what is `given`, and pass it on. After a failure whoever waits for what comes is told."""
+    def _run(self, work: Callable[[Any], list[ReducedGradient]], given: _Items, then: _Items | None) -> None:
+        """Do `work` on what is `given`, and pass on what it gives. After a failure whoever waits for what comes is
+        told."""
         failed: BaseException | None = None
         while (item := given.get()) is not None:
+            done: list[ReducedGradient] = []
             try:
                 if failed is None:
-                    work(item)
+                    done = work(item)
             except BaseException as error:  # raised again on the thread that waits
                 self._group.fail(error)
                 failed = error
-            if failed is not None:
+                for waiting in self._group_items:
+                    waiting.end(error)
+            if failed is not None and item is not _TOGETHER:
                 item.end(failed)
-            elif then is not None:
-                then.put(item)
+            if then is not None:
+                for one in done:
+                    then.put(one)
         if then is not None:
             then.put(None)
 
-    def _add_up(self, item: ReducedGradient) -> None:
-        group, host, part = self._group, self._host, item.part
-        item.transfer.wait()
-        own = host.slots[part]
-        arrived = host.counter(ARRIVED, part)
-        group.post(arrived, item.count, float(host.homes.segment.offset_of(own)))
-        group.wait(arrived, item.count, f"gradient of {part.name}")
-        home = self._homes[part]
-        start, stop = host.place.share(len(home))
-        sumsq = 0.0
-        if start < stop:
-            slots = [
-                host.homes.segment.at(int(group.value(arrived, rank)), own.nbytes).view(own.dtype)[start:stop]
-                for rank in range(group.world_size)
-            ]
-            priority = part.index - 3 * BEFORE_ALL_UNITS  # a gradient's slot is wanted before any state
-            ticket = self._pool.submit_add_up(f"sum of {part.name}", priority, slots, home[start:stop])
-            stats = self._pool.wait(ticket, group.timeout_s).stats
-            assert stats is not None
-            sumsq = stats.sumsq
-        group.post(host.counter(REDUCED, part), item.count, sumsq)
+    def _add_up(self, item: Any) -> list[ReducedGradient]:
+        """Have it take part in a sum; the gradients that have now been added up."""
+        together, host = self._group_items, self._host
+        if item is not _TOGETHER:
+            item.transfer.wait()
+            offset = host.homes.segment.offset_of(host.slots[item.part])
+            self._group.post(host.counter(ARRIVED, item.part), item.count, float(offset))
+            together.append(item)
+            if sum(gradient_bytes_of(one.part) for one in together) < SUM_GROUP_BYTES:
+                return []
+        for one in together:
+            self._group.wait(host.counter(ARRIVED, one.part), one.count, f"gradient of {one.part.name}")
+        with self._group.spending("adding up"):
+            tickets = [self._submit(one.part) for one in together]
+            for one, ticket in zip(together, tickets, strict=True):
+                stats = None if ticket is None else self._pool.wait(ticket, self._group.timeout_s).stats
+                self._group.post(host.counter(REDUCED, one.part), one.count, 0.0 if stats is None else stats.sumsq)
+        self._group_items = []
+        return together
 
-    def _end(self, item: ReducedGradient) -> None:
+    def _submit(self, part: Part) -> Ticket | None:
+        """Add up this rank's share of a part whose gradients have all arrived; None where it has none."""
+        group, host, home = self._group, self._host, self._homes[part]
+        start, stop = host.place.share(len(home))
+        if start == stop:
+            return None
+        slots = [
+            host.homes.segment.at(int(group.value(host.counter(ARRIVED, part), rank)), home.nbytes).view(home.dtype)
+            for rank in range(group.world_size)
+        ]
+        priority = part.index - 3 * BEFORE_ALL_UNITS  # a gradient's slot is wanted before any state
+        sources = [slot[start:stop] for slot in slots]
+        return self._pool.submit_add_up(f"sum of {part.name}", priority, sources, home[start:stop])
+
+    def _end(self, item: ReducedGradient) -> list[ReducedGradient]:
         what = f"sum of the gradients of {item.part.name}"
         self._group.wait(self._host.counter(REDUCED, item.part), item.count, what)
         item.end()
+        return []
 
 
 class ReducedDownload:
