@@ -19,6 +19,8 @@ SAME_BITS = {
     "split states": (2, {"settings": replace(SETTINGS, states="split8"), "dtype": "bfloat16"}),
     "mixture": (2, {"model": "mixtral"}),
     "fp16": (2, {"dtype": "float16", "steps": 3}),
+    "large gradients": (2, {"dtype": "bfloat16", "steps": 2, "sums": (1, 0)}),
+    "no slot is free": (2, {"dtype": "bfloat16", "steps": 2, "sums": (1 << 40, 0)}),
     "LoRA": (2, {"lora": 4, "dtype": "bfloat16"}),
     "eight ranks": (8, {"dtype": "bfloat16", "steps": 2}),
 }

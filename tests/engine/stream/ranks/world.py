@@ -20,10 +20,12 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from outcore.common import FileError
 from outcore.engine.stream.build import build_stream_engine
-from outcore.engine.stream.ranks import RankPlace
+from outcore.engine.stream.ranks import RankPlace, reduce
 from outcore.model import LoraSettings
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
+from outcore.sizing import streaming
+from outcore.sizing.streaming import RANK_SLOTS_BYTES, SUM_GROUP_BYTES
 from outcore.staging.shared import board
 from outcore.storage import StorageError
 from tests.engine.inside import parts_of
@@ -112,10 +114,12 @@ def train(
     load: str = "",
     save: str = "",
     first: int = 0,
+    sums: tuple[int, int] = (SUM_GROUP_BYTES, RANK_SLOTS_BYTES),
     **build,
 ) -> dict[str, Any]:
     """Losses, norms, an evaluation's loss and every weight after training on this rank's share of `micro`
-    micro-batches a step."""
+    micro-batches a step. `sums`: bytes of gradients that are added up together, and of a rank's slots."""
+    reduce.SUM_GROUP_BYTES, streaming.RANK_SLOTS_BYTES = sums
     engine = open_engine(place, model, settings, **build)
     try:
         if load:
