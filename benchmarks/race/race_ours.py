@@ -29,11 +29,11 @@ from outcore.model.facts import model_class_of, model_facts
 from outcore.model.trial.abilities import check_abilities
 
 
-def random_model(options: dict[str, Any], device: str) -> LoadedModel:
+def random_model(options: dict[str, Any], device: str, *, with_values: bool = True) -> LoadedModel:
     """The shape in bf16 on the CPU, matrices normal with deviation 0.02, the rest as its constructor makes it.
 
     One block of random values is made on the device and copied into every matrix from another place on, by all cores:
-    20 GB take seconds, of which most make pages real."""
+    20 GB take seconds, of which most make pages real. Without values it takes no memory."""
     config = config_of(options["shape"], options["seq"])
     with torch.device("meta"):
         model = model_class_of(config)._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -44,7 +44,7 @@ def random_model(options: dict[str, Any], device: str) -> LoadedModel:
     block = torch.randn(min(FILL_VALUES, largest), device=device, dtype=torch.bfloat16).mul_(0.02).cpu()
     turn = 0
     with torch.no_grad():
-        for name, p in real.named_parameters():
+        for name, p in real.named_parameters() if with_values else ():
             if p.dim() > 1:
                 for piece in p.view(-1).split(len(block)):
                     turn = (turn + FILL_STEP) % len(block)

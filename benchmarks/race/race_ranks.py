@@ -111,7 +111,7 @@ def run_rank(options: argparse.Namespace) -> None:
     cap_allocator(options.cap_gib)
     told: dict[str, Any] = {"shape": options.shape, "seq": options.seq, "mb": options.mb, "gas": options.micro_batches}
     libraries_bytes = pss_bytes()
-    loaded = random_model(told, device)
+    loaded = random_model(told, device, with_values=rank == 0)  # rank 0 fills the homes of all
     if options.lora:
         model = apply_lora(loaded.model, LoraSettings(r=16, alpha=32.0, dropout=0.0), seed=0)
         loaded = replace(loaded, model=model, facts=model_facts(model))
