@@ -170,6 +170,7 @@ def shape_from_config(name: str, config: Any) -> ModelShape:
         max_positions=max_positions(config),
         adapters=_adapters(model, layers),
         matrices=_by_layer(layers, _matrices(layers)),
+        windows=_windows(text, len(layers)),
         stays_eager=stays_eager({**config.to_dict(), **text.to_dict()}),
     )
 
@@ -201,6 +202,16 @@ def _embedding_params(model: Any, otherwise: int) -> int:
 
 def _numel(module: Any) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+def _windows(text: Any, num_layers: int) -> tuple[tuple[int | None, int], ...]:
+    """`ModelShape.windows` by the names that transformers gives the kinds of attention."""
+    window = getattr(text, "sliding_window", None)
+    if not window:
+        return ()
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * num_layers
+    sliding = sum(kind == "sliding_attention" for kind in kinds)
+    return tuple((w, count) for w, count in ((None, len(kinds) - sliding), (int(window), sliding)) if count)
 
 
 def _first(config: Any, *names: str) -> Any:

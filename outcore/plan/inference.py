@@ -19,11 +19,14 @@ from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.hardware import Hardware
 from outcore.plan.terms.traffic import Pass
 from outcore.sizing.inference import (
+    GRAPH_ROWS,
     PRESETS,
+    AttentionSize,
     DoesNotFit,
     InferenceLimits,
     InferenceNeeds,
     KvSize,
+    LayerSize,
     PartSize,
     Placement,
     pairs,
@@ -38,8 +41,6 @@ PROMPT_TOKENS = 512
 COMPILED_SHARE = 0.1
 """Share of `host_layer_s`, which is an eager layer's forward, recomputation and backward: what launching a compiled
 forward takes (assumed; benchmarks/infer/forecast.py tells)."""
-GRAPH_ROWS = 128
-"""Tokens of a pass that runs as CUDA graphs at most, which cost the host next to nothing."""
 SERIAL_S = 0.002
 """Between passes: choosing tokens and laying out the next pass."""
 CPU_LAYER_S, CPU_SPAN_S = 3.3e-4, 8e-6
@@ -76,7 +77,7 @@ class InferencePlan:
     shape: ModelShape
     hardware: Hardware
     placement: Placement
-    kv_token_bytes: int
+    kv: KvSize
     itemsize: int
 
     def decode(self, streams: int, context: int) -> PassTime:
@@ -98,7 +99,7 @@ class InferencePlan:
 
     def most_streams(self, context: int) -> int:
         """Answers of this length whose keys and values fit at once."""
-        return self.placement.kv_bytes // max(1, self.kv_token_bytes * context)
+        return self.placement.kv_bytes // max(1, self.kv.sequence_bytes(context, self.placement.chunk_tokens))
 
     def pass_time(self, rows: float, kv_tokens: float, answers: int, seen: float) -> PassTime:
         """A pass of so many tokens, that reads keys and values of so many, and ends in logits for so many answers.
@@ -115,13 +116,17 @@ class InferencePlan:
     def traffic(self, rows: float, kv_tokens: float, answers: int, seen: float) -> Pass:
         """What that pass moves and computes."""
         shape, placement, is_cpu = self.shape, self.placement, self.hardware.is_cpu
-        kv_bytes = kv_tokens * self.kv_token_bytes
+        kv_bytes = self.kv.read_bytes(kv_tokens, answers, rows)
+        windows = shape.windows or ((None, shape.num_layers),)
+        seen_by_layers = sum(layers * min(seen, rows * (window or math.inf)) for window, layers in windows)
         kv_travels = placement.kv_home != "vram"
-        calls = 0 if rows <= GRAPH_ROWS and placement.kv_home != "nvme" else math.ceil(rows / placement.chunk_tokens)
+        calls = (
+            0 if rows <= GRAPH_ROWS[-1] and placement.kv_home != "nvme" else math.ceil(rows / placement.chunk_tokens)
+        )
         resident_bytes = placement.bytes_at("vram") + (0 if kv_travels else kv_bytes)
         return Pass(
             flops=2.0 * rows * shape.active_layer_params + 2.0 * answers * shape.head_weight_numel,
-            attention_flops=4.0 * seen * shape.num_layers * shape.num_heads * shape.head_dim,
+            attention_flops=4.0 * seen_by_layers * shape.num_heads * shape.head_dim,
             device_bytes=resident_bytes + placement.travelling_bytes + self._expanded_bytes(),
             launched_layers=shape.num_layers * calls * COMPILED_SHARE,
             h2d_bytes=placement.travelling_bytes + (kv_bytes if kv_travels else 0),
@@ -171,7 +176,6 @@ class InferenceRates:
 def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float) -> InferenceNeeds:
     """What is to be placed, counted from the shape."""
     saved, is_packed = shape.layer_saved_bytes(itemsize), bool(shape.quantize)
-    kv = round(2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * kv_itemsize)
     layers = [
         PartSize(f"layer {i}", n * itemsize - saved, True, n * itemsize if is_packed else 0)
         for i, n in enumerate(shape.layer_params)
@@ -187,7 +191,29 @@ def needs_of(shape: ModelShape, *, itemsize: int, kv_itemsize: float) -> Inferen
             *layers,
             PartSize("head", shape.head_params * itemsize, False),
         )
-    return InferenceNeeds(tuple(parts), KvSize(((None, kv),)), shape.hidden_size, shape.vocab_size, itemsize)
+    windows = [window for window, _ in shape.windows] or [None]
+    attentions = tuple(
+        AttentionSize(
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.head_dim,
+            window,
+            shape.fused_attention,
+            shape.fused_attention and itemsize < 4,
+        )
+        for window in windows
+    )
+    layer = LayerSize(shape.hidden_size, shape.ffn_width, attentions, shape.experts_per_token)
+    kv = kv_of(shape, kv_itemsize)
+    return InferenceNeeds(tuple(parts), kv, layer, shape.vocab_size, itemsize, kv_itemsize < itemsize)
+
+
+def kv_of(shape: ModelShape, itemsize: float) -> KvSize:
+    """Keys and values of a token, `itemsize` bytes a number."""
+    of_layer = 2 * shape.num_kv_heads * shape.head_dim * itemsize
+    windows = shape.windows or ((None, shape.num_layers),)
+    return KvSize(tuple((window, round(layers * of_layer)) for window, layers in windows))
 
 
 def plan_inference(
@@ -218,14 +244,13 @@ def plan_inference(
         uses_nvme and hardware.nvme_free_bytes > sum(part.size_bytes for part in needs.parts),
         context,
     )
-    return InferencePlan(shape, hardware, place_inference(needs, limits, preset), needs.kv.token_bytes, itemsize)
+    return InferencePlan(shape, hardware, place_inference(needs, limits, preset), needs.kv, itemsize)
 
 
 def plan_of(name: str, config: Any, hardware: Hardware, placement: Placement, itemsize: int) -> InferencePlan:
     """The plan's view of a model that is placed already. ValueError for one whose layers cannot be counted."""
     shape = shape_from_config(name, config)
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * itemsize
-    return InferencePlan(shape, hardware, placement, token_bytes, itemsize)
+    return InferencePlan(shape, hardware, placement, kv_of(shape, itemsize), itemsize)
 
 
 def changes(plan: InferencePlan, **asked: Any) -> list[str]:
@@ -274,8 +299,13 @@ def words_of(plan: InferencePlan, **asked: Any) -> list[str]:
             continue
         rates = ", ".join(f"{n}: {plan.tokens_per_s(n, context):,.1f}" for n in STREAMS)
         lines.append(f"tokens/s at {context:,} tokens of context, by answers at once: {rates} (room for {most:,})")
-    full = placement.kv_bytes // max(1, plan.kv_token_bytes)
-    lines.append(f"keys and values: {format_gib(plan.kv_token_bytes)} a token; the longest context is {full:,} tokens")
+    most = plan.kv.most_tokens(placement.kv_bytes, placement.chunk_tokens)
+    full = "not limited by them" if most is None else f"{most:,} tokens"
+    seen = [f"{layers} layers see {window:,} tokens only" for window, layers in plan.shape.windows if window]
+    lines.append(
+        f"keys and values: {format_gib(plan.kv.token_bytes)} a token{''.join(f' ({words})' for words in seen)}; "
+        f"the longest context is {full}"
+    )
     if not plan.hardware.is_cpu and not plan.hardware.compute_tflops:
         lines.append("the GPU's rate is not known: passes of many tokens may take longer (--tflops)")
     return lines + [f"change {change}" for change in changes(plan, **asked)]
@@ -290,7 +320,7 @@ def to_json(plan: InferencePlan) -> dict[str, Any]:
         "preset": placement.preset.name,
         "bytes": {home: placement.bytes_at(home) for home in ("vram", "ram", "nvme")},
         "vram_bytes": placement.vram_bytes,
-        "kv": {"home": placement.kv_home, "bytes": placement.kv_bytes, "token_bytes": plan.kv_token_bytes},
+        "kv": {"home": placement.kv_home, "bytes": placement.kv_bytes, "token_bytes": plan.kv.token_bytes},
         "context_tokens": placement.context_tokens,
         "first_token_s": {str(n): plan.first_token_s(n) for n in (PROMPT_TOKENS, 8192)},
         "tokens_per_s": {str(c): {str(n): plan.tokens_per_s(n, c) for n in STREAMS} for c in CONTEXTS},

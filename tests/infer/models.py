@@ -43,7 +43,7 @@ def greedy_by_transformers(model, prompt: list[int], count: int) -> list[int]:
 
 class TinyEngine:
     """An engine over `tiny_loaded(family)`; close it. `small`: passes of few tokens run in slots; `backend`: layers are
-    compiled by it."""
+    compiled by it; `tiny`: more for `tiny_runner`."""
 
     def __init__(
         self,
@@ -56,13 +56,16 @@ class TinyEngine:
         page_tokens=4,
         small=False,
         backend=None,
+        tiny=None,
         **fields,
     ):
         self.loaded = loaded or tiny_loaded(family, **fields)
         self.loaded.model.eval()
         self._undo = ExitStack()
         units = discover_units(self.loaded)
-        self.runner, self.cache = tiny_runner(self.loaded, units, way, self._undo, page_tokens=page_tokens)
+        self.runner, self.cache = tiny_runner(
+            self.loaded, units, way, self._undo, page_tokens=page_tokens, **(tiny or {})
+        )
         flow = self.runner.flow
         if backend is not None:
             flow.runner.compiled = CompiledLayers(units, "on", backend=backend, training=False, any_shape=True)

@@ -6,6 +6,7 @@ import pytest
 
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.passes.graphs import rounded_up
+from outcore.sizing.inference import AttentionLimits
 from tests.flow.models import tiny_loaded
 from tests.infer.models import TinyEngine, greedy_by_transformers, prompts_of
 
@@ -30,13 +31,12 @@ def test_slots_say_what_transformers_says(family):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_slots_read_long_rows_in_pieces(family, monkeypatch):
+def test_slots_read_long_rows_in_pieces(family):
     """Rows that see more than may be read together, as at 100,000 tokens of context."""
-    monkeypatch.setattr("outcore.infer.attention.rows.GATHER_NUMEL", 512)
     loaded = tiny_loaded(family)
     prompts = prompts_of(2)
     expected = [greedy_by_transformers(loaded.model.eval(), prompt, 20) for prompt in prompts]
-    one = TinyEngine(family, loaded=loaded, small=True)
+    one = TinyEngine(family, loaded=loaded, small=True, tiny={"limits": AttentionLimits(gathered=256)})
     assert one.greedy(prompts, 20) == expected and slots_used(one)
     one.close()
 

@@ -6,6 +6,7 @@ import pytest
 
 from outcore.flow import StreamUnsupported
 from outcore.infer.opening.check import way_of
+from outcore.sizing.inference import AttentionLimits
 from tests.flow.models import needs, tiny_loaded
 from tests.infer.models import TinyEngine, greedy_by_transformers, prompts_of
 
@@ -63,13 +64,12 @@ def test_more_with_the_models_own_cache(family):
     check(family, "whole")
 
 
-def test_long_prompts_in_pieces(monkeypatch):
-    """A chunk that sees too much for one product: pages before it by the fused kernel, its own with a mask."""
-    monkeypatch.setattr("outcore.infer.attention.paged.PIECE_NUMEL", 64)
-    monkeypatch.setattr("outcore.infer.attention.paged.GATHER_NUMEL", 2048)
-    loaded = tiny_loaded("llama")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_long_prompts_in_pieces(family):
+    """A chunk that sees too much for one product: what is before it a few pages at a time, then its own."""
+    loaded = tiny_loaded(family)
     prompt = [3 + i % 50 for i in range(45)]
     expected = greedy_by_transformers(loaded.model.eval(), prompt, 6)
-    one = TinyEngine("llama", loaded=loaded)
+    one = TinyEngine(family, loaded=loaded, tiny={"limits": AttentionLimits(scores=64, gathered=1024)})
     assert one.greedy([prompt], 6) == [expected]
     one.close()

@@ -10,6 +10,7 @@ import torch
 from outcore.infer import Request, Sampling
 from outcore.infer.cache import open_memory
 from outcore.infer.opening import InferSettings, build, open_engine
+from outcore.sizing.inference import AttentionLimits
 from tests.infer.models import prompts_of, save_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -143,8 +144,7 @@ def test_a_long_context_says_the_same_under_a_cap(tmp_path, monkeypatch):
     """Weights and pages come over the link, each row's pages a few at a time; benchmarks/infer/long_context.py does the
     same with 100,000 tokens of an 8 B shape."""
     save_tiny_model(tmp_path, positions=4096)
-    for room in ("rows", "paged"):
-        monkeypatch.setattr(f"outcore.infer.attention.{room}.GATHER_NUMEL", 1 << 16)
+    monkeypatch.setattr("outcore.infer.attention.paged.AttentionLimits", lambda: AttentionLimits(gathered=1 << 16))
     prompt = tuple((7 * i + i // 3) % 270 for i in range(3000))
     found = []
     place = build.place_inference

@@ -19,6 +19,7 @@ from outcore.sizing.inference import (
     InferenceNeeds,
     InPlaceRates,
     KvSize,
+    LayerSize,
     PartSize,
     compute_in_place,
     place_inference,
@@ -139,7 +140,9 @@ def test_stacks_that_are_multiplied_together_stay_with_the_gpu():
 
 def test_the_cpu_takes_its_share_of_what_travels():
     layers = tuple(PartSize(f"layer {n}", GB, True, 4 * GB) for n in range(12))
-    needs = InferenceNeeds((*layers, PartSize("head", GB, False)), KvSize(((None, 1000),)), 1000, 1000, 2)
+    needs = InferenceNeeds(
+        (*layers, PartSize("head", GB, False)), KvSize(((None, 1000),)), LayerSize(1000, 4000, ()), 1000, 2
+    )
     placement = place_inference(needs, InferenceLimits(12 * GB, 64 * GB), "latency")
     travel = {home.part: home.size_bytes for home in placement.parts if home.home == "ram"}
     rates = InPlaceRates({1: 40.0, 2: 40.0, 4: 20.0, 8: 4.0}, 20.0, 0.0)

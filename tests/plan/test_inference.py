@@ -15,10 +15,12 @@ from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.inference import CPU_LAYER_S, CPU_SPAN_S, plan_inference, words_of
 from outcore.sizing.inference import (
     PRESETS,
+    AttentionSize,
     DoesNotFit,
     InferenceLimits,
     InferenceNeeds,
     KvSize,
+    LayerSize,
     PartSize,
     pairs,
     place_inference,
@@ -30,7 +32,8 @@ def needs(layers: int = 32, layer_mib: int = 416, ends_mib: int = 1000, token_ki
     """About an 8 B model in 16 bits."""
     parts = [PartSize(f"layer {i}", layer_mib * MIB, True) for i in range(layers)]
     ends = [PartSize("embedding", ends_mib * MIB, False), PartSize("head", ends_mib * MIB, False)]
-    return InferenceNeeds((ends[0], *parts, ends[1]), KvSize(((None, token_kib * 1024),)), 4096, 128256, 2)
+    layer = LayerSize(4096, 14336, (AttentionSize(32, 8, 128, 128),))
+    return InferenceNeeds((ends[0], *parts, ends[1]), KvSize(((None, token_kib * 1024),)), layer, 128256, 2)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -101,6 +104,19 @@ def test_scoring_keeps_no_keys_and_values(vram_gib):
 def test_windows_take_no_more_than_they_show():
     kv = KvSize(((None, 1000), (512, 9000)))
     assert kv.sequence_bytes(100_000, 1024) == 100_000 * 1000 + 1536 * 9000
+
+
+def test_layers_with_a_window_need_its_pages_only():
+    shape, laptop = resolve_shape("llama-8b"), load_hardware("rtx4070-laptop")
+    sliding = dataclasses.replace(shape, windows=((None, 4), (1024, 28)))
+    whole, less = (plan_inference(s, laptop, context=100_000) for s in (shape, sliding))
+    one = 4 * 100_000 + 28 * (1024 + less.placement.chunk_tokens)
+    assert less.placement.kv_bytes < whole.placement.kv_bytes
+    assert less.kv.sequence_bytes(100_000, less.placement.chunk_tokens) == one * 2 * 8 * 128 * 2
+    assert less.first_token_s(98_304) < whole.first_token_s(98_304)
+    assert less.most_streams(8192) > whole.most_streams(8192) * less.placement.kv_bytes // whole.placement.kv_bytes
+    text = "\n".join(words_of(less))
+    assert "28 layers see 1,024 tokens only" in text and less.kv.most_tokens(one * 4096, 1024) == 100_000
 
 
 @pytest.mark.parametrize("model", ["llama-8b", "llama-70b"])

@@ -1,6 +1,13 @@
 """Attention over pages of keys and values, exact wherever they live."""
 
-from outcore.infer.attention.exact import AttentionRule, attend_at_once, attend_in_pieces, causal_mask, is_fused
+from outcore.infer.attention.exact import (
+    AttentionRule,
+    attend_at_once,
+    attend_in_pieces,
+    causal_mask,
+    has_fused,
+    is_fused,
+)
 from outcore.infer.attention.paged import PagedAttention, Site, UnknownAttention
 
 __all__ = [
@@ -11,5 +18,6 @@ __all__ = [
     "attend_at_once",
     "attend_in_pieces",
     "causal_mask",
+    "has_fused",
     "is_fused",
 ]

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-PIECE_NUMEL = 1 << 25
-"""Scores of one piece at most: 128 MiB in fp32."""
+IN_ORDER = "in order"
+"""In place of a mask: as many keys as tokens, each of which sees itself and those before it."""
+Piece = tuple[torch.Tensor, torch.Tensor, torch.Tensor | Literal["in order"] | None]
+"""(keys [..., L, K, D], values [..., L, K, E], mask [..., N, L]); without a mask every token sees all of it."""
 
 
 @dataclass(frozen=True)
@@ -78,82 +81,91 @@ def attend_at_once(
         )
     if mask is None:
         mask = torch.ones((count, count), dtype=torch.bool, device=query_BHND.device).tril()
-    groups = heads // num_kv
-    keys, values = keys_BKLD.repeat_interleave(groups, 1), values_BKLE.repeat_interleave(groups, 1)
-    scores = _bent((query_BHND @ keys.transpose(-1, -2)).float() * rule.scaling, rule)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    if rule.sinks_H is not None:
-        sinks = rule.sinks_H.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
-    else:
-        weights = torch.softmax(scores, -1)
-    return weights.to(values.dtype) @ values
+    return attend_in_pieces(query_BHND, [(keys_BKLD.transpose(1, 2), values_BKLE.transpose(1, 2), mask)], rule)
 
 
-def attend_in_pieces(
-    query_HND: torch.Tensor,
-    pieces: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
-    rule: AttentionRule,
-) -> torch.Tensor:
-    """[H, N, E] of one sequence. `pieces`: (keys [L, K, D], values [L, K, E], mask [N, L]) one after another; without a
-    mask every token sees all of the piece, which must be `is_fused`."""
-    heads, count, _ = query_HND.shape
-    device = query_HND.device
-    most = torch.full((heads, count, 1), float("-inf"), device=device)
-    weight = torch.zeros((heads, count, 1), device=device)
+def attend_in_pieces(query_HND: torch.Tensor, pieces: Iterable[Piece], rule: AttentionRule) -> torch.Tensor:
+    """[..., H, N, E], the same for all leading dimensions. Pieces come one after another and are let go before the next
+    is asked for; one that has no mask of its own must be `is_fused`."""
+    sums = (*query_HND.shape[:-1], 1)
+    most = torch.full(sums, float("-inf"), device=query_HND.device)
+    weight = torch.zeros_like(most)
     if rule.sinks_H is not None:
-        most = rule.sinks_H.float().view(-1, 1, 1).expand(heads, count, 1).clone()
-        weight = torch.ones_like(most)
+        most = rule.sinks_H.float().view(-1, 1, 1).expand(sums)
+        weight = torch.ones(sums, device=query_HND.device)
     total: torch.Tensor | None = None
-    for keys_LKD, values_LKE, mask_NL in pieces:
-        num_kv = keys_LKD.shape[1]
-        grouped = query_HND.reshape(num_kv, heads // num_kv * count, -1)
-        if mask_NL is None:
-            part, logarithm = _fused(grouped, keys_LKD, values_LKE, rule)
-            part, logarithm = part.float().reshape(heads, count, -1), logarithm.reshape(heads, count, 1)
-            higher = torch.maximum(most, logarithm)
-            faded, share = torch.exp(most - higher), torch.exp(logarithm - higher)
-            total = part * share if total is None else total * faded + part * share
-            weight, most = weight * faded + share, higher
-            continue
-        scores = (grouped @ keys_LKD.permute(1, 2, 0)).float().view(heads, count, -1) * rule.scaling
-        scores = _bent(scores, rule).masked_fill(~mask_NL, float("-inf"))
-        higher = torch.maximum(most, scores.amax(-1, keepdim=True))
+    for piece in pieces:
+        part, own_weight, own_most = (_fused if piece[2] is None or piece[2] is IN_ORDER else _scored)(
+            query_HND, *piece, rule
+        )
+        del piece
+        higher = torch.maximum(most, own_most)
         base = torch.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: keep exp away from inf - inf
-        shares = torch.exp(scores - base)
-        faded = torch.exp(most - base)
-        part = shares.view(num_kv, -1, shares.shape[-1]).to(values_LKE.dtype) @ values_LKE.transpose(0, 1)
-        part = part.float().view(heads, count, -1)
-        total = part if total is None else total * faded + part
-        weight = weight * faded + shares.sum(-1, keepdim=True)
-        most = higher
+        faded, share = torch.exp(most - base), torch.exp(own_most - base)
+        total = part.mul_(share) if total is None else total.mul_(faded).add_(part.mul_(share))
+        weight, most = weight * faded + own_weight * share, higher
+        del part
     assert total is not None, "attention over nothing"
-    return (total / weight).to(query_HND.dtype)
+    return total.div_(weight).to(query_HND.dtype)
+
+
+def _scored(
+    query_HND: torch.Tensor,
+    keys_LKD: torch.Tensor,
+    values_LKE: torch.Tensor,
+    mask_NL: torch.Tensor,
+    rule: AttentionRule,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(sum of values [..., H, N, E], of weights, logarithm that both are relative to), all fp32, by scores in memory:
+    made in place, in fp32 and once in the values' type."""
+    *batch, heads, count, width = query_HND.shape
+    num_kv = keys_LKD.shape[-2]
+    grouped = query_HND.reshape(*batch, num_kv, heads // num_kv * count, width)
+    keys_KDL = keys_LKD.movedim(-3, -1)
+    scores = (grouped @ keys_KDL).float().view(*batch, heads, count, -1).mul_(rule.scaling)
+    if rule.softcap is not None:
+        scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    scores.masked_fill_(~mask_NL, float("-inf"))
+    most = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(torch.where(most == float("-inf"), 0.0, most)).exp_()
+    of_groups = weights.view(*batch, num_kv, -1, weights.shape[-1]).to(values_LKE.dtype)
+    part = (of_groups @ values_LKE.transpose(-3, -2)).float()
+    return part.view(*batch, heads, count, -1), weights.sum(-1, keepdim=True), most
 
 
 def is_fused(query_HND: torch.Tensor, value_width: int, rule: AttentionRule) -> bool:
     """Whether torch's fused kernel, which keeps no scores, gives such an attention with the logarithm of its weight."""
     width = query_HND.shape[-1]
-    if not rule.is_plain or value_width != width:
-        return False
-    if query_HND.device.type == "cpu":
+    return rule.is_plain and value_width == width and has_fused(query_HND.device, query_HND.dtype, width)
+
+
+def has_fused(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether the device has that kernel for keys of this type and width."""
+    if device.type == "cpu":
         return True
-    fits = query_HND.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
-    return fits and torch.cuda.get_device_capability(query_HND.device) >= (8, 0)
+    fits = dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+    return fits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _fused(
-    query_KND: torch.Tensor, keys_LKD: torch.Tensor, values_LKE: torch.Tensor, rule: AttentionRule
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(attention [K, N, E], logarithm of its weight [K, N]) where every token sees every key."""
-    keys, values = (rows.transpose(0, 1)[None] for rows in (keys_LKD, values_LKE))
-    ops, query = torch.ops.aten, query_KND[None]
-    if query.device.type == "cpu":
-        found = ops._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, False, scale=rule.scaling)
+    query_HND: torch.Tensor,
+    keys_LKD: torch.Tensor,
+    values_LKE: torch.Tensor,
+    order: Literal["in order"] | None,
+    rule: AttentionRule,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `_scored` gives, by torch's kernel, which keeps no scores."""
+    heads, count, width = query_HND.shape
+    keys, values = keys_LKD.transpose(0, 1), values_LKE.transpose(0, 1)
+    if order is None:  # the query heads of a key head as more tokens of it
+        query = query_HND.reshape(len(keys), -1, width)
     else:
-        found = ops._scaled_dot_product_flash_attention(query, keys, values, 0.0, False, False, scale=rule.scaling)
-    return found[0][0], found[1][0].float()
-
-
-def _bent(scores: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    return scores if rule.softcap is None else torch.tanh(scores / rule.softcap) * rule.softcap
+        query = query_HND
+        keys, values = (rows.repeat_interleave(heads // len(rows), 0) for rows in (keys, values))
+    ops, asked = torch.ops.aten, (query[None], keys[None], values[None], 0.0, order is not None)
+    if query.device.type == "cpu":
+        found = ops._scaled_dot_product_flash_attention_for_cpu(*asked, scale=rule.scaling)
+    else:
+        found = ops._scaled_dot_product_flash_attention(*asked, False, scale=rule.scaling)
+    part, most = found[0].float().reshape(heads, count, -1), found[1].float().reshape(heads, count, 1)
+    return part, torch.ones_like(most), most

@@ -10,6 +10,7 @@ Legend: N tokens of the row, H query heads, K key heads, D, E widths of keys and
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,16 +21,18 @@ from torch import nn
 from transformers import AttentionInterface
 
 from outcore.infer.attention.exact import (
-    PIECE_NUMEL,
+    IN_ORDER,
     AttentionRule,
+    Piece,
     attend_at_once,
     attend_in_pieces,
     causal_mask,
     is_fused,
 )
 from outcore.infer.attention.operation import opened, paged_attention
-from outcore.infer.attention.rows import GATHER_NUMEL, attend_rows
+from outcore.infer.attention.rows import attend_rows
 from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, RowTables, Span, first_page
+from outcore.sizing.inference import AttentionLimits, AttentionSize
 
 _numbers = itertools.count()
 
@@ -71,10 +74,11 @@ class PagedAttention:
         cache: KvCache | None,
         *,
         is_deterministic: bool = False,
+        limits: AttentionLimits | None = None,
     ) -> None:
         self.number = next(_numbers)
         self.name = f"outcore_paged_{self.number}"
-        self.cache, self._is_deterministic = cache, is_deterministic
+        self.cache, self._is_deterministic, self._limits = cache, is_deterministic, limits or AttentionLimits()
         self._calls: Sequence[PassTables | RowTables] = ()
         self._place = _Place()
         AttentionInterface.register(self.name, self)
@@ -97,8 +101,8 @@ class PagedAttention:
         if layer < 0:
             place.layer, place.call = 0, 0
 
-    def seen(self, shape: KvShape, window: int | None) -> None:
-        """An attention of this shape is about to be computed; for who only looks."""
+    def seen(self, size: AttentionSize) -> None:
+        """An attention of this size is about to be computed; for who only looks."""
 
     def __call__(
         self,
@@ -125,13 +129,14 @@ class PagedAttention:
         site = (self._place.layer, self._place.ordinal)
         self._place.ordinal += 1
         shape = KvShape(key_KND.shape[0], key_KND.shape[2], value_KNE.shape[2])
-        self.seen(shape, rule.window)
+        is_fused = rule.is_plain and shape.key_width == shape.value_width
+        self.seen(AttentionSize(len(query_HND), *dataclasses.astuple(shape), rule.window, rule.is_plain, is_fused))
         tables = self._calls[self._place.call]
         if isinstance(tables, RowTables):
             assert self.cache is not None
             group = self.cache.group_of(rule.window)
             store = self.cache.store(site, shape, group)
-            return attend_rows(store, group, rule, tables, query_HND, key_KND, value_KNE)
+            return attend_rows(store, group, rule, tables, query_HND, key_KND, value_KNE, self._limits)
         return self._attend(site, shape, rule, tables, query_HND, key_KND, value_KNE)
 
     def _attend(
@@ -159,7 +164,9 @@ class PagedAttention:
             )
             for together in self._together(stored, store, group, rule, tables, query_HND):
                 if together.mask is None:
-                    self._attend_long(together.spans[0], store, group, rule, tables, query_HND, output)
+                    pieces = self._pieces(together.spans[0], store, group, rule, tables, query_HND, key_KND, value_KNE)
+                    here = slice(together.spans[0].row, together.spans[0].row + together.count)
+                    output[here] = attend_in_pieces(query_HND[:, here], pieces, rule).transpose(0, 1)
                 else:
                     self._attend_stored(together, store, rule, query_HND, output)
                     after = self.cache.store_after(site)
@@ -183,9 +190,9 @@ class PagedAttention:
         query, key, value = query_HND[:, here], key_KND[:, here], value_KNE[:, here]
         count = query.shape[1]
         zero = torch.zeros(1, dtype=torch.long, device=query.device)
-        if not rule.is_plain and query.shape[0] * count * count > PIECE_NUMEL:
+        if not rule.is_plain and query.shape[0] * count * count > self._limits.scores:
             whole = causal_mask(zero, count, zero, count, rule.window)[0, 0]
-            step = max(1, PIECE_NUMEL // (query.shape[0] * count))
+            step = max(1, self._limits.scores // (query.shape[0] * count))
             cuts = [slice(at, at + step) for at in range(0, count, step)]
             pieces = ((key[:, c].transpose(0, 1), value[:, c].transpose(0, 1), whole[:, c]) for c in cuts)
             output[here] = attend_in_pieces(query, pieces, rule).transpose(0, 1)
@@ -196,7 +203,7 @@ class PagedAttention:
 
     def _batches(self, spans: list[Span], store: KvStore, rule: AttentionRule, heads: int) -> Iterator[list[Span]]:
         """Spans to be attended together: of one count, of similar length, not too many."""
-        width = store.shape.heads * (store.shape.key_width + store.shape.value_width)
+        limits, width = self._limits, store.shape.width
 
         def kind(span: Span) -> tuple[int, int]:
             return span.count, self._pages_padded(span, store, rule) if self._is_deterministic else 0
@@ -207,7 +214,7 @@ class PagedAttention:
                 padded = self._pages_padded(span, store, rule) * store.page_tokens * (len(batch) + 1)
                 short = batch and self._seen(batch[0], store, rule) * 2 < self._seen(span, store, rule) - 512
                 scores = padded * heads * span.count
-                if batch and (short or padded * width > GATHER_NUMEL or scores > PIECE_NUMEL):
+                if batch and (short or padded * width > limits.gathered or scores > limits.scores):
                     yield batch
                     batch = []
                 batch.append(span)
@@ -261,8 +268,8 @@ class PagedAttention:
         firsts = [first_page(span.start, rule.window, size) for span in batch]
         lasts = [-(-span.length // size) for span in batch]
         most = max(self._pages_padded(span, store, rule) for span in batch)
-        width = store.shape.heads * (store.shape.key_width + store.shape.value_width)
-        if len(batch) == 1 and (most * size * count * heads > PIECE_NUMEL or most * size * width > GATHER_NUMEL):
+        limits, keys = self._limits, most * size
+        if len(batch) == 1 and (keys * count * heads > limits.scores or keys * store.shape.width > limits.gathered):
             return _Together(batch, count)
         rows = tables.at(torch.tensor([span.row + i for span in batch for i in range(count)]), device)
         pages = [
@@ -287,12 +294,12 @@ class PagedAttention:
         """Sequences that go on: all their keys and values are in pages now."""
         assert together.rows is not None and together.pages is not None
         heads, batch = query_HND.shape[0], len(together.spans)
-        keys, values = (x.to(query_HND.dtype) for x in store.read(together.pages, query_HND.device))
+        keys, values = (rows.to(query_HND.dtype) for rows in store.read(together.pages, query_HND.device))
         query = query_HND[:, together.rows].view(heads, batch, together.count, -1).transpose(0, 1)
         found = attend_at_once(query, keys.transpose(1, 2), values.transpose(1, 2), together.mask, rule)
         output.index_copy_(0, together.rows, found.transpose(1, 2).flatten(0, 1))
 
-    def _attend_long(
+    def _pieces(
         self,
         span: Span,
         store: KvStore,
@@ -300,29 +307,33 @@ class PagedAttention:
         rule: AttentionRule,
         tables: PassTables,
         query_HND: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
+        key_KND: torch.Tensor,
+        value_KNE: torch.Tensor,
+    ) -> Iterator[Piece]:
+        """What a sequence sees that is too long for one product. Where no scores have to be kept: what stands before
+        the chunk, then the chunk's own keys and values, which are at hand."""
         size, device = store.page_tokens, query_HND.device
-        here = slice(span.row, span.row + span.count)
+
+        def read(at: int, end: int) -> Iterator[torch.Tensor]:
+            found = store.read(tables.pages_of(span, group, at, end, store.home), device)
+            return (rows.to(query_HND.dtype) for rows in found)
+
+        wide = self._limits.gathered_pages(size * store.shape.width)
+        if rule.window is None and is_fused(query_HND, store.shape.value_width, rule):
+            last = -(-span.start // size)
+            for at in range(0, last, wide):
+                few = min(wide * size, span.start - at * size)
+                yield (*(rows[:few] for rows in read(at, min(at + wide, last))), None)
+            own = (rows[:, span.row : span.row + span.count].transpose(0, 1) for rows in (key_KND, value_KNE))
+            yield (*own, IN_ORDER)
+            return
         first, last = first_page(span.start, rule.window, size), -(-span.length // size)
-        step = max(1, PIECE_NUMEL // (query_HND.shape[0] * span.count * size))
         start = torch.full((1,), span.start, device=device)
-        # Pages before the chunk are seen by all of it: no mask and, in the fused kernel, no scores in memory.
-        fused = rule.window is None and is_fused(query_HND, store.shape.value_width, rule)
-        seen_by_all = span.start // size if fused else first
-        width = store.shape.heads * (store.shape.key_width + store.shape.value_width)
-        wide = max(1, GATHER_NUMEL // 2 // (size * width))
-        cuts = [(at, min(at + wide, seen_by_all), False) for at in range(first, seen_by_all, wide)]
-        cuts += [(at, min(at + step, last), True) for at in range(seen_by_all, last, step)]
-
-        def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-            for at, end, is_masked in cuts:
-                keys, values = store.read(tables.pages_of(span, group, at, end, store.home), device)
-                begin = torch.full((1,), at * size, device=device)
-                mask = causal_mask(start, span.count, begin, len(keys), rule.window)[0, 0] if is_masked else None
-                yield keys.to(query_HND.dtype), values.to(query_HND.dtype), mask
-
-        output[here] = attend_in_pieces(query_HND[:, here], pieces(), rule).transpose(0, 1)
+        step = min(wide, max(1, self._limits.scores // (query_HND.shape[0] * span.count * size)))
+        for at in range(first, last, step):
+            begin, end = torch.full((1,), at * size, device=device), min(at + step, last)
+            mask = causal_mask(start, span.count, begin, (end - at) * size, rule.window)[0, 0]
+            yield (*read(at, end), mask)
 
 
 _IGNORED = frozenset(

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 
 import torch
 
-from outcore.infer.attention.exact import AttentionRule, attend_at_once, attend_in_pieces
+from outcore.infer.attention.exact import AttentionRule, Piece, attend_at_once, attend_in_pieces
 from outcore.infer.cache import KvStore, RowTables
-
-GATHER_NUMEL = 1 << 26
-"""Keys and values read back together at most: 256 MiB in fp32."""
+from outcore.sizing.inference import AttentionLimits
 
 
 def attend_rows(
@@ -26,14 +24,14 @@ def attend_rows(
     query_HND: torch.Tensor,
     key_KND: torch.Tensor,
     value_KNE: torch.Tensor,
+    limits: AttentionLimits,
 ) -> torch.Tensor:
     """[N, H, E], after the rows' own keys and values are stored."""
     store.write(key_KND.transpose(0, 1), value_KNE.transpose(0, 1), tables.slots[group])
     pages, seen, device = tables.pages[group], tables.seen[group], query_HND.device
-    width = store.shape.heads * (store.shape.key_width + store.shape.value_width)
-    step = GATHER_NUMEL // (pages.shape[1] * store.page_tokens * width)
+    wide = limits.gathered_pages(store.page_tokens * store.shape.width)
+    step = wide // pages.shape[1]
     if step == 0:  # one row's keys and values are more than may lie beside the weights
-        wide = max(1, GATHER_NUMEL // (store.page_tokens * width))
         long = [
             attend_in_pieces(query_HND[:, at : at + 1], _pieces(store, pages[at], seen[at, 0], wide, query_HND), rule)
             for at in range(tables.num_rows)
@@ -44,18 +42,19 @@ def attend_rows(
         mask = tables.bias(group, query_HND.shape[0] // store.shape.heads, query_HND.dtype)
     found = []
     for at in range(0, tables.num_rows, step):
-        keys, values = (x.to(query_HND.dtype) for x in store.read(pages[at : at + step], device))
+        keys, values = (rows.to(query_HND.dtype) for rows in store.read(pages[at : at + step], device))
         query = query_HND[:, at : at + step].transpose(0, 1).unsqueeze(2)
         part = attend_at_once(query, keys.transpose(1, 2), values.transpose(1, 2), mask[at : at + step], rule)
+        del keys, values  # before the next are read
         found.append(part.squeeze(2))
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _pieces(
     store: KvStore, pages: torch.Tensor, seen_1L: torch.Tensor, wide: int, query_HND: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+) -> Iterator[Piece]:
     """(keys, values, which of them the row sees) of so many pages at a time."""
     size = store.page_tokens
     for at in range(0, len(pages), wide):
-        keys, values = store.read(pages[at : at + wide], query_HND.device)
-        yield keys.to(query_HND.dtype), values.to(query_HND.dtype), seen_1L[:, at * size : (at + wide) * size]
+        rows = (rows.to(query_HND.dtype) for rows in store.read(pages[at : at + wide], query_HND.device))
+        yield (*rows, seen_1L[:, at * size : (at + wide) * size])

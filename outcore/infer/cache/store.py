@@ -24,10 +24,14 @@ class KvShape:
     key_width: int
     value_width: int
 
+    @property
+    def width(self) -> int:
+        """Numbers of a token's keys and values."""
+        return self.heads * (self.key_width + self.value_width)
+
     def token_bytes(self, dtype: torch.dtype, kv_format: KvFormat) -> int:
         """Bytes that one token takes."""
-        numel = self.heads * (self.key_width + self.value_width)
-        return numel * dtype.itemsize if kv_format == "same" else numel + 2 * self.heads * 4
+        return self.width * dtype.itemsize if kv_format == "same" else self.width + 2 * self.heads * 4
 
 
 class Memory(Protocol):
@@ -121,4 +125,4 @@ def quantized(rows_NHD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantized(rows: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows as they were, but for rounding."""
-    return (rows.float() * scale).to(dtype)
+    return rows.float().mul_(scale).to(dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,11 +13,11 @@ from outcore.common.quantities import GIB, format_gib
 from outcore.flow import CompiledLayers, Flow, Head, ModelParts, PartRunner, discover_units, let_segments_grow
 from outcore.flow.tiles import free_device_bytes
 from outcore.flow.weights import Scratch
-from outcore.infer.attention import PagedAttention
+from outcore.infer.attention import PagedAttention, has_fused
 from outcore.infer.cache import KvCache, KvFormat, open_memory
 from outcore.infer.engine import InferenceEngine, Speech
 from outcore.infer.opening.arrival import ResidentWeights
-from outcore.infer.opening.check import Way, kv_of, use_attention, way_of
+from outcore.infer.opening.check import Way, attentions_of, kv_of, use_attention, way_of
 from outcore.infer.opening.in_place import open_in_place
 from outcore.infer.opening.model import FoundModel, open_model
 from outcore.infer.opening.pages import Shapes, cache_of, kept_of
@@ -26,22 +26,27 @@ from outcore.infer.opening.weights import HostShare, OpenedWeights, StagingSetti
 from outcore.infer.passes import DraftModel, PagedRunner, PassRunner, RunnerLimits, SmallPasses, WholeRunner
 from outcore.infer.schedule import ScheduleLimits, Scheduler
 from outcore.machine import available_ram_bytes
-from outcore.model import shape_from_config
+from outcore.model import LoadedModel, shape_from_config
 from outcore.sizing.inference import (
+    GUESSED_TOKENS,
+    PRESETS,
+    AttentionSize,
     InferenceLimits,
     InferenceNeeds,
     KvSize,
+    LayerSize,
     PartSize,
     Placement,
     RowCost,
     place_inference,
     row_cost_of,
 )
+from outcore.sizing.shape import ModelShape
 
 RAM_LEFT_BYTES = 2 * GIB
 """RAM that stays free for everything else, unless told."""
-DRAFT_TOKENS, DRAFT_ANSWERS = 64, 4
-"""Guessed tokens of a pass; answers at a time that a draft model guesses for."""
+DRAFT_ANSWERS = 4
+"""Answers at a time that a draft model guesses for."""
 DRAFT_SHARES = ("device", "precision", "context", "page_tokens", "vram_gib", "ram_gib", "compile", "deterministic")
 """Settings that a draft model has from the large one."""
 MAX_KINDS = 8
@@ -160,9 +165,11 @@ def open_found(
     way, why = way_of(loaded)
     if why:
         progress(f"sequences run by themselves ({why})")
-    shapes = kv_of(loaded, units) if way == "paged" else {}
-    dtype = units.embed.layout.dtype
-    needs = needs_of(found, units, shapes, dtype, settings.kv_format)
+    attentions = attentions_of(loaded, units) if way == "paged" else {}
+    shapes, dtype = kv_of(attentions), units.embed.layout.dtype
+    shape = _shape_of(found)
+    layer = layer_size(loaded, shape, attentions.values(), device, dtype)
+    needs = needs_of(found, units, shapes, layer, dtype, settings.kv_format)
     limits = limits_of(found, settings, device, way)
     if share is not None:
         limits = shared_limits(limits, needs, share)
@@ -194,7 +201,10 @@ def open_found(
             cache.kept = kept_of(found, settings, shapes, dtype, way, device, progress)
             undo.callback(cache.close_kept)
         passes = _runner(found, flow, cache, placement, settings, way, weights.arrival)
-        scheduler = Scheduler(cache, schedule_limits(placement, settings, way, _row_cost(found, needs)))
+        scheduler = Scheduler(
+            cache,
+            schedule_limits(placement, settings, way, RowCost() if shape is None else row_cost_of(shape, needs.kv)),
+        )
         context = min(n for n in (found.max_context, placement.context_tokens) if n is not None)
         speech = Speech(found.tokenizer, found.end_tokens, loaded.facts.vocab_size, context)
         drafts = None if draft is None else _draft_model(draft, found, settings, way)
@@ -250,7 +260,7 @@ def precision_of(settings: InferSettings, device: torch.device) -> str:
 
 
 def needs_of(
-    found: FoundModel, units: ModelParts, shapes: Shapes, dtype: torch.dtype, kv_format: KvFormat
+    found: FoundModel, units: ModelParts, shapes: Shapes, layer: LayerSize, dtype: torch.dtype, kv_format: KvFormat
 ) -> InferenceNeeds:
     """Bytes of the parts, and of a token's keys and values."""
     layers = {part.index for part in units.layer_units}
@@ -270,7 +280,7 @@ def needs_of(
     facts = found.loaded.facts
     if not by_window:  # states of their own: no more than keys and values of every layer would be
         by_window = ((None, 2 * facts.hidden_size * facts.num_layers * dtype.itemsize),)
-    return InferenceNeeds(parts, KvSize(by_window), facts.hidden_size, facts.vocab_size, dtype.itemsize)
+    return InferenceNeeds(parts, KvSize(by_window), layer, facts.vocab_size, dtype.itemsize, kv_format != "same")
 
 
 def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, way: Way) -> InferenceLimits:
@@ -289,33 +299,67 @@ def limits_of(found: FoundModel, settings: InferSettings, device: torch.device, 
                 f"kv_home {kv_home}: this model keeps states of its own, which stay on the GPU. Leave it out."
             )
         kv_home = "vram"
-    rule_context = context or found.max_context
+    if context is None and found.max_context is not None:
+        context = min(PRESETS[settings.preset].context_tokens, found.max_context)
+    whole = None if way == "paged" else context or PRESETS[settings.preset].context_tokens  # prompts are not cut
     return InferenceLimits(
         vram,
         max(0, ram),
         bool(settings.nvme_path),
-        context if context is not None else (min(8192, rule_context) if rule_context else None),
+        context,
         settings.max_sequences,
-        settings.pass_tokens,
-        settings.chunk_tokens,
+        whole or settings.pass_tokens,
+        whole or settings.chunk_tokens,
         kv_home,
         settings.kv_bytes,
         settings.num_layer_buffers,
         settings.scores_only,
+        _guessed_tokens(settings, way),
+        has_graphs=way == "paged" and _runs_graphs(settings),
     )
 
 
-def _row_cost(found: FoundModel, needs: InferenceNeeds) -> RowCost:
-    """What attention adds to a token; nothing where the model's layers cannot be counted."""
+def _guessed_tokens(settings: InferSettings, way: Way) -> int:
+    """Guesses of a pass at most."""
+    if way == "whole":
+        return 0
+    return GUESSED_TOKENS if settings.draft_tokens is None else settings.draft_tokens
+
+
+def _runs_graphs(settings: InferSettings) -> bool:
+    """Whether small passes run as CUDA graphs. Where results may not depend on company, products keep one size;
+    padding to slots would change it."""
+    return settings.compile != "off" and not settings.deterministic
+
+
+def _shape_of(found: FoundModel) -> ModelShape | None:
+    """None where the model's layers cannot be counted."""
     try:
-        return row_cost_of(shape_from_config(found.words, found.loaded.config), needs.kv)
+        return shape_from_config(found.words, found.loaded.config)
     except (ValueError, RuntimeError):
-        return RowCost()
+        return None
+
+
+def layer_size(
+    loaded: LoadedModel,
+    shape: ModelShape | None,
+    attentions: Iterable[AttentionSize],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> LayerSize:
+    """Widths of its layers; where they cannot be counted, those of a usual one."""
+    hidden = loaded.facts.hidden_size
+    sizes = {replace(a, is_fused=a.is_fused and has_fused(device, dtype, a.key_width)) for a in attentions}
+    if shape is None:
+        return LayerSize(hidden, 4 * hidden, tuple(sizes) or (AttentionSize(1, 1, hidden, hidden),))
+    usual = AttentionSize(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim)
+    has_biases = any("experts." in name and name.endswith("bias") for name, _ in loaded.model.named_parameters())
+    return LayerSize(hidden, shape.ffn_width, tuple(sizes) or (usual,), shape.experts_per_token, has_biases)
 
 
 def schedule_limits(placement: Placement, settings: InferSettings, way: Way, row_cost: RowCost) -> ScheduleLimits:
     """How passes are filled."""
-    drafts = DRAFT_TOKENS if settings.draft_tokens is None else settings.draft_tokens
+    drafts = _guessed_tokens(settings, way)
     if way == "whole":
         context = placement.context_tokens
         return ScheduleLimits(placement.max_sequences, context, context, 0, whole_chunks=True)
@@ -332,14 +376,14 @@ def _runner(
     way: Way,
     arrival: ResidentWeights,
 ) -> PassRunner:
-    limits, device = RunnerLimits(placement.chunk_tokens, is_deterministic=settings.deterministic), flow.device
+    sizes, device = (placement.chunk_tokens, placement.pass_tokens), flow.device
+    limits = RunnerLimits(*sizes, is_deterministic=settings.deterministic)
     if way == "whole":
         return WholeRunner(flow, found.loaded, limits, device)
     attention = PagedAttention(cache, is_deterministic=settings.deterministic)
     use_attention(found.loaded.model, attention.name)
     flow.units.isolation = "position_ids"
     small = None
-    # Where results may not depend on company, products keep one size; padding to slots would change it.
-    if device.type == "cuda" and settings.compile != "off" and not settings.deterministic:
+    if device.type == "cuda" and _runs_graphs(settings):
         small = SmallPasses(flow, attention, cache, device, is_on_cpu=arrival.is_on_cpu)
     return PagedRunner(flow, attention, limits, device, small=small, expect=arrival.expect)

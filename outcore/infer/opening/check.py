@@ -7,7 +7,7 @@ not used; a model that neither serves is refused. Cost: about a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from outcore.infer.requests import Request, Sampling, TextStream
 from outcore.infer.schedule import Clock, Sequence, Work
 from outcore.model import LoadedModel
 from outcore.model.forward import unwrap
+from outcore.sizing.inference import AttentionLimits, AttentionSize
 from outcore.staging.pool import HostMemory, SmallCopies
 
 Way = Literal["paged", "whole"]
@@ -113,7 +114,15 @@ def _sequence(number: int, text: list[int], cache: KvCache) -> Sequence:
 
 
 def tiny_runner(
-    tiny: LoadedModel, units: ModelParts, way: Way, undo: ExitStack, *, page_tokens: int = 4
+    tiny: LoadedModel,
+    units: ModelParts,
+    way: Way,
+    undo: ExitStack,
+    *,
+    page_tokens: int = 4,
+    num_pages: int = 64,
+    call_tokens: int = 64,
+    limits: AttentionLimits | None = None,
 ) -> tuple[PassRunner, KvCache]:
     """A runner of a model that is whole in RAM, as it is; also for tests."""
     homes = WeightHomes(units.all, HostMemory(), {part.index: part.layout.home_numel for part in units.all}, None)
@@ -123,29 +132,29 @@ def tiny_runner(
     flow = Flow(runner, Head(runner, vocab_size=tiny.facts.vocab_size), arrival, CPU)
     if way == "whole":
         cache = KvCache(CacheSettings((GroupPlan(None, 64),), page_tokens, torch.float32, shares_prefixes=False))
-        return WholeRunner(flow, tiny, RunnerLimits(call_tokens=64), CPU), cache
-    windows = kv_of(tiny, units)
-    groups = tuple(GroupPlan(window, 64) for window in windows)
+        return WholeRunner(flow, tiny, RunnerLimits(call_tokens=call_tokens), CPU), cache
+    windows = kv_of(attentions_of(tiny, units))
+    groups = tuple(GroupPlan(window, num_pages) for window in windows)
     cache = KvCache(CacheSettings(groups, page_tokens, torch.float32))
-    attention = PagedAttention(cache)
+    attention = PagedAttention(cache, limits=limits)
     undo.callback(attention.close)
     use_attention(tiny.model, attention.name)
     units.isolation = "position_ids"
-    return PagedRunner(flow, attention, RunnerLimits(call_tokens=64), CPU), cache
+    return PagedRunner(flow, attention, RunnerLimits(call_tokens=call_tokens), CPU), cache
 
 
 class _Seen(Exception):
     """Ends a layer once its attention has been called."""
 
 
-def kv_of(loaded: LoadedModel, units: ModelParts) -> dict[int | None, dict[int, KvShape]]:
-    """Widths by window of each layer's keys and values: each kind of layer is run up to its attention, on two
-    tokens. UnknownAttention or StreamUnsupported where a layer's attention is not seen."""
-    seen: list[tuple[int | None, KvShape]] = []
+def attentions_of(loaded: LoadedModel, units: ModelParts) -> dict[int, AttentionSize]:
+    """The attention of each layer: each kind of layer is run up to it, on two tokens. UnknownAttention or
+    StreamUnsupported where it is not seen."""
+    seen: list[AttentionSize] = []
 
     class Watch(PagedAttention):
-        def seen(self, shape: KvShape, window: int | None) -> None:
-            seen.append((window, shape))
+        def seen(self, size: AttentionSize) -> None:
+            seen.append(size)
             raise _Seen
 
     watch = Watch(None)
@@ -156,13 +165,12 @@ def kv_of(loaded: LoadedModel, units: ModelParts) -> dict[int | None, dict[int, 
         batch = {"input_ids": torch.zeros((1, 2), dtype=torch.long), "position_ids": torch.arange(2)[None]}
         with torch.no_grad():
             log = units.record(batch)
-            kinds: dict[int, tuple[int | None, KvShape]] = {}
-            found: dict[int | None, dict[int, KvShape]] = {}
+            kinds: dict[int, AttentionSize] = {}
+            found: dict[int, AttentionSize] = {}
             for index, kind in enumerate(alike(units.layers)):
                 if kind not in kinds:
                     kinds[kind] = _first_call(units, index, log, watch, seen)
-                window, shape = kinds[kind]
-                found.setdefault(window, {})[index] = shape
+                found[index] = kinds[kind]
     finally:
         units.isolation = isolation
         for put_back in before:
@@ -171,9 +179,18 @@ def kv_of(loaded: LoadedModel, units: ModelParts) -> dict[int | None, dict[int, 
     return found
 
 
+def kv_of(attentions: Mapping[int, AttentionSize]) -> dict[int | None, dict[int, KvShape]]:
+    """Widths by window of each layer's keys and values."""
+    found: dict[int | None, dict[int, KvShape]] = {}
+    for layer, size in attentions.items():
+        shape = KvShape(size.kv_heads, size.key_width, size.value_width)
+        found.setdefault(size.window, {})[layer] = shape
+    return found
+
+
 def _first_call(
-    units: ModelParts, index: int, log: Any, watch: PagedAttention, seen: list[tuple[int | None, KvShape]]
-) -> tuple[int | None, KvShape]:
+    units: ModelParts, index: int, log: Any, watch: PagedAttention, seen: list[AttentionSize]
+) -> AttentionSize:
     watch.begin([PassTables([Span(SequencePages([]), 0, 2, 0)], 1, SmallCopies(CPU))])
     seen.clear()
     call = log.call(index)

@@ -25,12 +25,11 @@ from outcore.flow import Flow, HeadInput, Part
 from outcore.infer.attention import PagedAttention
 from outcore.infer.cache import KvCache, RowTables, SequencePages, first_page
 from outcore.infer.schedule import Work
+from outcore.sizing.inference import GRAPH_ROWS
 from outcore.staging.pool import SmallCopies
 
 logger = logging.getLogger(__name__)
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-"""Sizes of slots; padding costs nothing while weights are what a pass waits for."""
 MAX_SLOTS = 48
 """The least recently used goes: its tables and graphs (about 0.1 MB a layer) do."""
 ROW_KEYS, SPAN_KEYS = 1 << 18, 1 << 15
@@ -197,7 +196,7 @@ class SmallPasses:
     def _size(self, works: Sequence[Work]) -> tuple[int, ...] | None:
         """(rows, pages of each group) of the slot that holds these; None: none does."""
         total = sum(work.count for work in works)
-        num_rows = next((count for count in ROWS if count >= total), None)
+        num_rows = next((count for count in GRAPH_ROWS if count >= total), None)
         if num_rows is None:
             return None
         page_tokens, pages = self.cache.settings.page_tokens, []

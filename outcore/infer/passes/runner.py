@@ -63,7 +63,7 @@ class RunnerLimits:
 
     call_tokens: int = 1024
     """Tokens of one call of a layer."""
-    score_tokens: int = 65536
+    score_tokens: int = 16384
     """Tokens of all texts that are scored in one pass."""
     is_deterministic: bool = False
 

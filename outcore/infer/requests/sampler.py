@@ -15,9 +15,7 @@ import torch
 
 from outcore.infer.requests.draws import uniform
 from outcore.infer.requests.sampling import Sampling
-
-DRAWN_AT_ONCE = 32
-"""Rows sorted together: each takes about 44 bytes for every token of the vocabulary meanwhile."""
+from outcore.sizing.inference import DRAWN_ROWS
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,8 @@ def choose(logits_RV: torch.Tensor, rows: Sequence[Row], send: Send | None = Non
     if greedy:
         for i, token in zip(greedy, _rows_at(adjusted, greedy, send).argmax(-1).tolist(), strict=True):
             tokens[i] = token
-    for start in range(0, len(drawn), DRAWN_AT_ONCE):
-        some = drawn[start : start + DRAWN_AT_ONCE]
+    for start in range(0, len(drawn), DRAWN_ROWS):
+        some = drawn[start : start + DRAWN_ROWS]
         found = _draw(_rows_at(adjusted, some, send).float(), [rows[i] for i in some], send)
         for i, token in zip(some, found, strict=True):
             tokens[i] = token

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from outcore.common.quantities import format_gib
+from outcore.sizing.inference.pass_bytes import GUESSED_TOKENS, LayerSize, PassSize, pass_bytes
 
 PresetName = Literal["balanced", "latency", "throughput"]
 Home = Literal["vram", "ram", "nvme"]
@@ -29,10 +30,9 @@ OPEN_TOKENS = 64
 """Tokens of each answer whose keys and values are in RAM until their page is full."""
 SCORING_TOKENS = 256
 """Tokens that pages are kept for where texts are scored only: enough to try the engine out."""
-DRAWN_ROWS, DRAWN_BYTES = 32, 44
-"""Rows of logits that are sorted together to draw tokens, and bytes for every token of the vocabulary in each."""
-HIDDEN_COPIES = 14
-"""Rows of hidden size that a layer holds per token at its peak: queries, keys, values, gate and up (wider), results."""
+SCORED_PASS_TOKENS, SCORED_CALL_TOKENS = 16384, 4096
+"""Of texts that are scored only: tokens that share a pass, enough to hide the weights' way, and the longest text that
+is counted on."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,21 @@ class KvSize:
             for window, size in self.bytes_by_window
         )
 
+    def read_bytes(self, tokens: float, sequences: float, rows: float) -> float:
+        """Bytes that a pass of so many rows reads, where sequences have so many tokens together."""
+        return sum(
+            size * (tokens if window is None else min(tokens, max(1, sequences) * window + rows))
+            for window, size in self.bytes_by_window
+        )
+
+    def most_tokens(self, n_bytes: int, chunk_tokens: int) -> int | None:
+        """The longest sequence that so many bytes hold; None: windows alone set no limit."""
+        whole = sum(size for window, size in self.bytes_by_window if window is None)
+        kept = sum(size * (window + chunk_tokens) for window, size in self.bytes_by_window if window is not None)
+        if not whole:
+            return None
+        return n_bytes // self.token_bytes if n_bytes < kept else (n_bytes - kept) // whole
+
 
 @dataclass(frozen=True)
 class InferenceNeeds:
@@ -102,10 +117,12 @@ class InferenceNeeds:
 
     parts: tuple[PartSize, ...]
     kv: KvSize
-    hidden_size: int
+    layer: LayerSize
     vocab_size: int
     itemsize: int
     """Bytes of a number in the weights' type."""
+    is_packed_kv: bool = False
+    """Whether keys and values are stored in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +142,9 @@ class InferenceLimits:
     num_buffers: int = 3
     scores_only: bool = False
     """Texts are scored, which keeps no keys and values."""
+    guessed_tokens: int = GUESSED_TOKENS
+    has_graphs: bool = True
+    """Whether a GPU runs passes of few tokens as CUDA graphs."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +223,14 @@ def place_inference(needs: InferenceNeeds, limits: InferenceLimits, preset: str 
     pass_tokens = limits.pass_tokens or max(rule.pass_tokens, chunk)
     context = limits.context_tokens or rule.context_tokens
     if limits.scores_only:
-        kept = replace(limits, scores_only=False, context_tokens=min(context, SCORING_TOKENS), max_sequences=1)
+        kept = replace(
+            limits,
+            scores_only=False,
+            context_tokens=min(context, SCORING_TOKENS),
+            max_sequences=1,
+            pass_tokens=limits.pass_tokens or max(SCORED_PASS_TOKENS, chunk),
+            chunk_tokens=limits.chunk_tokens or max(chunk, min(context, SCORED_CALL_TOKENS)),
+        )
         placed = place_inference(needs, kept, preset)
         reason = "texts are scored only: no room is made for keys and values of answers"
         return replace(placed, context_tokens=context, reasons=(*placed.reasons, reason))
@@ -232,15 +259,17 @@ def _on_drive_words(one: int) -> str:
     return f"keys and values live on NVMe: {format_gib(one)} of one context would not fit in RAM"
 
 
-def work_bytes(needs: InferenceNeeds, chunk: int, pass_tokens: int, sequences: int) -> int:
-    """What a pass holds beside weights and cache: a layer's intermediates, all rows' hidden states, logits."""
-    hidden = needs.hidden_size * needs.itemsize
-    logits = needs.vocab_size * (sequences * 4 + min(sequences, DRAWN_ROWS) * DRAWN_BYTES)
-    return chunk * hidden * HIDDEN_COPIES + 2 * pass_tokens * hidden + logits
-
-
-def _expansion_bytes(needs: InferenceNeeds) -> int:
-    return max((part.expanded_bytes for part in needs.parts), default=0)
+def work_bytes(needs: InferenceNeeds, size: PassSize, *, has_graphs: bool) -> int:
+    """What a pass holds beside weights and cache: its own tensors, and the buffer that packed parts are expanded in."""
+    own = pass_bytes(
+        needs.layer,
+        needs.vocab_size,
+        size,
+        needs.itemsize,
+        is_packed_kv=needs.is_packed_kv,
+        has_graphs=has_graphs,
+    )
+    return own + max((part.expanded_bytes for part in needs.parts), default=0)
 
 
 def _on_cpu(
@@ -248,7 +277,8 @@ def _on_cpu(
 ) -> Placement:
     sequences, chunk, pass_tokens, context = sizes
     weights = sum(part.size_bytes for part in needs.parts)
-    work = work_bytes(needs, chunk, pass_tokens, sequences) + _expansion_bytes(needs)
+    size = PassSize(pass_tokens, chunk, context, sequences, limits.guessed_tokens)
+    work = work_bytes(needs, size, has_graphs=False)
     reasons = []
     kv = limits.kv_bytes or kv_wanted_bytes(needs, sequences, chunk, context)
     one = needs.kv.sequence_bytes(context, chunk)
@@ -287,7 +317,8 @@ def _on_gpu(
     layers = [part.size_bytes for part in needs.parts if part.is_layer]
     ends = [part.size_bytes for part in needs.parts if not part.is_layer]
     weights = sum(layers) + sum(ends)
-    work = work_bytes(needs, chunk, pass_tokens, sequences) + _expansion_bytes(needs)
+    size = PassSize(pass_tokens, chunk, context, sequences, limits.guessed_tokens)
+    work = work_bytes(needs, size, has_graphs=limits.has_graphs)
     reasons: list[str] = []
     num_buffers = min(limits.num_buffers, len(layers))
     while num_buffers > 2 and work + num_buffers * max(layers) + max(ends) > total:

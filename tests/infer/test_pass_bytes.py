@@ -1,0 +1,93 @@
+"""Bytes that the allocator gives during a pass, beside those that the placement counts on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from outcore.flow import discover_units
+from outcore.infer.opening.build import layer_size
+from outcore.infer.opening.check import CPU, attentions_of
+from outcore.infer.requests import Request, Sampling
+from outcore.infer.schedule import ScheduleLimits
+from outcore.model import shape_from_config
+from outcore.sizing.inference import AttentionLimits, PassSize, pass_bytes
+from tests.flow.models import tiny_loaded
+from tests.infer.models import TinyEngine
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PAGE = 16
+WIDTHS = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 8192,
+}
+SHORT, LONG = AttentionLimits(1 << 18, 1 << 16), AttentionLimits(1 << 20, 1 << 20)
+
+
+def peak_bytes(function) -> int:
+    """Most bytes of torch's allocator above those at the start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        function()
+    now = most = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+CASES = {
+    # family, tokens of the prompt, of the pass, of a chunk, limits, more fields
+    "pieces": ("llama", 4000, 512, 256, SHORT, {}),
+    "few tokens over many pages": ("llama", 16 * 256 + 31, 32, 32, LONG, {}),
+    "short prompt": ("llama", 500, 512, 256, LONG, {}),
+    "wide feed-forward": ("llama", 256, 256, 256, LONG, {"intermediate_size": 2816}),
+    "many chunks wait": ("llama", 4000, 2048, 64, SHORT, {}),
+    "large vocabulary": ("llama", 128, 128, 128, SHORT, {"vocab_size": 60000}),
+    "scores in memory": ("gemma2", 2000, 256, 256, AttentionLimits(1 << 19, 1 << 16), {"sliding_window": 512}),
+    "experts": ("qwen3_moe", 1000, 256, 256, SHORT, {"moe_intermediate_size": 704}),
+    "sinks": ("gpt_oss", 2000, 256, 256, AttentionLimits(1 << 19, 1 << 16), {"sliding_window": 128}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_counted_bytes_hold_what_a_pass_takes(name):
+    family, prompt, tokens, chunk, limits, fields = CASES[name]
+    loaded = tiny_loaded(family, **{**WIDTHS, **fields})
+    attentions = attentions_of(loaded, discover_units(loaded)).values()
+    tiny = {"num_pages": prompt // PAGE + 8, "call_tokens": chunk, "limits": limits}
+    one = TinyEngine(
+        family, loaded=loaded, speculates=False, page_tokens=PAGE, limits=ScheduleLimits(4, tokens, chunk, 0), tiny=tiny
+    )
+    one.engine.speech = one.engine.speech.__class__(one.engine.speech.tokenizer, frozenset(), 10**6, None)
+    ids = torch.randint(2, 100, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def answer(length: int) -> None:
+        sampling = Sampling(temperature=1, seed=1, max_tokens=2, ignore_eos=True, logprobs=2)
+        if name == "large vocabulary":
+            one.engine.score([ids[:length]])
+            return
+        list(one.engine.generate([Request(f"{length}", tuple(ids[:length]), sampling)]))
+        one.cache.clear_prefixes()
+
+    answer(min(prompt, 2 * chunk))  # what is made once
+    measured = peak_bytes(lambda: answer(prompt))
+    layer = layer_size(loaded, shape_from_config("tiny", loaded.config), attentions, CPU, torch.float32)
+    size = PassSize(tokens, chunk, prompt + 2, 1, 0)
+    counted = pass_bytes(layer, loaded.facts.vocab_size, size, 4, limits=limits)
+    one.close()
+    assert measured <= counted <= 1.2 * measured
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen2"])
+def test_the_plan_knows_the_windows_that_layers_have(family):
+    loaded = tiny_loaded(family)
+    seen = [size.window for size in attentions_of(loaded, discover_units(loaded)).values()]
+    planned = shape_from_config("tiny", loaded.config).windows or ((None, len(seen)),)
+    assert {window: seen.count(window) for window in seen} == dict(planned)
