@@ -32,7 +32,7 @@ from outcore.infer.attention.exact import (
 from outcore.infer.attention.operation import opened, paged_attention
 from outcore.infer.attention.rows import attend_rows
 from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, RowTables, Span, first_page
-from outcore.sizing.inference import AttentionLimits, AttentionSize
+from outcore.sizing.pass_bytes import AttentionLimits, AttentionSize
 
 _numbers = itertools.count()
 

@@ -13,7 +13,7 @@ import torch
 
 from outcore.infer.attention.exact import AttentionRule, Piece, attend_at_once, attend_in_pieces
 from outcore.infer.cache import KvStore, RowTables
-from outcore.sizing.inference import AttentionLimits
+from outcore.sizing.pass_bytes import AttentionLimits
 
 
 def attend_rows(

@@ -28,19 +28,17 @@ from outcore.infer.schedule import ScheduleLimits, Scheduler
 from outcore.machine import available_ram_bytes
 from outcore.model import LoadedModel, shape_from_config
 from outcore.sizing.inference import (
-    GUESSED_TOKENS,
     PRESETS,
-    AttentionSize,
     InferenceLimits,
     InferenceNeeds,
     KvSize,
-    LayerSize,
     PartSize,
     Placement,
     RowCost,
     place_inference,
     row_cost_of,
 )
+from outcore.sizing.pass_bytes import GUESSED_TOKENS, AttentionSize, LayerSize
 from outcore.sizing.shape import ModelShape
 
 RAM_LEFT_BYTES = 2 * GIB

@@ -17,7 +17,11 @@ from outcore.flow.weights import InPlaceProducts, PackedWeight
 from outcore.formats import PackedProducts, PackedSpec
 from outcore.infer.opening.settings import InferSettings
 from outcore.optim import ExtensionUnavailable, default_num_threads
-from outcore.sizing.inference import InPlaceRates, Placement, compute_in_place
+from outcore.sizing.inference import (
+    InPlaceRates,
+    Placement,
+    compute_in_place,
+)
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 TRIAL_NUMEL = 1 << 22

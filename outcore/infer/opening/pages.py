@@ -12,7 +12,10 @@ from outcore.infer.opening.check import Way
 from outcore.infer.opening.identity import bytes_of
 from outcore.infer.opening.model import FoundModel
 from outcore.infer.opening.settings import InferSettings
-from outcore.sizing.inference import InferenceNeeds, Placement
+from outcore.sizing.inference import (
+    InferenceNeeds,
+    Placement,
+)
 
 PREFIX_GIB = 8.0
 """On the drive for beginnings of prompts, unless told."""

@@ -13,7 +13,11 @@ from outcore.flow import FixedWeights, ModelParts, Part
 from outcore.flow.weights import Expansion, InPlaceProducts, Scratch, WeightHomes, WeightPrefetcher
 from outcore.infer.opening.arrival import ResidentWeights
 from outcore.model.weights import WeightFeed
-from outcore.sizing.inference import InferenceLimits, InferenceNeeds, Placement
+from outcore.sizing.inference import (
+    InferenceLimits,
+    InferenceNeeds,
+    Placement,
+)
 from outcore.sizing.streaming import NUM_SLOTS, SLOT_BYTES
 from outcore.staging import LaneSettings, PinnedPool, UploadLane
 from outcore.staging.pool import CudaRuntime, HostMemory, refusal_is_harmless

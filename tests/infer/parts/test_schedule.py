@@ -6,7 +6,10 @@ import pytest
 
 from outcore.infer.requests import Request, Sampling
 from outcore.infer.schedule import ScheduleLimits
-from outcore.sizing.inference import RowCost, pairs
+from outcore.sizing.inference import (
+    RowCost,
+    pairs,
+)
 from tests.flow.models import tiny_loaded
 from tests.infer.models import TinyEngine, greedy_by_transformers
 
