@@ -19,17 +19,19 @@ from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.hardware import Hardware
 from outcore.plan.terms.traffic import Pass
 from outcore.sizing.inference import (
+    GRAPH_ROWS,
     PRESETS,
+    AttentionSize,
     DoesNotFit,
     InferenceLimits,
     InferenceNeeds,
     KvSize,
+    LayerSize,
     PartSize,
     Placement,
     pairs,
     place_inference,
 )
-from outcore.sizing.pass_bytes import GRAPH_ROWS, AttentionSize, LayerSize
 from outcore.sizing.shape import ModelShape
 from outcore.sizing.states import QUANTIZED
 

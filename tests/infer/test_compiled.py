@@ -6,7 +6,7 @@ import pytest
 
 from outcore.infer.opening import InferSettings, open_engine
 from outcore.infer.passes.graphs import rounded_up
-from outcore.sizing.pass_bytes import AttentionLimits
+from outcore.sizing.inference import AttentionLimits
 from tests.flow.models import tiny_loaded
 from tests.infer.models import TinyEngine, greedy_by_transformers, prompts_of
 

@@ -6,7 +6,7 @@ import pytest
 
 from outcore.flow import StreamUnsupported
 from outcore.infer.opening.check import way_of
-from outcore.sizing.pass_bytes import AttentionLimits
+from outcore.sizing.inference import AttentionLimits
 from tests.flow.models import needs, tiny_loaded
 from tests.infer.models import TinyEngine, greedy_by_transformers, prompts_of
 

@@ -10,7 +10,7 @@ import torch
 from outcore.infer import Request, Sampling
 from outcore.infer.cache import open_memory
 from outcore.infer.opening import InferSettings, build, open_engine
-from outcore.sizing.pass_bytes import AttentionLimits
+from outcore.sizing.inference import AttentionLimits
 from tests.infer.models import prompts_of, save_tiny_model
 
 pytestmark = pytest.mark.gpu

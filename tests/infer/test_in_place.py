@@ -19,11 +19,11 @@ from outcore.sizing.inference import (
     InferenceNeeds,
     InPlaceRates,
     KvSize,
+    LayerSize,
     PartSize,
     compute_in_place,
     place_inference,
 )
-from outcore.sizing.pass_bytes import LayerSize
 from tests.infer.models import prompts_of, save_tiny_model
 
 CPU = torch.device("cpu")

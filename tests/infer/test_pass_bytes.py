@@ -12,7 +12,7 @@ from outcore.infer.opening.check import CPU, attentions_of
 from outcore.infer.requests import Request, Sampling
 from outcore.infer.schedule import ScheduleLimits
 from outcore.model import shape_from_config
-from outcore.sizing.pass_bytes import AttentionLimits, PassSize, pass_bytes
+from outcore.sizing.inference import AttentionLimits, PassSize, pass_bytes
 from tests.flow.models import tiny_loaded
 from tests.infer.models import TinyEngine
 

@@ -15,16 +15,17 @@ from outcore.plan.constants import ATTENTION_SHARE
 from outcore.plan.inference import CPU_LAYER_S, CPU_SPAN_S, plan_inference, words_of
 from outcore.sizing.inference import (
     PRESETS,
+    AttentionSize,
     DoesNotFit,
     InferenceLimits,
     InferenceNeeds,
     KvSize,
+    LayerSize,
     PartSize,
     pairs,
     place_inference,
     row_cost_of,
 )
-from outcore.sizing.pass_bytes import AttentionSize, LayerSize
 
 
 def needs(layers: int = 32, layer_mib: int = 416, ends_mib: int = 1000, token_kib: int = 128) -> InferenceNeeds:

@@ -95,10 +95,12 @@ def attend_in_pieces(query_HND: torch.Tensor, pieces: Iterable[Piece], rule: Att
         weight = torch.ones(sums, device=query_HND.device)
     total: torch.Tensor | None = None
     for piece in pieces:
-        part, own_weight, own_most = (_fused if piece[2] is None or piece[2] is IN_ORDER else _scored)(
-            query_HND, *piece, rule
-        )
-        del piece
+        keys, values, mask = piece
+        if isinstance(mask, torch.Tensor):
+            part, own_weight, own_most = _scored(query_HND, keys, values, mask, rule)
+        else:
+            part, own_weight, own_most = _fused(query_HND, keys, values, mask, rule)
+        del piece, keys, values, mask
         higher = torch.maximum(most, own_most)
         base = torch.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: keep exp away from inf - inf
         faded, share = torch.exp(most - base), torch.exp(own_most - base)

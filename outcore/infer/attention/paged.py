@@ -10,7 +10,6 @@ Legend: N tokens of the row, H query heads, K key heads, D, E widths of keys and
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,9 +29,9 @@ from outcore.infer.attention.exact import (
     is_fused,
 )
 from outcore.infer.attention.operation import opened, paged_attention
-from outcore.infer.attention.rows import attend_rows
+from outcore.infer.attention.rows import attend_rows, read_like
 from outcore.infer.cache import KvCache, KvShape, KvStore, PassTables, RowTables, Span, first_page
-from outcore.sizing.pass_bytes import AttentionLimits, AttentionSize
+from outcore.sizing.inference import AttentionLimits, AttentionSize
 
 _numbers = itertools.count()
 
@@ -130,7 +129,8 @@ class PagedAttention:
         self._place.ordinal += 1
         shape = KvShape(key_KND.shape[0], key_KND.shape[2], value_KNE.shape[2])
         is_fused = rule.is_plain and shape.key_width == shape.value_width
-        self.seen(AttentionSize(len(query_HND), *dataclasses.astuple(shape), rule.window, rule.is_plain, is_fused))
+        sizes = shape.heads, shape.key_width, shape.value_width
+        self.seen(AttentionSize(len(query_HND), *sizes, rule.window, rule.is_plain, is_fused))
         tables = self._calls[self._place.call]
         if isinstance(tables, RowTables):
             assert self.cache is not None
@@ -294,7 +294,7 @@ class PagedAttention:
         """Sequences that go on: all their keys and values are in pages now."""
         assert together.rows is not None and together.pages is not None
         heads, batch = query_HND.shape[0], len(together.spans)
-        keys, values = (rows.to(query_HND.dtype) for rows in store.read(together.pages, query_HND.device))
+        keys, values = read_like(query_HND, store, together.pages)
         query = query_HND[:, together.rows].view(heads, batch, together.count, -1).transpose(0, 1)
         found = attend_at_once(query, keys.transpose(1, 2), values.transpose(1, 2), together.mask, rule)
         output.index_copy_(0, together.rows, found.transpose(1, 2).flatten(0, 1))
@@ -314,18 +314,17 @@ class PagedAttention:
         the chunk, then the chunk's own keys and values, which are at hand."""
         size, device = store.page_tokens, query_HND.device
 
-        def read(at: int, end: int) -> Iterator[torch.Tensor]:
-            found = store.read(tables.pages_of(span, group, at, end, store.home), device)
-            return (rows.to(query_HND.dtype) for rows in found)
+        def read(at: int, end: int, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            keys, values = read_like(query_HND, store, tables.pages_of(span, group, at, end, store.home))
+            return keys[:most], values[:most]
 
         wide = self._limits.gathered_pages(size * store.shape.width)
         if rule.window is None and is_fused(query_HND, store.shape.value_width, rule):
             last = -(-span.start // size)
             for at in range(0, last, wide):
-                few = min(wide * size, span.start - at * size)
-                yield (*(rows[:few] for rows in read(at, min(at + wide, last))), None)
-            own = (rows[:, span.row : span.row + span.count].transpose(0, 1) for rows in (key_KND, value_KNE))
-            yield (*own, IN_ORDER)
+                yield (*read(at, min(at + wide, last), span.start - at * size), None)
+            here = slice(span.row, span.row + span.count)
+            yield key_KND[:, here].transpose(0, 1), value_KNE[:, here].transpose(0, 1), IN_ORDER
             return
         first, last = first_page(span.start, rule.window, size), -(-span.length // size)
         start = torch.full((1,), span.start, device=device)

@@ -13,7 +13,7 @@ import torch
 
 from outcore.infer.attention.exact import AttentionRule, Piece, attend_at_once, attend_in_pieces
 from outcore.infer.cache import KvStore, RowTables
-from outcore.sizing.pass_bytes import AttentionLimits
+from outcore.sizing.inference import AttentionLimits
 
 
 def attend_rows(
@@ -28,7 +28,7 @@ def attend_rows(
 ) -> torch.Tensor:
     """[N, H, E], after the rows' own keys and values are stored."""
     store.write(key_KND.transpose(0, 1), value_KNE.transpose(0, 1), tables.slots[group])
-    pages, seen, device = tables.pages[group], tables.seen[group], query_HND.device
+    pages, seen = tables.pages[group], tables.seen[group]
     wide = limits.gathered_pages(store.page_tokens * store.shape.width)
     step = wide // pages.shape[1]
     if step == 0:  # one row's keys and values are more than may lie beside the weights
@@ -42,7 +42,7 @@ def attend_rows(
         mask = tables.bias(group, query_HND.shape[0] // store.shape.heads, query_HND.dtype)
     found = []
     for at in range(0, tables.num_rows, step):
-        keys, values = (rows.to(query_HND.dtype) for rows in store.read(pages[at : at + step], device))
+        keys, values = read_like(query_HND, store, pages[at : at + step])
         query = query_HND[:, at : at + step].transpose(0, 1).unsqueeze(2)
         part = attend_at_once(query, keys.transpose(1, 2), values.transpose(1, 2), mask[at : at + step], rule)
         del keys, values  # before the next are read
@@ -56,5 +56,10 @@ def _pieces(
     """(keys, values, which of them the row sees) of so many pages at a time."""
     size = store.page_tokens
     for at in range(0, len(pages), wide):
-        rows = (rows.to(query_HND.dtype) for rows in store.read(pages[at : at + wide], query_HND.device))
-        yield (*rows, seen_1L[:, at * size : (at + wide) * size])
+        yield (*read_like(query_HND, store, pages[at : at + wide]), seen_1L[:, at * size : (at + wide) * size])
+
+
+def read_like(query: torch.Tensor, store: KvStore, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of pages, of the queries' type and on their device."""
+    keys, values = store.read(pages, query.device)
+    return keys.to(query.dtype), values.to(query.dtype)

@@ -29,16 +29,17 @@ from outcore.machine import available_ram_bytes
 from outcore.model import LoadedModel, shape_from_config
 from outcore.sizing.inference import (
     PRESETS,
+    AttentionSize,
     InferenceLimits,
     InferenceNeeds,
     KvSize,
+    LayerSize,
     PartSize,
     Placement,
     RowCost,
     place_inference,
     row_cost_of,
 )
-from outcore.sizing.pass_bytes import GUESSED_TOKENS, AttentionSize, LayerSize
 from outcore.sizing.shape import ModelShape
 
 RAM_LEFT_BYTES = 2 * GIB
@@ -321,7 +322,7 @@ def _guessed_tokens(settings: InferSettings, way: Way) -> int:
     """Guesses of a pass at most."""
     if way == "whole":
         return 0
-    return GUESSED_TOKENS if settings.draft_tokens is None else settings.draft_tokens
+    return InferenceLimits.guessed_tokens if settings.draft_tokens is None else settings.draft_tokens
 
 
 def _runs_graphs(settings: InferSettings) -> bool:

@@ -25,7 +25,7 @@ from outcore.infer.requests import Request, Sampling, TextStream
 from outcore.infer.schedule import Clock, Sequence, Work
 from outcore.model import LoadedModel
 from outcore.model.forward import unwrap
-from outcore.sizing.pass_bytes import AttentionLimits, AttentionSize
+from outcore.sizing.inference import AttentionLimits, AttentionSize
 from outcore.staging.pool import HostMemory, SmallCopies
 
 Way = Literal["paged", "whole"]

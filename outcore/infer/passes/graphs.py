@@ -25,7 +25,7 @@ from outcore.flow import Flow, HeadInput, Part
 from outcore.infer.attention import PagedAttention
 from outcore.infer.cache import KvCache, RowTables, SequencePages, first_page
 from outcore.infer.schedule import Work
-from outcore.sizing.pass_bytes import GRAPH_ROWS
+from outcore.sizing.inference import GRAPH_ROWS
 from outcore.staging.pool import SmallCopies
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import torch
 
 from outcore.infer.requests.draws import uniform
 from outcore.infer.requests.sampling import Sampling
-from outcore.sizing.pass_bytes import DRAWN_ROWS
+from outcore.sizing.inference import DRAWN_ROWS
 
 
 @dataclass(frozen=True)

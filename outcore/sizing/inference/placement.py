@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from outcore.common.quantities import format_gib
-from outcore.sizing.pass_bytes import GUESSED_TOKENS, LayerSize, PassSize, pass_bytes
+from outcore.sizing.inference.pass_bytes import GUESSED_TOKENS, LayerSize, PassSize, pass_bytes
 
 PresetName = Literal["balanced", "latency", "throughput"]
 Home = Literal["vram", "ram", "nvme"]
