@@ -332,7 +332,7 @@ def _runs_graphs(settings: InferSettings) -> bool:
 
 
 def _shape_of(found: FoundModel) -> ModelShape | None:
-    """None where the model's layers cannot be counted."""
+    """Count the model's layers; None where they cannot be."""
     try:
         return shape_from_config(found.words, found.loaded.config)
     except (ValueError, RuntimeError):

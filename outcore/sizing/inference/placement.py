@@ -31,8 +31,8 @@ OPEN_TOKENS = 64
 SCORING_TOKENS = 256
 """Tokens that pages are kept for where texts are scored only: enough to try the engine out."""
 SCORED_PASS_TOKENS, SCORED_CALL_TOKENS = 16384, 4096
-"""Of texts that are scored only: tokens that share a pass, enough to hide the weights' way, and the longest text that
-is counted on."""
+"""Tokens that share a pass where texts are scored only, enough to hide the weights' way, and the longest text that is
+counted on."""
 
 
 @dataclass(frozen=True)
