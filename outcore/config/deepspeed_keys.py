@@ -50,8 +50,8 @@ REMOVED_ZERO = {
 
 UNSUPPORTED = {
     "hybrid_engine": "it is for reinforcement learning with generation",
-    "pipeline": "outcore's DeepSpeed engine is data parallel",
-    "tensor_parallel": "outcore's DeepSpeed engine is data parallel",
+    "pipeline": "outcore's DeepSpeed engine is data parallel, and DeepSpeed's pipeline takes ZeRO-1 at most",
+    "tensor_parallel": "outcore's engines are data parallel; such files are for scripts that call DeepSpeed themselves",
     "expert_parallel": "outcore's DeepSpeed engine is data parallel",
     "autotuning": "outcore measures the machine itself",
     "weight_quantization": "it is for inference",

@@ -27,6 +27,24 @@ def shipped() -> dict[str, dict[str, Any]]:
             found["zero_optimization"] = {"stage": stage, "offload_optimizer": {"device": "none"}, **zero}
         found["outcore"]["engine"] = "deepspeed"
         made[f"deepspeed_zero{stage}.json"] = found
+    for tensor_parallel in (2, 4):
+        made |= parallel(tensor_parallel, 1)
+    return made
+
+
+def parallel(tensor_parallel: int, pipeline_parallel: int) -> dict[str, dict[str, Any]]:
+    """ZeRO-3 with each layer shared by so many ranks, in RAM and on NVMe: for scripts that call DeepSpeed themselves.
+    ValueError for pipeline stages."""
+    if pipeline_parallel > 1:
+        raise ValueError(
+            f"pipeline_parallel is {pipeline_parallel}: DeepSpeed's pipeline takes ZeRO-1 at most. Take more tensor "
+            "parallel ranks, or serve with `outcore serve --engine vllm --pipeline_parallel N`"
+        )
+    made = {}
+    for suffix, file in (("", "deepspeed_config.json"), ("_nvme", "config/deepspeed_zero_infinity.json")):
+        found = json.loads((ROOT / file).read_text()) | {"tensor_parallel": {"autotp_size": tensor_parallel}}
+        del found["outcore"]
+        made[f"deepspeed_zero3_tp{tensor_parallel}_pp1{suffix}.json"] = found
     return made
 
 
