@@ -38,9 +38,11 @@ from outcore.engine.base import TracePlan
 from outcore.engine.stream.build import build_stream_engine
 from outcore.engine.stream.ranks import RankPlace
 from outcore.engine.stream.settings import StreamSettings
+from outcore.machine import usable_cores
 from outcore.model.adapters import apply_lora
 from outcore.model.facts import model_facts
 from outcore.model.settings import LoraSettings
+from outcore.optim.extension import ExtensionBackend
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST_RAM_BYTES = 8e9
@@ -230,7 +232,8 @@ def main() -> int:
         return 0
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     table: dict[str, Any] = {"device": name, "gpus": torch.cuda.device_count(), "case": options.case}
-    table |= {"tokens": options.micro_batches * options.mb * options.seq, "runs": []}
+    dram_gb_per_s = ExtensionBackend().memory_rate_bytes_per_s(usable_cores(), 1 << 22) / 1e9
+    table |= {"tokens": options.micro_batches * options.mb * options.seq, "dram_gb_per_s": dram_gb_per_s, "runs": []}
     problems = []
     for world_size in options.ranks:
         found = run_ranks(world_size, options)
