@@ -86,7 +86,7 @@ def main() -> None:
     turns = {}
     for name, turn in options.get("turns", {}).items():
         use_idle_memory(engine, turn)
-        turns[name] = measured(engine, batches[: turn.get("gas")], options | {"warm": options["turn_warm"]}, watch)
+        turns[name] = measured(engine, batches, options | {"warm": options["turn_warm"]}, watch)
         print(name, json.dumps(turns[name]), flush=True)  # what was measured stays where time ends
     result |= {"turns": turns} if turns else {}
     if watch is not None:
@@ -100,8 +100,8 @@ def use_idle_memory(engine: StreamEngine, turn: dict[str, Any]) -> None:
     residents = engine._parts.residents
     engine._drain()
     residents.forget()
-    residents._limit_bytes, residents._saved._limit_bytes = turn["resident_bytes"], turn["saved_bytes"]
-    residents._saved.offer(0)
+    residents._limit_bytes, late = turn["resident_bytes"], engine._parts.updates.late
+    late._finds, late.count, late._has_turned = turn["late_moments"] is None, turn["late_moments"] or 0, False
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -134,8 +134,8 @@ def measured(
     after = drive_bytes(options.get("nvme"))
     use_pct = watch.use_pct if watch is not None else []
     n_steps = options["steps"] * options["repeats"]
-    words = (parts.residents.words(), parts.schedule.saved.words())
-    print(f"residents: {words[0]}; saved: {words[1]}", flush=True)
+    words = (parts.residents.words(), parts.updates.late.words())
+    print(f"residents: {words[0]}; late: {words[1]}", flush=True)
     return {
         "step_s": sorted(repeats)[len(repeats) // 2],
         "repeats_s": repeats,
@@ -148,7 +148,7 @@ def measured(
         "rss_training": rss_bytes(),
         "drive_bytes_per_step": {k: (after[k] - before[k]) / n_steps for k in after} if before and after else None,
         "residents": {"layers": parts.residents.num_held, "bytes": parts.residents.device_bytes},
-        "saved": {"layers": parts.schedule.saved.num_layers, "bytes": parts.schedule.saved.peak_bytes},
+        "late_moments": parts.updates.late.count,
     }
 
 

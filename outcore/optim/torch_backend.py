@@ -104,7 +104,7 @@ class TorchQueue:
                 hyper,
                 work,
                 notify_chunks and work in ("update", "guarded_update"),
-                work != "update",
+                work not in ("update", "weights", "moments"),
                 chunks_left=len(batch),
                 sums=[(0.0, True)] * len(batch),
             )
@@ -190,7 +190,8 @@ class TorchQueue:
                     scanned = (total, all_finite)
                 else:
                     assert unit.batch.state_format is not None and unit.hyper is not None
-                    update_chunk(unit.batch.state_format, unit.batch.jobs[index], unit.hyper)
+                    half = unit.work if unit.work in ("weights", "moments") else None
+                    update_chunk(unit.batch.state_format, unit.batch.jobs[index], unit.hyper, half)
             except BaseException as caught:  # delivered to whoever waits for the unit
                 error = caught
             ended_s = time.perf_counter()
