@@ -32,34 +32,7 @@ def test_products_are_near_the_exact_ones(variant: str, name: str) -> None:
             x[:, 64:128] = 0
             exact, found = reference_product(spec, data, x), products.product(spec, data, x)
             size = (spec.unpack(data).square() @ x.square().t()).sqrt().t()  # of a sum with random signs
-            assert ((found - exact).abs() / size).max() < 0.06
-
-
-def test_rounded_activations_are_the_only_difference() -> None:
-    """With activations that int8 holds exactly, formats of integer codes give the exact product."""
-    x = torch.randint(-127, 128, (2, COLUMNS)).float()
-    x[:, ::256] = 127
-    for name in ("int8", "int4_128_fp16", "mxfp4", "q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k"):
-        spec, data = case(name)
-        with PackedProducts(1) as products:
-            found = products.product(spec, data, x)
-        torch.testing.assert_close(
-            found, reference_product(spec, data, x), rtol=1e-4, atol=1e-3 * float(found.abs().max())
-        )
-
-
-@pytest.mark.parametrize("variant", VARIANT_NAMES)
-def test_what_rounding_took_off_may_be_multiplied_too(variant: str) -> None:
-    if variant not in available_variants():
-        pytest.skip(f"this processor has no {variant}")
-    for name in ("int8", "int4_64_bf16_zero", "mxfp4", "q4_0", "q4_1", "q8_0", "q4_k", "q5_k", "q6_k"):
-        spec, data = case(name)
-        x = torch.randn(19, COLUMNS)
-        exact = reference_product(spec, data, x)
-        with PackedProducts(2, variant) as products:
-            found = products.multiply(call_of(spec, spec.planes(data)), x, twice=True)
-        size = (spec.unpack(data).square() @ x.square().t()).sqrt().t()
-        assert ((found - exact).abs() / size).max() < 3e-4, name
+            assert ((found - exact).abs() / size).max() < 4e-4
 
 
 def test_threads_change_no_bit_and_variants_little() -> None:

@@ -102,28 +102,18 @@ def test_experts_are_multiplied_one_by_one(family, tmp_path, monkeypatch):
     fields = {"intermediate_size": 128, "moe_intermediate_size": 128, "num_local_experts": 4, "num_experts": 4}
     save_tiny_model(tmp_path, family=family, num_experts_per_tok=2, **fields)
     plain = answers(tmp_path, quantize="nf4", cpu_tokens=0)
-    taken, product = [], PackedProducts.multiply
+    taken, product = set(), PackedProducts.multiply
 
-    def exact(self, call, x, *, twice=False):  # NF4's code values as bytes would change near ties
-        weight = next(w for w in known if w.call is call)
-        taken.append(tuple(weight.shape))
-        near, value = product(self, call, x, twice=twice), x @ weight.expanded().t()
-        torch.testing.assert_close(near, value, rtol=0.02, atol=0.1)
-        return value
+    def seen(self, call, x):
+        taken.add((call.rows, call.columns))
+        return product(self, call, x)
 
-    known, made = [], PackedWeight.__new__
-
-    def remembered(*args):
-        known.append(made(*args))
-        return known[-1]
-
-    monkeypatch.setattr(PackedProducts, "multiply", exact)
-    monkeypatch.setattr(PackedWeight, "__new__", remembered)
+    monkeypatch.setattr(PackedProducts, "multiply", seen)
     found = answers(tmp_path, quantize="nf4", cpu_tokens=64)
     assert found[0] == plain[0]
     for mine, theirs in zip(found[1], plain[1], strict=True):
-        assert mine == pytest.approx(theirs, abs=1e-4)
-    assert {(256, 64), (64, 128)} <= set(taken)  # experts: up and down
+        assert mine == pytest.approx(theirs, abs=1e-3)
+    assert {(256, 64), (64, 128)} <= taken  # experts: up and down
 
 
 def test_stacks_that_are_multiplied_together_stay_with_the_gpu():

@@ -43,7 +43,7 @@ class InPlaceProducts:
             value = weight.expanded(self._room(weight))
             return F.linear(x, value.t() if weight.spec.is_transposed else value, bias)
         assert self._products is not None and weight.call is not None
-        out = self._products.multiply(weight.call, rows.to("cpu", torch.float32), twice=True)
+        out = self._products.multiply(weight.call, rows.to("cpu", torch.float32))
         found = out.to(x.device, x.dtype)
         return (found if bias is None else found.add_(bias)).view(*x.shape[:-1], -1)
 

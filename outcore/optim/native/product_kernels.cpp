@@ -1,8 +1,8 @@
 // Rows of packed weights times rounded activations; compiled once per instruction set.
 //
-// A format says how 64 codes come out of its bytes, and for a group of columns which scales they have and what is taken
-// off: weight = scale * code - taken. The products of what is taken with the sums of activations are added at the end
-// of a row, all at once.
+// A format says how 128 codes come out of its bytes as words of 16 bits, in which order, and which scales they have:
+// weight = scale * code - minimum. Offsets of codes are in the words already, and so are the whole-numbered scales within
+// a block of a K-quant, whose products of 256 columns are summed before one scale is applied.
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -12,241 +12,362 @@
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
+#define INLINE __attribute__((always_inline)) inline
+// Sums that are needed once a group leave the registers to those that are needed at each step.
+#define IN_MEMORY(sums) __asm__ volatile("" : "+m"(sums))
 
 namespace outcore {
 namespace {
 
-constexpr int kShared = 4;  // rows of activations that share the unpacking of a row of weights
-constexpr int64_t kMaxGroups = 128;  // 32 Ki columns: what `taken` holds on the stack; longer rows come in parts
+// bitsandbytes' NF4 times 8191, rounded: eight products with 32767 still fit a lane. Codes are 6e-5 of a block's largest
+// value apart from the exact ones at most.
+constexpr float kNf4Unit = 1.0f / 8191.0f;
+alignas(64) const int16_t kNf4Words[16] = {-8191, -5703, -4301, -3235, -2330, -1513, -746, 0,
+                                      652,   1318,  2016,  2768,  3610,  4608,  5922, 8191};
+alignas(64) const int16_t kTwiceFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+alignas(64) const int16_t kUnsigned4[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+alignas(64) const int16_t kAround8[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 
-// bitsandbytes' NF4 times 127, rounded: codes are read as bytes here, 0.2 % of a block's largest value apart at most.
-constexpr int8_t kNf4Bytes[16] = {-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127};
-constexpr float kNf4Scale = 1.0f / 127.0f;
-alignas(16) const uint8_t kTwiceFp4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};  // plus 12
-
-struct Nf4Table {
-  alignas(16) uint8_t at[16];
-  constexpr Nf4Table() : at() {
-    for (int i = 0; i < 16; i++) at[i] = (uint8_t)(kNf4Bytes[i] + kWideOffset);
+// Patterns for `spread`: byte number kFirst + kStride * run to each word of a run of 32 / kRuns words, as its lower byte or
+// as its upper one.
+template <int kFirst, int kStride, int kRuns, bool kUpper>
+struct Pattern {
+  alignas(64) uint8_t at[64];
+  constexpr Pattern() : at() {
+    for (int i = 0; i < 64; i++)
+      at[i] = (i % 2 == 1) == kUpper ? (uint8_t)(kFirst + kStride * (i * kRuns / 64)) : (uint8_t)0x80;
   }
 };
-constexpr Nf4Table kNf4Table;
+template <int kFirst, int kStride, int kRuns, bool kUpper = false>
+alignas(64) constexpr Pattern<kFirst, kStride, kRuns, kUpper> kPattern;
 
-inline float scale_at(const Product& p, int64_t index) {
-  if (p.scale_type == kScaleF32) return ((const float*)p.scale)[index];
+INLINE float scale_at(const Product& p, int32_t type, uint64_t index) {
+  if (type == kScaleF32) return ((const float*)p.scale)[index];
   const uint16_t bits = ((const uint16_t*)p.scale)[index];
-  return p.scale_type == kScaleF16 ? half_to_float(bits) : bits_to_float((uint32_t)bits << 16);
+  return type == kScaleF16 ? half_to_float(bits) : bits_to_float((uint32_t)bits << 16);
 }
 
-// Each format: `codes` of the 64 columns from `at` on (counted through all rows), `scales` and what is taken for each
-// run of `steps` times 64 columns, and `spread` of a step's scales over the codes.
-struct Nf4 {
-  static constexpr bool kWide = true;
-  static constexpr int kRuns = 1;
-  static inline Codes codes(const Product& p, int64_t at) { return look_up(halves(p.codes + at / 2, true), kNf4Table.at); }
-  static inline void scales(const Product& p, int64_t at, int steps, float* scale, float* taken) {
-    const float* s = (const float*)p.scale + at / kStep;
-    for (int i = 0; i < steps; i++) scale[i] = s[i] * kNf4Scale;
-    for (int i = 0; i < steps; i++) taken[i] = s[i] * (kNf4Scale * kWideOffset);
-  }
-  static inline Scales spread(const float* scale) { return one_scale(scale[0]); }
+// What formats have in common unless they say otherwise.
+struct Plain {
+  static constexpr int kChunks = 1;         // runs of 128 columns whose products are summed before they are scaled
+  static constexpr bool kSeparate = false;  // each word of lanes has a scale of its own
+  static constexpr bool kMinima = false;
+  static constexpr bool kScales = false;    // an fp32 scale for 64 columns: enough bytes to ask for
+  static constexpr int kColumns = 64, kBytes = 32, kScaleBytes = 4;  // codes of so many columns; one scale
+  static constexpr float kUnit = 1.0f;
 };
 
-struct Int8 {
-  static constexpr bool kWide = true;
-  static constexpr int kRuns = 1;
-  static inline Codes codes(const Product& p, int64_t at) { return signed_bytes(p.codes + at, p.codes + at + 32); }
-  static inline void scales(const Product& p, int64_t at, int steps, float* scale, float* taken) {
-    for (int i = 0; i < steps; i++) {
-      scale[i] = ((const float*)p.scale)[(at + i * kStep) >> p.block_shift];
-      taken[i] = scale[i] * kWideOffset;
-    }
+// Each format: `words` of the 128 columns from `at` on (counted through all rows), their `scale`, and `minima` of the
+// runs of 32 columns within 256.
+struct Nf4 : Plain {
+  static constexpr bool kScales = true;
+  static constexpr float kUnit = kNf4Unit;
+  static inline void words(const Product& p, uint64_t at, Words* w) {
+    Words found[4];
+    nibbles(load(p.codes + at / 2), kNf4Words, found);  // the first column is in the upper half of a byte
+    w[0] = found[1], w[1] = found[0], w[2] = found[3], w[3] = found[2];
   }
-  static inline Scales spread(const float* scale) { return one_scale(scale[0]); }
+  static inline Floats scale(const Product& p, uint64_t at, int) {
+    const float* s = (const float*)p.scale + at / 64;
+    return of_two(s[0], s[1]);
+  }
 };
 
-struct Int4 {
-  static constexpr bool kWide = false;
-  static constexpr int kRuns = 2;
-  static inline Codes codes(const Product& p, int64_t at) { return halves(p.codes + at / 2, false); }
-  static inline void scales(const Product& p, int64_t at, int steps, float* scale, float* taken) {
-    for (int i = 0; i < 2 * steps; i++) {
-      const int64_t block = (at + i * (kStep / 2)) >> p.block_shift;
-      scale[i] = scale_at(p, block);
-      taken[i] = scale[i] * (p.zero ? (float)p.zero[block] : 8.0f);
-    }
+struct Int8 : Plain {
+  static constexpr int kBytes = 64;
+  static inline void words(const Product& p, uint64_t at, Words* w) {
+    for (int i = 0; i < 4; i++) w[i] = signed_bytes(p.codes + at + 32 * i);
   }
-  static inline Scales spread(const float* scale) { return inner_scales(scale[0], scale[1]); }
+  static inline Floats scale(const Product& p, uint64_t at, int) { return of_one(((const float*)p.scale)[at >> p.block_shift]); }
 };
 
-struct Mxfp4 {
-  static constexpr bool kWide = false;
-  static constexpr int kRuns = 2;
-  static inline Codes codes(const Product& p, int64_t at) { return look_up(halves(p.codes + at / 2, false), kTwiceFp4); }
-  static inline void scales(const Product& p, int64_t at, int steps, float* scale, float* taken) {
-    const uint8_t* exponents = (const uint8_t*)p.scale + at / 32;
-    for (int i = 0; i < 2 * steps; i++) {  // 2^(exponent - 128): codes are twice the values
-      const uint32_t e = exponents[i], tiny = e ? 0x400000u : 0x200000u;
-      scale[i] = bits_to_float(e > 1 ? (e - 1) << 23 : tiny);
-      taken[i] = scale[i] * 12.0f;
-    }
+struct Int4 : Plain {  // of any kind
+  static inline void words(const Product& p, uint64_t at, Words* w) {
+    nibbles(load(p.codes + at / 2), kAround8, w);
+    if (!p.zero) return;
+    uint32_t zeros = 0;
+    for (int i = 0; i < 4; i++) zeros |= (uint32_t)p.zero[(at + 32 * i) >> p.block_shift] << 8 * i;
+    const Words zero = spread(sixteen(zeros, 0), kPattern<0, 1, 4>.at);
+    for (int i = 0; i < 4; i++) w[i] = minus(minus(w[i], zero), -8);
   }
-  static inline Scales spread(const float* scale) { return inner_scales(scale[0], scale[1]); }
+  static inline Floats scale(const Product& p, uint64_t at, int) {
+    float s[4];
+    for (int i = 0; i < 4; i++) s[i] = scale_at(p, p.scale_type, (at + 32 * i) >> p.block_shift);
+    return of_four(four(s[0], s[1], s[2], s[3]));
+  }
 };
 
-struct Q4_0 {
-  static constexpr bool kWide = false;
-  static constexpr int kRuns = 2;
-  static inline Codes codes(const Product& p, int64_t at) {
-    const uint8_t* block = p.codes + at / 32 * 18;
-    return halves_of_two(block + 2, block + 20);
-  }
-  static inline void scales(const Product& p, int64_t at, int steps, float* scale, float* taken) {
-    for (int i = 0; i < 2 * steps; i++) {
-      scale[i] = read_half(p.codes + (at / 32 + i) * 18);
-      taken[i] = scale[i] * 8.0f;
-    }
-  }
-  static inline Scales spread(const float* scale) { return two_scales(scale[0], scale[1]); }
+template <int32_t kType>
+struct PlainInt4 : Plain {  // in blocks of 128 or more, around 8: without branches nearly twice as fast
+  static inline void words(const Product& p, uint64_t at, Words* w) { nibbles(load(p.codes + at / 2), kAround8, w); }
+  static inline Floats scale(const Product& p, uint64_t at, int) { return of_one(scale_at(p, kType, at >> p.block_shift)); }
 };
 
-struct Q4_1 {
-  static constexpr bool kWide = false;
-  static constexpr int kRuns = 2;
-  static inline Codes codes(const Product& p, int64_t at) {
-    const uint8_t* block = p.codes + at / 32 * 20;
-    return halves_of_two(block + 4, block + 24);
+struct Mxfp4 : Plain {
+  static constexpr int kScaleBytes = 1;
+  static constexpr float kUnit = 0.5f;
+  static inline void words(const Product& p, uint64_t at, Words* w) { nibbles(load(p.codes + at / 2), kTwiceFp4, w); }
+  static inline float power(uint8_t exponent) {  // of the least a subnormal number
+    return bits_to_float(exponent ? (uint32_t)exponent << 23 : 0x400000u);
   }
-  static inline void scales(const Product& p, int64_t at, int steps, float* scale, float* taken) {
-    for (int i = 0; i < 2 * steps; i++) {
-      scale[i] = read_half(p.codes + (at / 32 + i) * 20);
-      taken[i] = -read_half(p.codes + (at / 32 + i) * 20 + 2);
-    }
+  static inline Floats scale(const Product& p, uint64_t at, int) {
+    const uint8_t* e = (const uint8_t*)p.scale + at / 32;
+    return of_four(four(power(e[0]), power(e[1]), power(e[2]), power(e[3])));
   }
-  static inline Scales spread(const float* scale) { return two_scales(scale[0], scale[1]); }
 };
 
-struct Q8_0 {
-  static constexpr bool kWide = true;
-  static constexpr int kRuns = 2;
-  static inline Codes codes(const Product& p, int64_t at) {
-    const uint8_t* block = p.codes + at / 32 * 34;
-    return signed_bytes(block + 2, block + 36);
+struct Q4_0 : Plain {
+  static constexpr int kColumns = 32, kBytes = 18;
+  static inline void words(const Product& p, uint64_t at, Words* w) {
+    nibbles(load_four(p.codes + at / 32 * kBytes + 2, kBytes), kAround8, w);
   }
-  static inline void scales(const Product& p, int64_t at, int steps, float* scale, float* taken) {
-    for (int i = 0; i < 2 * steps; i++) {
-      scale[i] = read_half(p.codes + (at / 32 + i) * 34);
-      taken[i] = scale[i] * kWideOffset;
-    }
+  static inline Floats scale(const Product& p, uint64_t at, int) {
+    const uint8_t* block = p.codes + at / 32 * kBytes;
+    return of_four(four(read_half(block), read_half(block + kBytes), read_half(block + 2 * kBytes), read_half(block + 3 * kBytes)));
   }
-  static inline Scales spread(const float* scale) { return two_scales(scale[0], scale[1]); }
+};
+
+struct Q4_1 : Plain {
+  static constexpr int kColumns = 32, kBytes = 20;
+  static constexpr bool kMinima = true;
+  static inline void words(const Product& p, uint64_t at, Words* w) {
+    nibbles(load_four(p.codes + at / 32 * kBytes + 4, kBytes), kUnsigned4, w);
+  }
+  static inline Floats scale(const Product& p, uint64_t at, int) {
+    const uint8_t* block = p.codes + at / 32 * kBytes;
+    return of_four(four(read_half(block), read_half(block + kBytes), read_half(block + 2 * kBytes), read_half(block + 3 * kBytes)));
+  }
+  static inline Eight minima(const Product& p, uint64_t at, int count) {
+    float least[8] = {};
+    for (int i = 0; i < count; i++) least[i] = -read_half(p.codes + (at / 32 + i) * kBytes + 2);
+    return eight(least);
+  }
+};
+
+struct Q8_0 : Plain {
+  static constexpr int kColumns = 32, kBytes = 34;
+  static constexpr bool kSeparate = true;
+  static inline void words(const Product& p, uint64_t at, Words* w) {
+    for (int i = 0; i < 4; i++) w[i] = signed_bytes(p.codes + (at / 32 + i) * kBytes + 2);
+  }
+  static inline Floats scale(const Product& p, uint64_t at, int i) { return of_one(read_half(p.codes + (at / 32 + i) * kBytes)); }
 };
 
 template <bool kFive>
-struct QK {
-  static constexpr bool kWide = false;
-  static constexpr int kRuns = 2;
-  static constexpr int64_t kBytes = kFive ? 176 : 144;
-  static inline Codes codes(const Product& p, int64_t at) {
-    const uint8_t* block = p.codes + at / 256 * kBytes;
-    const int quarter = (int)(at % 256 / kStep);
-    const Codes low = halves(block + 16 + (kFive ? 32 : 0) + 32 * quarter, false);
-    return kFive ? upper_bits<1>(low, block + 16, 2 * quarter) : low;
-  }
-  // Of a whole block: 8 scales and 8 minima of 6 bits in 12 bytes, four at a time.
-  static inline void scales(const Product& p, int64_t at, int, float* scale, float* taken) {
-    const uint8_t* block = p.codes + at / 256 * kBytes;
+struct QK : Plain {
+  static constexpr int kChunks = 2;
+  static constexpr bool kMinima = true;
+  static constexpr int kColumns = 256, kBytes = kFive ? 176 : 144;
+  // 8 scales, then 8 minima, of 6 bits in 12 bytes.
+  static inline void fields(const uint8_t* block, uint64_t* scales, uint64_t* minima) {
     uint32_t a, b, c;
     memcpy(&a, block + 4, 4);
     memcpy(&b, block + 8, 4);
     memcpy(&c, block + 12, 4);
-    const uint32_t words[4] = {a & 0x3f3f3f3fu, (c & 0x0f0f0f0fu) | ((a >> 2) & 0x30303030u), b & 0x3f3f3f3fu,
-                               ((c >> 4) & 0x0f0f0f0fu) | ((b >> 2) & 0x30303030u)};
-    uint8_t fields[16];
-    memcpy(fields, words, 16);
-    const float d = read_half(block), least = read_half(block + 2);
-    for (int i = 0; i < 8; i++) scale[i] = d * (float)fields[i];
-    for (int i = 0; i < 8; i++) taken[i] = least * (float)fields[8 + i];
+    *scales = (a & 0x3f3f3f3fu) | (uint64_t)((c & 0x0f0f0f0fu) | ((a >> 2) & 0x30303030u)) << 32;
+    *minima = (b & 0x3f3f3f3fu) | (uint64_t)(((c >> 4) & 0x0f0f0f0fu) | ((b >> 2) & 0x30303030u)) << 32;
   }
-  static inline Scales spread(const float* scale) { return two_scales(scale[0], scale[1]); }
+  static inline void words(const Product& p, uint64_t at, Words* w) {
+    const uint8_t* block = p.codes + at / 256 * kBytes;
+    const bool second = at % 256 != 0;
+    uint64_t scales, minima;
+    fields(block, &scales, &minima);
+    const Words raw = load(block + 16 + (kFive ? 32 : 0) + (second ? 64 : 0));
+    w[0] = masked(raw, 15);
+    w[1] = masked(shift_right<4>(raw), 15);
+    w[2] = masked(shift_right<8>(raw), 15);
+    w[3] = shift_right<12>(raw);
+    if (kFive) {  // a byte has the fifth bits of its column in all eight runs
+      Words bits = shift_right_upper<2>(load_twice(block + 16));
+      if (second) bits = shift_right<4>(bits);
+      w[0] = either(w[0], masked(shift_left<4>(bits), 16));
+      w[1] = either(w[1], masked(shift_left<3>(bits), 16));
+      w[2] = either(w[2], masked(shift_right<4>(bits), 16));
+      w[3] = either(w[3], masked(shift_right<5>(bits), 16));
+    }
+    const Sixteen all = sixteen(second ? scales >> 32 : scales, 0);
+    const Words even = spread(all, kPattern<0, 2, 2>.at), odd = spread(all, kPattern<1, 2, 2>.at);
+    w[0] = times(w[0], even), w[1] = times(w[1], odd), w[2] = times(w[2], even), w[3] = times(w[3], odd);
+  }
+  static inline Floats scale(const Product& p, uint64_t at, int) { return of_one(read_half(p.codes + at / 256 * kBytes)); }
+  static inline Eight minima(const Product& p, uint64_t at, int) {
+    const uint8_t* block = p.codes + at / 256 * kBytes;
+    uint64_t scales, minima;
+    fields(block, &scales, &minima);
+    return eight_bytes(minima, read_half(block + 2));
+  }
 };
 
-struct Q6_K {
-  static constexpr bool kWide = false;
-  static constexpr int kRuns = 4;
-  static constexpr int64_t kBytes = 210;
-  static inline Codes codes(const Product& p, int64_t at) {
+struct Q6_K : Plain {
+  static constexpr int kChunks = 2;
+  static constexpr int kColumns = 256, kBytes = 210;
+  static inline void words(const Product& p, uint64_t at, Words* w) {
     const uint8_t* block = p.codes + at / 256 * kBytes;
-    const int64_t half = at % 256 / 128;
-    const bool high = at % 128 != 0;
-    return upper_bits<2>(half_of_each(block + 64 * half, high), block + 128 + 32 * half, high ? 4 : 0);
+    const uint64_t half = at % 256 / 128;
+    const Words raw = load(block + 64 * half);
+    const Words bits = shift_right_upper<2>(load_twice(block + 128 + 32 * half));
+    w[0] = either(masked(raw, 15), masked(shift_left<4>(bits), 48));
+    w[1] = either(masked(shift_right<4>(raw), 15), masked(bits, 48));
+    w[2] = either(masked(shift_right<8>(raw), 15), masked(shift_right<4>(bits), 48));
+    w[3] = either(shift_right<12>(raw), masked(shift_right<8>(bits), 48));
+    uint64_t scales;
+    memcpy(&scales, block + 192 + 8 * half, 8);
+    const Sixteen all = sixteen(scales, 0);
+    const Words low = upper_byte(spread(all, kPattern<0, 1, 4, true>.at));
+    const Words high = upper_byte(spread(all, kPattern<4, 1, 4, true>.at));
+    w[0] = times(minus(w[0], 32), low), w[1] = times(minus(w[1], 32), high);
+    w[2] = times(minus(w[2], 32), low), w[3] = times(minus(w[3], 32), high);
   }
-  static inline void scales(const Product& p, int64_t at, int, float* scale, float* taken) {  // of a whole block: 16
-    const uint8_t* block = p.codes + at / 256 * kBytes;
-    const float unit = read_half(block + 208);
-    for (int i = 0; i < 16; i++) scale[i] = unit * (float)(int8_t)block[192 + i];
-    for (int i = 0; i < 16; i++) taken[i] = scale[i] * 32.0f;
-  }
-  static inline Scales spread(const float* scale) { return four_scales(scale); }
+  static inline Floats scale(const Product& p, uint64_t at, int) { return of_one(read_half(p.codes + at / 256 * kBytes + 208)); }
 };
 
-// Sixteen sums at a time: the compiler may not reorder one.
-inline float dot(const float* a, const float* b, int64_t count) {
-  float parts[16] = {};
-  int64_t i = 0;
-  for (; i + 16 <= count; i += 16)
-    for (int j = 0; j < 16; j++) parts[j] += a[i + j] * b[i + j];
-  for (; i < count; i++) parts[0] += a[i] * b[i];
-  float sum = 0;
-  for (int j = 0; j < 16; j++) sum += parts[j];
-  return sum;
+// The last 64 columns of a row where it is not of whole 128, with nothing behind them.
+template <class Format>
+struct Tail {
+  Product p;
+  uint8_t codes[136] = {}, scale[16] = {}, zero[4] = {};
+  Tail(const Product& whole, uint64_t at) : p(whole) {
+    memcpy(codes, whole.codes + at / Format::kColumns * Format::kBytes, 64 / Format::kColumns * Format::kBytes);
+    p.codes = codes;
+    const uint64_t block = at >> whole.block_shift, count = 64 >> whole.block_shift;
+    const uint64_t bytes = whole.scale_type == kScaleF32 ? Format::kScaleBytes : 2;
+    if (whole.scale) memcpy(scale, (const uint8_t*)whole.scale + block * bytes, count * bytes);
+    if (whole.zero) memcpy(zero, whole.zero + block, count);
+    p.scale = scale;
+    p.zero = whole.zero ? zero : nullptr;
+  }
+};
+
+// Has the same columns of the rows that come next brought to the second cache: several rows at once are several streams,
+// and the processor's own prefetching follows one of them to the end of a page.
+template <class Format, int R>
+inline void ask_ahead(const Product& p, uint64_t at) {
+  const uint8_t* codes = p.codes + at / Format::kColumns * Format::kBytes;
+  const int64_t next = R * (p.columns / Format::kColumns * Format::kBytes);
+  for (int i = 0; i < 128 * Format::kChunks / Format::kColumns * Format::kBytes; i += 64)
+    __builtin_prefetch(codes + next + i, 0, 2);
+  if (Format::kScales)
+    __builtin_prefetch((const uint8_t*)p.scale + R * (p.columns / 64 * 4) + at / 64 * 4, 0, 2);
 }
 
-// One row of weights with M rows of activations from number `from` on.
-template <class Format, int M>
-inline void row_product(const Product& p, int64_t row, int from) {
-  constexpr int kPerGroup = (int)(kGroup / kStep);
-  const int64_t steps = p.columns / kStep, groups = (steps + kPerGroup - 1) / kPerGroup;
-  Sum sums[M];
-  for (int m = 0; m < M; m++) sums[m] = no_sum();
-  float results[M] = {};
-  alignas(64) float taken[kMaxGroups * kPerGroup * Format::kRuns], scale[kPerGroup * Format::kRuns];
-  for (int64_t first = 0; first < groups; first += kMaxGroups) {
-    const int64_t last = first + kMaxGroups < groups ? first + kMaxGroups : groups;
-    for (int64_t g = first; g < last; g++) {
-      const int64_t step = g * kPerGroup, at = row * p.columns + step * kStep;
-      const int count = (int)(steps - step < kPerGroup ? steps - step : kPerGroup);
-      Format::scales(p, at, count, scale, taken + (g - first) * kPerGroup * Format::kRuns);
-      Sum parts[M];
-      for (int m = 0; m < M; m++) parts[m] = no_sum();
-      for (int i = 0; i < count; i++) {
-        const Codes codes = Format::codes(p, at + i * kStep);
-        const Scales scales = Format::spread(scale + i * Format::kRuns);
-        for (int m = 0; m < M; m++) {
-          const int8_t* x = p.x + (from + m) * p.columns + (step + i) * kStep;
-          parts[m] = add<Format::kWide>(parts[m], codes, x, scales);
+// 128 columns (256 of a K-quant) of R rows of weights, which begin at `at` of their products, times M rows of activations.
+template <class Format, int R, int M>
+inline void add_chunk(const Product& p, const uint64_t (&at)[R], const int16_t* x, int64_t stride, Floats (&parts)[R][M]) {
+  Ints ints[R][M];
+  for (int r = 0; r < R; r++) {
+    ask_ahead<Format, R>(p, at[r]);
+    for (int m = 0; m < M; m++) ints[r][m] = no_ints();
+  }
+  for (int chunk = 0; chunk < Format::kChunks; chunk++) {
+    Words w[R][4];
+    for (int r = 0; r < R; r++) Format::words(p, at[r] + 128 * chunk, w[r]);
+    for (int i = 0; i < 4; i++) {
+      for (int m = 0; m < M; m++) {
+        const Words activations = load_once(x + m * stride + 128 * chunk + 32 * i);
+        for (int r = 0; r < R; r++) {
+          if (Format::kSeparate)
+            parts[r][m] = add(parts[r][m], floats(dot(no_ints(), w[r][i], activations)), Format::scale(p, at[r], i));
+          else
+            ints[r][m] = dot(ints[r][m], w[r][i], activations);
         }
       }
-      for (int m = 0; m < M; m++) sums[m] = add_times(sums[m], parts[m], p.x_scale[(from + m) * groups + g]);
     }
-    const int64_t run = first * kPerGroup * Format::kRuns, end = last * kPerGroup < steps ? last * kPerGroup : steps;
-    for (int m = 0; m < M; m++)
-      results[m] -= dot(taken, p.x_sum + (from + m) * steps * Format::kRuns + run, end * Format::kRuns - run);
   }
-  for (int m = 0; m < M; m++) p.out[(from + m) * p.rows + row] = results[m] + total(sums[m]);
+  if (Format::kSeparate) return;
+  for (int r = 0; r < R; r++) {
+    const Floats scale = Format::scale(p, at[r], 0);
+    for (int m = 0; m < M; m++) parts[r][m] = add(parts[r][m], floats(ints[r][m]), scale);
+  }
+}
+
+// Minima of `count` runs of one group times the sums of their activations.
+template <class Format, int M>
+inline void add_minima(const Product& p, uint64_t at, int count, int from, int64_t group, Eight* taken) {
+  const Eight least = Format::minima(p, at, count);
+  for (int m = 0; m < M; m++)
+    taken[m] = add(taken[m], least, eight(p.x_sum + ((from + m) * groups_of(p.columns) + group) * kRuns));
+}
+
+// What is left of a row behind its whole groups: 128 columns, 64, or both.
+template <class Format, int M>
+__attribute__((noinline)) void add_rest(const Product& p, int64_t row, int from, Floats* sums, Eight* taken) {
+  const int64_t groups = groups_of(p.columns), stride = groups * kGroup;
+  const int16_t* x = p.x + from * stride + (groups - 1) * kGroup;
+  uint64_t at[1] = {(uint64_t)(row * p.columns + (groups - 1) * kGroup)};
+  Floats parts[1][M];
+  for (int m = 0; m < M; m++) parts[0][m] = no_floats();
+  if constexpr (Format::kMinima) add_minima<Format, M>(p, at[0], (int)(p.columns % kGroup / 32), from, groups - 1, taken);
+  if (p.columns % kGroup >= 128) {
+    add_chunk<Format, 1, M>(p, at, x, stride, parts);
+    at[0] += 128;
+    x += 128;
+  }
+  if (p.columns % 128 != 0) {
+    const Tail<Format> tail(p, at[0]);
+    at[0] = 0;
+    add_chunk<Format, 1, M>(tail.p, at, x, stride, parts);
+  }
+  for (int m = 0; m < M; m++) sums[m] = add(sums[m], parts[0][m], of_one(p.x_scale[(from + m) * groups + groups - 1]));
+}
+
+// R rows of weights from `first` on, but none from `stop` on, with M rows of activations from number `from` on. Where
+// there is one row of weights less the last one is taken twice.
+template <class Format, int R, int M>
+void rows_product(const Product& p, int64_t first, int64_t stop, int from) {
+  const int64_t groups = groups_of(p.columns), stride = groups * kGroup;
+  const int16_t* x = p.x + from * stride;
+  const float* x_scale = p.x_scale + from * groups;
+  int64_t row[R];
+  uint64_t at[R];
+  Floats sums[R][M], parts[R][M];
+  Eight taken[R][M] = {};  // by minima
+  for (int r = 0; r < R; r++) {
+    row[r] = first + r < stop ? first + r : stop - 1;
+    at[r] = (uint64_t)(row[r] * p.columns);
+    for (int m = 0; m < M; m++) sums[r][m] = parts[r][m] = no_floats();
+  }
+  for (int64_t group = 0; group < p.columns / kGroup; group++) {
+    for (int64_t in = 0; in < kGroup; in += 128 * Format::kChunks) {
+      add_chunk<Format, R, M>(p, at, x, stride, parts);
+      for (int r = 0; r < R; r++) at[r] += 128 * Format::kChunks;
+      x += 128 * Format::kChunks;
+    }
+    for (int m = 0; m < M; m++) {
+      const Floats scale = of_one(x_scale[m * groups + group]);
+      for (int r = 0; r < R; r++) {
+        sums[r][m] = add(sums[r][m], parts[r][m], scale);
+        parts[r][m] = no_floats();
+      }
+    }
+    IN_MEMORY(sums);
+    if constexpr (Format::kMinima) {
+      for (int r = 0; r < R; r++) add_minima<Format, M>(p, at[r] - kGroup, kRuns, from, group, taken[r]);
+      IN_MEMORY(taken);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    if (Format::kChunks == 1 && p.columns % kGroup != 0) add_rest<Format, M>(p, row[r], from, sums[r], taken[r]);
+    for (int m = 0; m < M; m++) {
+      float& out = p.out[(from + m) * p.rows + row[r]];
+      out = Format::kUnit * total(sums[r][m]);
+      if (Format::kMinima) out -= total(taken[r][m]);
+    }
+  }
+}
+
+// The last rows of activations, fewer than M + 1.
+template <class Format, int M>
+inline void rest_product(const Product& p, int64_t row, int64_t stop, int from) {
+  if (p.m - from == M) return rows_product<Format, kRowsAtOnce, M>(p, row, stop, from);
+  if constexpr (M > 1) rest_product<Format, M - 1>(p, row, stop, from);
 }
 
 template <class Format>
 void format_rows(const Product& p, int64_t start, int64_t stop) {
-  for (int64_t row = start; row < stop; row++) {
+  for (int64_t row = start; row < stop; row += kRowsAtOnce) {
     int from = 0;
-    for (; from + kShared <= p.m; from += kShared) row_product<Format, kShared>(p, row, from);
-    switch (p.m - from) {
-      case 3: row_product<Format, 3>(p, row, from); break;
-      case 2: row_product<Format, 2>(p, row, from); break;
-      case 1: row_product<Format, 1>(p, row, from); break;
-      default: break;
-    }
+    for (; from + kShared <= p.m; from += kShared) rows_product<Format, kRowsAtOnce, kShared>(p, row, stop, from);
+    rest_product<Format, kShared - 1>(p, row, stop, from);
   }
 }
 
@@ -254,7 +375,11 @@ void product_rows(const Product& p, int64_t start, int64_t stop) {
   switch (p.format) {
     case kNf4: return format_rows<Nf4>(p, start, stop);
     case kInt8: return format_rows<Int8>(p, start, stop);
-    case kInt4: return format_rows<Int4>(p, start, stop);
+    case kInt4:
+      if (p.block_shift < 7 || p.zero) return format_rows<Int4>(p, start, stop);
+      if (p.scale_type == kScaleF32) return format_rows<PlainInt4<kScaleF32>>(p, start, stop);
+      if (p.scale_type == kScaleF16) return format_rows<PlainInt4<kScaleF16>>(p, start, stop);
+      return format_rows<PlainInt4<kScaleBf16>>(p, start, stop);
     case kMxfp4: return format_rows<Mxfp4>(p, start, stop);
     case kQ4_0: return format_rows<Q4_0>(p, start, stop);
     case kQ8_0: return format_rows<Q8_0>(p, start, stop);
@@ -266,11 +391,41 @@ void product_rows(const Product& p, int64_t start, int64_t stop) {
   }
 }
 
-// The largest magnitude of 64: that of the bits, which the compiler may compare in any order.
+// Words in the order in which `words` of the format gives those of 128 columns.
+template <int kHalf>
+inline void by_halves(const int16_t* given, int16_t* out) {  // runs of kHalf bytes: lower halves first, then upper ones
+  for (int block = 0; block < 64 / kHalf; block++)
+    for (int pair = 0; pair < kHalf / 2; pair++) {
+      const int word = block * kHalf / 2 + pair, column = 2 * kHalf * block + 2 * pair;
+      out[word] = given[column];
+      out[32 + word] = given[column + kHalf];
+      out[64 + word] = given[column + 1];
+      out[96 + word] = given[column + kHalf + 1];
+    }
+}
+
+inline void in_order(int32_t format, const int16_t* given, int16_t* out) {
+  switch (format) {
+    case kNf4:
+    case kInt4:
+    case kMxfp4:
+      for (int i = 0; i < 4; i++)
+        for (int word = 0; word < 32; word++) out[32 * i + word] = given[4 * word + i];
+      return;
+    case kQ4_0:
+    case kQ4_1: return by_halves<16>(given, out);
+    case kQ4_K:
+    case kQ5_K: return by_halves<32>(given, out);
+    case kQ6_K: return by_halves<64>(given, out);
+    default: memcpy(out, given, 256);
+  }
+}
+
+// The largest magnitude: that of the bits, which the compiler may compare in any order.
 inline int32_t largest_bits(const float* x) {
-  int32_t bits[kStep], largest = 0;
+  int32_t bits[kGroup], largest = 0;
   memcpy(bits, x, sizeof bits);
-  for (int i = 0; i < kStep; i++) {
+  for (int i = 0; i < kGroup; i++) {
     const int32_t size = bits[i] & 0x7fffffff;
     largest = size > largest ? size : largest;
   }
@@ -278,43 +433,26 @@ inline int32_t largest_bits(const float* x) {
 }
 
 // Loops of a length that the compiler knows and without branches, so that it makes vectors of them.
-void round_row(const float* x, int64_t columns, int32_t format, int8_t* rounded, float* scale, float* sum, float* rest) {
-  const bool even_odd = order_of(format) == kEvenOdd;
-  const int64_t runs = kStep / run_of(format);
-  float unit = 0, by = 0;
-  for (int64_t at = 0; at < columns; at += kStep) {
-    if (at % kGroup == 0) {
-      int32_t bits = 0;
-      for (int64_t i = at; i < columns && i < at + kGroup; i += kStep) {
-        const int32_t of_step = largest_bits(x + i);
-        bits = of_step > bits ? of_step : bits;
-      }
-      const float largest = bits_to_float((uint32_t)bits);
-      unit = largest / 127.0f;
-      by = largest > 0 ? 127.0f / largest : 0.0f;
-      scale[at / kGroup] = unit;
+void round_row(const float* x, int64_t columns, int32_t format, int16_t* rounded, float* scale, float* sum) {
+  for (int64_t at = 0; at < columns; at += kGroup) {
+    float padded[kGroup] = {};
+    const float* group = x + at;
+    if (at + kGroup > columns) {
+      memcpy(padded, group, (size_t)(columns - at) * sizeof(float));
+      group = padded;
     }
-    int32_t codes[kStep], sums[4] = {0, 0, 0, 0};
-    for (int i = 0; i < kStep; i++) codes[i] = (int32_t)lrintf(x[at + i] * by);
-    if (rest != nullptr)
-      for (int i = 0; i < kStep; i++) rest[at + i] = x[at + i] - unit * (float)codes[i];
-    for (int quarter = 0; quarter < 4; quarter++)
-      for (int i = 0; i < kStep / 4; i++) sums[quarter] += codes[kStep / 4 * quarter + i];
-    if (even_odd) {
-      for (int i = 0; i < kStep / 2; i++) rounded[at + i] = (int8_t)codes[2 * i];
-      for (int i = 0; i < kStep / 2; i++) rounded[at + kStep / 2 + i] = (int8_t)codes[2 * i + 1];
-    } else {
-      for (int i = 0; i < kStep; i++) rounded[at + i] = (int8_t)codes[i];
+    const float largest = bits_to_float((uint32_t)largest_bits(group));
+    const float unit = largest / 32767.0f, by = largest > 0 ? 32767.0f / largest : 0.0f;
+    scale[at / kGroup] = unit;
+    int16_t codes[kGroup];
+    for (int i = 0; i < kGroup; i++) codes[i] = (int16_t)(int32_t)lrintf(group[i] * by);
+    for (int run = 0; run < kRuns; run++) {
+      int32_t whole = 0;
+      for (int i = 0; i < 32; i++) whole += codes[32 * run + i];
+      sum[at / 32 + run] = unit * (float)whole;
     }
-    float* totals = sum + at / kStep * runs;
-    if (runs == 4) {
-      for (int i = 0; i < 4; i++) totals[i] = unit * (float)sums[i];
-    } else if (runs == 2) {
-      totals[0] = unit * (float)(sums[0] + sums[1]);
-      totals[1] = unit * (float)(sums[2] + sums[3]);
-    } else {
-      totals[0] = unit * (float)(sums[0] + sums[1] + sums[2] + sums[3]);
-    }
+    in_order(format, codes, rounded + at);
+    in_order(format, codes + 128, rounded + at + 128);
   }
 }
 

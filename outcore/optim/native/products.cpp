@@ -85,28 +85,17 @@ class Team {
 
   // x [m][columns] in fp32. 0, or ENOMEM.
   int run(Product product, const float* x) {
-    const int64_t groups = (product.columns + kGroup - 1) / kGroup, runs = product.columns / run_of(product.format);
-    const int wanted = product.m, count = product.twice ? 2 * wanted : wanted;
-    float* const out = product.out;
+    const int64_t groups = groups_of(product.columns), stride = groups * kGroup;
     try {
-      rounded_.resize((size_t)(count * product.columns));
-      scales_.resize((size_t)(count * groups));
-      sums_.resize((size_t)(count * runs));
-      if (product.twice) {
-        rest_.resize((size_t)(wanted * product.columns));
-        parts_.resize((size_t)(count * product.rows));
-        product.out = parts_.data();
-      }
+      rounded_.resize((size_t)(product.m * stride));
+      scales_.resize((size_t)(product.m * groups));
+      sums_.resize((size_t)(product.m * groups * kRuns));
     } catch (const std::bad_alloc&) {
       return ENOMEM;
     }
-    for (int m = 0; m < count; m++) {
-      const float* row = m < wanted ? x + m * product.columns : rest_.data() + (m - wanted) * product.columns;
-      float* rest = product.twice && m < wanted ? rest_.data() + m * product.columns : nullptr;
-      kernels_.round_row(row, product.columns, product.format, rounded_.data() + m * product.columns,
-                         scales_.data() + m * groups, sums_.data() + m * runs, rest);
-    }
-    product.m = count;
+    for (int m = 0; m < product.m; m++)
+      kernels_.round_row(x + m * product.columns, product.columns, product.format, rounded_.data() + m * stride,
+                         scales_.data() + m * groups, sums_.data() + m * groups * kRuns);
     product.x = rounded_.data();
     product.x_scale = scales_.data();
     product.x_sum = sums_.data();
@@ -121,8 +110,6 @@ class Team {
     work();
     inside_.fetch_or(kClosed, std::memory_order_relaxed);
     while (inside_.load(std::memory_order_acquire) != kClosed) spin();
-    if (product.twice)
-      for (int64_t i = 0; i < wanted * product.rows; i++) out[i] = parts_[i] + parts_[i + wanted * product.rows];
     return 0;
   }
 
@@ -176,8 +163,8 @@ class Team {
 
   const ProductKernels& kernels_;
   Product product_{};
-  std::vector<int8_t> rounded_;
-  std::vector<float> scales_, sums_, rest_, parts_;
+  std::vector<int16_t> rounded_;
+  std::vector<float> scales_, sums_;
   std::atomic<int64_t> next_{0};
   std::atomic<uint64_t> turn_{0};
   std::atomic<int> inside_{kClosed}, asleep_{0};  // threads that may look at the product, and whether more may come
