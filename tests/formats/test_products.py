@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outcore.formats import PackedSpec, call_of, packed_format
+from outcore.formats import PackedSpec, packed_format
 from outcore.formats.products import VARIANT_NAMES, PackedProducts, available_variants, reference_product
 from tests.formats.test_formats import random_planes
 
@@ -33,6 +33,20 @@ def test_products_are_near_the_exact_ones(variant: str, name: str) -> None:
             exact, found = reference_product(spec, data, x), products.product(spec, data, x)
             size = (spec.unpack(data).square() @ x.square().t()).sqrt().t()  # of a sum with random signs
             assert ((found - exact).abs() / size).max() < 4e-4
+
+
+@pytest.mark.parametrize("variant", VARIANT_NAMES)
+@pytest.mark.parametrize("columns", [64, 128, 192, 832])
+def test_rows_may_end_within_a_group(variant: str, columns: int) -> None:
+    if variant not in available_variants():
+        pytest.skip(f"this processor has no {variant}")
+    with PackedProducts(2, variant) as products:
+        for name in ("nf4", "int4_64_bf16_zero", "int4_32_fp32_zero", "mxfp4", "q4_0", "q4_1", "q8_0"):
+            spec, x = PackedSpec(packed_format(name), (5, columns)), torch.randn(3, columns)
+            data = spec.assemble(random_planes(name, spec.num_blocks))
+            size = (spec.unpack(data).square() @ x.square().t()).sqrt().t()
+            error = (products.product(spec, data, x) - reference_product(spec, data, x)).abs()
+            assert (error / size).max() < 4e-4, name
 
 
 def test_threads_change_no_bit_and_variants_little() -> None:
