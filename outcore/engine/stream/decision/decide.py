@@ -12,7 +12,14 @@ from outcore.common.quantities import format_gib
 from outcore.config import ConfigError, RunSettings
 from outcore.engine.base import Host
 from outcore.engine.stream.decision.decision import StreamDecision
-from outcore.engine.stream.decision.homes import NvmeCheck, RunSizes, homes_of, rank_slot_bytes, wanted_homes
+from outcore.engine.stream.decision.homes import (
+    NvmeCheck,
+    RunSizes,
+    homes_of,
+    rank_slot_bytes,
+    waiting_bytes,
+    wanted_homes,
+)
 from outcore.engine.stream.decision.lora_size import lora_size
 from outcore.engine.stream.settings import StreamSettings
 from outcore.flow.parts import saved_bytes
@@ -174,6 +181,7 @@ def _pinned(settings: RunSettings, sizes: RunSizes, weight_ram_bytes: int | None
     weights = settings.element_bytes * sizes.total_params - sizes.saved_bytes
     crossing = settings.element_bytes * sizes.trainable_params
     crossing += weights if weight_ram_bytes is None else weight_ram_bytes
+    crossing += waiting_bytes(settings, sizes)
     pinned = settings.staging_bytes if settings.offload.pin_memory else 2 * slots * slot_bytes
     if settings.optimizer == "muon":
         crossing += int((state_format(settings.state_format).bytes_per_param - MOMENT_BYTES) * sizes.trainable_params)

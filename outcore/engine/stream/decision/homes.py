@@ -16,7 +16,7 @@ from outcore.config import ConfigError, RunSettings
 from outcore.engine.stream.settings import StreamSettings
 from outcore.machine.offload import SPACE_SAFETY, describe_folder, resolve_nvme_paths
 from outcore.optim import state_format
-from outcore.sizing.streaming import CPU_PROCESS_BYTES, PROCESS_BYTES, ring_of_states_bytes
+from outcore.sizing.streaming import CPU_PROCESS_BYTES, PROCESS_BYTES, rank_slots_bytes, ring_of_states_bytes
 
 RAM_RESERVE_BYTES = 3 * GIB
 """Left alone when the budget is measured: Python, the libraries and a CUDA context take 1.5 to 2.5 GiB, and a
@@ -78,10 +78,17 @@ def activation_bytes(sizes: RunSizes, element_bytes: int) -> int:
     return sizes.num_ranks * sizes.num_layers * sum(sizes.step_tokens) * sizes.hidden_size * element_bytes
 
 
-def rank_slot_bytes(settings: RunSettings, sizes: RunSizes) -> int:
-    """Slots of two parts for each of several ranks, where its gradients wait until they are added up."""
+def waiting_bytes(settings: RunSettings, sizes: RunSizes) -> int:
+    """RAM for activation checkpoints beyond the gradients' homes, which they borrow."""
+    in_ram = settings.activations == "ram" or (settings.activations == "auto" and sizes.has_cuda)
     gradients = settings.element_bytes * sizes.trainable_params
-    return 2 * sizes.num_ranks * gradients // max(1, sizes.num_layers) if sizes.num_ranks > 1 else 0
+    return max(0, activation_bytes(sizes, settings.element_bytes) - gradients) if in_ram else 0
+
+
+def rank_slot_bytes(settings: RunSettings, sizes: RunSizes) -> int:
+    """Slots of each of several ranks, where its gradients wait until they are added up."""
+    of_layer = settings.element_bytes * sizes.trainable_params // max(1, sizes.num_layers)
+    return sizes.num_ranks * rank_slots_bytes([of_layer] * sizes.num_layers) if sizes.num_ranks > 1 else 0
 
 
 def homes_of(
@@ -97,10 +104,7 @@ def homes_of(
     weights = element * sizes.total_params - sizes.saved_bytes
     gradients = element * sizes.trainable_params
     state_bytes = int(state_format(states).bytes_per_param * sizes.trainable_params)
-    in_ram = activations == "ram" or (activations == "auto" and sizes.has_cuda)
-    # Checkpoints that wait in RAM borrow the gradients' homes.
-    waiting = max(0, activation_bytes(sizes, element) - gradients) if in_ram else 0
-    slots = rank_slot_bytes(settings, sizes)
+    waiting, slots = waiting_bytes(settings, sizes), rank_slot_bytes(settings, sizes)
     needed = weights + gradients + state_bytes + waiting + slots
     given = settings.offload.ram_budget_gib
     if given is None and settings.offload.everything:
